@@ -1,0 +1,1 @@
+"""This process among others: environment, devices, collectives, seeds, logging."""

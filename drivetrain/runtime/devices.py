@@ -1,0 +1,270 @@
+"""The kinds of device that a process can run on, and what differs between them.
+
+Nothing outside this file names a vendor: a kind knows its process-group backend, how to pick and
+synchronise a device, its streams and its random state. A third party adds one with `register_device`.
+"""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+
+from drivetrain.runtime.errors import ConfigurationError, DeviceNotAvailableError, nearest
+
+
+class DeviceKind:
+    """One kind of device, such as `cuda`, with everything that is particular to it.
+
+    Args:
+        name: the name that users write, which is torch's own for it.
+        backend: process-group backend for collectives over tensors of this kind.
+        aliases: other names that users write for it.
+
+    Example:
+        ```python
+        from drivetrain.runtime.devices import DeviceKind, get_device_kind, register_device
+
+        register_device(DeviceKind("vpu", backend="gloo"), replace=True)
+        assert get_device_kind("vpu").backend == "gloo"
+        ```
+    """
+
+    def __init__(self, name: str, backend: str, aliases: tuple[str, ...] = ()) -> None:
+        self.name = name
+        self.backend = backend
+        self.aliases = aliases
+
+    @property
+    def module(self) -> Any:
+        """Torch's module for this kind, such as `torch.cuda`; None where torch was built without it."""
+        return getattr(torch, self.name, None)
+
+    @property
+    def autocast_type(self) -> str:
+        """The device type that `torch.autocast` and `torch.amp.GradScaler` take."""
+        return self.name
+
+    @property
+    def supports_streams(self) -> bool:
+        """Whether copies can overlap with compute on a second stream."""
+        return hasattr(self.module, "Stream") and hasattr(self.module, "current_stream")
+
+    @property
+    def pins_memory(self) -> bool:
+        """Whether page-locked host memory makes copies to this kind asynchronous."""
+        return self.supports_streams
+
+    def is_available(self) -> bool:
+        """Whether this machine has at least one such device."""
+        available = getattr(self.module, "is_available", None)
+        return bool(available()) if available is not None else False
+
+    def count(self) -> int:
+        """Number of such devices that this process can see."""
+        counter = getattr(self.module, "device_count", None)
+        return int(counter()) if counter is not None else int(self.is_available())
+
+    def device(self, index: int) -> torch.device:
+        """The device for the process with this local rank."""
+        return torch.device(self.name, index)
+
+    def set_device(self, device: torch.device) -> None:
+        """Make `device` the current one of this process."""
+        setter = getattr(self.module, "set_device", None)
+        if setter is not None:
+            setter(device)
+
+    def synchronize(self, device: torch.device | None = None) -> None:
+        """Wait until everything queued on the device has run."""
+        waiter = getattr(self.module, "synchronize", None)
+        if waiter is not None:
+            waiter() if device is None else waiter(device)
+
+    def empty_cache(self) -> None:
+        """Give memory that the allocator keeps back to the device."""
+        release = getattr(self.module, "empty_cache", None)
+        if release is not None:
+            release()
+
+    def make_stream(self, device: torch.device | None = None) -> Any | None:
+        """A new stream, or None where the kind has none."""
+        if not self.supports_streams:
+            return None
+        return self.module.Stream() if device is None else self.module.Stream(device=device)
+
+    def current_stream(self) -> Any | None:
+        """The stream in use, or None where the kind has none."""
+        return self.module.current_stream() if self.supports_streams else None
+
+    def stream_context(self, stream: Any | None) -> AbstractContextManager[Any]:
+        """Run the body on `stream`; a null context for None."""
+        if stream is None:
+            return nullcontext()
+        context: AbstractContextManager[Any] = self.module.stream(stream)
+        return context
+
+    def manual_seed_all(self, seed: int) -> None:
+        """Seed the generators of all devices of this kind."""
+        seeder = getattr(self.module, "manual_seed_all", None) or getattr(self.module, "manual_seed", None)
+        if seeder is not None:
+            seeder(seed)
+
+    def get_rng_state(self) -> torch.Tensor | None:
+        """Random state of the current device, a byte tensor; None where the kind has none of its own."""
+        getter = getattr(self.module, "get_rng_state", None)
+        state: torch.Tensor | None = getter() if getter is not None else None
+        return state
+
+    def set_rng_state(self, state: torch.Tensor) -> None:
+        """Restore what `get_rng_state` returned."""
+        setter = getattr(self.module, "set_rng_state", None)
+        if setter is not None:
+            setter(state)
+
+    def supports_bf16(self) -> bool:
+        """Whether bfloat16 arithmetic runs on this kind."""
+        check = getattr(self.module, "is_bf16_supported", None)
+        return bool(check()) if check is not None else True
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.name!r}, backend={self.backend!r})"
+
+
+class CPU(DeviceKind):
+    """The host: always there, no streams, and its random state is torch's default generator."""
+
+    def __init__(self) -> None:
+        super().__init__("cpu", backend="gloo")
+
+    @property
+    def supports_streams(self) -> bool:
+        """False: the host computes where it copies."""
+        return False
+
+    def is_available(self) -> bool:
+        """True: there is always a host."""
+        return True
+
+    def count(self) -> int:
+        """One: any number of processes share the host."""
+        return 1
+
+    def device(self, index: int) -> torch.device:
+        """The host, whatever the local rank."""
+        return torch.device("cpu")
+
+    def set_device(self, device: torch.device) -> None:
+        """Nothing to choose."""
+
+    def synchronize(self, device: torch.device | None = None) -> None:
+        """Nothing is queued."""
+
+    def manual_seed_all(self, seed: int) -> None:
+        """Nothing of its own to seed: torch's default generator is seeded by the caller."""
+
+    def get_rng_state(self) -> torch.Tensor | None:
+        """None: torch's default generator is captured by the caller."""
+        return None
+
+    def set_rng_state(self, state: torch.Tensor) -> None:
+        """Nothing of its own to restore."""
+
+
+class MPS(DeviceKind):
+    """Apple's GPU: one device, no process-group backend of its own."""
+
+    def __init__(self) -> None:
+        super().__init__("mps", backend="gloo")
+
+    @property
+    def supports_streams(self) -> bool:
+        """False: torch exposes no streams for it."""
+        return False
+
+    def is_available(self) -> bool:
+        """Whether torch can use the Metal backend here."""
+        return torch.backends.mps.is_available()
+
+    def device(self, index: int) -> torch.device:
+        """The one device, whatever the local rank."""
+        return torch.device("mps")
+
+    def set_device(self, device: torch.device) -> None:
+        """Nothing to choose."""
+
+
+_KINDS: dict[str, DeviceKind] = {}
+
+
+def register_device(kind: DeviceKind, *, replace: bool = False) -> None:
+    """Add a kind of device.
+
+    Args:
+        kind: the kind; its name and aliases become valid wherever a device is named.
+        replace: whether a kind of the same name may be replaced.
+
+    Raises:
+        ConfigurationError: the name is taken and `replace` is False.
+    """
+    for name in (kind.name, *kind.aliases):
+        if name in _KINDS and not replace:
+            raise ConfigurationError(
+                f"A device kind named {name!r} is registered already; pass replace=True to replace it."
+            )
+        _KINDS[name] = kind
+
+
+def unregister_device(name: str) -> None:
+    """Remove a kind that `register_device` added."""
+    kind = _KINDS.pop(name, None)
+    if kind is not None:
+        for alias in (kind.name, *kind.aliases):
+            _KINDS.pop(alias, None)
+
+
+register_device(CPU())
+register_device(DeviceKind("cuda", backend="nccl", aliases=("gpu",)))
+register_device(MPS())
+register_device(DeviceKind("xpu", backend="xccl"))
+register_device(DeviceKind("npu", backend="hccl"))
+register_device(DeviceKind("mlu", backend="cncl"))
+register_device(DeviceKind("hpu", backend="hccl"))
+
+
+def get_device_kind(name: str) -> DeviceKind:
+    """Look a kind up by name, such as `"cuda"`, and make sure that this machine has one.
+
+    Raises:
+        ConfigurationError: no kind has this name.
+        DeviceNotAvailableError: this machine has no such device.
+    """
+    base = name.split(":", 1)[0].lower()
+    kind = _KINDS.get(base)
+    if kind is None:
+        raise ConfigurationError(
+            f"Unknown device {name!r}. Known: {', '.join(sorted(_KINDS))}.{nearest(base, _KINDS)} "
+            "Another one can be added with drivetrain.register_device."
+        )
+    if not kind.is_available():
+        raise DeviceNotAvailableError(
+            f"Device {name!r} was asked for, but this machine has none (or torch was built without it). "
+            f"Available here: {', '.join(k.name for k in available_device_kinds())}."
+        )
+    return kind
+
+
+def available_device_kinds() -> list[DeviceKind]:
+    """The kinds that this machine has, accelerators first, the CPU last."""
+    kinds = [kind for kind in dict.fromkeys(_KINDS.values()) if kind.is_available()]
+    return sorted(kinds, key=lambda kind: kind.name == "cpu")
+
+
+def detect_device_kind() -> DeviceKind:
+    """The kind that a run uses when none is named: torch's current accelerator, else the CPU."""
+    if torch.accelerator.is_available():
+        accelerator = torch.accelerator.current_accelerator()
+        if accelerator is not None and accelerator.type in _KINDS:
+            return _KINDS[accelerator.type]
+    return _KINDS["cpu"]

@@ -1,0 +1,169 @@
+"""Which process is this among how many, read from the variables that launchers set."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from drivetrain.runtime.errors import ConfigurationError
+
+DEFAULT_MAIN_PORT = 29500
+
+
+@dataclass(frozen=True)
+class ProcessEnvironment:
+    """This process among its peers.
+
+    Attributes:
+        rank: global rank, 0 to `world_size` - 1.
+        world_size: number of processes of the run.
+        local_rank: rank among the processes of this machine.
+        local_world_size: number of processes on this machine.
+        main_address: host of rank 0.
+        main_port: port of rank 0's store.
+        source: who told: `"torchrun"`, `"slurm"`, `"openmpi"`, `"intelmpi"` or `"single"`.
+    """
+
+    rank: int = 0
+    world_size: int = 1
+    local_rank: int = 0
+    local_world_size: int = 1
+    main_address: str = "127.0.0.1"
+    main_port: int = DEFAULT_MAIN_PORT
+    source: str = "single"
+
+    def __post_init__(self) -> None:
+        if self.world_size < 1 or not 0 <= self.rank < self.world_size:
+            raise ConfigurationError(
+                f"rank {self.rank} of a world of {self.world_size} (from {self.source}) cannot be: "
+                "ranks go from 0 to the world size - 1. Check the launcher's variables."
+            )
+        if not 0 <= self.local_rank < self.local_world_size:
+            raise ConfigurationError(
+                f"local rank {self.local_rank} of {self.local_world_size} processes on this machine "
+                f"(from {self.source}) cannot be. Check the launcher's variables."
+            )
+
+    @property
+    def is_distributed(self) -> bool:
+        """Whether there is more than one process."""
+        return self.world_size > 1
+
+    @property
+    def num_nodes(self) -> int:
+        """Number of machines, assuming that all hold as many processes as this one."""
+        return -(-self.world_size // self.local_world_size)
+
+    @property
+    def node_rank(self) -> int:
+        """Index of this machine, assuming that all hold as many processes as this one."""
+        return self.rank // self.local_world_size
+
+    @classmethod
+    def detect(cls, environ: Mapping[str, str] | None = None) -> ProcessEnvironment:
+        """Find this process's place from torchrun's, SLURM's, Open MPI's or Intel MPI's variables.
+
+        Args:
+            environ: the variables to read; `os.environ` if None.
+
+        Returns:
+            The environment found, or a world of one.
+
+        Raises:
+            ConfigurationError: a launcher's variables are incomplete or contradict each other.
+        """
+        variables = os.environ if environ is None else environ
+        for source, keys in _LAUNCHERS:
+            if all(variables.get(key) not in (None, "") for key in keys[:2]):
+                return cls._from_variables(variables, source, keys)
+        incomplete = [key for key in ("RANK", "WORLD_SIZE") if variables.get(key)]
+        if len(incomplete) == 1 and variables.get("WORLD_SIZE", "1") != "1":
+            missing = "WORLD_SIZE" if incomplete[0] == "RANK" else "RANK"
+            raise ConfigurationError(
+                f"{incomplete[0]}={variables[incomplete[0]]} is set but {missing} is not. Start the script with "
+                "`drivetrain launch` or torchrun, or unset the variable to run one process."
+            )
+        return cls()
+
+    @classmethod
+    def _from_variables(
+        cls, variables: Mapping[str, str], source: str, keys: tuple[str, str, str, str]
+    ) -> ProcessEnvironment:
+        rank, world_size = (_integer(variables, key) for key in keys[:2])
+        if source == "slurm" and world_size == 1:
+            # An interactive `salloc`/`srun --pty` shell sets these too; a world of one needs no group.
+            return cls(source=source)
+        local_rank = _integer(variables, keys[2], default=rank if world_size == 1 else None)
+        local_world_size = _integer_or_slurm_list(variables, keys[3], node=_slurm_node(variables, source))
+        if local_world_size is None:
+            local_world_size = max(world_size if local_rank == rank else 1, local_rank + 1)
+        address = variables.get("MASTER_ADDR") or _first_slurm_host(variables) or "127.0.0.1"
+        port = _integer(variables, "MASTER_PORT", default=_slurm_port(variables))
+        return cls(rank, world_size, local_rank, local_world_size, address, port, source)
+
+
+# source, (rank, world size, local rank, local world size); the first whose two leading keys are set wins
+_LAUNCHERS: tuple[tuple[str, tuple[str, str, str, str]], ...] = (
+    ("torchrun", ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")),
+    (
+        "openmpi",
+        (
+            "OMPI_COMM_WORLD_RANK",
+            "OMPI_COMM_WORLD_SIZE",
+            "OMPI_COMM_WORLD_LOCAL_RANK",
+            "OMPI_COMM_WORLD_LOCAL_SIZE",
+        ),
+    ),
+    ("intelmpi", ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS")),
+    ("slurm", ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID", "SLURM_STEP_TASKS_PER_NODE")),
+)
+
+
+def _integer(variables: Mapping[str, str], key: str, default: int | None = None) -> int:
+    value = variables.get(key)
+    if value in (None, ""):
+        if default is None:
+            raise ConfigurationError(
+                f"{key} is not set, though the launcher's other variables are. "
+                "Start the script with `drivetrain launch` or torchrun, or set it."
+            )
+        return default
+    try:
+        return int(value)
+    except ValueError:
+        raise ConfigurationError(f"{key}={value!r} is not an integer.") from None
+
+
+def _integer_or_slurm_list(variables: Mapping[str, str], key: str, node: int) -> int | None:
+    """Read a count that SLURM may write as `"2(x3),1"`: two tasks on each of three nodes, one on the fourth."""
+    value = variables.get(key)
+    if not value:
+        return None
+    counts: list[int] = []
+    for part in value.split(","):
+        match = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part.strip())
+        if match is None:
+            raise ConfigurationError(f"{key}={value!r} is not a count of processes.")
+        counts += [int(match[1])] * int(match[2] or 1)
+    return counts[min(node, len(counts) - 1)]
+
+
+def _slurm_node(variables: Mapping[str, str], source: str) -> int:
+    return _integer(variables, "SLURM_NODEID", default=0) if source == "slurm" else 0
+
+
+def _first_slurm_host(variables: Mapping[str, str]) -> str | None:
+    """First host of a compressed list such as `"node[003-005,9],other"`."""
+    hosts = variables.get("SLURM_STEP_NODELIST") or variables.get("SLURM_JOB_NODELIST")
+    if not hosts:
+        return None
+    match = re.match(r"([^\[,]+)(?:\[([^\],-]+)[^\]]*\])?", hosts)
+    return match[1] + (match[2] or "") if match else None
+
+
+def _slurm_port(variables: Mapping[str, str]) -> int:
+    """A port that all ranks of one SLURM job derive alike, and two jobs on a machine rarely share."""
+    job = variables.get("SLURM_JOB_ID", "")
+    return 20000 + int(job[-4:]) if job[-4:].isdigit() else DEFAULT_MAIN_PORT

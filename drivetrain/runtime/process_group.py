@@ -1,0 +1,116 @@
+"""Starting and ending the group of processes that collectives run over."""
+
+from __future__ import annotations
+
+import gc
+import os
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
+
+from drivetrain.runtime.devices import DeviceKind
+from drivetrain.runtime.environment import ProcessEnvironment
+from drivetrain.runtime.errors import LaunchError
+
+DEFAULT_TIMEOUT = timedelta(minutes=30)
+
+
+def init_process_group(
+    environment: ProcessEnvironment,
+    kind: DeviceKind,
+    *,
+    backend: str | None = None,
+    timeout: timedelta | None = None,
+    device: torch.device | None = None,
+) -> str:
+    """Join the process group that the environment describes.
+
+    Tensors of the kind go through its backend; CPU tensors always have gloo beside it, so that
+    gathering Python objects never waits for the device.
+
+    Args:
+        environment: this process among its peers.
+        kind: the kind of device whose tensors are exchanged.
+        backend: overrides the kind's backend.
+        timeout: how long a collective may wait for a peer; 30 minutes if None.
+        device: the device to bind the group to, for backends that want one.
+
+    Returns:
+        The backend's name.
+
+    Raises:
+        LaunchError: the other processes were not there in time.
+    """
+    chosen = backend or kind.backend
+    spec = (
+        chosen
+        if chosen == "gloo" or ":" in chosen or kind.name == "cpu"
+        else f"cpu:gloo,{kind.name}:{chosen}"
+    )
+    options: dict[str, Any] = {}
+    if "nccl" in spec and device is not None and device.type == "cuda":
+        options["device_id"] = device
+    limit = timeout or DEFAULT_TIMEOUT
+    try:
+        dist.init_process_group(
+            spec,
+            store=_rendezvous_store(environment, limit),
+            rank=environment.rank,
+            world_size=environment.world_size,
+            timeout=limit,
+            **options,
+        )
+    except (dist.DistNetworkError, dist.DistStoreError) as error:
+        raise LaunchError(
+            f"Rank {environment.rank} of {environment.world_size} could not meet its peers at "
+            f"{environment.main_address}:{environment.main_port} within {limit}: {error}. "
+            "Check that every process was started and that the address and port can be reached."
+        ) from error
+    return chosen
+
+
+def _rendezvous_store(environment: ProcessEnvironment, timeout: timedelta) -> Store:
+    """The store of the elastic agent where there is one, else one that rank 0 serves.
+
+    Each restart of an elastic agent gets its own prefix: keys left by the dead attempt would
+    otherwise make the new one connect to processes that are gone.
+    """
+    agent_serves = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    store = TCPStore(
+        environment.main_address,
+        environment.main_port,
+        environment.world_size,
+        is_master=environment.rank == 0 and not agent_serves,
+        timeout=timeout,
+        multi_tenant=True,
+    )
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    return PrefixStore(f"drivetrain/attempt{attempt}", store)
+
+
+def destroy_process_group() -> None:
+    """Leave the process group: wait for the peers, then free it. Nothing happens where there is none.
+
+    Whatever still holds a DDP reducer must be gone by now: destroying the group while a reducer's
+    destructor waits for gloo's thread and that thread for the GIL is a deadlock (seen with torch 2.13).
+    """
+    if not (dist.is_available() and dist.is_initialized()):
+        return
+    gc.collect()
+    barrier()
+    dist.destroy_process_group()
+
+
+def abandon_process_group() -> None:
+    """Leave the process group without waiting for peers, which may be dead."""
+    if dist.is_available() and dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def barrier() -> None:
+    """Wait until every process of the group is here; returns at once in a world of one."""
+    if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+        dist.barrier()

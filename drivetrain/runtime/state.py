@@ -1,0 +1,301 @@
+"""`PartialState`: this process, its device and its peers, shared by everything in the process."""
+
+from __future__ import annotations
+
+import builtins
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from enum import Enum
+from functools import wraps
+from typing import Any, ClassVar, TypeVar, cast
+
+import torch
+import torch.distributed as dist
+
+from drivetrain.runtime.devices import DeviceKind, detect_device_kind, get_device_kind
+from drivetrain.runtime.environment import ProcessEnvironment
+from drivetrain.runtime.errors import ConfigurationError
+from drivetrain.runtime.process_group import barrier, destroy_process_group, init_process_group
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+_TRUE = {"1", "true", "yes", "on"}
+
+
+class DistributedType(str, Enum):
+    """How the processes of a run are spread, in Accelerate's words."""
+
+    NO = "NO"
+    MULTI_CPU = "MULTI_CPU"
+    MULTI_GPU = "MULTI_GPU"
+    MULTI_XPU = "MULTI_XPU"
+    MULTI_NPU = "MULTI_NPU"
+    MULTI_MLU = "MULTI_MLU"
+    MULTI_HPU = "MULTI_HPU"
+    MULTI_DEVICE = "MULTI_DEVICE"
+
+
+class PartialState:
+    """This process among its peers. All instances in a process share one state.
+
+    The first instance finds the environment, picks the device and, where there are several
+    processes, joins their process group.
+
+    Args:
+        cpu: run on the CPU even where there is an accelerator. The launcher's `--cpu` asks the same.
+        device: name of the kind of device, such as `"cuda"`; found if None.
+        backend: process-group backend; the device kind's own if None.
+        timeout: how long a collective may wait for a peer.
+
+    Raises:
+        ConfigurationError: the state exists already and was asked to be something else.
+        DeviceNotAvailableError: the device named is not there.
+
+    Example:
+        ```python
+        from drivetrain import PartialState
+
+        state = PartialState()
+        with state.split_between_processes(["a", "b", "c"]) as mine:
+            state.print(mine)
+        ```
+    """
+
+    _shared: ClassVar[dict[str, Any]] = {}
+
+    environment: ProcessEnvironment
+    kind: DeviceKind
+    device: torch.device
+    backend: str | None
+    debug: bool
+
+    def __init__(
+        self,
+        cpu: bool = False,
+        *,
+        device: str | None = None,
+        backend: str | None = None,
+        timeout: timedelta | None = None,
+    ) -> None:
+        self.__dict__ = self._shared
+        asked = "cpu" if cpu else device
+        if self.initialized:
+            if asked is not None and get_device_kind(asked) is not self.kind:
+                raise ConfigurationError(
+                    f"This process already runs on {self.kind.name!r}, so it cannot be moved to {asked!r}. "
+                    "Name the device where the first Accelerator, Trainer or PartialState is made."
+                )
+            return
+        if asked is None and os.environ.get("DRIVETRAIN_USE_CPU", "").lower() in _TRUE:
+            asked = "cpu"
+        self.debug = os.environ.get("DRIVETRAIN_DEBUG", "").lower() in _TRUE
+        environment = ProcessEnvironment.detect()
+        kind = get_device_kind(asked) if asked else detect_device_kind()
+        if kind.name != "cpu" and environment.local_world_size > max(1, kind.count()):
+            raise ConfigurationError(
+                f"{environment.local_world_size} processes on this machine, but only {kind.count()} "
+                f"{kind.name} device(s). Start fewer processes, or run on the CPU (`drivetrain launch --cpu`)."
+            )
+        chosen = kind.device(environment.local_rank)
+        kind.set_device(chosen)
+        self.backend = None
+        if environment.is_distributed:
+            if dist.is_initialized():
+                self.backend = dist.get_backend()
+            else:
+                self.backend = init_process_group(
+                    environment, kind, backend=backend, timeout=timeout, device=chosen
+                )
+        self.environment, self.kind, self.device = environment, kind, chosen
+
+    @property
+    def initialized(self) -> bool:
+        """Whether the process's state has been found."""
+        return "environment" in self._shared
+
+    @classmethod
+    def _reset_state(cls) -> None:
+        """Forget everything, for tests; the process group must be gone."""
+        cls._shared.clear()
+
+    # who and how many
+
+    @property
+    def distributed_type(self) -> DistributedType:
+        """How the processes are spread."""
+        if not self.use_distributed:
+            return DistributedType.NO
+        word = {"cpu": "CPU", "cuda": "GPU"}.get(self.kind.name, self.kind.name.upper())
+        return DistributedType.__members__.get(f"MULTI_{word}", DistributedType.MULTI_DEVICE)
+
+    @property
+    def use_distributed(self) -> bool:
+        """Whether there is more than one process."""
+        return self.environment.world_size > 1
+
+    @property
+    def num_processes(self) -> int:
+        """Number of processes of the run."""
+        return self.environment.world_size
+
+    @property
+    def process_index(self) -> int:
+        """Global rank of this process."""
+        return self.environment.rank
+
+    @property
+    def local_process_index(self) -> int:
+        """Rank of this process on its machine."""
+        return self.environment.local_rank
+
+    @property
+    def is_main_process(self) -> bool:
+        """Whether this is rank 0."""
+        return self.environment.rank == 0
+
+    @property
+    def is_local_main_process(self) -> bool:
+        """Whether this is the first process of its machine."""
+        return self.environment.local_rank == 0
+
+    @property
+    def is_last_process(self) -> bool:
+        """Whether this is the process with the highest rank."""
+        return self.environment.rank == self.environment.world_size - 1
+
+    @property
+    def default_device(self) -> torch.device:
+        """The device that this machine would run on by itself."""
+        return detect_device_kind().device(self.environment.local_rank)
+
+    # waiting and taking turns
+
+    def wait_for_everyone(self) -> None:
+        """Wait until every process is here."""
+        barrier()
+
+    @contextmanager
+    def main_process_first(self) -> Iterator[None]:
+        """Run the body on the main process first, then on the others.
+
+        The others are released also when the body raises on the main process, so that nobody
+        waits for a process that is gone.
+        """
+        with self._first(self.is_main_process):
+            yield
+
+    @contextmanager
+    def local_main_process_first(self) -> Iterator[None]:
+        """Run the body on each machine's first process first, then on the others."""
+        with self._first(self.is_local_main_process):
+            yield
+
+    @contextmanager
+    def _first(self, first: bool) -> Iterator[None]:
+        if not first:
+            barrier()
+        try:
+            yield
+        finally:
+            if first:
+                barrier()
+
+    @contextmanager
+    def split_between_processes(self, inputs: Any, apply_padding: bool = False) -> Iterator[Any]:
+        """Give each process its contiguous part of `inputs`; the first ones get one more where it does not divide.
+
+        Args:
+            inputs: a list, tuple, tensor, a dict of equally long ones, or anything with a length and slices.
+            apply_padding: repeat the last item so that every process gets as many.
+
+        Yields:
+            This process's part, of the same type.
+
+        Raises:
+            ConfigurationError: the values of a dict differ in length.
+        """
+        if self.num_processes == 1:
+            yield inputs
+            return
+        if isinstance(inputs, dict):
+            lengths = {key: len(value) for key, value in inputs.items()}
+            if len(set(lengths.values())) > 1:
+                raise ConfigurationError(
+                    f"split_between_processes needs values of one length in a dict, got {lengths}."
+                )
+        length = len(next(iter(inputs.values()))) if isinstance(inputs, dict) and inputs else len(inputs)
+        each, more = divmod(length, self.num_processes)
+        start = self.process_index * each + min(self.process_index, more)
+        end = start + each + (self.process_index < more)
+        missing = each + (more > 0) - (end - start) if apply_padding and length else 0
+        yield _part(inputs, start, end, missing)
+
+    # only on some processes
+
+    def on_main_process(self, function: Function) -> Function:
+        """Decorate a function so that only the main process runs it; the others get None."""
+        return self._only(function, lambda: self.is_main_process)
+
+    def on_local_main_process(self, function: Function) -> Function:
+        """Decorate a function so that only each machine's first process runs it."""
+        return self._only(function, lambda: self.is_local_main_process)
+
+    def on_last_process(self, function: Function) -> Function:
+        """Decorate a function so that only the last process runs it."""
+        return self._only(function, lambda: self.is_last_process)
+
+    def on_process(self, function: Function | None = None, process_index: int | None = None) -> Any:
+        """Decorate a function so that only the process with this rank runs it."""
+        if function is None:
+            return lambda given: self.on_process(given, process_index)
+        return self._only(function, lambda: self.process_index == process_index)
+
+    def on_local_process(
+        self, function: Function | None = None, local_process_index: int | None = None
+    ) -> Any:
+        """Decorate a function so that only the process with this rank on its machine runs it."""
+        if function is None:
+            return lambda given: self.on_local_process(given, local_process_index)
+        return self._only(function, lambda: self.local_process_index == local_process_index)
+
+    @staticmethod
+    def _only(function: Function, wanted: Callable[[], bool]) -> Function:
+        @wraps(function)
+        def guarded(*args: Any, **kwargs: Any) -> Any:
+            return function(*args, **kwargs) if wanted() else None
+
+        return cast("Function", guarded)
+
+    def print(self, *args: Any, **kwargs: Any) -> None:
+        """Print once per machine."""
+        if self.is_local_main_process:
+            builtins.print(*args, **kwargs)
+
+    def destroy_process_group(self) -> None:
+        """Leave the process group after waiting for the peers."""
+        destroy_process_group()
+
+    def __repr__(self) -> str:
+        return (
+            f"Distributed environment: {self.distributed_type.value}\n"
+            f"Backend: {self.backend}\n"
+            f"Num processes: {self.num_processes}\n"
+            f"Process index: {self.process_index}\n"
+            f"Local process index: {self.local_process_index}\n"
+            f"Device: {self.device}\n"
+        )
+
+
+def _part(inputs: Any, start: int, end: int, missing: int) -> Any:
+    """Slice `inputs` and repeat its very last item `missing` times."""
+    if isinstance(inputs, dict):
+        return type(inputs)({key: _part(value, start, end, missing) for key, value in inputs.items()})
+    part = inputs[start:end]
+    if missing == 0:
+        return part
+    last = inputs[-1:]
+    if isinstance(inputs, torch.Tensor):
+        return torch.cat([part, *[last] * missing])
+    return part + last * missing
