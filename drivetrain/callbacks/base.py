@@ -1,0 +1,285 @@
+"""The base of all callbacks: what happens around the loop, told as named moments."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from torch import Tensor
+    from torch.optim import Optimizer
+
+    from drivetrain.trainer.task import Task
+    from drivetrain.trainer.trainer import Trainer
+
+
+class Callback:
+    """Something that happens around the loop: override the hooks you need, the others cost nothing.
+
+    The Trainer looks once, when a run starts, which hooks a class overrides, and calls only those. Override them in a
+    class: a function assigned to an instance is not seen. Every process of the run calls every hook, so a hook may use
+    collectives; what should happen once belongs under ``if trainer.is_global_zero``.
+
+    Example:
+        ```python
+        from drivetrain import Callback
+
+        class StepCounter(Callback):
+            def __init__(self):
+                self.steps = 0
+
+            def on_train_batch_end(self, trainer, task, outputs, batch, batch_idx):
+                self.steps += 1
+
+            def state_dict(self):
+                return {"steps": self.steps}
+
+            def load_state_dict(self, state_dict):
+                self.steps = state_dict["steps"]
+        ```
+    """
+
+    # -- the state of a callback ----------------------------------------------------------------------------------
+
+    @property
+    def state_key(self) -> str:
+        """The name of this callback's state in a checkpoint: unique among the callbacks of one Trainer.
+
+        The class's name here. A class of which one Trainer may hold several objects adds the arguments that tell them
+        apart, see `build_state_key`.
+        """
+        return self.build_state_key()
+
+    def build_state_key(self, **distinguishing: Any) -> str:
+        """Return the class's name, followed by the arguments that tell two objects of this class apart.
+
+        Args:
+            **distinguishing: Arguments and their values, such as ``monitor="val_loss"``.
+        """
+        name = type(self).__qualname__
+        if not distinguishing:
+            return name
+        return f"{name}({', '.join(f'{key}={value!r}' for key, value in distinguishing.items())})"
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what a resumed run needs of this callback: tensors, and values that JSON can hold."""
+        return {}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take back what `state_dict` returned.
+
+        Args:
+            state_dict: The state that the checkpoint holds under `state_key`.
+        """
+
+    # -- around everything ----------------------------------------------------------------------------------------
+
+    def setup(self, trainer: Trainer, task: Task, stage: str) -> None:
+        """Called when fit, validate, test or predict begins, before any model or optimizer is placed.
+
+        Args:
+            trainer: The Trainer that runs.
+            task: The task that it runs.
+            stage: ``"fit"``, ``"validate"``, ``"test"`` or ``"predict"``.
+        """
+
+    def teardown(self, trainer: Trainer, task: Task, stage: str) -> None:
+        """Called when fit, validate, test or predict is over, as the last hook.
+
+        Args:
+            trainer: The Trainer that runs.
+            task: The task that it runs.
+            stage: ``"fit"``, ``"validate"``, ``"test"`` or ``"predict"``.
+        """
+
+    def on_exception(self, trainer: Trainer, task: Task, exception: BaseException) -> None:
+        """Called when an exception or an interrupt ends the run, before it is raised on.
+
+        Args:
+            trainer: The Trainer that runs.
+            task: The task that it runs.
+            exception: What ended the run. Other processes may not have raised: no collectives here.
+        """
+
+    def on_save_checkpoint(self, trainer: Trainer, task: Task, checkpoint: dict[str, Any]) -> None:
+        """Called when a checkpoint is about to be written, to add to it or change it.
+
+        Args:
+            trainer: The Trainer that runs.
+            task: The task that it runs.
+            checkpoint: The state that will be written.
+        """
+
+    def on_load_checkpoint(self, trainer: Trainer, task: Task, checkpoint: dict[str, Any]) -> None:
+        """Called when a checkpoint was read, before the state is taken over.
+
+        Args:
+            trainer: The Trainer that runs.
+            task: The task that it runs.
+            checkpoint: The state that was read.
+        """
+
+    # -- fit ------------------------------------------------------------------------------------------------------
+
+    def on_fit_start(self, trainer: Trainer, task: Task) -> None:
+        """Called when fit begins, with the model and its optimizers in place."""
+
+    def on_fit_end(self, trainer: Trainer, task: Task) -> None:
+        """Called when fit ends."""
+
+    def on_sanity_check_start(self, trainer: Trainer, task: Task) -> None:
+        """Called before the few validation batches that try the validation code before training."""
+
+    def on_sanity_check_end(self, trainer: Trainer, task: Task) -> None:
+        """Called after the few validation batches that try the validation code before training."""
+
+    def on_train_start(self, trainer: Trainer, task: Task) -> None:
+        """Called when training begins, after the sanity check."""
+
+    def on_train_end(self, trainer: Trainer, task: Task) -> None:
+        """Called when training ends."""
+
+    def on_train_epoch_start(self, trainer: Trainer, task: Task) -> None:
+        """Called when a training epoch begins."""
+
+    def on_train_epoch_end(self, trainer: Trainer, task: Task) -> None:
+        """Called when a training epoch ends, after a validation at its end; the epoch's metrics are there."""
+
+    def on_train_batch_start(self, trainer: Trainer, task: Task, batch: Any, batch_idx: int) -> None:
+        """Called before each training batch.
+
+        Args:
+            trainer: The Trainer that runs.
+            task: The task that it runs.
+            batch: This process's batch, on the device.
+            batch_idx: The number of the batch in the epoch, from 0.
+        """
+
+    def on_train_batch_end(self, trainer: Trainer, task: Task, outputs: Any, batch: Any, batch_idx: int) -> None:
+        """Called after each training batch and, at the end of an accumulation window, its optimizer step.
+
+        Args:
+            trainer: The Trainer that runs.
+            task: The task that it runs.
+            outputs: What training_step returned.
+            batch: This process's batch, on the device.
+            batch_idx: The number of the batch in the epoch, from 0.
+        """
+
+    def on_before_zero_grad(self, trainer: Trainer, task: Task, optimizer: Optimizer) -> None:
+        """Called before the gradients are cleared.
+
+        Args:
+            trainer: The Trainer that runs.
+            task: The task that it runs.
+            optimizer: The optimizer whose parameters' gradients will be cleared.
+        """
+
+    def on_before_backward(self, trainer: Trainer, task: Task, loss: Tensor) -> None:
+        """Called before backward.
+
+        Args:
+            trainer: The Trainer that runs.
+            task: The task that it runs.
+            loss: The loss, a scalar, weighed for accumulation.
+        """
+
+    def on_after_backward(self, trainer: Trainer, task: Task) -> None:
+        """Called after backward, before the optimizer steps; gradients may still be scaled."""
+
+    def on_before_optimizer_step(self, trainer: Trainer, task: Task, optimizer: Optimizer) -> None:
+        """Called before an optimizer steps, with the window's gradients unscaled and not yet clipped.
+
+        Args:
+            trainer: The Trainer that runs.
+            task: The task that it runs.
+            optimizer: The optimizer that will step.
+        """
+
+    # -- validation -----------------------------------------------------------------------------------------------
+
+    def on_validation_start(self, trainer: Trainer, task: Task) -> None:
+        """Called when a validation begins."""
+
+    def on_validation_end(self, trainer: Trainer, task: Task) -> None:
+        """Called when a validation ends; its metrics are in ``trainer.callback_metrics``."""
+
+    def on_validation_epoch_start(self, trainer: Trainer, task: Task) -> None:
+        """Called when the pass over the validation loaders begins."""
+
+    def on_validation_epoch_end(self, trainer: Trainer, task: Task) -> None:
+        """Called when the pass over the validation loaders ends; ``task.log`` still counts for this epoch."""
+
+    def on_validation_batch_start(
+        self, trainer: Trainer, task: Task, batch: Any, batch_idx: int, dataloader_idx: int = 0
+    ) -> None:
+        """Called before each validation batch.
+
+        Args:
+            trainer: The Trainer that runs.
+            task: The task that it runs.
+            batch: This process's batch, on the device.
+            batch_idx: The number of the batch in its loader, from 0.
+            dataloader_idx: The number of the loader, from 0.
+        """
+
+    def on_validation_batch_end(
+        self, trainer: Trainer, task: Task, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
+    ) -> None:
+        """Called after each validation batch.
+
+        Args:
+            trainer: The Trainer that runs.
+            task: The task that it runs.
+            outputs: What validation_step returned.
+            batch: This process's batch, on the device.
+            batch_idx: The number of the batch in its loader, from 0.
+            dataloader_idx: The number of the loader, from 0.
+        """
+
+    # -- test -----------------------------------------------------------------------------------------------------
+
+    def on_test_start(self, trainer: Trainer, task: Task) -> None:
+        """Called when a test begins."""
+
+    def on_test_end(self, trainer: Trainer, task: Task) -> None:
+        """Called when a test ends; its metrics are in ``trainer.callback_metrics``."""
+
+    def on_test_epoch_start(self, trainer: Trainer, task: Task) -> None:
+        """Called when the pass over the test loaders begins."""
+
+    def on_test_epoch_end(self, trainer: Trainer, task: Task) -> None:
+        """Called when the pass over the test loaders ends; ``task.log`` still counts for this epoch."""
+
+    def on_test_batch_start(
+        self, trainer: Trainer, task: Task, batch: Any, batch_idx: int, dataloader_idx: int = 0
+    ) -> None:
+        """Called before each test batch, with arguments as for `on_validation_batch_start`."""
+
+    def on_test_batch_end(
+        self, trainer: Trainer, task: Task, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
+    ) -> None:
+        """Called after each test batch, with arguments as for `on_validation_batch_end`."""
+
+    # -- predict --------------------------------------------------------------------------------------------------
+
+    def on_predict_start(self, trainer: Trainer, task: Task) -> None:
+        """Called when a prediction run begins."""
+
+    def on_predict_end(self, trainer: Trainer, task: Task) -> None:
+        """Called when a prediction run ends."""
+
+    def on_predict_epoch_start(self, trainer: Trainer, task: Task) -> None:
+        """Called when the pass over the prediction loaders begins."""
+
+    def on_predict_epoch_end(self, trainer: Trainer, task: Task) -> None:
+        """Called when the pass over the prediction loaders ends."""
+
+    def on_predict_batch_start(
+        self, trainer: Trainer, task: Task, batch: Any, batch_idx: int, dataloader_idx: int = 0
+    ) -> None:
+        """Called before each prediction batch, with arguments as for `on_validation_batch_start`."""
+
+    def on_predict_batch_end(
+        self, trainer: Trainer, task: Task, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
+    ) -> None:
+        """Called after each prediction batch, with arguments as for `on_validation_batch_end`."""
