@@ -15,9 +15,9 @@ if TYPE_CHECKING:
 class Callback:
     """Something that happens around the loop: override the hooks you need, the others cost nothing.
 
-    The Trainer looks once, when a run starts, which hooks a class overrides, and calls only those. Override them in a
-    class: a function assigned to an instance is not seen. Every process of the run calls every hook, so a hook may use
-    collectives; what should happen once belongs under ``if trainer.is_global_zero``.
+    The Trainer looks once, when a run starts, which hooks a class overrides, and calls only those. Override
+    them in a class: a function assigned to an instance is not seen. Every process of the run calls every hook,
+    so a hook may use collectives; what should happen once belongs under ``if trainer.is_global_zero``.
 
     Example:
         ```python
@@ -38,14 +38,14 @@ class Callback:
         ```
     """
 
-    # -- the state of a callback ----------------------------------------------------------------------------------
+    # the state of a callback
 
     @property
     def state_key(self) -> str:
         """The name of this callback's state in a checkpoint: unique among the callbacks of one Trainer.
 
-        The class's name here. A class of which one Trainer may hold several objects adds the arguments that tell them
-        apart, see `build_state_key`.
+        The class's name here. A class of which one Trainer may hold several objects adds the arguments that
+        tell them apart, see `build_state_key`.
         """
         return self.build_state_key()
 
@@ -71,7 +71,7 @@ class Callback:
             state_dict: The state that the checkpoint holds under `state_key`.
         """
 
-    # -- around everything ----------------------------------------------------------------------------------------
+    # around everything
 
     def setup(self, trainer: Trainer, task: Task, stage: str) -> None:
         """Called when fit, validate, test or predict begins, before any model or optimizer is placed.
@@ -118,7 +118,7 @@ class Callback:
             checkpoint: The state that was read.
         """
 
-    # -- fit ------------------------------------------------------------------------------------------------------
+    # fit
 
     def on_fit_start(self, trainer: Trainer, task: Task) -> None:
         """Called when fit begins, with the model and its optimizers in place."""
@@ -154,7 +154,9 @@ class Callback:
             batch_idx: The number of the batch in the epoch, from 0.
         """
 
-    def on_train_batch_end(self, trainer: Trainer, task: Task, outputs: Any, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_end(
+        self, trainer: Trainer, task: Task, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
         """Called after each training batch and, at the end of an accumulation window, its optimizer step.
 
         Args:
@@ -195,7 +197,7 @@ class Callback:
             optimizer: The optimizer that will step.
         """
 
-    # -- validation -----------------------------------------------------------------------------------------------
+    # validation
 
     def on_validation_start(self, trainer: Trainer, task: Task) -> None:
         """Called when a validation begins."""
@@ -236,7 +238,7 @@ class Callback:
             dataloader_idx: The number of the loader, from 0.
         """
 
-    # -- test -----------------------------------------------------------------------------------------------------
+    # test
 
     def on_test_start(self, trainer: Trainer, task: Task) -> None:
         """Called when a test begins."""
@@ -260,7 +262,7 @@ class Callback:
     ) -> None:
         """Called after each test batch, with arguments as for `on_validation_batch_end`."""
 
-    # -- predict --------------------------------------------------------------------------------------------------
+    # predict
 
     def on_predict_start(self, trainer: Trainer, task: Task) -> None:
         """Called when a prediction run begins."""
