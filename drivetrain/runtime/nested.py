@@ -1,0 +1,313 @@
+"""Operations over nested structures of tensors: what a batch is made of.
+
+A structure is a tensor, or a ``dict`` or any other mapping, a list, a tuple, a named tuple or a dataclass
+instance of structures. Every function here gives back the same types it was given. What is neither a tensor
+nor a container (a string, a number, ``None``) is a leaf that passes through unchanged.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from drivetrain.runtime.errors import DataError
+
+
+@dataclasses.dataclass(frozen=True)
+class TensorInformation:
+    """What is needed to allocate a tensor like another one: its shape and dtype."""
+
+    shape: torch.Size
+    dtype: torch.dtype
+
+
+def is_tensor(value: object) -> bool:
+    """Whether `value` is a `torch.Tensor`."""
+    return isinstance(value, Tensor)
+
+
+def is_tensor_information(value: object) -> bool:
+    """Whether `value` is a `TensorInformation`."""
+    return isinstance(value, TensorInformation)
+
+
+def is_namedtuple(value: object) -> bool:
+    """Whether `value` is an instance of a named tuple."""
+    return isinstance(value, tuple) and hasattr(value, "_fields") and hasattr(value, "_make")
+
+
+def honor_type(obj: Any, generator: Iterable[Any]) -> Any:
+    """Make a sequence of the type of `obj` (list, tuple, named tuple or a subclass) out of `generator`."""
+    if is_namedtuple(obj):
+        return type(obj)(*generator)
+    return type(obj)(list(generator))
+
+
+def recursively_apply(
+    func: Callable[..., Any],
+    data: Any,
+    *args: Any,
+    test_type: Callable[[Any], bool] = is_tensor,
+    error_on_other_type: bool = False,
+    **kwargs: Any,
+) -> Any:
+    """Apply `func` to every leaf of a nested structure that passes `test_type`.
+
+    Args:
+        func: Called as ``func(leaf, *args, **kwargs)``.
+        data: The structure.
+        *args: Handed to `func`.
+        test_type: Which leaves `func` is for; by default tensors.
+        error_on_other_type: Refuse leaves that fail `test_type` instead of passing them through.
+        **kwargs: Handed to `func`.
+
+    Returns:
+        A structure of the same types, with the results in place of the leaves.
+
+    Raises:
+        DataError: If `error_on_other_type` is set and a leaf fails `test_type`.
+
+    Example:
+        ```python
+        halved = recursively_apply(lambda t: t / 2, {"x": torch.ones(2), "name": "a"})
+        ```
+    """
+
+    def visit(node: Any) -> Any:
+        if test_type(node):
+            return func(node, *args, **kwargs)
+        children = _children(node)
+        if children is not None:
+            return _with_children(node, [visit(child) for child in children])
+        if error_on_other_type:
+            raise DataError(
+                f"{getattr(func, '__name__', repr(func))} was given a leaf of type {type(node).__name__!r}. "
+                "It takes tensors, and mappings, lists, tuples and dataclasses of them. Take other values "
+                "out first, or send them with gather_object or broadcast_object_list."
+            )
+        return node
+
+    return visit(data)
+
+
+def send_to_device(
+    tensor: Any,
+    device: torch.device | str | int,
+    non_blocking: bool = False,
+    skip_keys: str | Sequence[str] | None = None,
+) -> Any:
+    """Move every tensor of a nested structure, and every object with a ``to`` method, to a device.
+
+    Args:
+        tensor: The structure.
+        device: Where to.
+        non_blocking: Copy asynchronously where the device can and the source is in pinned memory.
+        skip_keys: Keys of mappings, at any depth, whose values stay where they are.
+
+    Returns:
+        The structure with its tensors on `device`. Objects with a ``to`` method are moved by it.
+    """
+    if isinstance(tensor, Tensor):
+        return tensor.to(device, non_blocking=non_blocking)
+    kind = type(tensor)
+    if kind is tuple:
+        return tuple([send_to_device(item, device, non_blocking, skip_keys) for item in tensor])
+    if kind is list:
+        return [send_to_device(item, device, non_blocking, skip_keys) for item in tensor]
+    if kind is dict and skip_keys is None:
+        return {key: send_to_device(value, device, non_blocking) for key, value in tensor.items()}
+    is_mapping = isinstance(tensor, Mapping)
+    if hasattr(tensor, "to") and not (is_mapping and skip_keys is not None):
+        return _move_object(tensor, device, non_blocking)
+    children = _children(tensor)
+    if children is None:
+        return tensor
+    skipped = () if skip_keys is None else (skip_keys,) if isinstance(skip_keys, str) else tuple(skip_keys)
+    names: Iterable[Any] = tensor if is_mapping else [None] * len(children)
+    moved = [
+        child if is_mapping and name in skipped else send_to_device(child, device, non_blocking, skip_keys)
+        for name, child in zip(names, children, strict=True)
+    ]
+    return _with_children(tensor, moved)
+
+
+def find_device(data: Any) -> torch.device | None:
+    """The device of the first tensor in a nested structure; None if it holds no tensor."""
+    for leaf in _leaves(data):
+        if isinstance(leaf, Tensor):
+            return leaf.device
+    return None
+
+
+def batch_size_or_none(data: Any) -> int | None:
+    """The number of rows of a batch, as `find_batch_size`, or None where it cannot be found."""
+    if isinstance(data, Tensor):
+        return data.size(0) if data.dim() else None
+    for leaf in _leaves(data):
+        if isinstance(leaf, Tensor):
+            if leaf.dim():
+                return leaf.size(0)
+        elif isinstance(leaf, np.ndarray) and leaf.ndim:
+            return len(leaf)
+    return None
+
+
+def find_batch_size(data: Any) -> int:
+    """The number of rows of a batch: the first dimension of its first tensor that has one.
+
+    Args:
+        data: A nested structure of tensors or NumPy arrays.
+
+    Raises:
+        DataError: If the structure holds no tensor of at least one dimension.
+    """
+    size = batch_size_or_none(data)
+    if size is None:
+        raise DataError(
+            f"Cannot find the size of this batch: {_describe(data)} holds no tensor with at least one "
+            "dimension. Give the size yourself, self.log(..., batch_size=...), or let the batch hold a "
+            "tensor whose first dimension is the batch."
+        )
+    return size
+
+
+def concatenate(data: Sequence[Any], dim: int = 0) -> Any:
+    """Concatenate structures of the same form, leaf by leaf.
+
+    Args:
+        data: The structures, all with the same keys and lengths.
+        dim: The dimension along which their tensors are concatenated.
+
+    Returns:
+        One structure of the type of ``data[0]``.
+
+    Raises:
+        DataError: If there is nothing to concatenate, the forms differ, or a leaf is not a tensor.
+    """
+    if not data:
+        raise DataError("concatenate was given an empty list. Give it at least one structure of tensors.")
+    first = data[0]
+    if isinstance(first, Tensor):
+        return torch.cat([_expect_tensor(item) for item in data], dim=dim)
+    children = _children(first)
+    if children is None:
+        raise DataError(
+            f"concatenate was given a leaf of type {type(first).__name__!r}. It takes tensors, and "
+            "mappings, lists, tuples and dataclasses of them."
+        )
+    columns = [_matching_children(first, len(children), item) for item in data]
+    return _with_children(first, [concatenate(column, dim) for column in zip(*columns, strict=True)])
+
+
+def slice_tensors(data: Any, tensor_slice: slice) -> Any:
+    """Take one slice of the first dimension of every tensor; tensors without dimensions stay as they are."""
+    return recursively_apply(lambda tensor: tensor[tensor_slice] if tensor.dim() else tensor, data)
+
+
+def listify(data: Any) -> Any:
+    """Turn every tensor into nested lists of Python numbers, or a number if it has no dimension."""
+    return recursively_apply(lambda tensor: tensor.detach().tolist(), data)
+
+
+def get_data_structure(data: Any) -> Any:
+    """Replace every tensor by its `TensorInformation`; `initialize_tensors` is the way back."""
+    return recursively_apply(lambda tensor: TensorInformation(tensor.shape, tensor.dtype), data)
+
+
+def initialize_tensors(data_structure: Any, device: torch.device | str | None = None) -> Any:
+    """Allocate, uninitialised, the tensors that `get_data_structure` described."""
+
+    def allocate(info: TensorInformation) -> Tensor:
+        return torch.empty(info.shape, dtype=info.dtype, device=device)
+
+    return recursively_apply(allocate, data_structure, test_type=is_tensor_information)
+
+
+def _children(data: Any) -> list[Any] | None:
+    """The values that a container holds, in its order; None if `data` is a leaf."""
+    if isinstance(data, (tuple, list)):
+        return list(data)
+    if isinstance(data, Mapping):
+        return list(data.values())
+    if dataclasses.is_dataclass(data) and not isinstance(data, (type, TensorInformation)):
+        return [getattr(data, field.name) for field in dataclasses.fields(data)]
+    return None
+
+
+def _with_children(data: Any, children: Sequence[Any]) -> Any:
+    """A container like `data`, of the same type and with the same keys, that holds `children`."""
+    kind = type(data)
+    if kind is dict:
+        return dict(zip(data, children, strict=True))
+    if isinstance(data, (tuple, list)):
+        return honor_type(data, children)
+    if isinstance(data, MutableMapping):
+        # A shallow copy keeps what a constructor call would lose: a default factory, extra attributes.
+        clone = copy.copy(data)
+        for key, child in zip(data, children, strict=True):
+            clone[key] = child
+        return clone
+    if isinstance(data, Mapping):
+        return kind(dict(zip(data, children, strict=True)))
+    # dataclasses.replace would run __post_init__ again and refuses fields with init=False.
+    clone = copy.copy(data)
+    for field, child in zip(dataclasses.fields(data), children, strict=True):
+        object.__setattr__(clone, field.name, child)
+    return clone
+
+
+def _leaves(data: Any) -> Iterable[Any]:
+    """The leaves of a structure, depth first."""
+    children = _children(data)
+    if children is None:
+        yield data
+        return
+    for child in children:
+        yield from _leaves(child)
+
+
+def _matching_children(first: Any, count: int, other: Any) -> list[Any]:
+    """The children of `other` in the order of `first`, which must have the same keys or length."""
+    if isinstance(first, Mapping) and isinstance(other, Mapping) and first.keys() == other.keys():
+        return [other[key] for key in first]
+    children = None if isinstance(first, Mapping) else _children(other)
+    if children is None or len(children) != count:
+        raise DataError(
+            f"concatenate was given structures of different forms: {_describe(first)} and "
+            f"{_describe(other)}. All of them must have the same keys and lengths."
+        )
+    return children
+
+
+def _expect_tensor(value: Any) -> Tensor:
+    if not isinstance(value, Tensor):
+        raise DataError(f"concatenate was given a tensor in one structure and {_describe(value)} in another.")
+    return value
+
+
+def _move_object(data: Any, device: torch.device | str | int, non_blocking: bool) -> Any:
+    """Call the ``to`` of an object that is no tensor; not every such method knows `non_blocking`."""
+    if non_blocking:
+        try:
+            return data.to(device, non_blocking=True)
+        except TypeError:
+            pass
+    return data.to(device)
+
+
+def _describe(data: Any) -> str:
+    """A short description of a structure for an error message: its type and its keys or length."""
+    if isinstance(data, Tensor):
+        return f"a tensor of shape {tuple(data.shape)}"
+    name = type(data).__name__
+    if isinstance(data, Mapping):
+        return f"a {name} with the keys {[str(key) for key in data]}"
+    if isinstance(data, (list, tuple)):
+        return f"a {name} of {len(data)} ({', '.join(type(item).__name__ for item in data[:4])})"
+    return f"an object of type {name!r}"

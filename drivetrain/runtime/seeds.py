@@ -1,0 +1,242 @@
+"""Random state: seeding a run, seeding one sample, and keeping the generators' state."""
+
+from __future__ import annotations
+
+import operator
+import os
+import random
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from drivetrain.runtime.devices import available_device_kinds
+from drivetrain.runtime.environment import ProcessEnvironment
+from drivetrain.runtime.errors import CheckpointError, ConfigurationError
+from drivetrain.runtime.state import PartialState
+
+MAX_SEED = 2**32 - 1  # the largest that NumPy's global generator takes
+
+_MASK = 2**64 - 1
+_GOLDEN_GAMMA = 0x9E3779B97F4A7C15
+
+
+def set_seed(seed: int, device_specific: bool = False, deterministic: bool | Literal["warn"] = False) -> None:
+    """Seed Python's, NumPy's and torch's global generators, those of all devices too, and record the seed.
+
+    No process group is started. The recorded seed is the one given here, the same on all processes; samples'
+    own seeds derive from it (see `sample_seed`).
+
+    Args:
+        seed: From 0 to 2**32 - 1.
+        device_specific: Add this process's rank to what the generators are seeded with.
+        deterministic: Make torch use deterministic algorithms only, and raise where an operation has none;
+            with ``"warn"`` it warns instead. False changes nothing.
+
+    Raises:
+        ConfigurationError: If `seed` or `deterministic` is none of the allowed values.
+
+    Example:
+        ```python
+        from drivetrain import set_seed
+
+        set_seed(42)
+        ```
+    """
+    base = _checked_seed(seed)
+    if deterministic is not False:
+        _be_deterministic(deterministic)
+    PartialState._shared["seed"] = base
+    own = base
+    if device_specific:
+        environment = PartialState._shared.get("environment") or ProcessEnvironment.detect()
+        own = (base + environment.rank) % (MAX_SEED + 1)
+    random.seed(own)
+    np.random.seed(own)
+    torch.default_generator.manual_seed(own)
+    for kind in available_device_kinds():
+        kind.manual_seed_all(own)
+
+
+def recorded_seed() -> int | None:
+    """The seed that `set_seed` was last given in this process; None before its first call."""
+    seed: int | None = PartialState._shared.get("seed")
+    return seed
+
+
+def sample_seed(seed: int, epoch: int, index: int) -> int:
+    """The seed of one sample: 64 bits mixed from the run's seed, the epoch and the sample's index.
+
+    Each argument goes through SplitMix64's finaliser in turn (Steele, Lea and Flood, "Fast splittable
+    pseudorandom number generators", OOPSLA 2014). For one seed and epoch, different indices below 2**64 have
+    different seeds.
+
+    Args:
+        seed: The run's seed.
+        epoch: The epoch, from 0.
+        index: The sample's index in the dataset, from 0.
+
+    Returns:
+        An integer from 0 to 2**64 - 1.
+    """
+    mixed = seed
+    for word in (epoch, index, 0):
+        mixed = (mixed + _GOLDEN_GAMMA) & _MASK
+        mixed = ((mixed ^ (mixed >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
+        mixed = ((mixed ^ (mixed >> 27)) * 0x94D049BB133111EB) & _MASK
+        mixed = ((mixed ^ (mixed >> 31)) + word) & _MASK
+    return mixed
+
+
+def seed_all_generators(seed: int) -> None:
+    """Seed Python's, NumPy's and torch's CPU generator from 64 bits; devices are left alone.
+
+    Meant to be called for every sample. NumPy gets the upper and torch the lower 32 bits: both run the same
+    Mersenne Twister, which keeps 32 bits of a seed, and one seed would give both the same stream.
+
+    Args:
+        seed: From 0 to 2**64 - 1, as from `sample_seed`.
+    """
+    random.seed(seed)
+    np.random.seed(seed >> 32)
+    torch.default_generator.manual_seed(seed)
+
+
+@dataclass(frozen=True)
+class RandomState:
+    """The state of Python's, NumPy's and torch's global generators, and of the devices in use.
+
+    Attributes:
+        python: As from `random.getstate`.
+        numpy: As from `numpy.random.get_state`.
+        torch: State of torch's CPU generator, bytes.
+        devices: State of the current device of each kind of device, bytes, by the kind's name.
+
+    Example:
+        ```python
+        from drivetrain.runtime.seeds import RandomState
+
+        state = RandomState.capture()
+        ...
+        state.restore()
+        ```
+    """
+
+    python: tuple[Any, ...]
+    numpy: tuple[Any, ...]
+    torch: Tensor
+    devices: dict[str, Tensor] = field(default_factory=dict)
+
+    @classmethod
+    def capture(cls, devices: bool = True) -> RandomState:
+        """Take the state of all generators.
+
+        Args:
+            devices: Take also those of devices, which may wait for the device.
+        """
+        states: dict[str, Tensor] = {}
+        if devices:
+            for kind in available_device_kinds():
+                state = kind.get_rng_state()
+                if state is not None:
+                    states[kind.name] = state
+        numpy_state: Any = np.random.get_state()
+        return cls(random.getstate(), numpy_state, torch.default_generator.get_state(), states)
+
+    def restore(self) -> None:
+        """Put all captured generators back. A device that this machine does not have is passed over."""
+        random.setstate(self.python)
+        np.random.set_state(self.numpy)
+        torch.default_generator.set_state(self.torch)
+        here = {kind.name: kind for kind in available_device_kinds()} if self.devices else {}
+        for name, state in self.devices.items():
+            if name in here:
+                here[name].set_rng_state(state)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The state as nested dicts of tensors, numbers, strings and None."""
+        version, words, gauss = self.python
+        name, keys, position, has_gauss, cached = self.numpy
+        return {
+            "python": {"version": version, "state": torch.tensor(words), "gauss_next": gauss},
+            "numpy": {
+                "bit_generator": str(name),
+                "state": torch.from_numpy(keys.astype(np.int64)),
+                "position": int(position),
+                "has_gauss": int(has_gauss),
+                "cached_gaussian": float(cached),
+            },
+            "torch": self.torch.clone(),
+            "devices": {kind: state.cpu().clone() for kind, state in self.devices.items()},
+        }
+
+    @classmethod
+    def from_state_dict(cls, state: Mapping[str, Any]) -> RandomState:
+        """Make a state from what `state_dict` returned; lists of numbers do in place of tensors.
+
+        Raises:
+            CheckpointError: If a part is missing.
+        """
+        try:
+            python, numpy = state["python"], state["numpy"]
+            return cls(
+                python=(python["version"], tuple(_integers(python["state"])), python["gauss_next"]),
+                numpy=(
+                    numpy["bit_generator"],
+                    np.array(_integers(numpy["state"]), dtype=np.uint32),
+                    numpy["position"],
+                    numpy["has_gauss"],
+                    numpy["cached_gaussian"],
+                ),
+                torch=torch.as_tensor(state["torch"], dtype=torch.uint8),
+                devices={k: torch.as_tensor(v, dtype=torch.uint8) for k, v in state["devices"].items()},
+            )
+        except KeyError as error:
+            raise CheckpointError(
+                f"This random state has no {error}. It must come from RandomState.state_dict()."
+            ) from None
+
+
+@contextmanager
+def isolated_random_state(devices: bool = False) -> Iterator[None]:
+    """Run the body and then put the global generators back to where they were.
+
+    Args:
+        devices: Put those of devices back too, which may wait for the device.
+    """
+    state = RandomState.capture(devices=devices)
+    try:
+        yield
+    finally:
+        state.restore()
+
+
+def _checked_seed(seed: int) -> int:
+    try:
+        value = -1 if isinstance(seed, bool) else operator.index(seed)
+    except TypeError:
+        value = -1
+    if not 0 <= value <= MAX_SEED:
+        raise ConfigurationError(f"A seed is an integer from 0 to {MAX_SEED} (2**32 - 1), got {seed!r}.")
+    return value
+
+
+def _be_deterministic(mode: bool | str) -> None:
+    """Turn on torch's deterministic algorithms, and what cuBLAS and cuDNN need for them."""
+    if mode not in (True, "warn"):
+        raise ConfigurationError(f"deterministic must be True, False or 'warn', got {mode!r}.")
+    # cuBLAS reads it when its handle is made: https://docs.nvidia.com/cuda/cublas/#results-reproducibility
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.use_deterministic_algorithms(True, warn_only=mode == "warn")
+    torch.backends.cudnn.deterministic = True
+    torch.backends.cudnn.benchmark = False
+
+
+def _integers(values: Any) -> list[int]:
+    """The numbers of a tensor or a list."""
+    integers: list[int] = values.tolist() if isinstance(values, Tensor) else list(values)
+    return integers
