@@ -16,8 +16,8 @@ class Callback:
     """Something that happens around the loop: override the hooks you need, the others cost nothing.
 
     The Trainer looks once, when a run starts, which hooks a class overrides, and calls only those. Override
-    them in a class: a function assigned to an instance is not seen. Every process of the run calls every hook,
-    so a hook may use collectives; what should happen once belongs under ``if trainer.is_global_zero``.
+    them in a class: a function assigned to an instance is not seen. Every process of the run calls every
+    hook, so a hook may use collectives; what should happen once belongs under ``if trainer.is_global_zero``.
 
     Example:
         ```python

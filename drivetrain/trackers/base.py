@@ -1,0 +1,164 @@
+"""The base of all experiment trackers: where the values of a run are written."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from pathlib import PurePath
+from typing import Any, ClassVar
+
+from drivetrain.runtime.errors import ConfigurationError
+
+
+class Tracker(ABC):
+    """Writes the hyper-parameters and the values of one run to one place.
+
+    Trackers may be made on every process, but only the main process may call them. A run is opened by the
+    first call that needs it, and a call after `finish` opens it again. The methods carry Accelerate's names;
+    Lightning's (`log_metrics`, `log_hyperparams`, `experiment`, `finalize`) lead to them.
+
+    Attributes:
+        name: The word that names the kind of tracker, such as ``"csv"``.
+
+    Example:
+        ```python
+        from drivetrain.trackers import Tracker, register_tracker
+
+        class PrintTracker(Tracker):
+            name = "print"
+
+            def store_init_configuration(self, values):
+                print("with", values)
+
+            def log(self, values, step=None):
+                print(step, values)
+
+        register_tracker(PrintTracker)
+        ```
+    """
+
+    name: ClassVar[str]
+
+    @classmethod
+    def is_available(cls) -> bool:
+        """Whether everything that this tracker needs is installed."""
+        return True
+
+    def start(self) -> None:
+        """Open the run now rather than at the first use; has no effect on an open run."""
+
+    @abstractmethod
+    def store_init_configuration(self, values: Mapping[str, Any]) -> None:
+        """Write the hyper-parameters of the run; may be called again with more of them.
+
+        Args:
+            values: Names and values; nested mappings and sequences are allowed.
+        """
+
+    @abstractmethod
+    def log(self, values: Mapping[str, float | int | str], step: int | None = None) -> None:
+        """Write values of one step.
+
+        Args:
+            values: Names and values: numbers, or text where the tracker can show it.
+            step: The optimizer step that the values belong to.
+        """
+
+    def save(self) -> None:
+        """Bring everything logged so far to disk, or to the server."""
+
+    def finish(self) -> None:
+        """Write what is left and close the run."""
+
+    @property
+    def tracker(self) -> Any:
+        """The raw object behind this tracker, for what only it can do; opens the run."""
+        self.start()
+        return self
+
+    @property
+    def log_dir(self) -> str | None:
+        """The directory in which this run is written, or None where there is no such directory."""
+        return None
+
+    # Lightning's words for the same things
+
+    def log_metrics(self, metrics: Mapping[str, float | int | str], step: int | None = None) -> None:
+        """The same as `log`."""
+        self.log(metrics, step)
+
+    def log_hyperparams(self, params: Any) -> None:
+        """The same as `store_init_configuration`, also for a dataclass or an ``argparse.Namespace``.
+
+        Args:
+            params: The hyper-parameters.
+
+        Raises:
+            ConfigurationError: If they are neither a mapping, a dataclass nor a namespace.
+        """
+        self.store_init_configuration(hyperparameters_of(params))
+
+    @property
+    def experiment(self) -> Any:
+        """The same as `tracker`."""
+        return self.tracker
+
+    def finalize(self, status: str = "success") -> None:
+        """The same as `finish`; no tracker here tells how the run ended.
+
+        Args:
+            status: ``"success"``, ``"failed"`` or ``"interrupted"``.
+        """
+        self.finish()
+
+
+def hyperparameters_of(params: Any) -> dict[str, Any]:
+    """Return hyper-parameters given as mapping, dataclass or namespace as a dict.
+
+    Raises:
+        ConfigurationError: If they are anything else.
+    """
+    if params is None:
+        return {}
+    if isinstance(params, Mapping):
+        return {str(key): value for key, value in params.items()}
+    if isinstance(params, argparse.Namespace):
+        return dict(vars(params))
+    if dataclasses.is_dataclass(params) and not isinstance(params, type):
+        return dataclasses.asdict(params)
+    raise ConfigurationError(
+        f"Hyper-parameters were given as {type(params).__name__}. "
+        "Give a dict, a dataclass instance or an argparse.Namespace."
+    )
+
+
+def plain(value: Any) -> Any:
+    """Return a value as what YAML and JSON can hold; what has no such form becomes its text."""
+    if value is None or type(value) in (bool, int, float, str):
+        return value
+    if isinstance(value, Mapping):
+        return {str(key): plain(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [plain(item) for item in value]
+    if isinstance(value, (set, frozenset)):
+        return sorted((plain(item) for item in value), key=str)
+    if isinstance(value, PurePath):
+        return str(value)
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return plain(dataclasses.asdict(value))
+    if getattr(value, "ndim", None) == 0 and hasattr(value, "item"):  # a number as tensor or numpy scalar
+        return plain(value.item())
+    return str(value)
+
+
+def flatten(values: Mapping[str, Any], separator: str = "/") -> dict[str, Any]:
+    """Return nested mappings as one level: ``{"a": {"b": 1}}`` becomes ``{"a/b": 1}``."""
+    flat: dict[str, Any] = {}
+    for key, value in values.items():
+        if isinstance(value, Mapping) and value:
+            flat.update({f"{key}{separator}{rest}": item for rest, item in flatten(value, separator).items()})
+        else:
+            flat[str(key)] = value
+    return flat

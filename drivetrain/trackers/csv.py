@@ -1,0 +1,160 @@
+"""Values of a run as a table: one row a step, one column a name."""
+
+from __future__ import annotations
+
+import csv
+import os
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, ClassVar, TextIO
+
+from drivetrain.trackers.directory import DirectoryTracker
+
+Row = dict[str, Any]
+
+_FIRST_COLUMNS = ("epoch", "step")
+_FLUSH_SECONDS = 10.0
+
+
+class CSVLogger(DirectoryTracker):
+    """Writes ``metrics.csv`` and ``hparams.yaml`` into ``<save_dir>/<name>/version_<n>``.
+
+    All values of one step share a row, also when they are logged by several calls. A value that appears later
+    adds a column: only then is the file written anew. A version that is there already is continued.
+
+    Args:
+        save_dir: The directory of all runs.
+        name: The name of the experiment, a directory in `save_dir`.
+        version: The run, a directory ``version_<n>`` (a text: as it is); the next free number without it.
+        prefix: Put before the name of every value, with a ``-`` between.
+        flush_logs_every_n_steps: Rows that may wait in memory. They wait for 10 seconds at most while values
+            come in.
+
+    Example:
+        ```python
+        from drivetrain import CSVLogger, Trainer
+
+        trainer = Trainer(logger=CSVLogger("logs", name="digits"))
+        ```
+    """
+
+    name: ClassVar[str] = "csv"
+
+    def __init__(
+        self,
+        save_dir: str | os.PathLike[str],
+        name: str | None = "drivetrain_logs",
+        version: int | str | None = None,
+        prefix: str = "",
+        flush_logs_every_n_steps: int = 100,
+    ) -> None:
+        super().__init__(save_dir, name, version, prefix)
+        self._flush_rows = max(1, flush_logs_every_n_steps)
+        self._table: _Table | None = None
+        self._rows: list[Row] = []  # the last one may still grow
+        self._last_is_written = False
+        self._written_at = 0.0
+
+    def start(self) -> None:
+        if self._table is None:
+            self._table = _Table(self.run_directory.create() / "metrics.csv")
+            self._written_at = time.monotonic()
+
+    @property
+    def tracker(self) -> Path:
+        """The path of the table; opens the run."""
+        self.start()
+        return self.run_directory.path / "metrics.csv"
+
+    def log(self, values: Mapping[str, float | int | str], step: int | None = None) -> None:
+        self.start()
+        row: Row = {} if step is None else {"step": step}
+        for key, value in values.items():
+            number = value.item() if hasattr(value, "item") else value
+            row[key if key in _FIRST_COLUMNS else self._prefix + key] = number
+        if self._rows and _same_step(self._rows[-1], row):
+            self._rows[-1].update(row)
+            return
+        if len(self._rows) >= self._flush_rows or time.monotonic() - self._written_at > _FLUSH_SECONDS:
+            self.save()
+        if self._last_is_written:
+            self._rows, self._last_is_written = [], False
+        self._rows.append(row)
+
+    def save(self) -> None:
+        """Write the rows that wait. The last row stays open for values of the same step."""
+        if self._table is not None and self._rows:
+            self._table.write(self._rows, replace_last=self._last_is_written)
+            self._rows, self._last_is_written = self._rows[-1:], True
+        self._written_at = time.monotonic()
+
+    def finish(self) -> None:
+        if self._table is not None:
+            self.save()
+            self._table.close()
+            self._table = None
+            self._rows, self._last_is_written = [], False
+
+
+def _same_step(last: Row, new: Row) -> bool:
+    """Whether a row belongs to the last one: the same known step, and no value that would be overwritten."""
+    if "step" not in new or last.get("step") != new["step"]:
+        return False
+    return all(last[key] == value for key, value in new.items() if key in last)
+
+
+class _Table:
+    """A CSV file whose rows are appended and whose columns may grow."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.columns: list[str] = []
+        if path.exists() and path.stat().st_size:
+            _cut_broken_line(path)
+            with path.open(newline="", encoding="utf-8") as file:
+                self.columns = next(csv.reader(file), [])
+        self._file: TextIO = path.open("a", newline="", encoding="utf-8")
+        self._last_row = os.fstat(self._file.fileno()).st_size  # where in the file it begins
+
+    def write(self, rows: list[Row], *, replace_last: bool = False) -> None:
+        """Append rows, the first of them in place of the last row written if `replace_last`."""
+        if replace_last:
+            os.ftruncate(self._file.fileno(), self._last_row)
+        new = dict.fromkeys(key for row in rows for key in row if key not in self.columns)
+        if new:
+            first = [key for key in _FIRST_COLUMNS if key in new or key in self.columns]
+            rest = [key for key in (*self.columns, *new) if key not in _FIRST_COLUMNS]
+            self._widen([*first, *rest])
+        writer = csv.DictWriter(self._file, self.columns, restval="", lineterminator="\n")
+        writer.writerows(rows[:-1])
+        self._file.flush()
+        self._last_row = os.fstat(self._file.fileno()).st_size
+        writer.writerow(rows[-1])
+        self._file.flush()
+
+    def close(self) -> None:
+        self._file.close()
+
+    def _widen(self, columns: list[str]) -> None:
+        """Write the file anew with more columns, beside itself first: the rows there are never at risk."""
+        self._file.close()
+        beside = self.path.with_name(f".{self.path.name}.{os.getpid()}")
+        with (
+            self.path.open(newline="", encoding="utf-8") as old,
+            beside.open("w", newline="", encoding="utf-8") as new,
+        ):
+            writer = csv.DictWriter(new, columns, restval="", lineterminator="\n")
+            writer.writeheader()
+            writer.writerows(csv.DictReader(old))
+        os.replace(beside, self.path)
+        self.columns = columns
+        self._file = self.path.open("a", newline="", encoding="utf-8")
+
+
+def _cut_broken_line(path: Path) -> None:
+    """Cut a last line without an end, which a killed run may leave: its last number may be half a number."""
+    with path.open("rb+") as file:
+        content = file.read()
+        if not content.endswith(b"\n"):
+            file.truncate(content.rfind(b"\n") + 1)

@@ -1,0 +1,125 @@
+"""Where trackers that write files put those of one run."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from drivetrain.trackers.base import Tracker, plain
+
+_VERSION = re.compile(r"version_(\d+)")
+
+
+class RunDirectory:
+    """The directory ``<save_dir>/<name>/version_<n>`` of one run.
+
+    Without a version the next free number is taken, when the path is first asked for. Trackers of one run
+    hold the same object, so their files lie in the same directory.
+
+    Args:
+        save_dir: The directory of all runs.
+        name: The name of the experiment; None or an empty name leaves this level out.
+        version: A number, or a text that is used as it is. An existing one is continued.
+    """
+
+    def __init__(
+        self, save_dir: str | os.PathLike[str], name: str | None, version: int | str | None = None
+    ) -> None:
+        self.save_dir = os.fspath(save_dir)
+        self.name = name or ""
+        self._version = version
+
+    @property
+    def root(self) -> Path:
+        """The directory that holds the versions."""
+        return Path(self.save_dir, self.name)
+
+    @property
+    def is_decided(self) -> bool:
+        """Whether the version was given or has been looked up."""
+        return self._version is not None
+
+    @property
+    def version(self) -> int | str:
+        """The version of this run; looked up once, then it stays."""
+        if self._version is None:
+            self._version = self._next_version()
+        return self._version
+
+    @version.setter
+    def version(self, version: int | str) -> None:
+        self._version = version
+
+    @property
+    def path(self) -> Path:
+        """The directory of this run, which may not be there yet."""
+        version = self.version
+        return self.root / (version if isinstance(version, str) else f"version_{version}")
+
+    def create(self) -> Path:
+        """Make the directory unless it is there, and return it."""
+        path = self.path
+        path.mkdir(parents=True, exist_ok=True)
+        return path
+
+    def _next_version(self) -> int:
+        if not self.root.is_dir():
+            return 0
+        found = (_VERSION.fullmatch(entry.name) for entry in self.root.iterdir() if entry.is_dir())
+        return max((int(match[1]) for match in found if match), default=-1) + 1
+
+
+class DirectoryTracker(Tracker):
+    """A tracker that writes files into a `RunDirectory`, the hyper-parameters among them as ``hparams.yaml``.
+
+    Args:
+        save_dir: The directory of all runs.
+        name: The name of the experiment, a directory in `save_dir`.
+        version: The run, a directory ``version_<n>`` (a text: as it is); the next free number without it.
+        prefix: Put before the name of every value, with a ``-`` between.
+    """
+
+    def __init__(
+        self,
+        save_dir: str | os.PathLike[str],
+        name: str | None = "drivetrain_logs",
+        version: int | str | None = None,
+        prefix: str = "",
+    ) -> None:
+        self.run_directory = RunDirectory(save_dir, name, version)
+        self._prefix = f"{prefix}-" if prefix else ""
+        self._hyperparameters: dict[str, Any] = {}
+
+    @property
+    def save_dir(self) -> str:
+        """The directory of all runs."""
+        return self.run_directory.save_dir
+
+    @property
+    def version(self) -> int | str:
+        """The version of this run."""
+        return self.run_directory.version
+
+    @property
+    def log_dir(self) -> str:
+        """The directory of this run.
+
+        On several processes only the main process's answer counts: another process may look when the
+        directory is there already and would find the next number.
+        """
+        return str(self.run_directory.path)
+
+    def store_init_configuration(self, values: Mapping[str, Any]) -> None:
+        """Write the hyper-parameters to ``hparams.yaml``, together with those given before."""
+        self._hyperparameters.update(plain(values))
+        target = self.run_directory.create() / "hparams.yaml"
+        beside = target.with_name(f".{target.name}.{os.getpid()}")
+        beside.write_text(
+            yaml.safe_dump(self._hyperparameters, sort_keys=False, allow_unicode=True), encoding="utf-8"
+        )
+        os.replace(beside, target)

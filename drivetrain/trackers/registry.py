@@ -1,0 +1,116 @@
+"""Trackers by name."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Mapping
+from typing import Any, TypeVar
+
+from drivetrain.runtime.errors import ConfigurationError, nearest
+from drivetrain.trackers.base import Tracker
+from drivetrain.trackers.csv import CSVLogger
+from drivetrain.trackers.directory import DirectoryTracker, RunDirectory
+from drivetrain.trackers.tensorboard import TensorBoardLogger
+
+_TRACKERS: dict[str, type[Tracker]] = {cls.name: cls for cls in (CSVLogger, TensorBoardLogger)}
+
+TrackerClass = TypeVar("TrackerClass", bound=type[Tracker])
+
+
+def register_tracker(tracker: TrackerClass) -> TrackerClass:
+    """Make a tracker known by its `name`; also a class decorator.
+
+    Args:
+        tracker: The class. One that takes ``save_dir`` and ``name`` arguments gets the run's.
+
+    Raises:
+        ConfigurationError: If the class has no name, or another class has the same.
+    """
+    name = getattr(tracker, "name", None)
+    if not isinstance(name, str) or not name:
+        raise ConfigurationError(
+            f"{tracker.__qualname__} has no `name`. Give the class one to register it, such as name = 'mine'."
+        )
+    known = _TRACKERS.get(name)
+    if known is not None and known.__qualname__ != tracker.__qualname__:
+        raise ConfigurationError(
+            f"The tracker name {name!r} belongs to {known.__qualname__}. Give {tracker.__qualname__} another."
+        )
+    _TRACKERS[name] = tracker
+    return tracker
+
+
+def available_trackers() -> list[str]:
+    """Return the names of the trackers whose needs are installed."""
+    return [name for name, tracker in _TRACKERS.items() if tracker.is_available()]
+
+
+def resolve_trackers(
+    spec: bool | str | Tracker | Iterable[str | Tracker] | None,
+    *,
+    save_dir: str | os.PathLike[str] = ".",
+    name: str = "drivetrain_logs",
+    init_kwargs: Mapping[str, Mapping[str, Any]] | None = None,
+) -> list[Tracker]:
+    """Return the trackers that a user asked for.
+
+    Trackers that write files, into the same directory and with no version given, share one version: all files
+    of a run lie together.
+
+    Args:
+        spec: Names, tracker objects or several of them. ``"all"`` means each one that is installed, True the
+            CSV table, None and False none.
+        save_dir: The directory of all runs, for trackers given by name.
+        name: The name of the experiment, for trackers given by name.
+        init_kwargs: Further arguments for trackers given by name: ``{"tensorboard": {"flush_secs": 30}}``.
+
+    Raises:
+        ConfigurationError: If a name is unknown, or something else than a name or a tracker is given.
+    """
+    if spec is None or spec is False:
+        return []
+    if spec is True:
+        spec = "csv"
+    wanted: list[Any] = [spec] if isinstance(spec, (str, Tracker)) else list(spec)
+    trackers: list[Tracker] = []
+    for item in wanted:
+        if item == "all":
+            trackers += [_make(known, save_dir, name, init_kwargs) for known in available_trackers()]
+        elif isinstance(item, str):
+            trackers.append(_make(item, save_dir, name, init_kwargs))
+        elif isinstance(item, Tracker):
+            trackers.append(item)
+        else:
+            raise ConfigurationError(
+                f"A tracker was given as {item!r}. Give a Tracker object, or one of the names "
+                f"{', '.join(map(repr, _TRACKERS))}."
+            )
+    _share_version(trackers)
+    return trackers
+
+
+def _make(
+    name: str,
+    save_dir: str | os.PathLike[str],
+    experiment: str,
+    init_kwargs: Mapping[str, Mapping[str, Any]] | None,
+) -> Tracker:
+    tracker = _TRACKERS.get(name)
+    if tracker is None:
+        raise ConfigurationError(
+            f"There is no tracker {name!r}.{nearest(name, _TRACKERS)} Known are "
+            f"{', '.join(map(repr, _TRACKERS))}; `register_tracker` adds one of your own."
+        )
+    arguments = dict((init_kwargs or {}).get(name, {}))
+    if issubclass(tracker, DirectoryTracker):
+        arguments = {"save_dir": save_dir, "name": experiment, **arguments}
+    return tracker(**arguments)
+
+
+def _share_version(trackers: Iterable[Tracker]) -> None:
+    """Give trackers with the same place and no version yet the same run directory."""
+    shared: dict[str, RunDirectory] = {}
+    for tracker in trackers:
+        if isinstance(tracker, DirectoryTracker) and not tracker.run_directory.is_decided:
+            root = str(tracker.run_directory.root.absolute())
+            tracker.run_directory = shared.setdefault(root, tracker.run_directory)

@@ -1,0 +1,120 @@
+"""Values of a run as TensorBoard event files."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from drivetrain.runtime.errors import ConfigurationError
+from drivetrain.trackers.base import flatten, plain
+from drivetrain.trackers.directory import DirectoryTracker
+
+if TYPE_CHECKING:
+    from torch.utils.tensorboard import SummaryWriter
+
+
+class TensorBoardLogger(DirectoryTracker):
+    """Writes event files and ``hparams.yaml`` into ``<save_dir>/<name>/version_<n>``.
+
+    TensorBoard itself is imported when the first value is written. A version that is there already is
+    continued in a further event file.
+
+    Args:
+        save_dir: The directory of all runs.
+        name: The name of the experiment, a directory in `save_dir`.
+        version: The run, a directory ``version_<n>`` (a text: as it is); the next free number without it.
+        prefix: Put before the name of every value, with a ``-`` between.
+        sub_dir: A directory in that of the run, for the event files.
+        **kwargs: For ``torch.utils.tensorboard.SummaryWriter``, such as ``flush_secs`` or ``purge_step``.
+
+    Raises:
+        ConfigurationError: If TensorBoard is not installed.
+
+    Example:
+        ```python
+        from drivetrain import TensorBoardLogger, Trainer
+
+        trainer = Trainer(logger=TensorBoardLogger("logs", name="digits"))
+        ```
+    """
+
+    name: ClassVar[str] = "tensorboard"
+
+    def __init__(
+        self,
+        save_dir: str | os.PathLike[str],
+        name: str | None = "drivetrain_logs",
+        version: int | str | None = None,
+        prefix: str = "",
+        sub_dir: str | None = None,
+        **kwargs: Any,
+    ) -> None:
+        if not self.is_available():
+            raise ConfigurationError(
+                "TensorBoardLogger needs TensorBoard, which is not installed. "
+                "Install it with `pip install 'drivetrain[tensorboard]'`, or use CSVLogger instead."
+            )
+        super().__init__(save_dir, name, version, prefix)
+        self._sub_dir = sub_dir or ""
+        self._writer_options = kwargs
+        self._writer: SummaryWriter | None = None
+        self._unnumbered = 0
+
+    @classmethod
+    def is_available(cls) -> bool:
+        return importlib.util.find_spec("tensorboard") is not None
+
+    def start(self) -> None:
+        if self._writer is None:
+            from torch.utils.tensorboard import SummaryWriter
+
+            directory = Path(self.run_directory.create(), self._sub_dir)
+            self._writer = SummaryWriter(log_dir=str(directory), **self._writer_options)
+
+    @property
+    def tracker(self) -> SummaryWriter:
+        """The ``SummaryWriter``, for images, histograms and the like; opens the run."""
+        self.start()
+        assert self._writer is not None
+        return self._writer
+
+    def store_init_configuration(self, values: Mapping[str, Any]) -> None:
+        """Write the hyper-parameters to ``hparams.yaml`` and to TensorBoard's page of them."""
+        super().store_init_configuration(values)
+        from torch.utils.tensorboard.summary import hparams
+
+        allowed = {
+            key: value if isinstance(value, (bool, int, float, str)) else str(value)
+            for key, value in flatten(plain(values)).items()
+        }
+        file_writer = self.tracker._get_file_writer()  # type: ignore[no-untyped-call]
+        for summary in hparams(allowed, {}):  # type: ignore[no-untyped-call]
+            file_writer.add_summary(summary)
+
+    def log(self, values: Mapping[str, float | int | str], step: int | None = None) -> None:
+        """Write values of one step: numbers as curves, text as text.
+
+        Args:
+            values: Names and values.
+            step: The optimizer step that the values belong to. Without it calls are numbered from 0.
+        """
+        writer = self.tracker
+        if step is None:
+            step, self._unnumbered = self._unnumbered, self._unnumbered + 1
+        for key, value in values.items():
+            if isinstance(value, str):
+                writer.add_text(self._prefix + key, value, step)
+            else:
+                writer.add_scalar(self._prefix + key, float(value), step)
+
+    def save(self) -> None:
+        if self._writer is not None:
+            self._writer.flush()
+
+    def finish(self) -> None:
+        if self._writer is not None:
+            self._writer.close()
+            self._writer = None
