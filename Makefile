@@ -1,2 +1,96 @@
-help:
-	@echo see below
+# Everything a developer runs. `make` alone lists it. See CONTRIBUTING.md for which command is for what.
+
+BASE_PYTHON ?= python3
+VENV ?= .venv
+PIP := $(VENV)/bin/python -m pip --disable-pip-version-check
+
+# `make test-gpu PYTHON=python3` uses a Python that already holds torch, and makes no environment.
+ifeq ($(origin PYTHON),command line)
+DEV_ENV :=
+DEMO_ENV :=
+BENCH_ENV :=
+else
+PYTHON := $(VENV)/bin/python
+DEV_ENV := $(VENV)/.made-for-development
+DEMO_ENV := $(VENV)/.made-for-examples
+BENCH_ENV := $(VENV)/.made-for-benchmarks
+endif
+
+# So that `drivetrain` is found by a Python that it is not installed in.
+export PYTHONPATH := $(CURDIR)$(if $(PYTHONPATH),:$(PYTHONPATH))
+
+.DEFAULT_GOAL := help
+.PHONY: help env demo test test-slow test-gpu lint format types floors docs wheel bench clean
+
+help: ## list these commands
+	@awk 'BEGIN {FS = ":.*## "} /^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
+
+env: $(DEV_ENV) ## make .venv with everything that development needs
+
+demo: $(DEMO_ENV) ## train a digit classifier on two processes, in under 90 s
+	$(PYTHON) -m drivetrain.cli.main launch --num_processes 2 examples/digits.py
+
+test: $(DEV_ENV) ## the default test lane: no GPU, nothing slow
+	$(PYTHON) -m pytest $(TESTS)
+
+test-slow: $(DEV_ENV) ## the tests that take longer
+	$(PYTHON) -m pytest -m "slow and not (gpu or tpu or xla or megatron)" $(TESTS)
+
+test-gpu: $(DEV_ENV) ## the tests that need a GPU (PYTHON=python3: with a Python that holds torch)
+	$(PYTHON) -m pytest -m gpu $(TESTS)
+
+lint: $(DEV_ENV) ## ruff: rules and format
+	$(PYTHON) -m ruff check .
+	$(PYTHON) -m ruff format --check .
+
+format: $(DEV_ENV) ## ruff: repair what it can
+	$(PYTHON) -m ruff check --fix .
+	$(PYTHON) -m ruff format .
+
+types: $(DEV_ENV) ## mypy --strict on the package
+	$(PYTHON) -m mypy
+
+floors: $(DEV_ENV) ## import-linter: a room imports only from the floors below
+	$(PYTHON) -c "from importlinter.cli import lint_imports_command as run; run()" --no-cache
+
+docs: $(DEV_ENV) ## build the documentation into site/
+	$(PYTHON) -m mkdocs build --strict
+
+wheel: $(DEV_ENV) ## build sdist and wheel, install the wheel in a clean environment and import all of it
+	rm -rf dist build/wheel-env
+	$(PYTHON) -m build --no-isolation
+	$(PYTHON) -m venv build/wheel-env
+	build/wheel-env/bin/python -m pip install -q --disable-pip-version-check torch -c constraints.txt
+	build/wheel-env/bin/python -m pip install -q --disable-pip-version-check dist/*.whl -c constraints.txt
+	PYTHONPATH= build/wheel-env/bin/python .ci/check_wheel.py dist
+	rm -rf build/wheel-env
+
+bench: $(BENCH_ENV) ## time per step and start-up, beside the other frameworks
+	$(PYTHON) benchmarks/overhead.py
+	$(PYTHON) benchmarks/startup.py
+
+clean: ## remove what builds, tests and runs left (not .venv)
+	rm -rf build dist site .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache *.egg-info
+	find . -name __pycache__ -type d -not -path "./$(VENV)/*" -prune -exec rm -rf {} +
+
+# torch comes first and alone, at the pinned version: as another package's need, pip may choose another build of it.
+$(VENV)/bin/python:
+	@$(BASE_PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || \
+		{ echo "drivetrain needs Python >= 3.10, and $(BASE_PYTHON) is $$($(BASE_PYTHON) --version 2>&1)." \
+		"Name another one: make BASE_PYTHON=python3.12 ..." >&2; exit 1; }
+	$(BASE_PYTHON) -m venv $(VENV)
+
+$(VENV)/.made-for-examples: pyproject.toml constraints.txt | $(VENV)/bin/python
+	$(PIP) install torch -c constraints.txt
+	$(PIP) install -e ".[examples]" -c constraints.txt
+	@touch $@
+
+$(VENV)/.made-for-development: pyproject.toml constraints.txt | $(VENV)/bin/python
+	$(PIP) install torch -c constraints.txt
+	$(PIP) install -e ".[test,dev,docs,examples]" -c constraints.txt
+	@touch $@ $(VENV)/.made-for-examples
+
+$(VENV)/.made-for-benchmarks: pyproject.toml constraints.txt | $(VENV)/bin/python
+	$(PIP) install torch -c constraints.txt
+	$(PIP) install -e ".[bench]" -c constraints.txt
+	@touch $@

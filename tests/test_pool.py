@@ -110,9 +110,7 @@ def test_large_results_come_back_whole() -> None:
     assert [float(result.sum()) for result in results] == [0.0, 1_000_000.0]
 
 
-def test_ranks_see_the_environment_and_directory_of_the_test(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_ranks_see_the_environment_and_directory_of_the_test(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("A_VARIABLE", "a value")
     monkeypatch.setenv("ANOTHER", "unwanted")
     monkeypatch.chdir(tmp_path)
@@ -223,7 +221,7 @@ def test_nothing_survives_a_killed_session(tmp_path: Path) -> None:
     session.kill()
     session.wait()
     session.stdout.close()
-    gone, alive = psutil.wait_procs([server, *ranks], timeout=20)
+    _, alive = psutil.wait_procs([server, *ranks], timeout=20)
     assert alive == []
 
 
@@ -234,3 +232,12 @@ def test_the_server_has_one_thread_when_it_forks() -> None:
 def test_a_function_that_cannot_be_sent_is_refused() -> None:
     with pytest.raises(TypeError, match="defined at the top of a module"):
         run_in_processes(lambda: None, 1)
+
+
+def call_the_pool_again() -> None:
+    run_in_processes(who_am_i, 1, args=("",))
+
+
+def test_a_rank_cannot_start_ranks() -> None:
+    with pytest.raises(ProcessesFailed, match="called inside a rank"):
+        run_in_processes(call_the_pool_again, 1)
