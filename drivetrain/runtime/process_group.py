@@ -25,7 +25,7 @@ def init_process_group(
     backend: str | None = None,
     timeout: timedelta | None = None,
     device: torch.device | None = None,
-) -> str:
+) -> tuple[str, Store]:
     """Join the process group that the environment describes.
 
     Tensors of the kind go through its backend; CPU tensors always have gloo beside it, so that
@@ -39,25 +39,22 @@ def init_process_group(
         device: the device to bind the group to, for backends that want one.
 
     Returns:
-        The backend's name.
+        The backend's name, and the store that the processes met at.
 
     Raises:
         LaunchError: the other processes were not there in time.
     """
     chosen = backend or kind.backend
-    spec = (
-        chosen
-        if chosen == "gloo" or ":" in chosen or kind.name == "cpu"
-        else f"cpu:gloo,{kind.name}:{chosen}"
-    )
+    spec = chosen if chosen == "gloo" or ":" in chosen or kind.name == "cpu" else f"cpu:gloo,{kind.name}:{chosen}"
     options: dict[str, Any] = {}
     if "nccl" in spec and device is not None and device.type == "cuda":
         options["device_id"] = device
     limit = timeout or DEFAULT_TIMEOUT
     try:
+        store = _rendezvous_store(environment, limit)
         dist.init_process_group(
             spec,
-            store=_rendezvous_store(environment, limit),
+            store=store,
             rank=environment.rank,
             world_size=environment.world_size,
             timeout=limit,
@@ -69,7 +66,7 @@ def init_process_group(
             f"{environment.main_address}:{environment.main_port} within {limit}: {error}. "
             "Check that every process was started and that the address and port can be reached."
         ) from error
-    return chosen
+    return chosen, store
 
 
 def _rendezvous_store(environment: ProcessEnvironment, timeout: timedelta) -> Store:
@@ -104,10 +101,22 @@ def destroy_process_group() -> None:
     dist.destroy_process_group()
 
 
-def abandon_process_group() -> None:
-    """Leave the process group without waiting for peers, which may be dead."""
-    if dist.is_available() and dist.is_initialized():
-        dist.destroy_process_group()
+def leave_process_group(store: Store, patience: timedelta) -> None:
+    """Leave the process group at exit, waiting for the peers a short while only: they may be dead or busy.
+
+    Args:
+        store: the store that the processes met at, which outlives any collective that hangs.
+        patience: how long to wait.
+    """
+    if not (dist.is_available() and dist.is_initialized()):
+        return
+    gc.collect()
+    try:
+        store.set(f"leaving/{dist.get_rank()}", "1")
+        store.wait([f"leaving/{rank}" for rank in range(dist.get_world_size())], patience)
+    except (dist.DistStoreError, dist.DistNetworkError, RuntimeError):
+        pass  # a peer left without us, or is not coming
+    dist.destroy_process_group()
 
 
 def barrier() -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import atexit
 import builtins
 import os
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -17,9 +19,17 @@ import torch.distributed as dist
 from drivetrain.runtime.devices import DeviceKind, detect_device_kind, get_device_kind
 from drivetrain.runtime.environment import ProcessEnvironment
 from drivetrain.runtime.errors import ConfigurationError
-from drivetrain.runtime.process_group import barrier, destroy_process_group, init_process_group
+from drivetrain.runtime.process_group import (
+    barrier,
+    destroy_process_group,
+    init_process_group,
+    leave_process_group,
+)
 
 Function = TypeVar("Function", bound=Callable[..., Any])
+
+EXIT_PATIENCE = timedelta(seconds=3)
+"""How long a process that ends waits for its peers to end too."""
 
 _TRUE = {"1", "true", "yes", "on"}
 
@@ -105,15 +115,34 @@ class PartialState:
             if dist.is_initialized():
                 self.backend = dist.get_backend()
             else:
-                self.backend = init_process_group(
+                self.backend, store = init_process_group(
                     environment, kind, backend=backend, timeout=timeout, device=chosen
                 )
+                self._shared["store"] = store
+                atexit.register(self._leave)
         self.environment, self.kind, self.device = environment, kind, chosen
 
     @property
     def initialized(self) -> bool:
         """Whether the process's state has been found."""
         return "environment" in self._shared
+
+    def before_leaving(self, callback: Callable[[], None]) -> None:
+        """Call `callback` once before the process group is destroyed, to let go of what depends on it."""
+        self._shared.setdefault("before_leaving", []).append(callback)
+
+    def _release(self) -> None:
+        callbacks = self._shared.pop("before_leaving", [])
+        for callback in callbacks:
+            callback()
+
+    def _leave(self) -> None:
+        """At exit: let go of everything and leave the group, without waiting for peers after an exception."""
+        store = self._shared.pop("store", None)
+        if store is not None:
+            self._release()
+            failed = getattr(sys, "last_value", None) is not None
+            leave_process_group(store, timedelta(milliseconds=1) if failed else EXIT_PATIENCE)
 
     @classmethod
     def _reset_state(cls) -> None:
@@ -252,9 +281,7 @@ class PartialState:
             return lambda given: self.on_process(given, process_index)
         return self._only(function, lambda: self.process_index == process_index)
 
-    def on_local_process(
-        self, function: Function | None = None, local_process_index: int | None = None
-    ) -> Any:
+    def on_local_process(self, function: Function | None = None, local_process_index: int | None = None) -> Any:
         """Decorate a function so that only the process with this rank on its machine runs it."""
         if function is None:
             return lambda given: self.on_local_process(given, local_process_index)
@@ -275,6 +302,8 @@ class PartialState:
 
     def destroy_process_group(self) -> None:
         """Leave the process group after waiting for the peers."""
+        self._release()
+        self._shared.pop("store", None)
         destroy_process_group()
 
     def __repr__(self) -> str:

@@ -1,0 +1,16 @@
+"""Where a model's copies and parts live: one strategy a file, over `base.Strategy`."""
+
+from drivetrain.strategies.base import StepModule, Strategy
+from drivetrain.strategies.ddp import DDP
+from drivetrain.strategies.registry import available_strategies, register_strategy, resolve_strategy
+from drivetrain.strategies.single import Single
+
+__all__ = [
+    "DDP",
+    "Single",
+    "StepModule",
+    "Strategy",
+    "available_strategies",
+    "register_strategy",
+    "resolve_strategy",
+]

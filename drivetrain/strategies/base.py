@@ -1,0 +1,232 @@
+"""`Strategy`: places one model on a set of processes and runs optimizer steps there."""
+
+from __future__ import annotations
+
+from abc import ABC
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, ClassVar, TypeVar
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from drivetrain.data.configuration import DataShard
+from drivetrain.runtime.devices import DeviceKind
+from drivetrain.runtime.environment import ProcessEnvironment
+from drivetrain.runtime.errors import ConfigurationError
+from drivetrain.runtime.state import PartialState
+from drivetrain.strategies.precision import Precision
+from drivetrain.strategies.state_names import named_optimizer_state, restore_optimizer_state
+
+MicroBatch = TypeVar("MicroBatch")
+Output = TypeVar("Output")
+StateDict = dict[str, Any]
+
+
+class StepModule(nn.Module):
+    """A module whose forward is whichever of its owner's steps it is handed.
+
+    Wrappers such as DDP hook into `forward`; running `training_step` through this module lets them.
+
+    Args:
+        task: the module that the steps belong to.
+    """
+
+    def __init__(self, task: nn.Module) -> None:
+        super().__init__()
+        self.task = task
+
+    def forward(self, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Run `step`."""
+        return step(*args, **kwargs)
+
+
+class Strategy(ABC):
+    """Places one model on a set of processes and runs optimizer steps there.
+
+    The base class is the whole behaviour of one process on one device; a strategy overrides what
+    differs. A new one is a subclass in a file of its own and a line in the registry, and a third
+    party adds its own with `register_strategy`.
+
+    Attributes:
+        name: the name that users write.
+        device: where this process's tensors live.
+        data_shard: which slice of the data is this process's: not its rank where several processes share a batch.
+        whole_window: whether the strategy must see all micro-batches of a step at once, as a pipeline does.
+        pads_evaluation: whether every process must see as many evaluation batches, since its forward is collective.
+    """
+
+    name: ClassVar[str]
+    whole_window: ClassVar[bool] = False
+    pads_evaluation: ClassVar[bool] = False
+
+    device: torch.device
+    kind: DeviceKind
+    environment: ProcessEnvironment
+    data_shard: DataShard
+
+    # processes
+
+    def setup(self, state: PartialState) -> None:
+        """Take this process's place.
+
+        Args:
+            state: this process, its device and its peers.
+
+        Raises:
+            ConfigurationError: the strategy cannot run in this environment.
+        """
+        self.environment = state.environment
+        self.kind = state.kind
+        self.device = state.device
+        self.data_shard = DataShard(state.process_index, state.num_processes)
+
+    def check_precision(self, precision: Precision) -> None:
+        """Refuse a precision that cannot work with this strategy.
+
+        Raises:
+            ConfigurationError: names the pair and what would work.
+        """
+
+    # model
+
+    def init_context(self) -> AbstractContextManager[Any]:
+        """Context in which a model is best built."""
+        return nullcontext()
+
+    def place(self, model: nn.Module, precision: Precision) -> nn.Module:
+        """Bring a model's parameters onto the device and into the precision's dtype, without wrapping it."""
+        return precision.convert(model).to(self.device)
+
+    def prepare(
+        self, model: nn.Module, optimizers: Sequence[Optimizer], precision: Precision
+    ) -> tuple[nn.Module, list[Optimizer]]:
+        """Place a model together with its optimizers.
+
+        Args:
+            model: the model as the user built it.
+            optimizers: the optimizers over its parameters.
+            precision: the number formats.
+
+        Returns:
+            The module to call, and the optimizers to step.
+        """
+        placed = self.place(model, precision)
+        for optimizer in optimizers:
+            _move_optimizer_state(optimizer)
+        return placed, list(optimizers)
+
+    def unwrap(self, model: nn.Module) -> nn.Module:
+        """The user's own module inside whatever `prepare` wrapped around it."""
+        while True:
+            if isinstance(model, StepModule):
+                model = model.task
+            elif hasattr(model, "_orig_mod"):
+                model = model._orig_mod  # type: ignore[assignment]
+            else:
+                return model
+
+    # one optimizer step
+
+    def forward_backward(
+        self, model: nn.Module, step_fn: Callable[[MicroBatch], Output], microbatches: Sequence[MicroBatch]
+    ) -> list[Output]:
+        """Run forward and backward over the micro-batches of one optimizer step.
+
+        Gradients are reduced over processes in the last one only.
+
+        Args:
+            model: what `prepare` returned.
+            step_fn: runs forward and backward on one micro-batch.
+            microbatches: the window of one step.
+
+        Returns:
+            What `step_fn` returned for each.
+        """
+        if len(microbatches) == 1:
+            return [step_fn(microbatches[0])]
+        with self.gradient_sync(model, enabled=False):
+            outputs = [step_fn(microbatch) for microbatch in microbatches[:-1]]
+        outputs.append(step_fn(microbatches[-1]))
+        return outputs
+
+    def backward(self, loss: torch.Tensor, **kwargs: Any) -> None:
+        """Compute the gradients of a loss, scaled already."""
+        loss.backward(**kwargs)  # type: ignore[no-untyped-call]
+
+    def gradient_sync(self, model: nn.Module, enabled: bool) -> AbstractContextManager[Any]:
+        """Whether forwards and backwards in this context reduce gradients over processes."""
+        return nullcontext()
+
+    def clip_grad_norm_(
+        self, parameters: Iterable[torch.Tensor], max_norm: float, norm_type: float = 2.0
+    ) -> torch.Tensor:
+        """Scale gradients down to a total norm of at most `max_norm`, over all shards.
+
+        Returns:
+            The total norm before clipping, a scalar tensor on the device.
+        """
+        return nn.utils.clip_grad_norm_(parameters, max_norm, norm_type)
+
+    def clip_grad_value_(self, parameters: Iterable[torch.Tensor], clip_value: float) -> None:
+        """Clamp every gradient to [-clip_value, clip_value]."""
+        nn.utils.clip_grad_value_(parameters, clip_value)
+
+    def optimizer_step(
+        self, optimizer: Optimizer, precision: Precision, closure: Callable[[], Any] | None = None
+    ) -> bool:
+        """Step an optimizer. Returns False where the step was skipped on overflow."""
+        return precision.step(optimizer, closure)
+
+    def join(self, models: Sequence[nn.Module]) -> AbstractContextManager[Any]:
+        """Let processes that run out of batches keep their peers company until those are done too."""
+        return nullcontext()
+
+    # state, under the names that the bare single-process model gives its parameters
+
+    def model_state(self, model: nn.Module) -> StateDict:
+        """Parameters and buffers under their canonical names."""
+        return self.unwrap(model).state_dict()
+
+    def optimizer_state(self, model: nn.Module, optimizer: Optimizer) -> StateDict:
+        """An optimizer's state by canonical parameter name, and its groups."""
+        return named_optimizer_state(self.unwrap(model), optimizer)
+
+    def load_model_state(self, model: nn.Module, state: StateDict, strict: bool = True) -> Any:
+        """Load what `model_state` returned under any strategy."""
+        return self.unwrap(model).load_state_dict(state, strict=strict)
+
+    def load_optimizer_state(self, model: nn.Module, optimizer: Optimizer, state: StateDict) -> None:
+        """Load what `optimizer_state` returned under any strategy."""
+        restore_optimizer_state(self.unwrap(model), optimizer, state)
+
+    def full_state_dict(self, model: nn.Module) -> dict[str, torch.Tensor]:
+        """All parameters and buffers, whole and on the CPU, on rank 0; an empty dict elsewhere."""
+        if self.environment.rank != 0:
+            return {}
+        return {name: value.detach().cpu() for name, value in self.model_state(model).items()}
+
+    def teardown(self) -> None:
+        """Let go of everything that would keep the process group alive."""
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}()"
+
+
+def require_single_process_group(name: str, environment: ProcessEnvironment) -> None:
+    """Raise where a strategy for one process meets several."""
+    if environment.is_distributed:
+        raise ConfigurationError(
+            f"strategy={name!r} runs one process, but this is rank {environment.rank} of "
+            f"{environment.world_size} (from {environment.source}). Use strategy='ddp' or 'auto', "
+            "or start one process."
+        )
+
+
+def _move_optimizer_state(optimizer: Optimizer) -> None:
+    """Bring state that was loaded before its parameters moved onto their device."""
+    for parameter, state in optimizer.state.items():
+        for key, value in state.items():
+            if isinstance(value, torch.Tensor) and value.dim() > 0 and value.device != parameter.device:
+                state[key] = value.to(parameter.device)

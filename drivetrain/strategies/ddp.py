@@ -1,0 +1,121 @@
+"""A copy of the model on every process, gradients averaged (Li et al., 2020, https://arxiv.org/abs/2006.15704)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+from torch import nn
+from torch.distributed.algorithms.join import Join
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+
+from drivetrain.runtime.errors import ConfigurationError
+from drivetrain.runtime.state import PartialState
+from drivetrain.strategies.base import Strategy
+from drivetrain.strategies.communication_hooks import COMMUNICATION_HOOKS, register_communication_hook
+from drivetrain.strategies.precision import Precision
+
+
+class DDP(Strategy):
+    """A copy of the model on every process; gradients are averaged during backward.
+
+    Args:
+        find_unused_parameters: look in each forward for parameters that take no part in it.
+        static_graph: the same parameters are used in every step, which lets more overlap and checkpointing.
+        bucket_cap_mb: size of the gradient buckets, in MiB.
+        gradient_as_bucket_view: let gradients be views of the buckets, which saves a copy and its memory.
+        broadcast_buffers: send rank 0's buffers to all before each training forward.
+        comm_hook: `"fp16"`, `"bf16"`, `"powersgd"`, or a function `(state, bucket) -> Future`, to send less.
+        comm_hook_options: arguments of the PowerSGD state, or under `"state"` the state of a function.
+        sync_batchnorm: compute batch statistics over all processes (GPU only, as torch's is).
+
+    Raises:
+        ConfigurationError: an option cannot be.
+    """
+
+    name = "ddp"
+
+    def __init__(
+        self,
+        *,
+        find_unused_parameters: bool = False,
+        static_graph: bool = False,
+        bucket_cap_mb: float = 25,
+        gradient_as_bucket_view: bool = True,
+        broadcast_buffers: bool = True,
+        comm_hook: str | Callable[..., Any] | None = None,
+        comm_hook_options: dict[str, Any] | None = None,
+        sync_batchnorm: bool = False,
+    ) -> None:
+        if bucket_cap_mb <= 0:
+            raise ConfigurationError(f"bucket_cap_mb must be positive, got {bucket_cap_mb}.")
+        if isinstance(comm_hook, str) and comm_hook not in COMMUNICATION_HOOKS:
+            raise ConfigurationError(
+                f"Unknown comm_hook {comm_hook!r}. Allowed: {', '.join(COMMUNICATION_HOOKS)}, or a function."
+            )
+        self.wrapper_options: dict[str, Any] = {
+            "find_unused_parameters": find_unused_parameters,
+            "static_graph": static_graph,
+            "bucket_cap_mb": bucket_cap_mb,
+            "gradient_as_bucket_view": gradient_as_bucket_view,
+            "broadcast_buffers": broadcast_buffers,
+        }
+        self.comm_hook = comm_hook
+        self.comm_hook_options = dict(comm_hook_options or {})
+        self.sync_batchnorm = sync_batchnorm
+        self._wrapped: list[DistributedDataParallel] = []
+
+    def setup(self, state: PartialState) -> None:
+        """Take this process's place among its peers."""
+        super().setup(state)
+        if self.sync_batchnorm and self.kind.name == "cpu":
+            raise ConfigurationError("sync_batchnorm=True needs GPUs: torch's SyncBatchNorm has no CPU kernel.")
+
+    def prepare(
+        self, model: nn.Module, optimizers: Sequence[Optimizer], precision: Precision
+    ) -> tuple[nn.Module, list[Optimizer]]:
+        """Place a model and wrap it; one without trainable parameters, or without peers, stays bare."""
+        model, prepared = super().prepare(model, optimizers, precision)
+        trainable = any(parameter.requires_grad for parameter in model.parameters())
+        if not (self.environment.is_distributed and trainable):
+            return model, prepared
+        if self.sync_batchnorm:
+            model = nn.SyncBatchNorm.convert_sync_batchnorm(model)  # type: ignore[no-untyped-call]
+        wrapped = DistributedDataParallel(model, **self.wrapper_options)
+        if isinstance(self.comm_hook, str):
+            register_communication_hook(wrapped, self.comm_hook, self.comm_hook_options)
+        elif self.comm_hook is not None:
+            wrapped.register_comm_hook(self.comm_hook_options.get("state"), self.comm_hook)
+        self._wrapped.append(wrapped)
+        return wrapped, prepared
+
+    def unwrap(self, model: nn.Module) -> nn.Module:
+        """The user's own module."""
+        bare = super().unwrap(model)
+        while isinstance(bare, DistributedDataParallel):
+            bare = super().unwrap(bare.module)
+        return bare
+
+    def gradient_sync(self, model: nn.Module, enabled: bool) -> AbstractContextManager[Any]:
+        """Skip the averaging of gradients in a context."""
+        if enabled or not isinstance(model, DistributedDataParallel):
+            return nullcontext()
+        return model.no_sync()
+
+    def join(self, models: Sequence[nn.Module]) -> AbstractContextManager[Any]:
+        """Torch's `Join` over the DDP modules: those that ran out shadow the others' collectives."""
+        joinables = [model for model in models if isinstance(model, DistributedDataParallel)]
+        return Join(joinables) if joinables else nullcontext()  # type: ignore[arg-type]
+
+    def teardown(self) -> None:
+        """Free the reducers, also of modules that the user still holds.
+
+        A reducer that is destroyed after its process group waits for gloo's thread while holding the GIL,
+        which that thread needs: about one two-process run in 40 hung at exit so (torch 2.13).
+        """
+        for wrapped in self._wrapped:
+            wrapped.__dict__.pop("reducer", None)
+            wrapped.__dict__.pop("logger", None)
+        self._wrapped.clear()

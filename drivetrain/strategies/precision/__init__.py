@@ -1,0 +1,23 @@
+"""Number formats: one precision a file, over `base.Precision`."""
+
+from drivetrain.strategies.precision.base import Precision, overrides
+from drivetrain.strategies.precision.mixed import BFloat16Mixed, Float16Mixed
+from drivetrain.strategies.precision.registry import (
+    available_precisions,
+    register_precision,
+    resolve_precision,
+)
+from drivetrain.strategies.precision.true import BFloat16True, Double, Float16True
+
+__all__ = [
+    "BFloat16Mixed",
+    "BFloat16True",
+    "Double",
+    "Float16Mixed",
+    "Float16True",
+    "Precision",
+    "available_precisions",
+    "overrides",
+    "register_precision",
+    "resolve_precision",
+]

@@ -1,0 +1,87 @@
+"""`Precision`: in which number formats a model computes, and how its loss is scaled."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, ClassVar
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from drivetrain.runtime.devices import DeviceKind
+
+
+class Precision:
+    """Full precision, and the seam that every other precision overrides.
+
+    A precision decides dtypes and scaling; where tensors live is the strategy's business. What a
+    precision does not override costs nothing in the step.
+
+    Attributes:
+        name: canonical name, such as `"bf16"`.
+        param_dtype: dtype of parameters during compute, for strategies that shard; None keeps the model's.
+        reduce_dtype: dtype in which gradients are reduced, for strategies that shard; None keeps the model's.
+    """
+
+    name: ClassVar[str] = "32"
+    aliases: ClassVar[tuple[str, ...]] = ("32-true", "no", "fp32")
+    param_dtype: torch.dtype | None = None
+    reduce_dtype: torch.dtype | None = None
+
+    def setup(self, kind: DeviceKind) -> None:
+        """Bind the precision to a kind of device.
+
+        Raises:
+            ConfigurationError: this precision cannot run there; the message names the pair and what would work.
+        """
+
+    def convert(self, model: nn.Module) -> nn.Module:
+        """Bring a model's parameters into the precision's dtype; called once, before placing."""
+        return model
+
+    def convert_batch(self, batch: Any) -> Any:
+        """Bring a batch's floating-point tensors into the dtype that the model computes in."""
+        return batch
+
+    def init_context(self) -> AbstractContextManager[Any]:
+        """Context in which a model is built, so that its parameters are made in the right dtype."""
+        return nullcontext()
+
+    def forward_context(self) -> AbstractContextManager[Any]:
+        """Context around every forward."""
+        return nullcontext()
+
+    def scale(self, loss: torch.Tensor) -> torch.Tensor:
+        """Scale a loss before its backward."""
+        return loss
+
+    def unscale(self, optimizer: Optimizer) -> None:
+        """Bring an optimizer's gradients back to their true size, before clipping."""
+
+    def step(self, optimizer: Optimizer, closure: Callable[[], Any] | None = None) -> bool:
+        """Step an optimizer. Returns False where the step was skipped because a gradient overflowed."""
+        if closure is None:
+            optimizer.step()
+        else:
+            optimizer.step(closure)
+        return True
+
+    def prepare_optimizer(self, optimizer: Optimizer) -> None:
+        """See an optimizer once before its first step."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """What must survive a restart, such as the loss scale."""
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take back what `state_dict` returned."""
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}()"
+
+
+def overrides(precision: Precision, method: str) -> bool:
+    """Whether a precision's class defines a method itself, so that the step has to call it."""
+    return getattr(type(precision), method) is not getattr(Precision, method)

@@ -1,0 +1,147 @@
+"""Mixed precisions: 32-bit parameters, forward passes under `torch.autocast`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any, ClassVar
+
+import torch
+from torch.optim import Optimizer
+
+from drivetrain.runtime.devices import DeviceKind
+from drivetrain.runtime.errors import ConfigurationError
+from drivetrain.strategies.precision.base import Precision
+from drivetrain.strategies.precision.true import refuse_without_bf16
+
+
+class MixedPrecision(Precision):
+    """Forward passes under autocast to one dtype; parameters and gradients stay in 32 bits.
+
+    Args:
+        cache_enabled: whether autocast keeps the cast copies of the weights within one forward.
+    """
+
+    dtype: ClassVar[torch.dtype]
+
+    def __init__(self, cache_enabled: bool = True) -> None:
+        self.param_dtype = self.dtype
+        self.reduce_dtype = torch.float32
+        self.cache_enabled = cache_enabled
+        self._device_type = "cpu"
+
+    def setup(self, kind: DeviceKind) -> None:
+        """Remember which kind of device autocast is for."""
+        self._device_type = kind.autocast_type
+
+    def forward_context(self) -> AbstractContextManager[Any]:
+        """Autocast."""
+        return torch.autocast(self._device_type, dtype=self.dtype, cache_enabled=self.cache_enabled)
+
+
+class BFloat16Mixed(MixedPrecision):
+    """Autocast to bfloat16; its range is that of 32-bit floats, so nothing is scaled."""
+
+    name = "bf16"
+    aliases = ("bf16-mixed",)
+    dtype = torch.bfloat16
+
+    def setup(self, kind: DeviceKind) -> None:
+        """Refuse devices without bfloat16."""
+        refuse_without_bf16(self.name, kind)
+        super().setup(kind)
+
+
+class Float16Mixed(MixedPrecision):
+    """Autocast to float16 with a dynamic loss scale (Micikevicius et al., 2018, https://arxiv.org/abs/1710.03740).
+
+    A step whose gradients overflow is skipped and the scale halved. The scale is updated once all
+    optimizers of a step have stepped, that is before the next loss is scaled.
+
+    Args:
+        init_scale: first loss scale.
+        growth_factor: what the scale is multiplied by after `growth_interval` steps without overflow.
+        backoff_factor: what the scale is multiplied by after an overflow.
+        growth_interval: steps without overflow before the scale grows.
+        enabled: whether to scale at all.
+        cache_enabled: whether autocast keeps the cast copies of the weights within one forward.
+    """
+
+    name = "fp16"
+    aliases = ("16-mixed", "16")
+    dtype = torch.float16
+
+    def __init__(
+        self,
+        init_scale: float = 65536.0,
+        growth_factor: float = 2.0,
+        backoff_factor: float = 0.5,
+        growth_interval: int = 2000,
+        enabled: bool = True,
+        cache_enabled: bool = True,
+    ) -> None:
+        super().__init__(cache_enabled)
+        self._options = {
+            "init_scale": init_scale,
+            "growth_factor": growth_factor,
+            "backoff_factor": backoff_factor,
+            "growth_interval": growth_interval,
+            "enabled": enabled,
+        }
+        self.scaler: torch.amp.GradScaler = torch.amp.GradScaler("cpu", **self._options)  # type: ignore[arg-type]
+        self._stepped: dict[int, bool] = {}  # optimizers that stepped since the scale was updated, and whether really
+
+    def setup(self, kind: DeviceKind) -> None:
+        """Make the scaler for this kind of device."""
+        super().setup(kind)
+        self.scaler = torch.amp.GradScaler(kind.autocast_type, **self._options)  # type: ignore[arg-type]
+
+    def prepare_optimizer(self, optimizer: Optimizer) -> None:
+        """Watch an optimizer, to know which of its steps the scaler let through."""
+        optimizer.register_step_post_hook(self._note_step)
+
+    def scale(self, loss: torch.Tensor) -> torch.Tensor:
+        """Multiply a loss by the scale, after bringing the scale up to date with the step before."""
+        self._update()
+        scaled: torch.Tensor = self.scaler.scale(loss)
+        return scaled
+
+    def unscale(self, optimizer: Optimizer) -> None:
+        """Divide an optimizer's gradients by the scale, once per step."""
+        state = self.scaler._per_optimizer_states[id(optimizer)]
+        if state["stage"].value == 0:  # READY: neither unscaled nor stepped yet
+            self.scaler.unscale_(optimizer)
+
+    def step(self, optimizer: Optimizer, closure: Callable[[], Any] | None = None) -> bool:
+        """Step unless a gradient is infinite or NaN."""
+        if closure is not None:
+            raise ConfigurationError(
+                "precision='fp16' scales the loss, which an optimizer that calls a closure cannot know. "
+                "Use 'bf16' or '32', or an optimizer that takes no closure."
+            )
+        if id(optimizer) in self._stepped:
+            self._update()
+        self._stepped[id(optimizer)] = False
+        self.scaler.step(optimizer)
+        return self._stepped[id(optimizer)]
+
+    def _note_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        # A fused optimizer is called also on overflow and skips by itself: it is then told so by `found_inf`.
+        found = getattr(optimizer, "found_inf", None)
+        self._stepped[id(optimizer)] = found is None or not bool(found)
+
+    def _update(self) -> None:
+        if self._stepped:
+            self._stepped.clear()
+            self.scaler.update()
+
+    def state_dict(self) -> dict[str, Any]:
+        """The scale and how long it has not overflowed."""
+        self._update()
+        return self.scaler.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take the scale back."""
+        self._stepped.clear()
+        if state:
+            self.scaler.load_state_dict(state)

@@ -1,0 +1,47 @@
+"""Precisions by name."""
+
+from __future__ import annotations
+
+from drivetrain.runtime.errors import ConfigurationError, nearest
+from drivetrain.strategies.precision.base import Precision
+from drivetrain.strategies.precision.mixed import BFloat16Mixed, Float16Mixed
+from drivetrain.strategies.precision.true import BFloat16True, Double, Float16True
+
+_PRECISIONS: dict[str, type[Precision]] = {}
+
+
+def register_precision(precision: type[Precision]) -> type[Precision]:
+    """Make a `Precision` class available under its name and aliases; usable as a decorator."""
+    for name in (precision.name, *precision.__dict__.get("aliases", ())):
+        _PRECISIONS[name] = precision
+    return precision
+
+
+for _precision in (Precision, Double, BFloat16Mixed, BFloat16True, Float16Mixed, Float16True):
+    register_precision(_precision)
+
+
+def available_precisions() -> list[str]:
+    """Canonical names of the registered precisions."""
+    return list(dict.fromkeys(precision.name for precision in _PRECISIONS.values()))
+
+
+def resolve_precision(spec: str | int | Precision | None) -> Precision:
+    """Turn a name into a precision.
+
+    Args:
+        spec: a canonical name (`"32"`, `"bf16"`, …), an alias (`"bf16-mixed"`, `"no"`, 16, 32, 64), a `Precision`,
+            or None for full precision.
+
+    Raises:
+        ConfigurationError: no precision has this name.
+    """
+    if isinstance(spec, Precision):
+        return spec
+    name = "32" if spec is None else str(spec).lower()
+    if name not in _PRECISIONS:
+        raise ConfigurationError(
+            f"Unknown precision {spec!r}. Allowed: {', '.join(available_precisions())} "
+            f"(and {', '.join(sorted(set(_PRECISIONS) - set(available_precisions())))}).{nearest(name, _PRECISIONS)}"
+        )
+    return _PRECISIONS[name]()

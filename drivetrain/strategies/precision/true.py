@@ -1,0 +1,98 @@
+"""Precisions in which the whole model, its parameters included, is of one dtype."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any, ClassVar
+
+import torch
+from torch import nn
+
+from drivetrain.runtime.devices import DeviceKind
+from drivetrain.runtime.errors import ConfigurationError
+from drivetrain.runtime.nested import recursively_apply
+from drivetrain.strategies.precision.base import Precision
+
+
+class TruePrecision(Precision):
+    """Parameters, activations and gradients in one dtype; batches are cast to it."""
+
+    dtype: ClassVar[torch.dtype]
+
+    def __init__(self) -> None:
+        self.param_dtype = self.dtype
+        self.reduce_dtype = self.dtype
+
+    def convert(self, model: nn.Module) -> nn.Module:
+        """Cast floating-point parameters and buffers."""
+        return model.to(self.dtype)
+
+    def convert_batch(self, batch: Any) -> Any:
+        """Cast floating-point tensors; integers and booleans stay."""
+        return recursively_apply(lambda tensor: tensor.to(self.dtype), batch, test_type=_is_floating)
+
+    def init_context(self) -> AbstractContextManager[Any]:
+        """Make new parameters in the dtype."""
+        return _default_dtype(self.dtype)
+
+    def forward_context(self) -> AbstractContextManager[Any]:
+        """Make tensors that the forward creates without a dtype in the dtype too."""
+        return _default_dtype(self.dtype)
+
+
+class Double(TruePrecision):
+    """64-bit floats throughout."""
+
+    name = "64"
+    aliases = ("64-true", "fp64", "double")
+    dtype = torch.float64
+
+    def setup(self, kind: DeviceKind) -> None:
+        """Refuse Apple's GPU, which has no 64-bit floats."""
+        if kind.name == "mps":
+            raise ConfigurationError(
+                "precision='64' cannot run on mps, which has no 64-bit floats. Use '32' or the CPU."
+            )
+
+
+class BFloat16True(TruePrecision):
+    """bfloat16 throughout: half the memory, no scaling, 8 bits of mantissa."""
+
+    name = "bf16-true"
+    dtype = torch.bfloat16
+
+    def setup(self, kind: DeviceKind) -> None:
+        """Refuse devices without bfloat16."""
+        refuse_without_bf16(self.name, kind)
+
+
+class Float16True(TruePrecision):
+    """float16 throughout, without loss scaling: for inference and for models known to stay in its range."""
+
+    name = "fp16-true"
+    aliases = ("16-true",)
+    dtype = torch.float16
+
+
+def refuse_without_bf16(name: str, kind: DeviceKind) -> None:
+    """Raise where a device has no bfloat16 arithmetic."""
+    if not kind.supports_bf16():
+        raise ConfigurationError(
+            f"precision={name!r} needs bfloat16, which this machine's {kind.name} device does not support. "
+            "Use 'fp16' or '32'."
+        )
+
+
+def _is_floating(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.is_floating_point()
+
+
+@contextmanager
+def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    previous = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(previous)

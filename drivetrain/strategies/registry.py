@@ -1,0 +1,65 @@
+"""Strategies by name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from drivetrain.runtime.environment import ProcessEnvironment
+from drivetrain.runtime.errors import ConfigurationError, nearest
+from drivetrain.strategies.base import Strategy
+from drivetrain.strategies.ddp import DDP
+from drivetrain.strategies.single import Single
+
+_STRATEGIES: dict[str, Callable[[], Strategy]] = {}
+
+
+def register_strategy(name: str, factory: Callable[[], Strategy], *, replace: bool = False) -> None:
+    """Make a strategy available under a name.
+
+    Args:
+        name: what users will write, as in `Trainer(strategy=name)`.
+        factory: a `Strategy` class, or anything that makes one without arguments.
+        replace: whether the name may be taken over.
+
+    Raises:
+        ConfigurationError: the name is taken and `replace` is False.
+    """
+    if (name == "auto" or name in _STRATEGIES) and not replace:
+        raise ConfigurationError(f"A strategy named {name!r} is registered already; pass replace=True to replace it.")
+    _STRATEGIES[name] = factory
+
+
+register_strategy("single", Single)
+register_strategy("ddp", DDP)
+register_strategy("ddp_find_unused_parameters_true", lambda: DDP(find_unused_parameters=True))
+
+
+def available_strategies() -> list[str]:
+    """Every name that `resolve_strategy` takes."""
+    return ["auto", *_STRATEGIES]
+
+
+def resolve_strategy(spec: str | Strategy, environment: ProcessEnvironment) -> Strategy:
+    """Turn a name into a strategy.
+
+    Args:
+        spec: a registered name, `"auto"` (`"ddp"` among several processes, else `"single"`), or a `Strategy`.
+        environment: this process among its peers.
+
+    Raises:
+        ConfigurationError: no strategy has this name.
+    """
+    if isinstance(spec, Strategy):
+        return spec
+    if not isinstance(spec, str):
+        raise ConfigurationError(
+            f"strategy must be a name or a Strategy, got {type(spec).__name__}. "
+            f"Names: {', '.join(available_strategies())}."
+        )
+    name = ("ddp" if environment.is_distributed else "single") if spec == "auto" else spec
+    if name not in _STRATEGIES:
+        raise ConfigurationError(
+            f"Unknown strategy {spec!r}. Allowed: {', '.join(available_strategies())}."
+            f"{nearest(name, available_strategies())} Another one can be added with drivetrain.register_strategy."
+        )
+    return _STRATEGIES[name]()

@@ -1,0 +1,69 @@
+"""Optimizer state under parameter names instead of positions, so that it belongs to the model."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from drivetrain.runtime.errors import CheckpointError
+
+
+def named_optimizer_state(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
+    """Return `{"state": {parameter name: {...}}, "param_groups": [{"params": [names], ...}]}`.
+
+    Args:
+        model: the bare model, whose names are used.
+        optimizer: an optimizer over some of its parameters.
+
+    Raises:
+        CheckpointError: the optimizer holds a parameter that the model does not.
+    """
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+
+    def name_of(parameter: torch.Tensor) -> str:
+        if id(parameter) not in names:
+            raise CheckpointError(
+                f"{type(optimizer).__name__} holds a parameter of shape {tuple(parameter.shape)} that is not the "
+                "model's, so its state cannot be saved under a name. Make it a parameter of the model."
+            )
+        return names[id(parameter)]
+
+    groups = [
+        {**group, "params": [name_of(parameter) for parameter in group["params"]]} for group in optimizer.param_groups
+    ]
+    state = {name_of(parameter): dict(value) for parameter, value in optimizer.state.items()}
+    return {"state": state, "param_groups": groups}
+
+
+def restore_optimizer_state(model: nn.Module, optimizer: Optimizer, saved: dict[str, Any]) -> None:
+    """Load what `named_optimizer_state` returned, in whatever order the parameters are now.
+
+    Raises:
+        CheckpointError: the groups hold other parameters than the saved ones; both are listed.
+    """
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    current = optimizer.state_dict()
+    here = [[names.get(id(p), "?") for p in group["params"]] for group in optimizer.param_groups]
+    there = [list(group["params"]) for group in saved["param_groups"]]
+    if [sorted(group) for group in here] != [sorted(group) for group in there]:
+        missing = sorted({name for group in here for name in group} - {name for group in there for name in group})
+        left_over = sorted({name for group in there for name in group} - {name for group in here for name in group})
+        raise CheckpointError(
+            f"{type(optimizer).__name__} has other parameter groups than the checkpoint: {len(here)} group(s) here, "
+            f"{len(there)} saved; not in the checkpoint: {missing[:8]}; only in the checkpoint: {left_over[:8]}. "
+            "Build the optimizer as in the run that wrote it."
+        )
+    position = {
+        name: index
+        for group_names, group in zip(here, current["param_groups"], strict=True)
+        for name, index in zip(group_names, group["params"], strict=True)
+    }
+    groups = [
+        {**saved_group, "params": group["params"]}
+        for saved_group, group in zip(saved["param_groups"], current["param_groups"], strict=True)
+    ]
+    state = {position[name]: value for name, value in saved["state"].items()}
+    optimizer.load_state_dict({"state": state, "param_groups": groups})
