@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from drivetrain.runtime.errors import CollectiveError
-from drivetrain.runtime.nested import recursively_apply
+from drivetrain.runtime.nested import is_leaf, recursively_apply
 from drivetrain.runtime.state import PartialState
 
 
@@ -76,15 +76,17 @@ def _failure(operation: str, state: PartialState, error: Exception) -> str:
 
 
 def _outline(data: Any, ignore_dim: int | None) -> str:
-    """The structure with shapes and dtypes in place of tensors, in words that can be compared."""
+    """The structure with shapes and dtypes in place of tensors and types in place of other values."""
 
-    def describe(leaf: Tensor) -> _Words:
+    def describe(leaf: Any) -> _Words:
+        if not isinstance(leaf, Tensor):
+            return _Words(type(leaf).__name__)
         sizes: list[object] = list(leaf.shape)
         if ignore_dim is not None and -len(sizes) <= ignore_dim < len(sizes):
             sizes[ignore_dim] = _Words("*")
         return _Words(f"{str(leaf.dtype).removeprefix('torch.')}{sizes}")
 
-    return repr(recursively_apply(describe, data))
+    return repr(recursively_apply(describe, data, test_type=is_leaf))
 
 
 class _Words(str):

@@ -37,6 +37,11 @@ def is_tensor_information(value: object) -> bool:
     return isinstance(value, TensorInformation)
 
 
+def is_leaf(value: object) -> bool:
+    """Whether `value` is no container of other values; a tensor is a leaf."""
+    return _children(value) is None
+
+
 def is_namedtuple(value: object) -> bool:
     """Whether `value` is an instance of a named tuple."""
     return isinstance(value, tuple) and hasattr(value, "_fields") and hasattr(value, "_make")
