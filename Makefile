@@ -9,11 +9,13 @@ ifeq ($(origin PYTHON),command line)
 DEV_ENV :=
 DEMO_ENV :=
 BENCH_ENV :=
+DRIVETRAIN := $(PYTHON) -m drivetrain.cli.main
 else
 PYTHON := $(VENV)/bin/python
 DEV_ENV := $(VENV)/.made-for-development
 DEMO_ENV := $(VENV)/.made-for-examples
 BENCH_ENV := $(VENV)/.made-for-benchmarks
+DRIVETRAIN := $(VENV)/bin/drivetrain
 endif
 
 # So that `drivetrain` is found by a Python that it is not installed in.
@@ -28,7 +30,7 @@ help: ## list these commands
 env: $(DEV_ENV) ## make .venv with everything that development needs
 
 demo: $(DEMO_ENV) ## train a digit classifier on two processes, in under 90 s
-	$(PYTHON) -m drivetrain.cli.main launch --num_processes 2 examples/digits.py
+	$(DRIVETRAIN) launch --num_processes 2 examples/digits.py
 
 test: $(DEV_ENV) ## the default test lane: no GPU, nothing slow
 	$(PYTHON) -m pytest $(TESTS)
@@ -51,10 +53,10 @@ types: $(DEV_ENV) ## mypy --strict on the package
 	$(PYTHON) -m mypy
 
 floors: $(DEV_ENV) ## import-linter: a room imports only from the floors below
-	$(PYTHON) -c "from importlinter.cli import lint_imports_command as run; run()" --no-cache
+	$(PYTHON) -c "from importlinter.cli import lint_imports_command as run; run()" --no-cache --no-logo
 
 docs: $(DEV_ENV) ## build the documentation into site/
-	$(PYTHON) -m mkdocs build --strict
+	NO_MKDOCS_2_WARNING=1 $(PYTHON) -m mkdocs build --strict
 
 wheel: $(DEV_ENV) ## build sdist and wheel, install the wheel in a clean environment and import all of it
 	rm -rf dist build/wheel-env

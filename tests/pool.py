@@ -14,8 +14,8 @@ that has started OpenMP or autograd threads must not fork), and forks fresh proc
         assert run_in_processes(sum_of_ranks, world_size=3) == [3, 3, 3]
 
 A rank that raises or dies fails the test with its traceback and output, and the others are stopped. Past the
-time-out every rank is killed, and the failure says which were still running and where. Nothing outlives a call,
-nor the session, not even one that was killed.
+time-out every rank is killed, and the failure says which were still running and where. Nothing outlives a
+call, nor the session, not even one that was killed.
 
 What real launches have and this has not: all ranks share one hash seed, since they are forks of one process.
 """
@@ -86,7 +86,9 @@ def run_in_processes(
     """
     __tracebackhide__ = True
     if INSIDE in os.environ:
-        raise RuntimeError("run_in_processes was called inside a rank: is there code at the top of the test module?")
+        raise RuntimeError(
+            "run_in_processes was called inside a rank: is there code at the top of the test module?"
+        )
     try:
         call = pickle.dumps((function, tuple(args), dict(kwargs or {})))
     except (pickle.PicklingError, AttributeError, TypeError) as error:
@@ -215,7 +217,9 @@ class _Server:
         except (EOFError, ConnectionError):
             cause = "ended"
         self.log.seek(0)
-        raise RuntimeError(f"the server of the process pool {cause}:\n{self.log.read().decode(errors='replace')}")
+        raise RuntimeError(
+            f"the server of the process pool {cause}:\n{self.log.read().decode(errors='replace')}"
+        )
 
 
 atexit.register(stop)

@@ -1,0 +1,99 @@
+"""The package as a whole: everything imports, the public face is complete, the links lead somewhere."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import re
+from importlib import metadata
+from pathlib import Path
+
+import pytest
+
+import drivetrain
+from tests.pool import ROOT
+
+PACKAGE = ROOT / "drivetrain"
+LINKS = ("trainer", "callbacks", "strategies")
+
+
+def module_names() -> list[str]:
+    paths = (path.relative_to(ROOT).with_suffix("") for path in PACKAGE.rglob("*.py"))
+    return sorted(".".join(path.parts).removesuffix(".__init__") for path in paths)
+
+
+def folders() -> list[Path]:
+    return sorted({path.parent for path in PACKAGE.rglob("*.py")})
+
+
+@pytest.mark.parametrize("name", module_names())
+def test_every_module_imports(name: str) -> None:
+    importlib.import_module(name)
+
+
+@pytest.mark.parametrize("folder", folders(), ids=lambda folder: str(folder.relative_to(ROOT)))
+def test_every_folder_is_a_package(folder: Path) -> None:
+    assert (folder / "__init__.py").is_file()
+
+
+@pytest.mark.parametrize("name", drivetrain.__all__)
+def test_every_public_name_resolves(name: str) -> None:
+    assert getattr(drivetrain, name) is not None
+    assert name in dir(drivetrain)
+
+
+def test_public_names_are_announced_once() -> None:
+    assert len(drivetrain.__all__) == len(set(drivetrain.__all__))
+
+
+def test_a_name_that_does_not_exist_is_an_attribute_error() -> None:
+    with pytest.raises(AttributeError, match="Trainerr"):
+        drivetrain.Trainerr  # noqa: B018
+
+
+def test_editors_see_every_public_name() -> None:
+    """Names are resolved on first use, so type checkers know only those imported for type checking alone."""
+    tree = ast.parse((PACKAGE / "__init__.py").read_text())
+    [block] = [
+        node for node in tree.body if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"
+    ]
+    seen = {alias.asname for node in block.body if isinstance(node, ast.ImportFrom) for alias in node.names}
+    assert sorted(set(drivetrain.__all__) - {"__version__"} - seen) == []
+
+
+def test_the_reference_documents_every_public_name() -> None:
+    pages = "\n".join(page.read_text() for page in (ROOT / "docs" / "api").glob("*.md"))
+    documented = set(re.findall(r"^::: drivetrain\.([\w.]+)$", pages, flags=re.MULTILINE))
+    assert sorted(set(drivetrain.__all__) - {"__version__"} - documented) == []
+
+
+def test_versions_agree() -> None:
+    declared = re.search(r'^version = "(.+)"$', (ROOT / "pyproject.toml").read_text(), flags=re.MULTILINE)
+    assert declared is not None
+    assert drivetrain.__version__ == declared[1]
+
+
+@pytest.mark.parametrize("link", LINKS)
+def test_the_links_lead_to_the_main_rooms(link: str) -> None:
+    if not (ROOT / ".git").exists():
+        pytest.skip("needs a checkout: source distributions leave the links out")
+    assert (ROOT / link).is_symlink()
+    assert (ROOT / link).readlink() == Path("drivetrain") / link
+    assert (ROOT / link / "__init__.py").is_file()
+
+
+def test_every_need_has_an_exact_version_for_development() -> None:
+    """One line a package; what is not installed for development (other extras) needs none."""
+    pins = re.findall(r"^([\w.-]+)==", (ROOT / "constraints.txt").read_text(), flags=re.MULTILINE)
+    pinned = {normal(name) for name in pins}
+    needs = [item for item in metadata.requires("drivetrain") or [] if is_for_development(item)]
+    assert sorted({normal(re.split(r"[^\w.-]", item)[0]) for item in needs} - pinned) == []
+
+
+def is_for_development(requirement: str) -> bool:
+    extra = re.search(r"extra == ['\"](\w+)['\"]", requirement)
+    return extra is None or extra[1] in {"test", "dev", "docs", "examples"}
+
+
+def normal(name: str) -> str:
+    return re.sub(r"[-_.]+", "-", name).lower()
