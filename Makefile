@@ -9,7 +9,7 @@ ifeq ($(origin PYTHON),command line)
 DEV_ENV :=
 DEMO_ENV :=
 BENCH_ENV :=
-DRIVETRAIN := $(PYTHON) -m drivetrain.cli.main
+DRIVETRAIN := $(PYTHON) -m drivetrain
 else
 PYTHON := $(VENV)/bin/python
 DEV_ENV := $(VENV)/.made-for-development

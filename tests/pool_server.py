@@ -34,7 +34,7 @@ GRACE_SECONDS = 1.0
 # A rank writes where it hangs from a C signal handler: at once, unless the machine is very busy.
 DUMP_SECONDS = 0.5
 # Set in every rank.
-INSIDE = "DRIVETRAIN_TEST_POOL_RANK"
+INSIDE = "TEST_POOL_RANK"
 DUMP_SIGNAL = getattr(signal, "SIGRTMAX", signal.SIGUSR2) - (1 if hasattr(signal, "SIGRTMAX") else 0)
 # Below the range that Linux gives to outgoing connections: nothing takes a port between choice and use.
 PORTS = range(15_000, 32_000)

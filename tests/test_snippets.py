@@ -1,9 +1,9 @@
 """What the README and the documentation show is run, so none of it can go stale.
 
 Python blocks run as scripts of their own, in an empty directory. A block marked `<!-- continues -->` above
-its fence goes on where the block before it on the page ended; one marked `<!-- needs: gpu -->` runs only where
-there is one. In shell blocks, `drivetrain` commands are parsed by the command itself, and `make` targets,
-extras and scripts must exist.
+its fence goes on where the block before it on the page ended; one marked `<!-- needs: gpu -->` runs only
+where there is one. In shell blocks, `drivetrain` commands are parsed by the command itself, and `make`
+targets, extras and scripts must exist.
 """
 
 from __future__ import annotations
