@@ -160,7 +160,8 @@ def reduce(tensor: Any, reduction: str = "mean", scale: float = 1.0) -> Any:
     """
     if reduction not in _REDUCTIONS:
         raise ConfigurationError(
-            f"Unknown reduction {reduction!r}. Allowed: {', '.join(_REDUCTIONS)}.{nearest(str(reduction), _REDUCTIONS)}"
+            f"Unknown reduction {reduction!r}. Allowed: {', '.join(_REDUCTIONS)}."
+            + nearest(str(reduction), _REDUCTIONS)
         )
     state = PartialState()
     if state.debug and state.use_distributed and reduction != "none":
@@ -212,7 +213,9 @@ def broadcast_object_list(object_list: list[Any], from_process: int = 0) -> list
     if state.use_distributed:
         if state.debug:
             verify_operation("broadcast_object_list", [None] * len(object_list))
-        call_collective("broadcast_object_list", state, dist.broadcast_object_list, object_list, src=from_process)
+        call_collective(
+            "broadcast_object_list", state, dist.broadcast_object_list, object_list, src=from_process
+        )
     return object_list
 
 

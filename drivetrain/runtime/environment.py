@@ -40,10 +40,10 @@ class ProcessEnvironment:
                 f"rank {self.rank} of a world of {self.world_size} (from {self.source}) cannot be: "
                 "ranks go from 0 to the world size - 1. Check the launcher's variables."
             )
-        if not 0 <= self.local_rank < self.local_world_size:
+        if not 0 <= self.local_rank < self.local_world_size <= self.world_size:
             raise ConfigurationError(
-                f"local rank {self.local_rank} of {self.local_world_size} processes on this machine "
-                f"(from {self.source}) cannot be. Check the launcher's variables."
+                f"local rank {self.local_rank} of {self.local_world_size} processes on this machine, in a "
+                f"world of {self.world_size} (from {self.source}), cannot be. Check the launcher's variables."
             )
 
     @property
@@ -75,16 +75,19 @@ class ProcessEnvironment:
             ConfigurationError: a launcher's variables are incomplete or contradict each other.
         """
         variables = os.environ if environ is None else environ
-        for source, keys in _LAUNCHERS:
-            if all(variables.get(key) not in (None, "") for key in keys[:2]):
+        for source, identifying, keys in _LAUNCHERS:
+            if all(variables.get(key) for key in keys[:identifying]):
                 return cls._from_variables(variables, source, keys)
-        incomplete = [key for key in ("RANK", "WORLD_SIZE") if variables.get(key)]
-        if len(incomplete) == 1 and variables.get("WORLD_SIZE", "1") != "1":
-            missing = "WORLD_SIZE" if incomplete[0] == "RANK" else "RANK"
-            raise ConfigurationError(
-                f"{incomplete[0]}={variables[incomplete[0]]} is set but {missing} is not. Start the script with "
-                "`drivetrain launch` or torchrun, or unset the variable to run one process."
-            )
+        for source, identifying, keys in _LAUNCHERS:
+            alone = variables.get(keys[0]) in (None, "", "0") and variables.get(keys[1]) in (None, "", "1")
+            # The shell of a SLURM job knows how many tasks the job may start, and is none of them.
+            if not alone and source != "slurm":
+                given = ", ".join(f"{key}={variables[key]}" for key in keys[:2] if variables.get(key))
+                missing = ", ".join(key for key in keys[:identifying] if not variables.get(key))
+                raise ConfigurationError(
+                    f"{given} is set but {missing} is not. Start the script with `drivetrain launch`, "
+                    "torchrun or srun, or unset the variables to run one process."
+                )
         return cls()
 
     @classmethod
@@ -99,16 +102,25 @@ class ProcessEnvironment:
         local_world_size = _integer_or_slurm_list(variables, keys[3], node=_slurm_node(variables, source))
         if local_world_size is None:
             local_world_size = max(world_size if local_rank == rank else 1, local_rank + 1)
-        address = variables.get("MASTER_ADDR") or _first_slurm_host(variables) or "127.0.0.1"
+        address = variables.get("MASTER_ADDR") or _first_slurm_host(variables)
+        if not address:
+            if local_world_size < world_size:
+                raise ConfigurationError(
+                    f"{world_size} processes, {local_world_size} of them on this machine (from {source}), "
+                    "but MASTER_ADDR does not tell where rank 0 is. Set it to the name of rank 0's machine."
+                )
+            address = "127.0.0.1"
         port = _integer(variables, "MASTER_PORT", default=_slurm_port(variables))
         return cls(rank, world_size, local_rank, local_world_size, address, port, source)
 
 
-# source, (rank, world size, local rank, local world size); the first whose two leading keys are set wins
-_LAUNCHERS: tuple[tuple[str, tuple[str, str, str, str]], ...] = (
-    ("torchrun", ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")),
+# source, how many of the keys identify it, (rank, world size, local rank, local world size); the first wins.
+# `srun --mpi=pmi2` sets PMI_RANK and PMI_SIZE too, so Intel MPI is known by its local rank.
+_LAUNCHERS: tuple[tuple[str, int, tuple[str, str, str, str]], ...] = (
+    ("torchrun", 2, ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")),
     (
         "openmpi",
+        2,
         (
             "OMPI_COMM_WORLD_RANK",
             "OMPI_COMM_WORLD_SIZE",
@@ -116,8 +128,8 @@ _LAUNCHERS: tuple[tuple[str, tuple[str, str, str, str]], ...] = (
             "OMPI_COMM_WORLD_LOCAL_SIZE",
         ),
     ),
-    ("intelmpi", ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS")),
-    ("slurm", ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID", "SLURM_STEP_TASKS_PER_NODE")),
+    ("intelmpi", 3, ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS")),
+    ("slurm", 2, ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID", "SLURM_STEP_TASKS_PER_NODE")),
 )
 
 
@@ -137,7 +149,7 @@ def _integer(variables: Mapping[str, str], key: str, default: int | None = None)
 
 
 def _integer_or_slurm_list(variables: Mapping[str, str], key: str, node: int) -> int | None:
-    """Read a count that SLURM may write as `"2(x3),1"`: two tasks on each of three nodes, one on the fourth."""
+    """Read a count that SLURM may write as `"2(x3),1"`: two on each of three nodes, one on the fourth."""
     value = variables.get(key)
     if not value:
         return None

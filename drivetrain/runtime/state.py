@@ -106,7 +106,8 @@ class PartialState:
         if kind.name != "cpu" and environment.local_world_size > max(1, kind.count()):
             raise ConfigurationError(
                 f"{environment.local_world_size} processes on this machine, but only {kind.count()} "
-                f"{kind.name} device(s). Start fewer processes, or run on the CPU (`drivetrain launch --cpu`)."
+                f"{kind.name} device(s). Start fewer processes, or run on the CPU "
+                "(`drivetrain launch --cpu`)."
             )
         chosen = kind.device(environment.local_rank)
         kind.set_device(chosen)
@@ -233,7 +234,7 @@ class PartialState:
 
     @contextmanager
     def split_between_processes(self, inputs: Any, apply_padding: bool = False) -> Iterator[Any]:
-        """Give each process its contiguous part of `inputs`; the first ones get one more where it does not divide.
+        """Give each process its contiguous part of `inputs`; the first get one more where it does not divide.
 
         Args:
             inputs: a list, tuple, tensor, a dict of equally long ones, or anything with a length and slices.
@@ -281,7 +282,9 @@ class PartialState:
             return lambda given: self.on_process(given, process_index)
         return self._only(function, lambda: self.process_index == process_index)
 
-    def on_local_process(self, function: Function | None = None, local_process_index: int | None = None) -> Any:
+    def on_local_process(
+        self, function: Function | None = None, local_process_index: int | None = None
+    ) -> Any:
         """Decorate a function so that only the process with this rank on its machine runs it."""
         if function is None:
             return lambda given: self.on_local_process(given, local_process_index)

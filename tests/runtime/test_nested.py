@@ -45,7 +45,7 @@ class Slotted:
 
 
 class Encoding(collections.UserDict):  # type: ignore[type-arg]
-    """What tokenizers return: a mapping with an attribute of its own and a `to` that knows no `non_blocking`."""
+    """What tokenizers return: a mapping with its own attribute, whose `to` knows no `non_blocking`."""
 
     def __init__(self, data: dict[str, Any] | None = None, encodings: object = None) -> None:
         super().__init__(data or {})
@@ -160,7 +160,11 @@ def test_an_object_moves_itself_by_its_own_method() -> None:
 
 @pytest.mark.parametrize("skip_keys", ["stay", ["stay"], ("stay", "other")])
 def test_keys_to_skip_are_skipped_at_every_depth(skip_keys: Any) -> None:
-    data = {"stay": one(), "go": [{"stay": [one()], "go": one()}], "encoding": Encoding({"stay": one(), "go": one()})}
+    data = {
+        "stay": one(),
+        "go": [{"stay": [one()], "go": one()}],
+        "encoding": Encoding({"stay": one(), "go": one()}),
+    }
     moved = nested.send_to_device(data, "meta", skip_keys=skip_keys)
     assert moved["stay"].device.type == "cpu"
     assert moved["go"][0]["stay"][0].device.type == "cpu"
@@ -216,7 +220,9 @@ def test_concatenating_joins_leaf_by_leaf(dim: int) -> None:
 
 
 def test_concatenating_goes_by_the_keys_and_not_by_their_order() -> None:
-    joined = nested.concatenate([{"a": torch.zeros(1), "b": torch.ones(1)}, {"b": torch.ones(1), "a": torch.zeros(1)}])
+    joined = nested.concatenate(
+        [{"a": torch.zeros(1), "b": torch.ones(1)}, {"b": torch.ones(1), "a": torch.zeros(1)}]
+    )
     assert joined["a"].tolist() == [0, 0]
     assert joined["b"].tolist() == [1, 1]
 
@@ -238,7 +244,9 @@ def test_what_cannot_be_concatenated_is_said(parts: Any, message: str) -> None:
 
 
 def test_slicing_takes_rows_and_leaves_what_has_none() -> None:
-    sliced = nested.slice_tensors({"x": torch.arange(6), "scale": torch.tensor(2.0), "name": "n"}, slice(1, 3))
+    sliced = nested.slice_tensors(
+        {"x": torch.arange(6), "scale": torch.tensor(2.0), "name": "n"}, slice(1, 3)
+    )
     assert sliced["x"].tolist() == [1, 2]
     assert sliced["scale"].item() == 2.0
     assert sliced["name"] == "n"

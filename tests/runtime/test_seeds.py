@@ -131,7 +131,9 @@ def test_deterministic_mode_refuses_what_is_not() -> None:
 
 
 @pytest.mark.usefixtures("settings_as_before")
-def test_deterministic_mode_can_warn_and_keeps_a_workspace_that_is_set(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_deterministic_mode_can_warn_and_keeps_a_workspace_that_is_set(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":16:8")
     set_seed(7, deterministic="warn")
     assert torch.is_deterministic_algorithms_warn_only_enabled()
@@ -176,7 +178,9 @@ def test_sample_seeds_are_splitmix64_of_each_argument_in_turn() -> None:
 
 
 def test_sample_seeds_do_not_collide_over_seeds_epochs_and_indices() -> None:
-    grid = {sample_seed(seed, epoch, index) for seed in range(4) for epoch in range(4) for index in range(4000)}
+    grid = {
+        sample_seed(seed, epoch, index) for seed in range(4) for epoch in range(4) for index in range(4000)
+    }
     assert len(grid) == 4 * 4 * 4000
     assert all(0 <= value < 2**64 for value in grid)
 
