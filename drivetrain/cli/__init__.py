@@ -1,0 +1,1 @@
+"""The command line: one command a file, and nothing heavy imported before it is needed."""

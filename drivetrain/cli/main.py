@@ -1,0 +1,84 @@
+"""The `drivetrain` command. Commands are imported when they are called, so `--help` answers at once."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+
+import click
+
+import drivetrain
+from drivetrain.runtime.errors import ConfigurationError, DrivetrainError, nearest
+
+# name -> (module and attribute of the command, what it does)
+_COMMANDS = {
+    "launch": (
+        "drivetrain.cli.launch:launch",
+        "Run a script on several processes, here or on several machines.",
+    ),
+    "env": (
+        "drivetrain.cli.env:env",
+        "Show versions, devices and settings, and where each setting came from.",
+    ),
+}
+
+
+class LazyGroup(click.Group):
+    """A group that lists its commands without importing them."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        """Names in the order in which a newcomer needs them."""
+        return list(_COMMANDS)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        """Import the command that was called."""
+        if cmd_name not in _COMMANDS:
+            return None
+        module, attribute = _COMMANDS[cmd_name][0].split(":")
+        command: click.Command = getattr(importlib.import_module(module), attribute)
+        return command
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        """Find the command, or name the one that is spelled most alike."""
+        if args and not args[0].startswith("-") and args[0] not in _COMMANDS:
+            hint = nearest(args[0], _COMMANDS)
+            ctx.fail(f"There is no command {args[0]!r}.{hint} Commands: {', '.join(_COMMANDS)}.")
+        return super().resolve_command(ctx, args)
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """Write the list of commands from the table, not from the commands."""
+        with formatter.section("Commands"):
+            formatter.write_dl([(name, summary) for name, (_, summary) in _COMMANDS.items()])
+
+
+@click.command(
+    cls=LazyGroup, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110}
+)
+@click.version_option(drivetrain.__version__, prog_name="drivetrain")
+def cli() -> None:
+    """Train PyTorch models: one task class, one fit, any hardware."""
+
+
+def main() -> None:
+    """Run the command line and exit; mistakes are told without a traceback."""
+    try:
+        code = cli(prog_name="drivetrain", standalone_mode=False)
+    except click.exceptions.Abort:
+        sys.exit(130)
+    except click.ClickException as error:
+        error.show()
+        sys.exit(error.exit_code)
+    except DrivetrainError as error:
+        if os.environ.get("DRIVETRAIN_DEBUG") == "1":
+            raise
+        click.echo(f"Error: {error}", err=True)
+        # 2 is what shells and click use for a command line that makes no sense.
+        sys.exit(2 if isinstance(error, ConfigurationError) else 1)
+    sys.exit(code if isinstance(code, int) else 0)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,35 @@
+"""How processes start: the launcher, what each rank runs first, and starting from a script or a notebook.
+
+Names are resolved on first use: every rank passes through this package before its script runs.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+# public name -> the module that defines it
+_EXPORTS = {
+    "LaunchOptions": "drivetrain.launch.options",
+    "launch_script": "drivetrain.launch.launcher",
+    "already_launched": "drivetrain.launch.relaunch",
+    "relaunch_script": "drivetrain.launch.relaunch",
+    "notebook_launcher": "drivetrain.launch.notebook",
+}
+
+__all__ = ["LaunchOptions", "already_launched", "launch_script", "notebook_launcher", "relaunch_script"]
+
+
+def __getattr__(name: str) -> Any:
+    module = _EXPORTS.get(name)
+    if module is None:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(module), name)
+
+
+if TYPE_CHECKING:
+    from drivetrain.launch.launcher import launch_script as launch_script
+    from drivetrain.launch.notebook import notebook_launcher as notebook_launcher
+    from drivetrain.launch.options import LaunchOptions as LaunchOptions
+    from drivetrain.launch.relaunch import already_launched as already_launched
+    from drivetrain.launch.relaunch import relaunch_script as relaunch_script

@@ -1,0 +1,274 @@
+"""Starts a script as N processes under torch's elastic agent, and answers for how they end."""
+
+from __future__ import annotations
+
+import glob
+import logging
+import os
+import shutil
+import signal
+import sys
+import tempfile
+import uuid
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from torch.distributed import DistNetworkError, DistStoreError
+from torch.distributed.elastic.agent.server.api import WorkerSpec
+from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException, Std
+from torch.distributed.elastic.rendezvous import RendezvousError, RendezvousHandler, RendezvousParameters
+from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
+
+from drivetrain.launch.agent import RankAgent
+from drivetrain.launch.interpreter import Invocation
+from drivetrain.launch.options import DEFAULT_PORT, LaunchOptions
+from drivetrain.launch.plan import LaunchPlan
+from drivetrain.launch.report import RankFailure, describe
+from drivetrain.runtime.errors import ConfigurationError, LaunchError, nearest
+
+_WORKER = "drivetrain.launch.worker"
+_LOOPBACK = "127.0.0.1"
+_RENDEZVOUS_TIMEOUT = 900  # seconds that machines wait for each other, as with torchrun
+_QUIET_LOGGERS = ("torch.distributed.elastic", "torch.distributed.launcher")
+
+
+def launch_script(options: LaunchOptions, script: str, args: Sequence[str] = ()) -> int:
+    """Run a script as several processes and wait for them.
+
+    The first rank that fails stops the others; its traceback is written to stderr, once.
+
+    Args:
+        options: how many processes, where, and with which settings.
+        script: the script's path, or a module's or program's name if the options say so.
+        args: its arguments, passed on as they are.
+
+    Returns:
+        0; the exit code of the first rank that failed; 128 + the number of the signal that ended it; or the
+        same for a signal that ended the launcher (130 for Ctrl-C).
+
+    Raises:
+        ConfigurationError: the script is not there, or the options do not fit this machine.
+        DeviceNotAvailableError: accelerators were asked for where there are none.
+        LaunchError: the machines did not meet, or a port is taken.
+    """
+    _check_script(options, script)
+    plan = LaunchPlan.make(options)
+    say = _say if options.debug else _say_nothing
+    say(f"{plan.local_processes} process(es) on this machine, on {plan.kind}")
+    for name, value in plan.variables.items():
+        say(f"{name}={value}")
+    entrypoint, arguments = _command(options, script, args)
+    with (
+        _quiet_loggers(enabled=not options.debug),
+        _log_directory(options) as log_directory,
+        _variables(plan.variables),
+    ):
+        return _run(options, plan, entrypoint, arguments, log_directory)
+
+
+def _check_script(options: LaunchOptions, script: str) -> None:
+    if options.module:
+        return
+    if options.no_python:
+        if shutil.which(script) is None:
+            raise ConfigurationError(
+                f"There is no program {script!r}. Give its path or a name on PATH, "
+                "or leave no_python out if it is Python."
+            )
+    elif not os.path.exists(script):
+        beside = glob.glob(os.path.join(glob.escape(os.path.dirname(script)), "*.py"))
+        raise ConfigurationError(
+            f"There is no script {script!r} in {os.getcwd()}.{nearest(script, beside)} "
+            "Give the path of a Python file (or a module's name with -m)."
+        )
+
+
+def _command(options: LaunchOptions, script: str, args: Sequence[str]) -> tuple[str, list[str]]:
+    """The program that each rank is, and its arguments."""
+    if options.no_python:
+        entrypoint, arguments = script, list(args)
+    else:
+        entrypoint = sys.executable
+        kind = "module" if options.module else "script"
+        # -u: output comes when it is written, also into a pipe and when a rank is killed.
+        arguments = [*Invocation.current().options, "-u", "-m", _WORKER, kind, script, *args]
+    # The agent takes arguments for templates.
+    return entrypoint, [argument.replace("$", "$$") for argument in arguments]
+
+
+def _run(
+    options: LaunchOptions, plan: LaunchPlan, entrypoint: str, arguments: list[str], log_directory: str
+) -> int:
+    parameters = _rendezvous(options)
+    try:
+        handler = get_rendezvous_handler(parameters)
+    except (RendezvousError, DistNetworkError, DistStoreError) as error:
+        raise _rendezvous_failed(options, parameters, error) from error
+    address, port = parameters.endpoint.rsplit(":", 1) if parameters.backend == "static" else (None, None)
+    agent = RankAgent(
+        WorkerSpec(
+            role="default",
+            local_world_size=plan.local_processes,
+            entrypoint=entrypoint,
+            args=tuple(arguments),
+            rdzv_handler=handler,
+            max_restarts=options.max_restarts,
+            monitor_interval=options.monitor_interval,
+            master_addr=address,
+            master_port=int(port) if port is not None else None,
+            local_addr=parameters.local_addr,
+        ),
+        _logs(options, log_directory),
+        log_line_prefix_template="[rank${rank}]: ",
+        on_restart=lambda failure: _say(
+            f"{_described(failure, agent)}\n\ndrivetrain: starting all processes again."
+        ),
+        on_interrupt=lambda: _say("interrupted: the processes are ending; Ctrl-C again kills them."),
+    )
+    try:
+        return _watch(options, parameters, agent, handler)
+    finally:
+        agent.restore_signals()
+
+
+def _watch(
+    options: LaunchOptions, parameters: RendezvousParameters, agent: RankAgent, handler: RendezvousHandler
+) -> int:
+    """Run the agent to its end and turn what happened into an exit code."""
+    shut_down = True
+    try:
+        result = agent.run()
+        if agent.received is not None:
+            shut_down = False  # it would close the rendezvous for machines that may go on
+            return 128 + agent.received
+        if result is None or not result.is_failed():
+            return 0
+        failure = agent.first_failure()
+        if failure is None:
+            raise LaunchError("The processes were stopped, and none of them said why.")
+        _write(_described(failure, agent))
+        return failure.status
+    except (KeyboardInterrupt, SignalException) as stop:
+        shut_down = False
+        received = agent.received if agent.received is not None else getattr(stop, "sigval", signal.SIGINT)
+        return 128 + int(received)
+    except (RendezvousError, DistNetworkError, DistStoreError) as error:
+        raise _rendezvous_failed(options, parameters, error) from error
+    finally:
+        if shut_down:
+            handler.shutdown()
+
+
+def _described(failure: RankFailure, agent: RankAgent) -> str:
+    early = agent.ended_early()
+    then = ""
+    if early:
+        ranks = ", ".join(str(rank) for rank in early)
+        then = f"Already ended, with exit code 0: rank {ranks}. All others were stopped."
+    return describe(failure, agent.world_size, then=then)
+
+
+def _rendezvous(options: LaunchOptions) -> RendezvousParameters:
+    """Where and how the ranks meet."""
+    settings: dict[str, Any] = {"timeout": _RENDEZVOUS_TIMEOUT, **options.rendezvous_settings}
+    address, port = options.main_process_ip, options.main_process_port
+    backend, local_address = options.rdzv_backend, None
+    run = "drivetrain"  # the same on every machine
+    if options.num_machines == 1:
+        run, local_address = uuid.uuid4().hex, address or _LOOPBACK
+        if not port:
+            # Port 0: the store binds to a free port and tells which, so that two launches never collide.
+            backend, port = "c10d", 0
+            settings["is_host"] = True
+    if backend == "static":
+        settings["rank"] = options.machine_rank
+    return RendezvousParameters(
+        backend=backend,
+        endpoint=f"{address or _LOOPBACK}:{DEFAULT_PORT if port is None else port}",
+        run_id=run,
+        min_nodes=options.num_machines,
+        max_nodes=options.num_machines,
+        local_addr=local_address,
+        **settings,
+    )
+
+
+def _rendezvous_failed(
+    options: LaunchOptions, parameters: RendezvousParameters, error: Exception
+) -> LaunchError:
+    reason = f"{type(error).__name__}: {error.__cause__ or error}".splitlines()[0]
+    if "in use" in str(error):
+        return LaunchError(
+            f"The port of {parameters.endpoint} is taken already. Give another with --main_process_port, "
+            "or leave it out on one machine for a free one."
+        )
+    return LaunchError(
+        f"Machine {options.machine_rank} of {options.num_machines} did not meet the others at "
+        f"{parameters.endpoint} ({reason}). Check that the same command runs on every machine with its own "
+        "machine_rank, and that this address and port can be reached."
+    )
+
+
+def _logs(options: LaunchOptions, directory: str) -> DefaultLogsSpecs:
+    tee = options.tee if options.tee is not None else "3" if options.log_dir else "0"
+    if ":" in tee:
+        pairs = (pair.split(":") for pair in tee.split(","))
+        return DefaultLogsSpecs(directory, tee={int(rank): Std(int(which)) for rank, which in pairs})
+    return DefaultLogsSpecs(directory, tee=Std(int(tee)))
+
+
+@contextmanager
+def _log_directory(options: LaunchOptions) -> Iterator[str]:
+    """The user's directory, or one that is gone afterwards."""
+    if options.log_dir is not None:
+        if os.path.isfile(options.log_dir):
+            raise ConfigurationError(f"log_dir {options.log_dir!r} is a file. Name a directory.")
+        yield options.log_dir
+        return
+    with tempfile.TemporaryDirectory(prefix="drivetrain_", ignore_cleanup_errors=True) as directory:
+        yield directory
+
+
+@contextmanager
+def _variables(variables: dict[str, str]) -> Iterator[None]:
+    """Set environment variables for the ranks, which inherit ours."""
+    before = {name: os.environ.get(name) for name in variables}
+    os.environ.update(variables)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
+
+
+@contextmanager
+def _quiet_loggers(*, enabled: bool) -> Iterator[None]:
+    """Keep the agent's messages from the terminal; what matters to the user is said by us."""
+    loggers = [logging.getLogger(name) for name in _QUIET_LOGGERS] if enabled else []
+    silence = logging.NullHandler()
+    for logger in loggers:
+        logger.addHandler(silence)
+        logger.propagate = False
+    try:
+        yield
+    finally:
+        for logger in loggers:
+            logger.removeHandler(silence)
+            logger.propagate = True
+
+
+def _write(text: str) -> None:
+    sys.stdout.flush()
+    print(text, file=sys.stderr, flush=True)
+
+
+def _say(text: str) -> None:
+    _write(text if text.startswith("drivetrain: ") else f"drivetrain: {text}")
+
+
+def _say_nothing(text: str) -> None:
+    pass

@@ -1,0 +1,222 @@
+"""What a launch is asked to do: every option, checked at once, under the names of Accelerate's launcher."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any
+
+from drivetrain.runtime.errors import ConfigurationError, nearest
+
+MIXED_PRECISIONS = (
+    "no",
+    "fp16",
+    "bf16",
+    "fp8",
+    "32",
+    "64",
+    "16-mixed",
+    "bf16-mixed",
+    "fp16-true",
+    "bf16-true",
+    "16-true",
+    "32-true",
+    "64-true",
+)
+RENDEZVOUS_BACKENDS = ("static", "c10d", "etcd", "etcd-v2")
+DEFAULT_PORT = 29500  # where machines meet when no port is named, as with torchrun
+
+
+@dataclass(frozen=True)
+class LaunchOptions:
+    """How many processes to start, where, and what to tell them.
+
+    Args:
+        num_processes: processes over all machines together; None starts one per accelerator that is
+            visible, or one where there is none.
+        num_machines: machines that take part; the same command runs on each.
+        machine_rank: which of them this one is, 0 to `num_machines` - 1.
+        main_process_ip: address of machine 0; needed for more than one machine.
+        main_process_port: port on machine 0; a free one (on one machine) or 29500 if None.
+        cpu: run on the CPU, also where there are accelerators.
+        multi_gpu: insist on accelerators: refused where there are none.
+        gpu_ids: accelerators to use, such as `"0,2"`; None or `"all"` for all.
+        mixed_precision: default number format of the run.
+        gradient_accumulation_steps: default number of micro-batches in an optimizer step.
+        module: the script is a module's name, as in `python -m`.
+        no_python: the script is a program of its own, not Python.
+        rdzv_backend: how several machines find each other: `"static"` or `"c10d"` (or torch's `"etcd"`).
+        rdzv_conf: further settings of that, as `"key=value,key=value"`.
+        same_network: accepted for Accelerate's sake; the rendezvous backend decides how machines meet.
+        max_restarts: how often all processes are started again after a failure.
+        monitor_interval: seconds between two looks at the processes.
+        num_cpu_threads_per_process: threads of each process; an equal share of the cores if None.
+        enable_cpu_affinity: give each process of a machine its own equal share of the cores.
+        tee: which output to write to files as well: `"0"` none, `"1"` stdout, `"2"` stderr, `"3"` both, or by
+            local rank, as in `"0:3,1:1"`; both if None and `log_dir` is given, else none.
+        log_dir: directory of these files.
+        debug: say what the launcher decides, show torch's own messages, and let collectives check shapes.
+
+    Raises:
+        ConfigurationError: a value that cannot be, or two that contradict each other.
+
+    Example:
+        ```python
+        from drivetrain.launch import LaunchOptions
+
+        options = LaunchOptions(num_processes=2, cpu=True, mixed_precision="bf16")
+        ```
+    """
+
+    num_processes: int | None = None
+    num_machines: int = 1
+    machine_rank: int = 0
+    main_process_ip: str | None = None
+    main_process_port: int | None = None
+    cpu: bool = False
+    multi_gpu: bool = False
+    gpu_ids: str | None = None
+    mixed_precision: str | None = None
+    gradient_accumulation_steps: int | None = None
+    module: bool = False
+    no_python: bool = False
+    rdzv_backend: str = "static"
+    rdzv_conf: str = ""
+    same_network: bool = True
+    max_restarts: int = 0
+    monitor_interval: float = 0.1
+    num_cpu_threads_per_process: int | None = None
+    enable_cpu_affinity: bool = False
+    tee: str | None = None
+    log_dir: str | None = None
+    debug: bool = False
+
+    def __post_init__(self) -> None:
+        self._check_counts()
+        self._check_machines()
+        self._check_devices()
+        self._check_choices()
+
+    @classmethod
+    def from_sources(cls, *sources: Mapping[str, Any]) -> LaunchOptions:
+        """Build the options from several sources, such as the command line and then a file.
+
+        Args:
+            sources: mappings from option to value; of an option that several give, the first one
+                counts. None means not given.
+
+        Raises:
+            ConfigurationError: an option that does not exist, or a value that cannot be.
+        """
+        known = {field.name for field in fields(cls)}
+        merged: dict[str, Any] = {}
+        for source in sources:
+            for name, value in source.items():
+                if name not in known:
+                    raise ConfigurationError(
+                        f"There is no launch option {name!r}.{nearest(name, known)} "
+                        f"Allowed: {', '.join(sorted(known))}."
+                    )
+                if value is not None:
+                    merged.setdefault(name, value)
+        return cls(**merged)
+
+    @property
+    def rendezvous_settings(self) -> dict[str, str]:
+        """`rdzv_conf` taken apart."""
+        pairs = (pair.split("=", 1) for pair in self.rdzv_conf.split(",") if pair.strip())
+        return {key.strip(): value.strip() for key, value in pairs}
+
+    @property
+    def device_ids(self) -> tuple[str, ...] | None:
+        """`gpu_ids` taken apart; None for all."""
+        if self.gpu_ids is None or self.gpu_ids.strip().lower() == "all":
+            return None
+        return tuple(part.strip() for part in self.gpu_ids.split(","))
+
+    def _check_counts(self) -> None:
+        minimums = {
+            "num_processes": 1,
+            "num_machines": 1,
+            "gradient_accumulation_steps": 1,
+            "num_cpu_threads_per_process": 1,
+            "max_restarts": 0,
+            "machine_rank": 0,
+        }
+        for name, minimum in minimums.items():
+            value = getattr(self, name)
+            if value is not None and value < minimum:
+                hint = (
+                    " Leave it out for one process per accelerator (or one on the CPU)."
+                    if name == "num_processes"
+                    else ""
+                )
+                raise ConfigurationError(f"{name} is {value}, but must be at least {minimum}.{hint}")
+        if self.monitor_interval <= 0:
+            raise ConfigurationError(
+                f"monitor_interval is {self.monitor_interval}, but must be more than 0 seconds."
+            )
+
+    def _check_machines(self) -> None:
+        if self.machine_rank >= self.num_machines:
+            raise ConfigurationError(
+                f"machine_rank is {self.machine_rank}, but with num_machines={self.num_machines} it must be "
+                f"0 to {self.num_machines - 1}. Give each machine its own rank, the first one 0."
+            )
+        if self.num_machines > 1 and not self.main_process_ip:
+            raise ConfigurationError(
+                f"num_machines is {self.num_machines}, but main_process_ip is not given. "
+                "Name the address of machine 0, the same on every machine."
+            )
+        if self.num_processes is not None and self.num_processes % self.num_machines:
+            raise ConfigurationError(
+                f"num_processes is {self.num_processes} over all machines, which {self.num_machines} "
+                f"machines cannot share equally. Take a multiple of {self.num_machines}."
+            )
+        lowest = 0 if self.num_machines == 1 else 1
+        port = self.main_process_port
+        if port is not None and not lowest <= port <= 65535:
+            raise ConfigurationError(
+                f"main_process_port is {port}, but must be {lowest} to 65535. "
+                "Leave it out for a free port on one machine."
+            )
+
+    def _check_devices(self) -> None:
+        asked = "gpu_ids" if self.gpu_ids is not None else "multi_gpu" if self.multi_gpu else None
+        if self.cpu and asked is not None:
+            raise ConfigurationError(f"cpu and {asked} contradict each other. Give one of them.")
+        ids = self.device_ids
+        if ids is None:
+            return
+        if any(not part.isdigit() for part in ids) or len(set(ids)) != len(ids):
+            raise ConfigurationError(
+                f'gpu_ids is {self.gpu_ids!r}, but must be "all" or different numbers, such as "0,1".'
+            )
+        if self.num_processes is not None and self.num_processes // self.num_machines > len(ids):
+            raise ConfigurationError(
+                f"gpu_ids names {len(ids)} device(s) for {self.num_processes // self.num_machines} processes "
+                "on this machine. Name one device for each process, or leave num_processes out."
+            )
+
+    def _check_choices(self) -> None:
+        self._check_choice("mixed_precision", self.mixed_precision, MIXED_PRECISIONS)
+        self._check_choice("rdzv_backend", self.rdzv_backend, RENDEZVOUS_BACKENDS)
+        if any("=" not in pair for pair in self.rdzv_conf.split(",") if pair.strip()):
+            raise ConfigurationError(
+                f'rdzv_conf is {self.rdzv_conf!r}, but must be "key=value,key=value", such as "timeout=60".'
+            )
+        if self.tee is not None and not re.fullmatch(r"[0-3]|\d+:[0-3](,\d+:[0-3])*", self.tee):
+            raise ConfigurationError(
+                f"tee is {self.tee!r}, but must be 0 (none), 1 (stdout), 2 (stderr), 3 (both), "
+                'or these by local rank, such as "0:3,1:1".'
+            )
+        if self.module and self.no_python:
+            raise ConfigurationError("module and no_python contradict each other. Give one of them.")
+
+    @staticmethod
+    def _check_choice(name: str, value: str | None, allowed: tuple[str, ...]) -> None:
+        if value is not None and value not in allowed:
+            raise ConfigurationError(
+                f"{name} is {value!r}, but must be one of {', '.join(allowed)}.{nearest(value, allowed)}"
+            )

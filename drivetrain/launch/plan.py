@@ -1,0 +1,115 @@
+"""What the options of a launch mean on this machine: how many processes, on what, with which settings."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+
+import psutil
+
+from drivetrain.launch.options import LaunchOptions
+from drivetrain.launch.worker import AFFINITY_VARIABLE
+from drivetrain.runtime.devices import DeviceKind, detect_device_kind, get_device_kind
+from drivetrain.runtime.errors import ConfigurationError, DeviceNotAvailableError
+
+# What hides devices from a process, by kind of device.
+_VISIBLE_DEVICES = {
+    "cuda": "CUDA_VISIBLE_DEVICES",
+    "xpu": "ZE_AFFINITY_MASK",
+    "npu": "ASCEND_RT_VISIBLE_DEVICES",
+    "mlu": "MLU_VISIBLE_DEVICES",
+    "hpu": "HABANA_VISIBLE_MODULES",
+}
+
+
+@dataclass(frozen=True)
+class LaunchPlan:
+    """What the options mean on this machine.
+
+    Attributes:
+        local_processes: processes to start here.
+        kind: name of the kind of device that they run on.
+        variables: environment variables through which the options reach them.
+    """
+
+    local_processes: int
+    kind: str
+    variables: dict[str, str]
+
+    @classmethod
+    def make(cls, options: LaunchOptions) -> LaunchPlan:
+        """Hold the options against this machine's devices and cores.
+
+        Raises:
+            ConfigurationError: more processes than devices, or a setting that this system does not have.
+            DeviceNotAvailableError: accelerators were asked for where there are none.
+        """
+        kind = _device_kind(options)
+        if options.num_processes is not None:
+            local_processes = options.num_processes // options.num_machines
+        elif options.device_ids is not None:
+            local_processes = len(options.device_ids)
+        else:
+            local_processes = kind.count() if kind.name != "cpu" else 1
+        count = len(options.device_ids) if options.device_ids is not None else kind.count()
+        if kind.name != "cpu" and local_processes > count:
+            raise ConfigurationError(
+                f"{local_processes} processes were asked for on this machine, but it has {count} {kind.name} "
+                f"device(s). Ask for at most {count * options.num_machines} over all machines, or run on the "
+                "CPU with cpu (`--cpu`)."
+            )
+        return cls(local_processes, kind.name, _run_variables(options, kind, local_processes))
+
+
+def _device_kind(options: LaunchOptions) -> DeviceKind:
+    kind = detect_device_kind()
+    if kind.name == "cpu" and (options.multi_gpu or options.gpu_ids is not None):
+        flag = "multi_gpu" if options.multi_gpu else f"gpu_ids={options.gpu_ids}"
+        raise DeviceNotAvailableError(
+            f"{flag} asks for accelerators, but torch sees none on this machine. Leave it out to run on the "
+            "CPU, or install a torch built for your devices and check that their driver works."
+        )
+    return get_device_kind("cpu") if options.cpu else kind
+
+
+def _run_variables(options: LaunchOptions, kind: DeviceKind, local_processes: int) -> dict[str, str]:
+    """The environment variables through which the options reach the ranks."""
+    variables = {"DRIVETRAIN_LAUNCHED": "1"}
+    if options.cpu:
+        variables["DRIVETRAIN_USE_CPU"] = "1"
+    if options.mixed_precision is not None:
+        variables["DRIVETRAIN_MIXED_PRECISION"] = options.mixed_precision
+    if options.gradient_accumulation_steps is not None:
+        variables["DRIVETRAIN_GRADIENT_ACCUMULATION_STEPS"] = str(options.gradient_accumulation_steps)
+    if options.debug:
+        variables["DRIVETRAIN_DEBUG"] = "1"
+    if options.enable_cpu_affinity:
+        if not hasattr(os, "sched_setaffinity"):
+            raise ConfigurationError("enable_cpu_affinity needs Linux. Leave it out on this system.")
+        variables[AFFINITY_VARIABLE] = "1"
+    if options.device_ids is not None:
+        name = _VISIBLE_DEVICES.get(kind.name)
+        if name is None:
+            raise ConfigurationError(f"gpu_ids cannot choose among {kind.name} devices. Leave it out.")
+        variables[name] = ",".join(options.device_ids)
+    if options.num_cpu_threads_per_process is not None:
+        variables["OMP_NUM_THREADS"] = str(options.num_cpu_threads_per_process)
+    elif "OMP_NUM_THREADS" not in os.environ and local_processes > 1:
+        # Torch takes every core for each process, which is far slower than an equal share.
+        variables["OMP_NUM_THREADS"] = str(max(1, available_cores() // local_processes))
+    return variables
+
+
+def available_cores() -> int:
+    """Physical cores that this process may use, within its affinity mask and its container's quota."""
+    cores = psutil.cpu_count(logical=False) or os.cpu_count() or 1
+    if hasattr(os, "sched_getaffinity"):
+        cores = min(cores, len(os.sched_getaffinity(0)))
+    try:
+        with open("/sys/fs/cgroup/cpu.max", encoding="ascii") as file:
+            quota, period = file.read().split()
+        if quota != "max":
+            cores = min(cores, max(1, int(quota) // int(period)))
+    except (OSError, ValueError):
+        pass
+    return cores

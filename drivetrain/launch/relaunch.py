@@ -1,0 +1,89 @@
+"""Start the running script again under the launcher: what `Trainer(devices=2)` does in `python train.py`."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import sys
+from typing import NoReturn
+
+from drivetrain.launch.interpreter import Invocation
+from drivetrain.launch.options import LaunchOptions
+from drivetrain.runtime.environment import ProcessEnvironment
+from drivetrain.runtime.errors import LaunchError
+
+LAUNCHED_VARIABLE = "DRIVETRAIN_LAUNCHED"
+
+
+def already_launched() -> bool:
+    """Whether a launcher started this process: ours, or another that gave it a rank in a larger world."""
+    return os.environ.get(LAUNCHED_VARIABLE) == "1" or ProcessEnvironment.detect().is_distributed
+
+
+def relaunch_script(num_processes: int, cpu: bool = False) -> NoReturn:
+    """Run this process's own script as several processes, then exit with their exit code.
+
+    The script runs from its top again in each of them, with the same arguments and interpreter options.
+    What it did in this process before the call is done once more than there are processes.
+
+    Args:
+        num_processes: how many.
+        cpu: run them on the CPU, also where there are accelerators.
+
+    Raises:
+        LaunchError: there is no script to run again: in a notebook, an interactive session, `python -c`, a
+            script read from stdin, a test, or a child process.
+
+    Example:
+        ```python
+        from drivetrain.launch import already_launched, relaunch_script
+
+        def two_processes() -> None:
+            if not already_launched():
+                relaunch_script(num_processes=2, cpu=True)
+        ```
+    """
+    options = LaunchOptions(num_processes=num_processes, cpu=cpu)
+    invocation = Invocation.current()
+    _refuse_without_script(invocation, num_processes)
+    from drivetrain.launch.launcher import launch_script
+
+    if invocation.kind == "module":
+        options = LaunchOptions(num_processes=num_processes, cpu=cpu, module=True)
+        sys.exit(launch_script(options, invocation.target, invocation.arguments))
+    sys.exit(launch_script(options, _script_path(invocation.target), invocation.arguments))
+
+
+def _script_path(given: str) -> str:
+    """The path as given, so that `sys.argv` stays the same; in full if the directory has changed since."""
+    if os.path.exists(given):
+        return given
+    return str(getattr(sys.modules["__main__"], "__file__", given))
+
+
+def _refuse_without_script(invocation: Invocation, num_processes: int) -> None:
+    where = _why_not(invocation)
+    if where is None:
+        return
+    raise LaunchError(
+        f"{num_processes} processes were asked for, but {where}, so there is no script that could be run "
+        "again in each of them. In a notebook or an interactive session, put the training into a function "
+        f"and call `notebook_launcher(function, num_processes={num_processes})` from drivetrain.launch. "
+        "Otherwise save it as a file and run "
+        f"`drivetrain launch --num_processes {num_processes} file.py`."
+    )
+
+
+def _why_not(invocation: Invocation) -> str | None:
+    if multiprocessing.parent_process() is not None:
+        return "this is a child process that another Python process started"
+    if "PYTEST_CURRENT_TEST" in os.environ:
+        return "this is a test"
+    ipython = sys.modules.get("IPython")
+    if ipython is not None and ipython.get_ipython() is not None:
+        return "this is a notebook or an IPython session"
+    if invocation.kind == "command":
+        return "this is `python -c`"
+    if invocation.kind == "stdin":
+        return "this is an interactive session" if sys.stdin.isatty() else "the program is read from stdin"
+    return None

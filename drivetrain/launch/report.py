@@ -1,0 +1,147 @@
+"""How a rank's failure reaches the user: the record that the rank leaves, and what the launcher shows.
+
+The record has the layout of torch elastic's error files, so tools that read those read these too, with our
+own fields beside: elastic keeps whole seconds only, too coarse to tell which rank failed first.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+
+ERROR_FILE_VARIABLE = "TORCHELASTIC_ERROR_FILE"
+_OWN_FIELDS = "drivetrain"
+
+_LIKELY_CAUSES = {
+    "SIGKILL": "Most often the system had run out of memory (`dmesg` tells); "
+    "also `kill -9` or a scheduler's limit.",
+    "SIGSEGV": "It crashed in native code: a compiled extension, or libraries that do not fit each other. "
+    "The Python stack, if it could be written, is above.",
+    "SIGBUS": "Most often shared memory ran out: make /dev/shm larger, or use fewer loader workers.",
+    "SIGABRT": "Native code gave up (an assertion, a CUDA error, a collective's time-out); "
+    "its message is above.",
+    "SIGILL": "A library was built for another processor.",
+    "SIGFPE": "Native code divided by zero.",
+    "SIGTERM": "Somebody asked it to stop: `kill`, or a scheduler.",
+    "SIGINT": "Somebody interrupted this process alone.",
+}
+
+
+@dataclass(frozen=True)
+class RankFailure:
+    """How one rank failed.
+
+    Attributes:
+        rank: global rank.
+        local_rank: rank on its machine.
+        pid: process id on its machine.
+        exit_code: as `subprocess` gives it: negative for a signal.
+        timestamp: seconds since the epoch: when it raised, or when it was last seen alive.
+        text: traceback, or the message given to `sys.exit`; empty where the rank left none.
+        host: its machine.
+    """
+
+    rank: int
+    local_rank: int
+    pid: int
+    exit_code: int
+    timestamp: float
+    text: str = ""
+    host: str = ""
+
+    @property
+    def status(self) -> int:
+        """What a shell would show: the exit code, or 128 + the signal's number."""
+        return self.exit_code if self.exit_code >= 0 else 128 - self.exit_code
+
+    def to_json(self) -> str:
+        """One line of JSON."""
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def from_json(cls, text: str) -> RankFailure:
+        """Read what `to_json` wrote."""
+        return cls(**json.loads(text))
+
+
+@dataclass(frozen=True)
+class FailureRecord:
+    """What a rank wrote about its failure: a traceback or message, and the time (seconds since the epoch)."""
+
+    text: str
+    timestamp: float
+
+
+def write_record(path: str, text: str, summary: str) -> None:
+    """Write a rank's failure so that the file appears complete or not at all.
+
+    Args:
+        path: the file that the elastic agent named.
+        text: what the user shall see: a traceback or a message.
+        summary: one line.
+    """
+    now = time.time()
+    extra = {"py_callstack": text, "timestamp": str(int(now))}
+    content = {"message": {"message": summary, "extraInfo": extra}, _OWN_FIELDS: {"timestamp": now}}
+    temporary = f"{path}.{os.getpid()}"
+    with open(temporary, "w", encoding="utf-8") as file:
+        json.dump(content, file)
+    os.replace(temporary, path)
+
+
+def read_record(path: str) -> FailureRecord | None:
+    """Read a rank's record, ours or elastic's own; None where there is none that can be read."""
+    try:
+        with open(path, encoding="utf-8") as file:
+            content = json.load(file)
+        message = content["message"]
+        if isinstance(message, str):
+            return FailureRecord(message, float(content.get("timestamp", 0)))
+        extra = message["extraInfo"]
+        timestamp = content.get(_OWN_FIELDS, extra)["timestamp"]
+        return FailureRecord(extra["py_callstack"], float(timestamp))
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
+def first_failure(failures: Sequence[RankFailure]) -> RankFailure:
+    """The failure that came first; the others are its consequences."""
+    return min(failures, key=lambda failure: failure.timestamp)
+
+
+def describe(failure: RankFailure, world_size: int, *, then: str = "") -> str:
+    """Tell the user how a rank failed.
+
+    Args:
+        failure: the first one.
+        world_size: processes of the run.
+        then: what became of the others; a sentence that says they were stopped if empty.
+
+    Returns:
+        A line that names the rank, and its traceback or message.
+    """
+    peers = world_size - 1
+    stopped = (
+        f" The other {peers} processes were stopped." if peers > 1 else " The other process was stopped."
+    )
+    then = f" {then}" if then else stopped if peers else ""
+    where = f"pid {failure.pid} on {failure.host or socket.gethostname()}"
+    if failure.exit_code < 0:
+        name = _signal_name(-failure.exit_code)
+        cause = _LIKELY_CAUSES.get(name, "")
+        line = f"rank {failure.rank} ({where}) was killed by signal {-failure.exit_code} ({name}).{then}"
+        return f"drivetrain: {line}\n{cause}".rstrip()
+    line = f"drivetrain: rank {failure.rank} ({where}) failed with exit code {failure.exit_code}.{then}"
+    return f"{line}\n{failure.text}".rstrip()
+
+
+def _signal_name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return "unknown"

@@ -1,0 +1,171 @@
+"""What each rank runs first: it sets the stage as plain Python would, runs the script, and reports a failure.
+
+An exception is not printed here: it goes to the file that the elastic agent named, and the launcher shows the
+first one of all ranks, once. Started as `python -m drivetrain.launch.worker script train.py --lr 1`.
+"""
+
+from __future__ import annotations
+
+import builtins
+import contextlib
+import faulthandler
+import importlib.util
+import io
+import os
+import runpy
+import signal
+import sys
+import traceback
+import zipfile
+from importlib.machinery import ModuleSpec, SourceFileLoader
+from types import CodeType, ModuleType
+from typing import Any
+
+from drivetrain.launch.report import ERROR_FILE_VARIABLE, write_record
+
+AFFINITY_VARIABLE = "DRIVETRAIN_CPU_AFFINITY"
+_INTERRUPTED = 128 + signal.SIGINT
+_PR_SET_PDEATHSIG = 1
+
+
+def main() -> int:
+    """Run the script named on the command line as this process's main program.
+
+    Returns:
+        The exit code.
+    """
+    kind, target, *arguments = sys.argv[1:]
+    rank_process = os.getpid()
+    _end_with_launcher()
+    _take_share_of_cores()
+    with contextlib.suppress(OSError, ValueError, io.UnsupportedOperation):
+        faulthandler.enable()
+    sys.argv = [target, *arguments]
+    try:
+        run_module(target) if kind == "module" else run_script(target)
+    except KeyboardInterrupt:
+        return _INTERRUPTED
+    except SystemExit as stop:
+        return _exit_code(stop, report=os.getpid() == rank_process)
+    except BaseException as error:
+        _report(_traceback(error), f"{type(error).__name__}: {error}", report=os.getpid() == rank_process)
+        return 1
+    return 0
+
+
+def run_script(path: str) -> None:
+    """Run a file as `__main__`, as `python path` would.
+
+    The module stays in place when the script is through, unlike with `runpy`, so threads and exit
+    handlers that outlive it, and processes that these start, still find the right `__main__`.
+    """
+    container = os.path.isdir(path) or zipfile.is_zipfile(path)
+    if not _safe_path():
+        # `-m` had put the working directory first; runpy puts a directory or archive there itself.
+        sys.path[0:1] = [] if container else [os.path.dirname(os.path.realpath(path))]
+    if container or path.endswith(".pyc"):
+        runpy.run_path(path, run_name="__main__")
+        return
+    full_path = os.path.abspath(path)
+    with io.open_code(full_path) as file:
+        code = compile(file.read(), full_path, "exec", dont_inherit=True)
+    _run_as_main(code, full_path, loader=SourceFileLoader("__main__", full_path))
+
+
+def run_module(name: str) -> None:
+    """Run a module as `__main__`, as `python -m name` would."""
+    spec = importlib.util.find_spec(name)
+    if spec is not None and spec.submodule_search_locations is not None:
+        spec = importlib.util.find_spec(f"{name}.__main__")
+    get_code = getattr(spec.loader, "get_code", None) if spec is not None else None
+    code = get_code(spec.name) if spec is not None and get_code is not None else None
+    if spec is None or code is None:
+        raise ModuleNotFoundError(
+            f"No module named {name!r} that can be run. It is looked for as by `python -m`.",
+            name=name,
+        )
+    sys.argv[0] = spec.origin or name
+    _run_as_main(code, spec.origin, loader=spec.loader, spec=spec)
+
+
+def _run_as_main(code: CodeType, path: str | None, loader: Any, spec: ModuleSpec | None = None) -> None:
+    main_module = ModuleType("__main__")
+    main_module.__dict__.update(
+        __builtins__=builtins,
+        __file__=path,
+        __cached__=spec.cached if spec is not None else None,
+        __loader__=loader,
+        __package__=spec.parent if spec is not None else None,
+        __spec__=spec,
+    )
+    sys.modules["__main__"] = main_module
+    exec(code, main_module.__dict__)
+
+
+def _safe_path() -> bool:
+    """Whether the user asked (`-P`, `-I`) that no directory be put before the module path."""
+    return bool(getattr(sys.flags, "safe_path", sys.flags.isolated))
+
+
+def _exit_code(stop: SystemExit, *, report: bool) -> int:
+    """What `sys.exit` was given, as Python itself understands it: a message means 1."""
+    if stop.code is None:
+        return 0
+    if not isinstance(stop.code, int):
+        _report(str(stop.code), "sys.exit", report=report)
+        return 1
+    if stop.code != 0:
+        _report("", f"sys.exit({stop.code})", report=report, silent=True)
+    return stop.code & 0xFF
+
+
+def _report(text: str, summary: str, *, report: bool, silent: bool = False) -> None:
+    """Leave a record for the launcher; print where there is none, or in a child that the script forked."""
+    path = os.environ.get(ERROR_FILE_VARIABLE)
+    if report and path:
+        write_record(path, text, summary)
+    elif not silent:
+        print(text, file=sys.stderr)
+
+
+def _traceback(error: BaseException) -> str:
+    """The traceback as plain Python prints it: without the frames of this file and of the import system."""
+    trace = error.__traceback__
+    while trace is not None and _is_ours(trace.tb_frame.f_code.co_filename):
+        trace = trace.tb_next
+    shown = traceback.TracebackException(type(error), error, trace, compact=True)
+    return "".join(shown.format())
+
+
+def _is_ours(filename: str) -> bool:
+    return filename in (__file__, runpy.__file__) or filename.startswith("<frozen ")
+
+
+def _end_with_launcher() -> None:
+    """Let the kernel end this process if the launcher is killed, so that no rank keeps a device for nobody.
+
+    The launcher starts ranks in sessions of their own, where nothing else would tell them. Linux only.
+    """
+    if sys.platform != "linux" or not os.environ.get(ERROR_FILE_VARIABLE):
+        return
+    import ctypes
+
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def _take_share_of_cores() -> None:
+    """Bind this process to its equal share of the machine's cores, where the launcher was asked for it."""
+    if os.environ.get(AFFINITY_VARIABLE) != "1":
+        return
+    cores = sorted(os.sched_getaffinity(0))
+    local_rank, peers = int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"])
+    each = max(1, len(cores) // peers)
+    start = local_rank * each % len(cores)
+    os.sched_setaffinity(0, cores[start : start + each])
+
+
+if __name__ == "__main__":
+    # Kept under its own name: the script takes the place of `__main__`.
+    sys.modules[__spec__.name] = sys.modules["__main__"]
+    sys.exit(main())
