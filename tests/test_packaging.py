@@ -61,12 +61,6 @@ def test_editors_see_every_public_name() -> None:
     assert sorted(set(drivetrain.__all__) - {"__version__"} - seen) == []
 
 
-def test_the_reference_documents_every_public_name() -> None:
-    pages = "\n".join(page.read_text() for page in (ROOT / "docs" / "api").glob("*.md"))
-    documented = set(re.findall(r"^::: drivetrain\.([\w.]+)$", pages, flags=re.MULTILINE))
-    assert sorted(set(drivetrain.__all__) - {"__version__"} - documented) == []
-
-
 def test_versions_agree() -> None:
     declared = re.search(r'^version = "(.+)"$', (ROOT / "pyproject.toml").read_text(), flags=re.MULTILINE)
     assert declared is not None
