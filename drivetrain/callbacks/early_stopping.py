@@ -1,0 +1,195 @@
+"""Stop training when a metric no longer improves."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import torch
+
+from drivetrain.callbacks.agreement import decide_on_main_process
+from drivetrain.callbacks.base import Callback
+from drivetrain.callbacks.monitor import check_mode, is_better, missing_metric_message, monitored_value
+from drivetrain.runtime.errors import ConfigurationError
+from drivetrain.runtime.logging import get_logger
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from drivetrain.trainer.task import Task
+    from drivetrain.trainer.trainer import Trainer
+
+logger = get_logger(__name__)
+
+
+class EarlyStopping(Callback):
+    """Stops training when a monitored metric has not improved for a number of checks.
+
+    All processes stop together: the main process's value decides.
+
+    Args:
+        monitor: The name of the metric, as logged.
+        min_delta: An improvement smaller than or equal to this does not count.
+        patience: How many checks in a row may pass without improvement. Counts checks, not epochs: with
+            ``Trainer(check_val_every_n_epoch=2)`` and a patience of 3, training goes on for 6 epochs.
+        verbose: Log each improvement.
+        mode: ``"min"`` where lower is better, ``"max"`` where higher is.
+        strict: Raise if the metric was not logged. With False the check is left out, with a warning.
+        check_finite: Stop when the metric is NaN or infinite.
+        stopping_threshold: Stop at once when the metric is better than this.
+        divergence_threshold: Stop at once when the metric is worse than this.
+        check_on_train_epoch_end: Check at the end of the training epoch (True) or of the validation (False).
+            By default at the end of the training epoch, after its validation, where each epoch ends with
+            one, and otherwise after each validation.
+        log_rank_zero_only: Log on the main process only, rather than on every process.
+
+    Attributes:
+        best_score: The best value so far, a tensor without dimensions.
+        wait_count: Checks since then.
+        stopped_epoch: The epoch in which training was stopped, or 0.
+        stopping_reason_message: Why training was stopped, or None.
+
+    Raises:
+        ConfigurationError: If `mode` or `patience` is out of range, and during the run, with `strict`, if the
+            metric was not logged.
+
+    Example:
+        ```python
+        from drivetrain import EarlyStopping, Trainer
+
+        trainer = Trainer(callbacks=[EarlyStopping("val_loss", patience=5)])
+        ```
+    """
+
+    order: ClassVar[int] = 1
+
+    def __init__(
+        self,
+        monitor: str,
+        min_delta: float = 0.0,
+        patience: int = 3,
+        verbose: bool = False,
+        mode: str = "min",
+        strict: bool = True,
+        check_finite: bool = True,
+        stopping_threshold: float | None = None,
+        divergence_threshold: float | None = None,
+        check_on_train_epoch_end: bool | None = None,
+        log_rank_zero_only: bool = False,
+    ) -> None:
+        check_mode(mode, "EarlyStopping")
+        if patience < 0:
+            raise ConfigurationError(
+                f"EarlyStopping(patience={patience}): patience is a number of checks, 0 or more."
+            )
+        self.monitor = monitor
+        self.min_delta = abs(min_delta)
+        self.patience = patience
+        self.verbose = verbose
+        self.mode = mode
+        self.strict = strict
+        self.check_finite = check_finite
+        self.stopping_threshold = stopping_threshold
+        self.divergence_threshold = divergence_threshold
+        self.log_rank_zero_only = log_rank_zero_only
+        self.wait_count = 0
+        self.stopped_epoch = 0
+        self.stopping_reason_message: str | None = None
+        self._best = math.inf if mode == "min" else -math.inf
+        self._check_on_train_epoch_end = check_on_train_epoch_end
+        self._checks_epoch_end = False  # decided when fit begins
+        self._fitting = False
+
+    @property
+    def best_score(self) -> Tensor:
+        """The best value so far."""
+        return torch.tensor(self._best)
+
+    @property
+    def state_key(self) -> str:
+        return self.build_state_key(monitor=self.monitor, mode=self.mode)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {
+            "wait_count": self.wait_count,
+            "stopped_epoch": self.stopped_epoch,
+            "best_score": self._best,
+            "patience": self.patience,
+        }
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.wait_count = state_dict["wait_count"]
+        self.stopped_epoch = state_dict["stopped_epoch"]
+        self._best = float(state_dict["best_score"])
+        self.patience = state_dict["patience"]
+
+    def setup(self, trainer: Trainer, task: Task, stage: str) -> None:
+        self._fitting = stage == "fit" and not trainer.fast_dev_run
+        if self._check_on_train_epoch_end is not None:
+            self._checks_epoch_end = self._check_on_train_epoch_end
+        else:
+            self._checks_epoch_end = (
+                trainer.val_check_interval == 1.0 and trainer.check_val_every_n_epoch == 1
+            )
+
+    def teardown(self, trainer: Trainer, task: Task, stage: str) -> None:
+        self._fitting = False
+
+    def on_train_epoch_end(self, trainer: Trainer, task: Task) -> None:
+        if self._fitting and self._checks_epoch_end:
+            self._check(trainer)
+
+    def on_validation_end(self, trainer: Trainer, task: Task) -> None:
+        if self._fitting and not self._checks_epoch_end and not trainer.sanity_checking:
+            self._check(trainer)
+
+    def _check(self, trainer: Trainer) -> None:
+        """Compare the metric, on all processes, and stop training where it is time."""
+        value = decide_on_main_process(lambda: self._read(trainer))
+        if value is None:
+            return
+        stop, message = self._judge(value)
+        if stop:
+            trainer.should_stop = True
+            self.stopped_epoch = trainer.current_epoch
+            self.stopping_reason_message = message
+        if message and (stop or self.verbose):
+            logger.info(message, main_process_only=self.log_rank_zero_only)
+
+    def _read(self, trainer: Trainer) -> float | None:
+        metrics = trainer.callback_metrics
+        value = monitored_value(metrics, self.monitor)
+        if value is None:
+            message = missing_metric_message(metrics, self.monitor, "EarlyStopping")
+            if self.strict:
+                raise ConfigurationError(
+                    f"{message} With strict=False checks without the metric are left out."
+                )
+            logger.warning_once(message)
+        return value
+
+    def _judge(self, value: float) -> tuple[bool, str]:
+        """Take a value into account. Returns whether to stop, and what there is to say."""
+        name = self.monitor
+        if self.check_finite and not math.isfinite(value):
+            return True, f"Stopping: {name} = {value} is not finite. The best value was {self._best:.6g}."
+        if self.stopping_threshold is not None and is_better(value, self.stopping_threshold, self.mode):
+            return True, f"Stopping: {name} = {value:.6g} has passed the threshold {self.stopping_threshold}."
+        if self.divergence_threshold is not None and is_better(self.divergence_threshold, value, self.mode):
+            return (
+                True,
+                f"Stopping: {name} = {value:.6g} is worse than the threshold {self.divergence_threshold}.",
+            )
+        margin = self.min_delta if self.mode == "min" else -self.min_delta
+        if is_better(value + margin, self._best, self.mode):
+            better_by = abs(self._best - value)
+            self._best, self.wait_count = value, 0
+            known = f" by {better_by:.6g}" if math.isfinite(better_by) else ""
+            return False, f"{name} has improved{known}; the best value is {value:.6g}."
+        self.wait_count += 1
+        if self.wait_count >= self.patience:
+            return True, (
+                f"Stopping: {name} has not improved in {self.wait_count} checks. "
+                f"The best value was {self._best:.6g}."
+            )
+        return False, ""
