@@ -23,7 +23,8 @@ class ProcessEnvironment:
         local_world_size: number of processes on this machine.
         main_address: host of rank 0.
         main_port: port of rank 0's store.
-        source: who told: `"torchrun"`, `"slurm"`, `"openmpi"`, `"intelmpi"` or `"single"`.
+        source: who told: `"torchrun"`, `"slurm"`, `"openmpi"`, `"intelmpi"`, `"single"`, or
+            `"torch.distributed"` where a script made its process group itself.
     """
 
     rank: int = 0

@@ -6,13 +6,14 @@ import atexit
 import builtins
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from enum import Enum
 from functools import wraps
 from typing import Any, ClassVar, TypeVar, cast
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -101,7 +102,7 @@ class PartialState:
         if asked is None and os.environ.get("DRIVETRAIN_USE_CPU", "").lower() in _TRUE:
             asked = "cpu"
         self.debug = os.environ.get("DRIVETRAIN_DEBUG", "").lower() in _TRUE
-        environment = ProcessEnvironment.detect()
+        environment = _in_existing_group(ProcessEnvironment.detect())
         kind = get_device_kind(asked) if asked else detect_device_kind()
         if kind.name != "cpu" and environment.local_world_size > max(1, kind.count()):
             raise ConfigurationError(
@@ -237,14 +238,15 @@ class PartialState:
         """Give each process its contiguous part of `inputs`; the first get one more where it does not divide.
 
         Args:
-            inputs: a list, tuple, tensor, a dict of equally long ones, or anything with a length and slices.
+            inputs: a list, tuple, tensor, array, Hugging Face dataset, anything else with a length and
+                slices, or a dict of equally long ones.
             apply_padding: repeat the last item so that every process gets as many.
 
         Yields:
             This process's part, of the same type.
 
         Raises:
-            ConfigurationError: the values of a dict differ in length.
+            ConfigurationError: the values of a dict differ in length, or their last item cannot be repeated.
         """
         if self.num_processes == 1:
             yield inputs
@@ -260,6 +262,10 @@ class PartialState:
         start = self.process_index * each + min(self.process_index, more)
         end = start + each + (self.process_index < more)
         missing = each + (more > 0) - (end - start) if apply_padding and length else 0
+        if apply_padding and more:
+            _part(
+                inputs, 0, 0, 1
+            )  # refuse what cannot be padded on every process, not only where it is short
         yield _part(inputs, start, end, missing)
 
     # only on some processes
@@ -320,14 +326,42 @@ class PartialState:
         )
 
 
+def _in_existing_group(environment: ProcessEnvironment) -> ProcessEnvironment:
+    """This process's place in the process group that the script has made itself, if it has."""
+    if not (dist.is_available() and dist.is_initialized()):
+        return environment
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    if (environment.rank, environment.world_size) == (rank, world_size):
+        return environment
+    if environment.is_distributed:
+        raise ConfigurationError(
+            f"torch.distributed was initialised as rank {rank} of {world_size}, but this process is rank "
+            f"{environment.rank} of {environment.world_size} (from {environment.source}). Initialise it with "
+            "what the launcher says, or let PartialState do it."
+        )
+    return ProcessEnvironment(rank, world_size, rank, world_size, source="torch.distributed")
+
+
 def _part(inputs: Any, start: int, end: int, missing: int) -> Any:
     """Slice `inputs` and repeat its very last item `missing` times."""
     if isinstance(inputs, dict):
         return type(inputs)({key: _part(value, start, end, missing) for key, value in inputs.items()})
+    if hasattr(inputs, "select") and hasattr(inputs, "column_names"):
+        # A slice of a Hugging Face dataset is a dict of columns, and no dataset.
+        return inputs.select([*range(start, end), *[len(inputs) - 1] * missing])
     part = inputs[start:end]
     if missing == 0:
         return part
     last = inputs[-1:]
     if isinstance(inputs, torch.Tensor):
         return torch.cat([part, *[last] * missing])
-    return part + last * missing
+    if isinstance(inputs, np.ndarray):
+        return np.concatenate([part, *[last] * missing])
+    if isinstance(inputs, (list, tuple, str)):
+        return part + last * missing
+    if isinstance(inputs, Sequence):
+        return [*part, *[inputs[-1]] * missing]
+    raise ConfigurationError(
+        f"split_between_processes cannot repeat the last item of a {type(inputs).__name__}. Give a list, a "
+        "tuple or a tensor, or leave apply_padding off."
+    )
