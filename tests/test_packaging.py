@@ -86,7 +86,7 @@ def test_every_need_has_an_exact_version_for_development() -> None:
 
 def is_for_development(requirement: str) -> bool:
     extra = re.search(r"extra == ['\"](\w+)['\"]", requirement)
-    return extra is None or extra[1] in {"test", "dev", "docs", "examples"}
+    return extra is None or extra[1] in {"test", "dev", "docs", "examples", "bench"}
 
 
 def normal(name: str) -> str:

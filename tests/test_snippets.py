@@ -145,12 +145,12 @@ def check_command(command: str) -> None:
 def check_drivetrain(words: list[str]) -> None:
     import click
 
-    from drivetrain.cli.main import main
+    from drivetrain.cli.main import cli
 
     try:
-        context = main.make_context("drivetrain", list(words))
+        context = cli.make_context("drivetrain", list(words))
         rest = [*context._protected_args, *context.args]
-        name, command, arguments = main.resolve_command(context, rest)
+        name, command, arguments = cli.resolve_command(context, rest)
         assert command is not None
         command.make_context(name, arguments, parent=context)
     except click.exceptions.Exit as ended:  # --help and --version
