@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
 
 import torch.distributed as dist
 from torch import Tensor
@@ -14,7 +14,7 @@ from drivetrain.runtime.nested import is_leaf, recursively_apply
 from drivetrain.runtime.state import PartialState
 
 
-def verify_operation(operation: str, data: Any, ignore_dim: int | None = None) -> None:
+def verify_operation(operation: str, data: Any, ignore: Literal["rows", "sizes"] | None = None) -> None:
     """Compare between all processes which collective they call on which structure of tensors.
 
     Called by every collective in debug mode.
@@ -22,13 +22,13 @@ def verify_operation(operation: str, data: Any, ignore_dim: int | None = None) -
     Args:
         operation: The collective's name.
         data: The structure that it is given.
-        ignore_dim: A dimension in which tensors may differ.
+        ignore: In what tensors may differ: in their first dimension, or in all of them.
 
     Raises:
         CollectiveError: On every process, naming the ranks that differ from the others.
     """
     state = PartialState()
-    mine = f"{operation}({_outline(data, ignore_dim)})"
+    mine = f"{operation}({_outline(data, ignore)})"
     calls: list[Any] = [None] * state.num_processes
     call_collective(operation, state, dist.all_gather_object, calls, mine)
     usual = Counter(calls).most_common(1)[0][0]
@@ -75,15 +75,14 @@ def _failure(operation: str, state: PartialState, error: Exception) -> str:
     )
 
 
-def _outline(data: Any, ignore_dim: int | None) -> str:
+def _outline(data: Any, ignore: str | None) -> str:
     """The structure with shapes and dtypes in place of tensors and types in place of other values."""
 
     def describe(leaf: Any) -> _Words:
         if not isinstance(leaf, Tensor):
             return _Words(type(leaf).__name__)
-        sizes: list[object] = list(leaf.shape)
-        if ignore_dim is not None and -len(sizes) <= ignore_dim < len(sizes):
-            sizes[ignore_dim] = _Words("*")
+        ignored = {"rows": 1, "sizes": leaf.dim()}.get(ignore or "", 0)
+        sizes = [_Words("*") if dim < ignored else size for dim, size in enumerate(leaf.shape)]
         return _Words(f"{str(leaf.dtype).removeprefix('torch.')}{sizes}")
 
     return repr(recursively_apply(describe, data, test_type=is_leaf))

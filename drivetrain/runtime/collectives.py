@@ -110,7 +110,7 @@ def gather_rows(data: Any, keep: int) -> Any:
     if not state.use_distributed:
         return recursively_apply(lambda leaf: leaf[:keep] if leaf.dim() and len(leaf) > keep else leaf, data)
     if state.debug:
-        verify_operation("gather_rows", data, ignore_dim=0)
+        verify_operation("gather_rows", data, ignore="rows")
     kept = [each[0] for each in counts]
     return recursively_apply(lambda leaf: _gather_rows_of_tensor(leaf, kept, state), data)
 
@@ -213,9 +213,7 @@ def broadcast_object_list(object_list: list[Any], from_process: int = 0) -> list
     if state.use_distributed:
         if state.debug:
             verify_operation("broadcast_object_list", [None] * len(object_list))
-        call_collective(
-            "broadcast_object_list", state, dist.broadcast_object_list, object_list, src=from_process
-        )
+        call_collective("broadcast_object_list", state, dist.broadcast_object_list, object_list, src=from_process)
     return object_list
 
 
@@ -223,7 +221,7 @@ def pad_across_processes(tensor: Any, dim: int = 0, pad_index: float = 0, pad_fi
     """Make the tensors of all processes equally long along one dimension, so that they can be gathered.
 
     Args:
-        tensor: A nested structure of tensors, of the same shapes on all processes but for `dim`.
+        tensor: A nested structure of tensors, with as many dimensions on all processes.
         dim: The dimension to pad. A tensor without this dimension stays as it is.
         pad_index: The value to pad with.
         pad_first: Pad at the start instead of the end.
@@ -239,7 +237,7 @@ def pad_across_processes(tensor: Any, dim: int = 0, pad_index: float = 0, pad_fi
     if not state.use_distributed:
         return tensor
     if state.debug:
-        verify_operation("pad_across_processes", tensor, ignore_dim=dim)
+        verify_operation("pad_across_processes", tensor, ignore="sizes")
     sizes: list[int] = []
 
     def note_size(leaf: Tensor) -> None:

@@ -263,9 +263,7 @@ class PartialState:
         end = start + each + (self.process_index < more)
         missing = each + (more > 0) - (end - start) if apply_padding and length else 0
         if apply_padding and more:
-            _part(
-                inputs, 0, 0, 1
-            )  # refuse what cannot be padded on every process, not only where it is short
+            _part(inputs, 0, 0, 1)  # refuse what cannot be padded on every process, not only where it is short
         yield _part(inputs, start, end, missing)
 
     # only on some processes
@@ -288,9 +286,7 @@ class PartialState:
             return lambda given: self.on_process(given, process_index)
         return self._only(function, lambda: self.process_index == process_index)
 
-    def on_local_process(
-        self, function: Function | None = None, local_process_index: int | None = None
-    ) -> Any:
+    def on_local_process(self, function: Function | None = None, local_process_index: int | None = None) -> Any:
         """Decorate a function so that only the process with this rank on its machine runs it."""
         if function is None:
             return lambda given: self.on_local_process(given, local_process_index)

@@ -51,9 +51,7 @@ def without(variables: dict[str, str], *names: str) -> dict[str, str]:
     ("variables", "expected"),
     [
         pytest.param({}, ProcessEnvironment(), id="nothing"),
-        pytest.param(
-            TORCHRUN, ProcessEnvironment(5, 8, 1, 4, "node0", 1234, "torchrun"), id="torchrun on 2 machines"
-        ),
+        pytest.param(TORCHRUN, ProcessEnvironment(5, 8, 1, 4, "node0", 1234, "torchrun"), id="torchrun on 2 machines"),
         pytest.param(
             {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1"},
             ProcessEnvironment(1, 2, 1, 2, "127.0.0.1", DEFAULT_MAIN_PORT, "torchrun"),
@@ -64,9 +62,7 @@ def without(variables: dict[str, str], *names: str) -> dict[str, str]:
             ProcessEnvironment(0, 1, 0, 1, "127.0.0.1", DEFAULT_MAIN_PORT, "torchrun"),
             id="a world of one needs no local rank",
         ),
-        pytest.param(
-            SLURM, ProcessEnvironment(4, 5, 0, 1, "gpu07", 24242, "slurm"), id="SLURM, last machine"
-        ),
+        pytest.param(SLURM, ProcessEnvironment(4, 5, 0, 1, "gpu07", 24242, "slurm"), id="SLURM, last machine"),
         pytest.param(
             {**SLURM, "SLURM_PROCID": "3", "SLURM_LOCALID": "1", "SLURM_NODEID": "1"},
             ProcessEnvironment(3, 5, 1, 2, "gpu07", 24242, "slurm"),
@@ -87,12 +83,8 @@ def without(variables: dict[str, str], *names: str) -> dict[str, str]:
             ProcessEnvironment(source="slurm"),
             id="an interactive SLURM shell",
         ),
-        pytest.param(
-            {"SLURM_NTASKS": "8", "SLURM_JOB_ID": "1"}, ProcessEnvironment(), id="the shell of salloc"
-        ),
-        pytest.param(
-            OPEN_MPI, ProcessEnvironment(3, 4, 1, 2, "head", DEFAULT_MAIN_PORT, "openmpi"), id="Open MPI"
-        ),
+        pytest.param({"SLURM_NTASKS": "8", "SLURM_JOB_ID": "1"}, ProcessEnvironment(), id="the shell of salloc"),
+        pytest.param(OPEN_MPI, ProcessEnvironment(3, 4, 1, 2, "head", DEFAULT_MAIN_PORT, "openmpi"), id="Open MPI"),
         pytest.param(INTEL_MPI, ProcessEnvironment(3, 4, 1, 2, "head", 999, "intelmpi"), id="Intel MPI"),
         pytest.param(
             {**SLURM, **TORCHRUN},
@@ -125,12 +117,8 @@ def test_the_place_is_found(variables: dict[str, str], expected: ProcessEnvironm
         pytest.param(without(TORCHRUN, "LOCAL_RANK"), "LOCAL_RANK is not set", id="no local rank"),
         pytest.param({**TORCHRUN, "RANK": "8"}, "rank 8 of a world of 8 .*torchrun", id="rank too large"),
         pytest.param({**TORCHRUN, "RANK": "-1"}, "rank -1 of a world of 8", id="rank below 0"),
-        pytest.param(
-            {**TORCHRUN, "WORLD_SIZE": "0", "RANK": "0"}, "rank 0 of a world of 0", id="an empty world"
-        ),
-        pytest.param(
-            {**TORCHRUN, "LOCAL_RANK": "4"}, "local rank 4 of 4 processes", id="local rank too large"
-        ),
+        pytest.param({**TORCHRUN, "WORLD_SIZE": "0", "RANK": "0"}, "rank 0 of a world of 0", id="an empty world"),
+        pytest.param({**TORCHRUN, "LOCAL_RANK": "4"}, "local rank 4 of 4 processes", id="local rank too large"),
         pytest.param(
             {**TORCHRUN, "LOCAL_WORLD_SIZE": "9"},
             "9 processes on this machine, in a world of 8",
@@ -138,13 +126,9 @@ def test_the_place_is_found(variables: dict[str, str], expected: ProcessEnvironm
         ),
         pytest.param({**TORCHRUN, "RANK": "five"}, "RANK='five' is not an integer", id="not a number"),
         pytest.param({**TORCHRUN, "MASTER_PORT": "x"}, "MASTER_PORT='x' is not an integer", id="bad port"),
-        pytest.param(
-            without(TORCHRUN, "MASTER_ADDR"), "8 processes, 4 of them.*MASTER_ADDR", id="nobody says where"
-        ),
+        pytest.param(without(TORCHRUN, "MASTER_ADDR"), "8 processes, 4 of them.*MASTER_ADDR", id="nobody says where"),
         pytest.param(without(OPEN_MPI, "MASTER_ADDR"), "openmpi.*MASTER_ADDR", id="Open MPI on two machines"),
-        pytest.param(
-            without(SLURM, "SLURM_LOCALID"), "SLURM_LOCALID is not set", id="SLURM without local rank"
-        ),
+        pytest.param(without(SLURM, "SLURM_LOCALID"), "SLURM_LOCALID is not set", id="SLURM without local rank"),
         pytest.param(
             {**SLURM, "SLURM_STEP_TASKS_PER_NODE": "2(y3)"},
             r"SLURM_STEP_TASKS_PER_NODE='2\(y3\)' is not a count",
@@ -155,9 +139,7 @@ def test_the_place_is_found(variables: dict[str, str], expected: ProcessEnvironm
             "PMI_RANK=1, PMI_SIZE=2 is set but MPI_LOCALRANKID is not",
             id="PMI without a local rank",
         ),
-        pytest.param(
-            {"OMPI_COMM_WORLD_RANK": "1"}, "OMPI_COMM_WORLD_SIZE is not", id="Open MPI without a size"
-        ),
+        pytest.param({"OMPI_COMM_WORLD_RANK": "1"}, "OMPI_COMM_WORLD_SIZE is not", id="Open MPI without a size"),
     ],
 )
 def test_variables_that_cannot_be_are_refused_by_name(variables: dict[str, str], message: str) -> None:

@@ -137,9 +137,7 @@ inner.info("after")
 
 
 def test_a_level_shows_its_lines_once_whoever_configures_logging() -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", SCRIPT], capture_output=True, text=True, timeout=60, check=True
-    )
+    done = subprocess.run([sys.executable, "-c", SCRIPT], capture_output=True, text=True, timeout=60, check=True)
     first, second = done.stderr.splitlines()
     assert first.endswith("INFO outer.inner: before")
     assert second == "INFO:outer.inner:after"

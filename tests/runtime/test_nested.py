@@ -220,9 +220,7 @@ def test_concatenating_joins_leaf_by_leaf(dim: int) -> None:
 
 
 def test_concatenating_goes_by_the_keys_and_not_by_their_order() -> None:
-    joined = nested.concatenate(
-        [{"a": torch.zeros(1), "b": torch.ones(1)}, {"b": torch.ones(1), "a": torch.zeros(1)}]
-    )
+    joined = nested.concatenate([{"a": torch.zeros(1), "b": torch.ones(1)}, {"b": torch.ones(1), "a": torch.zeros(1)}])
     assert joined["a"].tolist() == [0, 0]
     assert joined["b"].tolist() == [1, 1]
 
@@ -244,9 +242,7 @@ def test_what_cannot_be_concatenated_is_said(parts: Any, message: str) -> None:
 
 
 def test_slicing_takes_rows_and_leaves_what_has_none() -> None:
-    sliced = nested.slice_tensors(
-        {"x": torch.arange(6), "scale": torch.tensor(2.0), "name": "n"}, slice(1, 3)
-    )
+    sliced = nested.slice_tensors({"x": torch.arange(6), "scale": torch.tensor(2.0), "name": "n"}, slice(1, 3))
     assert sliced["x"].tolist() == [1, 2]
     assert sliced["scale"].item() == 2.0
     assert sliced["name"] == "n"

@@ -178,9 +178,7 @@ def test_sample_seeds_are_splitmix64_of_each_argument_in_turn() -> None:
 
 
 def test_sample_seeds_do_not_collide_over_seeds_epochs_and_indices() -> None:
-    grid = {
-        sample_seed(seed, epoch, index) for seed in range(4) for epoch in range(4) for index in range(4000)
-    }
+    grid = {sample_seed(seed, epoch, index) for seed in range(4) for epoch in range(4) for index in range(4000)}
     assert len(grid) == 4 * 4 * 4000
     assert all(0 <= value < 2**64 for value in grid)
 
