@@ -20,7 +20,7 @@ from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElas
 from torch.distributed.elastic.multiprocessing.api import SubprocessContext
 
 from drivetrain.launch.peers import Peers
-from drivetrain.launch.report import RankFailure, first_failure, read_record
+from drivetrain.launch.report import FailureRecord, RankFailure, first_failure, read_record
 
 FORWARDED_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 _STOP_PATIENCE = 2.0  # seconds that the peers of a failed rank have between SIGTERM and SIGKILL
@@ -123,7 +123,7 @@ class RankAgent(LocalElasticAgent):
             self._stopping = True
             if self._peers is not None and self._remaining_restarts == 0 and (failures := self._failures()):
                 self._peers.publish(first_failure(failures))
-            self._stop(local for local in self._alive() if self._record(local) is None)
+            self._stop(local for local in self._alive() if not self._is_failing(local))
             self._wait(self._alive(), _EXIT_PATIENCE)
             self._kill(self._alive())
         elif self._alive():
@@ -160,33 +160,40 @@ class RankAgent(LocalElasticAgent):
     def _alive(self) -> list[int]:
         return [local for local in self._processes if local not in self._endings]
 
-    def _record(self, local: int) -> Any:
+    def _record(self, local: int) -> FailureRecord | None:
         return read_record(self._pcontext.error_files[local]) if self._pcontext is not None else None
+
+    def _is_failing(self, local: int) -> bool:
+        """Whether a rank that still lives has said that it ends."""
+        record = self._record(local)
+        return record is not None and record.final
 
     def _someone_failed(self) -> bool:
         # A record counts before its process has ended: exit handlers may take long, the peers need not wait.
         ended = any(ending.exit_code != 0 for ending in self._endings.values())
-        return ended or any(self._record(local) is not None for local in self._alive())
+        return ended or any(map(self._is_failing, self._alive()))
 
     def _failures(self) -> list[RankFailure]:
         """The ranks of this machine that failed by themselves."""
         failures = []
         for local, process in self._processes.items():
             ending, record = self._endings.get(local), self._record(local)
-            if record is None and (ending is None or ending.exit_code == 0 or local in self.stopped):
+            if ending is not None and ending.exit_code == 0:
                 continue
-            # A signal leaves no record: such a death is dated to when the rank was last seen alive, so that
-            # it comes before what it brought on its peers.
-            seen = ending.last_seen if ending is not None else self._last_look
-            code = ending.exit_code if ending is not None and ending.exit_code != 0 else 1
+            if record is None:
+                if ending is None or local in self.stopped:
+                    continue
+                # A signal leaves no record: such a death is dated to when the rank was last seen alive, so that
+                # it comes before what it brought on its peers.
+                record = FailureRecord("", ending.last_seen, ending.exit_code)
             failures.append(
                 RankFailure(
                     rank=self._rank(local),
                     local_rank=local,
                     pid=process.pid,
-                    exit_code=code,
-                    timestamp=record.timestamp if record is not None else seen,
-                    text=record.text if record is not None else "",
+                    exit_code=record.exit_code,
+                    timestamp=record.timestamp,
+                    text=record.text,
                     host=os.uname().nodename,
                 )
             )

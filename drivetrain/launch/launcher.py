@@ -62,7 +62,7 @@ def launch_script(options: LaunchOptions, script: str, args: Sequence[str] = ())
     with (
         _quiet_loggers(enabled=not options.debug),
         _log_directory(options) as log_directory,
-        _variables(plan.variables),
+        plan.environment(),
     ):
         return _run(options, plan, entrypoint, arguments, log_directory)
 
@@ -91,15 +91,12 @@ def _command(options: LaunchOptions, script: str, args: Sequence[str]) -> tuple[
     else:
         entrypoint = sys.executable
         kind = "module" if options.module else "script"
-        # -u: output comes when it is written, also into a pipe and when a rank is killed.
-        arguments = [*Invocation.current().options, "-u", "-m", _WORKER, kind, script, *args]
+        arguments = [*Invocation.current().options, "-m", _WORKER, kind, script, *args]
     # The agent takes arguments for templates.
     return entrypoint, [argument.replace("$", "$$") for argument in arguments]
 
 
-def _run(
-    options: LaunchOptions, plan: LaunchPlan, entrypoint: str, arguments: list[str], log_directory: str
-) -> int:
+def _run(options: LaunchOptions, plan: LaunchPlan, entrypoint: str, arguments: list[str], log_directory: str) -> int:
     parameters = _rendezvous(options)
     try:
         handler = get_rendezvous_handler(parameters)
@@ -121,9 +118,7 @@ def _run(
         ),
         _logs(options, log_directory),
         log_line_prefix_template="[rank${rank}]: ",
-        on_restart=lambda failure: _say(
-            f"{_described(failure, agent)}\n\ndrivetrain: starting all processes again."
-        ),
+        on_restart=lambda failure: _say(f"{_described(failure, agent)}\n\ndrivetrain: starting all processes again."),
         on_interrupt=lambda: _say("interrupted: the processes are ending; Ctrl-C again kills them."),
     )
     try:
@@ -194,9 +189,7 @@ def _rendezvous(options: LaunchOptions) -> RendezvousParameters:
     )
 
 
-def _rendezvous_failed(
-    options: LaunchOptions, parameters: RendezvousParameters, error: Exception
-) -> LaunchError:
+def _rendezvous_failed(options: LaunchOptions, parameters: RendezvousParameters, error: Exception) -> LaunchError:
     reason = f"{type(error).__name__}: {error.__cause__ or error}".splitlines()[0]
     if "in use" in str(error):
         return LaunchError(
@@ -228,21 +221,6 @@ def _log_directory(options: LaunchOptions) -> Iterator[str]:
         return
     with tempfile.TemporaryDirectory(prefix="drivetrain_", ignore_cleanup_errors=True) as directory:
         yield directory
-
-
-@contextmanager
-def _variables(variables: dict[str, str]) -> Iterator[None]:
-    """Set environment variables for the ranks, which inherit ours."""
-    before = {name: os.environ.get(name) for name in variables}
-    os.environ.update(variables)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            if value is None:
-                os.environ.pop(name, None)
-            else:
-                os.environ[name] = value
 
 
 @contextmanager

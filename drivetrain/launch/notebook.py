@@ -24,6 +24,7 @@ from drivetrain.runtime.errors import ConfigurationError, LaunchError
 from drivetrain.runtime.state import PartialState
 
 _STOP_PATIENCE = 2.0  # seconds between SIGTERM and SIGKILL for the peers of a failed process
+_INTERRUPT_PATIENCE = 30.0  # seconds to end cleanly after an interrupt; another interrupt cuts it short
 _SETTLE = 0.2  # seconds in which a peer's failure may still arrive with an earlier time
 
 
@@ -76,7 +77,8 @@ def notebook_launcher(
     plan = LaunchPlan.make(options)
     world_size = plan.local_processes * num_nodes
     if world_size == 1:
-        function(*args)
+        with plan.environment():
+            function(*args)
         return
     _refuse_what_a_fork_would_break(plan.kind)
     variables = {
@@ -109,7 +111,14 @@ class _Forked:
             process = context.Process(
                 target=_run_rank, args=(function, args, own, sender), name=f"rank{rank}", daemon=False
             )
-            process.start()
+            # Forked from a thread that has never computed: GNU OpenMP keeps its pool by thread, and a child of the
+            # thread that used it would wait for ever for workers that the fork left behind (seen with torch 2.13).
+            starter = threading.Thread(target=process.start)
+            starter.start()
+            starter.join()
+            if process.pid is None:
+                self._end()
+                raise LaunchError(f"Process {rank} could not be forked; is the limit on processes or memory reached?")
             sender.close()
             self._processes[rank], self._reports[rank] = process, receiver
 
@@ -125,8 +134,7 @@ class _Forked:
             failures = self._failures()
         except KeyboardInterrupt:
             # The terminal (or the notebook) interrupted the whole group: each process has seen it already.
-            for process in self._processes.values():
-                process.join(_STOP_PATIENCE)
+            self._join(_INTERRUPT_PATIENCE)
             raise
         finally:
             self._end()
@@ -154,19 +162,21 @@ class _Forked:
         alive = [process for process in self._processes.values() if process.exitcode is None]
         for process in alive:
             process.terminate()
-        deadline = time.monotonic() + _STOP_PATIENCE
+        self._join(_STOP_PATIENCE)
         for process in alive:
-            process.join(max(0.0, deadline - time.monotonic()))
             if process.exitcode is None:
                 process.kill()
                 process.join()
         for report in self._reports.values():
             report.close()
 
+    def _join(self, patience: float) -> None:
+        deadline = time.monotonic() + patience
+        for process in self._processes.values():
+            process.join(max(0.0, deadline - time.monotonic()))
 
-def _run_rank(
-    function: Callable[..., Any], args: Sequence[Any], variables: dict[str, str], report: Connection
-) -> None:
+
+def _run_rank(function: Callable[..., Any], args: Sequence[Any], variables: dict[str, str], report: Connection) -> None:
     """What each forked process does; its failure goes to the parent instead of the screen."""
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     os.environ.update(variables)
@@ -192,13 +202,9 @@ def _port(given: str | int, machines: int) -> int | None:
     try:
         port = int(given)
     except ValueError:
-        raise ConfigurationError(
-            f"use_port is {given!r}, but must be a number; 0 takes a free port."
-        ) from None
+        raise ConfigurationError(f"use_port is {given!r}, but must be a number; 0 takes a free port.") from None
     if port == 0 and machines > 1:
-        raise ConfigurationError(
-            "use_port is 0, but several machines must agree on one. Give the same port on each."
-        )
+        raise ConfigurationError("use_port is 0, but several machines must agree on one. Give the same port on each.")
     return port
 
 
@@ -221,7 +227,7 @@ def _refuse_what_a_fork_would_break(kind: str) -> None:
             "notebook_launcher."
         )
     started = getattr(get_device_kind(kind).module, "is_initialized", None)
-    if started is not None and started():
+    if kind != "cpu" and started is not None and started():
         raise LaunchError(
             f"{kind} is in use in this process already, and its state does not survive a fork. Restart the "
             f"kernel, and touch {kind} only inside the function given to notebook_launcher."

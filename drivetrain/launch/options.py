@@ -154,9 +154,7 @@ class LaunchOptions:
                 )
                 raise ConfigurationError(f"{name} is {value}, but must be at least {minimum}.{hint}")
         if self.monitor_interval <= 0:
-            raise ConfigurationError(
-                f"monitor_interval is {self.monitor_interval}, but must be more than 0 seconds."
-            )
+            raise ConfigurationError(f"monitor_interval is {self.monitor_interval}, but must be more than 0 seconds.")
 
     def _check_machines(self) -> None:
         if self.machine_rank >= self.num_machines:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import psutil
@@ -59,6 +61,20 @@ class LaunchPlan:
                 "CPU with cpu (`--cpu`)."
             )
         return cls(local_processes, kind.name, _run_variables(options, kind, local_processes))
+
+    @contextmanager
+    def environment(self) -> Iterator[None]:
+        """Set the variables in this process, whose environment the ranks inherit, and put back what was there."""
+        before = {name: os.environ.get(name) for name in self.variables}
+        os.environ.update(self.variables)
+        try:
+            yield
+        finally:
+            for name, value in before.items():
+                if value is None:
+                    os.environ.pop(name, None)
+                else:
+                    os.environ[name] = value
 
 
 def _device_kind(options: LaunchOptions) -> DeviceKind:

@@ -18,13 +18,11 @@ ERROR_FILE_VARIABLE = "TORCHELASTIC_ERROR_FILE"
 _OWN_FIELDS = "drivetrain"
 
 _LIKELY_CAUSES = {
-    "SIGKILL": "Most often the system had run out of memory (`dmesg` tells); "
-    "also `kill -9` or a scheduler's limit.",
+    "SIGKILL": "Most often the system had run out of memory (`dmesg` tells); also `kill -9` or a scheduler's limit.",
     "SIGSEGV": "It crashed in native code: a compiled extension, or libraries that do not fit each other. "
     "The Python stack, if it could be written, is above.",
     "SIGBUS": "Most often shared memory ran out: make /dev/shm larger, or use fewer loader workers.",
-    "SIGABRT": "Native code gave up (an assertion, a CUDA error, a collective's time-out); "
-    "its message is above.",
+    "SIGABRT": "Native code gave up (an assertion, a CUDA error, a collective's time-out); its message is above.",
     "SIGILL": "A library was built for another processor.",
     "SIGFPE": "Native code divided by zero.",
     "SIGTERM": "Somebody asked it to stop: `kill`, or a scheduler.",
@@ -71,23 +69,34 @@ class RankFailure:
 
 @dataclass(frozen=True)
 class FailureRecord:
-    """What a rank wrote about its failure: a traceback or message, and the time (seconds since the epoch)."""
+    """What a rank wrote about its failure.
+
+    Attributes:
+        text: a traceback, or the message given to `sys.exit`.
+        timestamp: seconds since the epoch.
+        exit_code: what it was about to end with; its exit handlers may still have kept it until it was killed.
+        final: whether the rank certainly ends with it; a script that writes elastic's own record may go on.
+    """
 
     text: str
     timestamp: float
+    exit_code: int = 1
+    final: bool = False
 
 
-def write_record(path: str, text: str, summary: str) -> None:
+def write_record(path: str, text: str, summary: str, exit_code: int = 1) -> None:
     """Write a rank's failure so that the file appears complete or not at all.
 
     Args:
         path: the file that the elastic agent named.
         text: what the user shall see: a traceback or a message.
         summary: one line.
+        exit_code: what the rank will end with.
     """
     now = time.time()
     extra = {"py_callstack": text, "timestamp": str(int(now))}
-    content = {"message": {"message": summary, "extraInfo": extra}, _OWN_FIELDS: {"timestamp": now}}
+    own = {"timestamp": now, "exit_code": exit_code}
+    content = {"message": {"message": summary, "extraInfo": extra}, _OWN_FIELDS: own}
     temporary = f"{path}.{os.getpid()}"
     with open(temporary, "w", encoding="utf-8") as file:
         json.dump(content, file)
@@ -103,8 +112,9 @@ def read_record(path: str) -> FailureRecord | None:
         if isinstance(message, str):
             return FailureRecord(message, float(content.get("timestamp", 0)))
         extra = message["extraInfo"]
-        timestamp = content.get(_OWN_FIELDS, extra)["timestamp"]
-        return FailureRecord(extra["py_callstack"], float(timestamp))
+        if (own := content.get(_OWN_FIELDS)) is None:
+            return FailureRecord(extra["py_callstack"], float(extra["timestamp"]))
+        return FailureRecord(extra["py_callstack"], own["timestamp"], own["exit_code"], final=True)
     except (OSError, ValueError, KeyError, TypeError):
         return None
 
@@ -126,9 +136,7 @@ def describe(failure: RankFailure, world_size: int, *, then: str = "") -> str:
         A line that names the rank, and its traceback or message.
     """
     peers = world_size - 1
-    stopped = (
-        f" The other {peers} processes were stopped." if peers > 1 else " The other process was stopped."
-    )
+    stopped = f" The other {peers} processes were stopped." if peers > 1 else " The other process was stopped."
     then = f" {then}" if then else stopped if peers else ""
     where = f"pid {failure.pid} on {failure.host or socket.gethostname()}"
     if failure.exit_code < 0:

@@ -38,6 +38,10 @@ def main() -> int:
     rank_process = os.getpid()
     _end_with_launcher()
     _take_share_of_cores()
+    # Whole lines at once, also into a pipe: ranks do not write into each other's lines, and little is lost when one
+    # is killed.
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(line_buffering=True)
     with contextlib.suppress(OSError, ValueError, io.UnsupportedOperation):
         faulthandler.enable()
     sys.argv = [target, *arguments]
@@ -115,16 +119,16 @@ def _exit_code(stop: SystemExit, *, report: bool) -> int:
         _report(str(stop.code), "sys.exit", report=report)
         return 1
     if stop.code != 0:
-        _report("", f"sys.exit({stop.code})", report=report, silent=True)
+        _report("", f"sys.exit({stop.code})", report=report, exit_code=stop.code & 0xFF)
     return stop.code & 0xFF
 
 
-def _report(text: str, summary: str, *, report: bool, silent: bool = False) -> None:
+def _report(text: str, summary: str, *, report: bool, exit_code: int = 1) -> None:
     """Leave a record for the launcher; print where there is none, or in a child that the script forked."""
     path = os.environ.get(ERROR_FILE_VARIABLE)
     if report and path:
-        write_record(path, text, summary)
-    elif not silent:
+        write_record(path, text, summary, exit_code)
+    elif text:
         print(text, file=sys.stderr)
 
 
