@@ -3,5 +3,19 @@
 from __future__ import annotations
 
 from drivetrain.callbacks.base import Callback
+from drivetrain.callbacks.early_stopping import EarlyStopping
+from drivetrain.callbacks.evaluation_gather import EvaluationGather
+from drivetrain.callbacks.lr_monitor import LearningRateMonitor
+from drivetrain.callbacks.model_checkpoint import ModelCheckpoint
+from drivetrain.callbacks.model_summary import ModelSummary
+from drivetrain.callbacks.progress_bar import TQDMProgressBar
 
-__all__ = ["Callback"]
+__all__ = [
+    "Callback",
+    "EarlyStopping",
+    "EvaluationGather",
+    "LearningRateMonitor",
+    "ModelCheckpoint",
+    "ModelSummary",
+    "TQDMProgressBar",
+]

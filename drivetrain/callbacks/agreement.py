@@ -35,9 +35,7 @@ def decide_on_main_process(decide: Callable[[], T]) -> T:
         except Exception as error:
             raised = error
             message[1] = type(error) if isinstance(error, DrivetrainError) else DrivetrainError
-            message[2] = (
-                str(error) if isinstance(error, DrivetrainError) else f"On the main process: {error!r}"
-            )
+            message[2] = str(error) if isinstance(error, DrivetrainError) else f"On the main process: {error!r}"
     broadcast_object_list(message)
     if raised is not None:
         raise raised

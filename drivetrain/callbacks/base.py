@@ -158,9 +158,7 @@ class Callback:
             batch_idx: The number of the batch in the epoch, from 0.
         """
 
-    def on_train_batch_end(
-        self, trainer: Trainer, task: Task, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
+    def on_train_batch_end(self, trainer: Trainer, task: Task, outputs: Any, batch: Any, batch_idx: int) -> None:
         """Called after each training batch and, at the end of an accumulation window, its optimizer step.
 
         Args:

@@ -79,9 +79,7 @@ class EarlyStopping(Callback):
     ) -> None:
         check_mode(mode, "EarlyStopping")
         if patience < 0:
-            raise ConfigurationError(
-                f"EarlyStopping(patience={patience}): patience is a number of checks, 0 or more."
-            )
+            raise ConfigurationError(f"EarlyStopping(patience={patience}): patience is a number of checks, 0 or more.")
         self.monitor = monitor
         self.min_delta = abs(min_delta)
         self.patience = patience
@@ -128,9 +126,7 @@ class EarlyStopping(Callback):
         if self._check_on_train_epoch_end is not None:
             self._checks_epoch_end = self._check_on_train_epoch_end
         else:
-            self._checks_epoch_end = (
-                trainer.val_check_interval == 1.0 and trainer.check_val_every_n_epoch == 1
-            )
+            self._checks_epoch_end = trainer.val_check_interval == 1.0 and trainer.check_val_every_n_epoch == 1
 
     def teardown(self, trainer: Trainer, task: Task, stage: str) -> None:
         self._fitting = False
@@ -162,9 +158,7 @@ class EarlyStopping(Callback):
         if value is None:
             message = missing_metric_message(metrics, self.monitor, "EarlyStopping")
             if self.strict:
-                raise ConfigurationError(
-                    f"{message} With strict=False checks without the metric are left out."
-                )
+                raise ConfigurationError(f"{message} With strict=False checks without the metric are left out.")
             logger.warning_once(message)
         return value
 
@@ -189,7 +183,6 @@ class EarlyStopping(Callback):
         self.wait_count += 1
         if self.wait_count >= self.patience:
             return True, (
-                f"Stopping: {name} has not improved in {self.wait_count} checks. "
-                f"The best value was {self._best:.6g}."
+                f"Stopping: {name} has not improved in {self.wait_count} checks. The best value was {self._best:.6g}."
             )
         return False, ""

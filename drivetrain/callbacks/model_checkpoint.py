@@ -227,9 +227,7 @@ class ModelCheckpoint(Callback):
         if self.train_time_interval is not None and self._fitting:
             self._timer = StepTimer(self.train_time_interval.total_seconds(), trainer.global_step)
 
-    def on_train_batch_end(
-        self, trainer: Trainer, task: Task, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
+    def on_train_batch_end(self, trainer: Trainer, task: Task, outputs: Any, batch: Any, batch_idx: int) -> None:
         if not self.every_n_train_steps and self._timer is None:
             return
         step = trainer.global_step
@@ -255,9 +253,7 @@ class ModelCheckpoint(Callback):
 
     def _epoch_is_due(self, trainer: Trainer) -> bool:
         every = self.every_n_epochs
-        return (
-            every > 0 and (trainer.current_epoch + 1) % every == 0 and trainer.global_step != self._last_step
-        )
+        return every > 0 and (trainer.current_epoch + 1) % every == 0 and trainer.global_step != self._last_step
 
     def _saves_at_epoch_end(self, trainer: Trainer) -> bool:
         if self.save_on_train_epoch_end is not None:
@@ -360,8 +356,8 @@ def _check_intervals(steps: int | None, interval: timedelta | None, epochs: int 
     if len(given) > 1:
         raise ConfigurationError(
             "ModelCheckpoint takes one of every_n_train_steps, train_time_interval and every_n_epochs, but "
-            f"got {', '.join(f'{name}={value!r}' for name, value in given.items())}. For several rhythms, use "
-            "several ModelCheckpoints."
+            f"got {', '.join(f'{name}={value!r}' for name, value in given.items())}. For several rhythms, "
+            "use several ModelCheckpoints."
         )
     for name, number in (("every_n_train_steps", steps), ("every_n_epochs", epochs)):
         if number is not None and number < 0:

@@ -1,0 +1,268 @@
+"""Evaluate on all samples together, wherever they were computed."""
+
+from __future__ import annotations
+
+import copy
+import os
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from drivetrain.callbacks.agreement import decide_on_main_process
+from drivetrain.callbacks.base import Callback
+from drivetrain.callbacks.sample_store import (
+    Part,
+    Samples,
+    collect,
+    real_rows_on_cpu,
+    write_samples,
+    writer_for,
+)
+from drivetrain.runtime.errors import ConfigurationError, DataError, nearest
+
+if TYPE_CHECKING:
+    from drivetrain.trainer.task import Task
+    from drivetrain.trainer.trainer import Trainer
+
+Select = Callable[[Any, Any], tuple[Any, Any]]
+
+_STAGES = {"validate": "val", "test": "test", "predict": "predict"}
+
+
+class EvaluationGather(Callback):
+    """Gathers predictions and targets of every process, each sample once and in the order of the data set.
+
+    What the evaluation steps return is kept on the CPU, without the rows that only pad a batch. At the end of
+    the pass the main process brings it all together, computes metrics over all samples and writes a file. The
+    results are those of a run on one process, also for metrics that are no means, such as AUROC.
+
+    Args:
+        predictions: The key of the predictions in the dict that ``validation_step`` and the like return. Where
+            they return something else than a dict, that is the predictions.
+        targets: The key of the targets. They may be missing where there are no `metrics`.
+        metrics: Names and what is logged under them: torchmetrics objects, or functions of all predictions and
+            all targets that return a number. A ``MetricCollection`` logs under its own names.
+        path: The file to write; its extension says how: ``.pt``, ``.npz``, ``.csv`` or ``.jsonl``. A relative
+            path is taken from the Trainer's ``log_dir`` or ``default_root_dir``.
+        select: A function of a step's outputs and its batch that returns predictions and targets, for tasks
+            that return neither.
+        stages: In which runs to gather: ``"validate"`` (in fit as well), ``"test"`` and ``"predict"``.
+        prog_bar: Show the metrics in the progress bar.
+
+    In names and in `path`, ``{stage}`` stands for ``val``, ``test`` or ``predict``, and in `path` ``{epoch}``
+    for the epoch. With several loaders ``/dataloader_idx_<n>`` is added to names and ``-dataloader_idx_<n>`` to
+    the file's name.
+
+    Raises:
+        ConfigurationError: If there is neither `metrics` nor `path`, or a stage or the extension is unknown.
+        DataError: During the run, if outputs hold no predictions or not one for each sample.
+
+    Example:
+        ```python
+        from torchmetrics.classification import MulticlassAUROC
+
+        from drivetrain import EvaluationGather, Trainer
+
+        gather = EvaluationGather(
+            predictions="logits",
+            metrics={"{stage}_auroc": MulticlassAUROC(num_classes=10)},
+            path="predictions-{stage}.csv",
+        )
+        trainer = Trainer(callbacks=[gather])
+        ```
+    """
+
+    def __init__(
+        self,
+        predictions: str = "predictions",
+        targets: str = "targets",
+        metrics: Mapping[str, Callable[..., Any]] | Callable[..., Any] | None = None,
+        path: str | os.PathLike[str] | None = None,
+        select: Select | None = None,
+        stages: Sequence[str] = ("validate", "test", "predict"),
+        prog_bar: bool = False,
+    ) -> None:
+        if metrics is None and path is None:
+            raise ConfigurationError(
+                "EvaluationGather has nothing to do: give metrics= to compute, path= to write to, or both."
+            )
+        if metrics is not None and not isinstance(metrics, Mapping) and not _is_metric(metrics):
+            raise ConfigurationError(
+                f"EvaluationGather(metrics={metrics!r}): give a dict of names and metrics, "
+                "such as {'val_auroc': metric}, or a torchmetrics.MetricCollection."
+            )
+        for stage in stages:
+            if stage not in _STAGES:
+                raise ConfigurationError(
+                    f"EvaluationGather(stages={stages!r}): there is no {stage!r}.{nearest(stage, _STAGES)} "
+                    f"Stages are {', '.join(map(repr, _STAGES))}."
+                )
+        if path is not None:
+            writer_for(path)
+        self.predictions = predictions
+        self.targets = targets
+        self.metrics = metrics
+        self.path = path
+        self.select = select
+        self.stages = tuple(stages)
+        self.prog_bar = prog_bar
+        self._parts: list[Part] = []
+
+    @property
+    def state_key(self) -> str:
+        return self.build_state_key(predictions=self.predictions, targets=self.targets)
+
+    # the same three moments in each stage
+
+    def on_validation_epoch_start(self, trainer: Trainer, task: Task) -> None:
+        self._parts = []
+
+    def on_validation_batch_end(
+        self, trainer: Trainer, task: Task, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
+    ) -> None:
+        self._keep(trainer, "validate", outputs, batch, batch_idx, dataloader_idx)
+
+    def on_validation_epoch_end(self, trainer: Trainer, task: Task) -> None:
+        self._finish(trainer, task, "validate")
+
+    def on_test_epoch_start(self, trainer: Trainer, task: Task) -> None:
+        self._parts = []
+
+    def on_test_batch_end(
+        self, trainer: Trainer, task: Task, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
+    ) -> None:
+        self._keep(trainer, "test", outputs, batch, batch_idx, dataloader_idx)
+
+    def on_test_epoch_end(self, trainer: Trainer, task: Task) -> None:
+        self._finish(trainer, task, "test")
+
+    def on_predict_epoch_start(self, trainer: Trainer, task: Task) -> None:
+        self._parts = []
+
+    def on_predict_batch_end(
+        self, trainer: Trainer, task: Task, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
+    ) -> None:
+        self._keep(trainer, "predict", outputs, batch, batch_idx, dataloader_idx)
+
+    def on_predict_epoch_end(self, trainer: Trainer, task: Task) -> None:
+        self._finish(trainer, task, "predict")
+
+    def _keep(
+        self, trainer: Trainer, stage: str, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int
+    ) -> None:
+        """Keep the real rows of one batch."""
+        if stage not in self.stages:
+            return
+        info = trainer.batch_info
+        rows, keep = (None, None) if info is None else (info.rows, info.real_rows)
+        predictions, targets = self._pick(outputs, batch, stage)
+        kept = (
+            real_rows_on_cpu(predictions, rows, keep, "predictions"),
+            None if targets is None else real_rows_on_cpu(targets, rows, keep, "targets"),
+        )
+        shard = trainer.strategy.data_shard.index
+        self._parts.append(Part(dataloader_idx, batch_idx, shard, kept))
+
+    def _pick(self, outputs: Any, batch: Any, stage: str) -> tuple[Any, Any]:
+        """Return predictions and targets out of what a step returned."""
+        if self.select is not None:
+            predictions, targets = self.select(outputs, batch)
+            return predictions, targets
+        step = {"validate": "validation_step", "test": "test_step", "predict": "predict_step"}[stage]
+        if isinstance(outputs, Mapping):
+            if self.predictions not in outputs:
+                raise DataError(
+                    f"EvaluationGather(predictions={self.predictions!r}): {step} returned a dict with "
+                    f"{', '.join(map(repr, outputs)) or 'nothing'}.{nearest(self.predictions, map(str, outputs))} "
+                    "Return the predictions under that key, name another key, or give select=."
+                )
+            return outputs[self.predictions], outputs.get(self.targets)
+        if outputs is None:
+            raise DataError(
+                f"EvaluationGather needs what {step} returns, and it returned None. Return a dict such as "
+                f"{{{self.predictions!r}: ..., {self.targets!r}: ...}}, or give select=."
+            )
+        return outputs, None
+
+    def _finish(self, trainer: Trainer, task: Task, stage: str) -> None:
+        """Bring the samples together, log the metrics and write the file."""
+        if stage not in self.stages:
+            return
+        parts, self._parts = self._parts, []
+        loaders = collect(parts, trainer.is_global_zero)
+
+        def evaluate() -> dict[str, float]:
+            values: dict[str, float] = {}
+            for number, samples in enumerate(loaders):
+                several = len(loaders) > 1
+                if self.metrics is not None and stage != "predict":
+                    suffix = f"/dataloader_idx_{number}" if several else ""
+                    results = _compute(self.metrics, samples)
+                    values.update({self._name(key, stage) + suffix: value for key, value in results.items()})
+                if self.path is not None and not trainer.sanity_checking:
+                    root = trainer.log_dir or trainer.default_root_dir
+                    suffix = f"-dataloader_idx_{number}" if several else ""
+                    write_samples(samples, self._file(root, stage, trainer.current_epoch, suffix))
+            return values
+
+        for name, value in decide_on_main_process(evaluate).items():
+            # The same value on all processes, and of the whole pass.
+            task.log(name, value, prog_bar=self.prog_bar, on_step=False, on_epoch=True, batch_size=1)
+
+    def _name(self, name: str, stage: str) -> str:
+        return name.replace("{stage}", _STAGES[stage])
+
+    def _file(self, root: str, stage: str, epoch: int, suffix: str) -> Path:
+        assert self.path is not None
+        name = self._name(os.fspath(self.path), stage).replace("{epoch}", str(epoch))
+        path = Path(root, name)
+        return path.with_name(f"{path.stem}{suffix}{path.suffix}")
+
+
+def _is_metric(metric: Any) -> bool:
+    """Whether this is a torchmetrics object; asked so that torchmetrics need not be imported."""
+    return hasattr(metric, "update") and hasattr(metric, "compute") and hasattr(metric, "reset")
+
+
+def _compute(metrics: Mapping[str, Callable[..., Any]] | Callable[..., Any], samples: Samples) -> dict[str, float]:
+    """Return the values of all metrics over all samples."""
+    if samples.targets is None:
+        raise DataError(
+            "EvaluationGather has metrics to compute, but the outputs hold no targets. Return them with the "
+            "predictions, name their key with targets=, or give select=."
+        )
+    named: Mapping[str, Any] = metrics if isinstance(metrics, Mapping) and not _is_metric(metrics) else {"": metrics}
+    values: dict[str, float] = {}
+    for name, metric in named.items():
+        result = _value_of(metric, samples)
+        several = result if isinstance(result, Mapping) else {None: result}
+        for key, value in several.items():
+            label = name if key is None else f"{name}/{key}" if name else str(key)
+            values[label] = _scalar(label or type(metric).__name__, value)
+    if "" in values:  # a single torchmetrics object
+        values[type(metrics).__name__] = values.pop("")
+    return values
+
+
+def _value_of(metric: Callable[..., Any], samples: Samples) -> Any:
+    if not _is_metric(metric):
+        return metric(samples.predictions, samples.targets)
+    fresh: Any = copy.deepcopy(metric)
+    fresh = fresh.to("cpu")
+    for module in fresh.modules():
+        if hasattr(module, "sync_on_compute"):
+            module.sync_on_compute = False  # it has all samples; the other processes compute nothing
+    fresh.reset()
+    fresh.update(samples.predictions, samples.targets)
+    return fresh.compute()
+
+
+def _scalar(name: str, value: Any) -> float:
+    if isinstance(value, torch.Tensor) and value.numel() != 1:
+        raise DataError(
+            f"The metric {name!r} is a tensor of shape {tuple(value.shape)}, and only a single number can be "
+            "logged. Average it, or let a function return the number that you want."
+        )
+    return float(value)

@@ -1,0 +1,84 @@
+"""Print what a task is made of."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from torch import nn
+from torch.nn.parameter import UninitializedParameter
+
+from drivetrain.callbacks.base import Callback
+from drivetrain.runtime.errors import ConfigurationError
+
+if TYPE_CHECKING:
+    from drivetrain.trainer.task import Task
+    from drivetrain.trainer.trainer import Trainer
+
+_UNITS = ((10**9, "B"), (10**6, "M"), (10**3, "K"))
+
+
+class ModelSummary(Callback):
+    """Prints a table of the task's modules and their parameters when fit begins, on the main process.
+
+    Args:
+        max_depth: How deep to look: 1 for the task's own modules, 2 for those within them, and so on; -1 for
+            all, 0 for the totals only.
+
+    Raises:
+        ConfigurationError: If `max_depth` is below -1.
+    """
+
+    def __init__(self, max_depth: int = 1) -> None:
+        if max_depth < -1:
+            raise ConfigurationError(f"ModelSummary(max_depth={max_depth}): give 0 or more, or -1 for all modules.")
+        self.max_depth = max_depth
+
+    def on_fit_start(self, trainer: Trainer, task: Task) -> None:
+        if trainer.is_global_zero and not trainer.fast_dev_run:
+            print(summarize(task, self.max_depth))
+
+
+def summarize(model: nn.Module, max_depth: int = 1) -> str:
+    """Return a table of a model's modules and their parameters.
+
+    Args:
+        model: The model.
+        max_depth: How deep to look; -1 for all modules.
+    """
+    rows = [
+        (name, type(module).__name__, _count(module.parameters())) for name, module in _modules(model, "", max_depth)
+    ]
+    lines = []
+    if rows:
+        cells = [("name", "type", "params"), *((name, kind, _short(count)) for name, kind, count in rows)]
+        widths = [max(len(row[column]) for row in cells) for column in range(3)]
+        for name, kind, count in cells:
+            lines.append(f"{name:<{widths[0]}}  {kind:<{widths[1]}}  {count:>{widths[2]}}")
+        rule = "-" * len(lines[0])
+        lines = [lines[0], rule, *lines[1:], rule]
+    total = _count(model.parameters())
+    trainable = _count(parameter for parameter in model.parameters() if parameter.requires_grad)
+    lines.append(f"{total:,} parameters, {trainable:,} of them trainable")
+    if any(isinstance(parameter, UninitializedParameter) for parameter in model.parameters()):
+        lines.append("Lazy modules count from their first forward on.")
+    return "\n".join(lines)
+
+
+def _modules(model: nn.Module, prefix: str, depth: int) -> Iterator[tuple[str, nn.Module]]:
+    if depth == 0:
+        return
+    for name, module in model.named_children():
+        yield f"{prefix}{name}", module
+        yield from _modules(module, f"{prefix}{name}.", depth - 1)
+
+
+def _count(parameters: Iterator[nn.Parameter]) -> int:
+    return sum(0 if isinstance(each, UninitializedParameter) else each.numel() for each in parameters)
+
+
+def _short(count: int) -> str:
+    for size, unit in _UNITS:
+        if count >= size:
+            return f"{count / size:.1f} {unit}"
+    return str(count)

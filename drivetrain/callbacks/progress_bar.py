@@ -1,0 +1,229 @@
+"""Show how far a run is."""
+
+from __future__ import annotations
+
+import math
+import time
+from time import perf_counter
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from drivetrain.callbacks.base import Callback
+from drivetrain.callbacks.progress_display import Display, Stage, make_display, to_numbers
+from drivetrain.runtime.errors import ConfigurationError
+
+if TYPE_CHECKING:
+    from drivetrain.trainer.task import Task
+    from drivetrain.trainer.trainer import Trainer
+
+_NEVER = math.inf
+
+
+class TQDMProgressBar(Callback):
+    """Shows epoch, batches, speed and the values logged with ``prog_bar=True``, on the main process.
+
+    On a terminal or in a notebook a bar is redrawn on a clock: between two redraws a batch costs one look at
+    the clock, and logged tensors are read only when they are shown. Where the output goes to a file or a pipe
+    there is one line for each epoch instead, and one a minute within a long one.
+
+    Args:
+        refresh_rate: Redraw only after a number of batches that this divides; 0 turns the bar off.
+        process_position: Lines to leave free above the bar, for bars of other processes.
+        leave: Leave the bar of each epoch on the screen and begin a new one.
+        refresh_seconds: The time between two redraws, in seconds.
+
+    Raises:
+        ConfigurationError: If a number is negative.
+
+    Example:
+        ```python
+        from drivetrain import TQDMProgressBar, Trainer
+
+        trainer = Trainer(callbacks=[TQDMProgressBar(leave=True)])
+        ```
+    """
+
+    order: ClassVar[int] = 1
+
+    def __init__(
+        self,
+        refresh_rate: int = 1,
+        process_position: int = 0,
+        leave: bool = False,
+        refresh_seconds: float = 0.1,
+    ) -> None:
+        for name, number in (("refresh_rate", refresh_rate), ("refresh_seconds", refresh_seconds)):
+            if number < 0:
+                raise ConfigurationError(f"TQDMProgressBar({name}={number}): give 0 or more.")
+        self.refresh_rate = refresh_rate
+        self.process_position = process_position
+        self.leave = leave
+        self.refresh_seconds = refresh_seconds
+        self._enabled = True
+        self._display: Display | None = None  # there is none on other processes, nor between runs
+        self._due = _NEVER  # when to redraw, by perf_counter
+        self._stages: list[Stage] = []
+        self._stage = Stage("")  # the innermost one; this one where nothing is shown
+
+    # on and off
+
+    @property
+    def is_enabled(self) -> bool:
+        """Whether progress is shown on the main process."""
+        return self._enabled and self.refresh_rate > 0
+
+    @property
+    def is_disabled(self) -> bool:
+        """Whether nothing is shown."""
+        return not self.is_enabled
+
+    def enable(self) -> None:
+        """Show progress, beginning with the next call of the Trainer's fit, validate, test or predict."""
+        self._enabled = True
+
+    def disable(self) -> None:
+        """Show nothing from now on."""
+        self._enabled = False
+        self._stop()
+
+    def print(self, *args: Any, sep: str = " ", end: str = "\n") -> None:
+        """Print text above the bar without breaking it.
+
+        Args:
+            *args: What to print.
+            sep: What stands between them.
+            end: What stands after them.
+        """
+        text = sep.join(map(str, args)) + end
+        if self._display is not None:
+            self._display.write(text)
+        else:
+            print(text, end="")
+
+    # around everything
+
+    def setup(self, trainer: Trainer, task: Task, stage: str) -> None:
+        self._stop()
+        if self.is_enabled and trainer.is_global_zero:
+            self._display = make_display(self.refresh_seconds, self.process_position)
+            self._due = perf_counter() + self._display.refresh_seconds
+
+    def teardown(self, trainer: Trainer, task: Task, stage: str) -> None:
+        self._stop()
+
+    def on_exception(self, trainer: Trainer, task: Task, exception: BaseException) -> None:
+        self._stop()
+
+    # fit
+
+    def on_sanity_check_start(self, trainer: Trainer, task: Task) -> None:
+        steps = trainer.num_sanity_val_steps
+        self._begin(Stage("Sanity check", [min(steps, size) for size in trainer.num_val_batches], nested=True))
+
+    def on_sanity_check_end(self, trainer: Trainer, task: Task) -> None:
+        self._end(trainer)
+
+    def on_train_epoch_start(self, trainer: Trainer, task: Task) -> None:
+        last = trainer.max_epochs
+        of = f"/{last - 1}" if last is not None and last > 0 else ""
+        epoch = Stage(f"Epoch {trainer.current_epoch}{of}", [trainer.num_training_batches])
+        if self._stages and not self.leave:
+            epoch.bar = self._stages.pop().bar  # goes on in its place
+        else:
+            self._close_stages()
+        self._begin(epoch)
+
+    def on_train_batch_end(self, trainer: Trainer, task: Task, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self._stage.done = batch_idx + 1
+        if perf_counter() >= self._due:
+            self._draw(trainer)
+
+    def on_train_epoch_end(self, trainer: Trainer, task: Task) -> None:
+        if self._display is not None and self._stages:
+            self._display.finish(self._stage, to_numbers(trainer.progress_bar_metrics))
+
+    def on_train_end(self, trainer: Trainer, task: Task) -> None:
+        self._close_stages()
+
+    # evaluation
+
+    def on_validation_start(self, trainer: Trainer, task: Task) -> None:
+        if not trainer.sanity_checking:
+            self._begin(Stage("Validation", trainer.num_val_batches, nested=bool(self._stages)))
+
+    def on_validation_batch_end(
+        self, trainer: Trainer, task: Task, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
+    ) -> None:
+        self._evaluated(trainer, batch_idx, dataloader_idx)
+
+    def on_validation_end(self, trainer: Trainer, task: Task) -> None:
+        if not trainer.sanity_checking:
+            self._end(trainer)
+
+    def on_test_start(self, trainer: Trainer, task: Task) -> None:
+        self._begin(Stage("Test", trainer.num_test_batches))
+
+    def on_test_batch_end(
+        self, trainer: Trainer, task: Task, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
+    ) -> None:
+        self._evaluated(trainer, batch_idx, dataloader_idx)
+
+    def on_test_end(self, trainer: Trainer, task: Task) -> None:
+        self._end(trainer)
+
+    def on_predict_start(self, trainer: Trainer, task: Task) -> None:
+        self._begin(Stage("Predict", trainer.num_predict_batches))
+
+    def on_predict_batch_end(
+        self, trainer: Trainer, task: Task, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
+    ) -> None:
+        self._evaluated(trainer, batch_idx, dataloader_idx)
+
+    def on_predict_end(self, trainer: Trainer, task: Task) -> None:
+        self._end(trainer)
+
+    # what the hooks have in common
+
+    def _begin(self, stage: Stage) -> None:
+        if self._display is None:
+            return
+        stage.keep = not stage.nested
+        self._stages.append(stage)
+        self._stage = stage
+        self._display.open(stage)
+
+    def _evaluated(self, trainer: Trainer, batch_idx: int, dataloader_idx: int) -> None:
+        stage = self._stage
+        stage.done, stage.loader = batch_idx + 1, dataloader_idx
+        if perf_counter() >= self._due:
+            self._draw(trainer)
+
+    def _draw(self, trainer: Trainer) -> None:
+        """Show how far the innermost stage is; it is due."""
+        stage = self._stage
+        if self._display is None or stage.done % self.refresh_rate:
+            return
+        # The values of the epoch do not change while a validation runs.
+        self._display.draw(stage, {} if stage.nested else to_numbers(trainer.progress_bar_metrics))
+        self._due = perf_counter() + self._display.refresh_seconds
+
+    def _end(self, trainer: Trainer) -> None:
+        """Show how the innermost stage ended, and return to the one around it."""
+        if self._display is None or not self._stages:
+            return
+        stage = self._stages.pop()
+        self._display.finish(stage, {} if stage.nested else to_numbers(trainer.progress_bar_metrics))
+        self._display.close(stage)
+        if self._stages:
+            self._stage = self._stages[-1]
+            self._stage.pause(time.perf_counter() - stage.started)
+
+    def _close_stages(self) -> None:
+        while self._stages:
+            stage = self._stages.pop()
+            if self._display is not None:
+                self._display.close(stage)
+
+    def _stop(self) -> None:
+        self._close_stages()
+        self._display = None
+        self._due = _NEVER
