@@ -208,12 +208,16 @@ def register_device(kind: DeviceKind, *, replace: bool = False) -> None:
     Raises:
         ConfigurationError: the name is taken and `replace` is False.
     """
-    for name in (kind.name, *kind.aliases):
-        if name in _KINDS and not replace:
-            raise ConfigurationError(
-                f"A device kind named {name!r} is registered already; pass replace=True to replace it."
-            )
-        _KINDS[name] = kind
+    names = (kind.name, *kind.aliases)
+    taken = [name for name in names if name in _KINDS]
+    if taken and not replace:
+        raise ConfigurationError(
+            f"A device kind named {taken[0]!r} is registered already; pass replace=True to replace it."
+        )
+    for name in taken:
+        if name in _KINDS and _KINDS[name].name == name:
+            unregister_device(name)  # with its aliases, which would otherwise still lead to it
+    _KINDS.update(dict.fromkeys(names, kind))
 
 
 def unregister_device(name: str) -> None:
