@@ -117,7 +117,9 @@ class TQDMProgressBar(Callback):
 
     def on_sanity_check_start(self, trainer: Trainer, task: Task) -> None:
         steps = trainer.num_sanity_val_steps
-        self._begin(Stage("Sanity check", [min(steps, size) for size in trainer.num_val_batches], nested=True))
+        self._begin(
+            trainer, Stage("Sanity check", [min(steps, size) for size in trainer.num_val_batches], passing=True)
+        )
 
     def on_sanity_check_end(self, trainer: Trainer, task: Task) -> None:
         self._end(trainer)
@@ -130,7 +132,7 @@ class TQDMProgressBar(Callback):
             epoch.bar = self._stages.pop().bar  # goes on in its place
         else:
             self._close_stages()
-        self._begin(epoch)
+        self._begin(trainer, epoch)
 
     def on_train_batch_end(self, trainer: Trainer, task: Task, outputs: Any, batch: Any, batch_idx: int) -> None:
         self._stage.done = batch_idx + 1
@@ -139,7 +141,7 @@ class TQDMProgressBar(Callback):
 
     def on_train_epoch_end(self, trainer: Trainer, task: Task) -> None:
         if self._display is not None and self._stages:
-            self._display.finish(self._stage, to_numbers(trainer.progress_bar_metrics))
+            self._display.finish(self._stage, self._values(trainer))
 
     def on_train_end(self, trainer: Trainer, task: Task) -> None:
         self._close_stages()
@@ -148,7 +150,7 @@ class TQDMProgressBar(Callback):
 
     def on_validation_start(self, trainer: Trainer, task: Task) -> None:
         if not trainer.sanity_checking:
-            self._begin(Stage("Validation", trainer.num_val_batches, nested=bool(self._stages)))
+            self._begin(trainer, Stage("Validation", trainer.num_val_batches, passing=bool(self._stages)))
 
     def on_validation_batch_end(
         self, trainer: Trainer, task: Task, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
@@ -160,7 +162,7 @@ class TQDMProgressBar(Callback):
             self._end(trainer)
 
     def on_test_start(self, trainer: Trainer, task: Task) -> None:
-        self._begin(Stage("Test", trainer.num_test_batches))
+        self._begin(trainer, Stage("Test", trainer.num_test_batches))
 
     def on_test_batch_end(
         self, trainer: Trainer, task: Task, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
@@ -171,7 +173,7 @@ class TQDMProgressBar(Callback):
         self._end(trainer)
 
     def on_predict_start(self, trainer: Trainer, task: Task) -> None:
-        self._begin(Stage("Predict", trainer.num_predict_batches))
+        self._begin(trainer, Stage("Predict", trainer.num_predict_batches))
 
     def on_predict_batch_end(
         self, trainer: Trainer, task: Task, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
@@ -183,10 +185,12 @@ class TQDMProgressBar(Callback):
 
     # what the hooks have in common
 
-    def _begin(self, stage: Stage) -> None:
+    def _begin(self, trainer: Trainer, stage: Stage) -> None:
         if self._display is None:
             return
-        stage.keep = not stage.nested
+        if self._stages:
+            self._draw_now(trainer)  # as far as it is now: it stands still for a while
+        stage.depth = len(self._stages)
         self._stages.append(stage)
         self._stage = stage
         self._display.open(stage)
@@ -202,16 +206,23 @@ class TQDMProgressBar(Callback):
         stage = self._stage
         if self._display is None or stage.done % self.refresh_rate:
             return
-        # The values of the epoch do not change while a validation runs.
-        self._display.draw(stage, {} if stage.nested else to_numbers(trainer.progress_bar_metrics))
+        self._draw_now(trainer)
+
+    def _draw_now(self, trainer: Trainer) -> None:
+        assert self._display is not None
+        self._display.draw(self._stage, self._values(trainer))
         self._due = perf_counter() + self._display.refresh_seconds
+
+    def _values(self, trainer: Trainer) -> dict[str, float]:
+        # What is logged does not change while a part of something larger runs.
+        return {} if self._stage.passing else to_numbers(trainer.progress_bar_metrics)
 
     def _end(self, trainer: Trainer) -> None:
         """Show how the innermost stage ended, and return to the one around it."""
         if self._display is None or not self._stages:
             return
+        self._display.finish(self._stage, self._values(trainer))
         stage = self._stages.pop()
-        self._display.finish(stage, {} if stage.nested else to_numbers(trainer.progress_bar_metrics))
         self._display.close(stage)
         if self._stages:
             self._stage = self._stages[-1]

@@ -22,17 +22,17 @@ class Stage:
         sizes: How many batches each of its loaders has; infinite where that is not known.
         done: Batches done of the current loader.
         loader: The number of the current loader.
-        keep: Whether the result stays on the screen.
-        nested: Whether it runs within another stage.
+        passing: Whether it is shown only while it runs, as a part of something larger.
+        depth: In how many other stages it runs.
     """
 
-    __slots__ = ("bar", "done", "keep", "loader", "nested", "paused", "sizes", "started", "title")
+    __slots__ = ("bar", "depth", "done", "loader", "passing", "paused", "sizes", "started", "title")
 
-    def __init__(self, title: str, sizes: Sequence[float] = (), keep: bool = True, nested: bool = False) -> None:
+    def __init__(self, title: str, sizes: Sequence[float] = (), passing: bool = False) -> None:
         self.title = title
         self.sizes = sizes
-        self.keep = keep
-        self.nested = nested
+        self.passing = passing
+        self.depth = 0
         self.done = 0
         self.loader = 0
         self.started = time.perf_counter()
@@ -107,8 +107,8 @@ class BarDisplay:
         stage.bar = self._bar_type(
             desc=stage.title,
             total=stage.total,
-            leave=stage.keep,
-            position=self._position + int(stage.nested),
+            leave=not stage.passing,
+            position=self._position + stage.depth,
             dynamic_ncols=True,
             mininterval=0,
             miniters=1,
@@ -122,12 +122,11 @@ class BarDisplay:
             stage.bar.refresh()
 
     def finish(self, stage: Stage, values: Mapping[str, float]) -> None:
-        if stage.keep:
+        if not stage.passing:
             self.draw(stage, values)
 
     def close(self, stage: Stage) -> None:
         if stage.bar is not None:
-            stage.bar.leave = stage.keep
             stage.bar.close()
             stage.bar = None
 
@@ -144,11 +143,14 @@ class LineDisplay:
 
     def __init__(self, refresh_seconds: float = 60.0) -> None:
         self.refresh_seconds = refresh_seconds
+        self._last_line = time.perf_counter()
 
     def open(self, stage: Stage) -> None:
         pass
 
     def draw(self, stage: Stage, values: Mapping[str, float]) -> None:
+        if time.perf_counter() - self._last_line < self.refresh_seconds:
+            return
         done, total, elapsed = stage.all_done, stage.total, stage.elapsed
         rate = done / elapsed if elapsed > 0 else 0.0
         parts = [f"{done}/{total} batches" if total else f"{done} batches", f"{rate:.4g} it/s"]
@@ -157,7 +159,7 @@ class LineDisplay:
         self._print(stage.title, parts, values)
 
     def finish(self, stage: Stage, values: Mapping[str, float]) -> None:
-        if stage.nested:
+        if stage.passing:
             return
         done, total, elapsed = stage.all_done, stage.total, stage.elapsed
         counted = f"{done} batches" if done == total or not total else f"{done}/{total} batches"
@@ -172,6 +174,7 @@ class LineDisplay:
 
     def _print(self, title: str, parts: Sequence[str], values: Mapping[str, float]) -> None:
         print(f"{title}: {', '.join([*parts, _listed(values)] if values else parts)}", flush=True)
+        self._last_line = time.perf_counter()
 
 
 def make_display(refresh_seconds: float, position: int = 0) -> Display:
