@@ -45,11 +45,7 @@ def init_process_group(
         LaunchError: the other processes were not there in time.
     """
     chosen = backend or kind.backend
-    spec = (
-        chosen
-        if chosen == "gloo" or ":" in chosen or kind.name == "cpu"
-        else f"cpu:gloo,{kind.name}:{chosen}"
-    )
+    spec = chosen if chosen == "gloo" or ":" in chosen or kind.name == "cpu" else f"cpu:gloo,{kind.name}:{chosen}"
     options: dict[str, Any] = {}
     if "nccl" in spec and device is not None and device.type == "cuda":
         options["device_id"] = device

@@ -205,7 +205,7 @@ class RandomState:
 def isolated_random_state(devices: bool = False) -> Iterator[None]:
     """Run the body and then put the global generators back to where they were.
 
-    Of the time that this takes most is NumPy's, whose state is copied twice: do it once for a batch, not for each sample.
+    Most of its time goes into NumPy's state, which is copied twice: do it once for a batch, not for each sample.
 
     Args:
         devices: Put those of devices back too, which may wait for the device.
