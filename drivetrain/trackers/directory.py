@@ -27,9 +27,7 @@ class RunDirectory:
         version: A number, or a text that is used as it is. An existing one is continued.
     """
 
-    def __init__(
-        self, save_dir: str | os.PathLike[str], name: str | None, version: int | str | None = None
-    ) -> None:
+    def __init__(self, save_dir: str | os.PathLike[str], name: str | None, version: int | str | None = None) -> None:
         self.save_dir = os.fspath(save_dir)
         self.name = name or ""
         self._version = version
@@ -119,7 +117,5 @@ class DirectoryTracker(Tracker):
         self._hyperparameters.update(plain(values))
         target = self.run_directory.create() / "hparams.yaml"
         beside = target.with_name(f".{target.name}.{os.getpid()}")
-        beside.write_text(
-            yaml.safe_dump(self._hyperparameters, sort_keys=False, allow_unicode=True), encoding="utf-8"
-        )
+        beside.write_text(yaml.safe_dump(self._hyperparameters, sort_keys=False, allow_unicode=True), encoding="utf-8")
         os.replace(beside, target)
