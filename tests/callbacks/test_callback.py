@@ -8,11 +8,8 @@ import drivetrain.callbacks as callbacks
 from drivetrain.callbacks import Callback, EarlyStopping, EvaluationGather, ModelCheckpoint
 from drivetrain.callbacks.model_summary import summarize
 
-HOOKS = [
-    *sorted(name for name, _ in inspect.getmembers(Callback, inspect.isfunction) if name.startswith("on_")),
-    "setup",
-    "teardown",
-]
+HOOKS = [name for name, _ in inspect.getmembers(Callback, inspect.isfunction) if name.startswith("on_")]
+HOOKS += ["setup", "teardown"]
 
 
 @pytest.mark.parametrize("name", HOOKS)
