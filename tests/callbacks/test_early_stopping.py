@@ -1,0 +1,124 @@
+from __future__ import annotations
+
+import logging
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from drivetrain.callbacks import EarlyStopping
+from drivetrain.runtime.errors import ConfigurationError
+from tests.callbacks.tasks import Scripted, fit
+from tests.pool import run_in_processes
+
+NAN, INF = math.nan, math.inf
+
+
+@pytest.mark.parametrize(
+    ("values", "options", "epochs", "best"),
+    [
+        ([3, 2, 1, 0.5], {"patience": 1}, 4, 0.5),
+        ([3, 2, 2, 1], {"patience": 1}, 3, 2),
+        ([3, 2, 4, 4, 4, 1], {"patience": 3}, 5, 2),
+        ([3, 2, 4, 1, 4, 4, 4], {"patience": 3}, 7, 1),
+        ([1, 2, 2, 3], {"patience": 1, "mode": "max"}, 3, 2),
+        ([3, 2.95, 2.9, 2.8], {"patience": 2, "min_delta": 0.5}, 3, 3),
+        ([3, 2.5, 2], {"patience": 1, "min_delta": 0.5}, 2, 3),
+        ([3, NAN, 1], {"patience": 9}, 2, 3),
+        ([3, INF, 1], {"patience": 9}, 2, 3),
+        ([3, NAN, 1], {"patience": 9, "check_finite": False}, 3, 1),
+        ([3, NAN, NAN, 1], {"patience": 2, "check_finite": False}, 3, 3),
+        ([3, 0.1, 1], {"stopping_threshold": 0.2}, 2, 3),
+        ([3, 9, 1], {"divergence_threshold": 8}, 2, 3),
+        ([3, 1, 9], {"mode": "max", "divergence_threshold": 2}, 2, 3),
+        ([3, 4], {"patience": 0}, 2, 3),
+    ],
+)
+def test_training_stops_when_the_metric_no_longer_improves(
+    values: list[float], options: dict[str, Any], epochs: int, best: float, tmp_path: Path
+) -> None:
+    stopping = EarlyStopping("val_loss", **options)
+    task = Scripted(values)
+    fit(task, tmp_path, len(values), [stopping])
+    assert len(task.seen) == epochs
+    assert float(stopping.best_score) == pytest.approx(best)
+    stopped = epochs < len(values) or stopping.stopping_reason_message is not None
+    assert stopping.stopped_epoch == (epochs - 1 if stopped else 0)
+
+
+def test_the_reason_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    stopping = EarlyStopping("val_loss", patience=1, verbose=True)
+    with caplog.at_level(logging.INFO, logger="drivetrain"):
+        fit(Scripted([2, 1, 1]), tmp_path, 3, [stopping])
+    told = [record.getMessage() for record in caplog.records if record.name.endswith("early_stopping")]
+    assert told == [
+        "val_loss has improved; the best value is 2.",
+        "val_loss has improved by 1; the best value is 1.",
+        "Stopping: val_loss has not improved in 1 checks. The best value was 1.",
+    ]
+
+
+def test_a_value_logged_at_the_end_of_the_training_epoch_is_seen_in_the_same_epoch(tmp_path: Path) -> None:
+    stopping = EarlyStopping("epoch_loss", patience=1)
+    trainer = fit(Scripted([2, 1, 1, 0.5], in_training=True), tmp_path, 4, [stopping], validate=False)
+    assert trainer.current_epoch == 3
+    assert float(stopping.best_score) == 1
+
+
+def test_with_several_validations_in_an_epoch_each_is_a_check(tmp_path: Path) -> None:
+    task = Scripted([2, 1, 1, 1, 1, 1])
+    fit(task, tmp_path, 3, [EarlyStopping("val_loss", patience=2)], val_check_interval=0.5)
+    assert len(task.seen) == 4
+
+
+def test_with_validation_every_second_epoch_the_epochs_between_are_no_checks(tmp_path: Path) -> None:
+    task = Scripted([2, 1, 1])
+    trainer = fit(task, tmp_path, 10, [EarlyStopping("val_loss", patience=1)], check_val_every_n_epoch=2)
+    assert task.seen == [1, 3, 5]
+    assert trainer.current_epoch == 6
+
+
+def test_a_missing_metric_is_an_error_that_names_those_there(tmp_path: Path) -> None:
+    with pytest.raises(ConfigurationError, match=r"'val_los'.*Logged so far: .*'val_loss'.*Did you mean 'val_loss'"):
+        fit(Scripted([1]), tmp_path, 1, [EarlyStopping("val_los")])
+
+
+def test_without_strict_checks_without_the_metric_are_left_out(tmp_path: Path) -> None:
+    task = Scripted([1, 2, 3, 4, 5])
+    fit(task, tmp_path, 5, [EarlyStopping("val_los", strict=False, patience=1)])
+    assert len(task.seen) == 5
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [({"mode": "mim"}, "mode is 'min'.*Did you mean 'min'"), ({"patience": -1}, "patience is a number of checks")],
+)
+def test_bad_arguments_are_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigurationError, match=message):
+        EarlyStopping("val_loss", **options)
+
+
+def test_its_state_carries_over() -> None:
+    first = EarlyStopping("val_loss", patience=5)
+    first._judge(2.0)
+    first._judge(3.0)
+    second = EarlyStopping("val_loss", patience=1)
+    second.load_state_dict(first.state_dict())
+    assert (float(second.best_score), second.wait_count, second.patience) == (2.0, 1, 5)
+
+
+def stop_on_processes(root: str, unequal: bool) -> tuple[int, float, str | None]:
+    from drivetrain.runtime.state import PartialState
+
+    offset = PartialState().process_index if unequal else 0
+    stopping = EarlyStopping("val_loss", patience=1)
+    trainer = fit(Scripted([3 + offset, 2 - offset, 2.5 - offset, 1, 0]), root, 5, [stopping])
+    return trainer.current_epoch, float(stopping.best_score), stopping.stopping_reason_message
+
+
+@pytest.mark.parametrize("unequal", [False, True])
+def test_all_processes_stop_together(unequal: bool, tmp_path: Path) -> None:
+    first, second = run_in_processes(stop_on_processes, args=(str(tmp_path), unequal))
+    assert first == second
+    assert first[0] == 3

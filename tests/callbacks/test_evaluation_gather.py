@@ -1,0 +1,224 @@
+from __future__ import annotations
+
+import csv
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader
+from torchmetrics import MeanAbsoluteError, MetricCollection
+from torchmetrics.classification import BinaryAUROC
+
+from drivetrain.callbacks import Callback, EvaluationGather, ModelCheckpoint
+from drivetrain.runtime.errors import ConfigurationError, DataError
+from drivetrain.trainer.trainer import Trainer
+from tests.callbacks.tasks import Scripted, fit, numbers
+from tests.pool import run_in_processes
+
+
+class Doubling(Scripted):
+    """Predicts twice what it gets; the target is what it gets."""
+
+    def validation_step(self, batch: list[Tensor], batch_idx: int, dataloader_idx: int = 0) -> dict[str, Tensor]:
+        return {"predictions": 2 * batch[0][:, 0], "targets": batch[0][:, 0]}
+
+    def test_step(self, batch: list[Tensor], batch_idx: int, dataloader_idx: int = 0) -> dict[str, Tensor]:
+        return self.validation_step(batch, batch_idx)
+
+    def predict_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        return 2 * batch[0][:, 0]
+
+
+def evaluator(root: Any, *callbacks: Callback, **options: Any) -> Trainer:
+    return Trainer(
+        logger=False,
+        callbacks=list(callbacks),
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        enable_checkpointing=False,
+        default_root_dir=str(root),
+        **options,
+    )
+
+
+def read(path: Path) -> list[tuple[float, ...]]:
+    with path.open(newline="") as file:
+        return [tuple(map(float, row)) for row in list(csv.reader(file))[1:]]
+
+
+def evaluate(root: str, sizes: list[int], batch_size: int) -> dict[str, float]:
+    """Validate on one loader for each size; returns what was logged."""
+
+    def rows(predictions: Tensor, targets: Tensor) -> int:
+        return len(predictions)
+
+    def digest(predictions: Tensor, targets: Tensor) -> float:
+        assert torch.equal(predictions, 2 * targets)
+        return float((targets * torch.arange(1, len(targets) + 1)).sum())  # depends on the order
+
+    gather = EvaluationGather(metrics={"{stage}_rows": rows, "{stage}_digest": digest}, path="{stage}.csv")
+    trainer = evaluator(root, gather)
+    loaders: Any = [numbers(size, batch_size) for size in sizes]
+    trainer.validate(Doubling(), loaders if len(loaders) > 1 else loaders[0], verbose=False)
+    return {name: float(value) for name, value in trainer.callback_metrics.items()}
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+@pytest.mark.parametrize(("size", "batch_size"), [(12, 2), (13, 2), (7, 3), (1, 4), (5, 1)])
+def test_every_sample_comes_once_and_in_the_order_of_the_data(
+    world_size: int, size: int, batch_size: int, tmp_path: Path
+) -> None:
+    results = run_in_processes(evaluate, world_size, args=(str(tmp_path), [size], batch_size))
+    expected = {"val_rows": size, "val_digest": sum(n * (n + 1) for n in range(size))}
+    for result in results:
+        assert {name: result[name] for name in expected} == expected
+    assert read(tmp_path / "val.csv") == [(n, 2 * n, n) for n in range(size)]
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_several_loaders_stay_apart(world_size: int, tmp_path: Path) -> None:
+    for result in run_in_processes(evaluate, world_size, args=(str(tmp_path), [5, 3], 2)):
+        assert result["val_rows/dataloader_idx_0"] == 5
+        assert result["val_rows/dataloader_idx_1"] == 3
+    assert len(read(tmp_path / "val-dataloader_idx_0.csv")) == 5
+    assert len(read(tmp_path / "val-dataloader_idx_1.csv")) == 3
+
+
+def auroc(root: str) -> tuple[float, float]:
+    class Scores(Scripted):
+        def validation_step(self, batch: list[Tensor], batch_idx: int) -> dict[str, Tensor]:
+            x = batch[0][:, 0]
+            return {"scores": torch.sin(x * 7), "labels": (x % 3 == 0).long()}
+
+    metrics = MetricCollection({"val_auroc": BinaryAUROC(), "val_mae": MeanAbsoluteError()})
+    gather = EvaluationGather("scores", "labels", metrics=metrics)
+    trainer = evaluator(root, gather)
+    trainer.validate(Scores(), numbers(23, 4), verbose=False)
+    return float(trainer.callback_metrics["val_auroc"]), float(trainer.callback_metrics["val_mae"])
+
+
+def test_torchmetrics_have_the_value_of_all_samples_together(tmp_path: Path) -> None:
+    x = torch.arange(23, dtype=torch.float32)
+    scores, labels = torch.sin(x * 7), (x % 3 == 0).long()
+    expected = (float(BinaryAUROC()(scores, labels)), float(MeanAbsoluteError()(scores, labels)))
+    for world_size in (1, 2):
+        for result in run_in_processes(auroc, world_size, args=(str(tmp_path),)):
+            assert result == pytest.approx(expected)
+
+
+def test_a_gathered_metric_can_be_monitored_in_fit(tmp_path: Path) -> None:
+    class Improving(Doubling):
+        def validation_step(self, batch: list[Tensor], batch_idx: int, dataloader_idx: int = 0) -> dict[str, Tensor]:
+            x = batch[0][:, 0]
+            return {"predictions": x + [3, 1, 2][self.current_epoch], "targets": x}
+
+    gather = EvaluationGather(metrics={"val_mae": MeanAbsoluteError()})
+    best = ModelCheckpoint(tmp_path / "ckpt", "{epoch}-{val_mae}", monitor="val_mae")
+    fit(Improving(), tmp_path, 3, [gather, best], num_sanity_val_steps=1)
+    assert [path.name for path in (tmp_path / "ckpt").iterdir()] == ["epoch=1-val_mae=1.0.ckpt"]
+
+
+def predict(root: str) -> None:
+    gather = EvaluationGather(path="{stage}.pt")
+    evaluator(root, gather).predict(Doubling(), numbers(11, 2))
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_predictions_can_be_written_without_targets(world_size: int, tmp_path: Path) -> None:
+    run_in_processes(predict, world_size, args=(str(tmp_path),))
+    assert torch.load(tmp_path / "predict.pt", weights_only=True).keys() == {"predictions"}
+    assert torch.load(tmp_path / "predict.pt", weights_only=True)["predictions"].tolist() == [2 * n for n in range(11)]
+
+
+def test_test_results_are_named_after_the_stage_and_other_stages_can_be_left_out(tmp_path: Path) -> None:
+    both = EvaluationGather(metrics={"{stage}_mae": MeanAbsoluteError()})
+    only = EvaluationGather(path="only-{stage}.npz", stages=["test"])
+    trainer = evaluator(tmp_path, both, only)
+    trainer.validate(Doubling(), numbers(4, 2), verbose=False)
+    assert "val_mae" in trainer.callback_metrics
+    trainer.test(Doubling(), numbers(4, 2), verbose=False)
+    assert float(trainer.callback_metrics["test_mae"]) == 1.5
+    assert [path.name for path in tmp_path.glob("*.npz")] == ["only-test.npz"]
+
+
+def test_select_takes_what_the_steps_do_not_return_as_a_dict(tmp_path: Path) -> None:
+    class Bare(Scripted):
+        def validation_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+            return batch[0][:, 0] + 1
+
+    gather = EvaluationGather(
+        metrics={"val_mae": MeanAbsoluteError()}, select=lambda outputs, batch: (outputs, batch[0][:, 0])
+    )
+    trainer = evaluator(tmp_path, gather)
+    trainer.validate(Bare(), numbers(5, 2), verbose=False)
+    assert float(trainer.callback_metrics["val_mae"]) == 1.0
+
+
+class Returning(Scripted):
+    def __init__(self, outputs: Any) -> None:
+        super().__init__()
+        self.outputs = outputs
+
+    def validation_step(self, batch: list[Tensor], batch_idx: int) -> Any:
+        return self.outputs
+
+
+@pytest.mark.parametrize(
+    ("outputs", "message"),
+    [
+        (None, "validation_step returned None. Return a dict such as"),
+        ({"prediction": torch.ones(2)}, "returned a dict with 'prediction'. Did you mean 'prediction'"),
+        ({"predictions": torch.ones(2)}, "the outputs hold no targets"),
+        ({"predictions": torch.ones(3), "targets": torch.ones(3)}, "3 rows for a batch of 2"),
+        ({"predictions": torch.tensor(0.5), "targets": torch.ones(2)}, "without a dimension for the samples"),
+    ],
+)
+def test_outputs_that_cannot_be_gathered_are_refused(outputs: Any, message: str, tmp_path: Path) -> None:
+    gather = EvaluationGather(metrics={"mae": MeanAbsoluteError()})
+    with pytest.raises(DataError, match=message):
+        evaluator(tmp_path, gather).validate(Returning(outputs), numbers(2, 2), verbose=False)
+
+
+def test_a_metric_that_is_no_single_number_is_refused(tmp_path: Path) -> None:
+    gather = EvaluationGather(metrics={"errors": lambda predictions, targets: predictions - targets})
+    with pytest.raises(DataError, match=r"'errors' is a tensor of shape \(4,\)"):
+        evaluator(tmp_path, gather).validate(Doubling(), numbers(4, 2), verbose=False)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({}, "has nothing to do"),
+        ({"path": "out.xlsx"}, "a file .xlsx cannot be written"),
+        ({"path": "out.pt", "stages": ["val"]}, "there is no 'val'"),
+        ({"metrics": lambda a, b: 0}, "give a dict of names and metrics"),
+    ],
+)
+def test_bad_arguments_are_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigurationError, match=message):
+        EvaluationGather(**options)
+
+
+def broken_metric(root: str) -> None:
+    def broken(predictions: Tensor, targets: Tensor) -> float:
+        raise ValueError("cannot be computed")
+
+    trainer = evaluator(root, EvaluationGather(metrics={"broken": broken}))
+    with pytest.raises(Exception, match="cannot be computed"):
+        trainer.validate(Doubling(), numbers(4, 2), verbose=False)
+
+
+def test_a_metric_that_fails_fails_on_all_processes(tmp_path: Path) -> None:
+    run_in_processes(broken_metric, args=(str(tmp_path),))
+
+
+def test_loaders_without_a_length_are_gathered_as_well(tmp_path: Path) -> None:
+    class Stream(torch.utils.data.IterableDataset):  # type: ignore[type-arg]
+        def __iter__(self) -> Any:
+            return ([torch.tensor([float(n)])] for n in range(7))
+
+    gather = EvaluationGather(path="{stage}.csv")
+    evaluator(tmp_path, gather).validate(Doubling(), DataLoader(Stream(), batch_size=3), verbose=False)
+    assert read(tmp_path / "val.csv") == [(n, 2 * n, n) for n in range(7)]

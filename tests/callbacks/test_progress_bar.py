@@ -1,0 +1,169 @@
+from __future__ import annotations
+
+import os
+import pty
+import re
+import sys
+import threading
+import time
+import timeit
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from drivetrain.callbacks import TQDMProgressBar
+from drivetrain.callbacks.progress_display import LineDisplay, Stage, to_numbers
+from drivetrain.runtime.errors import ConfigurationError
+from tests.callbacks.tasks import Scripted, fit
+from tests.pool import run_in_processes
+
+
+class Terminal:
+    """A real terminal as stdout, and what was written to it."""
+
+    def __init__(self) -> None:
+        self._master, slave = pty.openpty()
+        self.stdout = os.fdopen(slave, "w", encoding="utf-8")
+        self._read: list[bytes] = []
+        self._reader = threading.Thread(target=self._drain, daemon=True)
+        self._reader.start()
+
+    def _drain(self) -> None:
+        while True:
+            try:
+                chunk = os.read(self._master, 65536)
+            except OSError:  # what Linux says once the other end is closed
+                return
+            if not chunk:
+                return
+            self._read.append(chunk)
+
+    def close(self) -> str:
+        """Close it and return all that was written."""
+        self.stdout.close()
+        self._reader.join(10)
+        return b"".join(self._read).decode()
+
+
+@pytest.fixture
+def terminal(monkeypatch: pytest.MonkeyPatch) -> Iterator[Terminal]:
+    terminal = Terminal()
+    monkeypatch.setattr(sys, "stdout", terminal.stdout)
+    yield terminal
+    if not terminal.stdout.closed:
+        terminal.close()
+
+
+def run(root: Path, bar: TQDMProgressBar, epochs: int = 2, **options: Any) -> None:
+    fit(Scripted([1.0] * 99), root, epochs, [bar], enable_progress_bar=True, **options)
+
+
+def test_in_a_file_there_is_one_line_for_each_epoch(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run(tmp_path, TQDMProgressBar(), num_sanity_val_steps=1)
+    lines = capsys.readouterr().out.splitlines()
+    pattern = r"Epoch {}/1: 2 batches in [\d.]+ s \([\d.e+]+ it/s\), train_loss=[\d.e-]+"
+    assert len(lines) == 2
+    for epoch, line in enumerate(lines):
+        assert re.fullmatch(pattern.format(epoch), line), line
+
+
+def test_a_long_epoch_in_a_file_has_a_line_every_so_often(capsys: pytest.CaptureFixture[str]) -> None:
+    display = LineDisplay(refresh_seconds=0.0)
+    stage = Stage("Epoch 0", [100])
+    stage.started -= 10
+    stage.done = 20
+    display.draw(stage, {"loss": 0.25})
+    assert re.fullmatch(r"Epoch 0: 20/100 batches, 2 it/s, 40 s left, loss=0.250\n", capsys.readouterr().out)
+
+
+def test_on_a_terminal_the_bar_ends_with_all_batches_and_their_values(terminal: Terminal, tmp_path: Path) -> None:
+    run(tmp_path, TQDMProgressBar(leave=True), num_sanity_val_steps=1)
+    shown = terminal.close()
+    final = [part for part in re.split(r"[\r\n]+", shown) if "100%" in part and part.startswith("Epoch")]
+    assert any(part.startswith("Epoch 0/1: 100%") for part in final)
+    assert re.search(r"Epoch 1/1: 100%\|.*\| 2/2 \[.*it/s, train_loss=[\d.e-]+\]", final[-1])
+    assert "Sanity check" in shown
+    assert "Validation" in shown
+
+
+def test_the_bar_is_redrawn_on_a_clock_and_reads_tensors_only_then(
+    terminal: Terminal, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reads: list[int] = []
+
+    class Stand:
+        """What the bar asks of a Trainer, with a step that costs nothing."""
+
+        is_global_zero, max_epochs, current_epoch, num_training_batches = True, 1, 0, 10_000
+
+        @property
+        def progress_bar_metrics(self) -> dict[str, Any]:
+            reads.append(1)
+            return {"loss": torch.tensor(0.5)}
+
+    bar, trainer = TQDMProgressBar(refresh_seconds=0.05), Stand()
+    bar.setup(trainer, None, "fit")  # type: ignore[arg-type]
+    bar.on_train_epoch_start(trainer, None)  # type: ignore[arg-type]
+    started = time.perf_counter()
+    for index in range(10_000):
+        bar.on_train_batch_end(trainer, None, None, None, index)  # type: ignore[arg-type]
+    allowed = (time.perf_counter() - started) / 0.05 + 1
+    assert len(reads) <= allowed < 1000
+    bar.on_train_epoch_end(trainer, None)  # type: ignore[arg-type]
+    bar.teardown(trainer, None, "fit")  # type: ignore[arg-type]
+    assert "10000/10000" in terminal.close()
+
+
+def test_a_batch_between_two_redraws_costs_less_than_a_microsecond(terminal: Terminal) -> None:
+    class Stand:
+        is_global_zero = True
+
+    bar = TQDMProgressBar(refresh_seconds=1000)
+    bar.setup(Stand(), None, "fit")  # type: ignore[arg-type]
+    hook = bar.on_train_batch_end
+    best = min(timeit.repeat(lambda: hook(None, None, None, None, 1), number=20_000, repeat=5))  # type: ignore[arg-type]
+    assert best / 20_000 < 1e-6
+
+
+def test_printed_text_has_a_line_of_its_own(terminal: Terminal, tmp_path: Path) -> None:
+    class Talking(Scripted):
+        def on_train_epoch_end(self) -> None:
+            self.print("hello from the task")
+
+    fit(Talking([1.0]), tmp_path, 1, [TQDMProgressBar()], enable_progress_bar=True)
+    shown = terminal.close()
+    assert re.search(r"(^|[\r\n])hello from the task\r\n", shown), shown
+
+
+@pytest.mark.parametrize("bar", [TQDMProgressBar(refresh_rate=0), "disabled"])
+def test_a_bar_turned_off_shows_nothing(bar: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    if bar == "disabled":
+        bar = TQDMProgressBar()
+        bar.disable()
+    assert bar.is_disabled
+    run(tmp_path, bar)
+    assert capsys.readouterr().out == ""
+    bar.enable()
+    assert bar.is_enabled == (bar.refresh_rate > 0)
+
+
+def test_numbers_come_in_their_order_whatever_they_are() -> None:
+    metrics = {"a": torch.tensor(1.5), "b": 2, "c": torch.tensor(3, dtype=torch.int64), "d": torch.tensor([0.25])}
+    assert list(to_numbers(metrics).items()) == [("a", 1.5), ("b", 2), ("c", 3.0), ("d", 0.25)]
+
+
+def test_negative_rates_are_refused() -> None:
+    with pytest.raises(ConfigurationError, match=r"refresh_rate=-1.*give 0 or more"):
+        TQDMProgressBar(refresh_rate=-1)
+
+
+def run_on_processes(root: str) -> None:
+    run(Path(root), TQDMProgressBar(), epochs=1)
+
+
+def test_only_the_main_process_shows_progress(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run_in_processes(run_on_processes, args=(str(tmp_path),))
+    assert capsys.readouterr().out.count("Epoch 0/0:") == 1
