@@ -13,6 +13,42 @@ __version__ = "0.1.0"
 
 # public name -> the module that defines it
 _EXPORTS: dict[str, str] = {
+    "Accelerator": "drivetrain.accelerator",
+    "AutocastKwargs": "drivetrain.accelerator",
+    "DistributedDataParallelKwargs": "drivetrain.accelerator",
+    "GradScalerKwargs": "drivetrain.accelerator",
+    "GradientAccumulationPlugin": "drivetrain.accelerator",
+    "InitProcessGroupKwargs": "drivetrain.accelerator",
+    "ProjectConfiguration": "drivetrain.accelerator",
+    "Trainer": "drivetrain.trainer",
+    "Task": "drivetrain.trainer",
+    "DataModule": "drivetrain.trainer",
+    "Callback": "drivetrain.callbacks",
+    "EarlyStopping": "drivetrain.callbacks",
+    "EvaluationGather": "drivetrain.callbacks",
+    "LearningRateMonitor": "drivetrain.callbacks",
+    "ModelCheckpoint": "drivetrain.callbacks",
+    "ModelSummary": "drivetrain.callbacks",
+    "TQDMProgressBar": "drivetrain.callbacks",
+    "Strategy": "drivetrain.strategies",
+    "DDP": "drivetrain.strategies",
+    "Single": "drivetrain.strategies",
+    "register_strategy": "drivetrain.strategies",
+    "available_strategies": "drivetrain.strategies",
+    "Precision": "drivetrain.strategies.precision",
+    "register_precision": "drivetrain.strategies.precision",
+    "available_precisions": "drivetrain.strategies.precision",
+    "CombinedLoader": "drivetrain.data",
+    "DataLoaderConfiguration": "drivetrain.data",
+    "DataShard": "drivetrain.data",
+    "PermutationSampler": "drivetrain.data",
+    "TailPolicy": "drivetrain.data",
+    "skip_first_batches": "drivetrain.data",
+    "Tracker": "drivetrain.trackers",
+    "CSVLogger": "drivetrain.trackers",
+    "TensorBoardLogger": "drivetrain.trackers",
+    "register_tracker": "drivetrain.trackers",
+    "notebook_launcher": "drivetrain.launch",
     "PartialState": "drivetrain.runtime.state",
     "DistributedType": "drivetrain.runtime.state",
     "ProcessEnvironment": "drivetrain.runtime.environment",
@@ -56,6 +92,27 @@ def __dir__() -> list[str]:
 
 
 if TYPE_CHECKING:
+    from drivetrain.accelerator import Accelerator as Accelerator
+    from drivetrain.accelerator import AutocastKwargs as AutocastKwargs
+    from drivetrain.accelerator import DistributedDataParallelKwargs as DistributedDataParallelKwargs
+    from drivetrain.accelerator import GradientAccumulationPlugin as GradientAccumulationPlugin
+    from drivetrain.accelerator import GradScalerKwargs as GradScalerKwargs
+    from drivetrain.accelerator import InitProcessGroupKwargs as InitProcessGroupKwargs
+    from drivetrain.accelerator import ProjectConfiguration as ProjectConfiguration
+    from drivetrain.callbacks import Callback as Callback
+    from drivetrain.callbacks import EarlyStopping as EarlyStopping
+    from drivetrain.callbacks import EvaluationGather as EvaluationGather
+    from drivetrain.callbacks import LearningRateMonitor as LearningRateMonitor
+    from drivetrain.callbacks import ModelCheckpoint as ModelCheckpoint
+    from drivetrain.callbacks import ModelSummary as ModelSummary
+    from drivetrain.callbacks import TQDMProgressBar as TQDMProgressBar
+    from drivetrain.data import CombinedLoader as CombinedLoader
+    from drivetrain.data import DataLoaderConfiguration as DataLoaderConfiguration
+    from drivetrain.data import DataShard as DataShard
+    from drivetrain.data import PermutationSampler as PermutationSampler
+    from drivetrain.data import TailPolicy as TailPolicy
+    from drivetrain.data import skip_first_batches as skip_first_batches
+    from drivetrain.launch import notebook_launcher as notebook_launcher
     from drivetrain.runtime.collectives import broadcast as broadcast
     from drivetrain.runtime.collectives import broadcast_object_list as broadcast_object_list
     from drivetrain.runtime.collectives import gather as gather
@@ -80,3 +137,18 @@ if TYPE_CHECKING:
     from drivetrain.runtime.seeds import set_seed as set_seed
     from drivetrain.runtime.state import DistributedType as DistributedType
     from drivetrain.runtime.state import PartialState as PartialState
+    from drivetrain.strategies import DDP as DDP
+    from drivetrain.strategies import Single as Single
+    from drivetrain.strategies import Strategy as Strategy
+    from drivetrain.strategies import available_strategies as available_strategies
+    from drivetrain.strategies import register_strategy as register_strategy
+    from drivetrain.strategies.precision import Precision as Precision
+    from drivetrain.strategies.precision import available_precisions as available_precisions
+    from drivetrain.strategies.precision import register_precision as register_precision
+    from drivetrain.trackers import CSVLogger as CSVLogger
+    from drivetrain.trackers import TensorBoardLogger as TensorBoardLogger
+    from drivetrain.trackers import Tracker as Tracker
+    from drivetrain.trackers import register_tracker as register_tracker
+    from drivetrain.trainer import DataModule as DataModule
+    from drivetrain.trainer import Task as Task
+    from drivetrain.trainer import Trainer as Trainer

@@ -49,7 +49,7 @@ def set_seed(seed: int, device_specific: bool = False, deterministic: bool | Lit
     """
     base = _checked_seed(seed)
     if deterministic is not False:
-        _be_deterministic(deterministic)
+        make_deterministic(deterministic)
     PartialState._shared["seed"] = base
     own = base
     if device_specific:
@@ -227,7 +227,7 @@ def _checked_seed(seed: int) -> int:
     return value
 
 
-def _be_deterministic(mode: bool | str) -> None:
+def make_deterministic(mode: bool | str) -> None:
     """Turn on torch's deterministic algorithms, and what cuBLAS and cuDNN need for them."""
     if mode not in (True, "warn"):
         raise ConfigurationError(f"deterministic must be True, False or 'warn', got {mode!r}.")

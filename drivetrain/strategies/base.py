@@ -31,11 +31,13 @@ class StepModule(nn.Module):
 
     Args:
         task: the module that the steps belong to.
+        partial_backwards: whether one step may run several backwards, each over some of the parameters.
     """
 
-    def __init__(self, task: nn.Module) -> None:
+    def __init__(self, task: nn.Module, partial_backwards: bool = False) -> None:
         super().__init__()
         self.task = task
+        self.partial_backwards = partial_backwards
 
     def forward(self, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Run `step`."""
@@ -127,6 +129,10 @@ class Strategy(ABC):
             else:
                 return model
 
+    def evaluation_model(self, model: nn.Module) -> nn.Module:
+        """The module to call in evaluation, where no gradients need reducing."""
+        return model
+
     # one optimizer step
 
     def forward_backward(
@@ -154,6 +160,18 @@ class Strategy(ABC):
     def backward(self, loss: torch.Tensor, **kwargs: Any) -> None:
         """Compute the gradients of a loss, scaled already."""
         loss.backward(**kwargs)  # type: ignore[no-untyped-call]
+
+    def before_manual_backward(self, model: nn.Module, loss: torch.Tensor) -> None:
+        """Get ready for a backward that a task runs by itself, in the midst of its training step."""
+
+    def training_model(self, model: nn.Module, automatic: bool) -> nn.Module:
+        """The module to call in training.
+
+        Args:
+            model: what `prepare` returned.
+            automatic: whether the trainer runs backward after the step; else the task does within it.
+        """
+        return model
 
     def gradient_sync(self, model: nn.Module, enabled: bool) -> AbstractContextManager[Any]:
         """Whether forwards and backwards in this context reduce gradients over processes."""

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
+import torch
 from torch import nn
 from torch.distributed.algorithms.join import Join
 from torch.nn.parallel import DistributedDataParallel
@@ -13,7 +14,7 @@ from torch.optim import Optimizer
 
 from drivetrain.runtime.errors import ConfigurationError
 from drivetrain.runtime.state import PartialState
-from drivetrain.strategies.base import Strategy
+from drivetrain.strategies.base import StepModule, Strategy
 from drivetrain.strategies.communication_hooks import COMMUNICATION_HOOKS, register_communication_hook
 from drivetrain.strategies.precision import Precision
 
@@ -83,7 +84,10 @@ class DDP(Strategy):
             return model, prepared
         if self.sync_batchnorm:
             model = nn.SyncBatchNorm.convert_sync_batchnorm(model)  # type: ignore[no-untyped-call]
-        wrapped = DistributedDataParallel(model, **self.wrapper_options)
+        options = dict(self.wrapper_options)
+        if isinstance(model, StepModule) and model.partial_backwards:
+            options["find_unused_parameters"] = True
+        wrapped = DistributedDataParallel(model, **options)
         if isinstance(self.comm_hook, str):
             register_communication_hook(wrapped, self.comm_hook, self.comm_hook_options)
         elif self.comm_hook is not None:
@@ -97,6 +101,21 @@ class DDP(Strategy):
         while isinstance(bare, DistributedDataParallel):
             bare = super().unwrap(bare.module)
         return bare
+
+    def evaluation_model(self, model: nn.Module) -> nn.Module:
+        """The module inside: processes may have different numbers of evaluation batches, so nothing is exchanged."""
+        return model.module if isinstance(model, DistributedDataParallel) else model
+
+    def training_model(self, model: nn.Module, automatic: bool) -> nn.Module:
+        """The DDP module; the one inside where the task runs backward within its step, before DDP could prepare."""
+        return model if automatic else self.evaluation_model(model)
+
+    def before_manual_backward(self, model: nn.Module, loss: torch.Tensor) -> None:
+        """Tell the reducer which parameters the coming backward uses, as DDP's own forward would."""
+        if isinstance(model, DistributedDataParallel) and model.require_backward_grad_sync:
+            model.reducer.prepare_for_forward()
+            model.reducer._rebuild_buckets()
+            model.reducer.prepare_for_backward([loss])
 
     def gradient_sync(self, model: nn.Module, enabled: bool) -> AbstractContextManager[Any]:
         """Skip the averaging of gradients in a context."""

@@ -1,0 +1,25 @@
+"""The raw engine: composes strategy, precision, data, checkpoint and trackers."""
+
+from drivetrain.accelerator.accelerator import Accelerator
+from drivetrain.accelerator.handlers import (
+    AutocastKwargs,
+    DistributedDataParallelKwargs,
+    GradientAccumulationPlugin,
+    GradScalerKwargs,
+    InitProcessGroupKwargs,
+    ProjectConfiguration,
+)
+from drivetrain.accelerator.optimizer import PreparedOptimizer
+from drivetrain.accelerator.scheduler import PreparedScheduler
+
+__all__ = [
+    "Accelerator",
+    "AutocastKwargs",
+    "DistributedDataParallelKwargs",
+    "GradScalerKwargs",
+    "GradientAccumulationPlugin",
+    "InitProcessGroupKwargs",
+    "PreparedOptimizer",
+    "PreparedScheduler",
+    "ProjectConfiguration",
+]

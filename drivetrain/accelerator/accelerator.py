@@ -1,0 +1,763 @@
+"""`Accelerator`: the raw engine that a plain PyTorch loop drives, and that the Trainer drives too."""
+
+from __future__ import annotations
+
+import gc
+import os
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+from torch.utils.data import DataLoader
+
+from drivetrain.accelerator.accumulation import AccumulationWindow
+from drivetrain.accelerator.control import ProcessControl
+from drivetrain.accelerator.forward import PrecisionForward, wrap_forward
+from drivetrain.accelerator.handlers import (
+    AutocastKwargs,
+    DistributedDataParallelKwargs,
+    GradientAccumulationPlugin,
+    GradScalerKwargs,
+    InitProcessGroupKwargs,
+    ProjectConfiguration,
+    check_handlers,
+    find_handler,
+    handler_options,
+)
+from drivetrain.accelerator.metrics import gather_real_rows
+from drivetrain.accelerator.optimizer import PreparedOptimizer, parameters_of, unwrap_optimizer
+from drivetrain.accelerator.scheduler import PreparedScheduler
+from drivetrain.checkpoint import load_run_state, save_run_state
+from drivetrain.data import (
+    ActiveLoaders,
+    DataLoaderConfiguration,
+    DataShard,
+    PreparedLoader,
+    TailPolicy,
+    prepare_loader,
+)
+from drivetrain.data import skip_first_batches as skip_first_batches_of
+from drivetrain.runtime import collectives
+from drivetrain.runtime.devices import DeviceKind
+from drivetrain.runtime.errors import ConfigurationError
+from drivetrain.runtime.nested import send_to_device
+from drivetrain.runtime.seeds import RandomState, recorded_seed
+from drivetrain.runtime.state import PartialState
+from drivetrain.strategies import DDP, Strategy, resolve_strategy
+from drivetrain.strategies.precision import Float16Mixed, Precision, overrides, resolve_precision
+from drivetrain.strategies.precision.mixed import MixedPrecision
+
+
+class Accelerator(ProcessControl):
+    """The raw engine under a training loop: four changed lines in a plain PyTorch loop.
+
+    Arguments that are given win over the launcher's environment variables. State belongs to the
+    instance: a second Accelerator changes nothing about the first.
+
+    Args:
+        device_placement: whether `prepare` and prepared loaders move models and batches to the device.
+        split_batches: whether a loader's batch is the global one and is split; else each process takes a whole one.
+        mixed_precision: a precision's name or a `Precision`; the launcher's `--mixed_precision`, else full.
+        gradient_accumulation_steps: micro-batches per optimizer step; the launcher's, else 1.
+        cpu: run on the CPU even where there is an accelerator.
+        dataloader_config: how loaders are sharded.
+        strategy: a strategy's name or a `Strategy`; `"auto"` takes DDP among several processes, else single.
+        project_dir: where the run writes.
+        project_config: the same in more detail.
+        gradient_accumulation_plugin: accumulation in more detail; give this or `gradient_accumulation_steps`.
+        step_scheduler_with_optimizer: whether prepared schedulers follow the optimizers.
+        step_scheduler_per_process: whether a prepared scheduler steps once per process for each optimizer step,
+            as Accelerate's do (unless `split_batches`); False steps it once.
+        rng_types: accepted for scripts that move over; every loader's order is the same on all processes anyway.
+        kwargs_handlers: option holders in Accelerate's names.
+        device: name of the kind of device, such as `"cuda"`; found if None.
+
+    Raises:
+        ConfigurationError: options contradict each other or cannot run here; the message says what can.
+
+    Example:
+        ```python
+        import torch
+        from drivetrain import Accelerator
+
+        accelerator = Accelerator()
+        model = torch.nn.Linear(4, 1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        data = torch.utils.data.DataLoader(torch.randn(16, 4), batch_size=4)
+        model, optimizer, data = accelerator.prepare(model, optimizer, data)
+        for batch in data:
+            optimizer.zero_grad()
+            loss = model(batch).square().mean()
+            accelerator.backward(loss)
+            optimizer.step()
+        ```
+    """
+
+    def __init__(
+        self,
+        device_placement: bool = True,
+        split_batches: bool = False,
+        mixed_precision: str | Precision | None = None,
+        gradient_accumulation_steps: int | None = None,
+        cpu: bool = False,
+        dataloader_config: DataLoaderConfiguration | None = None,
+        *,
+        strategy: str | Strategy = "auto",
+        project_dir: str | os.PathLike[str] | None = None,
+        project_config: ProjectConfiguration | None = None,
+        gradient_accumulation_plugin: GradientAccumulationPlugin | None = None,
+        step_scheduler_with_optimizer: bool = True,
+        step_scheduler_per_process: bool = True,
+        rng_types: Sequence[str] | None = None,
+        kwargs_handlers: Sequence[Any] | None = None,
+        device: str | None = None,
+    ) -> None:
+        handlers = list(kwargs_handlers or [])
+        check_handlers(handlers)
+        self.state = PartialState(cpu, device=device, **handler_options(find_handler(handlers, InitProcessGroupKwargs)))
+        self.project_configuration = project_config or ProjectConfiguration(
+            project_dir=None if project_dir is None else os.fspath(project_dir)
+        )
+        self.device_placement = device_placement
+        self.dataloader_config = dataloader_config or DataLoaderConfiguration(split_batches=split_batches)
+        self.rng_types = list(rng_types or ["generator"])
+        self.step_scheduler_with_optimizer = step_scheduler_with_optimizer
+        self.step_scheduler_per_process = step_scheduler_per_process
+
+        self.strategy = _make_strategy(strategy, self.state, find_handler(handlers, DistributedDataParallelKwargs))
+        self.strategy.setup(self.state)
+        self.state.before_leaving(self.strategy.teardown)
+        self.precision = _make_precision(mixed_precision, handlers)
+        self.precision.setup(self.state.kind)
+        self.strategy.check_precision(self.precision)
+
+        self.active_loaders = ActiveLoaders()
+        self.accumulation = AccumulationWindow(
+            _make_accumulation(gradient_accumulation_steps, gradient_accumulation_plugin), self.active_loaders
+        )
+        self._models: list[nn.Module] = []
+        self._optimizers: list[PreparedOptimizer] = []
+        self._schedulers: list[PreparedScheduler] = []
+        self._loaders: list[PreparedLoader] = []
+        self._registered: list[Any] = []
+        self._clips_unscaled = overrides(self.precision, "unscale")
+        self._trigger = False
+
+    # what is this run
+
+    @property
+    def mixed_precision(self) -> str:
+        """Name of the precision; full precision is `"no"`, as in Accelerate."""
+        return "no" if self.precision.name == "32" else self.precision.name
+
+    @property
+    def kind(self) -> DeviceKind:
+        """The kind of device that this run is on."""
+        return self.state.kind
+
+    @property
+    def sync_gradients(self) -> bool:
+        """Whether the current micro-batch ends an accumulation window."""
+        return self.accumulation.sync_gradients
+
+    @sync_gradients.setter
+    def sync_gradients(self, value: bool) -> None:
+        self.accumulation.sync_gradients = value
+
+    @property
+    def gradient_accumulation_steps(self) -> int:
+        """Micro-batches per optimizer step."""
+        return self.accumulation.plugin.num_steps
+
+    @gradient_accumulation_steps.setter
+    def gradient_accumulation_steps(self, value: int) -> None:
+        self.accumulation.plugin = GradientAccumulationPlugin(
+            value,
+            self.accumulation.plugin.adjust_scheduler,
+            self.accumulation.plugin.sync_with_dataloader,
+            self.accumulation.plugin.sync_each_batch,
+        )
+
+    @property
+    def split_batches(self) -> bool:
+        """Whether a loader's batch is the global one."""
+        return self.dataloader_config.split_batches
+
+    @property
+    def even_batches(self) -> bool:
+        """Whether every process gets as many batches, the tail completed with rows that metrics drop."""
+        return self.dataloader_config.even_batches
+
+    @even_batches.setter
+    def even_batches(self, value: bool) -> None:
+        self.dataloader_config.even_batches = value
+
+    @property
+    def scaler(self) -> torch.amp.GradScaler | None:
+        """The loss scaler of the precision, if it has one."""
+        return getattr(self.precision, "scaler", None)
+
+    @property
+    def optimizer_step_was_skipped(self) -> bool:
+        """Whether the last step of any optimizer was skipped on overflow."""
+        return any(optimizer.step_was_skipped for optimizer in self._optimizers)
+
+    @property
+    def project_dir(self) -> str | None:
+        """Where the run writes."""
+        return self.project_configuration.project_dir
+
+    @property
+    def logging_dir(self) -> str | None:
+        """Where trackers write."""
+        return self.project_configuration.logging_dir
+
+    # prepare
+
+    def prepare(self, *objects: Any, device_placement: Sequence[bool | None] | None = None) -> Any:
+        """Prepare models, optimizers, loaders and schedulers, in any order.
+
+        Args:
+            *objects: modules, optimizers, DataLoaders and learning-rate schedulers; anything else is returned as it is.
+            device_placement: for each object, whether to move it; the instance's own choice where None.
+
+        Returns:
+            The prepared objects in the order given; one object alone is not wrapped in a tuple. What is prepared
+            already is returned as it is.
+
+        Raises:
+            ConfigurationError: `device_placement` has another length than the objects.
+        """
+        if device_placement is not None and len(device_placement) != len(objects):
+            raise ConfigurationError(
+                f"device_placement has {len(device_placement)} entries for {len(objects)} objects; give one for each."
+            )
+        placement = list(device_placement or [None] * len(objects))
+        prepared: list[Any] = list(objects)
+        optimizers = [(i, o) for i, o in enumerate(objects) if isinstance(o, Optimizer)]
+        # Models take their optimizers along, since a strategy may replace the parameters they hold.
+        for index, item in enumerate(objects):
+            if isinstance(item, nn.Module):
+                own = {id(parameter) for parameter in item.parameters()}
+                mine = [(i, o) for i, o in optimizers if any(id(p) in own for p in parameters_of(o))]
+                prepared[index], stepped = self._prepare_model_with(item, [o for _, o in mine], placement[index])
+                for (i, _), optimizer in zip(mine, stepped, strict=True):
+                    prepared[i] = optimizer
+        for index, item in enumerate(prepared):
+            if isinstance(item, Optimizer):
+                prepared[index] = self.prepare_optimizer(item, placement[index])
+            elif isinstance(item, DataLoader | PreparedLoader):
+                prepared[index] = self.prepare_data_loader(item, placement[index])
+        for index, item in enumerate(prepared):
+            if _is_scheduler(item):
+                prepared[index] = self.prepare_scheduler(item)
+        return prepared[0] if len(prepared) == 1 else tuple(prepared)
+
+    def prepare_model(
+        self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
+    ) -> nn.Module:
+        """Prepare one model.
+
+        Args:
+            model: the model.
+            device_placement: whether to move it; the instance's own choice if None.
+            evaluation_mode: place it without wrapping it for training.
+
+        Returns:
+            The module to call.
+        """
+        return self._prepare_model_with(model, [], device_placement, evaluation_mode)[0]
+
+    def _prepare_model_with(
+        self,
+        model: nn.Module,
+        optimizers: list[Optimizer],
+        device_placement: bool | None = None,
+        evaluation_mode: bool = False,
+    ) -> tuple[nn.Module, list[Optimizer]]:
+        if any(model is known for known in self._models):
+            return model, optimizers
+        wrap_forward(model, self.precision)
+        if evaluation_mode:
+            return self.strategy.place(model, self.precision), optimizers
+        with _kept_in_place(model, self.device_placement if device_placement is None else device_placement):
+            prepared, stepped = self.strategy.prepare(
+                model, [unwrap_optimizer(optimizer) for optimizer in optimizers], self.precision
+            )
+        self._models.append(prepared)
+        rewrapped = [
+            given if isinstance(given, PreparedOptimizer) and given.optimizer is new else new
+            for given, new in zip(optimizers, stepped, strict=True)
+        ]
+        return prepared, rewrapped
+
+    def prepare_optimizer(self, optimizer: Optimizer, device_placement: bool | None = None) -> PreparedOptimizer:
+        """Prepare one optimizer, so that it steps where accumulation windows end."""
+        if isinstance(optimizer, PreparedOptimizer):
+            return optimizer
+        self.precision.prepare_optimizer(optimizer)
+        prepared = PreparedOptimizer(optimizer, self)
+        self._optimizers.append(prepared)
+        return prepared
+
+    def prepare_scheduler(self, scheduler: Any) -> PreparedScheduler:
+        """Prepare one learning-rate scheduler, so that it steps when its optimizer does."""
+        if isinstance(scheduler, PreparedScheduler):
+            return scheduler
+        own = unwrap_optimizer(scheduler.optimizer) if hasattr(scheduler, "optimizer") else None
+        followed = [optimizer for optimizer in self._optimizers if optimizer.optimizer is own] or self._optimizers
+        per_process = self.step_scheduler_per_process and not self.split_batches
+        prepared = PreparedScheduler(
+            scheduler,
+            followed,
+            self.accumulation,
+            steps_per_call=self.num_processes if per_process else 1,
+            with_optimizer=self.step_scheduler_with_optimizer and self.accumulation.plugin.adjust_scheduler,
+        )
+        self._schedulers.append(prepared)
+        return prepared
+
+    def prepare_data_loader(
+        self,
+        data_loader: Any,
+        device_placement: bool | None = None,
+        *,
+        tail: TailPolicy | None = None,
+        place: Callable[[Any], Any] | None = None,
+        shard: DataShard | None = None,
+    ) -> PreparedLoader:
+        """Prepare one loader: this process's share of exactly the order that the loader has by itself.
+
+        Args:
+            data_loader: a DataLoader, or any iterable of batches.
+            device_placement: whether batches are moved to the device; the instance's own choice if None.
+            tail: what happens at the end where batches do not divide; from `even_batches` if None.
+            place: moves one batch to the device, instead of the default.
+            shard: which part of the data is this process's; the strategy's if None.
+
+        Returns:
+            The prepared loader.
+        """
+        if isinstance(data_loader, PreparedLoader):
+            return data_loader
+        if tail is None:
+            tail = TailPolicy.COMPLETE if self.even_batches else TailPolicy.UNEVEN
+        moves = self.device_placement if device_placement is None else device_placement
+        prepared = prepare_loader(
+            data_loader,
+            shard=shard or self.strategy.data_shard,
+            place=place or (self._default_place() if moves else None),
+            device=(self.kind, self.device) if moves else None,
+            config=self.dataloader_config,
+            tail=tail,
+            seed=recorded_seed(),
+            active=self.active_loaders,
+        )
+        self._loaders.append(prepared)
+        return prepared
+
+    def forget_loader(self, loader: Any) -> None:
+        """Let go of a prepared loader, so that it is no part of the run's state any more."""
+        for inner in getattr(loader, "loaders", [loader]):
+            self._loaders[:] = [known for known in self._loaders if known is not inner]
+
+    def _default_place(self) -> Callable[[Any], Any] | None:
+        """Moves a batch to the device; None on the CPU, where loaders make their batches anyway."""
+        if self.kind.name == "cpu":
+            return None
+        device, non_blocking = self.device, self.dataloader_config.non_blocking or self.kind.supports_streams
+        return lambda batch: send_to_device(batch, device, non_blocking)
+
+    # step
+
+    def accumulate(self, *models: nn.Module) -> AbstractContextManager[None]:
+        """Context of one micro-batch: inside it, optimizers step and gradients are reduced only where a window ends.
+
+        Args:
+            *models: the prepared models whose gradients accumulate; all of them if none is named.
+        """
+        self.accumulation.advance()
+        if self.accumulation.sync_gradients or self.accumulation.plugin.sync_each_batch:
+            return nullcontext()
+        return self._without_sync(models or tuple(self._models))
+
+    def no_sync(self, model: nn.Module | None) -> AbstractContextManager[None]:
+        """Context in which the model's gradients are not reduced over processes."""
+        return self._without_sync(() if model is None else (model,))
+
+    @contextmanager
+    def _without_sync(self, models: Iterable[nn.Module]) -> Iterator[None]:
+        with ExitStack() as stack:
+            for model in models:
+                stack.enter_context(self.strategy.gradient_sync(model, enabled=False))
+            yield
+
+    def backward(self, loss: torch.Tensor, **kwargs: Any) -> None:
+        """Compute gradients: the loss is divided by the window's micro-batches, scaled, and differentiated.
+
+        Args:
+            loss: the mean loss of this micro-batch, a scalar.
+            **kwargs: for `Tensor.backward`.
+        """
+        size = self.accumulation.size
+        if size > 1:
+            loss = loss / size
+        self.strategy.backward(self.precision.scale(loss), **kwargs)
+
+    def unscale_gradients(self, optimizer: Optimizer | Sequence[Optimizer] | None = None) -> None:
+        """Bring gradients back to their true size, before reading or clipping them.
+
+        Args:
+            optimizer: one or several prepared optimizers; all if None.
+        """
+        chosen = self._optimizers if optimizer is None else optimizer
+        for one in [chosen] if isinstance(chosen, Optimizer) else chosen:
+            self.precision.unscale(unwrap_optimizer(one))
+
+    def clip_grad_norm_(
+        self, parameters: torch.Tensor | Iterable[torch.Tensor], max_norm: float, norm_type: float = 2.0
+    ) -> torch.Tensor | None:
+        """Scale gradients down to a total norm of at most `max_norm`, where a window ends.
+
+        Returns:
+            The total norm before clipping; None within a window, where nothing is clipped.
+        """
+        if not self.accumulation.sync_gradients:
+            return None
+        given = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+        if self._clips_unscaled:
+            self._unscale_owners(given)
+        return self.strategy.clip_grad_norm_(given, max_norm, norm_type)
+
+    def clip_grad_value_(self, parameters: torch.Tensor | Iterable[torch.Tensor], clip_value: float) -> None:
+        """Clamp every gradient to [-clip_value, clip_value], where a window ends."""
+        if not self.accumulation.sync_gradients:
+            return
+        given = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+        if self._clips_unscaled:
+            self._unscale_owners(given)
+        self.strategy.clip_grad_value_(given, clip_value)
+
+    def _unscale_owners(self, parameters: list[torch.Tensor]) -> None:
+        """Unscale the optimizers that hold any of the parameters: the others may have no gradients yet."""
+        wanted = {id(parameter) for parameter in parameters}
+        for optimizer in self._optimizers:
+            if any(id(parameter) in wanted for parameter in parameters_of(optimizer)):
+                self.precision.unscale(optimizer.optimizer)
+
+    def autocast(self) -> AbstractContextManager[Any]:
+        """The precision's context, for computations outside a prepared model, such as a loss."""
+        return self.precision.forward_context()
+
+    def init_context(self) -> AbstractContextManager[Any]:
+        """The strategy's context for building a model in."""
+        return self.strategy.init_context()
+
+    def join_uneven_inputs(
+        self, joinables: Sequence[nn.Module], even_batches: bool | None = None
+    ) -> AbstractContextManager[Any]:
+        """Context for a loop in which processes may have different numbers of batches.
+
+        Args:
+            joinables: the prepared models.
+            even_batches: overrides the instance's choice for loops that start in the context.
+        """
+        return self._joined(joinables, even_batches)
+
+    @contextmanager
+    def _joined(self, joinables: Sequence[nn.Module], even_batches: bool | None) -> Iterator[None]:
+        changed = [loader for loader in self._loaders if even_batches is not None]
+        before = [loader.tail for loader in changed]
+        for loader in changed:
+            loader.tail = TailPolicy.COMPLETE if even_batches else TailPolicy.UNEVEN
+        try:
+            with self.strategy.join(joinables):
+                yield
+        finally:
+            for loader, tail in zip(changed, before, strict=True):
+                loader.tail = tail
+
+    # collectives
+
+    def gather(self, tensor: Any) -> Any:
+        """Concatenate tensors of all processes along the first dimension, on every process."""
+        return collectives.gather(tensor)
+
+    def gather_for_metrics(
+        self, input_data: Any, use_gather_object: bool = False, *, loader: PreparedLoader | None = None
+    ) -> Any:
+        """Gather per-sample values of the current batch, without the rows that only pad it.
+
+        A tensor is per-sample where its first dimension is the batch's number of rows; others are gathered whole.
+
+        Args:
+            input_data: nested structure of tensors, or a list of objects, one per sample.
+            use_gather_object: gather as objects even where all are tensors.
+            loader: whose batch this is, where several loaders are iterated at once.
+
+        Returns:
+            The real rows of all processes, in the order of the plain loader.
+        """
+        return gather_real_rows(input_data, loader or self.active_loaders, self.num_processes, use_gather_object)
+
+    def reduce(self, tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
+        """Combine tensors of all processes elementwise: `"sum"`, `"mean"`, `"max"`, `"min"` or `"none"`."""
+        return collectives.reduce(tensor, reduction, scale)
+
+    def pad_across_processes(self, tensor: Any, dim: int = 0, pad_index: int = 0, pad_first: bool = False) -> Any:
+        """Pad tensors of all processes to the largest size along one dimension."""
+        return collectives.pad_across_processes(tensor, dim, pad_index, pad_first)
+
+    def set_trigger(self) -> None:
+        """Raise a flag on this process that `check_trigger` sees on all."""
+        self._trigger = True
+
+    def check_trigger(self) -> bool:
+        """Whether any process raised the flag; lowers it."""
+        flag = torch.tensor(int(self._trigger), device=self.device)
+        self._trigger = False
+        return bool(collectives.reduce(flag, "max").item())
+
+    # models and state
+
+    def unwrap_model(
+        self, model: nn.Module, keep_fp32_wrapper: bool = True, keep_torch_compile: bool = True
+    ) -> nn.Module:
+        """The user's own module.
+
+        Args:
+            model: a prepared model.
+            keep_fp32_wrapper: whether its forward keeps running under the precision.
+            keep_torch_compile: accepted; a compiled module is returned as its original.
+        """
+        bare = self.strategy.unwrap(model)
+        if not keep_fp32_wrapper:
+            PrecisionForward.remove(bare)
+        return bare
+
+    def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, Any]:
+        """All parameters and buffers under their canonical names, whole, on the CPU, on the main process."""
+        return self.strategy.full_state_dict(model)
+
+    def register_for_checkpointing(self, *objects: Any) -> None:
+        """Save and load further objects with the run.
+
+        Raises:
+            ConfigurationError: one has no `state_dict` and `load_state_dict`.
+        """
+        for item in objects:
+            if not (hasattr(item, "state_dict") and hasattr(item, "load_state_dict")):
+                raise ConfigurationError(
+                    f"{type(item).__name__} cannot be registered for checkpointing: it needs state_dict() and "
+                    "load_state_dict(state)."
+                )
+        self._registered.extend(objects)
+
+    def save_state(self, output_dir: str | os.PathLike[str] | None = None) -> str:
+        """Write models, optimizers, schedulers, loss scale, loader positions and random states.
+
+        Call it on all processes. The directory appears complete or not at all.
+
+        Args:
+            output_dir: the checkpoint's directory; numbered under `project_dir/checkpoints` with automatic naming.
+
+        Returns:
+            The directory.
+        """
+        directory = self._checkpoint_directory(output_dir)
+        self.write_checkpoint(directory, self._shared_state())
+        if self.project_configuration.automatic_checkpoint_naming:
+            self.project_configuration.iteration += 1
+        return str(directory)
+
+    def load_state(self, input_dir: str | os.PathLike[str]) -> None:
+        """Load what `save_state` wrote into what is prepared now, in the same order of preparation.
+
+        Args:
+            input_dir: the checkpoint's directory.
+
+        Raises:
+            CheckpointError: there is none, or it holds something else.
+        """
+        shared = self.read_checkpoint(Path(input_dir))
+        for kind, count in (("models", len(self._models)), ("optimizers", len(self._optimizers))):
+            if len(shared[kind]) != count:
+                raise ConfigurationError(
+                    f"The checkpoint at {input_dir} holds {len(shared[kind])} {kind}, but {count} are prepared. "
+                    "Prepare the same objects, in the same order, before load_state."
+                )
+        for model, state in zip(self._models, shared["models"], strict=True):
+            self.strategy.load_model_state(model, state)
+        for optimizer, state in zip(self._optimizers, shared["optimizers"], strict=True):
+            self.strategy.load_optimizer_state(self._owner(optimizer), optimizer.optimizer, state)
+        for scheduler, state in zip(self._schedulers, shared["schedulers"], strict=True):
+            scheduler.load_state_dict(state)
+        for loader, state in zip(self._loaders, shared["loaders"], strict=False):
+            loader.load_state_dict(state)
+        for item, state in zip(self._registered, shared["registered"], strict=True):
+            item.load_state_dict(state)
+        self.precision.load_state_dict(shared["precision"])
+
+    def adopt_model(self, model: nn.Module) -> None:
+        """Take a model that the strategy has prepared already into account, as that of a Trainer."""
+        if not any(model is known for known in self._models):
+            self._models.append(model)
+
+    def write_checkpoint(self, directory: Path, shared: dict[str, Any]) -> None:
+        """Write a checkpoint of state that all processes share, with each process's own random state beside it."""
+        save_run_state(directory, shared, self._process_state(), self.state)
+
+    def read_checkpoint(self, directory: Path, restore_random: bool = True) -> dict[str, Any]:
+        """Read what `write_checkpoint` wrote.
+
+        Args:
+            directory: the checkpoint.
+            restore_random: whether to restore this process's random state too.
+
+        Returns:
+            The shared state.
+        """
+        shared, own = load_run_state(directory, self.state)
+        if restore_random and own is not None:
+            RandomState.from_state_dict(own["random"]).restore()
+        return shared
+
+    def _shared_state(self) -> dict[str, Any]:
+        return {
+            "models": [self.strategy.model_state(model) for model in self._models],
+            "optimizers": [
+                self.strategy.optimizer_state(self._owner(optimizer), optimizer.optimizer)
+                for optimizer in self._optimizers
+            ],
+            "schedulers": [scheduler.state_dict() for scheduler in self._schedulers],
+            "loaders": [loader.state_dict() for loader in self._loaders],
+            "registered": [item.state_dict() for item in self._registered],
+            "precision": self.precision.state_dict(),
+        }
+
+    def _process_state(self) -> dict[str, Any]:
+        return {"random": RandomState.capture().state_dict()}
+
+    def _owner(self, optimizer: PreparedOptimizer) -> nn.Module:
+        """The prepared model whose parameters an optimizer holds; all of them, where it holds several models'."""
+        held = {id(parameter) for parameter in parameters_of(optimizer)}
+        owners = [model for model in self._models if any(id(p) in held for p in model.parameters())]
+        if len(owners) == 1:
+            return owners[0]
+        return nn.ModuleList(self.strategy.unwrap(model) for model in owners)
+
+    def _checkpoint_directory(self, given: str | os.PathLike[str] | None) -> Path:
+        configuration = self.project_configuration
+        if given is not None:
+            return Path(given)
+        if not (configuration.automatic_checkpoint_naming and configuration.project_dir):
+            raise ConfigurationError(
+                "save_state() without a directory needs ProjectConfiguration(project_dir=..., "
+                "automatic_checkpoint_naming=True). Name one: save_state('checkpoints/latest')."
+            )
+        return Path(configuration.project_dir) / "checkpoints" / f"checkpoint_{configuration.iteration}"
+
+    def skip_first_batches(self, dataloader: Any, num_batches: int = 0) -> Any:
+        """A loader that leaves out the first batches of its next pass, without reading their data."""
+        return skip_first_batches_of(dataloader, num_batches)
+
+    def free_memory(self, *objects: Any) -> list[None]:
+        """Let go of everything prepared and give memory back to the device.
+
+        Args:
+            *objects: the caller's references, to be overwritten with what is returned.
+
+        Returns:
+            A None for each object: `model, optimizer = accelerator.free_memory(model, optimizer)`.
+        """
+        for loader in self._loaders:
+            self.active_loaders.leave(loader)
+        for group in (self._models, self._optimizers, self._schedulers, self._loaders):
+            group.clear()
+        freed: list[None] = [None for _ in objects]
+        del objects
+        gc.collect()
+        self.kind.empty_cache()
+        return freed
+
+    def clear(self, *objects: Any) -> list[None]:
+        """The same as `free_memory`."""
+        return self.free_memory(*objects)
+
+    def end_training(self) -> None:
+        """Leave the process group, after waiting for the peers. Only needed where a script goes on alone."""
+        self.state.destroy_process_group()
+
+
+def _make_strategy(
+    spec: str | Strategy, state: PartialState, options: DistributedDataParallelKwargs | None
+) -> Strategy:
+    if options is None:
+        return resolve_strategy(spec, state.environment)
+    if spec not in ("auto", "ddp"):
+        raise ConfigurationError(
+            f"DistributedDataParallelKwargs are options of strategy='ddp', but strategy={spec!r} was given."
+        )
+    if not state.use_distributed:
+        return resolve_strategy("auto", state.environment)
+    return DDP(**options.strategy_options())
+
+
+def _make_precision(spec: str | Precision | None, handlers: Sequence[Any]) -> Precision:
+    if spec is None:
+        spec = os.environ.get("DRIVETRAIN_MIXED_PRECISION", "no")
+    precision = resolve_precision(spec)
+    scaling, casting = find_handler(handlers, GradScalerKwargs), find_handler(handlers, AutocastKwargs)
+    cache = True if casting is None else casting.cache_enabled
+    if isinstance(precision, MixedPrecision) and casting is not None and not casting.enabled:
+        return resolve_precision("32")
+    if isinstance(precision, Float16Mixed) and not isinstance(spec, Precision):
+        return Float16Mixed(**handler_options(scaling), cache_enabled=cache)
+    if isinstance(precision, MixedPrecision):
+        precision.cache_enabled = cache
+    return precision
+
+
+def _make_accumulation(steps: int | None, plugin: GradientAccumulationPlugin | None) -> GradientAccumulationPlugin:
+    if plugin is not None and steps is not None and steps != plugin.num_steps:
+        raise ConfigurationError(
+            f"gradient_accumulation_steps={steps} contradicts gradient_accumulation_plugin, which says "
+            f"{plugin.num_steps}. Give one of the two."
+        )
+    if plugin is not None:
+        return plugin
+    asked = os.environ.get("DRIVETRAIN_GRADIENT_ACCUMULATION_STEPS", "1") if steps is None else steps
+    try:
+        return GradientAccumulationPlugin(int(asked) if isinstance(asked, str) else asked)
+    except ValueError as error:
+        if isinstance(error, ConfigurationError):
+            raise
+        raise ConfigurationError(f"DRIVETRAIN_GRADIENT_ACCUMULATION_STEPS={asked!r} is not a whole number.") from None
+
+
+def _is_scheduler(item: Any) -> bool:
+    if isinstance(item, torch.optim.lr_scheduler.LRScheduler | torch.optim.lr_scheduler.ReduceLROnPlateau):
+        return True
+    # transformers' and others' schedulers that do not subclass torch's
+    return type(item).__name__ == "AcceleratedScheduler" or (
+        not isinstance(item, nn.Module | Optimizer)
+        and all(hasattr(item, name) for name in ("step", "get_last_lr", "state_dict", "load_state_dict"))
+        and not isinstance(item, PreparedScheduler)
+    )
+
+
+@contextmanager
+def _kept_in_place(model: nn.Module, moves: bool) -> Iterator[None]:
+    """Keep `Strategy.place` from moving a model whose user places it by hand."""
+    if moves:
+        yield
+        return
+    model.__dict__["to"] = lambda *args, **kwargs: model
+    try:
+        yield
+    finally:
+        del model.__dict__["to"]

@@ -1,0 +1,51 @@
+"""Counting the micro-batches of an accumulation window in a loop that the user writes."""
+
+from __future__ import annotations
+
+from drivetrain.accelerator.handlers import GradientAccumulationPlugin
+from drivetrain.data import ActiveLoaders, PreparedLoader
+
+
+class AccumulationWindow:
+    """Which micro-batch of the window is this, how many does the window hold, and is this the last.
+
+    The count belongs to the loop over one loader: when that loop ends, however it ends, the next
+    window starts afresh.
+
+    Attributes:
+        plugin: the options.
+        sync_gradients: whether the current micro-batch ends a window, so that optimizers step.
+        size: micro-batches of the current window: fewer than `num_steps` where the loader ends before.
+    """
+
+    def __init__(self, plugin: GradientAccumulationPlugin, active: ActiveLoaders) -> None:
+        self.plugin = plugin
+        self.sync_gradients = True
+        self.size = plugin.num_steps
+        self._active = active
+        self._count = 0
+        self._loader: PreparedLoader | None = None
+        active.on_leave.append(self._loop_ended)
+
+    def advance(self) -> None:
+        """Enter the next micro-batch."""
+        loader = self._active.innermost
+        info = loader.current if loader is not None and self.plugin.sync_with_dataloader else None
+        if self._count == 0:
+            self._loader = loader
+            self.size = self.plugin.num_steps
+            if loader is not None and info is not None:
+                remaining = loader.remaining
+                if remaining is not None:
+                    self.size = max(1, min(self.size, remaining))
+        self._count += 1
+        self.sync_gradients = self._count >= self.plugin.num_steps or (info is not None and info.last)
+        if self.sync_gradients:
+            self._count = 0
+
+    def _loop_ended(self, loader: PreparedLoader) -> None:
+        if loader is self._loader and self.plugin.sync_with_dataloader:
+            self._count = 0
+            self.sync_gradients = True
+            self.size = self.plugin.num_steps
+            self._loader = None

@@ -1,0 +1,55 @@
+"""Running a prepared model's forward under its precision."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from drivetrain.runtime.nested import recursively_apply
+from drivetrain.strategies.precision import Precision, overrides
+
+
+class PrecisionForward:
+    """Takes the place of a module's `forward`: casts inputs, opens the precision's context, returns 32-bit outputs.
+
+    Outputs come back in 32 bits under the mixed precisions, so that a loss outside the model is computed in full.
+
+    Args:
+        forward: the module's own forward.
+        precision: the number formats.
+    """
+
+    def __init__(self, forward: Callable[..., Any], precision: Precision) -> None:
+        self.forward = forward
+        self.precision = precision
+        self._casts_inputs = overrides(precision, "convert_batch")
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if self._casts_inputs:
+            args, kwargs = self.precision.convert_batch((args, kwargs))
+            with self.precision.forward_context():
+                return self.forward(*args, **kwargs)
+        with self.precision.forward_context():
+            outputs = self.forward(*args, **kwargs)
+        return recursively_apply(torch.Tensor.float, outputs, test_type=_is_half)
+
+    @staticmethod
+    def remove(model: nn.Module) -> None:
+        """Give a module its own forward back."""
+        if isinstance(model.__dict__.get("forward"), PrecisionForward):
+            del model.__dict__["forward"]
+
+
+def wrap_forward(model: nn.Module, precision: Precision) -> None:
+    """Let a module's forward run under a precision; full precision changes nothing."""
+    if isinstance(model.__dict__.get("forward"), PrecisionForward):
+        return
+    if overrides(precision, "forward_context") or overrides(precision, "convert_batch"):
+        model.__dict__["forward"] = PrecisionForward(model.forward, precision)
+
+
+def _is_half(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.dtype in (torch.float16, torch.bfloat16)

@@ -1,0 +1,70 @@
+"""A prepared learning-rate scheduler: steps when its optimizers do."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from drivetrain.accelerator.accumulation import AccumulationWindow
+from drivetrain.accelerator.optimizer import PreparedOptimizer
+
+
+class PreparedScheduler:
+    """What `Accelerator.prepare` returns for a scheduler.
+
+    Args:
+        scheduler: the user's scheduler, also found under `.scheduler`.
+        optimizers: the prepared optimizers; a step that one of them skipped on overflow is skipped here too.
+        window: the accumulation window.
+        steps_per_call: how often the scheduler steps for one optimizer step. Scripts moved from Accelerate count
+            on one per process, since they write schedules for the loader as it was before it was sharded.
+        with_optimizer: whether to follow the optimizers at all; if not, every call steps once.
+    """
+
+    def __init__(
+        self,
+        scheduler: Any,
+        optimizers: Sequence[PreparedOptimizer],
+        window: AccumulationWindow,
+        steps_per_call: int = 1,
+        with_optimizer: bool = True,
+    ) -> None:
+        self.scheduler = scheduler
+        self.optimizers = list(optimizers)
+        self._window = window
+        self._steps_per_call = steps_per_call
+        self._with_optimizer = with_optimizer
+
+    def step(self, *args: Any, **kwargs: Any) -> None:
+        """Step, if the optimizers did."""
+        if not self._with_optimizer:
+            self.scheduler.step(*args, **kwargs)
+            return
+        if not self._window.sync_gradients:
+            return
+        for optimizer in self.optimizers:
+            if optimizer.step_was_skipped:
+                return
+        total = getattr(self.scheduler, "total_steps", None)
+        for _ in range(self._steps_per_call):
+            # One-cycle schedules raise past their end, which the last step may overshoot.
+            if total is None or self.scheduler.last_epoch < total - 1:
+                self.scheduler.step(*args, **kwargs)
+
+    def get_last_lr(self) -> Any:
+        """The learning rates of the last step."""
+        return self.scheduler.get_last_lr()
+
+    def state_dict(self) -> dict[str, Any]:
+        """The scheduler's own state."""
+        state: dict[str, Any] = self.scheduler.state_dict()
+        return state
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load the scheduler's own state."""
+        self.scheduler.load_state_dict(state_dict)
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "scheduler":
+            raise AttributeError(name)
+        return getattr(self.scheduler, name)

@@ -1,0 +1,138 @@
+"""Several loaders iterated as one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+from drivetrain.data.batch_info import BatchInfo
+from drivetrain.runtime.errors import ConfigurationError, DataError, nearest
+
+MODES = ("min_size", "max_size_cycle", "max_size", "sequential")
+
+
+class CombinedLoader:
+    """Several loaders iterated as one; each batch has the structure that the loaders were given in.
+
+    Args:
+        iterables: a list, tuple or dict of loaders.
+        mode: `"min_size"` ends with the shortest; `"max_size_cycle"` starts the shorter ones anew until the longest ends;
+            `"max_size"` gives None for those that have ended; `"sequential"` gives one loader's batches after the other's.
+
+    Raises:
+        ConfigurationError: the mode is unknown, or there are no loaders.
+
+    Example:
+        ```python
+        import torch
+        from drivetrain import CombinedLoader
+
+        few = torch.utils.data.DataLoader(torch.arange(4), batch_size=2)
+        many = torch.utils.data.DataLoader(torch.arange(8), batch_size=2)
+        assert len(list(CombinedLoader({"few": few, "many": many}, mode="min_size"))) == 2
+        ```
+    """
+
+    def __init__(self, iterables: Mapping[str, Any] | Sequence[Any], mode: str = "min_size") -> None:
+        if mode not in MODES:
+            raise ConfigurationError(
+                f"CombinedLoader(mode={mode!r}): allowed are {', '.join(MODES)}.{nearest(str(mode), MODES)}"
+            )
+        self.iterables = iterables
+        self.mode = mode
+        self._names = list(iterables) if isinstance(iterables, Mapping) else None
+        self.loaders: list[Any] = list(iterables.values()) if isinstance(iterables, Mapping) else list(iterables)
+        if not self.loaders:
+            raise ConfigurationError("CombinedLoader needs at least one loader.")
+        self.current: BatchInfo | None = None
+
+    def map(self, prepare: Callable[[Any], Any]) -> CombinedLoader:
+        """The same combination of what `prepare` makes of each loader."""
+        prepared = [prepare(loader) for loader in self.loaders]
+        structure = dict(zip(self._names, prepared, strict=True)) if self._names is not None else prepared
+        return CombinedLoader(structure, self.mode)
+
+    def set_epoch(self, epoch: int) -> None:
+        """Tell every loader the epoch."""
+        for loader in self.loaders:
+            if hasattr(loader, "set_epoch"):
+                loader.set_epoch(epoch)
+
+    def __len__(self) -> int:
+        lengths = [len(loader) for loader in self.loaders]
+        if self.mode == "sequential":
+            return sum(lengths)
+        return min(lengths) if self.mode == "min_size" else max(lengths)
+
+    def __iter__(self) -> Iterator[Any]:
+        batches = self._one_after_the_other() if self.mode == "sequential" else self._side_by_side()
+        index = 0
+        ahead: Any = None
+        have = False
+        # One batch of look-ahead: whether a batch is the last depends on all loaders.
+        try:
+            for batch, rows in batches:
+                if have:
+                    self.current = BatchInfo(index, ahead[1], 0, None, False, None)
+                    yield ahead[0]
+                    index += 1
+                ahead, have = (batch, rows), True
+            if have:
+                self.current = BatchInfo(index, ahead[1], 0, None, True, None)
+                yield ahead[0]
+        finally:
+            self.current = None
+            batches.close()
+
+    def _one_after_the_other(self) -> Iterator[tuple[Any, int | None]]:
+        for loader in self.loaders:
+            for batch in loader:
+                yield batch, _rows(loader)
+
+    def _side_by_side(self) -> Iterator[tuple[Any, int | None]]:
+        iterators: list[Any] = [iter(loader) for loader in self.loaders]
+        ended = [False] * len(iterators)
+        try:
+            while True:
+                batches: list[Any] = []
+                for position, loader in enumerate(self.loaders):
+                    batch, over = self._next(iterators, position, loader, ended)
+                    if over:
+                        return
+                    batches.append(batch)
+                if all(ended):
+                    return
+                known = {_rows(loader) for loader, over in zip(self.loaders, ended, strict=True) if not over}
+                yield self._structured(batches), known.pop() if len(known) == 1 else None
+        finally:
+            for iterator in iterators:
+                if hasattr(iterator, "close"):
+                    iterator.close()
+
+    def _next(self, iterators: list[Any], position: int, loader: Any, ended: list[bool]) -> tuple[Any, bool]:
+        """The next batch of one loader, and whether the whole combination is over."""
+        try:
+            if self.mode == "max_size" and ended[position]:
+                return None, False
+            return next(iterators[position]), False
+        except StopIteration:
+            ended[position] = True
+        if self.mode == "min_size":
+            return None, True
+        if self.mode == "max_size" or all(ended):
+            return None, all(ended)
+        iterators[position] = iter(loader)
+        try:
+            return next(iterators[position]), False
+        except StopIteration:
+            raise DataError(f"Loader {position} of a CombinedLoader is empty, so it cannot be started anew.") from None
+
+    def _structured(self, batches: list[Any]) -> Any:
+        if self._names is not None:
+            return dict(zip(self._names, batches, strict=True))
+        return tuple(batches) if isinstance(self.iterables, tuple) else batches
+
+
+def _rows(loader: Any) -> int | None:
+    info = getattr(loader, "current", None)
+    return info.rows if isinstance(info, BatchInfo) else None

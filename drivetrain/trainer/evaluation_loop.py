@@ -1,0 +1,177 @@
+"""Validation and test: every sample once, over all processes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from drivetrain.data import PreparedLoader
+from drivetrain.trainer.loaders import LoaderSource, batches_to_run, length_of
+from drivetrain.trainer.logged_values import (
+    TEST_EPOCH,
+    TEST_STEP,
+    VALIDATE_EPOCH,
+    VALIDATE_STEP,
+    EpochValue,
+    LogScope,
+    to_numbers,
+)
+from drivetrain.trainer.metric_state import untouched_metrics
+from drivetrain.trainer.optimization_step import bind_step
+from drivetrain.trainer.task import Task
+
+if TYPE_CHECKING:
+    from drivetrain.trainer.trainer import Trainer
+
+_SCOPES: dict[str, tuple[LogScope, LogScope]] = {
+    "validation": (VALIDATE_STEP, VALIDATE_EPOCH),
+    "test": (TEST_STEP, TEST_EPOCH),
+}
+
+
+class EvaluationLoop:
+    """Runs the task's validation or test step over its loaders.
+
+    Args:
+        trainer: the trainer.
+        task: its task.
+        model: what the strategy made of the task.
+        stage: `"validation"` or `"test"`, as in the names of hooks and steps.
+        source: where the loaders come from.
+        limit: how many batches of each loader: a whole number, a fraction, or None for all.
+        limit_name: that argument's name, for errors.
+    """
+
+    def __init__(
+        self,
+        trainer: Trainer,
+        task: Task,
+        model: nn.Module,
+        stage: str,
+        source: LoaderSource,
+        limit: float | int | None,
+        limit_name: str,
+    ) -> None:
+        self._trainer, self._task, self._stage = trainer, task, stage
+        self._hooks = trainer.hooks
+        self._source, self._limit, self._limit_name = source, limit, limit_name
+        self._loaders: list[PreparedLoader] | None = None
+        self._limits: list[float] = []
+        self._step = bind_step(
+            trainer.strategy.evaluation_model(model), getattr(task, f"{stage}_step"), trainer.accelerator.precision
+        )
+        self._in_step, self._in_epoch = _SCOPES[stage]
+
+    def load(self) -> list[PreparedLoader]:
+        """Prepare the loaders, the first time they are needed or when they are to be made anew."""
+        trainer = self._trainer
+        every = trainer.reload_dataloaders_every_n_epochs
+        stale = every and trainer.current_epoch and trainer.current_epoch % every == 0 and self._stage == "validation"
+        if self._loaders is None or stale:
+            for loader in self._loaders or []:
+                trainer.accelerator.forget_loader(loader)
+            self._loaders = self._source.prepare_evaluation()
+            self._limits = [
+                batches_to_run(length_of(loader), self._limit, self._limit_name) for loader in self._loaders
+            ]
+            trainer.num_evaluation_batches[self._stage] = self._limits
+        return self._loaders
+
+    def run(self, at_most: int | None = None, keep: bool = True) -> list[dict[str, float]]:
+        """Evaluate once.
+
+        Args:
+            at_most: batches of each loader, for a sanity check.
+            keep: whether the results become visible and are written.
+
+        Returns:
+            For each loader, its logged values by name.
+        """
+        trainer, hooks, stage = self._trainer, self._hooks, self._stage
+        loaders = self.load()
+        limits = [min(limit, FOREVER if at_most is None else at_most) for limit in self._limits]
+        hooks.call(f"on_{stage}_model_zero_grad")
+        with _evaluating(self._task, stage, trainer):
+            trainer.logged.enter(self._in_epoch)
+            hooks.call(f"on_{stage}_start")
+            hooks.call(f"on_{stage}_epoch_start")
+            with torch.inference_mode() if trainer.inference_mode else torch.no_grad():
+                for index, (loader, limit) in enumerate(zip(loaders, limits, strict=True)):
+                    self._run_loader(loader, limit, index if len(loaders) > 1 else None)
+            trainer.logged.enter(self._in_epoch)
+            results = trainer.finish_logged_epoch(self._in_epoch.stage, keep)
+            hooks.call(f"on_{stage}_epoch_end")
+            results += trainer.finish_logged_epoch(self._in_epoch.stage, keep)
+            if keep:
+                trainer.write_epoch_values(results)
+            hooks.call(f"on_{stage}_end")
+        return _by_loader(results, len(loaders))
+
+    def _run_loader(self, loader: PreparedLoader, limit: float, dataloader_idx: int | None) -> None:
+        trainer, step = self._trainer, self._step
+        trainer.logged.enter(self._in_step, dataloader_idx)
+        extra = () if dataloader_idx is None else (dataloader_idx,)
+        on_start = self._hooks.find(f"on_{self._stage}_batch_start")
+        on_end = self._hooks.find(f"on_{self._stage}_batch_end")
+        position = dataloader_idx or 0
+        loader.set_epoch(trainer.current_epoch)
+        index = 0
+        for batch in loader:
+            if index >= limit:
+                break
+            info = loader.current
+            trainer.batch, trainer.batch_info = batch, info
+            if info is not None and info.real_rows == 0:
+                self._keep_company(batch, index, extra)
+            else:
+                for hook in on_start:
+                    hook(batch, index, position)
+                outputs = step(batch, index, *extra)
+                for hook in on_end:
+                    hook(outputs, batch, index, position)
+            index += 1
+            if index >= limit:
+                break
+        trainer.batch = trainer.batch_info = None
+
+    def _keep_company(self, batch: Any, index: int, extra: tuple[int, ...]) -> None:
+        """Run a batch made of padding, so that peers' collectives have their partner; nothing of it counts."""
+        logged = self._trainer.logged
+        logged.skips = True
+        try:
+            with untouched_metrics(self._task):
+                self._step(batch, index, *extra)
+        finally:
+            logged.skips = False
+
+
+FOREVER = float("inf")
+
+
+@contextmanager
+def _evaluating(task: Task, stage: str, trainer: Trainer) -> Iterator[None]:
+    """Evaluation mode in the body; afterwards every module is in the mode it was in."""
+    modes = [(module, module.training) for module in task.modules()]
+    getattr(task, f"on_{stage}_model_eval")()
+    try:
+        yield
+    finally:
+        getattr(task, f"on_{stage}_model_train")()
+        for module, mode in modes:
+            module.training = mode
+
+
+def _by_loader(results: list[EpochValue], count: int) -> list[dict[str, float]]:
+    """Sort results by the loader that their names end with."""
+    numbers = to_numbers({result.name: result.value for result in results})
+    if count <= 1:
+        return [numbers] if count or numbers else []
+    sorted_numbers: list[dict[str, float]] = [{} for _ in range(count)]
+    for name, value in numbers.items():
+        tail = name.rsplit("/dataloader_idx_", 1)
+        sorted_numbers[int(tail[1]) if len(tail) == 2 else 0][name] = value
+    return sorted_numbers

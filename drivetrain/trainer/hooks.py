@@ -1,0 +1,101 @@
+"""Which hooks are really overridden: found once, so that a hook that nobody overrides costs nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from drivetrain.callbacks.base import Callback
+from drivetrain.trainer.data_module import DataModule
+from drivetrain.trainer.task import Task
+
+if TYPE_CHECKING:
+    from drivetrain.trainer.trainer import Trainer
+
+Hook = Callable[..., Any]
+
+
+def is_overridden(owner: Any, base: type, name: str) -> bool:
+    """Whether `owner` has its own version of a method that `base` defines."""
+    if name in getattr(owner, "__dict__", {}):
+        return True
+    return getattr(type(owner), name, None) is not getattr(base, name, None)
+
+
+class Hooks:
+    """The overridden hooks of a run's callbacks and task, by name, each ready to call.
+
+    Callbacks come before the task; see `find_late` for the one exception.
+
+    Args:
+        trainer: the trainer, first argument of every callback hook.
+        task: the task, second argument of every callback hook.
+    """
+
+    def __init__(self, trainer: Trainer, task: Task) -> None:
+        self._trainer = trainer
+        self._task = task
+        self._found: dict[str, tuple[Hook, ...]] = {}
+
+    def find(self, name: str) -> tuple[Hook, ...]:
+        """The overridden hooks of this name, in calling order; each takes the hook's own arguments only."""
+        found = self._found.get(name)
+        if found is None:
+            found = self._found[name] = self._collect(name)
+        return found
+
+    def call(self, name: str, *args: Any) -> None:
+        """Call all overridden hooks of this name."""
+        for hook in self.find(name):
+            hook(*args)
+
+    def find_early(self, name: str) -> tuple[Hook, ...]:
+        """The hooks of callbacks that watch no logged value, and then the task's."""
+        return (*self._of_callbacks(name, watching=False), *self._of_task(name))
+
+    def find_late(self, name: str) -> tuple[Hook, ...]:
+        """The hooks of callbacks that watch a logged value, which the early ones may still log."""
+        return self._of_callbacks(name, watching=True)
+
+    def _collect(self, name: str) -> tuple[Hook, ...]:
+        callbacks = [c for c in self._trainer.callbacks if is_overridden(c, Callback, name)]
+        return (*(self._bind(callback, name) for callback in callbacks), *self._of_task(name))
+
+    def _of_callbacks(self, name: str, watching: bool) -> tuple[Hook, ...]:
+        return tuple(
+            self._bind(callback, name)
+            for callback in self._trainer.callbacks
+            if is_overridden(callback, Callback, name) and watches_metric(callback) is watching
+        )
+
+    def _of_task(self, name: str) -> tuple[Hook, ...]:
+        if hasattr(Task, name) and is_overridden(self._task, Task, name):
+            return (getattr(self._task, name),)
+        return ()
+
+    def _bind(self, callback: Callback, name: str) -> Hook:
+        return partial(getattr(callback, name), self._trainer, self._task)
+
+
+def watches_metric(callback: Callback) -> bool:
+    """Whether a callback decides by a logged value, as checkpointing and early stopping do."""
+    return hasattr(callback, "monitor")
+
+
+def call_setup_hooks(trainer: Trainer, task: Task, data: DataModule | None, stage: str) -> None:
+    """Call `setup` of the data module, the callbacks and the task, in this order."""
+    if data is not None:
+        data.setup(stage)
+    for callback in trainer.callbacks:
+        callback.setup(trainer, task, stage)
+    task.setup(stage)
+
+
+def call_teardown_hooks(trainer: Trainer, task: Task, data: DataModule | None, stage: str) -> None:
+    """Call `teardown` of the data module, the callbacks and the task, in this order."""
+    if data is not None:
+        data.teardown(stage)
+    for callback in trainer.callbacks:
+        callback.teardown(trainer, task, stage)
+    task.teardown(stage)

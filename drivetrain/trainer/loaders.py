@@ -1,0 +1,212 @@
+"""Finding a run's loaders and preparing them."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from torch.utils.data import DataLoader, RandomSampler, SequentialSampler
+
+from drivetrain.data import CombinedLoader, DataShard, PreparedLoader, TailPolicy
+from drivetrain.runtime.errors import ConfigurationError, DataError
+from drivetrain.trainer.data_module import DataModule
+from drivetrain.trainer.hooks import is_overridden
+from drivetrain.trainer.task import Task
+
+if TYPE_CHECKING:
+    from drivetrain.trainer.trainer import Trainer
+
+_SOURCES = {
+    "train": "train_dataloader",
+    "val": "val_dataloader",
+    "test": "test_dataloader",
+    "predict": "predict_dataloader",
+}
+_TRANSFER_HOOKS = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
+
+
+class LoaderSource:
+    """Where the loaders of one kind come from: an argument, the data module, or the task.
+
+    Args:
+        trainer: the trainer.
+        task: its task.
+        kind: `"train"`, `"val"`, `"test"` or `"predict"`.
+        given: what was given as an argument, if anything.
+        data: the data module, if there is one.
+    """
+
+    def __init__(self, trainer: Trainer, task: Task, kind: str, given: Any, data: DataModule | None) -> None:
+        self._trainer, self._task, self._kind = trainer, task, kind
+        self._given, self._data = given, data
+
+    def is_defined(self) -> bool:
+        """Whether there is anything to load."""
+        method = _SOURCES[self._kind]
+        return (
+            self._given is not None
+            or (self._data is not None and is_overridden(self._data, DataModule, method))
+            or is_overridden(self._task, Task, method)
+        )
+
+    def raw(self) -> Any:
+        """The user's loader or loaders, made anew where a method makes them."""
+        if self._given is not None:
+            return self._given
+        method = _SOURCES[self._kind]
+        if self._data is not None and is_overridden(self._data, DataModule, method):
+            return getattr(self._data, method)()
+        return getattr(self._task, method)()
+
+    def prepare_training(self) -> PreparedLoader | CombinedLoader:
+        """The prepared training loader; several are combined.
+
+        Raises:
+            DataError: there is none, or it is empty.
+        """
+        raw = self.raw()
+        if raw is None:
+            raise DataError(
+                f"There is no training data: pass train_dataloaders to fit(), or give {type(self._task).__name__} or "
+                "a DataModule a train_dataloader()."
+            )
+        if isinstance(raw, CombinedLoader):
+            return raw.map(lambda loader: self._prepare(loader, 0, TailPolicy.WHOLE))
+        if isinstance(raw, Mapping) or (isinstance(raw, list | tuple) and raw and _are_loaders(raw)):
+            combined = CombinedLoader(raw, mode="max_size_cycle")
+            return combined.map(lambda loader: self._prepare(loader, 0, TailPolicy.WHOLE))
+        return self._prepare(raw, 0, TailPolicy.WHOLE)
+
+    def prepare_evaluation(self) -> list[PreparedLoader]:
+        """The prepared loaders for validation, test or prediction, none combined."""
+        raw = self.raw()
+        if raw is None:
+            return []
+        tail = TailPolicy.WHOLE if self._trainer.strategy.pads_evaluation else TailPolicy.UNEVEN
+        several = list(raw) if isinstance(raw, list | tuple) and _are_loaders(raw) else [raw]
+        if isinstance(raw, Mapping):
+            several = list(raw.values())
+        return [self._prepare(loader, index, tail) for index, loader in enumerate(several)]
+
+    def _prepare(self, loader: Any, index: int, tail: TailPolicy) -> PreparedLoader:
+        if isinstance(loader, PreparedLoader):
+            return loader
+        if not hasattr(loader, "__iter__"):
+            raise DataError(
+                f"The {self._kind} data is a {type(loader).__name__}, which cannot be iterated. "
+                "Give a torch DataLoader, or any iterable of batches."
+            )
+        if self._trainer.overfit_batches and self._kind == "train":
+            loader = without_shuffle(loader)
+        prepared = self._trainer.accelerator.prepare_data_loader(
+            loader,
+            tail=tail,
+            place=self._placing(index),
+            shard=None if self._trainer.use_distributed_sampler else DataShard(0, 1),
+        )
+        if length_of(prepared) == 0:
+            raise DataError(f"The {self._kind} loader is empty: {_describe(loader)}.")
+        return prepared
+
+    def _placing(self, dataloader_idx: int) -> Callable[[Any], Any] | None:
+        """How a batch gets to the device: through the transfer hooks that are overridden; None for the default."""
+        precision = self._trainer.accelerator.precision
+        casts = type(precision).convert_batch is not _plain_convert()
+        owners: list[Any] = []
+        for name in _TRANSFER_HOOKS:
+            if self._data is not None and is_overridden(self._data, DataModule, name):
+                owners.append(self._data)
+            else:
+                owners.append(self._task if is_overridden(self._task, Task, name) else None)
+        if not any(owners) and not casts:
+            return None
+        before, transfer, after = owners
+        default = self._trainer.accelerator._default_place() or (lambda batch: batch)
+        device = self._trainer.strategy.device
+
+        def place(batch: Any) -> Any:
+            if before is not None:
+                batch = before.on_before_batch_transfer(batch, dataloader_idx)
+            batch = transfer.transfer_batch_to_device(batch, device, dataloader_idx) if transfer else default(batch)
+            if casts:
+                batch = precision.convert_batch(batch)
+            return after.on_after_batch_transfer(batch, dataloader_idx) if after is not None else batch
+
+        return place
+
+
+def length_of(loader: Any) -> int | None:
+    """Number of batches, or None where it is not known."""
+    try:
+        return len(loader)
+    except (TypeError, NotImplementedError):
+        return None
+
+
+def batches_to_run(length: int | None, limit: float | int | None, name: str) -> float:
+    """How many batches a limit leaves of a loader.
+
+    Args:
+        length: the loader's number of batches, None if unknown.
+        limit: a whole number of batches, a fraction of the loader, or None for all.
+        name: the argument's name, for errors.
+
+    Returns:
+        The number of batches; infinite where neither is known.
+
+    Raises:
+        ConfigurationError: a fraction was asked of a loader without a length, or leaves nothing.
+    """
+    if limit is None or (isinstance(limit, float) and limit == 1.0):
+        return float("inf") if length is None else length
+    if isinstance(limit, int):
+        return limit if length is None else min(limit, length)
+    if length is None:
+        raise ConfigurationError(
+            f"{name}={limit} is a fraction, but the loader's length is not known. Give a whole number of batches."
+        )
+    batches = int(length * limit)
+    if batches == 0 and limit > 0:
+        raise ConfigurationError(
+            f"{name}={limit} of {length} batches leaves none. Give at least {1 / length:.3g}, or a whole number."
+        )
+    return batches
+
+
+def without_shuffle(loader: Any) -> Any:
+    """The same loader in the dataset's order, for `overfit_batches`; one with a sampler of its own stays."""
+    if not (isinstance(loader, DataLoader) and isinstance(loader.sampler, RandomSampler)):
+        return loader
+    warnings.warn("overfit_batches takes the same batches in each epoch, so shuffling is off for them.", stacklevel=2)
+    return DataLoader(
+        loader.dataset,
+        batch_size=loader.batch_size,
+        sampler=SequentialSampler(loader.dataset),  # type: ignore[arg-type]
+        num_workers=loader.num_workers,
+        collate_fn=loader.collate_fn,
+        pin_memory=loader.pin_memory,
+        drop_last=loader.drop_last,
+        worker_init_fn=loader.worker_init_fn,
+    )
+
+
+def _are_loaders(items: Sequence[Any]) -> bool:
+    """Whether a list holds loaders rather than being itself a list of batches."""
+    return all(isinstance(item, DataLoader | PreparedLoader | CombinedLoader) for item in items)
+
+
+def _plain_convert() -> Any:
+    from drivetrain.strategies.precision import Precision
+
+    return Precision.convert_batch
+
+
+def _describe(loader: Any) -> str:
+    if not isinstance(loader, DataLoader):
+        return f"the {type(loader).__name__} given has no batches"
+    size = length_of(loader.dataset)
+    return (
+        f"its dataset has {size} samples, batch_size={loader.batch_size}, drop_last={loader.drop_last}. "
+        "Check the dataset's path and filters, or set drop_last=False"
+    )

@@ -1,0 +1,511 @@
+"""What `self.log` keeps: detached tensors, folded rarely, turned into numbers only where something is shown."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from numbers import Number
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from drivetrain.runtime.collectives import gather_object
+from drivetrain.runtime.errors import ConfigurationError, nearest
+
+FOLD_AFTER = 64
+"""Values of one name that are kept before they are added up on the device."""
+
+REDUCTIONS = ("mean", "sum", "max", "min")
+_COMBINE: dict[str, Callable[[list[float]], float]] = {"sum": sum, "max": max, "min": min}
+
+Value = Tensor | float
+Reduction = str | Callable[[Tensor], Any]
+Arguments = tuple[Any, ...]
+
+
+@dataclass(frozen=True)
+class LogScope:
+    """From where in the loop values are logged now, and what that means for them.
+
+    Attributes:
+        stage: `"train"`, `"validate"`, `"test"`; or the hook's name where logging is not allowed.
+        on_step: default of `on_step`; None where logging is not allowed.
+        on_epoch: default of `on_epoch`.
+        has_batch: whether there is a batch whose rows weigh a value.
+    """
+
+    stage: str
+    on_step: bool | None
+    on_epoch: bool = False
+    has_batch: bool = False
+
+
+NOWHERE = LogScope("outside of the loop", None)
+TRAIN_STEP = LogScope("train", True, False, has_batch=True)
+TRAIN_EPOCH = LogScope("train", False, True)
+VALIDATE_STEP = LogScope("validate", False, True, has_batch=True)
+VALIDATE_EPOCH = LogScope("validate", False, True)
+TEST_STEP = LogScope("test", False, True, has_batch=True)
+TEST_EPOCH = LogScope("test", False, True)
+PREDICT = LogScope("predict", None)
+
+
+class LoggedValue:
+    """All that was logged under one name in one stage.
+
+    Args:
+        name: the name, with the loader's number where there are several.
+        arguments: what `self.log` was called with; every later call must be the same.
+        scope: from where.
+        on_step: whether each step's value is shown and written.
+        on_epoch: whether the epoch's reduction is.
+        prog_bar: whether the progress bar shows it.
+        logger: whether trackers get it.
+        reduction: `"mean"`, `"sum"`, `"max"`, `"min"`, or a function of the stacked values.
+        sync: whether it is reduced over processes.
+        main_only: whether only the main process's values count.
+        metric: the torchmetrics object, if one was logged.
+        metric_path: where in the task the metric is.
+    """
+
+    __slots__ = (
+        "_pending",
+        "_weights",
+        "arguments",
+        "fresh",
+        "last",
+        "logger",
+        "main_only",
+        "metric",
+        "metric_path",
+        "name",
+        "on_epoch",
+        "on_step",
+        "prog_bar",
+        "reduction",
+        "scope",
+        "sync",
+        "total",
+        "weighs",
+        "weight",
+    )
+
+    def __init__(
+        self,
+        name: str,
+        arguments: Arguments,
+        scope: LogScope,
+        *,
+        on_step: bool,
+        on_epoch: bool,
+        prog_bar: bool,
+        logger: bool,
+        reduction: Reduction,
+        sync: bool | None,
+        main_only: bool,
+        metric: Any = None,
+        metric_path: str | None = None,
+    ) -> None:
+        self.name, self.arguments, self.scope = name, arguments, scope
+        self.on_step, self.on_epoch = on_step, on_epoch
+        self.prog_bar, self.logger = prog_bar, logger
+        self.reduction, self.sync, self.main_only = reduction, sync, main_only
+        self.metric, self.metric_path = metric, metric_path
+        self.weighs = on_epoch and reduction == "mean" and metric is None
+        self.reset()
+
+    @property
+    def step_name(self) -> str:
+        """Its name among a step's values."""
+        return f"{self.name}_step" if self.on_epoch else self.name
+
+    @property
+    def epoch_name(self) -> str:
+        """Its name among an epoch's values."""
+        return f"{self.name}_epoch" if self.on_step else self.name
+
+    def reset(self) -> None:
+        """Forget all values."""
+        self.fresh = False
+        self.last: Value | None = None
+        self.total: Any = None
+        self.weight: float = 0.0
+        self._pending: list[Value] = []
+        self._weights: list[float] = []
+
+    def update(self, value: Value, weight: float) -> None:
+        """Keep one value; nothing is computed until enough have come together."""
+        self.fresh = True
+        if self.on_step:
+            self.last = value
+        if self.on_epoch:
+            self._pending.append(value)
+            self._weights.append(weight)
+            if len(self._pending) >= FOLD_AFTER and not callable(self.reduction):
+                self.fold()
+
+    def fold(self) -> None:
+        """Bring the values kept so far into one total, on their device."""
+        if not self._pending:
+            return
+        values, weights = _stack(self._pending), self._weights
+        self._pending, self._weights = [], []
+        self.weight += sum(weights)
+        if callable(self.reduction):
+            part: Any = values
+            self.total = part if self.total is None else torch.cat([self.total, part])
+        elif self.reduction in ("mean", "sum"):
+            if self.reduction == "mean":
+                values = values * torch.tensor(weights, dtype=values.dtype).to(values.device, non_blocking=True)
+            part = values.sum()
+            self.total = part if self.total is None else self.total + part
+        else:
+            pick = torch.amax if self.reduction == "max" else torch.amin
+            part = pick(values, 0)
+            self.total = part if self.total is None else pick(torch.stack([self.total, part]), 0)
+
+    def portable(self) -> dict[str, Any]:
+        """The local result as plain values, for the exchange between processes."""
+        self.fold()
+        return {
+            "total": None if self.total is None else self.total.tolist(),
+            "weight": self.weight,
+            "metric": self.metric_path,
+            "epoch_name": self.epoch_name,
+            "prog_bar": self.prog_bar,
+            "logger": self.logger,
+            "reduction": None if callable(self.reduction) else self.reduction,
+            "sync": self.sync,
+            "main_only": self.main_only,
+        }
+
+
+class EpochValue(NamedTuple):
+    """One value of an epoch.
+
+    Attributes:
+        name: the name it was logged under.
+        epoch_name: its name where each step's value is kept too.
+        prog_bar: whether the progress bar shows it.
+        logger: whether trackers get it.
+        value: the value.
+    """
+
+    name: str
+    epoch_name: str
+    prog_bar: bool
+    logger: bool
+    value: Value
+
+
+class LoggedValues:
+    """Everything that a run logs, by stage and name.
+
+    Args:
+        find_batch_size: gives the rows of the current batch that are real; called only where a mean needs it.
+    """
+
+    def __init__(self, find_batch_size: Callable[[], int]) -> None:
+        self.scope = NOWHERE
+        self.dataloader_idx: int | None = None
+        self.skips = False
+        self._find_batch_size = find_batch_size
+        self._tables: dict[str, dict[str, LoggedValue]] = {"train": {}, "validate": {}, "test": {}}
+        self._current: dict[str, LoggedValue] = {}
+        self._by_loader: dict[tuple[str, int | None], dict[str, LoggedValue]] = {}
+        self._epoch: dict[str, Value] = {}
+        self._bar: dict[str, Value] = {}
+
+    # where we are
+
+    def enter(self, scope: LogScope, dataloader_idx: int | None = None) -> None:
+        """Say from where values are logged from now on."""
+        self.scope = scope
+        self.dataloader_idx = dataloader_idx
+        self._current = self._by_loader.setdefault((scope.stage, dataloader_idx), {})
+
+    def log(self, name: str, value: Any, arguments: Arguments, batch_size: int | None) -> None:
+        """Keep one value.
+
+        Args:
+            name: what to call it.
+            value: a scalar tensor, a number, or a torchmetrics object.
+            arguments: the other arguments of `Task.log`, in the order of `ARGUMENTS`.
+            batch_size: rows that a mean weighs it with; the batch's real rows if None.
+        """
+        entry = self._current.get(name)
+        if entry is None or entry.arguments != arguments or entry.scope is not self.scope:
+            entry = self._register(name, value, arguments)
+        if self.skips:
+            return
+        if isinstance(value, Tensor):
+            if value.numel() != 1:
+                raise ConfigurationError(
+                    f"log({name!r}, ...) takes a scalar, got a tensor of shape {tuple(value.shape)}. "
+                    "Reduce it first, such as with .mean()."
+                )
+            # What requires gradients was computed in this step; anything else may be changed in place later.
+            value = value.detach() if value.requires_grad else value.clone()
+        elif entry.metric is not None:
+            entry.fresh = True
+            if entry.on_step:
+                entry.last = value._forward_cache
+            return
+        elif not isinstance(value, float | int):
+            value = _number(name, value)
+        weight = 1.0
+        if entry.weighs:
+            if batch_size is not None:
+                weight = batch_size
+            elif self.scope.has_batch:
+                weight = self._find_batch_size()
+        entry.update(value, weight)
+
+    def _register(self, name: str, value: Any, arguments: Arguments) -> LoggedValue:
+        scope = self.scope
+        prog_bar, logger, on_step, on_epoch, reduce_fx, sync, several, metric_path, main_only = arguments
+        if scope.on_step is None:
+            raise ConfigurationError(
+                f"self.log({name!r}, ...) cannot be called here ({scope.stage}): there is no step or epoch that "
+                "the value belongs to. Log in a training, validation or test hook."
+            )
+        known = self._current.get(name)
+        if known is not None:
+            raise ConfigurationError(
+                f"{name!r} is logged with two meanings: first with {_readable(known.arguments)} from the "
+                f"{_moment(known.scope)}, now with {_readable(arguments)} from the {_moment(scope)}. "
+                "Give the two different names."
+            )
+        if not callable(reduce_fx) and reduce_fx not in REDUCTIONS:
+            raise ConfigurationError(
+                f"log({name!r}, reduce_fx={reduce_fx!r}): allowed are {', '.join(REDUCTIONS)} or a function of the "
+                f"stacked values.{nearest(str(reduce_fx), REDUCTIONS)}"
+            )
+        steps = scope.on_step if on_step is None else on_step
+        epochs = scope.on_epoch if on_epoch is None else on_epoch
+        if not (steps or epochs):
+            raise ConfigurationError(f"log({name!r}, on_step=False, on_epoch=False) would keep nothing; set one.")
+        if steps and not scope.has_batch:
+            raise ConfigurationError(
+                f"log({name!r}, on_step=True) from the {_moment(scope)}: there is no step there. Use on_epoch=True."
+            )
+        suffix = f"/dataloader_idx_{self.dataloader_idx}" if self.dataloader_idx is not None and several else ""
+        metric = value if _is_metric(value) else None
+        entry = LoggedValue(
+            name + suffix,
+            arguments,
+            scope,
+            on_step=steps,
+            on_epoch=epochs,
+            prog_bar=prog_bar,
+            logger=True if logger is None else logger,
+            reduction=reduce_fx,
+            sync=sync,
+            main_only=main_only,
+            metric=metric,
+            metric_path=metric_path,
+        )
+        table = self._tables[scope.stage]
+        if entry.name in table:
+            raise ConfigurationError(f"{entry.name!r} is logged for two loaders; use add_dataloader_idx=True.")
+        self._current[name] = table[entry.name] = entry
+        return entry
+
+    # what is shown and written
+
+    def step_values(self, *, for_logger: bool = False, for_bar: bool = False) -> dict[str, Value]:
+        """The training step's latest values, not yet turned into numbers."""
+        return {
+            entry.step_name: entry.last
+            for entry in self._tables["train"].values()
+            if entry.last is not None and (not for_logger or entry.logger) and (not for_bar or entry.prog_bar)
+        }
+
+    def synced_step_values(self) -> dict[str, Value]:
+        """The training step's values for trackers; those logged with `sync_dist=True` reduced over processes."""
+        values = self.step_values(for_logger=True)
+        synced = [
+            entry for entry in self._tables["train"].values() if entry.on_step and entry.sync and entry.metric is None
+        ]
+        if synced:
+            mine = {entry.step_name: float(values[entry.step_name]) for entry in synced if entry.last is not None}
+            everyone = gather_object(mine)
+            for entry in synced:
+                found = [each[entry.step_name] for each in everyone if entry.step_name in each]
+                if found:
+                    values[entry.step_name] = _combine_plain(entry.reduction, found)
+        return values
+
+    def callback_values(self) -> dict[str, Value]:
+        """All values by name: the latest of each step-wise one, the last epoch's of the others."""
+        values = dict(self._epoch)
+        for entry in self._tables["train"].values():
+            if entry.last is not None:
+                values[entry.step_name] = entry.last
+                if not entry.on_epoch or entry.name not in values:
+                    values[entry.name] = entry.last
+        return values
+
+    def bar_values(self) -> dict[str, Value]:
+        """What the progress bar shows, not yet turned into numbers."""
+        return {**self._bar, **self.step_values(for_bar=True)}
+
+    # the end of an epoch
+
+    def finish_epoch(self, stage: str, task: nn.Module, keep: bool = True) -> list[EpochValue]:
+        """Reduce what was logged since the last call over the epoch and all processes; call it on all of them.
+
+        Args:
+            stage: `"train"`, `"validate"` or `"test"`.
+            task: the task, in which metrics are found that only other processes have logged.
+            keep: whether the values become visible; not after a sanity check.
+
+        Returns:
+            The values, the same on all processes.
+        """
+        fresh = {name: entry for name, entry in self._tables[stage].items() if entry.on_epoch and entry.fresh}
+        local = {name: entry.portable() for name, entry in fresh.items()}
+        everyone: list[dict[str, Any]] = gather_object([local])
+        results: list[EpochValue] = []
+        for name in dict.fromkeys(name for each in everyone for name in each):
+            parts = [each[name] for each in everyone if name in each]
+            metric = _find_metric(task, parts[0]["metric"])
+            value: Value | None
+            if metric is not None:
+                value = _computed(name, metric)
+                metric.reset()
+            else:
+                value = _reduced(fresh.get(name), local.get(name), parts)
+            if value is not None:
+                first = parts[0]
+                results.append(EpochValue(name, first["epoch_name"], first["prog_bar"], first["logger"], value))
+        if keep:
+            for result in results:
+                self._epoch[result.epoch_name] = self._epoch[result.name] = result.value
+                if result.prog_bar:
+                    self._bar[result.epoch_name] = result.value
+        for entry in fresh.values():
+            last = entry.last
+            entry.reset()
+            entry.last = last
+        return results
+
+    def start(self, stages: Iterable[str]) -> None:
+        """Forget the entries of some stages, before they run anew."""
+        for stage in stages:
+            self._tables[stage] = {}
+            for key in [key for key in self._by_loader if key[0] == stage]:
+                del self._by_loader[key]
+
+    def forget_results(self) -> None:
+        """Forget the values of epochs past."""
+        self._epoch.clear()
+        self._bar.clear()
+
+
+def to_numbers(values: Mapping[str, Value]) -> dict[str, float]:
+    """Turn values into Python numbers, with one transfer from the device for all of them."""
+    tensors = {name: value for name, value in values.items() if isinstance(value, Tensor)}
+    numbers = {name: value for name, value in values.items() if not isinstance(value, Tensor)}
+    if tensors:
+        stacked = torch.stack([_wide(tensor.reshape(())) for tensor in tensors.values()])
+        numbers.update(zip(tensors, stacked.tolist(), strict=True))
+    return {name: numbers[name] for name in values}
+
+
+def _stack(values: list[Value]) -> Tensor:
+    """Values as one wide vector, on the device of the first tensor among them."""
+    device = next((value.device for value in values if isinstance(value, Tensor)), torch.device("cpu"))
+    if all(isinstance(value, Tensor) for value in values):
+        return torch.stack([_wide(value.reshape(())) for value in values])  # type: ignore[union-attr]
+    return torch.stack(
+        [_wide(value.reshape(()).to(device) if isinstance(value, Tensor) else torch.tensor(value)) for value in values]
+    )
+
+
+def _wide(value: Tensor) -> Tensor:
+    """In 64 bits, so that a mean over many steps stays exact; in 32 on the one device kind that has no 64."""
+    return value.to(torch.float32 if value.device.type == "mps" else torch.float64)
+
+
+def _reduced(entry: LoggedValue | None, local: dict[str, Any] | None, everyone: list[dict[str, Any]]) -> Value | None:
+    """One value from the totals of all processes, or from this one's own where it is not synchronised."""
+    first = everyone[0]
+    parts = everyone
+    if first["sync"] is False:
+        parts = [local] if local is not None else []
+    elif first["main_only"]:
+        parts = everyone[:1]
+    parts = [part for part in parts if part["total"] is not None]
+    if not parts:
+        return None
+    if first["reduction"] is None:
+        if entry is None or not callable(entry.reduction):
+            return None
+        stacked = torch.tensor([value for part in parts for value in part["total"]], dtype=torch.float64)
+        return torch.as_tensor(entry.reduction(stacked))
+    totals = [part["total"] for part in parts]
+    if first["reduction"] == "mean":
+        weight = sum(part["weight"] for part in parts)
+        return torch.tensor(sum(totals) / weight if weight else float("nan"), dtype=torch.float64)
+    return torch.tensor(_COMBINE[first["reduction"]](totals), dtype=torch.float64)
+
+
+def _combine_plain(reduction: Reduction, values: list[float]) -> float:
+    if callable(reduction):
+        return float(reduction(torch.tensor(values, dtype=torch.float64)))
+    if reduction == "mean":
+        return sum(values) / len(values)
+    return float(_COMBINE[reduction](values))
+
+
+def _is_metric(value: Any) -> bool:
+    """Whether a value is a torchmetrics object; torchmetrics is not imported to find out."""
+    torchmetrics = sys.modules.get("torchmetrics")
+    return torchmetrics is not None and isinstance(value, torchmetrics.Metric)
+
+
+def _find_metric(task: nn.Module, path: str | None) -> Any:
+    return None if path is None else task.get_submodule(path)
+
+
+def _computed(name: str, metric: Any) -> Value:
+    value = metric.compute()
+    if isinstance(value, Tensor) and value.numel() == 1:
+        return value.detach()
+    raise ConfigurationError(
+        f"log({name!r}, metric): {type(metric).__name__}.compute() gave "
+        f"{tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__}, not one number. "
+        "Compute it in on_validation_epoch_end and log the parts by name."
+    )
+
+
+def _number(name: str, value: Any) -> float:
+    if isinstance(value, Number) or (hasattr(value, "item") and getattr(value, "size", None) == 1):
+        return float(value)  # type: ignore[arg-type]
+    raise ConfigurationError(
+        f"log({name!r}, ...) takes a number, a scalar tensor or a torchmetrics object, got {type(value).__name__}."
+    )
+
+
+ARGUMENTS = (
+    "prog_bar",
+    "logger",
+    "on_step",
+    "on_epoch",
+    "reduce_fx",
+    "sync_dist",
+    "add_dataloader_idx",
+    "metric_attribute",
+    "rank_zero_only",
+)
+
+
+def _readable(arguments: Arguments) -> str:
+    return ", ".join(f"{name}={value!r}" for name, value in zip(ARGUMENTS, arguments, strict=True))
+
+
+def _moment(scope: LogScope) -> str:
+    return f"{scope.stage} {'step' if scope.has_batch else 'epoch'}"

@@ -1,0 +1,291 @@
+"""One optimizer step: forward and backward over its micro-batches, clip, step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from drivetrain.data import BatchInfo
+from drivetrain.runtime.errors import ConfigurationError
+from drivetrain.strategies import StepModule
+from drivetrain.strategies.precision import Precision, overrides
+from drivetrain.trainer.hooks import Hooks, is_overridden
+from drivetrain.trainer.task import Task
+
+if TYPE_CHECKING:
+    from drivetrain.trainer.trainer import Trainer
+
+SKIP_EPOCH = -1
+
+
+class MicroBatch(NamedTuple):
+    """One batch on its way into a step.
+
+    Attributes:
+        batch: what the loader gave.
+        batch_idx: its number in the epoch.
+        info: what the loader knows about it.
+    """
+
+    batch: Any
+    batch_idx: int
+    info: BatchInfo
+
+
+class EpochSkipped(Exception):
+    """`on_train_batch_start` asked to leave out the rest of the epoch."""
+
+
+class OptimizationStep:
+    """Runs optimizer steps. All that can be decided before the loop is decided in the constructor.
+
+    Args:
+        trainer: the trainer.
+        task: its task.
+        model: what the strategy made of the task: the module to call.
+        hooks: the overridden hooks.
+    """
+
+    def __init__(self, trainer: Trainer, task: Task, model: nn.Module, hooks: Hooks) -> None:
+        accelerator = trainer.accelerator
+        strategy, precision = accelerator.strategy, accelerator.precision
+        self._trainer, self._task, self._model = trainer, task, model
+        self._optimizers = [optimizer.optimizer for optimizer in trainer.task_optimizers]
+        self._precision = precision
+        self._forward_backward = strategy.forward_backward
+        self._optimizer_step = strategy.optimizer_step
+        self._training_step = bind_step(model, task.training_step, precision)
+        self._scale = precision.scale if overrides(precision, "scale") else None
+        self._unscale = precision.unscale if overrides(precision, "unscale") else None
+        self._backward = task.backward if is_overridden(task, Task, "backward") else strategy.backward
+        self._zero_grad = self._choose_zero_grad(hooks)
+        self._clips = trainer.gradient_clip_val is not None or is_overridden(task, Task, "configure_gradient_clipping")
+        self._processes = trainer.world_size
+        self._automatic = task.automatic_optimization
+        self._by_closure = self._automatic and (
+            is_overridden(task, Task, "optimizer_step") or any(o.needs_closure for o in trainer.task_optimizers)
+        )
+        self._on_batch_start = hooks.find("on_train_batch_start")
+        self._on_batch_end = hooks.find("on_train_batch_end")
+        self._on_before_backward = hooks.find("on_before_backward")
+        self._on_after_backward = hooks.find("on_after_backward")
+        self._on_before_step = hooks.find("on_before_optimizer_step")
+        self._window_size = 1
+        self._remaining = 1
+        self._has_gradients = False
+        self._announces = True
+        self._stepped = False
+
+    def run(self, window: Sequence[MicroBatch]) -> bool:
+        """Run one step.
+
+        Args:
+            window: its micro-batches.
+
+        Returns:
+            Whether an optimizer stepped: not where all micro-batches were left out, or gradients overflowed.
+
+        Raises:
+            EpochSkipped: a hook asked to leave out the rest of the epoch.
+        """
+        self._window_size = self._remaining = len(window)
+        self._has_gradients = False
+        self._announces = True
+        if self._by_closure:
+            outputs, stepped = self._run_by_closure(window)
+        else:
+            self._stepped = False
+            outputs = self._forward_backward(self._model, self._run_microbatch, window)
+            stepped = self._stepped if not self._automatic else self._has_gradients and self._step_all()
+        trainer = self._trainer
+        if stepped:
+            trainer.progress.global_step += 1
+            if trainer.steps_schedulers:
+                trainer.update_step_schedulers()
+        if self._on_batch_end:
+            self._end_batch(outputs[-1], window[-1])
+        return stepped
+
+    def note_manual_step(self) -> None:
+        """Note that a task that optimizes by hand has stepped."""
+        self._stepped = True
+
+    def _run_microbatch(self, microbatch: MicroBatch) -> Any:
+        """Forward and backward of one micro-batch, with the hooks around them."""
+        batch, index, info = microbatch
+        trainer = self._trainer
+        trainer.batch_info = info
+        trainer.batch = batch
+        if self._announces:
+            for hook in self._on_batch_start:
+                if hook(batch, index) == SKIP_EPOCH:
+                    raise EpochSkipped
+        weight = 1.0 / self._window_size
+        if self._processes > 1:
+            weight *= self._share_of_rows(info)
+        trainer.logged.skips = weight == 0.0
+        output = self._training_step(batch, index)
+        if self._automatic:
+            loss = output if isinstance(output, Tensor) else self._loss_of(output)
+            if loss is not None:
+                self._backward_of(loss if weight == 1.0 else loss * weight)
+        self._remaining -= 1
+        if self._on_batch_end and self._remaining and self._announces:
+            self._end_batch(output, microbatch)
+        return output
+
+    def _backward_of(self, loss: Tensor) -> None:
+        if not self._has_gradients:
+            self._has_gradients = True
+            self._zero_grad()
+        if self._scale is not None:
+            loss = self._scale(loss)
+        if self._on_before_backward:
+            for hook in self._on_before_backward:
+                hook(loss)
+        self._backward(loss)
+        if self._on_after_backward:
+            for hook in self._on_after_backward:
+                hook()
+
+    def _step_all(self) -> bool:
+        """Clip and step every optimizer. Returns whether none was skipped."""
+        stepped = True
+        for optimizer in self._optimizers:
+            if self._on_before_step or self._clips:
+                self.before_step(optimizer)
+            stepped = self._optimizer_step(optimizer, self._precision) and stepped
+        return stepped
+
+    def before_step(self, optimizer: Optimizer) -> None:
+        """Bring gradients to their true size, call the hooks, and clip."""
+        if self._unscale is not None:
+            self._unscale(optimizer)
+        for hook in self._on_before_step:
+            hook(optimizer)
+        if self._clips and self._automatic:
+            trainer = self._trainer
+            self._task.configure_gradient_clipping(
+                optimizer, trainer.gradient_clip_val, trainer.gradient_clip_algorithm
+            )
+
+    def _run_by_closure(self, window: Sequence[MicroBatch]) -> tuple[list[Any], bool]:
+        """Let the task's own `optimizer_step`, or an optimizer such as L-BFGS, decide when gradients are computed."""
+        outputs: list[Any] = []
+        before = self._trainer.progress.global_step
+        stepped = False
+        for position, optimizer in enumerate(self._trainer.task_optimizers):
+
+            def compute_gradients(optimizer: Any = optimizer, position: int = position) -> Any:
+                if position == 0 or not outputs:
+                    self._has_gradients = False
+                    self._remaining = len(window)
+                    outputs[:] = self._forward_backward(self._model, self._run_microbatch, window)
+                    self._announces = False
+                self.before_step(optimizer.optimizer)
+                return self._loss_of(outputs[-1])
+
+            self._stepped = False
+            self._task.optimizer_step(self._trainer.current_epoch, window[-1].batch_idx, optimizer, compute_gradients)
+            stepped = stepped or (self._stepped and not optimizer.step_was_skipped)
+        if not outputs:
+            raise ConfigurationError(
+                f"{type(self._task).__name__}.optimizer_step never ran its optimizer_closure, so no loss was computed. "
+                "Call optimizer.step(closure=optimizer_closure), or optimizer_closure() yourself."
+            )
+        self._trainer.progress.global_step = before
+        self._announces = True
+        return outputs, stepped
+
+    def _loss_of(self, output: Any) -> Tensor | None:
+        if isinstance(output, Tensor):
+            return output
+        if isinstance(output, Mapping) and isinstance(output.get("loss"), Tensor):
+            loss: Tensor = output["loss"]
+            return loss
+        if output is None:
+            return self._nothing()
+        given = f"a dict with the keys {sorted(map(str, output))}" if isinstance(output, Mapping) else repr(output)[:80]
+        raise ConfigurationError(
+            f"{type(self._task).__name__}.training_step returned {given}. Return the loss as a scalar tensor, a dict "
+            "with it under 'loss', or None to leave the batch out."
+        )
+
+    def _nothing(self) -> Tensor | None:
+        """What stands for the loss of a batch left out: gradients of zero, where peers wait for this process's."""
+        if self._processes == 1:
+            return None
+        parts = [p.reshape(-1)[:1].sum() for p in self._task.parameters() if p.requires_grad]
+        return torch.stack(parts).nan_to_num(0.0, 0.0, 0.0).sum() * 0.0
+
+    def _share_of_rows(self, info: BatchInfo) -> float:
+        """What this process's mean loss counts for, so that the mean over processes is that of the global batch."""
+        rows, total = info.real_rows, info.global_rows
+        if rows is None or not total:
+            return 1.0
+        return rows * self._processes / total
+
+    def _end_batch(self, output: Any, microbatch: MicroBatch) -> None:
+        outputs = _detached(output)
+        for hook in self._on_batch_end:
+            hook(outputs, microbatch.batch, microbatch.batch_idx)
+
+    def _choose_zero_grad(self, hooks: Hooks) -> Callable[[], None]:
+        """The cheapest way of clearing gradients that does all that was asked for."""
+        before = hooks.find("on_before_zero_grad")
+        own = is_overridden(self._task, Task, "optimizer_zero_grad")
+        special = any(type(optimizer).zero_grad is not Optimizer.zero_grad for optimizer in self._optimizers)
+        if not (before or own or special):
+            return partial(_drop_gradients, self._optimizers)
+
+        def zero_grad() -> None:
+            for optimizer in self._optimizers:
+                for hook in before:
+                    hook(optimizer)
+                self._task.optimizer_zero_grad(
+                    self._trainer.current_epoch, self._trainer.progress.batches_in_epoch, optimizer
+                )
+
+        return zero_grad
+
+
+def bind_step(model: nn.Module, step: Callable[..., Any], precision: Precision) -> Callable[..., Any]:
+    """A step of the task as the loop calls it: through the strategy's wrapper, if any, and under the precision.
+
+    Args:
+        model: the module to call.
+        step: the task's method.
+        precision: the number formats.
+    """
+    bare = isinstance(model, StepModule) and not (model._forward_hooks or model._forward_pre_hooks)
+    bound = step if bare else partial(model, step)
+    if not overrides(precision, "forward_context"):
+        return bound
+
+    def step_in_precision(*args: Any) -> Any:
+        with precision.forward_context():
+            return bound(*args)
+
+    return step_in_precision
+
+
+def _drop_gradients(optimizers: list[Optimizer]) -> None:
+    """What `zero_grad()` does, without its bookkeeping for profilers."""
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                parameter.grad = None
+
+
+def _detached(output: Any) -> Any:
+    """What hooks see of a step's output: a dict with the loss, nothing that holds the graph."""
+    if isinstance(output, Tensor):
+        return {"loss": output.detach()}
+    if isinstance(output, Mapping):
+        return {key: value.detach() if isinstance(value, Tensor) else value for key, value in output.items()}
+    return output

@@ -1,0 +1,234 @@
+"""What `configure_optimizers` may return, and the optimizers and schedulers that come of it."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING, Any
+
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import ReduceLROnPlateau
+
+from drivetrain.accelerator import Accelerator, PreparedOptimizer
+from drivetrain.runtime.errors import ConfigurationError, nearest
+
+if TYPE_CHECKING:
+    from drivetrain.trainer.task import Task
+
+_ALLOWED = (
+    "an optimizer; a list of optimizers; a pair of lists (optimizers, schedulers); "
+    "a dict with 'optimizer' and perhaps 'lr_scheduler'; a list of such dicts; or None to train by hand"
+)
+
+
+@dataclass
+class SchedulerConfig:
+    """A scheduler and when it steps.
+
+    Attributes:
+        scheduler: the learning-rate scheduler.
+        interval: `"epoch"` or `"step"`.
+        frequency: every how many epochs or steps.
+        monitor: the logged value that a `ReduceLROnPlateau` watches.
+        strict: whether a missing monitored value is an error; else a warning.
+        name: its name for `LearningRateMonitor`.
+        reduce_on_plateau: whether it takes a value.
+    """
+
+    scheduler: Any
+    interval: str = "epoch"
+    frequency: int = 1
+    monitor: str | None = None
+    strict: bool = True
+    name: str | None = None
+    reduce_on_plateau: bool = False
+
+    def __post_init__(self) -> None:
+        if self.interval not in ("epoch", "step"):
+            raise ConfigurationError(
+                f"A scheduler's interval must be 'epoch' or 'step', got {self.interval!r}."
+                f"{nearest(str(self.interval), ('epoch', 'step'))}"
+            )
+        if not isinstance(self.frequency, int) or self.frequency < 1:
+            raise ConfigurationError(
+                f"A scheduler's frequency must be a whole number of at least 1, got {self.frequency!r}."
+            )
+        self.reduce_on_plateau = self.reduce_on_plateau or isinstance(self.scheduler, ReduceLROnPlateau)
+        if self.reduce_on_plateau and self.monitor is None:
+            raise ConfigurationError(
+                "ReduceLROnPlateau needs to know which logged value to watch: return "
+                "{'optimizer': ..., 'lr_scheduler': {'scheduler': ..., 'monitor': 'val_loss'}}."
+            )
+        if not callable(getattr(self.scheduler, "step", None)):
+            raise ConfigurationError(f"A scheduler needs a step() method; {type(self.scheduler).__name__} has none.")
+
+
+def parse_configured_optimizers(configured: Any) -> tuple[list[Optimizer], list[SchedulerConfig]]:
+    """Bring whatever `configure_optimizers` returned into one shape.
+
+    Raises:
+        ConfigurationError: it returned something else; the message lists what is allowed.
+    """
+    if configured is None:
+        return [], []
+    if isinstance(configured, Optimizer):
+        return _checked([configured]), []
+    if isinstance(configured, Mapping):
+        return _from_dicts([configured])
+    if isinstance(configured, Sequence) and configured:
+        items = list(configured)
+        if all(isinstance(item, Optimizer) for item in items):
+            return _checked(items), []
+        if all(isinstance(item, Mapping) for item in items):
+            return _from_dicts(items)
+        if len(items) == 2 and isinstance(items[0], list | tuple) and isinstance(items[1], list | tuple):
+            return _checked(list(items[0])), [_scheduler_config(item) for item in items[1]]
+        if len(items) == 2 and isinstance(items[0], Optimizer):
+            return _checked([items[0]]), [_scheduler_config(items[1])]
+    raise ConfigurationError(f"configure_optimizers returned {_describe(configured)}. Return {_ALLOWED}.")
+
+
+def _from_dicts(items: Sequence[Mapping[str, Any]]) -> tuple[list[Optimizer], list[SchedulerConfig]]:
+    optimizers: list[Optimizer] = []
+    schedulers: list[SchedulerConfig] = []
+    allowed = ("optimizer", "lr_scheduler", "monitor")
+    for item in items:
+        for key in item:
+            if key not in allowed:
+                raise ConfigurationError(
+                    f"configure_optimizers returned a dict with the key {key!r}; "
+                    f"allowed: {', '.join(allowed)}.{nearest(str(key), allowed)}"
+                )
+        if "optimizer" not in item:
+            raise ConfigurationError("configure_optimizers returned a dict without the key 'optimizer'.")
+        optimizers.append(item["optimizer"])
+        if item.get("lr_scheduler") is not None:
+            schedulers.append(_scheduler_config(item["lr_scheduler"], item.get("monitor")))
+    return _checked(optimizers), schedulers
+
+
+def _scheduler_config(item: Any, monitor: str | None = None) -> SchedulerConfig:
+    if isinstance(item, SchedulerConfig):
+        return item
+    if not isinstance(item, Mapping):
+        return SchedulerConfig(item, monitor=monitor)
+    allowed = [field.name for field in fields(SchedulerConfig)]
+    for key in item:
+        if key not in allowed:
+            raise ConfigurationError(
+                f"A scheduler's dict has the key {key!r}; allowed: {', '.join(allowed)}.{nearest(str(key), allowed)}"
+            )
+    if "scheduler" not in item:
+        raise ConfigurationError("A scheduler's dict has no key 'scheduler'.")
+    return SchedulerConfig(**{"monitor": monitor, **item})
+
+
+def _checked(optimizers: list[Any]) -> list[Optimizer]:
+    for optimizer in optimizers:
+        if not isinstance(optimizer, Optimizer):
+            raise ConfigurationError(
+                f"configure_optimizers returned {_describe(optimizer)} where an optimizer was expected. "
+                f"Return {_ALLOWED}."
+            )
+        if not any(group["params"] for group in optimizer.param_groups):
+            raise ConfigurationError(
+                f"{type(optimizer).__name__} holds no parameters. Give it the task's: "
+                "torch.optim.SGD(self.parameters(), lr=...)."
+            )
+    return optimizers
+
+
+def _describe(value: Any) -> str:
+    if isinstance(value, list | tuple):
+        return f"a {type(value).__name__} of {[type(item).__name__ for item in value]}"
+    return f"a {type(value).__name__}"
+
+
+class TaskOptimizer(PreparedOptimizer):
+    """What a task gets from `self.optimizers()`, and in `optimizer_step`.
+
+    Args:
+        optimizer: the user's optimizer.
+        accelerator: the engine that it steps through.
+        before_step: called with the optimizer before each step.
+        after_step: called after each step.
+    """
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        accelerator: Accelerator,
+        before_step: Callable[[Optimizer], None],
+        after_step: Callable[[], None],
+    ) -> None:
+        super().__init__(optimizer, accelerator)
+        self._before_step = before_step
+        self._after_step = after_step
+        self._accelerator = accelerator
+        self.needs_closure = _needs_closure(optimizer)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Clear gradients."""
+        self.optimizer.zero_grad(set_to_none)
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+        """Step.
+
+        Args:
+            closure: computes gradients first, as the one that `Task.optimizer_step` is given; None where they are
+                there already.
+
+        Returns:
+            What the closure returned.
+        """
+        if self.needs_closure and closure is not None:
+            self.step_was_skipped = not self._step(self.optimizer, self._precision, closure)
+            self._after_step()
+            return None
+        result = None if closure is None else closure()
+        if closure is None:
+            self._before_step(self.optimizer)
+        self.step_was_skipped = not self._step(self.optimizer, self._precision)
+        self._after_step()
+        return result
+
+    @contextmanager
+    def toggle_model(self, sync_grad: bool = True) -> Iterator[None]:
+        """Let only this optimizer's parameters take gradients in the body, as for one side of a GAN.
+
+        Args:
+            sync_grad: whether gradients are reduced over processes in the body.
+        """
+        mine = {id(parameter) for group in self.param_groups for parameter in group["params"]}
+        others = [
+            (parameter, parameter.requires_grad)
+            for model in self._accelerator._models
+            for parameter in model.parameters()
+            if id(parameter) not in mine
+        ]
+        for parameter, _ in others:
+            parameter.requires_grad_(False)
+        try:
+            if sync_grad:
+                yield
+            else:
+                with self._accelerator._without_sync(self._accelerator._models):
+                    yield
+        finally:
+            for parameter, required in others:
+                parameter.requires_grad_(required)
+
+
+def _needs_closure(optimizer: Optimizer) -> bool:
+    """Whether an optimizer, such as L-BFGS, cannot step without one."""
+    parameter = inspect.signature(type(optimizer).step).parameters.get("closure")
+    return parameter is not None and parameter.default is inspect.Parameter.empty
+
+
+def has_own_optimizer_step(task: Task) -> bool:
+    """Whether a task overrides `optimizer_step`."""
+    from drivetrain.trainer.task import Task as Base
+
+    return type(task).optimizer_step is not Base.optimizer_step

@@ -1,0 +1,104 @@
+"""Prediction: what `predict_step` returns, for every sample once, in the order of the data."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from drivetrain.data import BatchInfo, PreparedLoader
+from drivetrain.runtime.collectives import gather_object
+from drivetrain.runtime.nested import recursively_apply, send_to_device
+from drivetrain.trainer.evaluation_loop import _evaluating
+from drivetrain.trainer.loaders import LoaderSource, batches_to_run, length_of
+from drivetrain.trainer.logged_values import PREDICT
+from drivetrain.trainer.optimization_step import bind_step
+from drivetrain.trainer.task import Task
+
+if TYPE_CHECKING:
+    from drivetrain.trainer.trainer import Trainer
+
+
+class PredictionLoop:
+    """Runs the task's `predict_step` over its loaders.
+
+    Args:
+        trainer: the trainer.
+        task: its task.
+        model: what the strategy made of the task.
+        source: where the loaders come from.
+        keep: whether to keep what is returned; with False, callbacks see it and it is gone.
+    """
+
+    def __init__(self, trainer: Trainer, task: Task, model: nn.Module, source: LoaderSource, keep: bool) -> None:
+        self._trainer, self._task, self._source, self._keep = trainer, task, source, keep
+        self._step = bind_step(
+            trainer.strategy.evaluation_model(model), task.predict_step, trainer.accelerator.precision
+        )
+
+    def run(self) -> list[Any]:
+        """Predict.
+
+        Returns:
+            What `predict_step` returned for each batch of all processes, on the CPU and without padding, in the order
+            of the loader; a list of such lists where there are several loaders; empty if nothing is kept.
+        """
+        trainer, hooks = self._trainer, self._trainer.hooks
+        loaders = self._source.prepare_evaluation()
+        limits = [
+            batches_to_run(length_of(loader), trainer.limit_predict_batches, "limit_predict_batches")
+            for loader in loaders
+        ]
+        trainer.num_evaluation_batches["predict"] = limits
+        results: list[Any] = []
+        with _evaluating(self._task, "predict", trainer):
+            trainer.logged.enter(PREDICT)
+            hooks.call("on_predict_start")
+            hooks.call("on_predict_epoch_start")
+            with torch.inference_mode() if trainer.inference_mode else torch.no_grad():
+                for index, (loader, limit) in enumerate(zip(loaders, limits, strict=True)):
+                    results.append(self._run_loader(loader, limit, index if len(loaders) > 1 else None))
+            hooks.call("on_predict_epoch_end")
+            hooks.call("on_predict_end")
+        for loader in loaders:
+            trainer.accelerator.forget_loader(loader)
+        return results[0] if len(results) == 1 else results
+
+    def _run_loader(self, loader: PreparedLoader, limit: float, dataloader_idx: int | None) -> list[Any]:
+        trainer, hooks = self._trainer, self._trainer.hooks
+        extra = () if dataloader_idx is None else (dataloader_idx,)
+        position = dataloader_idx or 0
+        outputs: list[Any] = []
+        index = 0
+        for batch in loader:
+            info = loader.current
+            trainer.batch, trainer.batch_info = batch, info
+            for hook in hooks.find("on_predict_batch_start"):
+                hook(batch, index, position)
+            output = self._step(batch, index, *extra)
+            for hook in hooks.find("on_predict_batch_end"):
+                hook(output, batch, index, position)
+            if self._keep:
+                outputs.append(_real_rows(send_to_device(output, torch.device("cpu")), info))
+            index += 1
+            if index >= limit:
+                break
+        trainer.batch = trainer.batch_info = None
+        if trainer.world_size == 1 or not self._keep:
+            return outputs
+        everyone = gather_object([outputs])
+        longest = max(len(each) for each in everyone)
+        return [
+            each[turn] for turn in range(longest) for each in everyone if turn < len(each) and each[turn] is not None
+        ]
+
+
+def _real_rows(output: Any, info: BatchInfo | None) -> Any:
+    """An output without the rows that pad its batch; None where all do."""
+    if info is None or not info.padding:
+        return output
+    if info.real_rows == 0:
+        return None
+    keep, rows = info.real_rows, info.rows
+    return recursively_apply(lambda t: t[:keep] if t.dim() and t.shape[0] == rows else t, output)

@@ -1,0 +1,52 @@
+"""When learning-rate schedulers step: always once per optimizer step or epoch, on any number of processes."""
+
+from __future__ import annotations
+
+import warnings
+from typing import TYPE_CHECKING, Any
+
+from drivetrain.runtime.errors import ConfigurationError, nearest
+from drivetrain.trainer.optimizers import SchedulerConfig
+
+if TYPE_CHECKING:
+    from drivetrain.trainer.trainer import Trainer
+
+
+def step_step_schedulers(trainer: Trainer) -> None:
+    """Step the schedulers that follow optimizer steps; called only after a step that was not skipped."""
+    step = trainer.global_step
+    for config in trainer.lr_scheduler_configs:
+        if config.interval == "step" and step % config.frequency == 0:
+            _step(trainer, config)
+
+
+def step_epoch_schedulers(trainer: Trainer, plateau: bool) -> None:
+    """Step the schedulers that follow epochs.
+
+    Args:
+        trainer: the trainer.
+        plateau: step those that watch a value, which is known only when validation is over; or the others.
+    """
+    epoch = trainer.current_epoch + 1
+    for config in trainer.lr_scheduler_configs:
+        if config.interval == "epoch" and config.reduce_on_plateau is plateau and epoch % config.frequency == 0:
+            _step(trainer, config)
+
+
+def _step(trainer: Trainer, config: SchedulerConfig) -> None:
+    assert trainer.task is not None
+    value: Any = None
+    if config.reduce_on_plateau:
+        value = trainer.callback_metrics.get(config.monitor or "")
+        if value is None:
+            known = sorted(trainer.callback_metrics)
+            message = (
+                f"ReduceLROnPlateau watches {config.monitor!r}, which was not logged. "
+                f"Logged: {', '.join(known) or 'nothing'}."
+                f"{nearest(config.monitor or '', known)}"
+            )
+            if config.strict:
+                raise ConfigurationError(f"{message} Log it, or set strict=False in the scheduler's dict.")
+            warnings.warn(message, stacklevel=2)
+            return
+    trainer.task.lr_scheduler_step(config.scheduler, value)

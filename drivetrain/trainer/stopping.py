@@ -1,0 +1,118 @@
+"""Ending a run before its last step: by time, by a callback, by Ctrl-C, at the same step on every process."""
+
+from __future__ import annotations
+
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from types import FrameType
+from typing import Any
+
+from drivetrain.runtime.collectives import gather_object
+from drivetrain.runtime.errors import ConfigurationError
+
+AGREEMENT_SECONDS = 1.0
+"""How often processes tell each other that they want to stop."""
+
+
+class StopAgreement:
+    """Lets every process stop at the same step.
+
+    In a world of one a wish to stop holds at once. Among several processes a wish of any of them holds for all,
+    but they talk about it only about once a second: each time, they also agree at which step to talk next, from
+    the main process's speed, so that a step itself exchanges nothing and no clock decides on one process alone.
+
+    Args:
+        world_size: number of processes.
+    """
+
+    def __init__(self, world_size: int) -> None:
+        self._world_size = world_size
+        self._last = time.monotonic()
+        self._last_step = 0
+        self.next_step = 0
+
+    def start(self, step: int) -> None:
+        """Begin at a step."""
+        self._last, self._last_step = time.monotonic(), step
+        self.next_step = step + 1
+
+    def agree(self, step: int, wishes: tuple[bool, ...]) -> tuple[bool, ...]:
+        """Exchange wishes; call it on all processes at the same step.
+
+        Args:
+            step: the global step.
+            wishes: what this process wants, such as (stop, interrupted, validate).
+
+        Returns:
+            For each, whether any process wants it.
+        """
+        now = time.monotonic()
+        steps = max(1, step - self._last_step)
+        per_step = max((now - self._last) / steps, 1e-6)
+        ahead = max(1, min(1000, int(AGREEMENT_SECONDS / per_step)))
+        self._last, self._last_step = now, step
+        if self._world_size == 1:
+            self.next_step = step + 1
+            return wishes
+        everyone: list[Any] = gather_object([(ahead, wishes)])
+        self.next_step = step + everyone[0][0]
+        return tuple(any(flags) for flags in zip(*(each[1] for each in everyone), strict=True))
+
+
+class Interruption:
+    """Ctrl-C during a run: once ends it after the step under way, twice at once."""
+
+    def __init__(self) -> None:
+        self.requested = False
+
+    @contextmanager
+    def watched(self) -> Iterator[None]:
+        """Take SIGINT over in the body; only in the main thread, where Python lets one."""
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
+        before = signal.getsignal(signal.SIGINT)
+        if before is not signal.default_int_handler:
+            yield  # somebody else's handler: leave it
+            return
+        signal.signal(signal.SIGINT, self._handle)
+        try:
+            yield
+        finally:
+            signal.signal(signal.SIGINT, before)
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        if self.requested:
+            raise KeyboardInterrupt
+        self.requested = True
+
+
+def parse_duration(value: Any, name: str) -> timedelta | None:
+    """Read a duration.
+
+    Args:
+        value: a `timedelta`, a dict of its arguments, `"DD:HH:MM:SS"`, or None.
+        name: the argument's name, for errors.
+
+    Raises:
+        ConfigurationError: it is none of these.
+    """
+    if value is None or isinstance(value, timedelta):
+        return value
+    if isinstance(value, dict):
+        try:
+            return timedelta(**value)
+        except TypeError:
+            pass
+    if isinstance(value, str):
+        parts = value.strip().split(":")
+        if len(parts) == 4 and all(part.isdigit() for part in parts):
+            days, hours, minutes, seconds = map(int, parts)
+            return timedelta(days=days, hours=hours, minutes=minutes, seconds=seconds)
+    raise ConfigurationError(
+        f"{name}={value!r} is no duration. Give a timedelta, a dict such as {{'hours': 2}}, or 'DD:HH:MM:SS'."
+    )

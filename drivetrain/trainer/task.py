@@ -1,0 +1,585 @@
+"""`Task`: a model together with how it is trained, validated, tested and used."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from drivetrain.checkpoint import load_run_state
+from drivetrain.runtime.collectives import gather
+from drivetrain.runtime.errors import ConfigurationError
+from drivetrain.runtime.nested import recursively_apply, send_to_device
+from drivetrain.runtime.state import PartialState
+from drivetrain.trainer.hyper_parameters import HyperParameters, constructor_arguments, select_hyper_parameters
+
+if TYPE_CHECKING:
+    from drivetrain.trainer.trainer import Trainer
+
+
+class Task(nn.Module):
+    """A model together with how it is trained, validated, tested and used.
+
+    Subclass it, override `training_step` and `configure_optimizers`, and hand it to `Trainer.fit`.
+
+    Attributes:
+        automatic_optimization: whether the trainer runs backward and steps the optimizers. With False,
+            `training_step` does it through `manual_backward` and `optimizers()`.
+
+    Example:
+        ```python
+        import torch
+        from drivetrain import Task, Trainer
+
+        class Line(Task):
+            def __init__(self):
+                super().__init__()
+                self.layer = torch.nn.Linear(1, 1)
+
+            def training_step(self, batch, batch_idx):
+                x, y = batch
+                loss = (self.layer(x) - y).square().mean()
+                self.log("loss", loss)
+                return loss
+
+            def configure_optimizers(self):
+                return torch.optim.SGD(self.parameters(), lr=0.1)
+
+        x = torch.linspace(0, 1, 32).unsqueeze(1)
+        data = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(x, 2 * x), batch_size=8)
+        Trainer(max_epochs=1, logger=False, enable_checkpointing=False).fit(Line(), data)
+        ```
+    """
+
+    automatic_optimization: bool = True
+    example_input_array: Any = None
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._trainer: Trainer | None = None
+        self._hparams = HyperParameters()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_trainer": None}
+
+    # the steps
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor | Mapping[str, Any] | None:
+        """Compute the loss of one batch.
+
+        Args:
+            batch: what the loader gave, on the device.
+            batch_idx: its number in the epoch.
+
+        Returns:
+            The mean loss as a scalar tensor; or a dict with it under `"loss"`; or None to leave the batch out.
+        """
+        raise ConfigurationError(f"{type(self).__name__} has no training_step; override it to train.")
+
+    def validation_step(self, batch: Any, batch_idx: int) -> Any:
+        """Evaluate one validation batch; takes `dataloader_idx` too where there are several loaders."""
+
+    def test_step(self, batch: Any, batch_idx: int) -> Any:
+        """Evaluate one test batch; takes `dataloader_idx` too where there are several loaders."""
+
+    def predict_step(self, batch: Any, batch_idx: int) -> Any:
+        """Predict for one batch; the default calls the task on it."""
+        return self(batch)
+
+    def configure_optimizers(self) -> Any:
+        """Build the optimizers.
+
+        Returns:
+            An optimizer; a list of optimizers, which all step on the one loss; a pair of lists of optimizers and
+            schedulers; a dict with `"optimizer"` and `"lr_scheduler"` (a scheduler, or a dict with `"scheduler"`,
+            `"interval"`, `"frequency"`, `"monitor"`); a list of such dicts; or None to train by hand.
+        """
+        raise ConfigurationError(
+            f"{type(self).__name__} has no configure_optimizers; override it, such as with "
+            "`return torch.optim.AdamW(self.parameters(), lr=1e-3)`."
+        )
+
+    # logging
+
+    def log(
+        self,
+        name: str,
+        value: Any,
+        prog_bar: bool = False,
+        logger: bool | None = None,
+        on_step: bool | None = None,
+        on_epoch: bool | None = None,
+        reduce_fx: str | Callable[[Tensor], Any] = "mean",
+        enable_graph: bool = False,
+        sync_dist: bool | None = None,
+        sync_dist_group: Any = None,
+        add_dataloader_idx: bool = True,
+        batch_size: int | None = None,
+        metric_attribute: str | None = None,
+        rank_zero_only: bool = False,
+    ) -> None:
+        """Log a value. It stays on its device until something shows or writes it.
+
+        Args:
+            name: what to call it; one name has one meaning.
+            value: a scalar tensor, a number, or a torchmetrics object (computed and reset each epoch).
+            prog_bar: show it in the progress bar.
+            logger: give it to the trackers; yes if None.
+            on_step: show each step's value; by default in training steps.
+            on_epoch: reduce over the epoch; by default in validation, test and at the end of epochs. Means weigh
+                each value by its batch's real rows, over all processes. With both, the names get `_step` and `_epoch`.
+            reduce_fx: `"mean"`, `"sum"`, `"max"`, `"min"`, or a function of the stacked values.
+            enable_graph: accepted for tasks that move over; values are always detached.
+            sync_dist: reduce over processes. By default epoch values are and step values are not; step values
+                with True are reduced when they are written, not in each step.
+            sync_dist_group: accepted for tasks that move over; all processes take part.
+            add_dataloader_idx: append the loader's number where there are several.
+            batch_size: what a mean weighs the value with, where the batch's size cannot be found.
+            metric_attribute: where in the task the metric is, if it cannot be found.
+            rank_zero_only: only the main process's values count.
+
+        Raises:
+            ConfigurationError: the value is no scalar, the name has another meaning already, or there is no step or
+                epoch that it could belong to.
+        """
+        trainer = self._trainer
+        if trainer is None:
+            return  # a step tried out by hand, without a trainer
+        if metric_attribute is None and isinstance(value, nn.Module):
+            metric_attribute = self._path_of(value)
+        trainer.logged.log(
+            name,
+            value,
+            (
+                prog_bar,
+                logger,
+                on_step,
+                on_epoch,
+                reduce_fx,
+                sync_dist,
+                add_dataloader_idx,
+                metric_attribute,
+                rank_zero_only,
+            ),
+            batch_size,
+        )
+
+    def log_dict(self, dictionary: Mapping[str, Any], *args: Any, **kwargs: Any) -> None:
+        """Log several values with the same arguments; also a torchmetrics `MetricCollection`."""
+        for name, value in dictionary.items():
+            self.log(name, value, *args, **kwargs)
+
+    def _path_of(self, module: nn.Module) -> str:
+        for name, found in self.named_modules():
+            if found is module:
+                return name
+        raise ConfigurationError(
+            f"The {type(module).__name__} given to log() is not part of the task. Keep it as an attribute "
+            "(self.accuracy = ...), so that it is moved to the device and reset with it."
+        )
+
+    # where am I
+
+    @property
+    def trainer(self) -> Trainer:
+        """The trainer that runs this task.
+
+        Raises:
+            RuntimeError: none does.
+        """
+        if self._trainer is None:
+            raise RuntimeError(f"{type(self).__name__} is not attached to a Trainer.")
+        return self._trainer
+
+    @trainer.setter
+    def trainer(self, trainer: Trainer | None) -> None:
+        self._trainer = trainer
+
+    @property
+    def device(self) -> torch.device:
+        """Where the task's tensors live."""
+        if self._trainer is not None:
+            return self._trainer.strategy.device
+        return next((parameter.device for parameter in self.parameters()), torch.device("cpu"))
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype of the task's parameters."""
+        return next((p.dtype for p in self.parameters() if p.is_floating_point()), torch.get_default_dtype())
+
+    @property
+    def current_epoch(self) -> int:
+        """Epochs finished so far."""
+        return 0 if self._trainer is None else self._trainer.current_epoch
+
+    @property
+    def global_step(self) -> int:
+        """Optimizer steps taken so far."""
+        return 0 if self._trainer is None else self._trainer.global_step
+
+    @property
+    def global_rank(self) -> int:
+        """Global rank of this process."""
+        return 0 if self._trainer is None else self._trainer.global_rank
+
+    @property
+    def local_rank(self) -> int:
+        """Rank of this process on its machine."""
+        return 0 if self._trainer is None else self._trainer.local_rank
+
+    @property
+    def logger(self) -> Any:
+        """The first tracker, if there is one."""
+        return None if self._trainer is None else self._trainer.logger
+
+    @property
+    def loggers(self) -> list[Any]:
+        """All trackers."""
+        return [] if self._trainer is None else self._trainer.loggers
+
+    def print(self, *args: Any, **kwargs: Any) -> None:
+        """Print on the main process, without breaking the progress bar."""
+        if self._trainer is None:
+            print(*args, **kwargs)
+        else:
+            self._trainer.print(*args, **kwargs)
+
+    def all_gather(self, data: Any, group: Any = None, sync_grads: bool = False) -> Any:
+        """Stack tensors of all processes along a new first dimension; the tensors themselves in a world of one.
+
+        Args:
+            data: nested structure of tensors of equal shapes.
+            group: accepted for tasks that move over; all processes take part.
+            sync_grads: not supported; use `torch.distributed.nn` where gradients must flow.
+        """
+        if sync_grads:
+            raise ConfigurationError("all_gather(sync_grads=True) is not supported; use torch.distributed.nn.")
+        if PartialState().num_processes == 1:
+            return data
+        return recursively_apply(lambda tensor: gather(tensor.unsqueeze(0)), data)
+
+    # training by hand
+
+    def optimizers(self, use_pl_optimizer: bool = True) -> Any:
+        """The optimizer, or the list of them.
+
+        Args:
+            use_pl_optimizer: False gives the bare ones, which know nothing of precision.
+        """
+        chosen = [o if use_pl_optimizer else o.optimizer for o in self.trainer.task_optimizers]
+        return chosen[0] if len(chosen) == 1 else chosen
+
+    def lr_schedulers(self) -> Any:
+        """The scheduler, the list of them, or None."""
+        found = [config.scheduler for config in self.trainer.lr_scheduler_configs]
+        return None if not found else found[0] if len(found) == 1 else found
+
+    def manual_backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
+        """Compute gradients in a `training_step` that optimizes by hand."""
+        if self.automatic_optimization:
+            raise ConfigurationError(
+                "manual_backward() is for tasks with automatic_optimization = False; this one returns its loss."
+            )
+        self.trainer.backward(loss, *args, **kwargs)
+
+    def toggle_optimizer(self, optimizer: Any) -> None:
+        """Let only this optimizer's parameters take gradients, until `untoggle_optimizer`."""
+        context: AbstractContextManager[None] = optimizer.toggle_model()
+        context.__enter__()
+        self.__dict__["_toggled"] = context
+
+    def untoggle_optimizer(self, optimizer: Any) -> None:
+        """End what `toggle_optimizer` began."""
+        context = self.__dict__.pop("_toggled", None)
+        if context is not None:
+            context.__exit__(None, None, None)
+
+    def clip_gradients(
+        self,
+        optimizer: Optimizer,
+        gradient_clip_val: float | None = None,
+        gradient_clip_algorithm: str | None = None,
+    ) -> None:
+        """Clip an optimizer's gradients, by norm (the default) or by value."""
+        self.trainer.clip_gradients(optimizer, gradient_clip_val, gradient_clip_algorithm)
+
+    # what the trainer does in each step; override to do it otherwise
+
+    def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
+        """Compute the gradients of a loss that is weighed and scaled already."""
+        self.trainer.strategy.backward(loss, *args, **kwargs)
+
+    def optimizer_step(
+        self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Callable[[], Any] | None = None
+    ) -> None:
+        """Step an optimizer.
+
+        Args:
+            epoch: the epoch under way.
+            batch_idx: number of the step's last batch.
+            optimizer: the optimizer.
+            optimizer_closure: runs forward and backward; must be run, or given to `optimizer.step`.
+        """
+        optimizer.step(closure=optimizer_closure)
+
+    def optimizer_zero_grad(self, epoch: int, batch_idx: int, optimizer: Optimizer) -> None:
+        """Clear an optimizer's gradients before a step's first backward."""
+        optimizer.zero_grad()
+
+    def configure_gradient_clipping(
+        self,
+        optimizer: Optimizer,
+        gradient_clip_val: float | None = None,
+        gradient_clip_algorithm: str | None = None,
+    ) -> None:
+        """Clip gradients as the Trainer's arguments say; override to do it otherwise."""
+        self.clip_gradients(optimizer, gradient_clip_val, gradient_clip_algorithm)
+
+    def lr_scheduler_step(self, scheduler: Any, metric: Any) -> None:
+        """Step a scheduler.
+
+        Args:
+            scheduler: the scheduler.
+            metric: the monitored value, for `ReduceLROnPlateau`.
+        """
+        if metric is None:
+            scheduler.step()
+        else:
+            scheduler.step(metric)
+
+    # batches on their way to the device
+
+    def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+        """Change a batch before it is moved to the device."""
+        return batch
+
+    def transfer_batch_to_device(self, batch: Any, device: torch.device, dataloader_idx: int) -> Any:
+        """Move a batch to the device."""
+        return send_to_device(batch, device)
+
+    def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+        """Change a batch after it was moved to the device."""
+        return batch
+
+    # loaders, where there is no DataModule
+
+    def prepare_data(self) -> None:
+        """Download or unpack; called on the first process of each machine only."""
+
+    def setup(self, stage: str) -> None:
+        """Called on every process before `stage`."""
+
+    def teardown(self, stage: str) -> None:
+        """Called on every process after `stage`."""
+
+    def configure_model(self) -> None:
+        """Build large modules here, under the strategy's context, rather than in the constructor."""
+
+    def configure_callbacks(self) -> Any:
+        """Callbacks that belong to the task; they replace the trainer's of the same type."""
+        return []
+
+    def train_dataloader(self) -> Any:
+        """The loader or loaders to train on."""
+        return None
+
+    def val_dataloader(self) -> Any:
+        """The loader or loaders to validate on."""
+        return None
+
+    def test_dataloader(self) -> Any:
+        """The loader or loaders to test on."""
+        return None
+
+    def predict_dataloader(self) -> Any:
+        """The loader or loaders to predict on."""
+        return None
+
+    # hyper-parameters and checkpoints
+
+    @property
+    def hparams(self) -> HyperParameters:
+        """What `save_hyperparameters` kept."""
+        return self._hparams
+
+    def save_hyperparameters(self, *args: Any, ignore: Any = None, frame: Any = None, logger: bool = True) -> None:
+        """Remember the constructor's arguments, for trackers and checkpoints; call it in `__init__`.
+
+        Args:
+            *args: names of the arguments to keep, all if none; or one dict, namespace or object of values.
+            ignore: names to leave out.
+            frame: the constructor's frame; found if None.
+            logger: whether trackers get them.
+        """
+        if frame is None:
+            current = inspect.currentframe()
+            frame = current.f_back if current is not None else None
+        arguments = constructor_arguments(frame, self) if frame is not None else {}
+        self._hparams.update(select_hyper_parameters(args, arguments, ignore))
+        self.__dict__["_log_hyperparams"] = logger
+
+    @classmethod
+    def load_from_checkpoint(
+        cls, checkpoint_path: str | Path, map_location: Any = None, strict: bool = True, **kwargs: Any
+    ) -> Any:
+        """Build a task from a checkpoint: its hyper-parameters and its weights.
+
+        Args:
+            checkpoint_path: the checkpoint's directory.
+            map_location: the device to put it on; the CPU if None.
+            strict: whether missing and left-over weights are an error.
+            **kwargs: arguments of the constructor that win over the saved ones.
+
+        Returns:
+            The task.
+        """
+        shared, _ = load_run_state(Path(checkpoint_path), PartialState())
+        saved = shared.get("hyper_parameters", {})
+        parameters = inspect.signature(cls.__init__).parameters
+        takes_all = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values())
+        chosen = {name: value for name, value in saved.items() if takes_all or name in parameters}
+        task = cls(**{**chosen, **kwargs})
+        task.load_state_dict(shared["state_dict"], strict=strict)
+        return task.to(map_location) if map_location is not None else task
+
+    def freeze(self) -> None:
+        """Let no parameter take gradients, and switch to evaluation."""
+        self.requires_grad_(False)
+        self.eval()
+
+    def unfreeze(self) -> None:
+        """Let all parameters take gradients, and switch to training."""
+        self.requires_grad_(True)
+        self.train()
+
+    # hooks around the loop, in the order in which they are called
+
+    def on_fit_start(self) -> None:
+        """Called at the very beginning of fit, after the optimizers were built."""
+
+    def on_fit_end(self) -> None:
+        """Called at the very end of fit."""
+
+    def on_train_start(self) -> None:
+        """Called before the first epoch."""
+
+    def on_train_end(self) -> None:
+        """Called after the last epoch."""
+
+    def on_train_epoch_start(self) -> None:
+        """Called before an epoch's first batch."""
+
+    def on_train_epoch_end(self) -> None:
+        """Called after an epoch's last batch and its validation."""
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> int | None:
+        """Called before a batch; returning -1 leaves out the rest of the epoch."""
+        return None
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        """Called after a batch; for the last of an optimizer step, after the step."""
+
+    def on_before_zero_grad(self, optimizer: Optimizer) -> None:
+        """Called before gradients are cleared."""
+
+    def on_before_backward(self, loss: Tensor) -> None:
+        """Called before a backward."""
+
+    def on_after_backward(self) -> None:
+        """Called after a backward, before clipping."""
+
+    def on_before_optimizer_step(self, optimizer: Optimizer) -> None:
+        """Called before clipping and stepping, with gradients at their true size."""
+
+    def on_validation_model_zero_grad(self) -> None:
+        """Called before validation, in the midst of training."""
+
+    def on_validation_model_eval(self) -> None:
+        """Switch to evaluation for validation."""
+        self.eval()
+
+    def on_validation_model_train(self) -> None:
+        """Switch back after validation; the default restores each module's own mode."""
+
+    def on_validation_start(self) -> None:
+        """Called before validation."""
+
+    def on_validation_end(self) -> None:
+        """Called after validation."""
+
+    def on_validation_epoch_start(self) -> None:
+        """Called before the first validation batch."""
+
+    def on_validation_epoch_end(self) -> None:
+        """Called after the last validation batch."""
+
+    def on_validation_batch_start(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
+        """Called before a validation batch."""
+
+    def on_validation_batch_end(self, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
+        """Called after a validation batch."""
+
+    def on_test_model_eval(self) -> None:
+        """Switch to evaluation for testing."""
+        self.eval()
+
+    def on_test_model_train(self) -> None:
+        """Switch back after testing; the default restores each module's own mode."""
+
+    def on_test_start(self) -> None:
+        """Called before testing."""
+
+    def on_test_end(self) -> None:
+        """Called after testing."""
+
+    def on_test_epoch_start(self) -> None:
+        """Called before the first test batch."""
+
+    def on_test_epoch_end(self) -> None:
+        """Called after the last test batch."""
+
+    def on_test_batch_start(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
+        """Called before a test batch."""
+
+    def on_test_batch_end(self, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
+        """Called after a test batch."""
+
+    def on_predict_model_eval(self) -> None:
+        """Switch to evaluation for predicting."""
+        self.eval()
+
+    def on_predict_model_train(self) -> None:
+        """Switch back after predicting; the default restores each module's own mode."""
+
+    def on_predict_start(self) -> None:
+        """Called before predicting."""
+
+    def on_predict_end(self) -> None:
+        """Called after predicting."""
+
+    def on_predict_epoch_start(self) -> None:
+        """Called before the first batch to predict."""
+
+    def on_predict_epoch_end(self) -> None:
+        """Called after the last batch to predict."""
+
+    def on_predict_batch_start(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
+        """Called before a batch to predict."""
+
+    def on_predict_batch_end(self, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
+        """Called after a batch to predict."""
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Add to a checkpoint before it is written."""
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Take back what `on_save_checkpoint` added."""
+
+    def on_exception(self, exception: BaseException) -> None:
+        """See an exception that ends the run."""
