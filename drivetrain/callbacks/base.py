@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -37,10 +37,6 @@ class Callback:
                 self.steps = state_dict["steps"]
         ```
     """
-
-    order: ClassVar[int] = 0
-    """Callbacks are called by rising order, those of the same order as the user listed them. Those above 0
-    come after the task's own `on_train_epoch_end`, so that they see all that was logged in it."""
 
     # the state of a callback
 

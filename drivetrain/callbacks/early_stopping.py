@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -60,8 +60,6 @@ class EarlyStopping(Callback):
         trainer = Trainer(callbacks=[EarlyStopping("val_loss", patience=5)])
         ```
     """
-
-    order: ClassVar[int] = 1
 
     def __init__(
         self,
@@ -126,7 +124,8 @@ class EarlyStopping(Callback):
         if self._check_on_train_epoch_end is not None:
             self._checks_epoch_end = self._check_on_train_epoch_end
         else:
-            self._checks_epoch_end = trainer.val_check_interval == 1.0 and trainer.check_val_every_n_epoch == 1
+            whole_epochs = trainer.val_check_interval in (None, 1.0)
+            self._checks_epoch_end = whole_epochs and trainer.check_val_every_n_epoch == 1
 
     def teardown(self, trainer: Trainer, task: Task, stage: str) -> None:
         self._fitting = False

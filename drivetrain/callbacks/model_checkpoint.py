@@ -59,8 +59,9 @@ class ModelCheckpoint(Callback):
         train_time_interval: Save each time so much time has gone by.
         every_n_epochs: Save every so many epochs; 1 by default if no other interval is given.
         save_on_train_epoch_end: Save at the end of the training epoch (True) or after each validation
-            (False). By default at the end of the training epoch, after its validation, where each epoch
-            ends with one or there is none, and otherwise after each validation.
+            (False). By default after each validation where there are several in an epoch, and otherwise at
+            the end of the training epoch, after its validation. With `monitor`, an epoch without the
+            validation that others have is left out: its value would be that of an earlier model.
         enable_version_counter: Add ``-v1``, ``-v2``, ... to a name that is taken, instead of replacing that
             checkpoint.
 
@@ -84,7 +85,6 @@ class ModelCheckpoint(Callback):
 
     CHECKPOINT_NAME_LAST: ClassVar[str] = "last"
     FILE_EXTENSION: ClassVar[str] = ".ckpt"
-    order: ClassVar[int] = 2
 
     def __init__(
         self,
@@ -140,8 +140,8 @@ class ModelCheckpoint(Callback):
         self._carried_best = ("", float("nan"))  # the best of an earlier run that saved elsewhere
         self._name = CheckpointName(filename or "{epoch}-{step}", auto_insert_metric_name)
         self._fitting = False
-        self._at_epoch_end = True
-        self._was_validated = False
+        self._validations = 0
+        self._judged = 0  # how many of these came before the last epoch's end
         self._last_step = 0
         self._timer: StepTimer | None = None
 
@@ -222,7 +222,7 @@ class ModelCheckpoint(Callback):
 
     def on_train_start(self, trainer: Trainer, task: Task) -> None:
         self._last_step = trainer.global_step
-        self._at_epoch_end = self._saves_at_epoch_end(trainer)
+        self._validations = self._judged = 0
         self._timer = None
         if self.train_time_interval is not None and self._fitting:
             self._timer = StepTimer(self.train_time_interval.total_seconds(), trainer.global_step)
@@ -243,12 +243,18 @@ class ModelCheckpoint(Callback):
     def on_validation_end(self, trainer: Trainer, task: Task) -> None:
         if not self._fitting or trainer.sanity_checking:
             return
-        self._was_validated = True
-        if not self._at_epoch_end and self._epoch_is_due(trainer):
+        self._validations += 1
+        if not self._saves_at_epoch_end(trainer) and self._epoch_is_due(trainer):
             self._save(trainer)
 
     def on_train_epoch_end(self, trainer: Trainer, task: Task) -> None:
-        if self._fitting and self._at_epoch_end and self._epoch_is_due(trainer):
+        if not self._fitting:
+            return
+        was_validated, self._judged = self._validations > self._judged, self._validations
+        is_stale = self.monitor is not None and self._validations > 0 and not was_validated
+        if is_stale and self.save_on_train_epoch_end is None:
+            return
+        if self._saves_at_epoch_end(trainer) and self._epoch_is_due(trainer):
             self._save(trainer)
 
     def _epoch_is_due(self, trainer: Trainer) -> bool:
@@ -258,12 +264,7 @@ class ModelCheckpoint(Callback):
     def _saves_at_epoch_end(self, trainer: Trainer) -> bool:
         if self.save_on_train_epoch_end is not None:
             return self.save_on_train_epoch_end
-        if not _validates(trainer):
-            return True
-        if trainer.val_check_interval != 1.0:
-            return False
-        # In an epoch without a validation a monitored value would be that of an earlier model.
-        return self.monitor is None or trainer.check_val_every_n_epoch == 1
+        return trainer.val_check_interval in (None, 1.0)
 
     # what
 
@@ -304,7 +305,8 @@ class ModelCheckpoint(Callback):
         score = monitored_value(metrics, self.monitor)
         if score is None:
             message = missing_metric_message(metrics, self.monitor, "ModelCheckpoint")
-            if self._was_validated or not _validates(trainer):
+            is_early = self.every_n_epochs == 0 or trainer.check_val_every_n_epoch != 1
+            if self._validations or not is_early:
                 raise ConfigurationError(message)
             logger.warning_once(f"{message} There was no validation yet, so nothing is kept for now.")
         elif score != score:
@@ -343,11 +345,6 @@ class ModelCheckpoint(Callback):
             logger.info(f"{where}: saved {decision.path}{score}.")
         else:
             logger.info(f"{where}: not among the best {self.save_top_k}{score}.")
-
-
-def _validates(trainer: Trainer) -> bool:
-    """Whether this fit has batches to validate on."""
-    return any(number > 0 for number in trainer.num_val_batches)
 
 
 def _check_intervals(steps: int | None, interval: timedelta | None, epochs: int | None) -> None:

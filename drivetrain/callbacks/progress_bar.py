@@ -42,7 +42,7 @@ class TQDMProgressBar(Callback):
         ```
     """
 
-    order: ClassVar[int] = 1
+    is_progress_bar: ClassVar[bool] = True
 
     def __init__(
         self,
@@ -115,15 +115,6 @@ class TQDMProgressBar(Callback):
 
     # fit
 
-    def on_sanity_check_start(self, trainer: Trainer, task: Task) -> None:
-        steps = trainer.num_sanity_val_steps
-        self._begin(
-            trainer, Stage("Sanity check", [min(steps, size) for size in trainer.num_val_batches], passing=True)
-        )
-
-    def on_sanity_check_end(self, trainer: Trainer, task: Task) -> None:
-        self._end(trainer)
-
     def on_train_epoch_start(self, trainer: Trainer, task: Task) -> None:
         last = trainer.max_epochs
         of = f"/{last - 1}" if last is not None and last > 0 else ""
@@ -149,8 +140,13 @@ class TQDMProgressBar(Callback):
     # evaluation
 
     def on_validation_start(self, trainer: Trainer, task: Task) -> None:
-        if not trainer.sanity_checking:
-            self._begin(trainer, Stage("Validation", trainer.num_val_batches, passing=bool(self._stages)))
+        sizes = trainer.num_val_batches
+        if trainer.sanity_checking:
+            steps = trainer.num_sanity_val_steps
+            sizes = sizes if steps < 0 else [min(steps, size) for size in sizes]
+            self._begin(trainer, Stage("Sanity check", sizes, passing=True))
+        else:
+            self._begin(trainer, Stage("Validation", sizes, passing=bool(self._stages)))
 
     def on_validation_batch_end(
         self, trainer: Trainer, task: Task, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
@@ -158,8 +154,7 @@ class TQDMProgressBar(Callback):
         self._evaluated(trainer, batch_idx, dataloader_idx)
 
     def on_validation_end(self, trainer: Trainer, task: Task) -> None:
-        if not trainer.sanity_checking:
-            self._end(trainer)
+        self._end(trainer)
 
     def on_test_start(self, trainer: Trainer, task: Task) -> None:
         self._begin(trainer, Stage("Test", trainer.num_test_batches))

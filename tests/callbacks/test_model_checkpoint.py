@@ -9,6 +9,7 @@ import pytest
 
 from drivetrain.callbacks import Callback, EarlyStopping, ModelCheckpoint
 from drivetrain.runtime.errors import ConfigurationError
+from drivetrain.trackers import CSVLogger
 from drivetrain.trainer.trainer import Trainer
 from tests.callbacks.tasks import Scripted, fit, numbers
 from tests.pool import run_in_processes
@@ -59,7 +60,7 @@ def test_the_attributes_tell_what_there_is(tmp_path: Path) -> None:
 
 def test_by_default_it_saves_beside_the_logs(tmp_path: Path) -> None:
     checkpoint = ModelCheckpoint()
-    trainer = fit(Scripted([1]), tmp_path, 1, [checkpoint], logger="csv")
+    trainer = fit(Scripted([1]), tmp_path, 1, [checkpoint], logger=CSVLogger(tmp_path))
     assert trainer.log_dir is not None
     assert saved(Path(trainer.log_dir, "checkpoints")) == ["epoch=0-step=2.ckpt"]
     checkpoint = ModelCheckpoint()
@@ -226,7 +227,7 @@ def test_the_checkpoint_knows_what_early_stopping_decided_in_its_epoch(tmp_path:
 
 def save_on_processes(root: str) -> tuple[str, str, list[float]]:
     checkpoint = ModelCheckpoint(filename="{epoch}-{val_loss:.1f}", monitor="val_loss", save_top_k=2, save_last=True)
-    fit(Scripted([3, 1, 2]), root, 3, [checkpoint], logger="csv")
+    fit(Scripted([3, 1, 2]), root, 3, [checkpoint], logger=CSVLogger(root))
     return checkpoint.best_model_path, checkpoint.last_model_path, list(checkpoint.best_k_models.values())
 
 
