@@ -16,8 +16,9 @@ class CombinedLoader:
 
     Args:
         iterables: a list, tuple or dict of loaders.
-        mode: `"min_size"` ends with the shortest; `"max_size_cycle"` starts the shorter ones anew until the longest ends;
-            `"max_size"` gives None for those that have ended; `"sequential"` gives one loader's batches after the other's.
+        mode: `"min_size"` ends with the shortest; `"max_size_cycle"` starts the shorter ones anew until the longest
+            ends; `"max_size"` gives None for those that have ended; `"sequential"` gives one loader's batches after
+            the other's.
 
     Raises:
         ConfigurationError: the mode is unknown, or there are no loaders.

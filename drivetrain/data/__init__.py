@@ -1,0 +1,22 @@
+"""How samples reach processes: sharded loaders that keep the user's order and know which rows are real."""
+
+from __future__ import annotations
+
+from drivetrain.data.batch_info import ActiveLoaders, BatchInfo
+from drivetrain.data.combined import CombinedLoader
+from drivetrain.data.configuration import DataLoaderConfiguration, DataShard, TailPolicy
+from drivetrain.data.loader import PreparedLoader, prepare_loader, skip_first_batches
+from drivetrain.data.permutation import PermutationSampler
+
+__all__ = [
+    "ActiveLoaders",
+    "BatchInfo",
+    "CombinedLoader",
+    "DataLoaderConfiguration",
+    "DataShard",
+    "PermutationSampler",
+    "PreparedLoader",
+    "TailPolicy",
+    "prepare_loader",
+    "skip_first_batches",
+]

@@ -1,0 +1,229 @@
+"""Rank 0 reads the data, and sends every process its batch of each step."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from drivetrain.data.batch_info import BatchInfo
+from drivetrain.data.batches import Pair, own_pairs, share_pairs
+from drivetrain.data.order import Position
+from drivetrain.data.randomness import EpochStart
+from drivetrain.data.reading import Opened, Reader, do_nothing
+from drivetrain.data.sharding import Layout
+from drivetrain.runtime.collectives import broadcast, broadcast_object_list
+from drivetrain.runtime.errors import DataError
+from drivetrain.runtime.nested import recursively_apply
+from drivetrain.runtime.state import PartialState
+
+_END, _FAILED, _SAME_FORM, _NEW_FORM = range(4)
+_COMMON = 6  # numbers in a header that are not about one process
+_EACH = 4
+_UNKNOWN = -1
+
+_Step = list[Pair | None]
+
+
+class Slot(NamedTuple):
+    """The place of a tensor in a batch that is sent, and what is needed to receive it."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
+class DispatchReader:
+    """Gives every process its share of what rank 0 reads.
+
+    The form of the batches is sent when it changes, their tensors in each step. If reading fails on rank 0, every
+    process gets an error.
+
+    Args:
+        make_reader: Makes the reader of a world of one; called on rank 0 only.
+        layout: How the batches are shared.
+        batches: How many batches there are; called for the length.
+    """
+
+    def __init__(self, make_reader: Callable[[], Reader], layout: Layout, batches: Callable[[], int]) -> None:
+        self.layout = layout
+        layout.check()
+        self._make_reader = make_reader
+        self._batches = batches
+        self._reader: Reader | None = None
+
+    def __len__(self) -> int:
+        return self.layout.steps(self._batches())
+
+    def open(self, epoch: int, position: Position) -> Opened:
+        """Begin an iteration over an epoch; on all processes together."""
+        if not dist.is_initialized():  # nobody to send to: a shard that is looked at by itself
+            opened = self._own_reader().open(epoch, position)
+            pairs = own_pairs(share_pairs(opened.pairs, self.layout), self.layout.shard.index)
+            return Opened(pairs, opened.start, opened.close)
+        exchange = _Exchange(self.layout)
+        if dist.get_rank() != 0:
+            return Opened(exchange.receive(), EpochStart.capture([]), do_nothing)
+        try:
+            opened = self._own_reader().open(epoch, position)
+        except Exception as error:
+            exchange.fail(error)
+            raise
+        steps = share_pairs(opened.pairs, self.layout)
+        return Opened(exchange.send(steps), opened.start, opened.close)
+
+    def _own_reader(self) -> Reader:
+        if self._reader is None:
+            self._reader = self._make_reader()
+        return self._reader
+
+
+class _Exchange:
+    """What goes from rank 0 to the others in one iteration."""
+
+    def __init__(self, layout: Layout) -> None:
+        self._layout = layout
+        self._form: bytes = b""
+        self._skeletons: list[Any] = []
+        # Gloo stands beside the device's backend in the groups that drivetrain makes.
+        on_host = "cpu" in str(dist.get_backend_config())
+        self._device = torch.device("cpu") if on_host else PartialState().device
+
+    def send(self, steps: Iterator[_Step]) -> Iterator[Pair]:
+        """Rank 0: send the steps and give its own batches."""
+        index = self._layout.shard.index
+        step = self._next(steps)
+        if step is None:
+            self._send_header([_END] + [0] * (_COMMON - 1))
+            return
+        while step is not None:
+            final, following = _is_final(step), None
+            # A process that gets no more batches may leave, so the step without it goes along with the one before.
+            if not final and any(pair is not None and pair[1].last for pair in step):
+                following = self._next(steps)
+            self._send_step(step, more=following is not None)
+            if following is not None:
+                self._send_step(following, more=False)
+            for each in (step, following):
+                if each is not None and (pair := each[index]) is not None:
+                    yield pair
+            if final or following is not None:
+                return
+            step = self._next(steps)
+
+    def _next(self, steps: Iterator[_Step]) -> _Step | None:
+        """Read a step; if that fails, let the others know."""
+        try:
+            return next(steps, None)
+        except Exception as error:
+            self.fail(error)
+            raise
+
+    def receive(self) -> Iterator[Pair]:
+        """The other ranks: receive steps and give the own batches."""
+        index = self._layout.shard.index
+        while True:
+            own, more, final = self._receive_step(index)
+            following: Pair | None = None
+            if more:
+                following, _, _ = self._receive_step(index)
+            if own is not None:
+                yield own
+            if following is not None:
+                yield following
+            if more or final:
+                return
+
+    def fail(self, error: Exception) -> None:
+        """Rank 0: let the others raise too."""
+        self._send_header([_FAILED] + [0] * (_COMMON - 1))
+        broadcast_object_list([f"{type(error).__name__}: {error}"])
+
+    def _send_header(self, common: list[int], each: list[int] | None = None) -> None:
+        numbers = common + (each or [0] * (_EACH * self._layout.shard.count))
+        broadcast(torch.tensor(numbers, dtype=torch.int64, device=self._device))
+
+    def _send_step(self, step: _Step, more: bool) -> None:
+        tensors: list[Tensor] = []
+
+        def take_out(tensor: Tensor) -> Slot:
+            tensors.append(tensor.detach().to(self._device).contiguous())
+            return Slot(tuple(tensor.shape), tensor.dtype)
+
+        skeletons = [
+            None if pair is None else recursively_apply(take_out, pair[0], test_type=_is_plain_tensor) for pair in step
+        ]
+        form = pickle.dumps(skeletons)
+        common, each = _header_of(step, _SAME_FORM if form == self._form else _NEW_FORM, more)
+        self._send_header(common, each)
+        if form != self._form:
+            broadcast_object_list([form])
+            self._form = form
+        broadcast(tensors)
+
+    def _receive_step(self, index: int) -> tuple[Pair | None, bool, bool]:
+        size = _COMMON + _EACH * self._layout.shard.count
+        numbers = broadcast(torch.empty(size, dtype=torch.int64, device=self._device)).tolist()
+        code, more, final, number, global_rows, consumed = numbers[:_COMMON]
+        if code == _END:
+            return None, False, True
+        if code == _FAILED:
+            reason = broadcast_object_list([None])[0]
+            raise DataError(f"Reading the data failed on rank 0, which reads for all processes: {reason}")
+        if code == _NEW_FORM:
+            self._skeletons = pickle.loads(broadcast_object_list([None])[0])
+        tensors: list[Tensor] = []
+
+        def allocate(slot: Slot) -> Tensor:
+            tensors.append(torch.empty(slot.shape, dtype=slot.dtype, device=self._device))
+            return tensors[-1]
+
+        batches = [recursively_apply(allocate, each, test_type=_is_slot) for each in self._skeletons]
+        broadcast(tensors)
+        present, rows, padding, last = numbers[_COMMON + _EACH * index : _COMMON + _EACH * (index + 1)]
+        if not present:
+            return None, bool(more), bool(final)
+        info = BatchInfo(number, _known(rows), padding, _known(global_rows), bool(last), _known(consumed))
+        return (batches[index], info), bool(more), bool(final)
+
+
+def _header_of(step: _Step, code: int, more: bool) -> tuple[list[int], list[int]]:
+    """A step's numbers: those in common, and those of each process."""
+    first = next(pair[1] for pair in step if pair is not None)
+    common = [
+        code,
+        int(more),
+        int(_is_final(step)),
+        first.index,
+        _number(first.global_rows),
+        _number(first.consumed),
+    ]
+    each: list[int] = []
+    for pair in step:
+        each += [0] * _EACH if pair is None else [1, _number(pair[1].rows), pair[1].padding, int(pair[1].last)]
+    return common, each
+
+
+def _is_final(step: _Step) -> bool:
+    """Whether no step follows for any process."""
+    return all(pair is None or pair[1].last for pair in step)
+
+
+def _number(value: int | None) -> int:
+    return _UNKNOWN if value is None else value
+
+
+def _known(value: int) -> int | None:
+    return None if value == _UNKNOWN else value
+
+
+def _is_slot(value: object) -> bool:
+    return isinstance(value, Slot)
+
+
+def _is_plain_tensor(value: object) -> bool:
+    """Whether a value is sent as a tensor; other kinds of tensors are pickled."""
+    return isinstance(value, Tensor) and type(value) is Tensor and value.layout is torch.strided

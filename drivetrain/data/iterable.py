@@ -1,0 +1,211 @@
+"""Reads this process's share of a loader over an iterable dataset."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from itertools import islice
+from typing import Any, NamedTuple
+
+import torch
+from torch.utils.data import DataLoader, IterableDataset, get_worker_info
+
+from drivetrain.data.batch_info import BatchInfo
+from drivetrain.data.order import Position
+from drivetrain.data.randomness import (
+    EpochStart,
+    SeparateDraws,
+    find_generators,
+    set_generator_state,
+    several_processes,
+)
+from drivetrain.data.reading import Opened, do_nothing, rebuilt, with_rows_found
+from drivetrain.data.seeding import ShowUsersDataset, as_is, collate_seed
+from drivetrain.data.sharding import Layout, shard_batches, with_last
+from drivetrain.runtime.errors import ConfigurationError
+from drivetrain.runtime.seeds import isolated_random_state, sample_seed, seed_all_generators
+
+
+class Record(NamedTuple):
+    """A batch as it leaves the dataset, with what only the reading process knows about it."""
+
+    batch: Any
+    rows: int
+    padding: int
+    global_rows: int
+
+
+class BatchedStream(IterableDataset[Record]):
+    """Groups a stream's samples into batches, and collates those of one process.
+
+    Every process reads the whole stream. With workers, each worker groups its own stream.
+
+    Args:
+        dataset: The user's dataset.
+        collate_fn: The user's collate function.
+        layout: How batches are shared.
+        batch_size: Samples of a batch; None to collate each sample by itself.
+        drop_last: Leave out a last batch that is not full.
+        seed: The seed that samples' random states derive from, by their positions in the stream; None to leave them.
+        shared: Keep the epoch in shared memory, where workers that stay see it change.
+    """
+
+    def __init__(
+        self,
+        dataset: Any,
+        collate_fn: Callable[[Any], Any],
+        layout: Layout,
+        batch_size: int | None,
+        drop_last: bool,
+        seed: int | None,
+        shared: bool,
+    ) -> None:
+        self.dataset = dataset
+        self.collate_fn = collate_fn
+        self.layout = layout
+        self.batch_size = batch_size
+        self.drop_last = drop_last
+        self.seed = seed
+        self.epoch = torch.zeros((), dtype=torch.int64)
+        if shared:
+            self.epoch.share_memory_()  # type: ignore[no-untyped-call]
+
+    def __iter__(self) -> Iterator[Record]:
+        worker = get_worker_info()
+        if self.seed is None:
+            return self._records(iter(self.dataset), None)
+        seed = sample_seed(self.seed, int(self.epoch), 0 if worker is None else worker.id + 1)
+        if worker is not None:
+            seed_all_generators(seed)
+            return self._records(iter(self.dataset), seed)
+        with isolated_random_state():
+            seed_all_generators(seed)
+            samples = iter(self.dataset)
+        return _isolated(self._records(samples, seed))
+
+    def _records(self, samples: Iterator[Any], seed: int | None) -> Iterator[Record]:
+        if seed is not None:
+            samples = _seeded(samples, seed)
+        size = self.batch_size or 1
+        chunks = _chunks(samples, size, self.drop_last)
+        for chunk, info in shard_batches(chunks, self.layout, streaming=True):
+            if seed is not None:
+                seed_all_generators(collate_seed(seed, 0, info.consumed or 0))
+            batch = self.collate_fn(chunk if self.batch_size is not None else chunk[0])
+            yield Record(batch, info.rows or 0, info.padding, info.global_rows or 0)
+
+
+def _seeded(samples: Iterator[Any], seed: int) -> Iterator[Any]:
+    """The same samples, each read in the random state of its position."""
+    position = 0
+    while True:
+        seed_all_generators(sample_seed(seed, position, 0))
+        try:
+            sample = next(samples)
+        except StopIteration:
+            return
+        yield sample
+        position += 1
+
+
+def _isolated(records: Iterator[Record]) -> Iterator[Record]:
+    """The same records; reading them leaves the global generators where they were."""
+    while True:
+        with isolated_random_state():
+            record = next(records, None)
+        if record is None:
+            return
+        yield record
+
+
+def _chunks(samples: Iterator[Any], size: int, drop_last: bool) -> Iterator[Sequence[Any]]:
+    """Samples in lists of `size`; a stream that has ended is not asked again."""
+    while chunk := list(islice(samples, size)):
+        if len(chunk) == size:
+            yield chunk
+            continue
+        if not drop_last:
+            yield chunk
+        return
+
+
+class StreamReader:
+    """Reads an iterable dataset in every process and keeps this process's rows.
+
+    Args:
+        loader: The user's loader.
+        layout: How its batches are shared. The batch size in it is not used but found.
+        seed: The seed that samples' random states derive from; None leaves randomness to torch's loader.
+
+    Raises:
+        ConfigurationError: If the batches cannot be split, or come out of order in several processes.
+    """
+
+    def __init__(self, loader: DataLoader[Any], layout: Layout, seed: int | None) -> None:
+        self._loader = loader
+        size = loader.batch_size
+        self.layout = layout._replace(batch_size=1 if size is None else size)
+        self.layout.check()
+        self._sharded = self.layout.shard.count > 1
+        if not loader.in_order and self._sharded:
+            raise ConfigurationError(
+                "This DataLoader has in_order=False, so the order of its batches differs from run to run and the "
+                "processes cannot agree about it. Leave in_order at True where there are several processes."
+            )
+        self._seeded = seed is not None
+        self._dataset = BatchedStream(
+            loader.dataset, loader.collate_fn, self.layout, size, loader.drop_last, seed, loader.num_workers > 0
+        )
+        self._inner = self._make_inner()
+
+    def _make_inner(self) -> DataLoader[Any]:
+        return rebuilt(
+            self._loader,
+            self._dataset,
+            batch_size=None,
+            collate_fn=as_is,
+            worker_init_fn=ShowUsersDataset(self._loader.worker_init_fn),
+        )
+
+    def __len__(self) -> int:
+        return self.layout.steps(len(self._loader))
+
+    def open(self, epoch: int, position: Position) -> Opened:
+        """Begin an iteration over an epoch; what comes before the position is read and left out."""
+        if self._dataset.layout != self.layout:
+            self._dataset.layout = self.layout
+            if self._loader.persistent_workers:  # those that are there have a copy
+                self._inner = self._make_inner()
+        generators = find_generators(self._loader, self._loader.dataset)
+        start = position.start or EpochStart.capture(generators)
+        together = self._sharded and several_processes()
+        if together:
+            start = start.agreed()
+        close: Callable[[], None] = do_nothing
+        self._dataset.epoch.fill_(epoch)
+        records: Iterator[Record]
+        if not self._sharded and position.start is None:
+            self._inner.generator = self._loader.generator
+            records = iter(self._inner)
+        else:
+            # Every process must draw the same stream: workers from one seed, this process from one state.
+            for generator, state in zip(generators, start.own, strict=False):
+                set_generator_state(generator, state)
+            separate = SeparateDraws(start.shared)
+            with separate.drawing():
+                records = iter(self._inner)
+            if self._sharded and not self._seeded and self._loader.num_workers == 0:
+                records = separate.iterate(records)
+                close = separate.settle
+            separate.settle()
+        steps = position.batches // self.layout.group_size
+        pairs = self._pairs(records, steps)
+        return Opened(pairs if self._loader.batch_size is not None else with_rows_found(pairs), start, close)
+
+    def _pairs(self, records: Iterator[Record], skipped: int) -> Iterator[tuple[Any, BatchInfo]]:
+        """The batches, each with what is known about it; one is read ahead, to know the last."""
+        consumed = sum(record.global_rows for record in islice(records, skipped))
+        index = skipped
+        for (batch, rows, padding, global_rows), last in with_last(records):
+            consumed += global_rows
+            yield batch, BatchInfo(index, rows, padding, global_rows, last, consumed)
+            index += 1

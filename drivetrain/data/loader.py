@@ -1,0 +1,407 @@
+"""The loader that users iterate: their own order, this process's share, on the device, every row accounted for."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader, IterableDataset, IterDataPipe, RandomSampler
+
+from drivetrain.data.batch_info import ActiveLoaders, BatchInfo
+from drivetrain.data.batches import ReadyBatchesReader
+from drivetrain.data.configuration import DataLoaderConfiguration, DataShard, TailPolicy
+from drivetrain.data.dispatch import DispatchReader
+from drivetrain.data.iterable import StreamReader
+from drivetrain.data.map_style import MapReader
+from drivetrain.data.order import Position, SeedableSampler
+from drivetrain.data.placement import overlapped
+from drivetrain.data.randomness import EpochStart, find_generators, generator_state, set_generator_state
+from drivetrain.data.reading import Opened, Reader
+from drivetrain.data.sharding import Layout
+from drivetrain.runtime.devices import DeviceKind
+from drivetrain.runtime.errors import CheckpointError, ConfigurationError
+from drivetrain.runtime.seeds import recorded_seed
+
+Place = Callable[[Any], Any]
+
+
+class PreparedLoader:
+    """Iterates this process's share of a user's loader; made by `prepare_loader`.
+
+    Over all processes together, in the order of (step, rank), the batches are those of the user's loader in one plain
+    process. Attributes that are not listed here are those of the user's loader: `dataset`, `batch_size`, `sampler`,
+    `batch_sampler`, `num_workers`, `collate_fn`, `drop_last` and so on.
+
+    Attributes:
+        loader: The user's loader.
+        current: What is known about the batch that was handed out last; None outside of a loop.
+        active: Where loaders that are being iterated are listed.
+        advanced: The time, by the clock of `active`, at which the last batch was handed out.
+    """
+
+    def __init__(
+        self,
+        loader: Iterable[Any],
+        reader: Reader,
+        layout: Layout,
+        place: Place | None,
+        active: ActiveLoaders,
+        seedable: SeedableSampler | None = None,
+    ) -> None:
+        self.loader = loader
+        self.active = active
+        self.current: BatchInfo | None = None
+        self.advanced = 0
+        self._reader = reader
+        self._layout = layout
+        self._place = place
+        self._seedable = seedable
+        self._epoch = 0
+        self._begun = False  # whether `_epoch` was iterated, wholly or in part
+        self._exhausted = False
+        self._reached: BatchInfo | None = None  # the last batch of an iteration that was left early
+        self._resume: Position | None = None
+        self._skip_always = 0
+        self._start: EpochStart | None = None
+        self._forwarded: list[tuple[Any, int]] = []  # the epochs that were given to samplers
+
+    # iterating
+
+    def __iter__(self) -> Iterator[Any]:
+        self._begin_epoch()
+        position = self._resume or Position(batches=self._skip_always * self._layout.group_size)
+        self._resume = self._reached = None
+        self._exhausted = False
+        opened = self._reader.open(self._epoch, position)
+        self._start = opened.start
+        return self._batches(opened)
+
+    def _batches(self, opened: Opened) -> Iterator[Any]:
+        """The loop that every batch goes through."""
+        place, tick = self._place, self.active.tick
+        self.active.enter(self)
+        try:
+            if place is None:
+                for batch, info in opened.pairs:
+                    self.current = info
+                    self.advanced = tick()
+                    yield batch
+            else:
+                for batch, info in opened.pairs:
+                    batch = place(batch)
+                    self.current = info
+                    self.advanced = tick()
+                    yield batch
+            self._exhausted = True
+        finally:
+            self._reached, self.current = self.current, None
+            self.active.leave(self)
+            opened.close()
+
+    def __len__(self) -> int:
+        """Batches of this process in an epoch."""
+        return max(0, len(self._reader) - self._skip_always)
+
+    @property
+    def remaining(self) -> int | None:
+        """Batches of this process that are left in the epoch, the current one included; None if unknown."""
+        info = self.current
+        if info is not None and info.last:
+            return 1
+        try:
+            batches = len(self._reader)
+        except (TypeError, NotImplementedError):
+            return None
+        return batches if info is None else max(2, batches - info.index)
+
+    @property
+    def tail(self) -> TailPolicy:
+        """What happens at the end of an epoch; it can be changed between iterations."""
+        return self._layout.tail
+
+    @tail.setter
+    def tail(self, tail: TailPolicy) -> None:
+        self._layout = self._layout._replace(tail=TailPolicy(tail))
+        self._reader.layout = self._reader.layout._replace(tail=TailPolicy(tail))
+
+    # epochs
+
+    @property
+    def epoch(self) -> int:
+        """The epoch of the iteration under way or the last one; before the first, and after `set_epoch`, the next."""
+        return self._epoch
+
+    def set_epoch(self, epoch: int) -> None:
+        """Make `epoch` that of the next iteration, for the dataset and the samplers too.
+
+        Without a call, each iteration is the next epoch. A position to resume from in another epoch is dropped.
+
+        Args:
+            epoch: From 0.
+        """
+        if self._resume is not None and epoch != self._epoch:
+            self._resume = None
+        self._epoch, self._begun = epoch, False
+        self._forward_epoch()
+
+    def _begin_epoch(self) -> None:
+        """Settle the epoch of the iteration that begins."""
+        if self._begun:
+            self._epoch += 1
+        # A user who sets the epoch of the sampler by hand means this loader's too.
+        for target, given in self._forwarded or [(target, -1) for target in self._epoch_targets()[1:]]:
+            epoch = getattr(target, "epoch", None)
+            if type(epoch) is int and epoch != given and (given >= 0 or self._epoch == 0):
+                self._epoch = epoch
+        self._begun = True
+        self._forward_epoch()
+        if self._seedable is not None:
+            self._seedable.set_epoch(self._epoch)
+
+    def _epoch_targets(self) -> list[Any]:
+        """The dataset and the samplers, where they want to know the epoch; the dataset, or None, comes first."""
+        owners = [getattr(self.loader, name, None) for name in ("dataset", "sampler", "batch_sampler")]
+        owners.append(getattr(owners[2], "sampler", None))
+        targets = [owner if callable(getattr(owner, "set_epoch", None)) else None for owner in owners]
+        found: list[Any] = targets[:1]
+        for target in targets[1:]:
+            if target is not None and not any(target is each for each in found):
+                found.append(target)
+        return found
+
+    def _forward_epoch(self) -> None:
+        targets = self._epoch_targets()
+        for target in targets:
+            if target is not None:
+                target.set_epoch(self._epoch)
+        self._forwarded = [(target, self._epoch) for target in targets[1:]]
+
+    # position
+
+    def skip(self, num_batches: int) -> None:
+        """Begin the next iteration, and only this one, after so many of this process's batches.
+
+        Of a map-style dataset nothing is read that is skipped.
+
+        Args:
+            num_batches: From 0.
+        """
+        self._resume = Position(batches=_checked_count(num_batches) * self._layout.group_size)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The position: the epoch, the samples consumed in it by all processes, and what its order is drawn from.
+
+        Returns:
+            A dict of numbers, strings, tensors, and lists and dicts of these. It is the same for any number of
+            processes and workers.
+        """
+        reached = self.current or self._reached
+        owners = [self.loader, *(each for each in self._epoch_targets() if each is not None)]
+        state: dict[str, Any] = {
+            "epoch": self._epoch + self._exhausted,
+            "consumed": 0,
+            "batches": 0,
+            "start": None,
+            "generators": [generator_state(each) for each in find_generators(*owners)],
+        }
+        if self._resume is not None:
+            samples, start = self._resume.samples, self._resume.start
+            state.update(consumed=samples, batches=self._resume.batches, start=start and start.state_dict())
+        elif reached is not None and not self._exhausted and self._start is not None:
+            batches = (reached.index + 1) * self._layout.group_size
+            state.update(consumed=reached.consumed, batches=batches, start=self._start.state_dict())
+        return state
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take up a position: the next iteration gives the samples that follow it.
+
+        Args:
+            state: From `state_dict`, of a run with any number of processes and workers.
+
+        Raises:
+            CheckpointError: If it is no such state.
+        """
+        missing = [name for name in ("epoch", "consumed", "batches", "start", "generators") if name not in state]
+        if missing:
+            raise CheckpointError(
+                f"This loader state has no {', '.join(missing)}. It must come from state_dict() of a prepared loader."
+            )
+        self.set_epoch(int(state["epoch"]))
+        self._exhausted = False
+        self._reached = None
+        owners = [self.loader, *(each for each in self._epoch_targets() if each is not None)]
+        for generator, value in zip(find_generators(*owners), state["generators"], strict=False):
+            set_generator_state(generator, value)
+        start = None if state["start"] is None else EpochStart.from_state_dict(state["start"])
+        position = Position(int(state["batches"]), state["consumed"], start)
+        self._resume = position if position.batches or position.samples else None
+
+    # what Accelerate's loaders have
+
+    @property
+    def end_of_dataloader(self) -> bool:
+        """Whether the batch that was handed out last is the last one."""
+        return self.current is not None and self.current.last
+
+    @property
+    def remainder(self) -> int:
+        """Real samples of all processes in the last step, once it is reached; -1 before, or if unknown."""
+        info = self.current
+        return info.global_rows if info is not None and info.last and info.global_rows is not None else -1
+
+    @property
+    def total_batch_size(self) -> int | None:
+        """Samples of a full step of all processes; None if unknown."""
+        sampler = getattr(self.loader, "batch_sampler", None)
+        size = getattr(self.loader, "batch_size", None) or getattr(sampler, "batch_size", None)
+        return size * self._layout.group_size if isinstance(size, int) else None
+
+    @property
+    def total_dataset_length(self) -> int:
+        """Samples of the whole dataset."""
+        return len(self.dataset)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") or name == "loader":
+            raise AttributeError(name)
+        return getattr(self.loader, name)
+
+    def __repr__(self) -> str:
+        shard = self._layout.shard
+        return f"PreparedLoader({type(self.loader).__name__}, part {shard.index} of {shard.count}, epoch {self._epoch})"
+
+
+def prepare_loader(
+    loader: Iterable[Any],
+    *,
+    shard: DataShard,
+    place: Place | None = None,
+    device: tuple[DeviceKind, torch.device] | None = None,
+    config: DataLoaderConfiguration | None = None,
+    tail: TailPolicy = TailPolicy.COMPLETE,
+    seed: int | None = None,
+    active: ActiveLoaders | None = None,
+) -> PreparedLoader:
+    """Make a loader that gives this process its share of a user's loader.
+
+    Args:
+        loader: A `torch.utils.data.DataLoader`, or any iterable of batches.
+        shard: Which part of the data is this process's.
+        place: Puts a batch on the device. None leaves batches as they are.
+        device: The kind of device and the device; where it has streams, batches are placed on one of their own.
+        config: The options. ``even_batches=False`` turns `TailPolicy.COMPLETE` into `TailPolicy.UNEVEN`.
+        tail: What happens at the end of an epoch.
+        seed: The run's seed, which each sample's random state derives from. None leaves randomness to the loader.
+        active: Where the loader is listed while it is iterated.
+
+    Returns:
+        The prepared loader; `loader` itself if it is one already.
+
+    Raises:
+        ConfigurationError: If the loader cannot be prepared like this; the message says why and what to do.
+
+    Example:
+        ```python
+        loader = prepare_loader(DataLoader(dataset, batch_size=32), shard=DataShard(0, 2))
+        for batch in loader:
+            print(loader.current.padding)
+        ```
+    """
+    if isinstance(loader, PreparedLoader):
+        return loader
+    if not hasattr(loader, "__iter__") and not hasattr(loader, "__getitem__"):
+        raise ConfigurationError(
+            f"Cannot prepare a {type(loader).__name__!r} as a loader: it cannot be iterated. Give a "
+            "torch.utils.data.DataLoader, or an iterable of batches."
+        )
+    config = config or DataLoaderConfiguration()
+    if tail is TailPolicy.COMPLETE and not config.even_batches:
+        tail = TailPolicy.UNEVEN
+    layout = Layout(shard, TailPolicy(tail), config.split_batches)
+    seedable = _seedable_sampler(loader, config)
+    reader = _make_reader(loader, layout, config, _sample_seed_of(config, seed))
+    return PreparedLoader(loader, reader, layout, overlapped(place, device), active or ActiveLoaders(), seedable)
+
+
+def skip_first_batches(dataloader: Iterable[Any], num_batches: int = 0) -> PreparedLoader:
+    """A loader that leaves out the first batches at every iteration, for the epoch in which a run resumes.
+
+    Of a map-style dataset nothing is read that is skipped.
+
+    Args:
+        dataloader: A prepared loader, or one as for `prepare_loader`, which is then prepared for one process.
+        num_batches: How many of this process's batches to skip.
+
+    Returns:
+        A new loader; the one given is not changed.
+
+    Example:
+        ```python
+        for batch in skip_first_batches(loader, 100):
+            ...
+        ```
+    """
+    prepared = prepare_loader(dataloader, shard=DataShard())
+    skipping = copy.copy(prepared)
+    skipping._skip_always += _checked_count(num_batches)
+    return skipping
+
+
+def _make_reader(loader: Any, layout: Layout, config: DataLoaderConfiguration, seed: int | None) -> Reader:
+    """The way to read this kind of loader."""
+    sharded = layout.shard.count > 1
+    # A subclass with an iteration of its own, or a data pipe, is more than its dataset and sampler.
+    plain = isinstance(loader, DataLoader) and type(loader).__iter__ is DataLoader.__iter__
+    if plain and isinstance(loader.dataset, IterDataPipe):
+        if sharded:
+            raise ConfigurationError(
+                f"The dataset {type(loader.dataset).__name__} is a data pipe, which torch has deprecated and shards "
+                "between processes by itself. Give a torch.utils.data.IterableDataset instead."
+            )
+        plain = False
+    streams = plain and isinstance(loader.dataset, IterableDataset)
+    dispatch = config.dispatch_batches
+    if dispatch is None:
+        dispatch = streams
+
+    def make(layout: Layout, alone: bool) -> Reader:
+        if not plain:
+            return ReadyBatchesReader(loader, layout)
+        return StreamReader(loader, layout, seed) if streams else MapReader(loader, layout, seed, alone)
+
+    if not (dispatch and sharded):
+        return make(layout, alone=False)
+    size = loader.batch_size if plain else None
+    alone_layout = layout._replace(shard=DataShard(), split=False)
+    return DispatchReader(lambda: make(alone_layout, alone=True), layout._replace(batch_size=size), lambda: len(loader))
+
+
+def _sample_seed_of(config: DataLoaderConfiguration, seed: int | None) -> int | None:
+    """The seed for samples, or None where they are not seeded."""
+    if config.seed_samples is False:
+        return None
+    if config.seed_samples and seed is None:
+        seed = recorded_seed()
+        if seed is None:
+            raise ConfigurationError(
+                "seed_samples=True derives each sample's random state from the run's seed, but the run has none. Call "
+                "set_seed(...) before the loader is prepared, or leave seed_samples out."
+            )
+    return seed
+
+
+def _seedable_sampler(loader: Any, config: DataLoaderConfiguration) -> SeedableSampler | None:
+    """A seeded generator for a RandomSampler, if asked for."""
+    sampler = getattr(getattr(loader, "batch_sampler", None), "sampler", None) or getattr(loader, "sampler", None)
+    if not config.use_seedable_sampler or type(sampler) is not RandomSampler:
+        return None
+    seed = config.data_seed if config.data_seed is not None else recorded_seed()
+    return SeedableSampler(sampler, torch.initial_seed() if seed is None else seed)
+
+
+def _checked_count(num_batches: int) -> int:
+    if num_batches < 0:
+        raise ConfigurationError(f"The number of batches to skip must be 0 or more, but got {num_batches}.")
+    return num_batches

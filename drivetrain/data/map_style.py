@@ -1,0 +1,258 @@
+"""Reads this process's share of a loader over a map-style dataset."""
+
+from __future__ import annotations
+
+import hashlib
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from itertools import chain, islice
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader
+
+from drivetrain.data.batch_info import BatchInfo
+from drivetrain.data.configuration import DataShard
+from drivetrain.data.order import IndexOrder, Position
+from drivetrain.data.randomness import (
+    EpochStart,
+    SeparateDraws,
+    find_generators,
+    set_generator_state,
+    several_processes,
+)
+from drivetrain.data.reading import Opened, do_nothing, rebuilt, with_rows_found
+from drivetrain.data.seeding import (
+    SeededBatches,
+    ShowUsersDataset,
+    as_is,
+    is_deterministic,
+    is_deterministic_collate,
+)
+from drivetrain.data.sharding import Head, Layout, shard_batches
+from drivetrain.runtime.collectives import gather_object
+from drivetrain.runtime.errors import ConfigurationError, DataError
+from drivetrain.runtime.logging import get_logger
+from drivetrain.runtime.seeds import sample_seed
+
+logger = get_logger(__name__)
+
+
+class IndexStream:
+    """What torch's loader takes for a batch sampler: begins what it was last told to."""
+
+    def __init__(self) -> None:
+        self.begin: Callable[[], Iterator[Any]] = lambda: iter(())
+
+    def __iter__(self) -> Iterator[Any]:
+        return self.begin()
+
+
+class MapReader:
+    """Shards the output of the user's sampler or batch sampler; a torch loader reads what falls to this process.
+
+    Args:
+        loader: The user's loader.
+        layout: How its batches are shared. The batch size in it is not used but found.
+        seed: The seed that samples' random states derive from; None leaves randomness to torch's loader.
+        alone: Only this process reads, so there is nobody to agree with about the order.
+
+    Raises:
+        ConfigurationError: If the loader gives batches out of order to several processes, or its batches cannot be
+            split.
+    """
+
+    def __init__(self, loader: DataLoader[Any], layout: Layout, seed: int | None, alone: bool = False) -> None:
+        self._loader = loader
+        self.order = IndexOrder(loader)
+        self._alone = alone
+        distributed = self.order.distributed_sampler
+        self._replicas = 1
+        if distributed is not None:
+            self._replicas = distributed.num_replicas
+            layout = layout._replace(shard=DataShard(), split=False)
+            _tell_about(distributed)
+        self.layout = layout._replace(batch_size=self.order.batch_size)
+        self.layout.check()
+        if not loader.in_order and self.layout.shard.count > 1:
+            raise ConfigurationError(
+                "This DataLoader has in_order=False, so the order of its batches differs from run to run and the "
+                "processes cannot agree about it. Leave in_order at True where there are several processes."
+            )
+        self._stream = IndexStream()
+        self._workers_stay = loader.num_workers > 0 and loader.persistent_workers
+        self._workers_are_there = False
+        self._seeded = seed is not None and not (
+            is_deterministic(loader.dataset) and is_deterministic_collate(loader.collate_fn)
+        )
+        batched = self.order.batched
+        if seed is not None and self._seeded:
+            self._inner = rebuilt(
+                loader,
+                SeededBatches(loader.dataset, loader.collate_fn, seed, batched),
+                batch_size=None,
+                sampler=self._stream,
+                collate_fn=as_is,
+                worker_init_fn=ShowUsersDataset(loader.worker_init_fn),
+            )
+        elif batched:
+            self._inner = rebuilt(loader, loader.dataset, batch_sampler=self._stream)
+        else:
+            self._inner = rebuilt(loader, loader.dataset, batch_size=None, sampler=self._stream)
+
+    def __len__(self) -> int:
+        return self.layout.steps(len(self.order))
+
+    def open(self, epoch: int, position: Position) -> Opened:
+        """Begin an iteration over an epoch, at a position of it; on all processes together."""
+        infos: deque[BatchInfo] = deque()
+        generators = find_generators(self._loader, self.order.source, self.order.sampler)
+        start = position.start or EpochStart.capture(generators)
+        sharded = self.layout.shard.count > 1
+        together = several_processes() and not self._alone and self._replicas == 1
+        close: Callable[[], None] = do_nothing
+        if not sharded and not together and position == Position():
+            # As in plain torch, down to when which random number is drawn.
+            self._stream.begin = lambda: self._indices(
+                self.order.batches(self.order.plain_iterator()), infos, epoch, length=self.order.said_length()
+            )
+            self._inner.generator = self._loader.generator
+        else:
+            if together:
+                start = start.agreed()
+            for generator, state in zip(generators, start.own, strict=False):
+                set_generator_state(generator, state)
+            close = self._open_apart(
+                infos, epoch, position, start, follow=sharded or together, check=together and sharded
+            )
+        batches = iter(self._inner)
+        self._workers_are_there = self._workers_stay
+        pairs: Iterator[tuple[Any, BatchInfo]] = zip(batches, iter(infos.popleft, None), strict=False)
+        if not self.order.batched or not self._loader.in_order:
+            pairs = with_rows_found(pairs)
+        return Opened(pairs, start, close)
+
+    def _open_apart(
+        self,
+        infos: deque[BatchInfo],
+        epoch: int,
+        position: Position,
+        start: EpochStart,
+        *,
+        follow: bool,
+        check: bool,
+    ) -> Callable[[], None]:
+        """Draw the order from `start`, which need not be where this process's generators are.
+
+        Args:
+            infos: Where to note what is known about batches.
+            epoch: The epoch.
+            position: Where in it to begin.
+            start: The random state to draw from.
+            follow: Draw later indices from it too, not only the first ones.
+            check: Compare the orders of all processes.
+
+        Returns:
+            What to call at the end of the iteration.
+        """
+        order, separate = self.order, SeparateDraws(start.shared)
+        head: Head | None = None
+        skipped = 0
+        with separate.drawing():
+            # The same calls, in the same sequence, as those of torch's loader.
+            iterator = order.plain_iterator()
+            if not self._workers_are_there:
+                base_seed = int(torch.empty((), dtype=torch.int64).random_(generator=self._loader.generator).item())
+                # Workers of different processes must not draw the same random numbers.
+                own = sample_seed(base_seed, self.layout.shard.index, 0)
+                self._inner.generator = torch.Generator().manual_seed(own)
+                if self._loader.num_workers > 0:
+                    iterator = order.plain_iterator()
+            if position.batches or position.samples:
+                keep = self.layout.group_size if self.layout.shard.count > 1 else 0
+                batches, head, skipped = order.from_position(iterator, position, keep)
+            else:
+                batches = order.batches(iterator)
+            if order.draws_at_once:
+                batches = _begun(batches)
+        draws_later = follow and not order.draws_at_once
+        if draws_later:
+            batches = separate.iterate(batches)
+        if check and not order.draws_at_once:
+            batches = _agreed(batches, order.source)
+        length = None if follow else order.said_length()
+        if length is not None:
+            length -= position.batches
+        index = position.batches // self.layout.group_size
+        indices = self._indices(batches, infos, epoch, index, skipped, head, length)
+        if draws_later:
+            indices = _begun(indices)
+        separate.settle()
+        self._stream.begin = lambda: indices
+        return separate.settle if draws_later else do_nothing
+
+    def _indices(
+        self,
+        batches: Iterator[Any],
+        infos: deque[BatchInfo],
+        epoch: int,
+        index: int = 0,
+        consumed: int = 0,
+        head: Head | None = None,
+        length: int | None = None,
+    ) -> Iterator[Any]:
+        """What this process reads, in the form that the dataset is indexed with; what is known goes to `infos`."""
+        shares = shard_batches(batches, self.layout, index=index, consumed=consumed, head=head, length=length)
+        note, seeded, batched, replicas = infos.append, self._seeded, self.order.batched, self._replicas
+        info = None
+        if batched and not seeded and replicas == 1:
+            for indices, info in shares:
+                note(info)
+                yield indices
+        else:
+            for indices, info in shares:
+                if replicas > 1:  # the sampler has sharded: its samples are this process's only
+                    consumed += len(indices) * replicas
+                    info.consumed, info.global_rows = consumed, None
+                if not batched:
+                    info.global_rows = None
+                note(info)
+                wanted = indices if batched else indices[0]
+                yield (epoch, wanted) if seeded else wanted
+        if length is not None and info is not None:
+            self.order.note_end(info.index + 1, info.last)
+
+
+def _begun(items: Iterator[Any]) -> Iterator[Any]:
+    """The same items, the first one read already."""
+    return chain(list(islice(items, 1)), items)
+
+
+def _agreed(batches: Iterator[Sequence[Any]], source: Any) -> Iterator[Sequence[Any]]:
+    """The same batches, once all processes are known to begin with the same one."""
+    batches = iter(batches)
+    first = list(islice(batches, 1))
+    digests = gather_object([hashlib.blake2b(repr(first).encode(), digest_size=16).hexdigest()])
+    if len(set(digests)) > 1:
+        raise DataError(
+            f"{type(source).__name__} gives each process another order, so samples would be repeated and left out. It "
+            "draws from a random generator that could not be found. Keep the generator in an attribute of the sampler, "
+            "seed it with the same number in all processes, or set dispatch_batches=True, so that rank 0 alone reads."
+        )
+    return chain(first, batches)
+
+
+def _tell_about(sampler: Any) -> None:
+    """Say once that a DistributedSampler is left to shard by itself, and what it repeats."""
+    logger.info_once("The loader has a %s, which shards by itself; it is not sharded again.", type(sampler).__name__)
+    try:
+        repeated = int(sampler.total_size) - len(sampler.dataset)
+    except (AttributeError, TypeError):
+        return
+    if repeated > 0:
+        logger.warning_once(
+            "%s repeats %d samples so that all processes get as many, and these count twice in gathered metrics. Leave "
+            "it out (shuffle=True in its place): prepared loaders shard by themselves and know which rows are padding.",
+            type(sampler).__name__,
+            repeated,
+        )

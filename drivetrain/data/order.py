@@ -1,0 +1,234 @@
+"""The order of an epoch as the user's own sampler or batch sampler gives it, from any position on."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import chain, islice
+from typing import Any
+
+import torch
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    DistributedSampler,
+    RandomSampler,
+    SequentialSampler,
+    SubsetRandomSampler,
+    WeightedRandomSampler,
+)
+
+from drivetrain.data.permutation import PermutationSampler
+from drivetrain.data.randomness import EpochStart
+from drivetrain.data.sharding import Head
+from drivetrain.runtime.logging import get_logger
+
+logger = get_logger(__name__)
+
+LARGE_SET = 50_000_000  # above, a RandomSampler's list of indices takes gigabytes
+
+# Samplers that draw from the global generators with their first index, or never.
+_DRAWS_AT_ONCE = (
+    SequentialSampler,
+    RandomSampler,
+    SubsetRandomSampler,
+    WeightedRandomSampler,
+    PermutationSampler,
+    DistributedSampler,
+    range,
+    list,
+    tuple,
+)
+
+
+@dataclass(frozen=True)
+class Position:
+    """Where in an epoch an iteration begins.
+
+    Attributes:
+        batches: Batches of the user's loader that come before.
+        samples: Samples that come before; None where only the batches are known.
+        start: The random state that the epoch began with; None to draw the order from the present one.
+    """
+
+    batches: int = 0
+    samples: int | None = None
+    start: EpochStart | None = None
+
+
+class IndexOrder:
+    """The index batches of a map-style loader, in the order of the user's sampler or batch sampler.
+
+    Args:
+        loader: The user's loader.
+    """
+
+    def __init__(self, loader: DataLoader[Any]) -> None:
+        self.batched = loader.batch_sampler is not None
+        self.batch_sampler: Any = loader.batch_sampler
+        self.sampler: Any = loader.sampler
+        if self.batched:
+            self.sampler = getattr(self.batch_sampler, "sampler", None)
+        self._workers = loader.num_workers
+        self._length_is_wrong = False
+        if type(self.sampler) is RandomSampler and len(self.sampler) > LARGE_SET:
+            logger.warning_once(
+                "A RandomSampler over %d samples holds a list of all their indices in each process. "
+                "drivetrain.PermutationSampler(dataset, seed) shuffles in constant memory, and resumes at once.",
+                len(self.sampler),
+            )
+
+    @property
+    def source(self) -> Any:
+        """What the indices come from: the batch sampler, or the sampler where there is none."""
+        return self.batch_sampler if self.batched else self.sampler
+
+    @property
+    def regular(self) -> bool:
+        """Whether batches are made by torch's own BatchSampler."""
+        return type(self.batch_sampler) is BatchSampler
+
+    @property
+    def draws_at_once(self) -> bool:
+        """Whether all draws from the global generators come with the first index."""
+        if self.batched and not self.regular:
+            return type(self.batch_sampler) in (list, tuple)
+        return type(self.sampler) in _DRAWS_AT_ONCE
+
+    @property
+    def batch_size(self) -> int | None:
+        """Samples of a full batch; None if the batch sampler does not say."""
+        size = getattr(self.batch_sampler, "batch_size", None) if self.batched else 1
+        return size if isinstance(size, int) else None
+
+    @property
+    def distributed_sampler(self) -> DistributedSampler[Any] | None:
+        """Torch's sampler that shards by itself, if the user has one."""
+        return next((each for each in (self.sampler, self.source) if isinstance(each, DistributedSampler)), None)
+
+    def __len__(self) -> int:
+        return len(self.source)
+
+    def said_length(self) -> int | None:
+        """How many batches a sampler that may draw at any time says it has; None to read ahead instead.
+
+        Reading ahead would draw from the global generators earlier than a plain loader does.
+        """
+        if self.draws_at_once or self._length_is_wrong:
+            return None
+        try:
+            return len(self.source)
+        except (TypeError, NotImplementedError):
+            return None
+
+    def note_end(self, batches: int, was_last: bool) -> None:
+        """Be told at the end of an epoch how many batches there were, and whether the last one was known as such."""
+        if batches and not was_last:
+            logger.warning_once(
+                "%s says that it has %d batches, but gave %d. In this epoch the last batch was not known to be the "
+                "last one; correct its __len__.",
+                type(self.source).__name__,
+                len(self.source),
+                batches,
+            )
+            self._length_is_wrong = True
+
+    def plain_iterator(self) -> Iterator[Any]:
+        """What torch's loader makes of the sampler: nothing is drawn before the first batch is asked for."""
+        return iter(self.source)
+
+    def batches(self, iterator: Iterator[Any]) -> Iterator[Any]:
+        """Index batches out of such an iterator: a single index counts as a batch of one."""
+        return iterator if self.batched else ([index] for index in iterator)
+
+    def from_position(
+        self, iterator: Iterator[Any], position: Position, keep: int
+    ) -> tuple[Iterator[Sequence[Any]], Head, int]:
+        """Leave out what comes before a position; nothing that random access makes needless is computed.
+
+        Args:
+            iterator: From `plain_iterator`.
+            position: Where to begin.
+            keep: How many batches from the start of the epoch are kept for padding.
+
+        Returns:
+            The batches from there on, the first samples of the epoch, and how many samples were left out.
+        """
+        if self.batched and not self.regular:
+            return _skip_batches(iterator, position, keep)
+        size = self.batch_size or 1
+        skipped = position.batches * size if position.samples is None else position.samples
+        per_process = skipped
+        if self.distributed_sampler is not None:
+            per_process //= self.distributed_sampler.num_replicas
+        indices, first = _skip_indices(self.sampler, iterator if not self.batched else None, per_process, keep * size)
+        head = Head(first, min(size, len(first)))
+        if not self.batched:
+            return ([index] for index in indices), head, skipped
+        return iter(BatchSampler(indices, size, self.batch_sampler.drop_last)), head, skipped
+
+
+def _skip_indices(
+    sampler: Any, iterator: Iterator[Any] | None, skipped: int, keep: int
+) -> tuple[Iterator[Any], list[Any]]:
+    """The indices after the first `skipped` ones, and the first `keep` of all."""
+    if type(sampler) is PermutationSampler:
+        rest = sampler.iterate_from(skipped)
+        following = list(islice(rest, 1))  # the epoch begins with the first index that is read
+        return chain(following, rest), sampler[:keep]
+    if type(sampler) is SequentialSampler:
+        every = range(len(sampler.data_source))
+        return iter(every[skipped:]), list(every[:keep])
+    indices = iter(sampler) if iterator is None else iterator
+    first = list(islice(indices, min(keep, skipped)))
+    for _ in islice(indices, skipped - len(first)):
+        pass
+    following = list(islice(indices, keep - len(first)))
+    return chain(following, indices), [*first, *following]
+
+
+def _skip_batches(iterator: Iterator[Any], position: Position, keep: int) -> tuple[Iterator[Sequence[Any]], Head, int]:
+    """Leave out batches of the user's batch sampler; one that was begun is cut."""
+    first: list[Any] = []
+    kept = skipped = first_batch = 0
+
+    def listed() -> Iterator[list[Any]]:
+        nonlocal kept, first_batch
+        for batch in iterator:
+            batch = list(batch)
+            if kept < keep:
+                kept += 1
+                first.extend(batch)
+                first_batch = first_batch or len(batch)
+            yield batch
+
+    batches = listed()
+    following: list[list[Any]] = []
+    for count, batch in enumerate(batches):
+        if position.samples is None and count >= position.batches:
+            following = [batch]
+            break
+        if position.samples is not None and skipped + len(batch) > position.samples:
+            following = [batch[position.samples - skipped :]]
+            skipped = position.samples
+            break
+        skipped += len(batch)
+    following.extend(islice(batches, max(0, keep - kept)))
+    return chain(following, batches), Head(first, first_batch), skipped
+
+
+class SeedableSampler:
+    """Gives a RandomSampler a generator that is seeded anew at each epoch, with the seed plus the epoch.
+
+    Args:
+        sampler: The user's sampler.
+        seed: The seed of epoch 0.
+    """
+
+    def __init__(self, sampler: RandomSampler, seed: int) -> None:
+        self._seed = seed
+        self._generator = sampler.generator = torch.Generator()
+
+    def set_epoch(self, epoch: int) -> None:
+        """Seed the generator for an epoch."""
+        self._generator.manual_seed(self._seed + epoch)

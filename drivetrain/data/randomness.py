@@ -1,0 +1,194 @@
+"""The random state that an epoch's order is drawn from: kept, shared between processes, and drawn from apart."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from drivetrain.runtime.collectives import broadcast_object_list
+from drivetrain.runtime.seeds import RandomState
+
+Item = TypeVar("Item")
+
+_END: Any = object()
+_NESTED = ("batch_sampler", "sampler", "base_sampler")
+
+
+def several_processes() -> bool:
+    """Whether there is a process group of more than one process, which must agree about the order."""
+    return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+
+
+def find_generators(*owners: Any) -> list[Any]:
+    """The random generators that loaders and samplers, and the samplers inside of these, hold as attributes.
+
+    Those of torch on the CPU, of NumPy (`Generator`, `RandomState`) and of Python (`Random`) are found, each once,
+    in an order that is the same on all processes.
+    """
+    found: list[Any] = []
+    seen: set[int] = set()
+    waiting = [owner for owner in owners if owner is not None]
+    while waiting:
+        owner = waiting.pop(0)
+        if id(owner) in seen:
+            continue
+        seen.add(id(owner))
+        attributes = getattr(owner, "__dict__", {})
+        for name in sorted(attributes):
+            value = attributes[name]
+            if isinstance(value, torch.Generator):
+                is_generator = value.device.type == "cpu" and value is not torch.default_generator
+            else:
+                is_generator = isinstance(value, (np.random.Generator, np.random.RandomState, random.Random))
+            if is_generator and id(value) not in seen:
+                seen.add(id(value))
+                found.append(value)
+        waiting.extend(attributes[name] for name in _NESTED if attributes.get(name) is not None)
+    return found
+
+
+def generator_state(generator: Any) -> Any:
+    """The state of a generator that `find_generators` found: a tensor, or lists and dicts of numbers and strings."""
+    if isinstance(generator, torch.Generator):
+        return generator.get_state()
+    if isinstance(generator, np.random.Generator):
+        return _plain(generator.bit_generator.state)
+    if isinstance(generator, np.random.RandomState):
+        return _plain(generator.get_state(legacy=False))
+    version, words, gauss = generator.getstate()
+    return [version, list(words), gauss]
+
+
+def set_generator_state(generator: Any, state: Any) -> None:
+    """Put a generator where `generator_state` found it."""
+    if isinstance(generator, torch.Generator):
+        generator.set_state(torch.as_tensor(state, dtype=torch.uint8))
+    elif isinstance(generator, np.random.Generator):
+        generator.bit_generator.state = _arrays(state)
+    elif isinstance(generator, np.random.RandomState):
+        generator.set_state(_arrays(state))
+    else:
+        generator.setstate((state[0], tuple(state[1]), state[2]))
+
+
+@dataclass
+class EpochStart:
+    """The random state that an epoch's order is drawn from.
+
+    Attributes:
+        shared: Python's, NumPy's and torch's global generators.
+        own: The states of the generators that the loader and its samplers hold.
+    """
+
+    shared: RandomState
+    own: list[Any]
+
+    @classmethod
+    def capture(cls, generators: Iterable[Any]) -> EpochStart:
+        """The state right now."""
+        return cls(RandomState.capture(devices=False), [generator_state(each) for each in generators])
+
+    def agreed(self) -> EpochStart:
+        """That of rank 0, on every rank. All processes must call it."""
+        agreed: EpochStart = broadcast_object_list([self])[0]
+        return agreed
+
+    def state_dict(self) -> dict[str, Any]:
+        """The state as dicts and lists of tensors, numbers and strings."""
+        return {"shared": self.shared.state_dict(), "own": list(self.own)}
+
+    @classmethod
+    def from_state_dict(cls, state: Mapping[str, Any]) -> EpochStart:
+        """The way back from `state_dict`."""
+        return cls(RandomState.from_state_dict(state["shared"]), list(state["own"]))
+
+
+class SeparateDraws:
+    """Draws from a state of its own, and leaves the global generators to the user.
+
+    A process whose global generators stood where the epoch starts is afterwards where it would be had it drawn
+    from them itself, so that the next epoch has another order; any other process is back where it was.
+
+    Args:
+        start: Where the global generators stand for the first draw.
+    """
+
+    def __init__(self, start: RandomState) -> None:
+        before = RandomState.capture(devices=False)
+        self._state = start
+        self._same = _compare(before, start)
+        self._left: RandomState | None = None
+
+    @contextmanager
+    def drawing(self) -> Iterator[None]:
+        """Draw in the body from the separate state; the global generators are then as before."""
+        outside = RandomState.capture(devices=False)
+        self._state.restore()
+        try:
+            yield
+        finally:
+            self._state = RandomState.capture(devices=False)
+            outside.restore()
+
+    def iterate(self, items: Iterable[Item]) -> Iterator[Item]:
+        """The items, each read while drawing from the separate state."""
+        with self.drawing():
+            iterator = iter(items)
+        while True:
+            with self.drawing():
+                item = next(iterator, _END)
+            if item is _END:
+                return
+            yield item
+
+    def settle(self) -> None:
+        """Advance the global generators as if they had been drawn from, where they stood at the start.
+
+        Called once the first items are drawn and again at the end. The second time, only generators that nobody else
+        has used in between are advanced further.
+        """
+        now = RandomState.capture(devices=False)
+        if self._left is not None:
+            unused = _compare(now, self._left)
+            self._same = (
+                self._same[0] and unused[0],
+                self._same[1] and unused[1],
+                self._same[2] and unused[2],
+            )
+        self._left = RandomState(
+            python=self._state.python if self._same[0] else now.python,
+            numpy=self._state.numpy if self._same[1] else now.numpy,
+            torch=self._state.torch if self._same[2] else now.torch,
+        )
+        self._left.restore()
+
+
+def _compare(one: RandomState, other: RandomState) -> tuple[bool, bool, bool]:
+    """Whether Python's, NumPy's and torch's states are the same."""
+    numpy = all(np.array_equal(mine, theirs) for mine, theirs in zip(one.numpy, other.numpy, strict=True))
+    return one.python == other.python, numpy, torch.equal(one.torch, other.torch)
+
+
+def _plain(state: Any) -> Any:
+    """A NumPy generator's state with lists in place of arrays."""
+    if isinstance(state, Mapping):
+        return {str(key): _plain(value) for key, value in state.items()}
+    if isinstance(state, np.ndarray):
+        return {"dtype": str(state.dtype), "values": state.tolist()}
+    return state.item() if isinstance(state, np.generic) else state
+
+
+def _arrays(state: Any) -> Any:
+    """The way back from `_plain`."""
+    if isinstance(state, Mapping):
+        if state.keys() == {"dtype", "values"}:
+            return np.array(state["values"], dtype=state["dtype"])
+        return {key: _arrays(value) for key, value in state.items()}
+    return state

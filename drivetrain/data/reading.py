@@ -1,0 +1,82 @@
+"""What all ways of reading a loader have in common."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple, Protocol
+
+from torch.utils.data import DataLoader
+
+from drivetrain.data.batch_info import BatchInfo
+from drivetrain.data.order import Position
+from drivetrain.data.randomness import EpochStart
+from drivetrain.data.sharding import Layout
+from drivetrain.runtime.nested import batch_size_or_none
+
+
+class Opened(NamedTuple):
+    """One iteration over a loader.
+
+    Attributes:
+        pairs: This process's batches, each with what is known about it.
+        start: The random state that the epoch's order is drawn from.
+        close: Called when the iteration is over or left.
+    """
+
+    pairs: Iterator[tuple[Any, BatchInfo]]
+    start: EpochStart
+    close: Callable[[], None]
+
+
+class Reader(Protocol):
+    """One way of reading this process's share of a loader.
+
+    Attributes:
+        layout: How batches are shared; may be changed between iterations.
+    """
+
+    layout: Layout
+
+    def open(self, epoch: int, position: Position) -> Opened:
+        """Begin an iteration over an epoch, at a position of it."""
+        ...
+
+    def __len__(self) -> int:
+        """How many batches this process gets in an epoch."""
+        ...
+
+
+def do_nothing() -> None:
+    """For iterations that leave nothing to be closed."""
+
+
+def rebuilt(loader: DataLoader[Any], dataset: Any, **changes: Any) -> DataLoader[Any]:
+    """A loader over `dataset` with the user's options for workers and memory, and these changes."""
+    options: dict[str, Any] = {
+        "num_workers": loader.num_workers,
+        "collate_fn": loader.collate_fn,
+        "pin_memory": loader.pin_memory,
+        "timeout": loader.timeout,
+        "worker_init_fn": loader.worker_init_fn,
+        "multiprocessing_context": loader.multiprocessing_context,
+        "generator": loader.generator,
+        "persistent_workers": loader.persistent_workers,
+        "pin_memory_device": loader.pin_memory_device,
+        "in_order": loader.in_order,
+    }
+    if loader.num_workers > 0:
+        options["prefetch_factor"] = loader.prefetch_factor
+    return DataLoader(dataset, **{**options, **changes})
+
+
+def with_rows_found(pairs: Iterator[tuple[Any, BatchInfo]]) -> Iterator[tuple[Any, BatchInfo]]:
+    """Take the number of rows from each batch, where the order of the indices does not tell it.
+
+    A batch of padding whose rows cannot be found counts as one row.
+    """
+    for batch, info in pairs:
+        whole_padding = info.padding > 0 and info.padding == info.rows
+        info.rows = batch_size_or_none(batch)
+        if whole_padding:
+            info.rows = info.padding = info.rows or 1
+        yield batch, info

@@ -1,0 +1,128 @@
+"""Randomness that belongs to the sample: each one's random state derives from the seed, the epoch and its index."""
+
+from __future__ import annotations
+
+import hashlib
+import operator
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils.data import (
+    ConcatDataset,
+    Dataset,
+    StackDataset,
+    Subset,
+    TensorDataset,
+    default_collate,
+    get_worker_info,
+)
+from torch.utils.data._utils.collate import default_convert
+
+from drivetrain.runtime.seeds import isolated_random_state, sample_seed, seed_all_generators
+
+COLLATE = 0xC011A7E  # tells the random state of collating a batch from that of its first sample
+
+_FIXED = (TensorDataset, list, tuple, range, torch.Tensor, np.ndarray)
+
+
+def is_deterministic(dataset: Any) -> bool:
+    """Whether reading a sample surely draws no random numbers: tensors, lists, and subsets and unions of such."""
+    if type(dataset) in _FIXED:
+        return True
+    if type(dataset) is Subset:
+        return is_deterministic(dataset.dataset)
+    if type(dataset) is ConcatDataset:
+        return all(is_deterministic(each) for each in dataset.datasets)
+    if type(dataset) is StackDataset:
+        parts = dataset.datasets
+        return all(is_deterministic(each) for each in (parts.values() if isinstance(parts, dict) else parts))
+    return False
+
+
+def is_deterministic_collate(collate_fn: Any) -> bool:
+    """Whether this is one of torch's own collate functions, which draw no random numbers."""
+    return collate_fn in (default_collate, default_convert)
+
+
+def key_of(index: Any) -> int:
+    """An integer for any index that a sampler may give, the same in every process."""
+    try:
+        return operator.index(index)
+    except TypeError:
+        return int.from_bytes(hashlib.blake2b(repr(index).encode(), digest_size=8).digest(), "little")
+
+
+def as_is(batch: Any) -> Any:
+    """The collate function of loaders whose dataset gives whole batches."""
+    return batch
+
+
+class SeededBatches(Dataset[Any]):
+    """Reads and collates whole batches of a map-style dataset, each sample in its own random state.
+
+    It is indexed with ``(epoch, indices)``: the epoch travels with the indices, since persistent workers hold a copy
+    that no `set_epoch` reaches. In the main process the global generators are left as they were.
+
+    Args:
+        dataset: The user's dataset.
+        collate_fn: The user's collate function; it gets a random state of its own.
+        seed: The run's seed.
+        batched: Whether `indices` is a batch; False for a single index (``batch_size=None``).
+    """
+
+    def __init__(self, dataset: Any, collate_fn: Callable[[Any], Any], seed: int, batched: bool) -> None:
+        self.dataset = dataset
+        self.collate_fn = collate_fn
+        self.seed = seed
+        self.batched = batched
+        self.reads_many = bool(getattr(dataset, "__getitems__", None))
+        self.seeds_samples = not is_deterministic(dataset)
+
+    def __getitem__(self, request: tuple[int, Any]) -> Any:
+        if get_worker_info() is not None:
+            return self._read(*request)
+        with isolated_random_state():
+            return self._read(*request)
+
+    def _read(self, epoch: int, indices: Any) -> Any:
+        if not self.batched:
+            seed_all_generators(sample_seed(self.seed, epoch, key_of(indices)))
+            return self.collate_fn(self.dataset[indices])
+        if self.seeds_samples:
+            samples = [self._sample(epoch, index) for index in indices]
+        elif self.reads_many:
+            samples = self.dataset.__getitems__(indices)
+        else:
+            samples = [self.dataset[index] for index in indices]
+        seed_all_generators(collate_seed(self.seed, epoch, key_of(indices[0]) if len(indices) else 0))
+        return self.collate_fn(samples)
+
+    def _sample(self, epoch: int, index: Any) -> Any:
+        seed_all_generators(sample_seed(self.seed, epoch, key_of(index)))
+        return self.dataset.__getitems__([index])[0] if self.reads_many else self.dataset[index]
+
+
+def collate_seed(seed: int, epoch: int, key: int) -> int:
+    """The seed for collating the batch whose first sample has this key."""
+    return sample_seed(sample_seed(seed, epoch, key), COLLATE, 0)
+
+
+class ShowUsersDataset:
+    """A worker's init function: ``get_worker_info().dataset`` is the user's dataset, not what wraps it.
+
+    Args:
+        worker_init_fn: The user's own, called then.
+    """
+
+    def __init__(self, worker_init_fn: Callable[[int], None] | None) -> None:
+        self.worker_init_fn = worker_init_fn
+
+    def __call__(self, worker_id: int) -> None:
+        info = get_worker_info()
+        if info is not None:
+            # The class refuses assignment, for the users' sake.
+            object.__setattr__(info, "dataset", info.dataset.dataset)  # type: ignore[attr-defined]
+        if self.worker_init_fn is not None:
+            self.worker_init_fn(worker_id)
