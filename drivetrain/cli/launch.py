@@ -67,9 +67,7 @@ def _flag(*names: str, section: str, **settings: Any) -> Callable[[Command], Com
 )
 @_flag("--cpu", section="Processes", help="Run on the CPU, also where there are accelerators.")
 @_flag("--multi_gpu", section="Processes", help="Insist on accelerators: an error where there are none.")
-@_option(
-    "--gpu_ids", section="Processes", metavar="IDS", help='Accelerators to use, such as "0,2"; "all" for all.'
-)
+@_option("--gpu_ids", section="Processes", metavar="IDS", help='Accelerators to use, such as "0,2"; "all" for all.')
 @_option(
     "--mixed_precision",
     metavar="NAME",
@@ -116,9 +114,7 @@ def _flag(*names: str, section: str, **settings: Any) -> Callable[[Command], Com
     section="Several machines",
     help="Further settings of that, such as timeout=60.",
 )
-@_flag(
-    "--same_network", section="Several machines", help="Accepted; --rdzv_backend decides how machines meet."
-)
+@_flag("--same_network", section="Several machines", help="Accepted; --rdzv_backend decides how machines meet.")
 @_option(
     "--max_restarts",
     type=int,
@@ -158,6 +154,7 @@ def launch(script: str, args: tuple[str, ...], **flags: Any) -> int:
     drivetrain launch --num_machines 2 --machine_rank 0 --main_process_ip 10.0.0.1 train.py
     """  # noqa: D301
     options = LaunchOptions.from_sources(flags)
+    options.check_script(script)  # a mistyped name needs no second of importing torch
     from drivetrain.launch.launcher import launch_script
 
     return launch_script(options, script, args)

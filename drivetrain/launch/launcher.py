@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import glob
 import logging
 import os
-import shutil
 import signal
 import sys
 import tempfile
@@ -25,7 +23,7 @@ from drivetrain.launch.interpreter import Invocation
 from drivetrain.launch.options import DEFAULT_PORT, LaunchOptions
 from drivetrain.launch.plan import LaunchPlan
 from drivetrain.launch.report import RankFailure, describe
-from drivetrain.runtime.errors import ConfigurationError, LaunchError, nearest
+from drivetrain.runtime.errors import ConfigurationError, LaunchError
 
 _WORKER = "drivetrain.launch.worker"
 _LOOPBACK = "127.0.0.1"
@@ -52,7 +50,7 @@ def launch_script(options: LaunchOptions, script: str, args: Sequence[str] = ())
         DeviceNotAvailableError: accelerators were asked for where there are none.
         LaunchError: the machines did not meet, or a port is taken.
     """
-    _check_script(options, script)
+    options.check_script(script)
     plan = LaunchPlan.make(options)
     say = _say if options.debug else _say_nothing
     say(f"{plan.local_processes} process(es) on this machine, on {plan.kind}")
@@ -65,23 +63,6 @@ def launch_script(options: LaunchOptions, script: str, args: Sequence[str] = ())
         plan.environment(),
     ):
         return _run(options, plan, entrypoint, arguments, log_directory)
-
-
-def _check_script(options: LaunchOptions, script: str) -> None:
-    if options.module:
-        return
-    if options.no_python:
-        if shutil.which(script) is None:
-            raise ConfigurationError(
-                f"There is no program {script!r}. Give its path or a name on PATH, "
-                "or leave no_python out if it is Python."
-            )
-    elif not os.path.exists(script):
-        beside = glob.glob(os.path.join(glob.escape(os.path.dirname(script)), "*.py"))
-        raise ConfigurationError(
-            f"There is no script {script!r} in {os.getcwd()}.{nearest(script, beside)} "
-            "Give the path of a Python file (or a module's name with -m)."
-        )
 
 
 def _command(options: LaunchOptions, script: str, args: Sequence[str]) -> tuple[str, list[str]]:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import glob
+import os
 import re
+import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
@@ -121,6 +124,27 @@ class LaunchOptions:
                 if value is not None:
                     merged.setdefault(name, value)
         return cls(**merged)
+
+    def check_script(self, script: str) -> None:
+        """Refuse a script or program that is not there. A module is looked for by the ranks, as `python -m` does.
+
+        Raises:
+            ConfigurationError: it is not there.
+        """
+        if self.module:
+            return
+        if self.no_python:
+            if shutil.which(script) is None:
+                raise ConfigurationError(
+                    f"There is no program {script!r}. Give its path or a name on PATH, or leave no_python out if it "
+                    "is Python."
+                )
+        elif not os.path.exists(script):
+            beside = glob.glob(os.path.join(glob.escape(os.path.dirname(script)), "*.py"))
+            raise ConfigurationError(
+                f"There is no script {script!r} in {os.getcwd()}.{nearest(script, beside)} "
+                "Give the path of a Python file (or a module's name with -m)."
+            )
 
     @property
     def rendezvous_settings(self) -> dict[str, str]:

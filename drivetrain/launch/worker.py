@@ -38,10 +38,11 @@ def main() -> int:
     rank_process = os.getpid()
     _end_with_launcher()
     _take_share_of_cores()
-    # Whole lines at once, also into a pipe: ranks do not write into each other's lines, and little is lost when one
-    # is killed.
-    if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(line_buffering=True)
+    for stream in (sys.stdout, sys.stderr):
+        # Whole lines at once, also into a pipe (and under PYTHONUNBUFFERED, which would write the parts of a line one
+        # by one): ranks do not write into each other's lines, and little is lost when one is killed.
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(line_buffering=True, write_through=False)
     with contextlib.suppress(OSError, ValueError, io.UnsupportedOperation):
         faulthandler.enable()
     sys.argv = [target, *arguments]

@@ -1,0 +1,117 @@
+"""Several processes from a function."""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from drivetrain.launch import notebook_launcher
+from drivetrain.runtime.errors import ConfigurationError, LaunchError
+from drivetrain.runtime.state import PartialState
+from tests.launch.launching import run, write_script
+
+
+@pytest.fixture(autouse=True)
+def plain_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "DRIVETRAIN_LAUNCHED"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("DRIVETRAIN_USE_CPU", "1")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+
+
+def test_forked_processes_meet_and_compute_although_this_one_has_computed(tmp_path: Path) -> None:
+    # GNU OpenMP's threads do not survive a fork: without care, the children's first parallel loop waits for ever.
+    write_script(
+        tmp_path,
+        """
+        import os
+        import torch
+        import torch.distributed as dist
+        from drivetrain.launch import notebook_launcher
+
+        torch.set_num_threads(2)
+        offset = float(torch.ones(2_000_000).relu().sum())
+
+        def train(path):
+            dist.init_process_group("gloo")
+            total = torch.ones(2_000_000).relu().sum() - offset + dist.get_rank() + 1
+            dist.all_reduce(total)
+            print(dist.get_rank(), total.item(), torch.get_num_threads(), os.environ["DRIVETRAIN_MIXED_PRECISION"])
+            dist.destroy_process_group()
+
+        print("returned", notebook_launcher(train, ("x",), num_processes=2, mixed_precision="bf16"))
+        print("left behind", [name for name in os.environ if name.startswith(("DRIVETRAIN_LAUNCHED", "RANK"))])
+        """,
+    )
+    ended = run("script.py", cwd=tmp_path, OMP_NUM_THREADS="2")
+    assert ended.code == 0, ended.err
+    assert sorted(ended.out.splitlines()) == ["0 3.0 2 bf16", "1 3.0 2 bf16", "left behind []", "returned None"]
+
+
+def _rank_1_raises() -> None:
+    dist.init_process_group("gloo")
+    if dist.get_rank() == 1:
+        raise ValueError("the root cause")
+    dist.all_reduce(torch.ones(1))
+
+
+def _rank_1_is_killed() -> None:
+    dist.init_process_group("gloo")
+    if dist.get_rank() == 1:
+        os.kill(os.getpid(), 9)
+    dist.all_reduce(torch.ones(1))
+
+
+@pytest.mark.parametrize(
+    ("function", "said"),
+    [
+        (_rank_1_raises, "(?s)rank 1 .*_rank_1_raises.*ValueError: the root cause"),
+        (_rank_1_is_killed, "(?s)rank 1 .*killed by signal 9"),
+    ],
+)
+def test_the_first_failure_is_raised_here_and_ends_the_others(function: object, said: str) -> None:
+    begin = time.monotonic()
+    with pytest.raises(LaunchError, match=said):
+        notebook_launcher(function, num_processes=2)  # type: ignore[arg-type]
+    assert time.monotonic() - begin < 30
+
+
+def test_one_process_runs_in_this_one() -> None:
+    seen: list[tuple[int, str | None]] = []
+    notebook_launcher(
+        lambda value: seen.append((value, os.environ.get("DRIVETRAIN_MIXED_PRECISION"))),
+        (5,),
+        num_processes=1,
+        mixed_precision="bf16",
+    )
+    assert seen == [(5, "bf16")]
+    assert os.environ.get("DRIVETRAIN_MIXED_PRECISION") is None
+
+
+def test_it_refuses_where_an_accelerator_object_exists() -> None:
+    PartialState._reset_state()
+    PartialState(cpu=True)
+    try:
+        with pytest.raises(LaunchError, match="Restart the kernel"):
+            notebook_launcher(_rank_1_raises, num_processes=2)
+    finally:
+        PartialState._reset_state()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ({"num_processes": 0}, "num_processes is 0"),
+        ({"use_port": "any"}, "use_port is 'any'"),
+        ({"num_nodes": 2, "num_processes": 2}, "use_port is 0"),
+        ({"mixed_precision": "half"}, "mixed_precision is 'half'"),
+    ],
+)
+def test_a_mistake_is_told_before_anything_starts(arguments: dict[str, object], said: str) -> None:
+    with pytest.raises(ConfigurationError, match=said):
+        notebook_launcher(_rank_1_raises, **arguments)  # type: ignore[arg-type]

@@ -1,0 +1,96 @@
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from drivetrain.launch import LaunchOptions
+from drivetrain.launch.options import MIXED_PRECISIONS
+from drivetrain.launch.plan import LaunchPlan
+from drivetrain.runtime.devices import detect_device_kind
+from drivetrain.runtime.errors import ConfigurationError, DeviceNotAvailableError
+
+# what is given; what the message must say: the value, what is allowed, what to do
+MISTAKES: list[tuple[dict[str, Any], list[str]]] = [
+    ({"num_processes": 0}, ["num_processes is 0", "at least 1", "Leave it out"]),
+    ({"num_machines": 0}, ["num_machines is 0", "at least 1"]),
+    ({"max_restarts": -1}, ["max_restarts is -1", "at least 0"]),
+    ({"gradient_accumulation_steps": 0}, ["gradient_accumulation_steps is 0", "at least 1"]),
+    ({"monitor_interval": 0.0}, ["monitor_interval is 0.0", "more than 0"]),
+    ({"machine_rank": 1}, ["machine_rank is 1", "0 to 0", "its own rank"]),
+    (
+        {"machine_rank": 2, "num_machines": 2, "main_process_ip": "10.0.0.1"},
+        ["machine_rank is 2", "num_machines=2", "0 to 1"],
+    ),
+    ({"num_machines": 2}, ["num_machines is 2", "main_process_ip", "address of machine 0"]),
+    (
+        {"num_machines": 2, "num_processes": 3, "main_process_ip": "10.0.0.1"},
+        ["num_processes is 3", "2 machines", "multiple of 2"],
+    ),
+    ({"main_process_port": 70000}, ["70000", "0 to 65535", "Leave it out"]),
+    ({"mixed_precision": "bf61"}, ["'bf61'", "fp16", "Did you mean 'bf16'?"]),
+    ({"rdzv_backend": "c10"}, ["'c10'", "static", "Did you mean 'c10d'?"]),
+    ({"rdzv_conf": "timeout"}, ["'timeout'", "key=value"]),
+    ({"tee": "4"}, ["'4'", "3 (both)"]),
+    ({"gpu_ids": "0,x"}, ["'0,x'", '"all"']),
+    ({"gpu_ids": "0,0"}, ["'0,0'", "different"]),
+    ({"gpu_ids": "0", "num_processes": 2}, ["names 1 device", "2 processes", "leave num_processes out"]),
+    ({"gpu_ids": "0", "cpu": True}, ["cpu and gpu_ids contradict"]),
+    ({"multi_gpu": True, "cpu": True}, ["cpu and multi_gpu contradict"]),
+    ({"module": True, "no_python": True}, ["module and no_python contradict"]),
+]
+
+
+@pytest.mark.parametrize(
+    ("given", "said"), MISTAKES, ids=lambda value: "-".join(value) if isinstance(value, dict) else ""
+)
+def test_a_mistake_says_what_was_given_what_is_allowed_and_what_to_do(given: dict[str, Any], said: list[str]) -> None:
+    with pytest.raises(ConfigurationError) as caught:
+        LaunchOptions(**given)
+    for part in said:
+        assert part in str(caught.value)
+
+
+def test_the_first_source_that_gives_an_option_counts() -> None:
+    flags = {"num_processes": 2, "mixed_precision": None, "cpu": None}
+    file = {"num_processes": 8, "mixed_precision": "bf16"}
+    assert LaunchOptions.from_sources(flags, file) == LaunchOptions(num_processes=2, mixed_precision="bf16")
+
+
+def test_an_unknown_option_is_refused_with_the_nearest() -> None:
+    with pytest.raises(ConfigurationError, match=r"'num_procs'.*Did you mean 'num_processes'"):
+        LaunchOptions.from_sources({"num_procs": 2})
+
+
+@pytest.mark.parametrize(("gpu_ids", "ids"), [(None, None), ("all", None), ("2", ("2",)), ("0, 3", ("0", "3"))])
+def test_gpu_ids_are_taken_apart(gpu_ids: str | None, ids: tuple[str, ...] | None) -> None:
+    assert LaunchOptions(gpu_ids=gpu_ids).device_ids == ids
+
+
+@pytest.mark.skipif(detect_device_kind().name != "cpu", reason="needs a machine without accelerator")
+@pytest.mark.parametrize("given", [{"gpu_ids": "0"}, {"multi_gpu": True}], ids=["gpu_ids", "multi_gpu"])
+def test_accelerators_asked_for_where_there_are_none_are_an_error(given: dict[str, Any]) -> None:
+    with pytest.raises(DeviceNotAvailableError, match=f"{next(iter(given))}.*none on this machine.*run on the CPU"):
+        LaunchPlan.make(LaunchOptions(**given))
+
+
+def test_processes_share_the_cores_unless_the_user_said_how(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    assert LaunchPlan.make(LaunchOptions(cpu=True, num_processes=1024)).variables["OMP_NUM_THREADS"] == "1"
+    told = LaunchOptions(cpu=True, num_processes=2, num_cpu_threads_per_process=3)
+    assert LaunchPlan.make(told).variables["OMP_NUM_THREADS"] == "3"
+    monkeypatch.setenv("OMP_NUM_THREADS", "5")
+    assert "OMP_NUM_THREADS" not in LaunchPlan.make(LaunchOptions(cpu=True, num_processes=2)).variables
+
+
+def test_one_process_on_the_cpu_is_the_default_and_keeps_torchs_own_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    plan = LaunchPlan.make(LaunchOptions(cpu=True))
+    assert plan.local_processes == 1
+    assert "OMP_NUM_THREADS" not in plan.variables
+
+
+def test_every_precision_that_can_be_resolved_can_be_given_to_the_launcher() -> None:
+    from drivetrain.strategies.precision.registry import available_precisions
+
+    assert set(available_precisions()) <= set(MIXED_PRECISIONS)
