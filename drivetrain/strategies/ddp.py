@@ -61,8 +61,9 @@ class DDP(Strategy):
             "static_graph": static_graph,
             "bucket_cap_mb": bucket_cap_mb,
             "gradient_as_bucket_view": gradient_as_bucket_view,
-            "broadcast_buffers": broadcast_buffers,
         }
+        if not broadcast_buffers:  # torch 2.13 warns that the name is deprecated, also where it asks for the default
+            self.wrapper_options["broadcast_buffers"] = False
         self.comm_hook = comm_hook
         self.comm_hook_options = dict(comm_hook_options or {})
         self.sync_batchnorm = sync_batchnorm
