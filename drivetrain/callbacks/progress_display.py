@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -109,11 +110,19 @@ class BarDisplay:
             total=stage.total,
             leave=not stage.passing,
             position=self._position + stage.depth,
-            dynamic_ncols=True,
+            **self._width(),
             mininterval=0,
             miniters=1,
             file=sys.stdout,
         )
+
+    def _width(self) -> dict[str, Any]:
+        """Follow the terminal's width, unless it says that it has none, as in some containers."""
+        try:
+            known = os.get_terminal_size(sys.stdout.fileno()).columns > 0
+        except (OSError, ValueError):
+            known = True  # a notebook
+        return {"dynamic_ncols": True} if known else {"ncols": 80}
 
     def draw(self, stage: Stage, values: Mapping[str, float]) -> None:
         stage.bar.set_postfix_str(_listed(values), refresh=False)

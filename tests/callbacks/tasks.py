@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
+from drivetrain.callbacks import ModelCheckpoint
 from drivetrain.trainer.task import Task
 from drivetrain.trainer.trainer import Trainer
 
@@ -63,7 +64,7 @@ def fit(task: Task, root: Any, epochs: int, callbacks: list[Any], validate: bool
         "logger": False,
         "enable_progress_bar": False,
         "enable_model_summary": False,
-        "enable_checkpointing": any(type(callback).__name__ == "ModelCheckpoint" for callback in callbacks),
+        "enable_checkpointing": any(isinstance(callback, ModelCheckpoint) for callback in callbacks),
         "num_sanity_val_steps": 0,
     }
     trainer = Trainer(**{**settings, **options})

@@ -74,7 +74,7 @@ def test_the_checkpoint_holds_the_model_that_was_validated(tmp_path: Path) -> No
             self.after_validation: list[float] = []
 
         def on_validation_end(self, trainer: Trainer, task: Any) -> None:
-            self.after_validation.append(float(task.layer.weight))
+            self.after_validation.append(task.layer.weight.item())
 
     seen = Weight()
     checkpoint = ModelCheckpoint(tmp_path, monitor="val_loss")
@@ -82,7 +82,7 @@ def test_the_checkpoint_holds_the_model_that_was_validated(tmp_path: Path) -> No
     task = Scripted([0])
     trainer = Trainer(logger=False, enable_progress_bar=False, default_root_dir=str(tmp_path))
     trainer.validate(task, numbers(4, 4), ckpt_path=checkpoint.best_model_path)
-    assert float(task.layer.weight) == seen.after_validation[1]
+    assert task.layer.weight.item() == seen.after_validation[1]
 
 
 def test_a_value_logged_at_the_end_of_the_training_epoch_is_that_of_the_same_epoch(tmp_path: Path) -> None:

@@ -1,13 +1,15 @@
 from __future__ import annotations
 
+import fcntl
 import os
 import pty
 import re
+import struct
 import sys
+import termios
 import threading
 import time
 import timeit
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -24,8 +26,9 @@ from tests.pool import run_in_processes
 class Terminal:
     """A real terminal as stdout, and what was written to it."""
 
-    def __init__(self) -> None:
+    def __init__(self, columns: int = 100) -> None:
         self._master, slave = pty.openpty()
+        fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("4H", 24, columns, 0, 0))
         self.stdout = os.fdopen(slave, "w", encoding="utf-8")
         self._read: list[bytes] = []
         self._reader = threading.Thread(target=self._drain, daemon=True)
@@ -41,20 +44,15 @@ class Terminal:
                 return
             self._read.append(chunk)
 
-    def close(self) -> str:
-        """Close it and return all that was written."""
+    def __enter__(self) -> Terminal:
+        self._before, sys.stdout = sys.stdout, self.stdout
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        sys.stdout = self._before
         self.stdout.close()
         self._reader.join(10)
-        return b"".join(self._read).decode()
-
-
-@pytest.fixture
-def terminal(monkeypatch: pytest.MonkeyPatch) -> Iterator[Terminal]:
-    terminal = Terminal()
-    monkeypatch.setattr(sys, "stdout", terminal.stdout)
-    yield terminal
-    if not terminal.stdout.closed:
-        terminal.close()
+        self.shown = b"".join(self._read).decode()
 
 
 def run(root: Path, bar: TQDMProgressBar, epochs: int = 2, **options: Any) -> None:
@@ -79,63 +77,71 @@ def test_a_long_epoch_in_a_file_has_a_line_every_so_often(capsys: pytest.Capture
     assert re.fullmatch(r"Epoch 0: 20/100 batches, 2 it/s, 40 s left, loss=0.250\n", capsys.readouterr().out)
 
 
-def test_on_a_terminal_the_bar_ends_with_all_batches_and_their_values(terminal: Terminal, tmp_path: Path) -> None:
-    run(tmp_path, TQDMProgressBar(leave=True), num_sanity_val_steps=1)
-    shown = terminal.close()
-    final = [part for part in re.split(r"[\r\n]+", shown) if "100%" in part and part.startswith("Epoch")]
+def test_on_a_terminal_the_bar_ends_with_all_batches_and_their_values(tmp_path: Path) -> None:
+    with Terminal() as terminal:
+        run(tmp_path, TQDMProgressBar(leave=True), num_sanity_val_steps=1)
+    final = [part for part in re.split(r"[\r\n]+", terminal.shown) if "100%" in part and part.startswith("Epoch")]
     assert any(part.startswith("Epoch 0/1: 100%") for part in final)
     assert re.search(r"Epoch 1/1: 100%\|.*\| 2/2 \[.*it/s, train_loss=[\d.e-]+\]", final[-1])
-    assert "Sanity check" in shown
-    assert "Validation" in shown
+    assert re.search(r"Sanity check: +0%.*0/1", terminal.shown)
+    assert re.search(r"Validation: +0%.*0/1", terminal.shown)
 
 
-def test_the_bar_is_redrawn_on_a_clock_and_reads_tensors_only_then(
-    terminal: Terminal, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    reads: list[int] = []
+class Run:
+    """What the bar asks of a Trainer, for a loop whose steps cost nothing."""
 
-    class Stand:
-        """What the bar asks of a Trainer, with a step that costs nothing."""
+    is_global_zero, max_epochs, current_epoch, num_training_batches = True, 1, 0, 10_000
 
-        is_global_zero, max_epochs, current_epoch, num_training_batches = True, 1, 0, 10_000
+    def __init__(self) -> None:
+        self.reads = 0
 
-        @property
-        def progress_bar_metrics(self) -> dict[str, Any]:
-            reads.append(1)
-            return {"loss": torch.tensor(0.5)}
-
-    bar, trainer = TQDMProgressBar(refresh_seconds=0.05), Stand()
-    bar.setup(trainer, None, "fit")  # type: ignore[arg-type]
-    bar.on_train_epoch_start(trainer, None)  # type: ignore[arg-type]
-    started = time.perf_counter()
-    for index in range(10_000):
-        bar.on_train_batch_end(trainer, None, None, None, index)  # type: ignore[arg-type]
-    allowed = (time.perf_counter() - started) / 0.05 + 1
-    assert len(reads) <= allowed < 1000
-    bar.on_train_epoch_end(trainer, None)  # type: ignore[arg-type]
-    bar.teardown(trainer, None, "fit")  # type: ignore[arg-type]
-    assert "10000/10000" in terminal.close()
+    @property
+    def progress_bar_metrics(self) -> dict[str, Any]:
+        self.reads += 1
+        return {"loss": torch.tensor(0.5)}
 
 
-def test_a_batch_between_two_redraws_costs_less_than_a_microsecond(terminal: Terminal) -> None:
-    class Stand:
-        is_global_zero = True
+def test_the_bar_is_redrawn_on_a_clock_and_reads_tensors_only_then() -> None:
+    bar, trainer = TQDMProgressBar(refresh_seconds=0.002), Run()
+    with Terminal() as terminal:
+        bar.setup(trainer, None, "fit")  # type: ignore[arg-type]
+        bar.on_train_epoch_start(trainer, None)  # type: ignore[arg-type]
+        started = time.perf_counter()
+        for index in range(10_000):
+            bar.on_train_batch_end(trainer, None, None, None, index)  # type: ignore[arg-type]
+        seconds = time.perf_counter() - started
+        assert trainer.reads <= seconds / 0.002 + 1
+        bar.on_train_epoch_end(trainer, None)  # type: ignore[arg-type]
+        bar.teardown(trainer, None, "fit")  # type: ignore[arg-type]
+    assert "10000/10000" in terminal.shown
 
+
+def test_a_terminal_that_does_not_know_its_width_shows_the_bar() -> None:
+    bar, trainer = TQDMProgressBar(), Run()
+    with Terminal(columns=0) as terminal:
+        bar.setup(trainer, None, "fit")  # type: ignore[arg-type]
+        bar.on_train_epoch_start(trainer, None)  # type: ignore[arg-type]
+        bar.teardown(trainer, None, "fit")  # type: ignore[arg-type]
+    assert "Epoch 0/0:   0%|" in terminal.shown
+
+
+def test_a_batch_between_two_redraws_costs_less_than_a_microsecond() -> None:
     bar = TQDMProgressBar(refresh_seconds=1000)
-    bar.setup(Stand(), None, "fit")  # type: ignore[arg-type]
+    with Terminal():
+        bar.setup(Run(), None, "fit")  # type: ignore[arg-type]
     hook = bar.on_train_batch_end
     best = min(timeit.repeat(lambda: hook(None, None, None, None, 1), number=20_000, repeat=5))  # type: ignore[arg-type]
     assert best / 20_000 < 1e-6
 
 
-def test_printed_text_has_a_line_of_its_own(terminal: Terminal, tmp_path: Path) -> None:
+def test_printed_text_has_a_line_of_its_own(tmp_path: Path) -> None:
     class Talking(Scripted):
         def on_train_epoch_end(self) -> None:
             self.print("hello from the task")
 
-    fit(Talking([1.0]), tmp_path, 1, [TQDMProgressBar()], enable_progress_bar=True)
-    shown = terminal.close()
-    assert re.search(r"(^|[\r\n])hello from the task\r\n", shown), shown
+    with Terminal() as terminal:
+        fit(Talking([1.0]), tmp_path, 1, [TQDMProgressBar()], enable_progress_bar=True)
+    assert re.search(r"(^|[\r\n])hello from the task\r\n", terminal.shown), terminal.shown
 
 
 @pytest.mark.parametrize("bar", [TQDMProgressBar(refresh_rate=0), "disabled"])
