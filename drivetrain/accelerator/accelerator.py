@@ -406,6 +406,7 @@ class Accelerator(ProcessControl):
         size = self.accumulation.size
         if size > 1:
             loss = loss / size
+            self.accumulation.note_backward()
         self.strategy.backward(self.precision.scale(loss), **kwargs)
 
     def unscale_gradients(self, optimizer: Optimizer | Sequence[Optimizer] | None = None) -> None:

@@ -16,6 +16,8 @@ class AccumulationWindow:
         plugin: the options.
         sync_gradients: whether the current micro-batch ends a window, so that optimizers step.
         size: micro-batches of the current window: fewer than `num_steps` where the loader ends before.
+        holds_gradients: whether a backward of the current window's earlier or present micro-batches has run, so
+            that clearing gradients now would lose some of it.
     """
 
     def __init__(self, plugin: GradientAccumulationPlugin, active: ActiveLoaders) -> None:
@@ -23,6 +25,8 @@ class AccumulationWindow:
         self.sync_gradients = True
         self.size = plugin.num_steps
         self._active = active
+        self.holds_gradients = False
+        self._entered = False
         self._count = 0
         self._loader: PreparedLoader | None = None
         active.on_leave.append(self._loop_ended)
@@ -33,19 +37,26 @@ class AccumulationWindow:
         info = loader.current if loader is not None and self.plugin.sync_with_dataloader else None
         if self._count == 0:
             self._loader = loader
+            self.holds_gradients = False
             self.size = self.plugin.num_steps
             if loader is not None and info is not None:
                 remaining = loader.remaining
                 if remaining is not None:
                     self.size = max(1, min(self.size, remaining))
         self._count += 1
+        self._entered = True
         self.sync_gradients = self._count >= self.plugin.num_steps or (info is not None and info.last)
         if self.sync_gradients:
             self._count = 0
+
+    def note_backward(self) -> None:
+        """Note that gradients of the current window have been computed."""
+        self.holds_gradients = self._entered
 
     def _loop_ended(self, loader: PreparedLoader) -> None:
         if loader is self._loader and self.plugin.sync_with_dataloader:
             self._count = 0
             self.sync_gradients = True
+            self.holds_gradients = self._entered = False
             self.size = self.plugin.num_steps
             self._loader = None

@@ -27,8 +27,9 @@ class PreparedOptimizer(Optimizer):
         self._precision = accelerator.precision
         self._window = accelerator.accumulation
         self.step_was_skipped = False
+        self._spent = False  # whether the gradients held have been stepped with
 
-    @property  # type: ignore[override]
+    @property
     def param_groups(self) -> list[dict[str, Any]]:
         """The optimizer's own groups."""
         return self.optimizer.param_groups
@@ -37,7 +38,7 @@ class PreparedOptimizer(Optimizer):
     def param_groups(self, groups: list[dict[str, Any]]) -> None:
         self.optimizer.param_groups = groups
 
-    @property  # type: ignore[override]
+    @property
     def state(self) -> Any:
         """The optimizer's own state."""
         return self.optimizer.state
@@ -46,7 +47,7 @@ class PreparedOptimizer(Optimizer):
     def state(self, state: Any) -> None:
         self.optimizer.state = state
 
-    @property  # type: ignore[override]
+    @property
     def defaults(self) -> dict[str, Any]:
         """The optimizer's own defaults."""
         return self.optimizer.defaults
@@ -68,14 +69,19 @@ class PreparedOptimizer(Optimizer):
         self.optimizer.add_param_group(param_group)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Clear gradients, where a window ended; within a window they accumulate."""
-        if self._window.sync_gradients:
+        """Clear gradients that are not needed any more; those of the window under way accumulate.
+
+        So it may stand before the backward or after the step, as the loop likes.
+        """
+        if self._spent or not self._window.holds_gradients:
+            self._spent = False
             self.optimizer.zero_grad(set_to_none)
 
     def step(self, closure: Callable[[], Any] | None = None) -> None:  # type: ignore[override]
         """Step, where a window ends."""
         if self._window.sync_gradients:
             self.step_was_skipped = not self._step(self.optimizer, self._precision, closure)
+            self._spent = True
 
     def train(self) -> Any:
         """Switch to training, for schedule-free optimizers."""

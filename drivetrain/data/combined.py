@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from typing import Any
 
 from drivetrain.data.batch_info import BatchInfo
 from drivetrain.runtime.errors import ConfigurationError, DataError, nearest
 
+_Pairs = Generator[tuple[Any, int | None], None, None]
 MODES = ("min_size", "max_size_cycle", "max_size", "sequential")
 
 
@@ -85,12 +86,12 @@ class CombinedLoader:
             self.current = None
             batches.close()
 
-    def _one_after_the_other(self) -> Iterator[tuple[Any, int | None]]:
+    def _one_after_the_other(self) -> _Pairs:
         for loader in self.loaders:
             for batch in loader:
                 yield batch, _rows(loader)
 
-    def _side_by_side(self) -> Iterator[tuple[Any, int | None]]:
+    def _side_by_side(self) -> _Pairs:
         iterators: list[Any] = [iter(loader) for loader in self.loaders]
         ended = [False] * len(iterators)
         try:

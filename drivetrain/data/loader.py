@@ -322,7 +322,9 @@ def prepare_loader(
     layout = Layout(shard, TailPolicy(tail), config.split_batches)
     seedable = _seedable_sampler(loader, config)
     reader = _make_reader(loader, layout, config, _sample_seed_of(config, seed))
-    return PreparedLoader(loader, reader, layout, overlapped(place, device), active or ActiveLoaders(), seedable)
+    if active is None:  # not `or`: a list of loaders that is empty is still the caller's
+        active = ActiveLoaders()
+    return PreparedLoader(loader, reader, layout, overlapped(place, device), active, seedable)
 
 
 def skip_first_batches(dataloader: Iterable[Any], num_batches: int = 0) -> PreparedLoader:

@@ -55,4 +55,6 @@ def register_communication_hook(model: DistributedDataParallel, name: str, optio
         return
     if options:
         raise ConfigurationError(f"comm_hook={name!r} takes no options, got {sorted(options)}.")
-    model.register_comm_hook(None, bf16_hook if name == "bf16" else default_hooks.fp16_compress_hook)
+    # Torch compares a hook's annotations with its own classes, which strings never equal; a lambda has none.
+    hook = (lambda state, bucket: bf16_hook(state, bucket)) if name == "bf16" else default_hooks.fp16_compress_hook
+    model.register_comm_hook(None, hook)

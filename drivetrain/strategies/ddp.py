@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -17,6 +18,14 @@ from drivetrain.runtime.state import PartialState
 from drivetrain.strategies.base import StepModule, Strategy
 from drivetrain.strategies.communication_hooks import COMMUNICATION_HOOKS, register_communication_hook
 from drivetrain.strategies.precision import Precision
+
+
+# Torch 2.13 warns at the old name.
+_BROADCAST_BUFFERS = (
+    "forward_sync_buffers"
+    if "forward_sync_buffers" in inspect.signature(DistributedDataParallel).parameters
+    else "broadcast_buffers"
+)
 
 
 class DDP(Strategy):
@@ -62,8 +71,8 @@ class DDP(Strategy):
             "bucket_cap_mb": bucket_cap_mb,
             "gradient_as_bucket_view": gradient_as_bucket_view,
         }
-        if not broadcast_buffers:  # torch 2.13 warns that the name is deprecated, also where it asks for the default
-            self.wrapper_options["broadcast_buffers"] = False
+        if not broadcast_buffers:
+            self.wrapper_options[_BROADCAST_BUFFERS] = False
         self.comm_hook = comm_hook
         self.comm_hook_options = dict(comm_hook_options or {})
         self.sync_batchnorm = sync_batchnorm
@@ -121,6 +130,10 @@ class DDP(Strategy):
     def gradient_sync(self, model: nn.Module, enabled: bool) -> AbstractContextManager[Any]:
         """Skip the averaging of gradients in a context."""
         if enabled or not isinstance(model, DistributedDataParallel):
+            return nullcontext()
+        if model.static_graph and not model._static_graph_delay_allreduce_enqueued:
+            # A static graph is recorded in the first backward, which must reduce (torch 2.13 asserts it);
+            # reducing in every micro-batch of that one window gives the same gradients.
             return nullcontext()
         return model.no_sync()
 

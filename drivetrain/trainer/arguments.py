@@ -9,7 +9,6 @@ from datetime import timedelta
 from typing import Any
 
 import torch
-from torch.utils.data import DataLoader
 
 from drivetrain.accelerator import Accelerator
 from drivetrain.callbacks import Callback, ModelCheckpoint, ModelSummary, TQDMProgressBar
@@ -55,7 +54,8 @@ def check_clipping(value: float | None, algorithm: str | None) -> str | None:
     """Raise unless clipping makes sense; returns the algorithm."""
     if algorithm is not None and algorithm not in CLIPPING:
         raise ConfigurationError(
-            f"gradient_clip_algorithm={algorithm!r}: allowed are {', '.join(CLIPPING)}.{nearest(str(algorithm), CLIPPING)}"
+            f"gradient_clip_algorithm={algorithm!r}: allowed are {', '.join(CLIPPING)}."
+            f"{nearest(str(algorithm), CLIPPING)}"
         )
     if value is not None and (not isinstance(value, int | float) or math.isnan(value) or value < 0):
         raise ConfigurationError(f"gradient_clip_val={value!r}: give a number of at least 0, or None.")
@@ -82,8 +82,7 @@ def check_task(task: Any, train: Any, val: Any, data: Any) -> None:
     """Raise unless a task can be fitted."""
     if not isinstance(task, Task):
         raise ConfigurationError(
-            f"Trainer.fit takes a Task, got {'the class ' + task.__name__ if isinstance(task, type) else 'a ' + type(task).__name__}. "
-            "Subclass drivetrain.Task and pass an instance."
+            f"Trainer.fit takes a Task, got {_named(task)}. Subclass drivetrain.Task and pass an instance."
         )
     if data is not None and not isinstance(data, DataModule):
         raise ConfigurationError(f"datamodule must be a DataModule, got a {type(data).__name__}.")
@@ -95,7 +94,8 @@ def check_training_step(task: Task) -> None:
     """Raise where a task cannot train."""
     if type(task).training_step is Task.training_step:
         raise ConfigurationError(
-            f"{type(task).__name__} has no training_step. Define training_step(self, batch, batch_idx) and return the loss."
+            f"{type(task).__name__} has no training_step. Define training_step(self, batch, batch_idx) and return "
+            "the loss."
         )
     if not task.automatic_optimization and has_own_optimizer_step(task):
         raise ConfigurationError(
@@ -125,7 +125,7 @@ def make_accelerator(
     accumulate: int,
     sync_batchnorm: bool,
 ) -> Accelerator:
-    """The engine to run on: the one given, or a new one; where processes are missing, the script starts anew with them."""
+    """The engine to run on: the one given, or a new one, after starting the script anew where processes are missing."""
     if isinstance(accelerator, Accelerator):
         changed = [
             name
@@ -172,8 +172,9 @@ def _start_processes(kind: str | None, devices: int | str, num_nodes: int) -> No
         here = environment.local_world_size
         if isinstance(devices, int) and devices not in (here, -1):
             raise ConfigurationError(
-                f"devices={devices}, but the launcher ({environment.source}) started {here} process(es) on this machine. "
-                f"Leave devices='auto', or start {devices}: drivetrain launch --num_processes {devices} script.py."
+                f"devices={devices}, but the launcher ({environment.source}) started {here} process(es) on this "
+                f"machine. Leave devices='auto', or start {devices}: "
+                f"drivetrain launch --num_processes {devices} script.py."
             )
         if num_nodes not in (1, environment.num_nodes):
             raise ConfigurationError(
@@ -233,8 +234,7 @@ def make_callbacks(
     for callback in callbacks:
         if not isinstance(callback, Callback):
             raise ConfigurationError(
-                f"callbacks holds a {type(callback).__name__ if not isinstance(callback, type) else 'class ' + callback.__name__}; "
-                "give instances of drivetrain.Callback."
+                f"callbacks holds {_named(callback)}; give instances of drivetrain.Callback."
             )
     has_checkpoint = any(isinstance(callback, ModelCheckpoint) for callback in callbacks)
     if has_checkpoint and checkpointing is False and not quiet:
@@ -277,6 +277,5 @@ def _refuse_twins(callbacks: list[Callback]) -> None:
         )
 
 
-def is_loader(value: Any) -> bool:
-    """Whether a value is a loader rather than a collection of loaders."""
-    return isinstance(value, DataLoader)
+def _named(value: Any) -> str:
+    return f"the class {value.__name__}" if isinstance(value, type) else f"a {type(value).__name__}"

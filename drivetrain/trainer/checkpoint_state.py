@@ -56,7 +56,8 @@ def restore_run(trainer: Trainer, directory: Path, weights_only: bool = False) -
         weights_only: take only the weights.
     """
     task, strategy, model = trainer.task, trainer.strategy, trainer.model
-    assert task is not None and model is not None
+    assert task is not None
+    assert model is not None
     state = trainer.accelerator.read_checkpoint(directory, restore_random=not weights_only)
     if "state_dict" not in state:
         raise CheckpointError(

@@ -112,6 +112,8 @@ class EvaluationLoop:
         return _by_loader(results, len(loaders))
 
     def _run_loader(self, loader: PreparedLoader, limit: float, dataloader_idx: int | None) -> None:
+        if limit == 0:
+            return
         trainer, step = self._trainer, self._step
         trainer.logged.enter(self._in_step, dataloader_idx)
         extra = () if dataloader_idx is None else (dataloader_idx,)
@@ -119,10 +121,7 @@ class EvaluationLoop:
         on_end = self._hooks.find(f"on_{self._stage}_batch_end")
         position = dataloader_idx or 0
         loader.set_epoch(trainer.current_epoch)
-        index = 0
-        for batch in loader:
-            if index >= limit:
-                break
+        for index, batch in enumerate(loader):
             info = loader.current
             trainer.batch, trainer.batch_info = batch, info
             if info is not None and info.real_rows == 0:
@@ -133,8 +132,7 @@ class EvaluationLoop:
                 outputs = step(batch, index, *extra)
                 for hook in on_end:
                     hook(outputs, batch, index, position)
-            index += 1
-            if index >= limit:
+            if index + 1 >= limit:
                 break
         trainer.batch = trainer.batch_info = None
 

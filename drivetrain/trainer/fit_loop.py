@@ -114,9 +114,10 @@ class FitLoop:
         window: list[MicroBatch] = []
         for batch in loader:
             info = loader.current
-            window.append(MicroBatch(batch, index, info))  # type: ignore[arg-type]
+            assert info is not None  # a batch is always known to its loader
+            window.append(MicroBatch(batch, index, info))
             index += 1
-            if len(window) == size or info.last or index == limit:  # type: ignore[union-attr]
+            if len(window) == size or info.last or index == limit:
                 yield window
                 window = []
                 if index >= limit:
@@ -255,7 +256,7 @@ class FitLoop:
         return self._validate_every != FOREVER and self._progress.batches_in_epoch % self._validate_every == 0
 
     def _validates_at_epoch_end(self) -> bool:
-        """Whether validation comes at the end of the epoch: where no interval, or one of the whole epoch, was asked for."""
+        """Whether validation comes at the end of the epoch: where no interval was asked for."""
         if self._validation is None or not self._is_validation_epoch() or self._validate_after is not None:
             return False
         return self._validate_every == FOREVER and self._trainer.check_val_every_n_epoch is not None

@@ -42,7 +42,7 @@ def constructor_arguments(frame: FrameType, owner: Any) -> dict[str, Any]:
         is_constructor = current.f_code.co_name == "__init__" and first and current.f_locals.get(first[0]) is owner
         if not is_constructor:
             break
-        names, extra, keywords, values = inspect.getargvalues(current)
+        names, _, keywords, values = inspect.getargvalues(current)
         arguments = {name: values[name] for name in names[1:] if name in values}
         if keywords:
             arguments.update(values.get(keywords, {}))

@@ -484,7 +484,7 @@ def _computed(name: str, metric: Any) -> Value:
 
 def _number(name: str, value: Any) -> float:
     if isinstance(value, Number) or (hasattr(value, "item") and getattr(value, "size", None) == 1):
-        return float(value)  # type: ignore[arg-type]
+        return float(value)
     raise ConfigurationError(
         f"log({name!r}, ...) takes a number, a scalar tensor or a torchmetrics object, got {type(value).__name__}."
     )

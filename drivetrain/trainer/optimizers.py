@@ -173,7 +173,7 @@ class TaskOptimizer(PreparedOptimizer):
         """Clear gradients."""
         self.optimizer.zero_grad(set_to_none)
 
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Step.
 
         Args:

@@ -70,8 +70,9 @@ class PredictionLoop:
         extra = () if dataloader_idx is None else (dataloader_idx,)
         position = dataloader_idx or 0
         outputs: list[Any] = []
-        index = 0
-        for batch in loader:
+        if limit == 0:
+            return outputs
+        for index, batch in enumerate(loader):
             info = loader.current
             trainer.batch, trainer.batch_info = batch, info
             for hook in hooks.find("on_predict_batch_start"):
@@ -81,8 +82,7 @@ class PredictionLoop:
                 hook(output, batch, index, position)
             if self._keep:
                 outputs.append(_real_rows(send_to_device(output, torch.device("cpu")), info))
-            index += 1
-            if index >= limit:
+            if index + 1 >= limit:
                 break
         trainer.batch = trainer.batch_info = None
         if trainer.world_size == 1 or not self._keep:

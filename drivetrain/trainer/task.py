@@ -178,7 +178,7 @@ class Task(nn.Module):
     def _path_of(self, module: nn.Module) -> str:
         for name, found in self.named_modules():
             if found is module:
-                return name
+                return str(name)
         raise ConfigurationError(
             f"The {type(module).__name__} given to log() is not part of the task. Keep it as an attribute "
             "(self.accuracy = ...), so that it is moved to the device and reset with it."
