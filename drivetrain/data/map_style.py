@@ -6,7 +6,7 @@ import hashlib
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from itertools import chain, islice
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.utils.data import DataLoader
@@ -42,7 +42,7 @@ class IndexStream:
     """What torch's loader takes for a batch sampler: begins what it was last told to."""
 
     def __init__(self) -> None:
-        self.begin: Callable[[], Iterator[Any]] = lambda: iter(())
+        self.begin: Callable[[], Iterator[Any]] = _nothing
 
     def __iter__(self) -> Iterator[Any]:
         return self.begin()
@@ -106,6 +106,7 @@ class MapReader:
     def open(self, epoch: int, position: Position) -> Opened:
         """Begin an iteration over an epoch, at a position of it; on all processes together."""
         infos: deque[BatchInfo] = deque()
+        requests = _Requests(self.order, self.layout, self._replicas, self._seeded)
         generators = find_generators(self._loader, self.order.source, self.order.sampler)
         start = position.start or EpochStart.capture(generators)
         sharded = self.layout.shard.count > 1
@@ -113,8 +114,9 @@ class MapReader:
         close: Callable[[], None] = do_nothing
         if not sharded and not together and position == Position():
             # As in plain torch, down to when which random number is drawn.
-            self._stream.begin = lambda: self._indices(
-                self.order.batches(self.order.plain_iterator()), infos, epoch, length=self.order.said_length()
+            order, length = self.order, self.order.said_length()
+            self._stream.begin = lambda: requests.made_from(
+                order.batches(order.plain_iterator()), infos, epoch, length=length
             )
             self._inner.generator = self._loader.generator
         else:
@@ -126,6 +128,7 @@ class MapReader:
                 infos, epoch, position, start, follow=sharded or together, check=together and sharded
             )
         batches = iter(self._inner)
+        self._stream.begin = _nothing
         self._workers_are_there = self._workers_stay
         pairs: Iterator[tuple[Any, BatchInfo]] = zip(batches, iter(infos.popleft, None), strict=False)
         if not self.order.batched or not self._loader.in_order:
@@ -134,6 +137,7 @@ class MapReader:
 
     def _open_apart(
         self,
+        requests: _Requests,
         infos: deque[BatchInfo],
         epoch: int,
         position: Position,
@@ -145,6 +149,7 @@ class MapReader:
         """Draw the order from `start`, which need not be where this process's generators are.
 
         Args:
+            requests: Makes what this process reads.
             infos: Where to note what is known about batches.
             epoch: The epoch.
             position: Where in it to begin.
@@ -184,14 +189,26 @@ class MapReader:
         if length is not None:
             length -= position.batches
         index = position.batches // self.layout.group_size
-        indices = self._indices(batches, infos, epoch, index, skipped, head, length)
+        indices = requests.made_from(batches, infos, epoch, index, skipped, head, length)
         if draws_later:
             indices = _begun(indices)
         separate.settle()
         self._stream.begin = lambda: indices
         return separate.settle if draws_later else do_nothing
 
-    def _indices(
+
+class _Requests(NamedTuple):
+    """What turns an epoch's batches of indices into what this process reads.
+
+    It knows nothing of the loader: an iteration that was abandoned must not keep workers that stay alive.
+    """
+
+    order: IndexOrder
+    layout: Layout
+    replicas: int
+    seeded: bool
+
+    def made_from(
         self,
         batches: Iterator[Any],
         infos: deque[BatchInfo],
@@ -203,7 +220,8 @@ class MapReader:
     ) -> Iterator[Any]:
         """What this process reads, in the form that the dataset is indexed with; what is known goes to `infos`."""
         shares = shard_batches(batches, self.layout, index=index, consumed=consumed, head=head, length=length)
-        note, seeded, batched, replicas = infos.append, self._seeded, self.order.batched, self._replicas
+        order, replicas, seeded, note = self.order, self.replicas, self.seeded, infos.append
+        batched = order.batched
         info = None
         if batched and not seeded and replicas == 1:
             for indices, info in shares:
@@ -220,7 +238,11 @@ class MapReader:
                 wanted = indices if batched else indices[0]
                 yield (epoch, wanted) if seeded else wanted
         if length is not None and info is not None:
-            self.order.note_end(info.index + 1, info.last)
+            order.note_end(info.index + 1, info.last)
+
+
+def _nothing() -> Iterator[Any]:
+    return iter(())
 
 
 def _begun(items: Iterator[Any]) -> Iterator[Any]:

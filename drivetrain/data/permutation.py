@@ -111,8 +111,9 @@ class PermutationSampler(Sampler[int]):
         self._epoch = epoch
         self._begun = False
         self._cached: tuple[tuple[int, int, int], KeyedPermutation] | None = None
-        if not 0 <= len(self) < _LARGEST_LENGTH:
-            raise ConfigurationError(f"PermutationSampler takes lengths from 0 to 2**62 - 1, but got {len(self)}.")
+        length = data_source if isinstance(data_source, int) else len(data_source)
+        if not 0 <= length < _LARGEST_LENGTH:
+            raise ConfigurationError(f"PermutationSampler takes lengths from 0 to 2**62 - 1, but got {length}.")
 
     @property
     def epoch(self) -> int:
