@@ -131,10 +131,10 @@ class PartialState:
 
     def before_leaving(self, callback: Callable[[], None]) -> None:
         """Call `callback` once before the process group is destroyed, to let go of what depends on it."""
-        self._shared.setdefault("before_leaving", []).append(callback)
+        self._shared.setdefault("leaving", []).append(callback)
 
     def _release(self) -> None:
-        callbacks = self._shared.pop("before_leaving", [])
+        callbacks = self._shared.pop("leaving", [])
         for callback in callbacks:
             callback()
 
