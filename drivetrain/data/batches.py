@@ -27,10 +27,12 @@ class ReadyBatchesReader:
     Args:
         batches: Anything that gives batches anew at each iteration.
         layout: How they are shared.
+        counted: Whether rows are counted also where there is one process, since its batches are shared later.
     """
 
-    def __init__(self, batches: Iterable[Any], layout: Layout) -> None:
+    def __init__(self, batches: Iterable[Any], layout: Layout, counted: bool = False) -> None:
         self._batches = batches
+        self._counted = counted
         self.layout = layout
         layout.check()
 
@@ -44,6 +46,8 @@ class ReadyBatchesReader:
             length: int | None = len(self._batches)  # type: ignore[arg-type]
         except (TypeError, NotImplementedError):
             length = None
+        if self.layout.shard.count == 1 and not self._counted:
+            return Opened(_uncounted(iter(self._batches), position.batches, length), start, do_nothing)
         pairs = self._pairs(iter(self._batches), position.batches, length)
         if self.layout.shard.count == 1:
             return Opened(pairs, start, do_nothing)
@@ -57,6 +61,13 @@ class ReadyBatchesReader:
             consumed = None if rows is None or consumed is None else consumed + rows
             if number >= skipped:
                 yield batch, BatchInfo(number, rows, 0, rows, last, consumed)
+
+
+def _uncounted(batches: Iterator[Any], skipped: int, length: int | None) -> Iterator[Pair]:
+    """All batches, for one process alone: nothing is padded, so nobody has to look into them for their rows."""
+    for number, (batch, last) in enumerate(with_last(batches, length)):
+        if number >= skipped:
+            yield batch, BatchInfo(number, None, 0, None, last, None)
 
 
 def own_pairs(steps: Iterator[list[Pair | None]], index: int) -> Iterator[Pair]:

@@ -370,7 +370,7 @@ def _make_reader(loader: Any, layout: Layout, config: DataLoaderConfiguration, s
 
     def make(layout: Layout, alone: bool) -> Reader:
         if not plain:
-            return ReadyBatchesReader(loader, layout)
+            return ReadyBatchesReader(loader, layout, counted=alone)
         return StreamReader(loader, layout, seed) if streams else MapReader(loader, layout, seed, alone)
 
     if not (dispatch and sharded):

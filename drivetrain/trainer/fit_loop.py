@@ -132,16 +132,15 @@ class FitLoop:
         trainer = self._trainer
         every = trainer.log_every_n_steps
         self._next_log = (step // every + 1) * every if every and trainer.loggers else FOREVER  # type: ignore[assignment]
-        looks = [self._next_log, self._agreement.next_step if self._watches else FOREVER]
+        looks = [self._next_log, self._agreement.next_step if self._watches() else FOREVER]
         if trainer.max_steps >= 0:
             looks.append(trainer.max_steps)
         self._next_look = min(looks)  # type: ignore[assignment]
 
-    @property
     def _watches(self) -> bool:
         """Whether clocks or peers may have something to say between validations."""
         trainer = self._trainer
-        return trainer.world_size > 1 or trainer.max_time is not None or self._validate_after is not None or True
+        return trainer.world_size > 1 or trainer.max_time is not None or self._validate_after is not None
 
     def _look(self) -> None:
         """Write what is due, and see whether to stop or validate."""
@@ -149,7 +148,7 @@ class FitLoop:
         step = progress.global_step
         if step >= self._next_log:
             self._write_step_values()
-        if step >= self._agreement.next_step:
+        if self._watches() and step >= self._agreement.next_step:
             now = time.monotonic()
             late = trainer.max_time is not None and now - self._started >= trainer.max_time.total_seconds()
             due = self._validate_after is not None and now - self._validated_at >= self._validate_after.total_seconds()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import signal
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from types import FrameType
@@ -17,11 +17,15 @@ from drivetrain.runtime.errors import ConfigurationError
 AGREEMENT_SECONDS = 1.0
 """How often processes tell each other that they want to stop."""
 
+CLOCK_SECONDS = 0.05
+"""How often a process alone looks at its clock."""
+
 
 class StopAgreement:
     """Lets every process stop at the same step.
 
-    In a world of one a wish to stop holds at once. Among several processes a wish of any of them holds for all,
+    In a world of one a wish to stop holds at once, and only the clock is looked at now and then. Among several
+    processes a wish of any of them holds for all,
     but they talk about it only about once a second: each time, they also agree at which step to talk next, from
     the main process's speed, so that a step itself exchanges nothing and no clock decides on one process alone.
 
@@ -53,10 +57,11 @@ class StopAgreement:
         now = time.monotonic()
         steps = max(1, step - self._last_step)
         per_step = max((now - self._last) / steps, 1e-6)
-        ahead = max(1, min(1000, int(AGREEMENT_SECONDS / per_step)))
+        pause = CLOCK_SECONDS if self._world_size == 1 else AGREEMENT_SECONDS
+        ahead = max(1, min(1000, int(pause / per_step)))
         self._last, self._last_step = now, step
         if self._world_size == 1:
-            self.next_step = step + 1
+            self.next_step = step + ahead
             return wishes
         everyone: list[Any] = gather_object([(ahead, wishes)])
         self.next_step = step + everyone[0][0]
@@ -64,10 +69,15 @@ class StopAgreement:
 
 
 class Interruption:
-    """Ctrl-C during a run: once ends it after the step under way, twice at once."""
+    """Ctrl-C during a run: once ends it after the step under way, twice at once.
 
-    def __init__(self) -> None:
+    Args:
+        on_request: called at the first.
+    """
+
+    def __init__(self, on_request: Callable[[], None] | None = None) -> None:
         self.requested = False
+        self._on_request = on_request
 
     @contextmanager
     def watched(self) -> Iterator[None]:
@@ -89,6 +99,8 @@ class Interruption:
         if self.requested:
             raise KeyboardInterrupt
         self.requested = True
+        if self._on_request is not None:
+            self._on_request()
 
 
 def parse_duration(value: Any, name: str) -> timedelta | None:

@@ -244,7 +244,7 @@ class Trainer(TrainerStatus):
         arguments.check_task(model, train_dataloaders, val_dataloaders, datamodule)
         self._attach(model, datamodule, "fit")
         self.should_stop = self.should_stop_agreed = self.interrupted = self.stopped_by_time = False
-        self.interruption = Interruption()
+        self.interruption = Interruption(self._on_interruption)
         self.logged.forget_results()
         training = LoaderSource(self, model, "train", train_dataloaders, datamodule)
         validating = LoaderSource(self, model, "val", val_dataloaders, datamodule)
@@ -438,6 +438,11 @@ class Trainer(TrainerStatus):
         if self.fit_loop is not None:
             self.accelerator.forget_loader(self.fit_loop.loader)
         self.stage = None
+
+    def _on_interruption(self) -> None:
+        """At Ctrl-C: stop after this step; several processes first agree on which."""
+        if self.world_size == 1:
+            self.interrupted = self.should_stop = True
 
     def _on_exception(self, task: Task, error: BaseException) -> None:
         for callback in self.callbacks:
