@@ -125,7 +125,7 @@ class MapReader:
             for generator, state in zip(generators, start.own, strict=False):
                 set_generator_state(generator, state)
             close = self._open_apart(
-                infos, epoch, position, start, follow=sharded or together, check=together and sharded
+                requests, infos, epoch, position, start, follow=sharded or together, check=together and sharded
             )
         batches = iter(self._inner)
         self._stream.begin = _nothing
@@ -184,7 +184,7 @@ class MapReader:
         if draws_later:
             batches = separate.iterate(batches)
         if check and not order.draws_at_once:
-            batches = _agreed(batches, order.source)
+            batches = _agreed(batches, order.sampler if order.regular else order.source)
         length = None if follow else order.said_length()
         if length is not None:
             length -= position.batches

@@ -1,0 +1,368 @@
+"""Several processes together see exactly the samples, in the order, that the plain loader gives one process."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import DataLoader, DistributedSampler, Sampler
+
+from drivetrain.data import DataLoaderConfiguration, DataShard, TailPolicy, prepare_loader
+from drivetrain.runtime.errors import ConfigurationError, DataError
+from drivetrain.runtime.state import PartialState
+from tests.data.kinds import (
+    ITERABLE,
+    ITERABLE_WITH_WORKERS,
+    KINDS,
+    MAP_STYLE,
+    READY,
+    SAMPLES,
+    Episodes,
+    Numbers,
+    Stream,
+    random_state,
+    rows_of,
+    seed_everything,
+)
+from tests.pool import run_in_processes
+
+EPOCHS = 2
+SEED = 5
+
+WHOLE_BATCHES = [kind for kind in KINDS if "no batches" not in kind]
+
+# name: kinds, tail, options
+SETUPS: dict[str, tuple[list[str], TailPolicy, dict[str, Any]]] = {
+    "complete": (list(KINDS), TailPolicy.COMPLETE, {}),
+    "whole": ([kind for kind in KINDS if "workers" not in kind], TailPolicy.WHOLE, {}),
+    "uneven": ([kind for kind in KINDS if "workers" not in kind], TailPolicy.COMPLETE, {"even_batches": False}),
+    "split": (
+        [kind for kind in WHOLE_BATCHES if "workers" not in kind],
+        TailPolicy.COMPLETE,
+        {"split_batches": True},
+    ),
+    "split, whole": (["shuffled", "custom batch sampler", "stream"], TailPolicy.WHOLE, {"split_batches": True}),
+    "dispatched": ([*MAP_STYLE, *READY], TailPolicy.COMPLETE, {"dispatch_batches": True}),
+    "dispatched, whole": (["shuffled", "one batch", *ITERABLE], TailPolicy.WHOLE, {"dispatch_batches": True}),
+    "dispatched, uneven": (["shuffled", "one batch", *ITERABLE], TailPolicy.UNEVEN, {"dispatch_batches": True}),
+    "dispatched, split": (
+        ["shuffled", "custom batch sampler", "stream"],
+        TailPolicy.COMPLETE,
+        {"dispatch_batches": True, "split_batches": True},
+    ),
+    "read by all": ([*ITERABLE, *ITERABLE_WITH_WORKERS], TailPolicy.COMPLETE, {"dispatch_batches": False}),
+    "read by all, whole": (list(ITERABLE), TailPolicy.WHOLE, {"dispatch_batches": False}),
+    "read by all, uneven": (list(ITERABLE), TailPolicy.UNEVEN, {"dispatch_batches": False}),
+}
+ALL_CASES = [(setup, kind) for setup, (kinds, _, _) in SETUPS.items() for kind in kinds]
+CASES = {
+    2: ALL_CASES,
+    3: [
+        (setup, kind)
+        for setup, kind in ALL_CASES
+        if setup in ("complete", "uneven", "dispatched, uneven") and "workers" not in kind
+    ],
+}
+
+
+def visit(cases: list[tuple[str, str]]) -> dict[tuple[str, str], list[list[Any]]]:
+    """On each rank: for each case and epoch, every batch's real rows and what is known about it."""
+    state = PartialState()
+    seen: dict[tuple[str, str], list[list[Any]]] = {}
+    for setup, kind in cases:
+        _, tail, options = SETUPS[setup]
+        # Only rank 0 begins where the plain loader began: the others must follow it.
+        seed_everything(SEED + state.process_index)
+        loader = prepare_loader(
+            KINDS[kind](),
+            shard=DataShard(state.process_index, state.num_processes),
+            config=DataLoaderConfiguration(**options),
+            tail=tail,
+        )
+        epochs: list[list[Any]] = []
+        for _ in range(EPOCHS):
+            batches: list[Any] = []
+            for batch in loader:
+                info = loader.current
+                assert info is not None
+                rows = rows_of(batch)
+                assert info.rows in (len(rows), None)
+                real = rows[: len(rows) - info.padding]
+                batches.append((real, info.rows, info.padding, info.last, info.global_rows, info.consumed))
+            epochs.append(batches)
+        seen[setup, kind] = epochs
+    return seen
+
+
+@lru_cache
+def visited(world_size: int) -> list[dict[tuple[str, str], list[list[Any]]]]:
+    return run_in_processes(visit, world_size=world_size, args=(CASES[world_size],), timeout=120)
+
+
+@lru_cache
+def plain(kind: str) -> list[list[list[int]]]:
+    """The batches of each epoch in one plain process."""
+    seed_everything(SEED)
+    loader = KINDS[kind]()
+    return [[rows_of(batch) for batch in loader] for _ in range(EPOCHS)]
+
+
+@pytest.mark.parametrize(
+    ("world_size", "setup", "kind"), [(size, *case) for size, cases in CASES.items() for case in cases]
+)
+def test_all_processes_together_give_the_plain_order(world_size: int, setup: str, kind: str) -> None:
+    _, tail, options = SETUPS[setup]
+    by_rank = [each[setup, kind] for each in visited(world_size)]
+    for epoch, expected in enumerate(plain(kind)):
+        ranks = [own[epoch] for own in by_rank]
+        steps = [[own[step] for own in ranks if step < len(own)] for step in range(max(map(len, ranks)))]
+        together = [row for step in steps for batch in step for row in batch[0]]
+        in_order = [row for batch in expected for row in batch]
+        if setup == "read by all" and kind == "stream, two workers":  # each worker groups its own stream
+            together, in_order = sorted(together), sorted(in_order)
+        assert together == in_order
+        if not options.get("split_batches"):
+            assert sorted(batch[0] for step in steps for batch in step if batch[0]) == sorted(expected)
+        for step in steps:
+            known = {batch[4] for batch in step}
+            assert known <= {sum(len(batch[0]) for batch in step), None}
+            assert len(known) == 1
+        for own in ranks:
+            assert [batch[3] for batch in own] == [False] * (len(own) - 1) + [True] * bool(own)
+        if tail is TailPolicy.UNEVEN or options.get("even_batches") is False:
+            assert all(batch[2] == 0 for own in ranks for batch in own)
+        else:
+            assert len({len(own) for own in ranks}) == 1
+        if tail is TailPolicy.WHOLE:
+            assert all(batch[2] in (0, batch[1]) for own in ranks for batch in own)
+        if tail is TailPolicy.COMPLETE and kind in ("shuffled", "stream", "list of batches"):
+            full = 4 // world_size if options.get("split_batches") else 4
+            assert options.get("even_batches") is False or {batch[1] for own in ranks for batch in own} == {full}
+
+
+# the processes' own random state
+
+
+def draw(kinds: list[str], same: bool) -> list[Any]:
+    rank = PartialState().process_index
+    states: list[Any] = []
+    for kind in kinds:
+        seed_everything(SEED if same else SEED + rank)
+        before = random_state()
+        loader = prepare_loader(KINDS[kind](), shard=DataShard(rank, 2))
+        for _ in loader:
+            pass
+        states.append((before, random_state()))
+    return states
+
+
+DRAWING = [kind for kind in MAP_STYLE if "workers" not in kind]
+
+
+@pytest.mark.parametrize("same", [True, False], ids=["same state", "other state"])
+def test_the_processes_own_random_state_is_advanced_alike_or_left_alone(same: bool) -> None:
+    first, second = run_in_processes(draw, args=(DRAWING, same))
+    for kind, (_, after), (before, other_after) in zip(DRAWING, first, second, strict=True):
+        seed_everything(SEED)
+        list(KINDS[kind]())
+        assert after == random_state(), kind  # rank 0 is where the plain loader would be
+        assert other_after == (after if same else before), kind
+
+
+def draw_while_training() -> list[Any]:
+    rank = PartialState().process_index
+    seed_everything(SEED + rank)
+    loader = prepare_loader(DataLoader(Numbers(), batch_sampler=Episodes()), shard=DataShard(rank, 2))
+    seen: list[Any] = []
+    for _ in range(2):
+        for batch in loader:
+            seen.append((batch.tolist(), torch.rand(1).item()))
+    return seen
+
+
+def test_a_sampler_that_draws_late_is_followed_also_when_the_model_draws_in_between() -> None:
+    first, second = run_in_processes(draw_while_training)
+    seed_everything(SEED)
+    expected = [rows_of(batch) for batch in DataLoader(Numbers(), batch_sampler=Episodes())]
+    # seven batches: the last step's second one is padding
+    together = [batch for pair in zip(first[:4], second[:4], strict=True) for batch, _ in pair]
+    assert together[:7] == expected
+    assert first[0][1] != second[0][1]
+
+
+# what is said, and what is refused
+
+
+def use_distributed_sampler() -> Any:
+    state = PartialState()
+    sampler = DistributedSampler(Numbers(7), shuffle=True, seed=1)
+    loader = prepare_loader(
+        DataLoader(Numbers(7), batch_size=2, sampler=sampler), shard=DataShard(state.process_index, 2)
+    )
+    epochs = [[row for batch in loader for row in rows_of(batch)] for _ in range(2)]
+    loader.set_epoch(0)
+    return [*epochs, [row for batch in loader for row in rows_of(batch)], loader.current, len(loader)]
+
+
+def test_a_distributed_sampler_is_used_as_it_is(caplog: pytest.LogCaptureFixture) -> None:
+    first, second = run_in_processes(use_distributed_sampler)
+    for epoch in range(2):
+        samplers = [DistributedSampler(Numbers(7), 2, rank, shuffle=True, seed=1) for rank in range(2)]
+        for sampler in samplers:
+            sampler.set_epoch(epoch)
+        assert [first[epoch], second[epoch]] == [list(sampler) for sampler in samplers]
+    assert first[2] == first[0] != first[1]
+    assert first[4] == 2
+    sampler = DistributedSampler(Numbers(9), 2, 0)
+    prepare_loader(DataLoader(Numbers(9), batch_size=2, sampler=sampler), shard=DataShard(0, 2))
+    assert "DistributedSampler repeats 1 samples" in caplog.text
+
+
+class Hidden(Sampler[int]):
+    """Draws from a generator that nobody can find."""
+
+    def __iter__(self) -> Any:
+        fresh = torch.Generator()
+        fresh.manual_seed(PartialState().process_index)
+        return iter(torch.randperm(SAMPLES, generator=fresh).tolist())
+
+    def __len__(self) -> int:
+        return SAMPLES
+
+
+def disagree() -> str:
+    rank = PartialState().process_index
+    loader = prepare_loader(DataLoader(Numbers(), batch_size=4, sampler=Hidden()), shard=DataShard(rank, 2))
+    with pytest.raises(DataError) as caught:
+        list(loader)
+    return str(caught.value)
+
+
+def test_a_sampler_whose_order_differs_between_processes_is_refused() -> None:
+    for message in run_in_processes(disagree):
+        assert "Hidden gives each process another order" in message
+
+
+class Broken(Numbers):
+    def __getitem__(self, index: int) -> int:
+        if index >= 17:
+            raise KeyError(f"no sample {index}")
+        return index
+
+
+class BrokenStream(Stream):
+    def __iter__(self) -> Any:
+        yield from range(17)
+        raise KeyError("no sample 17")
+
+
+def read_broken(which: str, even: bool) -> tuple[str, str, int]:
+    rank = PartialState().process_index
+    dataset = Broken() if which == "map" else BrokenStream(known=False)
+    config = DataLoaderConfiguration(dispatch_batches=True, even_batches=even)
+    loader = prepare_loader(DataLoader(dataset, batch_size=4), shard=DataShard(rank, 2), config=config)
+    batches = 0
+    try:
+        for _ in loader:
+            batches += 1
+    except Exception as error:
+        return type(error).__name__, str(error), batches
+    return "nothing", "", batches
+
+
+@pytest.mark.parametrize("which", ["map", "stream"])
+@pytest.mark.parametrize("even", [True, False])
+def test_when_the_reading_process_fails_all_fail(which: str, even: bool) -> None:
+    first, second = run_in_processes(read_broken, args=(which, even), timeout=30)
+    assert first[0] == "KeyError"
+    assert second[0] == "DataError"
+    assert "rank 0" in second[1]
+    assert "no sample 17" in second[1]
+    assert first[2] == second[2]
+
+
+def leave_dispatch() -> list[list[int]]:
+    rank = PartialState().process_index
+    loader = prepare_loader(DataLoader(Stream(), batch_size=4), shard=DataShard(rank, 2))
+    seen = []
+    for stop in (1, 2, 99):
+        for number, batch in enumerate(loader):
+            seen.append(batch.tolist())
+            if number + 1 == stop:
+                break
+    return seen
+
+
+def test_a_dispatched_loop_can_be_left_and_begun_anew() -> None:
+    first, second = run_in_processes(leave_dispatch, timeout=30)
+    assert first[:3] == [[0, 1, 2, 3], [0, 1, 2, 3], [8, 9, 10, 11]]
+    assert second[:3] == [[4, 5, 6, 7], [4, 5, 6, 7], [12, 13, 14, 15]]
+    assert len(first) == len(second) == 6
+
+
+def leave_early_on_one_rank_in_the_tail() -> list[int]:
+    """As the Trainer does: no further batch is asked for once the last one is known."""
+    rank = PartialState().process_index
+    config = DataLoaderConfiguration(dispatch_batches=True, even_batches=False)
+    loader = prepare_loader(DataLoader(Numbers(12), batch_size=4), shard=DataShard(rank, 2), config=config)
+    seen: list[int] = []
+    for batch in loader:
+        seen += batch.tolist()
+        if loader.current and loader.current.last:
+            break
+    return seen
+
+
+def test_a_process_without_a_last_batch_need_not_wait_for_it() -> None:
+    assert run_in_processes(leave_early_on_one_rank_in_the_tail, timeout=30) == [
+        [0, 1, 2, 3, 8, 9, 10, 11],
+        [4, 5, 6, 7],
+    ]
+
+
+def test_batches_out_of_order_are_refused_where_processes_share_them() -> None:
+    loader = DataLoader(Numbers(), batch_size=4, num_workers=1, in_order=False)
+    with pytest.raises(ConfigurationError, match="in_order"):
+        prepare_loader(loader, shard=DataShard(0, 2))
+    alone = prepare_loader(loader, shard=DataShard())
+    assert sorted(row for batch in alone for row in rows_of(batch)) == list(range(SAMPLES))
+
+
+@pytest.mark.parametrize("loader", [DataLoader(Numbers(), batch_size=3), DataLoader(Stream(), batch_size=3)])
+def test_a_batch_size_that_cannot_be_split_is_refused(loader: Any) -> None:
+    with pytest.raises(ConfigurationError, match="batch size 3 does not divide by 2"):
+        prepare_loader(loader, shard=DataShard(0, 2), config=DataLoaderConfiguration(split_batches=True))
+
+
+def count_workers_seeds() -> list[int]:
+    rank = PartialState().process_index
+    loader = prepare_loader(
+        DataLoader(Numbers(8), batch_size=2, num_workers=2, collate_fn=initial_seed), shard=DataShard(rank, 2)
+    )
+    return list(loader)
+
+
+def initial_seed(samples: list[int]) -> int:
+    return torch.initial_seed()
+
+
+def test_workers_of_different_processes_draw_different_random_numbers() -> None:
+    first, second = run_in_processes(count_workers_seeds)
+    assert len({*first, *second}) == 4
+
+
+def seedable(seed: int) -> list[list[int]]:
+    rank = PartialState().process_index
+    seed_everything(rank)
+    config = DataLoaderConfiguration(use_seedable_sampler=True, data_seed=seed)
+    loader = prepare_loader(MAP_STYLE["shuffled"](), shard=DataShard(rank, 2), config=config)
+    return [[row for batch in loader for row in batch.tolist()] for _ in range(2)]
+
+
+def test_a_seedable_sampler_depends_on_the_seed_and_the_epoch_only() -> None:
+    once, again, other = (run_in_processes(seedable, args=(seed,)) for seed in (3, 3, 4))
+    assert once == again
+    assert once != other
+    assert once[0][0] != once[0][1]
