@@ -198,13 +198,12 @@ class PreparedLoader:
             processes and workers.
         """
         reached = self.current or self._reached
-        owners = [self.loader, *(each for each in self._epoch_targets() if each is not None)]
         state: dict[str, Any] = {
             "epoch": self._epoch + self._exhausted,
             "consumed": 0,
             "batches": 0,
             "start": None,
-            "generators": [generator_state(each) for each in find_generators(*owners)],
+            "generators": [generator_state(each) for each in find_generators(self.loader)],
         }
         if self._resume is not None:
             samples, start = self._resume.samples, self._resume.start
@@ -231,8 +230,7 @@ class PreparedLoader:
         self.set_epoch(int(state["epoch"]))
         self._exhausted = False
         self._reached = None
-        owners = [self.loader, *(each for each in self._epoch_targets() if each is not None)]
-        for generator, value in zip(find_generators(*owners), state["generators"], strict=False):
+        for generator, value in zip(find_generators(self.loader), state["generators"], strict=False):
             set_generator_state(generator, value)
         start = None if state["start"] is None else EpochStart.from_state_dict(state["start"])
         position = Position(int(state["batches"]), state["consumed"], start)

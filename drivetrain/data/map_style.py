@@ -108,7 +108,7 @@ class MapReader:
         infos: deque[BatchInfo] = deque()
         requests = _Requests(self.order, self.layout, self._replicas, self._seeded)
         generators = find_generators(self._loader, self.order.source, self.order.sampler)
-        start = position.start or EpochStart.capture(generators)
+        start = position.start or EpochStart.capture(generators, not self._workers_are_there)
         sharded = self.layout.shard.count > 1
         together = several_processes() and not self._alone and self._replicas == 1
         close: Callable[[], None] = do_nothing
@@ -166,13 +166,14 @@ class MapReader:
         with separate.drawing():
             # The same calls, in the same sequence, as those of torch's loader.
             iterator = order.plain_iterator()
-            if not self._workers_are_there:
+            base_seed = 0
+            if start.new_workers:
                 base_seed = int(torch.empty((), dtype=torch.int64).random_(generator=self._loader.generator).item())
-                # Workers of different processes must not draw the same random numbers.
-                own = sample_seed(base_seed, self.layout.shard.index, 0)
-                self._inner.generator = torch.Generator().manual_seed(own)
                 if self._loader.num_workers > 0:
                     iterator = order.plain_iterator()
+            # Workers of different processes must not draw the same random numbers.
+            own_seed = sample_seed(base_seed, epoch, self.layout.shard.index)
+            self._inner.generator = torch.Generator().manual_seed(own_seed)
             if position.batches or position.samples:
                 keep = self.layout.group_size if self.layout.shard.count > 1 else 0
                 batches, head, skipped = order.from_position(iterator, position, keep)

@@ -190,7 +190,7 @@ def _skip_indices(
 def _skip_batches(iterator: Iterator[Any], position: Position, keep: int) -> tuple[Iterator[Sequence[Any]], Head, int]:
     """Leave out batches of the user's batch sampler; one that was begun is cut."""
     first: list[Any] = []
-    kept = skipped = first_batch = 0
+    kept = skipped = count = first_batch = 0
 
     def listed() -> Iterator[list[Any]]:
         nonlocal kept, first_batch
@@ -204,15 +204,16 @@ def _skip_batches(iterator: Iterator[Any], position: Position, keep: int) -> tup
 
     batches = listed()
     following: list[list[Any]] = []
-    for count, batch in enumerate(batches):
-        if position.samples is None and count >= position.batches:
-            following = [batch]
+    # A batch that does not have to be left out is not drawn here: the draw may depend on when it happens.
+    while count < position.batches if position.samples is None else skipped < position.samples:
+        batch = next(batches, None)
+        if batch is None:
             break
-        if position.samples is not None and skipped + len(batch) > position.samples:
+        count += 1
+        skipped += len(batch)
+        if position.samples is not None and skipped > position.samples:
             following = [batch[position.samples - skipped :]]
             skipped = position.samples
-            break
-        skipped += len(batch)
     following.extend(islice(batches, max(0, keep - kept)))
     return chain(following, batches), Head(first, first_batch), skipped
 

@@ -85,15 +85,17 @@ class EpochStart:
     Attributes:
         shared: Python's, NumPy's and torch's global generators.
         own: The states of the generators that the loader and its samplers hold.
+        new_workers: Whether torch's loader first draws a seed for workers; those that stay have one.
     """
 
     shared: RandomState
     own: list[Any]
+    new_workers: bool = True
 
     @classmethod
-    def capture(cls, generators: Iterable[Any]) -> EpochStart:
+    def capture(cls, generators: Iterable[Any], new_workers: bool = True) -> EpochStart:
         """The state right now."""
-        return cls(RandomState.capture(devices=False), [generator_state(each) for each in generators])
+        return cls(RandomState.capture(devices=False), [generator_state(each) for each in generators], new_workers)
 
     def agreed(self) -> EpochStart:
         """That of rank 0, on every rank. All processes must call it."""
@@ -102,12 +104,12 @@ class EpochStart:
 
     def state_dict(self) -> dict[str, Any]:
         """The state as dicts and lists of tensors, numbers and strings."""
-        return {"shared": self.shared.state_dict(), "own": list(self.own)}
+        return {"shared": self.shared.state_dict(), "own": list(self.own), "new_workers": self.new_workers}
 
     @classmethod
     def from_state_dict(cls, state: Mapping[str, Any]) -> EpochStart:
         """The way back from `state_dict`."""
-        return cls(RandomState.from_state_dict(state["shared"]), list(state["own"]))
+        return cls(RandomState.from_state_dict(state["shared"]), list(state["own"]), bool(state["new_workers"]))
 
 
 class SeparateDraws:

@@ -1,0 +1,143 @@
+"""What a prepared loader offers beside its batches, and what cannot be prepared."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import DataLoader, IterDataPipe, RandomSampler
+
+from drivetrain.data import DataLoaderConfiguration, DataShard, PreparedLoader, TailPolicy, prepare_loader
+from drivetrain.runtime.errors import ConfigurationError
+from tests.data.kinds import KINDS, MAP_STYLE, Buckets, Numbers, Stream, rows_of
+
+
+def part(loader: Any, index: int = 0, count: int = 2, **options: Any) -> PreparedLoader:
+    return prepare_loader(loader, shard=DataShard(index, count), **options)
+
+
+def test_the_users_loader_shows_through() -> None:
+    user = DataLoader(Numbers(), batch_size=4, drop_last=True)
+    loader = part(user)
+    names = ("dataset", "batch_size", "sampler", "batch_sampler", "num_workers", "collate_fn", "drop_last")
+    assert all(getattr(loader, name) is getattr(user, name) for name in names)
+    assert loader.loader is user
+    with pytest.raises(AttributeError, match="no_such_thing"):
+        loader.no_such_thing  # noqa: B018
+
+
+def test_a_prepared_loader_is_not_prepared_again() -> None:
+    loader = part(MAP_STYLE["in order"]())
+    assert part(loader, 1) is loader
+
+
+def test_accelerates_names_tell_the_end_and_the_sizes() -> None:
+    loader = part(DataLoader(Numbers(22), batch_size=4))
+    seen = [(loader.end_of_dataloader, loader.remainder, loader.remaining) for _ in loader]
+    assert seen == [(False, -1, 3), (False, -1, 2), (True, 6, 1)]
+    assert not loader.end_of_dataloader
+    assert (loader.total_batch_size, loader.total_dataset_length) == (8, 22)
+    split = part(DataLoader(Numbers(22), batch_size=4), config=DataLoaderConfiguration(split_batches=True))
+    assert split.total_batch_size == 4
+    assert part(DataLoader(Numbers(), batch_sampler=Buckets())).total_batch_size is None
+
+
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if "workers" not in kind])
+@pytest.mark.parametrize("count", [1, 2, 3])
+@pytest.mark.parametrize("tail", TailPolicy)
+def test_the_length_is_the_number_of_batches_of_this_process(kind: str, count: int, tail: TailPolicy) -> None:
+    for index in range(count):
+        loader = part(KINDS[kind](), index, count, tail=tail)
+        try:
+            length = len(loader)
+        except TypeError:
+            assert "stream" in kind
+            continue
+        assert length == len(list(loader))
+
+
+@pytest.mark.parametrize("kind", ["in order", "stream", "stream, workers that stay", "list of batches"])
+@pytest.mark.parametrize("dispatch", [False, True])
+def test_the_tail_can_be_changed_between_iterations(kind: str, dispatch: bool) -> None:
+    loader = part(KINDS[kind](), 1, 4, config=DataLoaderConfiguration(dispatch_batches=dispatch))
+    assert [rows_of(batch) for batch in loader] == [[4, 5, 6, 7], [20, 21, 0, 1]]
+    loader.tail = TailPolicy.WHOLE
+    assert [rows_of(batch) for batch in loader] == [[4, 5, 6, 7], [20, 21]]
+    assert loader.tail is TailPolicy.WHOLE
+
+
+def test_uneven_batches_are_asked_for_by_the_configuration_too() -> None:
+    loader = part(DataLoader(Numbers(9), batch_size=4), config=DataLoaderConfiguration(even_batches=False))
+    assert loader.tail is TailPolicy.UNEVEN
+    assert [rows_of(batch) for batch in loader] == [[0, 1, 2, 3], [8]]
+
+
+class OwnIteration(DataLoader[int]):
+    """A loader that does more than torch's."""
+
+    def __iter__(self) -> Any:
+        for batch in super().__iter__():
+            yield batch + 100
+
+
+def test_a_loader_with_an_iteration_of_its_own_keeps_it() -> None:
+    parts = [[rows_of(batch) for batch in part(OwnIteration(Numbers(9), batch_size=4), index)] for index in range(2)]
+    assert parts == [[[100, 101, 102, 103], [108, 100, 101, 102]], [[104, 105, 106, 107], [103, 104, 105, 106]]]
+
+
+def test_columns_that_are_no_tensors_are_completed_too() -> None:
+    loader = part(KINDS["batches of strings"](), 1)
+    batches = list(loader)
+    assert batches[0]["s"] == ["d", "a", "b"]
+    assert batches[0]["n"].tolist() == [3, 0, 1]
+    assert loader.current is None
+
+
+def test_a_very_large_random_sampler_is_told_of_a_better_one(caplog: pytest.LogCaptureFixture) -> None:
+    dataset = Numbers(50_000_001)
+    for _ in range(2):
+        prepare_loader(DataLoader(dataset, batch_size=4, sampler=RandomSampler(dataset)), shard=DataShard())
+    assert caplog.text.count("PermutationSampler") == 1
+
+
+def test_a_stateful_loader_is_refused_with_what_to_do() -> None:
+    with pytest.raises(ConfigurationError, match="state_dict and load_state_dict"):
+        DataLoaderConfiguration(use_stateful_dataloader=True)
+
+
+@pytest.mark.parametrize("loader", [5, None, torch.nn.Linear(1, 1)])
+def test_what_cannot_be_iterated_is_refused(loader: Any) -> None:
+    with pytest.raises(ConfigurationError, match="cannot be iterated"):
+        prepare_loader(loader, shard=DataShard())
+
+
+class Pipe(IterDataPipe[int]):
+    def __iter__(self) -> Any:
+        yield from range(6)
+
+
+def test_data_pipes_work_alone_and_are_refused_where_they_would_shard_themselves() -> None:
+    assert [rows_of(batch) for batch in prepare_loader(DataLoader(Pipe(), batch_size=4), shard=DataShard())] == [
+        [0, 1, 2, 3],
+        [4, 5],
+    ]
+    with pytest.raises(ConfigurationError, match="data pipe"):
+        part(DataLoader(Pipe(), batch_size=4))
+
+
+def test_batches_without_rows_cannot_be_split() -> None:
+    loader = part([{"text": "a"}], config=DataLoaderConfiguration(split_batches=True))
+    with pytest.raises(ValueError, match="no rows that could be found"):
+        list(loader)
+
+
+def test_batches_without_rows_are_dealt_out_whole() -> None:
+    ready = [{"text": "a"}, {"text": "b"}, {"text": "c"}]
+    parts = [part(ready, index) for index in range(2)]
+    seen = [[(batch["text"], loader.current and loader.current.padding) for batch in loader] for loader in parts]
+    assert seen == [[("a", 0), ("c", 0)], [("b", 0), ("a", 1)]]
+
+
+def test_the_loader_says_what_it_is() -> None:
+    assert repr(part(DataLoader(Stream()), 1, 2)) == "PreparedLoader(DataLoader, part 1 of 2, epoch 0)"

@@ -1,0 +1,282 @@
+"""A loader's position is a number of samples: another loader, on any number of processes, goes on from there."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import DataLoader, RandomSampler, SequentialSampler
+
+from drivetrain.data import DataShard, PermutationSampler, PreparedLoader, prepare_loader, skip_first_batches
+from drivetrain.runtime.errors import CheckpointError, ConfigurationError
+from drivetrain.runtime.state import PartialState
+from tests.data.kinds import ITERABLE, KINDS, READY, Episodes, Numbers, Stream, rows_of, seed_everything
+from tests.pool import run_in_processes
+
+# Streams that draw from the global generators are read anew from wherever these stand.
+RESUMABLE = [kind for kind in KINDS if kind not in ("no samples", "empty stream", "stream that draws", "one batch")]
+
+
+def rest_of(loader: Any) -> list[list[int]]:
+    return [rows_of(batch) for batch in loader]
+
+
+@pytest.mark.parametrize("kind", RESUMABLE)
+def test_a_fresh_loader_goes_on_where_another_stood(kind: str) -> None:
+    seed_everything(3)
+    original = prepare_loader(KINDS[kind](), shard=DataShard())
+    rest_of(original)
+    iterator = iter(original)
+    next(iterator)
+    next(iterator)
+    state = original.state_dict()
+    there = torch.get_rng_state()
+    rest = rest_of(iterator)
+    following = rest_of(original)
+
+    seed_everything(17)
+    resumed = prepare_loader(KINDS[kind](), shard=DataShard())
+    resumed.load_state_dict(state)
+    if "draw" in kind:  # the random state of the process is restored by the run
+        torch.set_rng_state(there)
+    assert resumed.epoch == 1
+    assert rest_of(resumed) == rest
+    if kind in ("shuffled, own generator", "permutation", "in order", "stream"):
+        assert rest_of(resumed) == following
+    assert resumed.epoch >= 1
+
+
+def test_resuming_leaves_the_global_generators_where_the_run_restored_them() -> None:
+    seed_everything(3)
+    original = prepare_loader(KINDS["shuffled"](), shard=DataShard())
+    iterator = iter(original)
+    next(iterator)
+    state = original.state_dict()
+    resumed = prepare_loader(KINDS["shuffled"](), shard=DataShard())
+    resumed.load_state_dict(state)
+    seed_everything(21)
+    before = torch.get_rng_state()
+    rest_of(resumed)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_the_position_after_an_epoch_is_the_start_of_the_next() -> None:
+    loader = prepare_loader(KINDS["permutation"](), shard=DataShard())
+    rest_of(loader)
+    state = loader.state_dict()
+    assert (state["epoch"], state["consumed"], state["start"]) == (1, 0, None)
+    other = prepare_loader(KINDS["permutation"](), shard=DataShard())
+    other.load_state_dict(state)
+    assert rest_of(other) == rest_of(loader)
+
+
+def test_the_position_after_a_break_is_where_the_loop_was_left() -> None:
+    loader = prepare_loader(KINDS["shuffled"](), shard=DataShard())
+    whole: list[list[int]] = []
+    for batch in loader:
+        whole.append(rows_of(batch))
+        if len(whole) == 2:
+            break
+    state = loader.state_dict()
+    assert (state["epoch"], state["consumed"]) == (0, 8)
+    loader.load_state_dict(state)
+    seen = {row for batch in [*whole, *rest_of(loader)] for row in batch}
+    assert seen == set(range(22))
+
+
+def test_a_position_is_dropped_when_another_epoch_is_set() -> None:
+    loader = prepare_loader(KINDS["in order"](), shard=DataShard())
+    loader.skip(3)
+    assert loader.state_dict()["batches"] == 3
+    loader.set_epoch(0)
+    assert rest_of(loader)[0] == [12, 13, 14, 15]
+    loader.skip(3)
+    loader.set_epoch(4)
+    assert rest_of(loader)[0] == [0, 1, 2, 3]
+
+
+def test_a_position_that_is_not_used_is_kept() -> None:
+    loader = prepare_loader(KINDS["shuffled"](), shard=DataShard())
+    next(iter(loader))
+    iterator = iter(loader)
+    next(iterator)
+    state = loader.state_dict()
+    rest = rest_of(iterator)
+    other = prepare_loader(KINDS["shuffled"](), shard=DataShard())
+    other.load_state_dict(state)
+    third = prepare_loader(KINDS["shuffled"](), shard=DataShard())
+    third.load_state_dict(other.state_dict())
+    assert rest_of(third) == rest
+
+
+class Watching(Numbers):
+    """Notes what is read."""
+
+    def __init__(self, length: int = 22) -> None:
+        super().__init__(length)
+        self.read: list[int] = []
+
+    def __getitem__(self, index: int) -> int:
+        self.read.append(index)
+        return index
+
+
+@pytest.mark.parametrize("sampler", [SequentialSampler, RandomSampler, PermutationSampler])
+def test_what_is_skipped_is_not_read(sampler: Any) -> None:
+    dataset = Watching()
+    loader = prepare_loader(DataLoader(dataset, batch_size=4, sampler=sampler(dataset)), shard=DataShard())
+    loader.skip(4)
+    rows = [row for batch in rest_of(loader) for row in batch]
+    assert dataset.read == rows
+    assert len(rows) == 6
+
+
+def test_the_middle_of_a_billion_samples_is_reached_at_once() -> None:
+    dataset = Numbers(10**9)
+    for sampler in (PermutationSampler(dataset, seed=1), SequentialSampler(dataset)):
+        loader = prepare_loader(DataLoader(dataset, batch_size=100, sampler=sampler), shard=DataShard(1, 2))
+        loader.load_state_dict({**loader.state_dict(), "consumed": 600_000_000, "batches": 6_000_000})
+        iterator = iter(loader)
+        batch = next(iterator)
+        assert loader.current is not None
+        assert loader.current.index == 3_000_000
+        assert loader.current.consumed == 600_000_200
+        expected = sampler[600_000_100:600_000_200] if isinstance(sampler, PermutationSampler) else None
+        assert batch.tolist() == (expected or list(range(600_000_100, 600_000_200)))
+        iterator.close()  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("kind", ["in order", "shuffled", "custom batch sampler", *ITERABLE, *READY])
+def test_first_batches_are_skipped_at_every_iteration_of_the_new_loader(kind: str) -> None:
+    for loader in (KINDS[kind](), prepare_loader(KINDS[kind](), shard=DataShard())):
+        seed_everything(1)
+        expected = rest_of(KINDS[kind]())[2:]
+        skipping = skip_first_batches(loader, 2)
+        for seed in (1, 1):
+            seed_everything(seed)
+            assert rest_of(skipping) == expected
+        if kind not in ("stream without length", "stream that draws", "empty stream", "batches of strings"):
+            assert len(skipping) == len(expected)
+        if isinstance(loader, PreparedLoader):
+            assert len(rest_of(loader)) >= len(expected)
+
+
+def test_what_is_known_about_batches_counts_what_was_skipped() -> None:
+    loader = skip_first_batches(prepare_loader(KINDS["in order"](), shard=DataShard()), 4)
+    infos = [(loader.current.index, loader.current.consumed, loader.remaining) for _ in loader if loader.current]
+    assert infos == [(4, 20, 2), (5, 22, 1)]
+
+
+@pytest.mark.parametrize("call", [lambda loader: loader.skip(-1), lambda loader: skip_first_batches(loader, -1)])
+def test_a_negative_number_of_batches_is_refused(call: Any) -> None:
+    with pytest.raises(ConfigurationError, match="-1"):
+        call(prepare_loader([torch.zeros(1)], shard=DataShard()))
+
+
+def test_a_state_of_something_else_is_refused() -> None:
+    loader = prepare_loader(KINDS["in order"](), shard=DataShard())
+    with pytest.raises(CheckpointError, match="epoch, consumed"):
+        loader.load_state_dict({"step": 3})
+
+
+def test_a_batch_that_was_begun_is_finished_with_its_rest() -> None:
+    loader = prepare_loader(DataLoader(Numbers(), batch_sampler=[[0, 1, 2], [3, 4], [5, 6, 7]]), shard=DataShard())
+    loader.load_state_dict({**loader.state_dict(), "consumed": 4, "batches": 1})
+    assert rest_of(loader) == [[4], [5, 6, 7]]
+
+
+# on other numbers of processes
+
+MOVABLE = ["shuffled", "shuffled, own generator", "permutation", "custom sampler drawing from python", "weighted"]
+
+
+def begin(kinds: list[str], steps: int) -> list[Any]:
+    rank, count = PartialState().process_index, PartialState().num_processes
+    found: list[Any] = []
+    for kind in kinds:
+        seed_everything(7 if rank == 0 else 50 + rank)
+        loader = prepare_loader(KINDS[kind](), shard=DataShard(rank, count))
+        iterator = iter(loader)
+        batches = [rows_of(next(iterator)) for _ in range(steps)]
+        found.append((batches, loader.state_dict()))
+        iterator.close()  # type: ignore[attr-defined]
+    return found
+
+
+def go_on(kinds: list[str], states: list[Any]) -> list[Any]:
+    rank, count = PartialState().process_index, PartialState().num_processes
+    found: list[Any] = []
+    for kind, state in zip(kinds, states, strict=True):
+        seed_everything(90 + rank)
+        loader = prepare_loader(KINDS[kind](), shard=DataShard(rank, count))
+        loader.load_state_dict(state)
+        batches: list[list[int]] = []
+        for batch in loader:
+            assert loader.current is not None
+            rows = rows_of(batch)
+            batches.append(rows[: len(rows) - loader.current.padding])
+        found.append(batches)
+    return found
+
+
+def interleaved(ranks: list[list[list[int]]]) -> list[int]:
+    steps = max(map(len, ranks))
+    return [row for step in range(steps) for own in ranks if step < len(own) for row in own[step]]
+
+
+def test_a_run_moves_from_two_processes_to_three_and_to_one() -> None:
+    first, second = run_in_processes(begin, args=(MOVABLE, 1))
+    states = [state for _, state in first]
+    on_three = run_in_processes(go_on, world_size=3, args=(MOVABLE, states))
+    for number, kind in enumerate(MOVABLE):
+        seed_everything(7)
+        expected = [row for batch in KINDS[kind]() for row in rows_of(batch)]
+        done = interleaved([first[number][0], second[number][0]])
+        assert done + interleaved([own[number] for own in on_three]) == expected
+        alone = prepare_loader(KINDS[kind](), shard=DataShard())
+        alone.load_state_dict(states[number])
+        assert done + [row for batch in rest_of(alone) for row in batch] == expected
+
+
+def test_a_run_moves_from_one_process_to_two() -> None:
+    states, done = [], []
+    for kind in MOVABLE:
+        seed_everything(7)
+        loader = prepare_loader(KINDS[kind](), shard=DataShard())
+        iterator = iter(loader)
+        done.append([row for _ in range(3) for row in rows_of(next(iterator))])
+        states.append(loader.state_dict())
+    ranks = run_in_processes(go_on, args=(MOVABLE, states))
+    for number, kind in enumerate(MOVABLE):
+        seed_everything(7)
+        expected = [row for batch in KINDS[kind]() for row in rows_of(batch)]
+        assert done[number] + interleaved([own[number] for own in ranks]) == expected
+
+
+def test_a_sampler_that_draws_late_goes_on_with_the_restored_random_state() -> None:
+    seed_everything(2)
+    loader = prepare_loader(DataLoader(Numbers(), batch_sampler=Episodes()), shard=DataShard())
+    iterator = iter(loader)
+    for _ in range(3):
+        next(iterator)
+        torch.rand(4)  # a model with dropout, say
+    state, random_state = loader.state_dict(), torch.get_rng_state()
+    rest = []
+    for batch in iterator:
+        rest.append(rows_of(batch))
+        torch.rand(4)
+    resumed = prepare_loader(DataLoader(Numbers(), batch_sampler=Episodes()), shard=DataShard())
+    resumed.load_state_dict(state)
+    torch.set_rng_state(random_state)
+    again = []
+    for batch in resumed:
+        again.append(rows_of(batch))
+        torch.rand(4)
+    assert again == rest
+
+
+def test_a_stream_is_read_up_to_the_position() -> None:
+    loader = prepare_loader(DataLoader(Stream(), batch_size=4), shard=DataShard())
+    loader.skip(5)
+    assert rest_of(loader) == [[20, 21]]
