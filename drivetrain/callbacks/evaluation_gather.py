@@ -252,11 +252,16 @@ def _value_of(metric: Callable[..., Any], samples: Samples) -> Any:
     fresh: Any = copy.deepcopy(metric)
     fresh = fresh.to("cpu")
     for module in fresh.modules():
-        if hasattr(module, "sync_on_compute"):
-            module.sync_on_compute = False  # it has all samples; the other processes compute nothing
+        if hasattr(module, "distributed_available_fn"):
+            module.distributed_available_fn = _alone  # it has all samples; the other processes compute nothing
     fresh.reset()
     fresh.update(samples.predictions, samples.targets)
     return fresh.compute()
+
+
+def _alone() -> bool:
+    """What a metric asks that would otherwise wait for the other processes."""
+    return False
 
 
 def _scalar(name: str, value: Any) -> float:

@@ -168,7 +168,7 @@ class Returning(Scripted):
 @pytest.mark.parametrize(
     ("outputs", "message"),
     [
-        (None, "validation_step returned None. Return a dict such as"),
+        (None, "what validation_step returns, and it returned None. Return a dict such as"),
         ({"prediction": torch.ones(2)}, "returned a dict with 'prediction'. Did you mean 'prediction'"),
         ({"predictions": torch.ones(2)}, "the outputs hold no targets"),
         ({"predictions": torch.ones(3), "targets": torch.ones(3)}, "3 rows for a batch of 2"),
