@@ -6,9 +6,11 @@ first one of all ranks, once. Started as `python -m drivetrain.launch.worker scr
 
 from __future__ import annotations
 
+import atexit
 import builtins
 import contextlib
 import faulthandler
+import gc
 import importlib.util
 import io
 import os
@@ -45,6 +47,8 @@ def main() -> int:
             stream.reconfigure(line_buffering=True, write_through=False)
     with contextlib.suppress(OSError, ValueError, io.UnsupportedOperation):
         faulthandler.enable()
+    # Registered before the script has registered anything, so it runs after all of the script's exit handlers.
+    atexit.register(_leave_process_group, rank_process)
     sys.argv = [target, *arguments]
     try:
         run_module(target) if kind == "module" else run_script(target)
@@ -54,6 +58,7 @@ def main() -> int:
         return _exit_code(stop, report=os.getpid() == rank_process)
     except BaseException as error:
         _report(_traceback(error), f"{type(error).__name__}: {error}", report=os.getpid() == rank_process)
+        _let_go(error)
         return 1
     return 0
 
@@ -140,6 +145,41 @@ def _traceback(error: BaseException) -> str:
         trace = trace.tb_next
     shown = traceback.TracebackException(type(error), error, trace, compact=True)
     return "".join(shown.format())
+
+
+def _let_go(error: BaseException) -> None:
+    """Free what the frames of an exception hold, models above all, and leave the exception where Python leaves it.
+
+    Exit handlers look for it in `sys.last_value` to know that the script has failed.
+    """
+    sys.last_type, sys.last_value = type(error), error
+    chain: BaseException | None = error
+    seen: set[int] = set()
+    while chain is not None and id(chain) not in seen:
+        seen.add(id(chain))
+        trace, chain.__traceback__ = chain.__traceback__, None
+        if trace is not None:
+            # The first frame is still running: this file's.
+            traceback.clear_frames(trace)
+        chain = chain.__cause__ or chain.__context__
+
+
+def _leave_process_group(rank_process: int) -> None:
+    """Destroy a process group that the script has left behind, after all that may use it.
+
+    Otherwise the interpreter ends with gloo's threads alive, which aborts the process in one run of two where a DDP
+    model lives at the script's top level (seen with torch 2.13): the run would fail after it had succeeded.
+    """
+    distributed = sys.modules.get("torch.distributed")
+    if os.getpid() != rank_process or distributed is None:
+        return
+    if not (distributed.is_available() and distributed.is_initialized()):
+        return
+    script = vars(sys.modules["__main__"])
+    for name in [name for name in script if not name.startswith("__")]:
+        del script[name]
+    gc.collect()
+    distributed.destroy_process_group()
 
 
 def _is_ours(filename: str) -> bool:

@@ -119,6 +119,26 @@ def test_ranks_do_not_write_into_each_others_lines(tmp_path: Path) -> None:
     assert sorted(ended.out.splitlines()) == sorted(expected)
 
 
+def test_a_script_that_leaves_its_process_group_and_model_behind_ends_cleanly(tmp_path: Path) -> None:
+    # Left to the interpreter, gloo's threads abort about one process of three at exit.
+    write_script(
+        tmp_path,
+        """
+        import atexit, torch, torch.distributed as dist
+        from torch.nn.parallel import DistributedDataParallel
+
+        atexit.register(lambda: print("saved by", dist.get_rank(), sum(p.numel() for p in model.parameters())))
+        dist.init_process_group("gloo")
+        model = DistributedDataParallel(torch.nn.Linear(4, 4))
+        for _ in range(3):
+            model(torch.randn(2, 4)).sum().backward()
+        """,
+    )
+    ended = launch("--num_processes", "4", "--cpu", "script.py", cwd=tmp_path, timeout=100)
+    assert (ended.code, ended.err) == (0, "")
+    assert sorted(ended.out.splitlines()) == [f"saved by {rank} 20" for rank in range(4)]
+
+
 # Rank 0 waits in a collective, deaf to SIGTERM, and would wait for half an hour.
 RANK_1_FAILS = """
     import os, signal, sys
