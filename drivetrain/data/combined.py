@@ -6,7 +6,7 @@ from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from typing import Any
 
 from drivetrain.data.batch_info import BatchInfo
-from drivetrain.runtime.errors import ConfigurationError, DataError, nearest
+from drivetrain.runtime.errors import CheckpointError, ConfigurationError, DataError, nearest
 
 _Pairs = Generator[tuple[Any, int | None], None, None]
 MODES = ("min_size", "max_size_cycle", "max_size", "sequential")
@@ -47,6 +47,10 @@ class CombinedLoader:
         if not self.loaders:
             raise ConfigurationError("CombinedLoader needs at least one loader.")
         self.current: BatchInfo | None = None
+        self._ended = [False] * len(self.loaders)
+        self._begun = False
+        self._resumes = False
+        self._index = 0
 
     def map(self, prepare: Callable[[Any], Any]) -> CombinedLoader:
         """The same combination of what `prepare` makes of each loader."""
@@ -67,33 +71,64 @@ class CombinedLoader:
         return min(lengths) if self.mode == "min_size" else max(lengths)
 
     def __iter__(self) -> Iterator[Any]:
+        if not self._resumes:
+            self._ended = [False] * len(self.loaders)
+            self._index = 0
+        self._resumes = False
+        self._begun = True
         batches = self._one_after_the_other() if self.mode == "sequential" else self._side_by_side()
-        index = 0
-        ahead: Any = None
-        have = False
-        # One batch of look-ahead: whether a batch is the last depends on all loaders.
         try:
-            for batch, rows in batches:
-                if have:
-                    self.current = BatchInfo(index, ahead[1], 0, None, False, None)
-                    yield ahead[0]
-                    index += 1
-                ahead, have = (batch, rows), True
-            if have:
-                self.current = BatchInfo(index, ahead[1], 0, None, True, None)
-                yield ahead[0]
+            length: int | None = len(self)
+        except (TypeError, NotImplementedError):
+            length = None
+        try:
+            for batch, rows, last in _with_last(batches, self._index, length):
+                self.current = BatchInfo(self._index, rows, 0, None, last, None)
+                self._index += 1
+                yield batch
+            self._begun = False
         finally:
             self.current = None
             batches.close()
 
+    def state_dict(self) -> dict[str, Any]:
+        """The position: that of every loader, and which of them have ended."""
+        return {
+            "index": self._index if self._begun else 0,
+            "ended": list(self._ended) if self._begun else [False] * len(self.loaders),
+            "loaders": [loader.state_dict() if hasattr(loader, "state_dict") else {} for loader in self.loaders],
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take up a position: the next iteration goes on there.
+
+        Raises:
+            CheckpointError: the state is that of another number of loaders.
+        """
+        if len(state["loaders"]) != len(self.loaders):
+            raise CheckpointError(
+                f"The state is that of {len(state['loaders'])} combined loaders, but there are {len(self.loaders)}."
+            )
+        self._index, self._ended = int(state["index"]), [bool(ended) for ended in state["ended"]]
+        self._resumes = self._index > 0
+        for loader, saved in zip(self.loaders, state["loaders"], strict=True):
+            if saved:
+                loader.load_state_dict(saved)
+
     def _one_after_the_other(self) -> _Pairs:
-        for loader in self.loaders:
+        for position, loader in enumerate(self.loaders):
+            if self._ended[position]:
+                continue
             for batch in loader:
                 yield batch, _rows(loader)
+            self._ended[position] = True
 
     def _side_by_side(self) -> _Pairs:
-        iterators: list[Any] = [iter(loader) for loader in self.loaders]
-        ended = [False] * len(iterators)
+        ended = self._ended
+        iterators: list[Any] = [
+            iter(()) if over and self.mode == "max_size" else iter(loader)
+            for over, loader in zip(ended, self.loaders, strict=True)
+        ]
         try:
             while True:
                 batches: list[Any] = []
@@ -104,7 +139,11 @@ class CombinedLoader:
                     batches.append(batch)
                 if all(ended):
                     return
-                known = {_rows(loader) for loader, over in zip(self.loaders, ended, strict=True) if not over}
+                known = {
+                    _rows(loader)
+                    for loader, over in zip(self.loaders, ended, strict=True)
+                    if not over or self.mode == "max_size_cycle"
+                }
                 yield self._structured(batches), known.pop() if len(known) == 1 else None
         finally:
             for iterator in iterators:
@@ -133,6 +172,22 @@ class CombinedLoader:
         if self._names is not None:
             return dict(zip(self._names, batches, strict=True))
         return tuple(batches) if isinstance(self.iterables, tuple) else batches
+
+
+def _with_last(pairs: _Pairs, index: int, length: int | None) -> Iterator[tuple[Any, int | None, bool]]:
+    """Each batch with its rows and whether it is the last; one batch of look-ahead only where the length is unknown."""
+    if length is not None:
+        for batch, rows in pairs:
+            index += 1
+            yield batch, rows, index == length
+        return
+    ahead: tuple[Any, int | None] | None = None
+    for pair in pairs:
+        if ahead is not None:
+            yield *ahead, False
+        ahead = pair
+    if ahead is not None:
+        yield *ahead, True
 
 
 def _rows(loader: Any) -> int | None:
