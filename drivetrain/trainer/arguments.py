@@ -90,8 +90,8 @@ def check_task(task: Any, train: Any, val: Any, data: Any) -> None:
         raise ConfigurationError("Give loaders or a datamodule, not both.")
 
 
-def check_training_step(task: Task) -> None:
-    """Raise where a task cannot train."""
+def check_training_step(task: Task, accumulate: int, clip: float | None) -> None:
+    """Raise where a task cannot train, or not with these arguments of the Trainer."""
     if type(task).training_step is Task.training_step:
         raise ConfigurationError(
             f"{type(task).__name__} has no training_step. Define training_step(self, batch, batch_idx) and return "
@@ -101,6 +101,13 @@ def check_training_step(task: Task) -> None:
         raise ConfigurationError(
             f"{type(task).__name__} overrides optimizer_step but has automatic_optimization = False, so it would never "
             "be called. Step the optimizers in training_step."
+        )
+    if not task.automatic_optimization and (accumulate > 1 or clip):
+        given = f"accumulate_grad_batches={accumulate}" if accumulate > 1 else f"gradient_clip_val={clip}"
+        raise ConfigurationError(
+            f"Trainer({given}) has no effect on {type(task).__name__}, which optimizes by hand "
+            "(automatic_optimization = False). Step every so many batches, or call self.clip_gradients, in "
+            "training_step."
         )
 
 
@@ -233,9 +240,7 @@ def make_callbacks(
     callbacks = [given] if isinstance(given, Callback) else list(given or [])
     for callback in callbacks:
         if not isinstance(callback, Callback):
-            raise ConfigurationError(
-                f"callbacks holds {_named(callback)}; give instances of drivetrain.Callback."
-            )
+            raise ConfigurationError(f"callbacks holds {_named(callback)}; give instances of drivetrain.Callback.")
     has_checkpoint = any(isinstance(callback, ModelCheckpoint) for callback in callbacks)
     if has_checkpoint and checkpointing is False and not quiet:
         raise ConfigurationError(
@@ -268,7 +273,7 @@ def checkpoints_last(callbacks: list[Callback]) -> list[Callback]:
 
 
 def _refuse_twins(callbacks: list[Callback]) -> None:
-    keys = [callback.state_key for callback in callbacks if callback.state_dict()]
+    keys = [callback.state_key for callback in callbacks if type(callback).state_dict is not Callback.state_dict]
     twins = {key for key in keys if keys.count(key) > 1}
     if twins:
         raise ConfigurationError(

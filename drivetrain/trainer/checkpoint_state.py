@@ -47,66 +47,94 @@ def run_state(trainer: Trainer, weights_only: bool = False) -> dict[str, Any]:
     return state
 
 
-def restore_run(trainer: Trainer, directory: Path, weights_only: bool = False) -> None:
-    """Load a checkpoint into a trainer whose task is placed.
+class SavedRun:
+    """A checkpoint on its way back into a run, part by part as the run is built.
 
     Args:
-        trainer: the trainer.
+        trainer: the trainer, with its task.
         directory: the checkpoint.
-        weights_only: take only the weights.
+
+    Raises:
+        CheckpointError: it cannot be read, or is none of a Trainer.
     """
-    task, strategy, model = trainer.task, trainer.strategy, trainer.model
-    assert task is not None
-    assert model is not None
-    state = trainer.accelerator.read_checkpoint(directory, restore_random=not weights_only)
-    if "state_dict" not in state:
-        raise CheckpointError(
-            f"{directory} was written by Accelerator.save_state; load it with Accelerator.load_state."
-        )
-    task.on_load_checkpoint(state)
-    strategy.load_model_state(model, state["state_dict"])
-    if weights_only:
-        return
-    if "optimizer_states" not in state:
-        raise CheckpointError(
-            f"{directory} holds weights only, so training cannot go on from it. Load them with "
-            "Task.load_from_checkpoint and start anew."
-        )
-    for callback in trainer.callbacks:
-        callback.on_load_checkpoint(trainer, task, state)
-        if callback.state_key in state["callbacks"]:
-            callback.load_state_dict(state["callbacks"][callback.state_key])
-    if len(state["optimizer_states"]) != len(trainer.optimizers):
-        raise CheckpointError(
-            f"{directory} holds {len(state['optimizer_states'])} optimizer(s), but configure_optimizers made "
-            f"{len(trainer.optimizers)}."
-        )
-    for optimizer, saved in zip(trainer.optimizers, state["optimizer_states"], strict=True):
-        strategy.load_optimizer_state(model, optimizer, saved)
-    for config, saved in zip(trainer.lr_scheduler_configs, state["lr_schedulers"], strict=True):
-        config.scheduler.load_state_dict(saved)
-    trainer.accelerator.precision.load_state_dict(state["precision"])
-    trainer.progress.load_state_dict(state["progress"])
-    if trainer.datamodule is not None:
-        trainer.datamodule.load_state_dict(state["datamodule"])
-    _restore_loaders(trainer, state["loaders"])
+
+    def __init__(self, trainer: Trainer, directory: Path) -> None:
+        self._trainer, self._directory = trainer, directory
+        self._state = trainer.accelerator.read_checkpoint(directory, restore_random=False)
+        if "state_dict" not in self._state:
+            raise CheckpointError(
+                f"{directory} was written by Accelerator.save_state; load it with Accelerator.load_state."
+            )
+
+    def restore_for_evaluation(self) -> None:
+        """Take only the weights."""
+        assert self._trainer.task is not None
+        self._trainer.task.on_load_checkpoint(self._state)
+        self.restore_weights()
+
+    def tell(self) -> None:
+        """Let the task and the callbacks see the checkpoint, before the optimizers are built."""
+        trainer, state = self._trainer, self._state
+        assert trainer.task is not None
+        if "optimizer_states" not in state:
+            raise CheckpointError(
+                f"{self._directory} holds weights only, so training cannot go on from it. Load them with "
+                "Task.load_from_checkpoint and start anew."
+            )
+        if trainer.datamodule is not None and state["datamodule"]:
+            trainer.datamodule.load_state_dict(state["datamodule"])
+        trainer.task.on_load_checkpoint(state)
+        for callback in trainer.callbacks:
+            callback.on_load_checkpoint(trainer, trainer.task, state)
+        for callback in trainer.callbacks:
+            if callback.state_key in state["callbacks"]:
+                callback.load_state_dict(state["callbacks"][callback.state_key])
+
+    def restore_weights(self) -> None:
+        """Give the placed model its weights."""
+        assert self._trainer.model is not None
+        self._trainer.strategy.load_model_state(self._trainer.model, self._state["state_dict"])
+
+    def restore_training(self) -> None:
+        """Give optimizers, schedulers, the precision and the counters their state."""
+        trainer, state = self._trainer, self._state
+        assert trainer.model is not None
+        for key, kind, here in (
+            ("optimizer_states", "optimizer", trainer.optimizers),
+            ("lr_schedulers", "scheduler", trainer.lr_scheduler_configs),
+        ):
+            if len(state[key]) != len(here):
+                raise CheckpointError(
+                    f"{self._directory} holds {len(state[key])} {kind}(s), but configure_optimizers made {len(here)}."
+                )
+        for optimizer, saved in zip(trainer.optimizers, state["optimizer_states"], strict=True):
+            trainer.strategy.load_optimizer_state(trainer.model, optimizer, saved)
+        for config, saved in zip(trainer.lr_scheduler_configs, state["lr_schedulers"], strict=True):
+            config.scheduler.load_state_dict(saved)
+        trainer.accelerator.precision.load_state_dict(state["precision"])
+        trainer.progress.load_state_dict(state["progress"])
+
+    def restore_position(self, loader: Any) -> None:
+        """Go to the next batch, with the random state that it had; nothing may come between this and training.
+
+        Args:
+            loader: the prepared training loader.
+        """
+        progress = self._trainer.progress
+        states = self._state["loaders"]
+        if progress.epoch_over:
+            # Only what the next epoch's order is drawn from still counts.
+            progress.begin_epoch(progress.epoch + 1)
+            fresh = {"epoch": progress.epoch, "consumed": 0, "batches": 0, "start": None}
+            states = [{**state, **fresh} for state in states]
+        for single, state in zip(_single_loaders(loader), states, strict=False):
+            single.load_state_dict(state)
+        self._trainer.accelerator.read_checkpoint(self._directory, restore_random=True)
 
 
 def _loader_states(trainer: Trainer) -> list[dict[str, Any]]:
     loop = trainer.fit_loop
     return [] if loop is None else [loader.state_dict() for loader in _single_loaders(loop.loader)]
-
-
-def _restore_loaders(trainer: Trainer, states: list[dict[str, Any]]) -> None:
-    progress, loop = trainer.progress, trainer.fit_loop
-    assert loop is not None
-    if progress.batches_in_epoch >= trainer.num_training_batches:
-        # The checkpoint was written after an epoch's last batch: the next epoch begins.
-        progress.epoch += 1
-        progress.batches_in_epoch = 0
-        return
-    for loader, state in zip(_single_loaders(loop.loader), states, strict=False):
-        loader.load_state_dict(state)
 
 
 def _single_loaders(loader: Any) -> list[Any]:

@@ -94,7 +94,6 @@ class EvaluationLoop:
         trainer, hooks, stage = self._trainer, self._hooks, self._stage
         loaders = self.load()
         limits = [min(limit, FOREVER if at_most is None else at_most) for limit in self._limits]
-        hooks.call(f"on_{stage}_model_zero_grad")
         with _evaluating(self._task, stage, trainer):
             trainer.logged.enter(self._in_epoch)
             hooks.call(f"on_{stage}_start")
@@ -108,6 +107,7 @@ class EvaluationLoop:
             results += trainer.finish_logged_epoch(self._in_epoch.stage, keep)
             if keep:
                 trainer.write_epoch_values(results)
+            trainer.logged.enter(LogScope(f"in on_{stage}_end", None))
             hooks.call(f"on_{stage}_end")
         return _by_loader(results, len(loaders))
 

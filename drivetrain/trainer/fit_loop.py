@@ -12,7 +12,7 @@ from drivetrain.data import CombinedLoader, PreparedLoader
 from drivetrain.runtime.errors import ConfigurationError, DataError
 from drivetrain.trainer.evaluation_loop import EvaluationLoop
 from drivetrain.trainer.loaders import LoaderSource, batches_to_run, length_of
-from drivetrain.trainer.logged_values import TRAIN_EPOCH, TRAIN_STEP, to_numbers
+from drivetrain.trainer.logged_values import MONITORING, TRAIN_END, TRAIN_EPOCH, TRAIN_STEP, to_numbers
 from drivetrain.trainer.optimization_step import EpochSkipped, MicroBatch, OptimizationStep
 from drivetrain.trainer.stopping import StopAgreement
 
@@ -48,9 +48,10 @@ class FitLoop:
         self._validate_after: timedelta | None = None
         self._started = time.monotonic()
         self._validated_at = self._started
-        self._next_log = 0
-        self._next_look = 0
-        self._validated_this_epoch = False
+        self._next_log: float = 0
+        self._next_look: float = 0
+        self._next_talk: float = 0
+        self._validated_at_end = False
         self._size_up()
 
     @property
@@ -66,7 +67,7 @@ class FitLoop:
         self._hooks.call("on_train_start")
         while not self._is_done():
             self.run_epoch()
-        trainer.logged.enter(TRAIN_EPOCH)
+        trainer.logged.enter(TRAIN_END)
         self._hooks.call("on_train_end")
 
     def run_epoch(self) -> None:
@@ -74,36 +75,41 @@ class FitLoop:
         trainer, progress, step = self._trainer, self._progress, self._step
         self._reload()
         self._loader.set_epoch(progress.epoch)
-        self._validated_this_epoch = False
+        self._validated_at_end = False
         trainer.logged.enter(TRAIN_EPOCH)
         self._hooks.call("on_train_epoch_start")
         trainer.logged.enter(TRAIN_STEP)
-        self._agreement.start(progress.global_step)
-        self._plan(progress.global_step)
+        self._agreement.start(progress.total_batches)
+        self._plan()
         windows = self._windows()
         next_validation = self._next_validation()
+        finished = skipped = False
         try:
             for window in windows:
                 step.run(window)
-                done = window[-1].batch_idx + 1
-                progress.batches_in_epoch = done
-                progress.total_batches += len(window)
-                if progress.global_step >= self._next_look:
+                if progress.global_step >= self._next_look or progress.total_batches >= self._next_talk:
                     self._look()
-                if done >= next_validation:
+                if progress.batches_in_epoch >= next_validation:
                     next_validation = self._next_validation()
-                    self._validate()
+                    self._validate(at_end=self._is_last(window))
                 if trainer.should_stop and self._may_stop_here():
+                    finished = self._is_last(window)
                     break
+            else:
+                finished = True
         except EpochSkipped:
-            pass
+            finished = skipped = True
         finally:
             windows.close()
             trainer.batch_info = trainer.batch = None
             trainer.logged.skips = False
-        if progress.batches_in_epoch == 0:
+        if progress.batches_in_epoch == 0 and not skipped:
             raise DataError("The training loader gave no batch in a whole epoch. Check the dataset and its filters.")
-        self._end_epoch()
+        self._end_epoch(finished)
+
+    def _is_last(self, window: list[MicroBatch]) -> bool:
+        """Whether an epoch ends with these micro-batches."""
+        return window[-1].info.last or self._progress.batches_in_epoch >= self._limit
 
     def _windows(self) -> Generator[list[MicroBatch], None, None]:
         """The epoch's micro-batches, as many as make one optimizer step at a time."""
@@ -127,15 +133,14 @@ class FitLoop:
 
     # what a step does not have to know
 
-    def _plan(self, step: int) -> None:
-        """Find the next step at which there is anything to do beside training."""
-        trainer = self._trainer
+    def _plan(self) -> None:
+        """Find the next step, and the next number of batches, at which there is anything to do beside training."""
+        trainer, step = self._trainer, self._progress.global_step
         every = trainer.log_every_n_steps
-        self._next_log = (step // every + 1) * every if every and trainer.loggers else FOREVER  # type: ignore[assignment]
-        looks = [self._next_log, self._agreement.next_step if self._watches() else FOREVER]
-        if trainer.max_steps >= 0:
-            looks.append(trainer.max_steps)
-        self._next_look = min(looks)  # type: ignore[assignment]
+        self._next_log = (step // every + 1) * every if every and trainer.loggers else FOREVER
+        self._next_look = min(self._next_log, trainer.max_steps if trainer.max_steps >= 0 else FOREVER)
+        # Not counted in steps, of which there may be none: all may overflow, or be left out.
+        self._next_talk = self._agreement.next_batch if self._watches() else FOREVER
 
     def _watches(self) -> bool:
         """Whether clocks or peers may have something to say between validations."""
@@ -148,21 +153,22 @@ class FitLoop:
         step = progress.global_step
         if step >= self._next_log:
             self._write_step_values()
-        if self._watches() and step >= self._agreement.next_step:
+        if progress.total_batches >= self._next_talk:
             now = time.monotonic()
             late = trainer.max_time is not None and now - self._started >= trainer.max_time.total_seconds()
             due = self._validate_after is not None and now - self._validated_at >= self._validate_after.total_seconds()
             stop, interrupted, late, due = self._agreement.agree(
-                step, (trainer.should_stop_here, trainer.interruption.requested, late, due)
+                progress.total_batches, (trainer.should_stop, trainer.interruption.requested, late, due)
             )
-            trainer.should_stop = trainer.should_stop_agreed = stop or interrupted or late
+            if stop or interrupted or late:
+                trainer.should_stop = trainer.should_stop_agreed = True
             trainer.interrupted = trainer.interrupted or interrupted
             trainer.stopped_by_time = trainer.stopped_by_time or late
-            if due:
+            if due and self._is_validation_epoch():
                 self._validate()
         if 0 <= trainer.max_steps <= step:
             trainer.should_stop_agreed = trainer.should_stop = True
-        self._plan(step)
+        self._plan()
 
     def _write_step_values(self) -> None:
         trainer = self._trainer
@@ -203,16 +209,20 @@ class FitLoop:
         every = self._trainer.check_val_every_n_epoch
         return every is None or (self._progress.epoch + 1) % every == 0
 
-    def _validate(self) -> None:
+    def _validate(self, at_end: bool = False) -> None:
         if self._validation is None:
             return
         trainer = self._trainer
+        assert trainer.task is not None
         batch, info = trainer.batch, trainer.batch_info
-        if self._progress.batches_in_epoch >= self._limit:
-            trainer.update_epoch_schedulers(plateau=False)
+        if at_end:
+            self._validated_at_end = True
+            self._step_epoch_schedulers()
+        trainer.task.on_validation_model_zero_grad()
+        trainer.stage = "validate"
         self._validation.run()
+        trainer.stage = "train"
         self._validated_at = time.monotonic()
-        self._validated_this_epoch = True
         self._progress.validations += 1
         trainer.batch, trainer.batch_info = batch, info
         trainer.logged.enter(TRAIN_STEP)
@@ -222,41 +232,46 @@ class FitLoop:
         """Let a callback's wish to stop hold for all processes, where all are at the same place anyway."""
         trainer = self._trainer
         (stop, interrupted) = self._agreement.agree(
-            self._progress.global_step, (trainer.should_stop, trainer.interruption.requested)
+            self._progress.total_batches, (trainer.should_stop, trainer.interruption.requested)
         )
         trainer.interrupted = trainer.interrupted or interrupted
-        trainer.should_stop = trainer.should_stop_agreed = stop or interrupted
-        self._plan(self._progress.global_step)
+        if stop or interrupted:
+            trainer.should_stop = trainer.should_stop_agreed = True
+        self._plan()
 
     # the end of an epoch
 
-    def _end_epoch(self) -> None:
+    def _end_epoch(self, finished: bool) -> None:
         trainer, progress = self._trainer, self._progress
-        finished = progress.batches_in_epoch >= self._limit or not trainer.should_stop
-        if finished and not (self._validated_this_epoch and self._at_validation_point()):
-            if self._validates_at_epoch_end():
-                self._validate()
-            else:
-                trainer.update_epoch_schedulers(plateau=False)
+        if finished and self._validates_at_epoch_end():
+            self._validate(at_end=True)
+        if finished:
+            self._step_epoch_schedulers()
         trainer.logged.enter(TRAIN_EPOCH)
         trainer.finish_logged_epoch("train")
         for hook in self._hooks.find_early("on_train_epoch_end"):
             hook()
         trainer.finish_logged_epoch("train")
+        if finished:
+            trainer.update_epoch_schedulers(plateau=True)
+        trainer.logged.enter(MONITORING)
         for hook in self._hooks.find_late("on_train_epoch_end"):
             hook()
         if finished:
-            trainer.update_epoch_schedulers(plateau=True)
-            progress.epoch += 1
-            progress.batches_in_epoch = 0
+            progress.begin_epoch(progress.epoch + 1)
         self._agree_now()
 
-    def _at_validation_point(self) -> bool:
-        return self._validate_every != FOREVER and self._progress.batches_in_epoch % self._validate_every == 0
+    def _step_epoch_schedulers(self) -> None:
+        """Step the schedulers that follow epochs and watch no value; once, before the epoch's last validation."""
+        if not self._progress.epoch_over:
+            self._progress.epoch_over = 1
+            self._trainer.update_epoch_schedulers(plateau=False)
 
     def _validates_at_epoch_end(self) -> bool:
         """Whether validation comes at the end of the epoch: where no interval was asked for."""
-        if self._validation is None or not self._is_validation_epoch() or self._validate_after is not None:
+        if self._validated_at_end or self._validation is None or not self._is_validation_epoch():
+            return False
+        if self._validate_after is not None:
             return False
         return self._validate_every == FOREVER and self._trainer.check_val_every_n_epoch is not None
 
@@ -275,8 +290,8 @@ class FitLoop:
     # the loader
 
     def _reload(self) -> None:
-        every = self._trainer.reload_dataloaders_every_n_epochs
-        if every and self._progress.epoch and self._progress.epoch % every == 0:
+        every, progress = self._trainer.reload_dataloaders_every_n_epochs, self._progress
+        if every and progress.epoch and progress.epoch % every == 0 and not progress.batches_in_epoch:
             self._trainer.accelerator.forget_loader(self._loader)
             self._loader = self._source.prepare_training()
             self._size_up()

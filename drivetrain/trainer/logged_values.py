@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from numbers import Number
 from typing import Any, NamedTuple
@@ -45,11 +46,14 @@ class LogScope:
 NOWHERE = LogScope("outside of the loop", None)
 TRAIN_STEP = LogScope("train", True, False, has_batch=True)
 TRAIN_EPOCH = LogScope("train", False, True)
+TRAIN_END = LogScope("in on_train_end", None)
+MONITORING = LogScope("in on_train_epoch_end of a callback with a `monitor`, which reads what the others logged", None)
+SAVING = LogScope("in on_save_checkpoint", None)
 VALIDATE_STEP = LogScope("validate", False, True, has_batch=True)
 VALIDATE_EPOCH = LogScope("validate", False, True)
 TEST_STEP = LogScope("test", False, True, has_batch=True)
 TEST_EPOCH = LogScope("test", False, True)
-PREDICT = LogScope("predict", None)
+PREDICT = LogScope("in predict", None)
 
 
 class LoggedValue:
@@ -226,6 +230,16 @@ class LoggedValues:
         self.dataloader_idx = dataloader_idx
         self._current = self._by_loader.setdefault((scope.stage, dataloader_idx), {})
 
+    @contextmanager
+    def forbidden(self, scope: LogScope) -> Iterator[None]:
+        """Let nothing be logged in the body; then go on as before."""
+        before = self.scope, self.dataloader_idx
+        self.enter(scope)
+        try:
+            yield
+        finally:
+            self.enter(*before)
+
     def log(self, name: str, value: Any, arguments: Arguments, batch_size: int | None) -> None:
         """Keep one value.
 
@@ -269,7 +283,8 @@ class LoggedValues:
         if scope.on_step is None:
             raise ConfigurationError(
                 f"self.log({name!r}, ...) cannot be called here ({scope.stage}): there is no step or epoch that "
-                "the value belongs to. Log in a training, validation or test hook."
+                "the value belongs to. Log in a step, or in a hook between the start of training or evaluation and "
+                "the end of its epoch."
             )
         known = self._current.get(name)
         if known is not None:
@@ -369,18 +384,26 @@ class LoggedValues:
         local = {name: entry.portable() for name, entry in fresh.items()}
         everyone: list[dict[str, Any]] = gather_object([local])
         results: list[EpochValue] = []
+        computed: list[Any] = []
         for name in dict.fromkeys(name for each in everyone for name in each):
             parts = [each[name] for each in everyone if name in each]
             metric = _find_metric(task, parts[0]["metric"])
             value: Value | None
             if metric is not None:
                 value = _computed(name, metric)
-                metric.reset()
+                computed.append(metric)
             else:
                 value = _reduced(fresh.get(name), local.get(name), parts)
             if value is not None:
                 first = parts[0]
                 results.append(EpochValue(name, first["epoch_name"], first["prog_bar"], first["logger"], value))
+        # Only now: metrics of one collection may share their states.
+        for metric in computed:
+            metric.reset()
+        for entry in self._tables[stage].values():
+            if entry.metric is not None and entry.fresh and not entry.on_epoch:
+                entry.metric.reset()
+                entry.fresh = False
         if keep:
             for result in results:
                 self._epoch[result.epoch_name] = self._epoch[result.name] = result.value

@@ -15,6 +15,7 @@ from drivetrain.runtime.errors import ConfigurationError
 from drivetrain.strategies import StepModule
 from drivetrain.strategies.precision import Precision, overrides
 from drivetrain.trainer.hooks import Hooks, is_overridden
+from drivetrain.trainer.metric_state import untouched_metrics
 from drivetrain.trainer.task import Task
 
 if TYPE_CHECKING:
@@ -79,6 +80,7 @@ class OptimizationStep:
         self._remaining = 1
         self._has_gradients = False
         self._announces = True
+        self._announced: MicroBatch | None = None
         self._stepped = False
 
     def run(self, window: Sequence[MicroBatch]) -> bool:
@@ -102,9 +104,11 @@ class OptimizationStep:
             self._stepped = False
             outputs = self._forward_backward(self._model, self._run_microbatch, window)
             stepped = self._stepped if not self._automatic else self._has_gradients and self._step_all()
-        trainer = self._trainer
+        trainer, progress = self._trainer, self._trainer.progress
+        progress.batches_in_epoch = window[-1].batch_idx + 1
+        progress.total_batches += len(window)
         if stepped:
-            trainer.progress.global_step += 1
+            progress.global_step += 1
             if trainer.steps_schedulers:
                 trainer.update_step_schedulers()
         if self._on_batch_end:
@@ -121,15 +125,18 @@ class OptimizationStep:
         trainer = self._trainer
         trainer.batch_info = info
         trainer.batch = batch
-        if self._announces:
-            for hook in self._on_batch_start:
-                if hook(batch, index) == SKIP_EPOCH:
-                    raise EpochSkipped
+        if self._on_batch_start and self._announces and microbatch is not self._announced:
+            self._announce(microbatch)
         weight = 1.0 / self._window_size
         if self._processes > 1:
             weight *= self._share_of_rows(info)
-        trainer.logged.skips = weight == 0.0
-        output = self._training_step(batch, index)
+        if weight:
+            trainer.logged.skips = False
+            output = self._training_step(batch, index)
+        else:
+            trainer.logged.skips = True
+            with untouched_metrics(self._task):
+                output = self._training_step(batch, index)
         if self._automatic:
             loss = output if isinstance(output, Tensor) else self._loss_of(output)
             if loss is not None:
@@ -138,6 +145,11 @@ class OptimizationStep:
         if self._on_batch_end and self._remaining and self._announces:
             self._end_batch(output, microbatch)
         return output
+
+    def _announce(self, microbatch: MicroBatch) -> None:
+        for hook in self._on_batch_start:
+            if hook(microbatch.batch, microbatch.batch_idx) == SKIP_EPOCH:
+                raise EpochSkipped
 
     def _backward_of(self, loss: Tensor) -> None:
         if not self._has_gradients:
@@ -148,7 +160,11 @@ class OptimizationStep:
         if self._on_before_backward:
             for hook in self._on_before_backward:
                 hook(loss)
-        self._backward(loss)
+        try:
+            self._backward(loss)
+        except RuntimeError as error:
+            self._explain(loss, error)
+            raise
         if self._on_after_backward:
             for hook in self._on_after_backward:
                 hook()
@@ -179,6 +195,9 @@ class OptimizationStep:
         outputs: list[Any] = []
         before = self._trainer.progress.global_step
         stepped = False
+        self._trainer.batch, self._trainer.batch_info = window[0].batch, window[0].info
+        self._announce(window[0])
+        self._announced = window[0]
         for position, optimizer in enumerate(self._trainer.task_optimizers):
 
             def compute_gradients(optimizer: Any = optimizer, position: int = position) -> Any:
@@ -215,6 +234,20 @@ class OptimizationStep:
             f"{type(self._task).__name__}.training_step returned {given}. Return the loss as a scalar tensor, a dict "
             "with it under 'loss', or None to leave the batch out."
         )
+
+    def _explain(self, loss: Tensor, error: RuntimeError) -> None:
+        """Say in other words what torch means where it cannot differentiate what `training_step` returned."""
+        step = f"{type(self._task).__name__}.training_step"
+        if loss.numel() != 1:
+            raise ConfigurationError(
+                f"{step} returned a tensor of shape {tuple(loss.shape)}. Return one number, such as loss.mean()."
+            ) from error
+        if not loss.requires_grad:
+            raise ConfigurationError(
+                f"{step} returned a loss that depends on no parameter that can be trained, so nothing can be learned "
+                "from it. Compute it from the task's modules, without detach(), item() or no_grad(); or return None "
+                "to leave the batch out."
+            ) from error
 
     def _nothing(self) -> Tensor | None:
         """What stands for the loss of a batch left out: gradients of zero, where peers wait for this process's."""

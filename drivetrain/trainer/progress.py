@@ -15,6 +15,7 @@ class Progress:
         batches_in_epoch: batches of this process consumed in the epoch under way.
         total_batches: batches of this process consumed in all.
         validations: validation runs finished.
+        epoch_over: 1 once the epoch's schedulers have stepped, so that a run resumed here begins the next epoch.
     """
 
     global_step: int = 0
@@ -22,6 +23,12 @@ class Progress:
     batches_in_epoch: int = 0
     total_batches: int = 0
     validations: int = 0
+    epoch_over: int = 0
+
+    def begin_epoch(self, epoch: int) -> None:
+        """Stand before an epoch's first batch."""
+        self.epoch = epoch
+        self.batches_in_epoch = self.epoch_over = 0
 
     def state_dict(self) -> dict[str, int]:
         """The counters."""

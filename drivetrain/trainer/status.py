@@ -144,21 +144,16 @@ class TrainerStatus:
         """Batches of each loader to predict."""
         return self.num_evaluation_batches.get("predict", [])
 
-    @property
-    def should_stop_here(self) -> bool:
-        """Whether this process wishes to stop."""
-        return self.should_stop
-
     # stages
 
     @property
     def training(self) -> bool:
-        """Whether `fit` is in its training loop."""
+        """Whether `fit` is training, not in a validation within."""
         return self.stage == "train"
 
     @property
     def validating(self) -> bool:
-        """Whether `validate` runs."""
+        """Whether a validation runs, in `fit` or in `validate`; not in the sanity check."""
         return self.stage == "validate" and not self.sanity_checking
 
     @property

@@ -25,9 +25,9 @@ class StopAgreement:
     """Lets every process stop at the same step.
 
     In a world of one a wish to stop holds at once, and only the clock is looked at now and then. Among several
-    processes a wish of any of them holds for all,
-    but they talk about it only about once a second: each time, they also agree at which step to talk next, from
-    the main process's speed, so that a step itself exchanges nothing and no clock decides on one process alone.
+    processes a wish of any of them holds for all, but they talk about it only about once a second: each time, they
+    also agree after which batch to talk next, from the main process's speed, so that a step itself exchanges nothing
+    and no clock decides on one process alone.
 
     Args:
         world_size: number of processes.
@@ -36,35 +36,34 @@ class StopAgreement:
     def __init__(self, world_size: int) -> None:
         self._world_size = world_size
         self._last = time.monotonic()
-        self._last_step = 0
-        self.next_step = 0
+        self._last_batch = 0
+        self.next_batch = 0
 
-    def start(self, step: int) -> None:
-        """Begin at a step."""
-        self._last, self._last_step = time.monotonic(), step
-        self.next_step = step + 1
+    def start(self, batches: int) -> None:
+        """Begin after so many batches."""
+        self._last, self._last_batch = time.monotonic(), batches
+        self.next_batch = batches + 1
 
-    def agree(self, step: int, wishes: tuple[bool, ...]) -> tuple[bool, ...]:
-        """Exchange wishes; call it on all processes at the same step.
+    def agree(self, batches: int, wishes: tuple[bool, ...]) -> tuple[bool, ...]:
+        """Exchange wishes; call it on all processes after the same batch.
 
         Args:
-            step: the global step.
+            batches: how many there were so far.
             wishes: what this process wants, such as (stop, interrupted, validate).
 
         Returns:
             For each, whether any process wants it.
         """
         now = time.monotonic()
-        steps = max(1, step - self._last_step)
-        per_step = max((now - self._last) / steps, 1e-6)
+        per_batch = max((now - self._last) / max(1, batches - self._last_batch), 1e-6)
         pause = CLOCK_SECONDS if self._world_size == 1 else AGREEMENT_SECONDS
-        ahead = max(1, min(1000, int(pause / per_step)))
-        self._last, self._last_step = now, step
+        ahead = max(1, min(1000, int(pause / per_batch)))
+        self._last, self._last_batch = now, batches
         if self._world_size == 1:
-            self.next_step = step + ahead
+            self.next_batch = batches + ahead
             return wishes
         everyone: list[Any] = gather_object([(ahead, wishes)])
-        self.next_step = step + everyone[0][0]
+        self.next_batch = batches + everyone[0][0]
         return tuple(any(flags) for flags in zip(*(each[1] for each in everyone), strict=True))
 
 

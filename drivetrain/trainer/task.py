@@ -64,9 +64,11 @@ class Task(nn.Module):
         super().__init__()
         self._trainer: Trainer | None = None
         self._hparams = HyperParameters()
+        # By identity: torchmetrics objects hash by their state. Holding them keeps each id from being used again.
+        self._metric_paths: dict[int, tuple[nn.Module, str]] = {}
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_trainer": None}
+        return {**self.__dict__, "_trainer": None, "_metric_paths": {}}
 
     # the steps
 
@@ -172,12 +174,18 @@ class Task(nn.Module):
 
     def log_dict(self, dictionary: Mapping[str, Any], *args: Any, **kwargs: Any) -> None:
         """Log several values with the same arguments; also a torchmetrics `MetricCollection`."""
-        for name, value in dictionary.items():
+        # The metrics of a collection may share their states; without this, each call would copy them.
+        options: dict[str, Any] = {"copy_state": False} if isinstance(dictionary, nn.Module) else {}
+        for name, value in dictionary.items(**options):
             self.log(name, value, *args, **kwargs)
 
     def _path_of(self, module: nn.Module) -> str:
+        known = self._metric_paths.get(id(module))
+        if known is not None:
+            return known[1]
         for name, found in self.named_modules():
             if found is module:
+                self._metric_paths[id(module)] = (module, name)
                 return str(name)
         raise ConfigurationError(
             f"The {type(module).__name__} given to log() is not part of the task. Keep it as an attribute "
@@ -498,7 +506,9 @@ class Task(nn.Module):
         """Called before clipping and stepping, with gradients at their true size."""
 
     def on_validation_model_zero_grad(self) -> None:
-        """Called before validation, in the midst of training."""
+        """Free the gradients before a validation in `fit`; a task that optimizes by hand may count on them."""
+        if self.automatic_optimization:
+            self.zero_grad()
 
     def on_validation_model_eval(self) -> None:
         """Switch to evaluation for validation."""

@@ -23,13 +23,13 @@ from drivetrain.strategies import StepModule, Strategy
 from drivetrain.strategies.precision import Precision
 from drivetrain.trackers import Tracker
 from drivetrain.trainer import arguments
-from drivetrain.trainer.checkpoint_state import restore_run, run_state
+from drivetrain.trainer.checkpoint_state import SavedRun, run_state
 from drivetrain.trainer.data_module import DataModule
 from drivetrain.trainer.evaluation_loop import EvaluationLoop
 from drivetrain.trainer.fit_loop import FitLoop
 from drivetrain.trainer.hooks import Hooks, call_setup_hooks, call_teardown_hooks
 from drivetrain.trainer.loaders import LoaderSource
-from drivetrain.trainer.logged_values import NOWHERE, EpochValue, LoggedValues, to_numbers
+from drivetrain.trainer.logged_values import NOWHERE, SAVING, EpochValue, LoggedValues, to_numbers
 from drivetrain.trainer.optimization_step import OptimizationStep
 from drivetrain.trainer.optimizers import SchedulerConfig, TaskOptimizer, parse_configured_optimizers
 from drivetrain.trainer.prediction_loop import PredictionLoop
@@ -267,11 +267,19 @@ class Trainer(TrainerStatus):
         self._set_up(task, "fit")
         with self.strategy.init_context():
             task.configure_model()
-        arguments.check_training_step(task)
+        arguments.check_training_step(task, self.accumulate_grad_batches, self.gradient_clip_val)
+        saved = None if ckpt_path is None else SavedRun(self, self._checkpoint_path(ckpt_path))
+        if saved is not None:
+            saved.tell()
         self._configure_optimizers(task)
         self._place(task, [optimizer.optimizer for optimizer in self.task_optimizers])
         assert self.model is not None
+        if saved is not None:
+            saved.restore_weights()
+        self.progress.begin_epoch(self.progress.epoch)
         self.hooks.call("on_fit_start")
+        if saved is not None:
+            saved.restore_training()
         self._log_hyper_parameters(task)
         training_model = self.strategy.training_model(self.model, task.automatic_optimization)
         self._step = OptimizationStep(self, task, training_model, self.hooks)
@@ -281,8 +289,8 @@ class Trainer(TrainerStatus):
         task.train()
         self.stage = "train"
         self.fit_loop = FitLoop(self, self._step, training, validation)
-        if ckpt_path is not None:
-            restore_run(self, self._checkpoint_path(ckpt_path))
+        if saved is not None:
+            saved.restore_position(self.fit_loop.loader)
         self.fit_loop.run()
         self.hooks.call("on_fit_end")
 
@@ -343,7 +351,7 @@ class Trainer(TrainerStatus):
                 )
             self._place_for_evaluation(task)
             if ckpt_path is not None:
-                restore_run(self, self._checkpoint_path(ckpt_path), weights_only=True)
+                SavedRun(self, self._checkpoint_path(ckpt_path)).restore_for_evaluation()
             assert self.model is not None
             self.logged.start(("validate" if stage == "validation" else "test",))
             limit = self.limit_val_batches if kind == "val" else self.limit_test_batches
@@ -396,7 +404,7 @@ class Trainer(TrainerStatus):
                 )
             self._place_for_evaluation(task)
             if ckpt_path is not None:
-                restore_run(self, self._checkpoint_path(ckpt_path), weights_only=True)
+                SavedRun(self, self._checkpoint_path(ckpt_path)).restore_for_evaluation()
             assert self.model is not None
             self.stage = "predict"
             return PredictionLoop(self, task, self.model, source, return_predictions).run()
@@ -437,7 +445,7 @@ class Trainer(TrainerStatus):
                 tracker.save()
         if self.fit_loop is not None:
             self.accelerator.forget_loader(self.fit_loop.loader)
-        self.stage = None
+        self.stage, self.sanity_checking = None, False
 
     def _on_interruption(self) -> None:
         """At Ctrl-C: stop after this step; several processes first agree on which."""
@@ -589,7 +597,9 @@ class Trainer(TrainerStatus):
             filepath: the checkpoint's directory, which appears complete or not at all.
             weights_only: leave out everything but the weights and hyper-parameters.
         """
-        self.accelerator.write_checkpoint(Path(filepath), run_state(self, weights_only))
+        with self.logged.forbidden(SAVING):
+            state = run_state(self, weights_only)
+        self.accelerator.write_checkpoint(Path(filepath), state)
 
     def _checkpoint_path(self, given: str | os.PathLike[str]) -> Path:
         if given in ("best", "last"):
