@@ -118,7 +118,7 @@ class TQDMProgressBar(Callback):
     def on_train_epoch_start(self, trainer: Trainer, task: Task) -> None:
         last = trainer.max_epochs
         of = f"/{last - 1}" if last is not None and last > 0 else ""
-        epoch = Stage(f"Epoch {trainer.current_epoch}{of}", [trainer.num_training_batches])
+        epoch = Stage(f"Epoch {trainer.current_epoch}{of}", [trainer.num_training_batches], is_epoch=True)
         if self._stages and not self.leave:
             epoch.bar = self._stages.pop().bar  # goes on in its place
         else:
@@ -209,8 +209,8 @@ class TQDMProgressBar(Callback):
         self._due = perf_counter() + self._display.refresh_seconds
 
     def _values(self, trainer: Trainer) -> dict[str, float]:
-        # What is logged does not change while a part of something larger runs.
-        return {} if self._stage.passing else to_numbers(trainer.progress_bar_metrics)
+        # In an evaluation they would be those of the training before it.
+        return to_numbers(trainer.progress_bar_metrics) if self._stage.is_epoch else {}
 
     def _end(self, trainer: Trainer) -> None:
         """Show how the innermost stage ended, and return to the one around it."""

@@ -24,15 +24,17 @@ class Stage:
         done: Batches done of the current loader.
         loader: The number of the current loader.
         passing: Whether it is shown only while it runs, as a part of something larger.
+        is_epoch: Whether it is a training epoch, which values are logged in.
         depth: In how many other stages it runs.
     """
 
-    __slots__ = ("bar", "depth", "done", "loader", "passing", "paused", "sizes", "started", "title")
+    __slots__ = ("bar", "depth", "done", "is_epoch", "loader", "passing", "paused", "sizes", "started", "title")
 
-    def __init__(self, title: str, sizes: Sequence[float] = (), passing: bool = False) -> None:
+    def __init__(self, title: str, sizes: Sequence[float] = (), passing: bool = False, is_epoch: bool = False) -> None:
         self.title = title
         self.sizes = sizes
         self.passing = passing
+        self.is_epoch = is_epoch
         self.depth = 0
         self.done = 0
         self.loader = 0

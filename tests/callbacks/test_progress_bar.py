@@ -19,7 +19,7 @@ import torch
 from drivetrain.callbacks import TQDMProgressBar
 from drivetrain.callbacks.progress_display import LineDisplay, Stage, to_numbers
 from drivetrain.runtime.errors import ConfigurationError
-from tests.callbacks.tasks import Scripted, fit
+from tests.callbacks.tasks import Scripted, fit, numbers
 from tests.pool import run_in_processes
 
 
@@ -173,3 +173,16 @@ def run_on_processes(root: str) -> None:
 def test_only_the_main_process_shows_progress(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run_in_processes(run_on_processes, args=(str(tmp_path),))
     assert capsys.readouterr().out.count("Epoch 0/0:") == 1
+
+
+def test_a_test_after_training_does_not_show_the_values_of_the_training(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    class Tested(Scripted):
+        def test_step(self, batch: list[torch.Tensor], batch_idx: int) -> None:
+            self.log("test_loss", 1.0)
+
+    task = Tested([1.0])
+    trainer = fit(task, tmp_path, 1, [TQDMProgressBar()], enable_progress_bar=True)
+    trainer.test(task, numbers(8, 4), verbose=False)
+    assert re.fullmatch(r"Test: 2 batches in [\d.]+ s \([\d.e+]+ it/s\)", capsys.readouterr().out.splitlines()[-1])
