@@ -5,7 +5,7 @@ from __future__ import annotations
 from drivetrain.data.batch_info import ActiveLoaders, BatchInfo
 from drivetrain.data.combined import CombinedLoader
 from drivetrain.data.configuration import DataLoaderConfiguration, DataShard, TailPolicy
-from drivetrain.data.loader import PreparedLoader, prepare_loader, skip_first_batches
+from drivetrain.data.loader import PreparedLoader, SkippingLoader, prepare_loader, skip_first_batches
 from drivetrain.data.permutation import PermutationSampler
 
 __all__ = [
@@ -16,6 +16,7 @@ __all__ = [
     "DataShard",
     "PermutationSampler",
     "PreparedLoader",
+    "SkippingLoader",
     "TailPolicy",
     "prepare_loader",
     "skip_first_batches",

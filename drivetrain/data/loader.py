@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
@@ -63,7 +62,6 @@ class PreparedLoader:
         self._exhausted = False
         self._reached: BatchInfo | None = None  # the last batch of an iteration that was left early
         self._resume: Position | None = None
-        self._skip_always = 0
         self._start: EpochStart | None = None
         self._forwarded: list[tuple[Any, int]] = []  # the epochs that were given to samplers
 
@@ -71,7 +69,7 @@ class PreparedLoader:
 
     def __iter__(self) -> Iterator[Any]:
         self._begin_epoch()
-        position = self._resume or Position(batches=self._skip_always * self._layout.group_size)
+        position = self._resume or Position()
         self._resume = self._reached = None
         self._exhausted = False
         opened = self._reader.open(self._epoch, position)
@@ -102,7 +100,7 @@ class PreparedLoader:
 
     def __len__(self) -> int:
         """Batches of this process in an epoch."""
-        return max(0, len(self._reader) - self._skip_always)
+        return len(self._reader)
 
     @property
     def remaining(self) -> int | None:
@@ -179,6 +177,17 @@ class PreparedLoader:
         self._forwarded = [(target, self._epoch) for target in targets[1:]]
 
     # position
+
+    @property
+    def reached_end(self) -> bool:
+        """Whether the last batch of the epoch has been handed out, so that nothing is left to resume in it."""
+        reached = self.current or self._reached
+        return self._exhausted or (reached is not None and reached.last)
+
+    @property
+    def resumes(self) -> bool:
+        """Whether the next iteration begins at a position that was loaded or skipped to."""
+        return self._resume is not None
 
     def skip(self, num_batches: int) -> None:
         """Begin the next iteration, and only this one, after so many of this process's batches.
@@ -271,6 +280,38 @@ class PreparedLoader:
         return f"PreparedLoader({type(self.loader).__name__}, part {shard.index} of {shard.count}, epoch {self._epoch})"
 
 
+class SkippingLoader:
+    """A prepared loader whose iterations begin after its first batches; made by `skip_first_batches`.
+
+    It has no state: the epoch, the position and all attributes are those of the loader that it skips in, so that an
+    epoch that was resumed through it counts, and is saved, as that loader's.
+
+    Attributes:
+        whole: The prepared loader.
+        count: How many of this process's batches are left out.
+    """
+
+    def __init__(self, whole: PreparedLoader, count: int) -> None:
+        self.whole = whole
+        self.count = count
+
+    def __iter__(self) -> Iterator[Any]:
+        if not self.whole.resumes:  # a position that was loaded is where the skipping would lead, and exact
+            self.whole.skip(self.count)
+        return iter(self.whole)
+
+    def __len__(self) -> int:
+        return max(0, len(self.whole) - self.count)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") or name == "whole":
+            raise AttributeError(name)
+        return getattr(self.whole, name)
+
+    def __repr__(self) -> str:
+        return f"SkippingLoader({self.whole!r}, without its first {self.count} batches)"
+
+
 def prepare_loader(
     loader: Iterable[Any],
     *,
@@ -325,7 +366,7 @@ def prepare_loader(
     return PreparedLoader(loader, reader, layout, overlapped(place, device), active, seedable)
 
 
-def skip_first_batches(dataloader: Iterable[Any], num_batches: int = 0) -> PreparedLoader:
+def skip_first_batches(dataloader: Iterable[Any], num_batches: int = 0) -> SkippingLoader:
     """A loader that leaves out the first batches at every iteration, for the epoch in which a run resumes.
 
     Of a map-style dataset nothing is read that is skipped.
@@ -335,7 +376,8 @@ def skip_first_batches(dataloader: Iterable[Any], num_batches: int = 0) -> Prepa
         num_batches: How many of this process's batches to skip.
 
     Returns:
-        A new loader; the one given is not changed.
+        A view of the loader, whose epochs and position it shares: after the epoch that was resumed, iterate the loader
+        itself.
 
     Example:
         ```python
@@ -343,10 +385,10 @@ def skip_first_batches(dataloader: Iterable[Any], num_batches: int = 0) -> Prepa
             ...
         ```
     """
-    prepared = prepare_loader(dataloader, shard=DataShard())
-    skipping = copy.copy(prepared)
-    skipping._skip_always += _checked_count(num_batches)
-    return skipping
+    count = _checked_count(num_batches)
+    if isinstance(dataloader, SkippingLoader):
+        return SkippingLoader(dataloader.whole, dataloader.count + count)
+    return SkippingLoader(prepare_loader(dataloader, shard=DataShard()), count)
 
 
 def _make_reader(loader: Any, layout: Layout, config: DataLoaderConfiguration, seed: int | None) -> Reader:
