@@ -116,7 +116,7 @@ class Strategy(ABC):
         """
         placed = self.place(model, precision)
         for optimizer in optimizers:
-            _move_optimizer_state(optimizer)
+            move_optimizer_state(optimizer)
         return placed, list(optimizers)
 
     def unwrap(self, model: nn.Module) -> nn.Module:
@@ -242,7 +242,7 @@ def require_single_process_group(name: str, environment: ProcessEnvironment) -> 
         )
 
 
-def _move_optimizer_state(optimizer: Optimizer) -> None:
+def move_optimizer_state(optimizer: Optimizer) -> None:
     """Bring state that was loaded before its parameters moved onto their device."""
     for parameter, state in optimizer.state.items():
         for key, value in state.items():

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import inspect
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -9,7 +11,7 @@ import torch.distributed as dist
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
 
-from drivetrain.runtime.errors import ConfigurationError, nearest
+from drivetrain.runtime.errors import ConfigurationError
 
 COMMUNICATION_HOOKS = ("fp16", "bf16", "powersgd")
 
@@ -41,20 +43,26 @@ def register_communication_hook(model: DistributedDataParallel, name: str, optio
         options: for PowerSGD, the arguments of torch's `PowerSGDState`.
 
     Raises:
-        ConfigurationError: no hook has this name, or it takes no options.
+        ConfigurationError: PowerSGD has no such option.
     """
-    if name not in COMMUNICATION_HOOKS:
-        raise ConfigurationError(
-            f"Unknown comm_hook {name!r}. Allowed: {', '.join(COMMUNICATION_HOOKS)}, or a function "
-            f"(state, bucket) -> Future.{nearest(name, COMMUNICATION_HOOKS)}"
-        )
     if name == "powersgd":
         settings = {"matrix_approximation_rank": 1, "start_powerSGD_iter": 2, **options}
-        state = powerSGD_hook.PowerSGDState(process_group=None, **settings)
+        try:
+            state = powerSGD_hook.PowerSGDState(process_group=None, **settings)
+        except TypeError as error:
+            allowed = [each for each in inspect.signature(powerSGD_hook.PowerSGDState).parameters if each[0] != "_"]
+            raise ConfigurationError(
+                f"comm_hook_options={options!r} do not suit PowerSGD ({error}). Allowed: {', '.join(allowed[1:])}."
+            ) from error
         model.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
         return
-    if options:
-        raise ConfigurationError(f"comm_hook={name!r} takes no options, got {sorted(options)}.")
-    # Torch compares a hook's annotations with its own classes, which strings never equal; a lambda has none.
-    hook = (lambda state, bucket: bf16_hook(state, bucket)) if name == "bf16" else default_hooks.fp16_compress_hook
-    model.register_comm_hook(None, hook)
+    register_function_hook(model, bf16_hook if name == "bf16" else default_hooks.fp16_compress_hook, None)
+
+
+def register_function_hook(model: DistributedDataParallel, hook: Callable[..., Any], state: Any) -> None:
+    """Register a function `(state, bucket) -> Future` with its state.
+
+    Torch compares a hook's annotations with its own classes, which those of a module with postponed annotations,
+    being strings, never equal; a lambda has none.
+    """
+    model.register_comm_hook(state, lambda state, bucket: hook(state, bucket))

@@ -6,6 +6,7 @@ import inspect
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
+from weakref import WeakSet
 
 import torch
 from torch import nn
@@ -13,12 +14,15 @@ from torch.distributed.algorithms.join import Join
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from drivetrain.runtime.errors import ConfigurationError
+from drivetrain.runtime.errors import ConfigurationError, nearest
 from drivetrain.runtime.state import PartialState
 from drivetrain.strategies.base import StepModule, Strategy
-from drivetrain.strategies.communication_hooks import COMMUNICATION_HOOKS, register_communication_hook
+from drivetrain.strategies.communication_hooks import (
+    COMMUNICATION_HOOKS,
+    register_communication_hook,
+    register_function_hook,
+)
 from drivetrain.strategies.precision import Precision
-
 
 # Torch 2.13 warns at the old name.
 _BROADCAST_BUFFERS = (
@@ -63,8 +67,11 @@ class DDP(Strategy):
             raise ConfigurationError(f"bucket_cap_mb must be positive, got {bucket_cap_mb}.")
         if isinstance(comm_hook, str) and comm_hook not in COMMUNICATION_HOOKS:
             raise ConfigurationError(
-                f"Unknown comm_hook {comm_hook!r}. Allowed: {', '.join(COMMUNICATION_HOOKS)}, or a function."
+                f"Unknown comm_hook {comm_hook!r}. Allowed: {', '.join(COMMUNICATION_HOOKS)}, or a function "
+                f"(state, bucket) -> Future.{nearest(comm_hook, COMMUNICATION_HOOKS)}"
             )
+        if comm_hook in (None, "fp16", "bf16") and comm_hook_options:
+            raise ConfigurationError(f"comm_hook={comm_hook!r} takes no options, got {sorted(comm_hook_options)}.")
         self.wrapper_options: dict[str, Any] = {
             "find_unused_parameters": find_unused_parameters,
             "static_graph": static_graph,
@@ -76,7 +83,7 @@ class DDP(Strategy):
         self.comm_hook = comm_hook
         self.comm_hook_options = dict(comm_hook_options or {})
         self.sync_batchnorm = sync_batchnorm
-        self._wrapped: list[DistributedDataParallel] = []
+        self._wrapped: WeakSet[DistributedDataParallel] = WeakSet()
 
     def setup(self, state: PartialState) -> None:
         """Take this process's place among its peers."""
@@ -101,8 +108,8 @@ class DDP(Strategy):
         if isinstance(self.comm_hook, str):
             register_communication_hook(wrapped, self.comm_hook, self.comm_hook_options)
         elif self.comm_hook is not None:
-            wrapped.register_comm_hook(self.comm_hook_options.get("state"), self.comm_hook)
-        self._wrapped.append(wrapped)
+            register_function_hook(wrapped, self.comm_hook, self.comm_hook_options.get("state"))
+        self._wrapped.add(wrapped)
         return wrapped, prepared
 
     def unwrap(self, model: nn.Module) -> nn.Module:
