@@ -57,6 +57,9 @@ class Precision:
         """Scale a loss before its backward."""
         return loss
 
+    def hold_scale_while(self, holds: Callable[[], bool]) -> None:
+        """Keep a loss scale as it is while `holds()`, since gradients that were scaled with it wait for their step."""
+
     def unscale(self, optimizer: Optimizer) -> None:
         """Bring an optimizer's gradients back to their true size, before clipping."""
 

@@ -20,6 +20,9 @@ class MixedPrecision(Precision):
 
     Args:
         cache_enabled: whether autocast keeps the cast copies of the weights within one forward.
+
+    Attributes:
+        enabled: whether to cast at all.
     """
 
     dtype: ClassVar[torch.dtype]
@@ -28,6 +31,7 @@ class MixedPrecision(Precision):
         self.param_dtype = self.dtype
         self.reduce_dtype = torch.float32
         self.cache_enabled = cache_enabled
+        self.enabled = True
         self._device_type = "cpu"
 
     def setup(self, kind: DeviceKind) -> None:
@@ -36,7 +40,9 @@ class MixedPrecision(Precision):
 
     def forward_context(self) -> AbstractContextManager[Any]:
         """Autocast."""
-        return torch.autocast(self._device_type, dtype=self.dtype, cache_enabled=self.cache_enabled)
+        return torch.autocast(
+            self._device_type, dtype=self.dtype, enabled=self.enabled, cache_enabled=self.cache_enabled
+        )
 
 
 class BFloat16Mixed(MixedPrecision):
@@ -89,6 +95,7 @@ class Float16Mixed(MixedPrecision):
             "enabled": enabled,
         }
         self.scaler: torch.amp.GradScaler = torch.amp.GradScaler("cpu", **self._options)  # type: ignore[arg-type]
+        self._held: Callable[[], bool] = _never
         self._stepped: dict[int, bool] = {}  # optimizers that stepped since the scale was updated, and whether really
 
     def setup(self, kind: DeviceKind) -> None:
@@ -102,9 +109,17 @@ class Float16Mixed(MixedPrecision):
 
     def scale(self, loss: torch.Tensor) -> torch.Tensor:
         """Multiply a loss by the scale, after bringing the scale up to date with the step before."""
-        self._update()
+        if self._stepped and not self._held():
+            self._update()
         scaled: torch.Tensor = self.scaler.scale(loss)
         return scaled
+
+    def hold_scale_while(self, holds: Callable[[], bool]) -> None:
+        """Update the scale only where no accumulation window is under way.
+
+        One optimizer may step while another's gradients still accumulate in the same window, at the old scale.
+        """
+        self._held = holds
 
     def unscale(self, optimizer: Optimizer) -> None:
         """Divide an optimizer's gradients by the scale, once per step."""
@@ -119,6 +134,9 @@ class Float16Mixed(MixedPrecision):
                 "precision='fp16' scales the loss, which an optimizer that calls a closure cannot know. "
                 "Use 'bf16' or '32', or an optimizer that takes no closure."
             )
+        if not _has_gradients(optimizer):
+            optimizer.step()  # nothing to check for overflow, which the scaler would take for a mistake
+            return True
         if id(optimizer) in self._stepped:
             self._update()
         self._stepped[id(optimizer)] = False
@@ -145,3 +163,11 @@ class Float16Mixed(MixedPrecision):
         self._stepped.clear()
         if state:
             self.scaler.load_state_dict(state)
+
+
+def _never() -> bool:
+    return False
+
+
+def _has_gradients(optimizer: Optimizer) -> bool:
+    return any(parameter.grad is not None for group in optimizer.param_groups for parameter in group["params"])
