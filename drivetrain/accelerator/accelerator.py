@@ -6,8 +6,9 @@ import gc
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -15,8 +16,10 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
 from drivetrain.accelerator.accumulation import AccumulationWindow
+from drivetrain.accelerator.checkpoints import NumberedCheckpoints
 from drivetrain.accelerator.control import ProcessControl
 from drivetrain.accelerator.forward import PrecisionForward, wrap_forward
+from drivetrain.accelerator.gradients import HeldGradients
 from drivetrain.accelerator.handlers import (
     AutocastKwargs,
     DistributedDataParallelKwargs,
@@ -37,17 +40,19 @@ from drivetrain.data import (
     DataLoaderConfiguration,
     DataShard,
     PreparedLoader,
+    SkippingLoader,
     TailPolicy,
     prepare_loader,
 )
 from drivetrain.data import skip_first_batches as skip_first_batches_of
 from drivetrain.runtime import collectives
 from drivetrain.runtime.devices import DeviceKind
-from drivetrain.runtime.errors import ConfigurationError
+from drivetrain.runtime.errors import CheckpointError, ConfigurationError
 from drivetrain.runtime.nested import send_to_device
 from drivetrain.runtime.seeds import RandomState, recorded_seed
 from drivetrain.runtime.state import PartialState
 from drivetrain.strategies import DDP, Strategy, resolve_strategy
+from drivetrain.strategies.base import move_optimizer_state
 from drivetrain.strategies.precision import Float16Mixed, Precision, overrides, resolve_precision
 from drivetrain.strategies.precision.mixed import MixedPrecision
 
@@ -119,11 +124,10 @@ class Accelerator(ProcessControl):
         handlers = list(kwargs_handlers or [])
         check_handlers(handlers)
         self.state = PartialState(cpu, device=device, **handler_options(find_handler(handlers, InitProcessGroupKwargs)))
-        self.project_configuration = project_config or ProjectConfiguration(
-            project_dir=None if project_dir is None else os.fspath(project_dir)
-        )
+        self.project_configuration = _make_project(project_dir, project_config)
+        self._numbered = NumberedCheckpoints(self.project_configuration, self.state)
         self.device_placement = device_placement
-        self.dataloader_config = dataloader_config or DataLoaderConfiguration(split_batches=split_batches)
+        self.dataloader_config = _make_dataloader_config(split_batches, dataloader_config)
         self.rng_types = list(rng_types or ["generator"])
         self.step_scheduler_with_optimizer = step_scheduler_with_optimizer
         self.step_scheduler_per_process = step_scheduler_per_process
@@ -136,11 +140,14 @@ class Accelerator(ProcessControl):
         self.strategy.check_precision(self.precision)
 
         self.active_loaders = ActiveLoaders()
-        self.accumulation = AccumulationWindow(
-            _make_accumulation(gradient_accumulation_steps, gradient_accumulation_plugin), self.active_loaders
-        )
         self._models: list[nn.Module] = []
         self._optimizers: list[PreparedOptimizer] = []
+        self.accumulation = AccumulationWindow(
+            _make_accumulation(gradient_accumulation_steps, gradient_accumulation_plugin),
+            self.active_loaders,
+            HeldGradients(self._models, self._optimizers),
+        )
+        self.precision.hold_scale_while(lambda: self.accumulation.holds_gradients)
         self._schedulers: list[PreparedScheduler] = []
         self._loaders: list[PreparedLoader] = []
         self._registered: list[Any] = []
@@ -175,12 +182,7 @@ class Accelerator(ProcessControl):
 
     @gradient_accumulation_steps.setter
     def gradient_accumulation_steps(self, value: int) -> None:
-        self.accumulation.plugin = GradientAccumulationPlugin(
-            value,
-            self.accumulation.plugin.adjust_scheduler,
-            self.accumulation.plugin.sync_with_dataloader,
-            self.accumulation.plugin.sync_each_batch,
-        )
+        self.accumulation.set_steps(value)
 
     @property
     def split_batches(self) -> bool:
@@ -227,7 +229,8 @@ class Accelerator(ProcessControl):
 
         Returns:
             The prepared objects in the order given; one object alone is not wrapped in a tuple. What is prepared
-            already is returned as it is.
+            already is returned as it is, and a model, optimizer or scheduler that is given again as it was before
+            gets what was made of it then.
 
         Raises:
             ConfigurationError: `device_placement` has another length than the objects.
@@ -250,7 +253,7 @@ class Accelerator(ProcessControl):
         for index, item in enumerate(prepared):
             if isinstance(item, Optimizer):
                 prepared[index] = self.prepare_optimizer(item, placement[index])
-            elif isinstance(item, DataLoader | PreparedLoader):
+            elif isinstance(item, DataLoader):
                 prepared[index] = self.prepare_data_loader(item, placement[index])
         for index, item in enumerate(prepared):
             if _is_scheduler(item):
@@ -279,8 +282,9 @@ class Accelerator(ProcessControl):
         device_placement: bool | None = None,
         evaluation_mode: bool = False,
     ) -> tuple[nn.Module, list[Optimizer]]:
-        if any(model is known for known in self._models):
-            return model, optimizers
+        for known in self._models:
+            if model is known or model is self.strategy.unwrap(known):
+                return known, optimizers
         wrap_forward(model, self.precision)
         if evaluation_mode:
             return self.strategy.place(model, self.precision), optimizers
@@ -299,6 +303,10 @@ class Accelerator(ProcessControl):
         """Prepare one optimizer, so that it steps where accumulation windows end."""
         if isinstance(optimizer, PreparedOptimizer):
             return optimizer
+        for known in self._optimizers:
+            if known.optimizer is optimizer:
+                return known
+        move_optimizer_state(optimizer)
         self.precision.prepare_optimizer(optimizer)
         prepared = PreparedOptimizer(optimizer, self)
         self._optimizers.append(prepared)
@@ -308,6 +316,9 @@ class Accelerator(ProcessControl):
         """Prepare one learning-rate scheduler, so that it steps when its optimizer does."""
         if isinstance(scheduler, PreparedScheduler):
             return scheduler
+        for known in self._schedulers:
+            if known.scheduler is scheduler:
+                return known
         own = unwrap_optimizer(scheduler.optimizer) if hasattr(scheduler, "optimizer") else None
         followed = [optimizer for optimizer in self._optimizers if optimizer.optimizer is own] or self._optimizers
         per_process = self.step_scheduler_per_process and not self.split_batches
@@ -342,8 +353,8 @@ class Accelerator(ProcessControl):
         Returns:
             The prepared loader.
         """
-        if isinstance(data_loader, PreparedLoader):
-            return data_loader
+        if isinstance(data_loader, PreparedLoader | SkippingLoader):
+            return cast("PreparedLoader", data_loader)
         if tail is None:
             tail = TailPolicy.COMPLETE if self.even_batches else TailPolicy.UNEVEN
         moves = self.device_placement if device_placement is None else device_placement
@@ -405,9 +416,11 @@ class Accelerator(ProcessControl):
         """
         size = self.accumulation.size
         if size > 1:
-            loss = loss / size
+            loss = self.precision.scale(loss / size)
             self.accumulation.note_backward()
-        self.strategy.backward(self.precision.scale(loss), **kwargs)
+        else:
+            loss = self.precision.scale(loss)
+        self.strategy.backward(loss, **kwargs)
 
     def unscale_gradients(self, optimizer: Optimizer | Sequence[Optimizer] | None = None) -> None:
         """Bring gradients back to their true size, before reading or clipping them.
@@ -450,9 +463,21 @@ class Accelerator(ProcessControl):
             if any(id(parameter) in wanted for parameter in parameters_of(optimizer)):
                 self.precision.unscale(optimizer.optimizer)
 
-    def autocast(self) -> AbstractContextManager[Any]:
-        """The precision's context, for computations outside a prepared model, such as a loss."""
-        return self.precision.forward_context()
+    def autocast(self, autocast_handler: AutocastKwargs | None = None) -> AbstractContextManager[Any]:
+        """The precision's context, for computations outside a prepared model, such as a loss.
+
+        Args:
+            autocast_handler: options of this context alone; `AutocastKwargs(enabled=False)` computes in full.
+        """
+        if autocast_handler is None:
+            return self.precision.forward_context()
+        enabled = autocast_handler.enabled and isinstance(self.precision, MixedPrecision)
+        return torch.autocast(
+            self.kind.autocast_type,
+            dtype=self.precision.param_dtype if enabled else None,
+            enabled=enabled,
+            cache_enabled=autocast_handler.cache_enabled,
+        )
 
     def init_context(self) -> AbstractContextManager[Any]:
         """The strategy's context for building a model in."""
@@ -489,21 +514,28 @@ class Accelerator(ProcessControl):
         return collectives.gather(tensor)
 
     def gather_for_metrics(
-        self, input_data: Any, use_gather_object: bool = False, *, loader: PreparedLoader | None = None
+        self,
+        input_data: Any,
+        use_gather_object: bool = False,
+        *,
+        loader: PreparedLoader | SkippingLoader | None = None,
     ) -> Any:
         """Gather per-sample values of the current batch, without the rows that only pad it.
 
         A tensor is per-sample where its first dimension is the batch's number of rows; others are gathered whole.
 
         Args:
-            input_data: nested structure of tensors, or a list of objects, one per sample.
+            input_data: nested structure of tensors, and of lists that hold one object (a string, say) per sample.
             use_gather_object: gather as objects even where all are tensors.
             loader: whose batch this is, where several loaders are iterated at once.
 
         Returns:
             The real rows of all processes, in the order of the plain loader.
         """
-        return gather_real_rows(input_data, loader or self.active_loaders, self.num_processes, use_gather_object)
+        if isinstance(loader, SkippingLoader):
+            loader = loader.whole
+        source = self.active_loaders if loader is None else loader
+        return gather_real_rows(input_data, source, self.num_processes, use_gather_object)
 
     def reduce(self, tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
         """Combine tensors of all processes elementwise: `"sum"`, `"mean"`, `"max"`, `"min"` or `"none"`."""
@@ -569,27 +601,42 @@ class Accelerator(ProcessControl):
         Returns:
             The directory.
         """
-        directory = self._checkpoint_directory(output_dir)
+        directory = self._numbered.next() if output_dir is None else Path(output_dir).expanduser()
         self.write_checkpoint(directory, self._shared_state())
-        if self.project_configuration.automatic_checkpoint_naming:
-            self.project_configuration.iteration += 1
+        if output_dir is None:
+            self._numbered.note_written(directory)
         return str(directory)
 
-    def load_state(self, input_dir: str | os.PathLike[str]) -> None:
+    def load_state(self, input_dir: str | os.PathLike[str] | None = None) -> None:
         """Load what `save_state` wrote into what is prepared now, in the same order of preparation.
 
+        Loaders take up their positions: the next iteration goes on with the next sample.
+
         Args:
-            input_dir: the checkpoint's directory.
+            input_dir: the checkpoint's directory; with automatic naming the latest one if None.
 
         Raises:
-            CheckpointError: there is none, or it holds something else.
+            CheckpointError: there is none, or it is of other objects than those that are prepared.
         """
-        shared = self.read_checkpoint(Path(input_dir))
-        for kind, count in (("models", len(self._models)), ("optimizers", len(self._optimizers))):
-            if len(shared[kind]) != count:
-                raise ConfigurationError(
-                    f"The checkpoint at {input_dir} holds {len(shared[kind])} {kind}, but {count} are prepared. "
-                    "Prepare the same objects, in the same order, before load_state."
+        directory = self._numbered.latest() if input_dir is None else Path(input_dir).expanduser()
+        shared = self.read_checkpoint(directory)
+        here: dict[str, Sequence[Any]] = {
+            "models": self._models,
+            "optimizers": self._optimizers,
+            "schedulers": self._schedulers,
+            "registered": self._registered,
+        }
+        for kind, objects in here.items():
+            if kind not in shared:
+                raise CheckpointError(
+                    f"The checkpoint at {directory} has no {kind}: it was not written by Accelerator.save_state. A "
+                    "Trainer's is loaded with Trainer.fit(ckpt_path=...)."
+                )
+            if len(shared[kind]) != len(objects):
+                what = "objects registered for checkpointing" if kind == "registered" else kind
+                raise CheckpointError(
+                    f"The checkpoint at {directory} holds {len(shared[kind])} {what}, but here are {len(objects)}. "
+                    "Prepare and register the same objects, in the same order, before load_state."
                 )
         for model, state in zip(self._models, shared["models"], strict=True):
             self.strategy.load_model_state(model, state)
@@ -602,6 +649,7 @@ class Accelerator(ProcessControl):
         for item, state in zip(self._registered, shared["registered"], strict=True):
             item.load_state_dict(state)
         self.precision.load_state_dict(shared["precision"])
+        self._numbered.note_loaded(directory)
 
     def adopt_model(self, model: nn.Module) -> None:
         """Take a model that the strategy has prepared already into account, as that of a Trainer."""
@@ -635,7 +683,7 @@ class Accelerator(ProcessControl):
                 for optimizer in self._optimizers
             ],
             "schedulers": [scheduler.state_dict() for scheduler in self._schedulers],
-            "loaders": [loader.state_dict() for loader in self._loaders],
+            "loaders": [_position_of(loader) for loader in self._loaders],
             "registered": [item.state_dict() for item in self._registered],
             "precision": self.precision.state_dict(),
         }
@@ -651,19 +699,11 @@ class Accelerator(ProcessControl):
             return owners[0]
         return nn.ModuleList(self.strategy.unwrap(model) for model in owners)
 
-    def _checkpoint_directory(self, given: str | os.PathLike[str] | None) -> Path:
-        configuration = self.project_configuration
-        if given is not None:
-            return Path(given)
-        if not (configuration.automatic_checkpoint_naming and configuration.project_dir):
-            raise ConfigurationError(
-                "save_state() without a directory needs ProjectConfiguration(project_dir=..., "
-                "automatic_checkpoint_naming=True). Name one: save_state('checkpoints/latest')."
-            )
-        return Path(configuration.project_dir) / "checkpoints" / f"checkpoint_{configuration.iteration}"
+    def skip_first_batches(self, dataloader: Any, num_batches: int = 0) -> SkippingLoader:
+        """A view of a loader that leaves out the first batches, without reading their data; for a resumed epoch.
 
-    def skip_first_batches(self, dataloader: Any, num_batches: int = 0) -> Any:
-        """A loader that leaves out the first batches of its next pass, without reading their data."""
+        After `load_state` it changes nothing, since the loader resumes at its exact position by itself.
+        """
         return skip_first_batches_of(dataloader, num_batches)
 
     def free_memory(self, *objects: Any) -> list[None]:
@@ -711,16 +751,60 @@ def _make_strategy(
 def _make_precision(spec: str | Precision | None, handlers: Sequence[Any]) -> Precision:
     if spec is None:
         spec = os.environ.get("DRIVETRAIN_MIXED_PRECISION", "no")
-    precision = resolve_precision(spec)
     scaling, casting = find_handler(handlers, GradScalerKwargs), find_handler(handlers, AutocastKwargs)
-    cache = True if casting is None else casting.cache_enabled
-    if isinstance(precision, MixedPrecision) and casting is not None and not casting.enabled:
-        return resolve_precision("32")
-    if isinstance(precision, Float16Mixed) and not isinstance(spec, Precision):
-        return Float16Mixed(**handler_options(scaling), cache_enabled=cache)
-    if isinstance(precision, MixedPrecision):
-        precision.cache_enabled = cache
+    if isinstance(spec, Precision):
+        for handler in (scaling, casting):
+            if handler is not None:
+                raise ConfigurationError(
+                    f"{type(handler).__name__} are options of a precision given by its name, but mixed_precision is "
+                    f"{spec!r} already. Give them to it, as in Float16Mixed(init_scale=1024.0)."
+                )
+        return spec
+    precision = resolve_precision(spec)
+    if not isinstance(precision, MixedPrecision):
+        return precision
+    if isinstance(precision, Float16Mixed):
+        precision = Float16Mixed(**handler_options(scaling))
+    if casting is not None:
+        precision.cache_enabled, precision.enabled = casting.cache_enabled, casting.enabled
     return precision
+
+
+def _make_project(
+    directory: str | os.PathLike[str] | None, configuration: ProjectConfiguration | None
+) -> ProjectConfiguration:
+    given = None if directory is None else os.fspath(directory)
+    if configuration is None:
+        return ProjectConfiguration(project_dir=given)
+    if given is not None and configuration.project_dir is None:
+        configuration.project_dir = given
+        configuration.logging_dir = configuration.logging_dir or given
+    elif given is not None and given != configuration.project_dir:
+        raise ConfigurationError(
+            f"project_dir={given!r} contradicts project_config, which says {configuration.project_dir!r}. Give one."
+        )
+    return configuration
+
+
+def _make_dataloader_config(split_batches: bool, given: DataLoaderConfiguration | None) -> DataLoaderConfiguration:
+    if given is None:
+        return DataLoaderConfiguration(split_batches=split_batches)
+    if split_batches and not given.split_batches:
+        raise ConfigurationError(
+            "split_batches=True contradicts dataloader_config, whose split_batches is False. Set it there."
+        )
+    return replace(given)  # the instance's own, which `even_batches` may change
+
+
+def _position_of(loader: PreparedLoader) -> dict[str, Any]:
+    """A loader's position; after the last batch of an epoch that is the start of the next one.
+
+    Scripts that count their batches go on with the next epoch there, and must not find it used up.
+    """
+    position = loader.state_dict()
+    if loader.reached_end and not loader.resumes and position["batches"]:
+        position.update(epoch=position["epoch"] + 1, consumed=0, batches=0, start=None)
+    return position
 
 
 def _make_accumulation(steps: int | None, plugin: GradientAccumulationPlugin | None) -> GradientAccumulationPlugin:
@@ -757,7 +841,12 @@ def _kept_in_place(model: nn.Module, moves: bool) -> Iterator[None]:
     if moves:
         yield
         return
-    model.__dict__["to"] = lambda *args, **kwargs: model
+
+    def to_dtype(*args: Any, **kwargs: Any) -> nn.Module:
+        dtype = next((each for each in (*args, *kwargs.values()) if isinstance(each, torch.dtype)), None)
+        return model if dtype is None else nn.Module.to(model, dtype=dtype)
+
+    model.__dict__["to"] = to_dtype
     try:
         yield
     finally:

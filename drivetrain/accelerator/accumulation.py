@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
+from drivetrain.accelerator.gradients import HeldGradients
 from drivetrain.accelerator.handlers import GradientAccumulationPlugin
 from drivetrain.data import ActiveLoaders, PreparedLoader
 
@@ -12,6 +15,11 @@ class AccumulationWindow:
     The count belongs to the loop over one loader: when that loop ends, however it ends, the next
     window starts afresh.
 
+    Args:
+        plugin: the options.
+        active: the loaders that are being iterated.
+        gradients: what accumulates.
+
     Attributes:
         plugin: the options.
         sync_gradients: whether the current micro-batch ends a window, so that optimizers step.
@@ -20,13 +28,15 @@ class AccumulationWindow:
             that clearing gradients now would lose some of it.
     """
 
-    def __init__(self, plugin: GradientAccumulationPlugin, active: ActiveLoaders) -> None:
+    def __init__(self, plugin: GradientAccumulationPlugin, active: ActiveLoaders, gradients: HeldGradients) -> None:
         self.plugin = plugin
         self.sync_gradients = True
         self.size = plugin.num_steps
         self._active = active
+        self._gradients = gradients
         self.holds_gradients = False
         self._entered = False
+        self._abandoned = False
         self._count = 0
         self._loader: PreparedLoader | None = None
         active.on_leave.append(self._loop_ended)
@@ -36,6 +46,9 @@ class AccumulationWindow:
         loader = self._active.innermost
         info = loader.current if loader is not None and self.plugin.sync_with_dataloader else None
         if self._count == 0:
+            if self._abandoned:
+                self._abandoned = False
+                self._gradients.discard_abandoned()
             self._loader = loader
             self.holds_gradients = False
             self.size = self.plugin.num_steps
@@ -47,7 +60,19 @@ class AccumulationWindow:
         self._entered = True
         self.sync_gradients = self._count >= self.plugin.num_steps or (info is not None and info.last)
         if self.sync_gradients:
+            if self._count != self.size:
+                # The loader had no length, or not the one it said: what is held was divided by the wrong number.
+                if self.holds_gradients:
+                    self._gradients.scale(self.size / self._count)
+                self.size = self._count
             self._count = 0
+
+    def set_steps(self, num_steps: int) -> None:
+        """Change how many micro-batches a window holds, from the next window on."""
+        plugin = self.plugin
+        self.plugin = replace(plugin, num_steps=num_steps)
+        if self._count == 0:
+            self.size = num_steps
 
     def note_backward(self) -> None:
         """Note that gradients of the current window have been computed."""
@@ -55,6 +80,9 @@ class AccumulationWindow:
 
     def _loop_ended(self, loader: PreparedLoader) -> None:
         if loader is self._loader and self.plugin.sync_with_dataloader:
+            if self.holds_gradients:
+                self._abandoned = True
+                self._gradients.abandon()
             self._count = 0
             self.sync_gradients = True
             self.holds_gradients = self._entered = False

@@ -44,9 +44,12 @@ class PrecisionForward:
 
 
 def wrap_forward(model: nn.Module, precision: Precision) -> None:
-    """Let a module's forward run under a precision; full precision changes nothing."""
-    if isinstance(model.__dict__.get("forward"), PrecisionForward):
-        return
+    """Let a module's forward run under a precision, and no longer under another one it was prepared for before."""
+    wrapped = model.__dict__.get("forward")
+    if isinstance(wrapped, PrecisionForward):
+        if wrapped.precision is precision:
+            return
+        PrecisionForward.remove(model)
     if overrides(precision, "forward_context") or overrides(precision, "convert_batch"):
         model.__dict__["forward"] = PrecisionForward(model.forward, precision)
 

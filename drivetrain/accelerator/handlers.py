@@ -104,7 +104,7 @@ class ProjectConfiguration:
         project_dir: the run's directory.
         logging_dir: where trackers write; `project_dir` if None.
         automatic_checkpoint_naming: let `save_state()` number its checkpoints under `project_dir/checkpoints`.
-        total_limit: how many of those to keep.
+        total_limit: how many of those to keep, the latest ones.
         iteration: the number of the next one.
     """
 
@@ -115,6 +115,8 @@ class ProjectConfiguration:
     iteration: int = 0
 
     def __post_init__(self) -> None:
+        if self.total_limit is not None and self.total_limit < 1:
+            raise ConfigurationError(f"total_limit={self.total_limit!r}: keep at least 1 checkpoint, or None for all.")
         self.logging_dir = self.logging_dir or self.project_dir
 
 

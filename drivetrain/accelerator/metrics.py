@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Mapping
 from typing import Any
 
-import torch
+from torch import Tensor
+from torch.utils.data import DataLoader
 
-from drivetrain.data import ActiveLoaders, BatchInfo, PreparedLoader
+from drivetrain.data import ActiveLoaders, PreparedLoader
 from drivetrain.runtime import collectives
-from drivetrain.runtime.nested import recursively_apply
+from drivetrain.runtime.nested import honor_type, recursively_apply
 
 
 def gather_real_rows(
@@ -17,7 +20,7 @@ def gather_real_rows(
     """Gather nested per-sample values of the current batch from all processes.
 
     Args:
-        data: nested structure of tensors, or a list of objects.
+        data: nested structure of tensors and of lists that hold one object per sample.
         source: the loader whose batch this is, or the loaders being iterated.
         num_processes: processes of the run.
         as_objects: gather as objects even where all are tensors.
@@ -27,45 +30,89 @@ def gather_real_rows(
     """
     if num_processes == 1:
         return data
-    tensors: list[torch.Tensor] = []
-    others: list[Any] = []
-    recursively_apply(tensors.append, data, test_type=lambda value: isinstance(value, torch.Tensor))
-    _collect_others(data, others)
-    if as_objects or others or not tensors:
+    if as_objects:
         return collectives.gather_object(_without_padding(data, source))
-    if not _any_padding(source, num_processes):
+    return _gather(data, source, num_processes)
+
+
+def _gather(data: Any, source: PreparedLoader | ActiveLoaders, num_processes: int) -> Any:
+    if _holds_tensors_only(data):
+        return _gather_tensors(data, source, num_processes)
+    if isinstance(data, Mapping):
+        values = {key: _gather(value, source, num_processes) for key, value in data.items()}
+        return values if type(data) is dict else type(data)(values)  # type: ignore[call-arg]
+    if dataclasses.is_dataclass(data) and not isinstance(data, type):
+        parts = {field.name: getattr(data, field.name) for field in dataclasses.fields(data)}
+        return dataclasses.replace(data, **{k: _gather(v, source, num_processes) for k, v in parts.items()})
+    if isinstance(data, list | tuple) and _is_structure(data):
+        return honor_type(data, [_gather(value, source, num_processes) for value in data])
+    return collectives.gather_object(_without_padding(data, source))
+
+
+def _is_structure(data: list[Any] | tuple[Any, ...]) -> bool:
+    """Whether a sequence, not of tensors alone, is one of values to gather each, and not of one object per sample."""
+    if any(isinstance(value, Tensor) for value in data):
+        return True
+    return isinstance(data, tuple) and any(isinstance(value, Mapping | list | tuple) for value in data)
+
+
+def _holds_tensors_only(data: Any) -> bool:
+    """Whether there are tensors in it and nothing else."""
+    if isinstance(data, Tensor):
+        return True
+    if isinstance(data, Mapping):
+        return bool(data) and all(map(_holds_tensors_only, data.values()))
+    if isinstance(data, list | tuple):
+        return bool(data) and all(map(_holds_tensors_only, data))
+    if dataclasses.is_dataclass(data) and not isinstance(data, type):
+        return all(_holds_tensors_only(getattr(data, field.name)) for field in dataclasses.fields(data))
+    return False
+
+
+def _gather_tensors(data: Any, source: PreparedLoader | ActiveLoaders, num_processes: int) -> Any:
+    if _is_even(source):
         return collectives.gather(data)
     # Which tensors are per-sample must be the same everywhere: where ranks disagree, none is cut.
-    mine = [tensor.dim() > 0 and _matches(source, tensor.shape[0]) for tensor in tensors]
-    agreed = [all(votes) for votes in zip(*collectives.gather_object([mine]), strict=True)]
-    verdicts = iter(agreed)
+    mine: list[bool] = []
 
-    def gather_one(tensor: torch.Tensor) -> torch.Tensor:
+    def note(tensor: Tensor) -> None:
+        mine.append(tensor.dim() > 0 and _matches(source, tensor.shape[0]))
+
+    recursively_apply(note, data)
+    verdicts = iter([all(votes) for votes in zip(*collectives.gather_object([mine]), strict=True)])
+
+    def gather_one(tensor: Tensor) -> Tensor:
         if not next(verdicts):
-            gathered: torch.Tensor = collectives.gather(tensor)
+            gathered: Tensor = collectives.gather(tensor)
             return gathered
         keep = tensor.shape[0] - _padding(source, tensor.shape[0])
-        rows: torch.Tensor = collectives.gather_rows(tensor, keep)
+        rows: Tensor = collectives.gather_rows(tensor, keep)
         return rows
 
     return recursively_apply(gather_one, data)
 
 
-def _infos(source: PreparedLoader | ActiveLoaders) -> list[BatchInfo]:
-    loaders = [source] if isinstance(source, PreparedLoader) else source.loaders
-    return [loader.current for loader in loaders if loader.current is not None]
+def _loaders(source: PreparedLoader | ActiveLoaders) -> list[PreparedLoader]:
+    return source.loaders if isinstance(source, ActiveLoaders) else [source]
 
 
-def _any_padding(source: PreparedLoader | ActiveLoaders, num_processes: int) -> bool:
-    """Whether on any rank a current batch is padded or shorter than its peers'; the same answer on all ranks."""
-    return any(
-        info.rows is None or info.global_rows is None or info.global_rows != info.rows * num_processes
-        for info in _infos(source)
-    )
+def _is_even(source: PreparedLoader | ActiveLoaders) -> bool:
+    """Whether every current batch is known to be full and without padding on all processes.
+
+    The answer must be the same on all of them, so it rests on what they have in common: a global batch of as many
+    samples as there can be, which a loader that makes batches of one size says.
+    """
+    for loader in _loaders(source):
+        info = loader.current
+        if info is not None:
+            fixed = isinstance(loader.loader, DataLoader) and loader.loader.batch_size is not None
+            if not fixed or info.global_rows != loader.total_batch_size:
+                return False
+    return True
 
 
 def _matches(source: PreparedLoader | ActiveLoaders, rows: int) -> bool:
-    return any(info.rows == rows for info in _infos(source))
+    return any(loader.current is not None and loader.current.rows == rows for loader in _loaders(source))
 
 
 def _padding(source: PreparedLoader | ActiveLoaders, rows: int) -> int:
@@ -76,19 +123,6 @@ def _padding(source: PreparedLoader | ActiveLoaders, rows: int) -> int:
 
 def _without_padding(data: Any, source: PreparedLoader | ActiveLoaders) -> Any:
     """A list or tensor of samples without its padding; anything else as it is."""
-    if isinstance(data, list | tuple | torch.Tensor) and _matches(source, len(data)):
+    if isinstance(data, list | tuple | Tensor) and _matches(source, len(data)):
         return data[: len(data) - _padding(source, len(data))]
     return data
-
-
-def _collect_others(data: Any, found: list[Any]) -> None:
-    if isinstance(data, torch.Tensor):
-        return
-    if isinstance(data, dict):
-        for value in data.values():
-            _collect_others(value, found)
-    elif isinstance(data, list | tuple):
-        for value in data:
-            _collect_others(value, found)
-    else:
-        found.append(data)

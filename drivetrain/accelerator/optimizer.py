@@ -18,6 +18,11 @@ class PreparedOptimizer(Optimizer):
     Args:
         optimizer: the user's optimizer, also found under `.optimizer`.
         accelerator: the engine that it steps through.
+
+    Attributes:
+        step_was_skipped: whether the last step was skipped on overflow.
+        spent: whether the gradients held have been stepped with.
+        holds_abandoned: whether they are those of a window whose loop was left before its step.
     """
 
     def __init__(self, optimizer: Optimizer, accelerator: Accelerator) -> None:
@@ -27,7 +32,8 @@ class PreparedOptimizer(Optimizer):
         self._precision = accelerator.precision
         self._window = accelerator.accumulation
         self.step_was_skipped = False
-        self._spent = False  # whether the gradients held have been stepped with
+        self.spent = False
+        self.holds_abandoned = False
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
@@ -73,15 +79,16 @@ class PreparedOptimizer(Optimizer):
 
         So it may stand before the backward or after the step, as the loop likes.
         """
-        if self._spent or not self._window.holds_gradients:
-            self._spent = False
+        if self.spent or not self._window.holds_gradients:
+            self.spent = self.holds_abandoned = False
             self.optimizer.zero_grad(set_to_none)
 
     def step(self, closure: Callable[[], Any] | None = None) -> None:  # type: ignore[override]
         """Step, where a window ends."""
         if self._window.sync_gradients:
             self.step_was_skipped = not self._step(self.optimizer, self._precision, closure)
-            self._spent = True
+            self.spent = True
+            self.holds_abandoned = False
 
     def train(self) -> Any:
         """Switch to training, for schedule-free optimizers."""

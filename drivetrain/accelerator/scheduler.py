@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import torch
+
 from drivetrain.accelerator.accumulation import AccumulationWindow
 from drivetrain.accelerator.optimizer import PreparedOptimizer
 
@@ -17,7 +19,8 @@ class PreparedScheduler:
         optimizers: the prepared optimizers; a step that one of them skipped on overflow is skipped here too.
         window: the accumulation window.
         steps_per_call: how often the scheduler steps for one optimizer step. Scripts moved from Accelerate count
-            on one per process, since they write schedules for the loader as it was before it was sharded.
+            on one per process, since they write schedules for the loader as it was before it was sharded. One that
+            watches a metric steps once whatever this says: the metric is one, and its patience counts it.
         with_optimizer: whether to follow the optimizers at all; if not, every call steps once.
     """
 
@@ -32,7 +35,8 @@ class PreparedScheduler:
         self.scheduler = scheduler
         self.optimizers = list(optimizers)
         self._window = window
-        self._steps_per_call = steps_per_call
+        watches = isinstance(scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau)
+        self._steps_per_call = 1 if watches else steps_per_call
         self._with_optimizer = with_optimizer
 
     def step(self, *args: Any, **kwargs: Any) -> None:

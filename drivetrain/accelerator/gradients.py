@@ -1,0 +1,45 @@
+"""The gradients that accumulate in what an Accelerator has prepared."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+
+from drivetrain.accelerator.optimizer import PreparedOptimizer, parameters_of
+
+
+class HeldGradients:
+    """What an accumulation window does to the gradients that it holds where it does not end as planned.
+
+    Args:
+        models: the prepared models, as the Accelerator lists them.
+        optimizers: the prepared optimizers, as the Accelerator lists them.
+    """
+
+    def __init__(self, models: Sequence[nn.Module], optimizers: Sequence[PreparedOptimizer]) -> None:
+        self._models = models
+        self._optimizers = optimizers
+
+    def scale(self, factor: float) -> None:
+        """Multiply the gradients, where a window turns out to hold another number of micro-batches than was said."""
+        owners = [*(model.parameters() for model in self._models), *map(parameters_of, self._optimizers)]
+        parameters = {id(parameter): parameter for owner in owners for parameter in owner}
+        gradients = [parameter.grad for parameter in parameters.values() if parameter.grad is not None]
+        if gradients:
+            torch._foreach_mul_(gradients, factor)
+
+    def abandon(self) -> None:
+        """Note that a loop has ended: gradients that nothing was stepped with until then are nobody's."""
+        for optimizer in self._optimizers:
+            optimizer.holds_abandoned = not optimizer.spent and any(
+                parameter.grad is not None for parameter in parameters_of(optimizer)
+            )
+
+    def discard_abandoned(self) -> None:
+        """Clear what such a loop left behind, unless its user has stepped with it or cleared it."""
+        for optimizer in self._optimizers:
+            if optimizer.holds_abandoned:
+                optimizer.holds_abandoned = False
+                optimizer.optimizer.zero_grad()
