@@ -5,8 +5,9 @@ from __future__ import annotations
 from drivetrain.data.batch_info import ActiveLoaders, BatchInfo
 from drivetrain.data.combined import CombinedLoader
 from drivetrain.data.configuration import DataLoaderConfiguration, DataShard, TailPolicy
-from drivetrain.data.loader import PreparedLoader, SkippingLoader, prepare_loader, skip_first_batches
+from drivetrain.data.loader import PreparedLoader
 from drivetrain.data.permutation import PermutationSampler
+from drivetrain.data.preparation import SkippingLoader, prepare_loader, skip_first_batches
 
 __all__ = [
     "ActiveLoaders",

@@ -1,0 +1,187 @@
+"""Preparing a user's loader: which way it is read, and with what options."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader, IterableDataset, IterDataPipe, RandomSampler
+
+from drivetrain.data.batch_info import ActiveLoaders
+from drivetrain.data.batches import ReadyBatchesReader
+from drivetrain.data.configuration import DataLoaderConfiguration, DataShard, TailPolicy
+from drivetrain.data.dispatch import DispatchReader
+from drivetrain.data.iterable import StreamReader
+from drivetrain.data.loader import Place, PreparedLoader, checked_count
+from drivetrain.data.map_style import MapReader
+from drivetrain.data.order import SeedableSampler
+from drivetrain.data.placement import overlapped
+from drivetrain.data.reading import Reader
+from drivetrain.data.sharding import Layout
+from drivetrain.runtime.devices import DeviceKind
+from drivetrain.runtime.errors import ConfigurationError
+from drivetrain.runtime.seeds import recorded_seed
+
+
+class SkippingLoader:
+    """A prepared loader whose iterations begin after its first batches; made by `skip_first_batches`.
+
+    It has no state: the epoch, the position and all attributes are those of the loader that it skips in, so that an
+    epoch that was resumed through it counts, and is saved, as that loader's.
+
+    Attributes:
+        whole: The prepared loader.
+        count: How many of this process's batches are left out.
+    """
+
+    def __init__(self, whole: PreparedLoader, count: int) -> None:
+        self.whole = whole
+        self.count = count
+
+    def __iter__(self) -> Iterator[Any]:
+        if not self.whole.resumes:  # a position that was loaded is where the skipping would lead, and exact
+            self.whole.skip(self.count)
+        return iter(self.whole)
+
+    def __len__(self) -> int:
+        return max(0, len(self.whole) - self.count)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") or name == "whole":
+            raise AttributeError(name)
+        return getattr(self.whole, name)
+
+    def __repr__(self) -> str:
+        return f"SkippingLoader({self.whole!r}, without its first {self.count} batches)"
+
+
+def prepare_loader(
+    loader: Iterable[Any],
+    *,
+    shard: DataShard,
+    place: Place | None = None,
+    device: tuple[DeviceKind, torch.device] | None = None,
+    config: DataLoaderConfiguration | None = None,
+    tail: TailPolicy = TailPolicy.COMPLETE,
+    seed: int | None = None,
+    active: ActiveLoaders | None = None,
+) -> PreparedLoader:
+    """Make a loader that gives this process its share of a user's loader.
+
+    Args:
+        loader: A `torch.utils.data.DataLoader`, or any iterable of batches.
+        shard: Which part of the data is this process's.
+        place: Puts a batch on the device. None leaves batches as they are.
+        device: The kind of device and the device; where it has streams, batches are placed on one of their own.
+        config: The options. ``even_batches=False`` turns `TailPolicy.COMPLETE` into `TailPolicy.UNEVEN`.
+        tail: What happens at the end of an epoch.
+        seed: The run's seed, which each sample's random state derives from. None leaves randomness to the loader.
+        active: Where the loader is listed while it is iterated.
+
+    Returns:
+        The prepared loader; `loader` itself if it is one already.
+
+    Raises:
+        ConfigurationError: If the loader cannot be prepared like this; the message says why and what to do.
+
+    Example:
+        ```python
+        loader = prepare_loader(DataLoader(dataset, batch_size=32), shard=DataShard(0, 2))
+        for batch in loader:
+            print(loader.current.padding)
+        ```
+    """
+    if isinstance(loader, PreparedLoader):
+        return loader
+    if not hasattr(loader, "__iter__") and not hasattr(loader, "__getitem__"):
+        raise ConfigurationError(
+            f"Cannot prepare a {type(loader).__name__!r} as a loader: it cannot be iterated. Give a "
+            "torch.utils.data.DataLoader, or an iterable of batches."
+        )
+    config = config or DataLoaderConfiguration()
+    if tail is TailPolicy.COMPLETE and not config.even_batches:
+        tail = TailPolicy.UNEVEN
+    layout = Layout(shard, TailPolicy(tail), config.split_batches)
+    seedable = _seedable_sampler(loader, config)
+    reader = _make_reader(loader, layout, config, _sample_seed_of(config, seed))
+    if active is None:  # not `or`: a list of loaders that is empty is still the caller's
+        active = ActiveLoaders()
+    return PreparedLoader(loader, reader, layout, overlapped(place, device), active, seedable)
+
+
+def skip_first_batches(dataloader: Iterable[Any], num_batches: int = 0) -> SkippingLoader:
+    """A loader that leaves out the first batches at every iteration, for the epoch in which a run resumes.
+
+    Of a map-style dataset nothing is read that is skipped.
+
+    Args:
+        dataloader: A prepared loader, or one as for `prepare_loader`, which is then prepared for one process.
+        num_batches: How many of this process's batches to skip.
+
+    Returns:
+        A view of the loader, whose epochs and position it shares: after the epoch that was resumed, iterate the loader
+        itself.
+
+    Example:
+        ```python
+        for batch in skip_first_batches(loader, 100):
+            ...
+        ```
+    """
+    count = checked_count(num_batches)
+    if isinstance(dataloader, SkippingLoader):
+        return SkippingLoader(dataloader.whole, dataloader.count + count)
+    return SkippingLoader(prepare_loader(dataloader, shard=DataShard()), count)
+
+
+def _make_reader(loader: Any, layout: Layout, config: DataLoaderConfiguration, seed: int | None) -> Reader:
+    """The way to read this kind of loader."""
+    sharded = layout.shard.count > 1
+    # A subclass with an iteration of its own, or a data pipe, is more than its dataset and sampler.
+    plain = isinstance(loader, DataLoader) and type(loader).__iter__ is DataLoader.__iter__
+    if plain and isinstance(loader.dataset, IterDataPipe):
+        if sharded:
+            raise ConfigurationError(
+                f"The dataset {type(loader.dataset).__name__} is a data pipe, which torch has deprecated and shards "
+                "between processes by itself. Give a torch.utils.data.IterableDataset instead."
+            )
+        plain = False
+    streams = plain and isinstance(loader.dataset, IterableDataset)
+    dispatch = config.dispatch_batches
+    if dispatch is None:
+        dispatch = streams
+
+    def make(layout: Layout, alone: bool) -> Reader:
+        if not plain:
+            return ReadyBatchesReader(loader, layout, counted=alone)
+        return StreamReader(loader, layout, seed) if streams else MapReader(loader, layout, seed, alone)
+
+    if not (dispatch and sharded):
+        return make(layout, alone=False)
+    size = loader.batch_size if plain else None
+    alone_layout = layout._replace(shard=DataShard(), split=False)
+    return DispatchReader(lambda: make(alone_layout, alone=True), layout._replace(batch_size=size), lambda: len(loader))
+
+
+def _sample_seed_of(config: DataLoaderConfiguration, seed: int | None) -> int | None:
+    """The seed for samples, or None where they are not seeded."""
+    if config.seed_samples is False:
+        return None
+    if config.seed_samples and seed is None:
+        seed = recorded_seed()
+        if seed is None:
+            raise ConfigurationError(
+                "seed_samples=True derives each sample's random state from the run's seed, but the run has none. Call "
+                "set_seed(...) before the loader is prepared, or leave seed_samples out."
+            )
+    return seed
+
+
+def _seedable_sampler(loader: Any, config: DataLoaderConfiguration) -> SeedableSampler | None:
+    """A seeded generator for a RandomSampler, if asked for."""
+    sampler = getattr(getattr(loader, "batch_sampler", None), "sampler", None) or getattr(loader, "sampler", None)
+    if not config.use_seedable_sampler or type(sampler) is not RandomSampler:
+        return None
+    seed = config.data_seed if config.data_seed is not None else recorded_seed()
+    return SeedableSampler(sampler, torch.initial_seed() if seed is None else seed)
