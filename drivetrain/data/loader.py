@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
-
 from drivetrain.data.batch_info import ActiveLoaders, BatchInfo
 from drivetrain.data.configuration import TailPolicy
 from drivetrain.data.order import Position, SeedableSampler
