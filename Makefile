@@ -2,6 +2,8 @@
 
 BASE_PYTHON ?= python3
 VENV ?= .venv
+# Apart from .venv: what the benchmarks compare with must not be there by accident where drivetrain is tested.
+BENCH_VENV ?= .venv-bench
 PIP := $(VENV)/bin/python -m pip --disable-pip-version-check
 
 # `make test-gpu PYTHON=python3` uses a Python that already holds torch, and makes no environment.
@@ -9,12 +11,14 @@ ifeq ($(origin PYTHON),command line)
 DEV_ENV :=
 DEMO_ENV :=
 BENCH_ENV :=
+BENCH_PYTHON := $(PYTHON)
 DRIVETRAIN := $(PYTHON) -m drivetrain
 else
 PYTHON := $(VENV)/bin/python
 DEV_ENV := $(VENV)/.made-for-development
 DEMO_ENV := $(VENV)/.made-for-examples
-BENCH_ENV := $(VENV)/.made-for-benchmarks
+BENCH_ENV := $(BENCH_VENV)/.made-for-benchmarks
+BENCH_PYTHON := $(BENCH_VENV)/bin/python
 DRIVETRAIN := $(VENV)/bin/drivetrain
 endif
 
@@ -67,20 +71,20 @@ wheel: $(DEV_ENV) ## build sdist and wheel, install the wheel in a clean environ
 	PYTHONPATH= build/wheel-env/bin/python .ci/check_wheel.py dist
 	rm -rf build/wheel-env
 
-bench: $(BENCH_ENV) ## time per step and start-up, beside the other frameworks
-	$(PYTHON) benchmarks/overhead.py
-	$(PYTHON) benchmarks/startup.py
+bench: $(BENCH_ENV) ## time per step and start-up, beside the other frameworks (an environment of its own)
+	$(BENCH_PYTHON) benchmarks/overhead.py
+	$(BENCH_PYTHON) benchmarks/startup.py
 
 clean: ## remove what builds, tests and runs left (not .venv)
 	rm -rf build dist site .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache *.egg-info
 	find . -name __pycache__ -type d -not -path "./$(VENV)/*" -prune -exec rm -rf {} +
 
 # torch comes first and alone, at the pinned version: as another package's need, pip may choose another build of it.
-$(VENV)/bin/python:
+$(VENV)/bin/python $(BENCH_VENV)/bin/python:
 	@$(BASE_PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || \
 		{ echo "drivetrain needs Python >= 3.10, and $(BASE_PYTHON) is $$($(BASE_PYTHON) --version 2>&1)." \
 		"Name another one: make BASE_PYTHON=python3.12 ..." >&2; exit 1; }
-	$(BASE_PYTHON) -m venv $(VENV)
+	$(BASE_PYTHON) -m venv $(patsubst %/bin/python,%,$@)
 
 $(VENV)/.made-for-examples: pyproject.toml constraints.txt | $(VENV)/bin/python
 	$(PIP) install torch -c constraints.txt
@@ -92,7 +96,7 @@ $(VENV)/.made-for-development: pyproject.toml constraints.txt | $(VENV)/bin/pyth
 	$(PIP) install -e ".[test,dev,docs,examples]" -c constraints.txt
 	@touch $@ $(VENV)/.made-for-examples
 
-$(VENV)/.made-for-benchmarks: pyproject.toml constraints.txt | $(VENV)/bin/python
-	$(PIP) install torch -c constraints.txt
-	$(PIP) install -e ".[bench]" -c constraints.txt
+$(BENCH_VENV)/.made-for-benchmarks: pyproject.toml constraints.txt | $(BENCH_VENV)/bin/python
+	$(BENCH_PYTHON) -m pip --disable-pip-version-check install torch -c constraints.txt
+	$(BENCH_PYTHON) -m pip --disable-pip-version-check install -e ".[bench]" -c constraints.txt
 	@touch $@
