@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
-from drivetrain import Callback, Task, Trainer
+from drivetrain import Callback, Task, Tracker, Trainer
 
 
 def rows(values: Iterable[float], batch_size: int = 1, **options: Any) -> DataLoader[Any]:
@@ -100,6 +100,28 @@ class Shuffled(Task):
         y = x.sum(1, keepdim=True) + 0.1 * torch.randn(count, 1, generator=fixed)
         own = torch.Generator().manual_seed(5) if generator else None
         return DataLoader(TensorDataset(x, y), batch_size=batch_size, shuffle=True, generator=own)
+
+
+class Kept(Tracker):
+    """A tracker that keeps what it is given.
+
+    Attributes:
+        lines: values with their step.
+        configuration: hyper-parameters.
+    """
+
+    name = "kept"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lines: list[dict[str, Any]] = []
+        self.configuration: dict[str, Any] = {}
+
+    def store_init_configuration(self, values: Any) -> None:
+        self.configuration.update(values)
+
+    def log(self, values: Any, step: int | None = None, **options: Any) -> None:
+        self.lines.append({**values, "step": step})
 
 
 class Count(Callback):

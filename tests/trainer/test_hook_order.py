@@ -274,7 +274,9 @@ def test_callbacks_that_watch_a_value_see_what_the_task_logs_at_the_end_of_the_e
             seen.append(("other", "late" in trainer.callback_metrics))
 
     class Late(Line):
-        calls: list[str] = []
+        def __init__(self) -> None:
+            super().__init__()
+            self.calls: list[str] = []
 
         def on_train_epoch_end(self) -> None:
             self.log("late", 3.0)
