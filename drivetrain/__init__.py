@@ -44,6 +44,8 @@ _EXPORTS: dict[str, str] = {
     "PermutationSampler": "drivetrain.data",
     "TailPolicy": "drivetrain.data",
     "skip_first_batches": "drivetrain.data",
+    "consolidate": "drivetrain.checkpoint",
+    "newest_checkpoint": "drivetrain.checkpoint",
     "Tracker": "drivetrain.trackers",
     "CSVLogger": "drivetrain.trackers",
     "TensorBoardLogger": "drivetrain.trackers",
@@ -106,6 +108,8 @@ if TYPE_CHECKING:
     from drivetrain.callbacks import ModelCheckpoint as ModelCheckpoint
     from drivetrain.callbacks import ModelSummary as ModelSummary
     from drivetrain.callbacks import TQDMProgressBar as TQDMProgressBar
+    from drivetrain.checkpoint import consolidate as consolidate
+    from drivetrain.checkpoint import newest_checkpoint as newest_checkpoint
     from drivetrain.data import CombinedLoader as CombinedLoader
     from drivetrain.data import DataLoaderConfiguration as DataLoaderConfiguration
     from drivetrain.data import DataShard as DataShard

@@ -1,86 +1,56 @@
-"""Saving and loading the state of a run: what all processes share, and what is each one's own."""
+"""The plain entry points: save the state of a run, and remove what was saved."""
 
 from __future__ import annotations
 
-import pickle
-from pathlib import Path
+import os
 from typing import Any
 
-import torch
-
-from drivetrain.checkpoint.directory import new_token, publish, removed_on_error, temporary_beside
-from drivetrain.runtime.collectives import broadcast_object_list, gather_object
-from drivetrain.runtime.errors import CheckpointError
+from drivetrain.checkpoint.queue import PendingSave, save_queue
+from drivetrain.checkpoint.storage import Storage, storage_of
 from drivetrain.runtime.state import PartialState
 
-SHARED_FILE = "state.pt"
 
-
-def save_run_state(directory: Path, shared: dict[str, Any], own: dict[str, Any], state: PartialState) -> None:
-    """Write a checkpoint; call it on all processes.
-
-    Args:
-        directory: the checkpoint's directory; replaced where it exists.
-        shared: what is the same on all processes; rank 0 writes it.
-        own: what is this process's own; each writes it.
-        state: this process among its peers.
-
-    Raises:
-        CheckpointError: any process could not write; raised on all, and what was there before is intact.
-    """
-    token = broadcast_object_list([new_token()])[0]
-    temporary = temporary_beside(directory, token)
-    failure: str | None = None
-    try:
-        temporary.mkdir(parents=True, exist_ok=True)
-        with removed_on_error(temporary):
-            torch.save(own, temporary / _own_file(state.process_index))
-            if state.is_main_process:
-                torch.save(shared, temporary / SHARED_FILE)
-    except OSError as error:
-        failure = f"rank {state.process_index}: {error}"
-    failures = [failed for failed in gather_object([failure]) if failed]
-    if not failures and state.is_main_process:
-        try:
-            publish(temporary, directory)
-        except OSError as error:
-            failure = f"rank 0: {error}"
-    failures += [failed for failed in broadcast_object_list([failure]) if failed]
-    if failures:
-        raise CheckpointError(f"The checkpoint {directory} could not be written: {'; '.join(failures)}.")
-
-
-def load_run_state(directory: Path, state: PartialState) -> tuple[dict[str, Any], dict[str, Any] | None]:
-    """Read a checkpoint; nothing in it is unpickled but tensors and plain values.
+def save_run_state(
+    directory: str | os.PathLike[str],
+    shared: Any,
+    own: Any,
+    state: PartialState,
+    *,
+    step: int | None = None,
+    block: bool = True,
+    storage: Storage | None = None,
+) -> PendingSave:
+    """Write a checkpoint; call it on all processes. Waits for one that is still being written.
 
     Args:
-        directory: the checkpoint's directory.
+        directory: the checkpoint's directory or URL; what has that name is replaced once the new one is complete.
+        shared: what is the same on all processes: nested dicts and lists of plain values and tensors. A tensor that
+            all have is written once, a sharded DTensor by each process that has a part of it.
+        own: what is this process's own, of the same kinds.
         state: this process among its peers.
+        step: the optimizer step, by which `newest_checkpoint` finds the newest; `shared["global_step"]` if None.
+        block: whether to return only once the checkpoint is there. Else its tensors are copied, may change at once,
+            and are written in the background.
+        storage: where to; found from `directory` if None.
 
     Returns:
-        What all processes share, and this process's own part; None where as many processes did not write it.
+        The save: done where `block` is true, else to be waited for.
 
     Raises:
-        CheckpointError: there is no readable checkpoint.
+        CheckpointError: any process cannot save or write it, or the save before failed in the background; raised on
+            all, and what was there before is intact.
     """
-    if not (directory / SHARED_FILE).is_file():
-        raise CheckpointError(
-            f"There is no checkpoint at {directory}: {SHARED_FILE} is missing. "
-            "Give the directory that save_state or ModelCheckpoint wrote."
-        )
-    shared = _read(directory / SHARED_FILE)
-    writers = len(list(directory.glob("process_*.pt")))
-    own_path = directory / _own_file(state.process_index)
-    return shared, _read(own_path) if writers == state.num_processes and own_path.is_file() else None
+    if step is None and isinstance(shared, dict) and isinstance(shared.get("global_step"), int):
+        step = shared["global_step"]
+    return save_queue(state).save(directory, shared, own, step=step, block=block, storage=storage)
 
 
-def _own_file(rank: int) -> str:
-    return f"process_{rank}.pt"
+def remove_checkpoint(directory: str | os.PathLike[str], *, storage: Storage | None = None) -> None:
+    """Remove a checkpoint, on one process. Nothing is found under its name from the first moment on.
 
-
-def _read(path: Path) -> dict[str, Any]:
-    try:
-        content: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True)
-    except (OSError, RuntimeError, EOFError, pickle.UnpicklingError) as error:
-        raise CheckpointError(f"{path} cannot be read: {error}") from error
-    return content
+    Args:
+        directory: the checkpoint's directory or URL; nothing happens where there is none.
+        storage: where it is; found from `directory` if None.
+    """
+    found, path = storage_of(directory)
+    (storage or found).remove(path)

@@ -17,6 +17,10 @@ _COMMANDS = {
         "drivetrain.cli.launch:launch",
         "Run a script on several processes, here or on several machines.",
     ),
+    "merge-weights": (
+        "drivetrain.cli.merge_weights:merge_weights",
+        "Write the weights in a checkpoint as plain safetensors.",
+    ),
     "env": (
         "drivetrain.cli.env:env",
         "Show versions, devices and settings, and where each setting came from.",

@@ -1,0 +1,332 @@
+"""Plain safetensors out of a checkpoint or a model, as `safetensors` and `transformers` open them."""
+
+from __future__ import annotations
+
+import os
+import re
+import uuid
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from tqdm.auto import tqdm
+
+from drivetrain.checkpoint.load import Checkpoint
+from drivetrain.checkpoint.manifest import encoded
+from drivetrain.checkpoint.shards import read_ranges
+from drivetrain.checkpoint.storage import LocalStorage
+from drivetrain.checkpoint.tensor_file import BLOCK, Entry, bytes_of, layout, write_file
+from drivetrain.checkpoint.tree import pack, subtree
+from drivetrain.runtime.errors import CheckpointError, nearest
+
+_UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
+_UNITS |= {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
+_DTYPES = {
+    "float32": torch.float32,
+    "fp32": torch.float32,
+    "float16": torch.float16,
+    "fp16": torch.float16,
+    "bfloat16": torch.bfloat16,
+    "bf16": torch.bfloat16,
+    "float64": torch.float64,
+}
+
+Take = Callable[[memoryview], None]
+
+
+@dataclass(frozen=True)
+class _Source:
+    """One tensor to be written, and what gives its bytes, a block at a time."""
+
+    entry: Entry
+    stream: Callable[[Take], None]
+
+
+def consolidate(
+    checkpoint: str | os.PathLike[str],
+    output: str | os.PathLike[str],
+    max_shard_size: int | str = "5GB",
+    dtype: torch.dtype | str | None = None,
+    *,
+    model: int | None = None,
+    overwrite: bool = False,
+    verify: bool = True,
+    progress: bool = False,
+) -> list[str]:
+    """Write the weights in a checkpoint as plain safetensors. Runs on one process and holds no whole model.
+
+    Small models become one `model.safetensors`, larger ones `model-00001-of-0000N.safetensors` with a
+    `model.safetensors.index.json`, as on Hugging Face's hub. Tied weights are written once.
+
+    Args:
+        checkpoint: the checkpoint's directory or URL, of any strategy and number of processes.
+        output: the directory to write to.
+        max_shard_size: bytes in a file at most, as a number or such as `"5GB"`; a single larger tensor has a file of
+            its own.
+        dtype: what floating-point weights are converted to, such as `"bfloat16"`; unchanged if None.
+        model: which one, where `save_state` saved several, from 0.
+        overwrite: whether to write into a directory that holds something already.
+        verify: whether the checkpoint's files are checked against its manifest first.
+        progress: whether to show a progress bar.
+
+    Returns:
+        The paths of the safetensors files.
+
+    Raises:
+        CheckpointError: there is no complete checkpoint, it has no such model, or the output cannot be written.
+
+    Example:
+        ```python
+        from drivetrain import PartialState, consolidate
+        from drivetrain.checkpoint import save_run_state
+        import torch
+
+        weights = torch.nn.Linear(4, 1).state_dict()
+        save_run_state("checkpoints/step_7", {"state_dict": weights}, {}, PartialState())
+        consolidate("checkpoints/step_7", "exported", dtype="bfloat16")
+        ```
+    """
+    opened = Checkpoint(checkpoint)
+    names = _weights_of(opened, model)
+    target = _dtype(dtype)
+    if verify:
+        files = {place.file for key in names.values() for place in _places(opened, key)}
+        opened.verify(sorted(files))
+    sources, aliases = [], {}
+    first: dict[str, str] = {}
+    for name, key in names.items():
+        if key in first:
+            aliases[name] = first[key]
+            continue
+        first[key] = name
+        sources.append(_stored(opened, name, key, target))
+    return _write(sources, aliases, output, max_shard_size, overwrite, progress)
+
+
+def save_safetensors(
+    state_dict: Mapping[str, Tensor],
+    output: str | os.PathLike[str],
+    max_shard_size: int | str = "5GB",
+    *,
+    overwrite: bool = True,
+    progress: bool = False,
+) -> list[str]:
+    """Write a state dict as plain safetensors, in the files that `consolidate` writes.
+
+    Args:
+        state_dict: whole tensors by name; those that share their memory are written once.
+        output: the directory to write to.
+        max_shard_size: bytes in a file at most.
+        overwrite: whether to write into a directory that holds something already.
+        progress: whether to show a progress bar.
+
+    Returns:
+        The paths of the safetensors files.
+    """
+    packed, tensors = pack(dict(state_dict))
+    sources, aliases = [], {}
+    first: dict[str, str] = {}
+    for name in state_dict:
+        key = packed[name]["__tensor__"]
+        if key in first:
+            aliases[name] = first[key]
+            continue
+        first[key] = name
+        tensor = tensors[key]
+        sources.append(_Source(Entry(name, tensor.dtype, tuple(tensor.shape)), partial(_give, tensor)))
+    return _write(sources, aliases, output, max_shard_size, overwrite, progress)
+
+
+def _weights_of(checkpoint: Checkpoint, model: int | None) -> dict[str, str]:
+    """The keys of a model's tensors by name."""
+    packed = checkpoint.packed()
+    models = subtree(packed, "models")
+    state = subtree(packed, "state_dict")
+    if state is None and isinstance(models, list):
+        if not models or (model is None and len(models) != 1) or (model or 0) >= len(models):
+            raise CheckpointError(
+                f"{checkpoint.directory} holds {len(models)} models; say which one is meant, from 0: model=0, or "
+                "--model 0."
+            )
+        state = models[model or 0]
+    if not isinstance(state, dict):
+        raise CheckpointError(f"{checkpoint.directory} holds no model: neither a state_dict nor models.")
+    found = {
+        name: value["__tensor__"] for name, value in state.items() if isinstance(value, dict) and "__tensor__" in value
+    }
+    if not found:
+        raise CheckpointError(f"{checkpoint.directory} holds a model without weights.")
+    return found
+
+
+def _places(checkpoint: Checkpoint, key: str) -> Iterator[Any]:
+    for chunk in checkpoint.tensors.tensors()[key].chunks:
+        yield checkpoint.tensors.place_of(key, chunk.offsets)
+
+
+def _stored(checkpoint: Checkpoint, name: str, key: str, dtype: torch.dtype | None) -> _Source:
+    """A tensor of a checkpoint, read only when it is written."""
+    described = checkpoint.tensors.tensors()[key]
+    own = described.properties.dtype
+    target = dtype if dtype is not None and own.is_floating_point else own
+    stream = partial(_read_whole, checkpoint, key, described)
+    converted = stream if target == own else partial(_convert, stream, own, target)
+    return _Source(Entry(name, target, tuple(described.size)), converted)
+
+
+def _read_whole(checkpoint: Checkpoint, key: str, described: TensorStorageMetadata, take: Take) -> None:
+    """Give a stored tensor's bytes in order, by blocks where its parts follow each other."""
+    chunks = sorted(described.chunks, key=lambda chunk: tuple(chunk.offsets))
+    if not all(chunk.sizes[1:] == described.size[1:] for chunk in chunks):
+        whole = torch.empty(described.size, dtype=described.properties.dtype)
+        checkpoint._read({key: whole})
+        _give(whole, take)
+        return
+    for chunk in chunks:
+        place = checkpoint.tensors.place_of(key, chunk.offsets)
+        listed = checkpoint.manifest.files[place.file]
+        path = checkpoint.tensors.path_of(place.file)
+        read_ranges(checkpoint.storage, path, listed, [(place.start, place.nbytes)], take)
+
+
+def _convert(stream: Callable[[Take], None], own: torch.dtype, target: torch.dtype, take: Take) -> None:
+    stream(lambda block: take(bytes_of(torch.frombuffer(block, dtype=own).to(target))))
+
+
+def _give(tensor: Tensor, take: Take) -> None:
+    data = bytes_of(tensor)
+    for start in range(0, len(data), BLOCK):
+        take(data[start : start + BLOCK])
+
+
+def _write(
+    sources: Sequence[_Source],
+    aliases: dict[str, str],
+    output: str | os.PathLike[str],
+    max_shard_size: int | str,
+    overwrite: bool,
+    progress: bool,
+) -> list[str]:
+    """Write files under other names first, and give them theirs when all are whole."""
+    limit = parse_size(max_shard_size)
+    directory = os.path.abspath(os.fspath(output))
+    if os.path.isdir(directory) and os.listdir(directory) and not overwrite:
+        raise CheckpointError(
+            f"{directory} is not empty. Name another directory, or say overwrite=True (--overwrite) to write into it."
+        )
+    shards = _shards(sources, limit)
+    names = [_shard_name(number, len(shards)) for number in range(len(shards))]
+    metadata = {**aliases, "format": "pt"}
+    total = sum(source.entry.nbytes for source in sources)
+    token = uuid.uuid4().hex[:12]
+    storage = LocalStorage()
+    written: dict[str, str] = {}
+    try:
+        os.makedirs(directory, exist_ok=True)
+        with tqdm(total=total, unit="B", unit_scale=True, desc="Writing", disable=not progress) as bar:
+            for name, shard in zip(names, shards, strict=True):
+                written[name] = os.path.join(directory, f".{name}.{token}")
+                _write_shard(storage, written[name], shard, metadata, bar)
+        index = _index(names, shards, aliases, total)
+        if index is not None:
+            written[_INDEX] = os.path.join(directory, f".{_INDEX}.{token}")
+            write_file(storage.create(written[_INDEX]), [memoryview(index)])
+        for name, path in written.items():
+            os.replace(path, os.path.join(directory, name))
+        _remove_others(directory, set(written))
+    except OSError as error:
+        raise CheckpointError(
+            f"{error.filename or directory} could not be written: {error.strerror or error}."
+        ) from error
+    finally:
+        for path in written.values():
+            if os.path.exists(path):
+                os.unlink(path)
+    return [os.path.join(directory, name) for name in names]
+
+
+_INDEX = "model.safetensors.index.json"
+_OURS = re.compile(r"^model(-\d{5}-of-\d{5})?\.safetensors$|^model\.safetensors\.index\.json$")
+
+
+def _write_shard(
+    storage: LocalStorage, path: str, shard: Sequence[_Source], metadata: dict[str, str], bar: tqdm[Any]
+) -> None:
+    ordered = sorted(shard, key=lambda source: -source.entry.dtype.itemsize)
+    header, _ = layout([source.entry for source in ordered], metadata)
+    sink = storage.create(path)
+
+    def take(block: memoryview) -> None:
+        sink.write(block)
+        bar.update(len(block))
+
+    try:
+        sink.write(memoryview(header))
+        for source in ordered:
+            source.stream(take)
+        sink.finish()
+    finally:
+        sink.abandon()
+
+
+def _shards(sources: Sequence[_Source], limit: int) -> list[list[_Source]]:
+    shards: list[list[_Source]] = [[]]
+    room = limit
+    for source in sources:
+        if shards[-1] and source.entry.nbytes > room:
+            shards.append([])
+            room = limit
+        shards[-1].append(source)
+        room -= source.entry.nbytes
+    return shards
+
+
+def _shard_name(number: int, count: int) -> str:
+    return "model.safetensors" if count == 1 else f"model-{number + 1:05d}-of-{count:05d}.safetensors"
+
+
+def _index(names: list[str], shards: list[list[_Source]], aliases: dict[str, str], total: int) -> bytes | None:
+    """Which file has which tensor; None where there is one file only. A tied name is where its tensor is."""
+    if len(shards) == 1:
+        return None
+    where = {source.entry.name: name for name, shard in zip(names, shards, strict=True) for source in shard}
+    return encoded({"metadata": {"total_size": total}, "weight_map": where})
+
+
+def _remove_others(directory: str, names: set[str]) -> None:
+    """Remove the files of an earlier export, which would be read along with these."""
+    for name in os.listdir(directory):
+        if _OURS.match(name) and name not in names:
+            os.unlink(os.path.join(directory, name))
+
+
+def parse_size(size: int | str) -> int:
+    """Bytes, from a number or text such as `"5GB"` or `"500 MiB"`.
+
+    Raises:
+        CheckpointError: it is neither, or not positive.
+    """
+    if isinstance(size, int) and not isinstance(size, bool):
+        parsed = size
+    else:
+        match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", str(size))
+        if match is None or match[2].upper() not in _UNITS:
+            raise CheckpointError(f"{size!r} is not a size. Give bytes, or such as '5GB' or '500MiB'.")
+        parsed = int(float(match[1]) * _UNITS[match[2].upper()])
+    if parsed <= 0:
+        raise CheckpointError(f"{size!r}: a file has to be larger than nothing.")
+    return parsed
+
+
+def _dtype(dtype: torch.dtype | str | None) -> torch.dtype | None:
+    if dtype is None or isinstance(dtype, torch.dtype):
+        return dtype
+    if dtype not in _DTYPES:
+        raise CheckpointError(
+            f"dtype={dtype!r} is not a floating-point type.{nearest(dtype, _DTYPES)} Allowed: {', '.join(_DTYPES)}."
+        )
+    return _DTYPES[dtype]

@@ -1,0 +1,206 @@
+"""Saves in the background: at most one at a time, and no error lost."""
+
+from __future__ import annotations
+
+import atexit
+import os
+import threading
+from collections.abc import Callable
+from typing import Any
+
+from drivetrain.checkpoint.save import Save
+from drivetrain.checkpoint.staging import StagingBuffer
+from drivetrain.checkpoint.storage import Storage
+from drivetrain.runtime.logging import get_logger
+from drivetrain.runtime.state import PartialState
+
+logger = get_logger(__name__)
+
+_SHARED_NAME = "save_queue"
+
+
+class PendingSave:
+    """A checkpoint that is being written, or was.
+
+    Attributes:
+        directory: the checkpoint's directory, which is there once this is done without an error.
+    """
+
+    def __init__(self, directory: str) -> None:
+        self.directory = directory
+        self._finished = threading.Event()
+        self._error: BaseException | None = None
+        self._told = False
+        self._callbacks: list[Callable[[PendingSave], None]] = []
+        self._lock = threading.Lock()
+
+    def done(self) -> bool:
+        """Whether it is written or has failed."""
+        return self._finished.is_set()
+
+    def wait(self, timeout: float | None = None) -> None:
+        """Wait until it is written.
+
+        Args:
+            timeout: seconds to wait at most; for ever if None.
+
+        Raises:
+            CheckpointError: it could not be written; raised on all processes.
+            TimeoutError: it is still being written.
+        """
+        if not self._finished.wait(timeout):
+            raise TimeoutError(f"{self.directory} is still being written after {timeout} s.")
+        self.raise_if_failed()
+
+    def raise_if_failed(self) -> None:
+        """Raise the error that it ended with, if it has; returns at once."""
+        if self._error is not None:
+            self._told = True
+            raise self._error
+
+    def add_done_callback(self, callback: Callable[[PendingSave], None]) -> None:
+        """Call `callback(self)` once it is done, in the thread that writes; at once where it is done already.
+
+        It may not call collectives, and should not raise: what it raises is logged.
+        """
+        with self._lock:
+            if not self._finished.is_set():
+                self._callbacks.append(callback)
+                return
+        self._call(callback)
+
+    def failed(self) -> bool:
+        """Whether it ended with an error."""
+        return self._error is not None
+
+    def _finish(self, error: BaseException | None) -> None:
+        self._error = error
+        with self._lock:
+            self._finished.set()
+            callbacks, self._callbacks = self._callbacks, []
+        for callback in callbacks:
+            self._call(callback)
+
+    def _call(self, callback: Callable[[PendingSave], None]) -> None:
+        try:
+            callback(self)
+        except Exception:
+            logger.exception(f"{self.directory}: what was to happen after the save failed.")
+
+
+class SaveQueue:
+    """Writes checkpoints one after another, in the background where asked.
+
+    Attributes:
+        failed: the save whose error nobody has been told yet, or None: one read tells whether all is well.
+
+    Args:
+        state: this process among its peers.
+    """
+
+    def __init__(self, state: PartialState) -> None:
+        self._state = state
+        self._buffer = StagingBuffer()
+        self._running: PendingSave | None = None
+        self.failed: PendingSave | None = None
+        state.before_leaving(self._wait_quietly)
+        atexit.register(self._report)
+
+    @property
+    def pending(self) -> PendingSave | None:
+        """The save that is in flight, if any."""
+        running = self._running
+        return running if running is not None and not running.done() else None
+
+    @property
+    def staging_bytes(self) -> int:
+        """Memory held for copies of the state."""
+        return self._buffer.nbytes
+
+    def save(
+        self,
+        directory: str | os.PathLike[str],
+        shared: Any,
+        own: Any,
+        *,
+        step: int | None = None,
+        block: bool = True,
+        storage: Storage | None = None,
+    ) -> PendingSave:
+        """Write a checkpoint; call it on all processes. Waits for the one before.
+
+        Args:
+            directory: the checkpoint's directory or URL; replaced where it exists.
+            shared: what is the same on all processes; its tensors may be sharded DTensors.
+            own: what is this process's own.
+            step: the optimizer step, for the manifest.
+            block: whether to return only once it is there. Else the state is copied and may change at once.
+            storage: where to; found from `directory` if None.
+
+        Returns:
+            The save; done where `block` is true.
+
+        Raises:
+            CheckpointError: it cannot be written, or the one before could not be; raised on all processes.
+        """
+        self.finish()
+        save = Save(directory, shared, own, self._state, step, storage)
+        pending = PendingSave(save.directory)
+        if block:
+            save.run()
+            pending._finish(None)
+            return pending
+        save.stage(self._buffer)
+        self._running = pending
+        # Not a daemon: the interpreter waits for it at the end. Not a process: a spawned one imports the script again.
+        threading.Thread(target=self._work, args=(save, pending), name="drivetrain-save").start()
+        return pending
+
+    def check(self) -> None:
+        """Raise the error of a save in the background, if one has failed since. Costs next to nothing."""
+        if self.failed is not None:
+            failed, self.failed = self.failed, None
+            failed.raise_if_failed()
+
+    def finish(self) -> None:
+        """Wait for the save in flight, and raise its error if it failed and nobody was told."""
+        if self._running is not None:
+            self._running._finished.wait()
+            self._running = None
+        if self.failed is not None and self.failed._told:
+            self.failed = None  # wait() raised it
+        self.check()
+
+    def release(self) -> None:
+        """Wait for the save in flight and give the memory for copies back."""
+        self._wait_quietly()
+        self._buffer = StagingBuffer()
+
+    def _work(self, save: Save, pending: PendingSave) -> None:
+        error: BaseException | None = None
+        try:
+            save.run()
+        except BaseException as raised:
+            error = raised
+            self.failed = pending
+        del save
+        pending._finish(error)
+
+    def _wait_quietly(self) -> None:
+        if self._running is not None:
+            self._running._finished.wait()
+
+    def _report(self) -> None:
+        """At exit: an error that nobody has asked for is at least written down."""
+        self._wait_quietly()
+        if self.failed is not None and not self.failed._told:
+            logger.error(f"A checkpoint was lost: {self.failed._error}", main_process_only=False)
+
+
+def save_queue(state: PartialState) -> SaveQueue:
+    """The queue of this process: one for all, so that two saves never meet."""
+    shared = PartialState._shared
+    if _SHARED_NAME not in shared:
+        shared[_SHARED_NAME] = SaveQueue(state)
+    queue: SaveQueue = shared[_SHARED_NAME]
+    return queue

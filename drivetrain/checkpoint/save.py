@@ -1,0 +1,182 @@
+"""Writing a checkpoint: planned and copied at once, written then or in the background, published by one rename."""
+
+from __future__ import annotations
+
+import os
+import time
+import uuid
+from dataclasses import dataclass
+from typing import Any
+
+from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.planner import SavePlan
+from torch.distributed.checkpoint.storage import WriteResult
+
+from drivetrain.checkpoint.manifest import WRITER_FILE, Manifest, encoded
+from drivetrain.checkpoint.peers import Failure, Peers
+from drivetrain.checkpoint.shards import FOLDER, SafetensorsWriter, SnapshotPlanner
+from drivetrain.checkpoint.staging import StagingBuffer
+from drivetrain.checkpoint.storage import LocalStorage, Storage, storage_of
+from drivetrain.checkpoint.tensor_file import FileDigest, write_file
+from drivetrain.checkpoint.tree import pack
+from drivetrain.checkpoint.writer_record import clean_stale, this_writer
+from drivetrain.runtime.errors import CheckpointError
+from drivetrain.runtime.state import PartialState
+
+SHARED_FILE = "state.json"
+
+
+def process_file(rank: int) -> str:
+    """The file of what is one process's own."""
+    return f"process_{rank}.json"
+
+
+@dataclass
+class _Written:
+    """What one process has written."""
+
+    files: dict[str, FileDigest]
+    results: list[WriteResult]
+
+
+class Save:
+    """One checkpoint on its way to storage. Make it, and run it, on all processes.
+
+    Making it takes down what is to be written: the plain values, and which process writes which tensor. After
+    `stage` the caller may change its tensors; without, not before `run` has returned.
+
+    Args:
+        directory: the checkpoint's directory or URL; replaced where it exists.
+        shared: what is the same on all processes.
+        own: what is this process's own.
+        state: this process among its peers.
+        step: the optimizer step, for the manifest.
+        storage: where to; found from `directory` if None.
+
+    Raises:
+        CheckpointError: on any process the state holds something that cannot be saved; raised on all.
+    """
+
+    def __init__(
+        self,
+        directory: str | os.PathLike[str],
+        shared: Any,
+        own: Any,
+        state: PartialState,
+        step: int | None = None,
+        storage: Storage | None = None,
+    ) -> None:
+        self._state = state
+        self._peers = Peers(state)
+        self._staging_failure: Failure | None = None
+        self.step = step
+        self.planner = SnapshotPlanner()
+        self._metadata: Metadata | None = None
+        self.directory = os.fspath(directory)
+        prepared = self._peers.attempt(lambda: self._prepare(shared, own, storage))
+        self._plan = self._divide(prepared)
+
+    def _prepare(self, shared: Any, own: Any, storage: Storage | None) -> SavePlan:
+        """Take the trees apart and say which tensors there are here."""
+        found, self.directory = storage_of(self.directory)
+        self._storage = storage or found
+        self._shared, tensors = pack(shared)
+        self._own, own_tensors = pack(own, f"process/{self._peers.rank}")
+        self.planner.set_up_planner({**tensors, **own_tensors}, is_coordinator=self._peers.is_main)
+        return self.planner.create_local_plan()
+
+    def _divide(self, prepared: SavePlan | Failure) -> SavePlan:
+        """Let rank 0 decide who writes what: a tensor that all have is written once."""
+        plans = self._peers.gather(prepared)
+        shares: list[Any] | None = None
+        if plans is not None:
+            failed = next((plan for plan in plans if isinstance(plan, Failure)), None)
+            divided = self._peers.attempt(lambda: self._divided(plans)) if failed is None else failed
+            shares = divided if isinstance(divided, list) else [divided] * self._peers.size
+        share = self._peers.scatter(shares)
+        if isinstance(share, Failure):
+            self._peers.fail(share, f"The checkpoint {self.directory} was not written")
+        plan, self._token = share
+        return self.planner.finish_plan(plan)
+
+    def _divided(self, plans: list[SavePlan]) -> list[Any]:
+        shares, self._metadata = self.planner.create_global_plan(plans)
+        token = uuid.uuid4().hex[:12]
+        return [(share, token) for share in shares]
+
+    def stage(self, buffer: StagingBuffer) -> None:
+        """Copy what this process writes, so that training may go on. A failure is told by `run`."""
+        sources = {item.index: self.planner.resolve_data(item) for item in self._plan.items}
+        copied = self._peers.attempt(lambda: buffer.copy(sources, self._state.kind))
+        if isinstance(copied, Failure):
+            self._staging_failure = copied
+        else:
+            self.planner.copies = copied
+        # What the copies stand for may change or go now.
+        self.planner.state_dict = {}
+
+    def run(self) -> None:
+        """Write, and publish once all processes have written.
+
+        Raises:
+            CheckpointError: any process could not write; raised on all, and what was there before is intact.
+        """
+        place = ""
+
+        def write() -> _Written:
+            nonlocal place
+            place, self._data = self._storage.begin(self.directory, self._token, (FOLDER,))
+            return self._write(place)
+
+        written = self._peers.attempt(write) if self._staging_failure is None else self._staging_failure
+        gathered = self._peers.gather(written)
+        published: Failure | None = None
+        if gathered is not None:
+            published = next((one for one in gathered if isinstance(one, Failure)), None)
+            if published is None:
+                attempted = self._peers.attempt(lambda: self._publish(place, gathered))
+                published = attempted if isinstance(attempted, Failure) else None
+        failure: Failure | None = self._peers.scatter([published] * self._peers.size if gathered is not None else None)
+        if failure is not None:
+            if place:
+                self._storage.discard(place)
+            self._peers.fail(failure, f"The checkpoint {self.directory} could not be written")
+
+    def _write(self, place: str) -> _Written:
+        """Write what is this process's to write."""
+        files: dict[str, FileDigest] = {}
+        if self._peers.is_main:
+            files[WRITER_FILE] = self._write_json(place, WRITER_FILE, this_writer())
+            if isinstance(self._storage, LocalStorage):
+                clean_stale(self._storage.parent(self.directory))
+            files[SHARED_FILE] = self._write_json(place, SHARED_FILE, self._shared)
+        name = process_file(self._peers.rank)
+        files[name] = self._write_json(place, name, self._own)
+        writer = SafetensorsWriter(self._storage, place, self._peers.rank)
+        results = writer.write_data(self._plan, self.planner).wait()
+        self._storage.touch(self._storage.join(place, WRITER_FILE))
+        return _Written({**files, **writer.files}, results)
+
+    def _publish(self, place: str, written: list[_Written]) -> None:
+        assert self._metadata is not None
+        writer = SafetensorsWriter(self._storage, place, self._peers.rank)
+        writer.finish(self._metadata, [one.results for one in written])
+        files = dict(writer.files)
+        for one in written:
+            files.update(one.files)
+        self._check_all_here(place, files)
+        manifest = Manifest(files, self._peers.size, self.step, time.time(), self._data)
+        self._storage.publish(place, self.directory, self._token, memoryview(manifest.to_bytes()))
+
+    def _check_all_here(self, place: str, files: dict[str, FileDigest]) -> None:
+        """Find out here, not at the next start, that a machine wrote to a disk of its own."""
+        found = self._storage.sizes(place)
+        for name, digest in sorted(files.items()):
+            if found.get(name) != digest.size:
+                raise CheckpointError(
+                    f"{self._storage.join(place, name)} was written by another process and is not seen from here; all "
+                    "machines must write to one file system"
+                )
+
+    def _write_json(self, place: str, name: str, content: Any) -> FileDigest:
+        return write_file(self._storage.create(self._storage.join(place, name)), [memoryview(encoded(content))])

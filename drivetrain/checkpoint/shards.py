@@ -1,0 +1,409 @@
+"""The tensors of a checkpoint: `torch.distributed.checkpoint` over safetensors files, without a pickle.
+
+`SafetensorsWriter` and `SafetensorsReader` are a storage writer and reader as that module has them, so its planners
+decide which process writes which part of which tensor, and which parts make up a tensor on other processes.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from queue import SimpleQueue
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem, SavePlan, SavePlanner, WriteItem
+from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, WriteResult
+from torch.futures import Future
+
+from drivetrain.checkpoint.manifest import Manifest, check_digest, decoded, encoded, verified_bytes
+from drivetrain.checkpoint.storage import Reader, Storage
+from drivetrain.checkpoint.tensor_file import (
+    BLOCK,
+    Entry,
+    FileDigest,
+    Hasher,
+    aligned,
+    blocks_of,
+    bytes_of,
+    dtype_name,
+    layout,
+    run_parallel,
+    write_file,
+)
+from drivetrain.runtime.errors import CheckpointError
+
+FOLDER = "tensors"
+INDEX = f"{FOLDER}/index.json"
+
+# Several files on one process let it hash on several cores; small ones only cost.
+_SMALLEST_SPLIT = 64 << 20
+_LARGEST_FILE = 2 << 30
+_FILES_AT_ONCE = 4
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where one part of a tensor lies."""
+
+    file: str
+    start: int
+    nbytes: int
+
+
+class SnapshotPlanner(DefaultSavePlanner):
+    """The default planner, which can take the tensors' values from copies made earlier."""
+
+    def __init__(self) -> None:
+        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
+        self.copies: dict[MetadataIndex, Tensor] = {}
+
+    def resolve_data(self, write_item: WriteItem) -> Any:
+        copy = self.copies.get(write_item.index)
+        return super().resolve_data(write_item) if copy is None else copy
+
+
+class SafetensorsWriter(StorageWriter):
+    """Writes this process's part of a checkpoint's tensors, and on rank 0 the index of all.
+
+    Args:
+        storage: where to.
+        place: the directory that the checkpoint is written in.
+        rank: this process's rank, which its files are named after.
+    """
+
+    def __init__(self, storage: Storage, place: str, rank: int) -> None:
+        self._storage, self._place, self._rank = storage, place, rank
+        self.files: dict[str, FileDigest] = {}
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        """Write the items of a plan, in several files at once where there is much."""
+        results: list[WriteResult] = []
+        jobs = [
+            partial(self._write_file, f"{FOLDER}/rank_{self._rank}_{number}.safetensors", items, planner, results)
+            for number, items in enumerate(_files_of(plan.items))
+        ]
+        run_parallel(jobs, workers=_workers())
+        future: Future[list[WriteResult]] = Future()
+        future.set_result(results)
+        return future
+
+    def _write_file(
+        self, name: str, items: Sequence[WriteItem], planner: SavePlanner, results: list[WriteResult]
+    ) -> None:
+        entries = [_entry_of(item) for item in items]
+        order = aligned(entries)
+        header, starts = layout([entries[position] for position in order])
+
+        def parts() -> Iterator[memoryview]:
+            yield memoryview(header)
+            for position in order:
+                # The strategy's local shard, or the whole tensor; on the CPU by now or one at a time.
+                tensor = planner.resolve_data(items[position])
+                assert isinstance(tensor, Tensor)
+                yield bytes_of(tensor)
+
+        sink = self._storage.create(self._storage.join(self._place, name))
+        self.files[name] = write_file(sink, parts())
+        for position, start in zip(order, starts, strict=True):
+            size = entries[position].nbytes
+            results.append(WriteResult(items[position].index, size, Place(name, start, size)))
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        """Write the index: for each tensor its dtype, its size, and where its parts lie."""
+        places = {result.index: result.storage_data for each in results for result in each}
+        tensors = {}
+        for key, described in metadata.state_dict_metadata.items():
+            assert isinstance(described, TensorStorageMetadata)
+            chunks = []
+            for chunk in described.chunks:
+                place = places[MetadataIndex(key, chunk.offsets)]
+                at = {"offsets": list(chunk.offsets), "sizes": list(chunk.sizes)}
+                chunks.append({**at, "file": place.file, "start": place.start, "nbytes": place.nbytes})
+            dtype = dtype_name(described.properties.dtype)
+            tensors[key] = {"dtype": dtype, "size": list(described.size), "chunks": chunks}
+        raw = memoryview(encoded({"tensors": tensors}))
+        self.files[INDEX] = write_file(self._storage.create(self._storage.join(self._place, INDEX)), [raw])
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        self.files = {}
+
+    def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        pass
+
+    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
+        return plan
+
+    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
+        return plans
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        return True
+
+
+class SafetensorsReader(StorageReader):
+    """Reads tensors straight into their destinations and checks the files that they come from.
+
+    Args:
+        storage: where from.
+        directory: the checkpoint.
+        manifest: what it consists of.
+        hashes: whether the SHA-256 of each file that is read from is checked; their sizes are known to be right.
+    """
+
+    def __init__(self, storage: Storage, directory: str, manifest: Manifest, hashes: bool = True) -> None:
+        self._storage, self._directory, self._manifest, self._hashes = storage, directory, manifest, hashes
+        self._places: dict[MetadataIndex, Place] = {}
+        self._parts: dict[MetadataIndex, tuple[torch.dtype, torch.Size]] = {}
+        self._metadata: Metadata | None = None
+        self._read_files: set[str] = set()
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        """Read the index."""
+        if self._metadata is None:
+            path = self.path_of(INDEX)
+            index = decoded(verified_bytes(self._storage, self._directory, self._manifest, INDEX), path)
+            try:
+                self._metadata = Metadata(
+                    {key: self._described(key, one, path) for key, one in index["tensors"].items()}
+                )
+            except (KeyError, TypeError, ValueError, AttributeError) as error:
+                raise CheckpointError(f"{path} is damaged: {error!r}.") from error
+        return self._metadata
+
+    def tensors(self) -> dict[str, TensorStorageMetadata]:
+        """Every tensor by key, with its dtype, its size and its parts."""
+        return {
+            key: one
+            for key, one in self.read_metadata().state_dict_metadata.items()
+            if isinstance(one, TensorStorageMetadata)
+        }
+
+    def place_of(self, key: str, offsets: torch.Size) -> Place:
+        """Where a part of a tensor lies."""
+        return self._places[MetadataIndex(key, offsets)]
+
+    def path_of(self, name: str) -> str:
+        """The path of a file that the manifest names."""
+        return self._storage.join(self._directory, self._manifest.data, name)
+
+    def unread(self) -> list[str]:
+        """The files that no tensor has been read from yet."""
+        return [name for name in self._manifest.files if name not in self._read_files]
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        """Read what a plan asks for, several files at once."""
+        wanted: dict[str, dict[Place, list[ReadItem]]] = defaultdict(lambda: defaultdict(list))
+        for item in plan.items:
+            place = self._places[item.storage_index]
+            if place.nbytes:
+                wanted[place.file][place].append(item)
+        self._read_files.update(wanted)
+        jobs = [partial(self._read_file, name, places, planner) for name, places in sorted(wanted.items())]
+        run_parallel(jobs, workers=_workers())
+        future: Future[None] = Future()
+        future.set_result(None)
+        return future
+
+    def _read_file(self, name: str, places: dict[Place, list[ReadItem]], planner: LoadPlanner) -> None:
+        path = self.path_of(name)
+        with _Stream(self._storage, path, self._manifest.files[name], self._hashes) as stream:
+            for place in sorted(places, key=lambda one: one.start):
+                self._read_part(stream, place, places[place], planner)
+
+    def _read_part(self, stream: _Stream, place: Place, items: list[ReadItem], planner: LoadPlanner) -> None:
+        dtype, sizes = self._parts[items[0].storage_index]
+        targets = [planner.resolve_tensor(item).detach() for item in items]
+        direct = len(items) == 1 and targets[0].shape == sizes and _takes_bytes(targets[0], dtype)
+        if direct:
+            stream.read(place.start, bytes_of(targets[0]))
+        else:
+            whole = torch.empty(sizes, dtype=dtype)
+            stream.read(place.start, bytes_of(whole))
+            for item, target in zip(items, targets, strict=True):
+                part = whole
+                for dim, (start, length) in enumerate(zip(item.storage_offsets, item.lengths, strict=True)):
+                    part = part.narrow(dim, start, length)
+                target.copy_(part)
+        for item, target in zip(items, targets, strict=True):
+            planner.commit_tensor(item, target)
+
+    def _described(self, key: str, one: dict[str, Any], path: str) -> TensorStorageMetadata:
+        dtype = getattr(torch, one["dtype"], None)
+        if not isinstance(dtype, torch.dtype):
+            raise CheckpointError(f"{path} says that {key} has the dtype {one['dtype']!r}, which torch does not know.")
+        chunks = []
+        for chunk in one["chunks"]:
+            part = ChunkStorageMetadata(torch.Size(chunk["offsets"]), torch.Size(chunk["sizes"]))
+            place = Place(chunk["file"], chunk["start"], chunk["nbytes"])
+            listed = self._manifest.files.get(place.file)
+            fits = listed is not None and place.start >= 0 and place.start + place.nbytes <= listed.size
+            if not fits or part.sizes.numel() * dtype.itemsize != place.nbytes:
+                raise CheckpointError(f"{path} is damaged: {key} cannot lie where it says, in {place.file}.")
+            index = MetadataIndex(key, part.offsets)
+            self._places[index], self._parts[index] = place, (dtype, part.sizes)
+            chunks.append(part)
+        return TensorStorageMetadata(TensorProperties(dtype), torch.Size(one["size"]), chunks)
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        pass
+
+    def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        pass
+
+    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
+        return plan
+
+    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
+        return plans
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        return True
+
+
+class _Stream:
+    """Reads parts of a file in ascending order; hashes all of it on the way, or skips what is not asked for."""
+
+    def __init__(self, storage: Storage, path: str, listed: FileDigest, hashes: bool) -> None:
+        self._path, self._listed = path, listed
+        self._position = 0
+        try:
+            self._file: Reader = storage.open(path)
+        except OSError as error:
+            raise CheckpointError(f"{path} cannot be read: {error}.") from error
+        self._hasher = Hasher() if hashes else None
+        self._free: SimpleQueue[memoryview] | None = None
+
+    def __enter__(self) -> _Stream:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *others: object) -> None:
+        try:
+            if kind is None and self._hasher is not None:
+                self._skip_to(self._listed.size)
+                check_digest(self._path, self._hasher.close(), self._listed)
+        finally:
+            self._file.close()
+            if self._hasher is not None:
+                self._hasher.close()
+
+    def read(self, start: int, target: memoryview) -> None:
+        """Fill a buffer from a position on."""
+        self._skip_to(start)
+        for block in blocks_of(target):
+            self._fill(block)
+            if self._hasher is not None:
+                self._hasher.add(block)
+
+    def _skip_to(self, position: int) -> None:
+        if position == self._position:
+            return
+        if self._hasher is None:
+            self._file.seek(position)
+            self._position = position
+            return
+        free = self._scratch()
+        while self._position < position:
+            buffer = free.get()
+            block = buffer[: min(len(buffer), position - self._position)]
+            self._fill(block)
+            self._hasher.add(block, partial(free.put, buffer))
+
+    def _scratch(self) -> SimpleQueue[memoryview]:
+        """Buffers for what is only hashed, each back here once it is."""
+        if self._free is None:
+            self._free = SimpleQueue()
+            for _ in range(3):
+                self._free.put(memoryview(bytearray(min(BLOCK, self._listed.size))))
+        return self._free
+
+    def _fill(self, block: memoryview) -> None:
+        size = len(block)
+        while len(block):
+            try:
+                count = self._file.readinto(block)
+            except OSError as error:
+                raise CheckpointError(f"{self._path} cannot be read: {error}.") from error
+            if not count:
+                raise CheckpointError(f"{self._path} ends too early: it should have {self._listed.size} bytes.")
+            block = block[count:]
+        self._position += size
+
+
+def read_ranges(
+    storage: Storage,
+    path: str,
+    listed: FileDigest,
+    ranges: Sequence[tuple[int, int]],
+    take: Callable[[memoryview], None],
+) -> None:
+    """Read ranges (start, length) of a file, unhashed, a block at a time through one buffer.
+
+    Args:
+        storage: where the file is.
+        path: the file.
+        listed: what the manifest says of it.
+        ranges: what to read.
+        take: is given each block, which is overwritten by the next.
+    """
+    buffer = memoryview(bytearray(BLOCK))
+    with _Stream(storage, path, listed, hashes=False) as stream:
+        for start, length in ranges:
+            for done in range(0, length, BLOCK):
+                block = buffer[: min(BLOCK, length - done)]
+                stream.read(start + done, block)
+                take(block)
+
+
+def verify_file(storage: Storage, path: str, listed: FileDigest) -> None:
+    """Hash a whole file and compare."""
+    with _Stream(storage, path, listed, hashes=True):
+        pass
+
+
+def _takes_bytes(target: Tensor, dtype: torch.dtype) -> bool:
+    """Whether a file's bytes can be read straight into a tensor's memory."""
+    plain = target.device.type == "cpu" and target.is_contiguous() and not target.is_neg() and not target.is_conj()
+    return plain and target.dtype == dtype
+
+
+def _entry_of(item: WriteItem) -> Entry:
+    data = item.tensor_data
+    assert data is not None
+    sizes, key = tuple(data.chunk.sizes), item.index.fqn
+    if sizes != tuple(data.size):
+        key += "@" + ",".join(str(offset) for offset in data.chunk.offsets)
+    return Entry(key, data.properties.dtype, sizes)
+
+
+def _files_of(items: Sequence[WriteItem]) -> list[list[WriteItem]]:
+    """Divide a process's items into files of about the same size."""
+    sizes = [_entry_of(item).nbytes for item in items]
+    limit = min(_LARGEST_FILE, max(_SMALLEST_SPLIT, -(-sum(sizes) // _FILES_AT_ONCE)))
+    files: list[list[WriteItem]] = []
+    room = 0
+    for item, size in zip(items, sizes, strict=True):
+        if not files or (size > room and room < limit):
+            files.append([])
+            room = limit
+        files[-1].append(item)
+        room -= size
+    return files
+
+
+def _workers() -> int:
+    return min(_FILES_AT_ONCE, os.cpu_count() or 1)

@@ -1,0 +1,215 @@
+"""Files in safetensors' layout, written and read without a second copy of what they hold.
+
+Layout: https://huggingface.co/docs/safetensors/index#format
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from queue import Queue
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+BLOCK = 8 << 20
+"""Bytes that are written, read and hashed at once."""
+
+_NAMES = {
+    "float64": "F64",
+    "float32": "F32",
+    "float16": "F16",
+    "bfloat16": "BF16",
+    "int64": "I64",
+    "int32": "I32",
+    "int16": "I16",
+    "int8": "I8",
+    "uint8": "U8",
+    "bool": "BOOL",
+    "float8_e4m3fn": "F8_E4M3",
+    "float8_e5m2": "F8_E5M2",
+    "uint64": "U64",
+    "uint32": "U32",
+    "uint16": "U16",
+    "complex64": "C64",
+}
+
+
+class Sink(Protocol):
+    """A file being written."""
+
+    def write(self, data: memoryview) -> None:
+        """Append bytes."""
+
+    def finish(self) -> None:
+        """Make the file durable and close it."""
+
+    def abandon(self) -> None:
+        """Close the file, whatever becomes of it."""
+
+
+@dataclass(frozen=True)
+class FileDigest:
+    """What a manifest says of one file."""
+
+    size: int
+    sha256: str
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One tensor, or one part of one, as it lies in a file."""
+
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+    @property
+    def nbytes(self) -> int:
+        """Its length in the file."""
+        count = self.dtype.itemsize
+        for size in self.shape:
+            count *= size
+        return count
+
+    def described(self, start: int) -> dict[str, Any]:
+        """The header's words for it; a dtype that the format has no name for is kept as bytes."""
+        name = dtype_name(self.dtype)
+        known = name in _NAMES
+        return {
+            "dtype": _NAMES[name] if known else "U8",
+            "shape": list(self.shape) if known else [self.nbytes],
+            "data_offsets": [start, start + self.nbytes],
+        }
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """`"float32"` for `torch.float32`."""
+    return str(dtype).removeprefix("torch.")
+
+
+def layout(entries: Sequence[Entry], metadata: dict[str, str] | None = None) -> tuple[bytes, list[int]]:
+    """Make a file's header.
+
+    Args:
+        entries: what the file will hold, in order; large items first keep every tensor aligned.
+        metadata: text for the header.
+
+    Returns:
+        The header's bytes, and where in the file each entry begins.
+    """
+    header: dict[str, Any] = {"__metadata__": metadata} if metadata else {}
+    starts, position = [], 0
+    for entry in entries:
+        header[entry.name] = entry.described(position)
+        starts.append(position)
+        position += entry.nbytes
+    text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
+    text += b" " * (-len(text) % 8)
+    begin = 8 + len(text)
+    return len(text).to_bytes(8, "little") + text, [begin + start for start in starts]
+
+
+def aligned(entries: Iterable[Entry]) -> list[int]:
+    """The order in which entries lie so that each is aligned: positions, the widest dtype first."""
+    listed = list(entries)
+    return sorted(range(len(listed)), key=lambda index: -listed[index].dtype.itemsize)
+
+
+def bytes_of(tensor: Tensor) -> memoryview:
+    """A tensor's bytes on the CPU, without a copy where it lies there in one piece."""
+    plain = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
+    if plain.numel() == 0:
+        return memoryview(b"")
+    return memoryview(plain.reshape(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]
+
+
+def blocks_of(data: memoryview, size: int = BLOCK) -> Iterator[memoryview]:
+    """Cut bytes into blocks."""
+    for start in range(0, len(data), size):
+        yield data[start : start + size]
+
+
+class Hasher:
+    """Computes a SHA-256 in a thread of its own, since hashing and input or output both let go of the GIL."""
+
+    def __init__(self) -> None:
+        self._digest = hashlib.sha256()
+        self._queue: Queue[tuple[memoryview, Callable[[], None] | None] | None] = Queue(maxsize=8)
+        self._thread = threading.Thread(target=self._work, name="drivetrain-hash", daemon=True)
+        self._thread.start()
+        self.size = 0
+
+    def add(self, data: memoryview, done: Callable[[], None] | None = None) -> None:
+        """Hash these bytes next; they must stay as they are until `done` is called or the hash is read."""
+        self.size += len(data)
+        self._queue.put((data, done))
+
+    def close(self) -> FileDigest:
+        """Wait for the hash; may be called again."""
+        if self._thread.is_alive():
+            self._queue.put(None)
+            self._thread.join()
+        return FileDigest(self.size, self._digest.hexdigest())
+
+    def _work(self) -> None:
+        while (item := self._queue.get()) is not None:
+            data, done = item
+            self._digest.update(data)
+            del data
+            if done is not None:
+                done()
+
+
+def write_file(sink: Sink, parts: Iterable[memoryview]) -> FileDigest:
+    """Write parts one after another, hashing each while it is written, and make the file durable."""
+    hasher = Hasher()
+    try:
+        for part in parts:
+            for block in blocks_of(part):
+                hasher.add(block)
+                sink.write(block)
+        sink.finish()
+    except BaseException:
+        sink.abandon()
+        raise
+    finally:
+        digest = hasher.close()
+    return digest
+
+
+def run_parallel(jobs: Sequence[Callable[[], None]], workers: int) -> None:
+    """Run jobs in threads and raise the first error, once all threads have ended.
+
+    Plain threads: an executor takes no work any more once the interpreter has begun to end, and a checkpoint is
+    written to its end even then.
+    """
+    if len(jobs) <= 1 or workers <= 1:
+        for job in jobs:
+            job()
+        return
+    waiting = list(reversed(jobs))
+    errors: list[BaseException] = []
+
+    def work() -> None:
+        while not errors:
+            try:
+                job = waiting.pop()
+            except IndexError:
+                return
+            try:
+                job()
+            except BaseException as error:
+                errors.append(error)
+
+    threads = [threading.Thread(target=work, name="drivetrain-io") for _ in range(min(workers, len(jobs)))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if errors:
+        raise errors[0]

@@ -1,0 +1,236 @@
+"""Taking tensors out of nested state, so that what remains is JSON, and putting them back.
+
+A packed tree is plain JSON. What JSON has no word for is a dict with one key that says what it is:
+
+| in the state | packed |
+|---|---|
+| a tensor | `{"__tensor__": key}`, the tensor under that key in one flat dict |
+| a NumPy array | `{"__ndarray__": key}` |
+| a tuple, set, frozenset, `deque` | `{"__tuple__": [...]}`, ... |
+| a dict whose keys are not all text, a `Counter` | `{"__dict__": [[key, value], ...]}`, `{"__counter__": ...}` |
+| bytes | `{"__bytes__": base64}` |
+| a float that JSON cannot write | `{"__float__": "nan"}` |
+| a dtype, a device, a complex number, a path | `{"__dtype__": "float32"}`, ... |
+
+Nothing else is taken: an arbitrary object would need unpickling, which runs whatever code the file holds.
+"""
+
+from __future__ import annotations
+
+import base64
+import math
+from collections import Counter, OrderedDict, defaultdict, deque
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path, PurePath
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from drivetrain.runtime.errors import CheckpointError
+
+_SEQUENCES: dict[type, str] = {
+    tuple: "__tuple__",
+    torch.Size: "__tuple__",
+    set: "__set__",
+    frozenset: "__frozenset__",
+    deque: "__deque__",
+}
+_MAPPINGS = (dict, OrderedDict, defaultdict)
+
+
+def pack(tree: Any, prefix: str = "") -> tuple[Any, dict[str, Tensor]]:
+    """Take the tensors out of a tree.
+
+    Args:
+        tree: nested dicts, lists and the like of plain values and tensors.
+        prefix: what the keys of its tensors begin with.
+
+    Returns:
+        The packed tree, and the tensors by key, such as `"state_dict/layer.weight"`. A tensor that is in the tree
+        several times, as tied weights are, is there once.
+
+    Raises:
+        CheckpointError: something in it is neither a plain value nor a tensor; its path and type are named.
+    """
+    packer = _Packer()
+    return packer.pack(tree, prefix), packer.tensors
+
+
+def unpack(packed: Any, tensor_of: Callable[[str], Tensor]) -> Any:
+    """Put a tree together again.
+
+    Args:
+        packed: what `pack` made.
+        tensor_of: gives the tensor of a key.
+    """
+    if isinstance(packed, list):
+        return [unpack(item, tensor_of) for item in packed]
+    if not isinstance(packed, dict):
+        return packed
+    if len(packed) == 1:
+        ((word, content),) = packed.items()
+        if word == "__tensor__":
+            return tensor_of(content)
+        if word == "__ndarray__":
+            return tensor_of(content).numpy()
+        if word in _PAIRED:
+            pairs = [(unpack(key, tensor_of), unpack(value, tensor_of)) for key, value in content]
+            return _PAIRED[word](pairs)
+        if word in _LISTED:
+            return _LISTED[word](unpack(item, tensor_of) for item in content)
+        if word in _WRITTEN:
+            return _WRITTEN[word](content)
+    return {key: unpack(value, tensor_of) for key, value in packed.items()}
+
+
+def tensor_keys(packed: Any) -> list[str]:
+    """The keys of the tensors that a packed tree refers to, each once, in order."""
+    found: dict[str, None] = {}
+    unpack(packed, lambda key: found.setdefault(key, None) or _NO_TENSOR)
+    return list(found)
+
+
+def subtree(packed: Any, *path: str | int) -> Any:
+    """The part of a packed tree at a path of plain keys, or None."""
+    for part in path:
+        try:
+            packed = packed[part]
+        except (KeyError, IndexError, TypeError):
+            return None
+    return packed
+
+
+_NO_TENSOR = torch.empty(0)
+
+
+def _dict_of(pairs: Iterable[tuple[Any, Any]]) -> dict[Any, Any]:
+    return dict(pairs)
+
+
+_PAIRED: dict[str, Callable[[list[tuple[Any, Any]]], Any]] = {
+    "__dict__": _dict_of,
+    "__counter__": lambda pairs: Counter(dict(pairs)),
+}
+_LISTED: dict[str, Callable[[Iterable[Any]], Any]] = {
+    "__tuple__": tuple,
+    "__set__": set,
+    "__frozenset__": frozenset,
+    "__deque__": deque,
+}
+_WRITTEN: dict[str, Callable[[Any], Any]] = {
+    "__bytes__": lambda text: base64.b64decode(text.encode("ascii")),
+    "__float__": float,
+    "__complex__": lambda parts: complex(float(parts[0]), float(parts[1])),
+    "__dtype__": lambda name: getattr(torch, name),
+    "__device__": torch.device,
+    "__path__": Path,
+}
+_WORDS = {"__tensor__", "__ndarray__", *_PAIRED, *_LISTED, *_WRITTEN}
+
+
+class _Packer:
+    """Packs one tree; keeps the tensors met, and which of them is which storage."""
+
+    def __init__(self) -> None:
+        self.tensors: dict[str, Tensor] = {}
+        self._keys: dict[tuple[Any, ...], str] = {}
+
+    def pack(self, value: Any, path: str) -> Any:
+        kind = type(value)
+        if value is None or kind in (bool, int, str):
+            return value
+        if kind is float:
+            return value if math.isfinite(value) else {"__float__": repr(value)}
+        if isinstance(value, Tensor):
+            return {"__tensor__": self._keep(value, path)}
+        if isinstance(value, _MAPPINGS) and kind in _MAPPINGS:
+            return self._pack_dict(value, path)
+        if kind is list:
+            return [self.pack(item, f"{path}/{index}") for index, item in enumerate(value)]
+        if kind is Counter:
+            return {"__counter__": self._pack_pairs(value, path)}
+        if kind in _SEQUENCES:
+            return {_SEQUENCES[kind]: [self.pack(item, f"{path}/{index}") for index, item in enumerate(value)]}
+        return self._pack_written(value, path)
+
+    def _pack_dict(self, value: Mapping[Any, Any], path: str) -> Any:
+        plain = all(type(key) is str for key in value)
+        if plain and not (len(value) == 1 and next(iter(value)) in _WORDS):
+            return {key: self.pack(item, _join(path, key)) for key, item in value.items()}
+        return {"__dict__": self._pack_pairs(value, path)}
+
+    def _pack_pairs(self, value: Mapping[Any, Any], path: str) -> list[list[Any]]:
+        return [[self.pack(key, path), self.pack(item, _join(path, str(key)))] for key, item in value.items()]
+
+    def _pack_written(self, value: Any, path: str) -> Any:
+        if isinstance(value, np.ndarray):
+            return {"__ndarray__": self._keep(_tensor_from(value, path), path)}
+        if isinstance(value, np.generic) and isinstance(value.item(), bool | int | float):
+            return self.pack(value.item(), path)
+        if isinstance(value, bytes | bytearray):
+            return {"__bytes__": base64.b64encode(value).decode("ascii")}
+        if isinstance(value, complex):
+            return {"__complex__": [repr(value.real), repr(value.imag)]}
+        if isinstance(value, torch.dtype):
+            return {"__dtype__": str(value).removeprefix("torch.")}
+        if isinstance(value, torch.device):
+            return {"__device__": str(value)}
+        if isinstance(value, PurePath):
+            return {"__path__": str(value)}
+        raise CheckpointError(
+            f"{path or 'The state'} is a {type(value).__module__}.{type(value).__qualname__}, which a checkpoint "
+            "cannot hold: it takes tensors, arrays, numbers, text, bytes, None, and lists, tuples, sets and dicts of "
+            "them. Let the state_dict() that it comes from return those."
+        )
+
+    def _keep(self, tensor: Tensor, path: str) -> str:
+        """Give a tensor its key, or that under which it is kept already."""
+        _check(tensor, path)
+        tensor = tensor.detach()
+        identity = _identity(tensor)
+        if identity is not None and identity in self._keys:
+            return self._keys[identity]
+        key = path
+        while key in self.tensors:  # the keys 1 and "1" of one dict
+            key += "~"
+        self.tensors[key] = tensor
+        if identity is not None:
+            self._keys[identity] = key
+        return key
+
+
+def _join(path: str, key: str) -> str:
+    escaped = key.replace("%", "%25").replace("/", "%2F")
+    return f"{path}/{escaped}" if path else escaped
+
+
+def _check(tensor: Tensor, path: str) -> None:
+    if tensor.layout != torch.strided or tensor.is_quantized:
+        what = "quantised" if tensor.is_quantized else str(tensor.layout).removeprefix("torch.")
+        raise CheckpointError(f"{path} is a {what} tensor; a checkpoint holds dense ones. Save it as its dense parts.")
+    if tensor.is_meta:
+        raise CheckpointError(f"{path} is on the meta device and has no values yet. Materialise the model first.")
+
+
+def _identity(tensor: Tensor) -> tuple[Any, ...] | None:
+    """What two tensors that are one and the same have in common; None where that cannot be known.
+
+    Shards are never told to be the same: a process whose shard is empty could not see it, and all must agree.
+    """
+    if isinstance(tensor, DTensor) or type(tensor) is not Tensor or tensor.numel() == 0:
+        return None
+    address = (tensor.data_ptr(), tensor.device, tensor.dtype)
+    return (*address, tuple(tensor.shape), tensor.stride(), tensor.is_conj(), tensor.is_neg())
+
+
+def _tensor_from(array: np.ndarray[Any, Any], path: str) -> Tensor:
+    try:
+        return torch.from_numpy(np.ascontiguousarray(array).reshape(array.shape))
+    except TypeError:
+        raise CheckpointError(
+            f"{path} is a NumPy array of dtype {array.dtype}, which no tensor has; a checkpoint holds arrays of "
+            "numbers and booleans."
+        ) from None

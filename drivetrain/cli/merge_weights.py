@@ -1,0 +1,39 @@
+"""`drivetrain merge-weights`: plain safetensors out of a checkpoint."""
+
+from __future__ import annotations
+
+import click
+
+
+@click.command(name="merge-weights")
+@click.argument("checkpoint")
+@click.argument("output", type=click.Path(file_okay=False))
+@click.option("--max-shard-size", default="5GB", show_default=True, help="Bytes in a file at most, such as 500MB.")
+@click.option("--dtype", default=None, help="Convert floating-point weights, such as to bfloat16.")
+@click.option("--model", type=click.IntRange(min=0), default=None, help="Which model, where several were saved.")
+@click.option("--overwrite", is_flag=True, help="Write into a directory that holds something already.")
+@click.option("--no-verify", is_flag=True, help="Do not check the checkpoint's files against its manifest first.")
+def merge_weights(
+    checkpoint: str,
+    output: str,
+    max_shard_size: str,
+    dtype: str | None,
+    model: int | None,
+    overwrite: bool,
+    no_verify: bool,
+) -> None:
+    """Write the weights in CHECKPOINT, of any strategy and number of processes, as safetensors into OUTPUT."""
+    from drivetrain.checkpoint import consolidate
+
+    files = consolidate(
+        checkpoint,
+        output,
+        max_shard_size,
+        dtype,
+        model=model,
+        overwrite=overwrite,
+        verify=not no_verify,
+        progress=True,
+    )
+    for path in files:
+        click.echo(path)
