@@ -11,6 +11,7 @@ from torch.utils.data import DataLoader
 
 from drivetrain.data import ActiveLoaders, PreparedLoader
 from drivetrain.runtime import collectives
+from drivetrain.runtime.errors import DataError
 from drivetrain.runtime.nested import honor_type, recursively_apply
 
 
@@ -31,7 +32,7 @@ def gather_real_rows(
     if num_processes == 1:
         return data
     if as_objects:
-        return collectives.gather_object(_without_padding(data, source))
+        return _gather_objects(data, source)
     return _gather(data, source, num_processes)
 
 
@@ -46,7 +47,7 @@ def _gather(data: Any, source: PreparedLoader | ActiveLoaders, num_processes: in
         return dataclasses.replace(data, **{k: _gather(v, source, num_processes) for k, v in parts.items()})
     if isinstance(data, list | tuple) and _is_structure(data):
         return honor_type(data, [_gather(value, source, num_processes) for value in data])
-    return collectives.gather_object(_without_padding(data, source))
+    return _gather_objects(data, source)
 
 
 def _is_structure(data: list[Any] | tuple[Any, ...]) -> bool:
@@ -72,24 +73,51 @@ def _holds_tensors_only(data: Any) -> bool:
 def _gather_tensors(data: Any, source: PreparedLoader | ActiveLoaders, num_processes: int) -> Any:
     if _is_even(source):
         return collectives.gather(data)
-    # Which tensors are per-sample must be the same everywhere: where ranks disagree, none is cut.
-    mine: list[bool] = []
+    kept: list[int | None] = []  # real rows of each tensor; None for one that is not per-sample
 
     def note(tensor: Tensor) -> None:
-        mine.append(tensor.dim() > 0 and _matches(source, tensor.shape[0]))
+        rows = tensor.shape[0] if tensor.dim() else -1
+        kept.append(rows - _padding(source, rows) if _matches(source, rows) else None)
 
-    recursively_apply(note, data)
-    verdicts = iter([all(votes) for votes in zip(*collectives.gather_object([mine]), strict=True)])
+    try:
+        recursively_apply(note, data)
+        everyone = collectives.gather_object([kept])
+    except DataError as error:
+        everyone = collectives.gather_object([_Ambiguous(error)])
+    _raise_what_any_raised(everyone)
+    # Which tensors are per-sample must be the same everywhere: where ranks disagree, none is cut.
+    verdicts = iter([None not in votes for votes in zip(*everyone, strict=True)])
+    counts = iter(kept)
 
     def gather_one(tensor: Tensor) -> Tensor:
-        if not next(verdicts):
-            gathered: Tensor = collectives.gather(tensor)
-            return gathered
-        keep = tensor.shape[0] - _padding(source, tensor.shape[0])
-        rows: Tensor = collectives.gather_rows(tensor, keep)
-        return rows
+        keep = next(counts)
+        per_sample = next(verdicts) and keep is not None
+        result: Tensor = collectives.gather_rows(tensor, keep) if per_sample else collectives.gather(tensor)
+        return result
 
     return recursively_apply(gather_one, data)
+
+
+def _gather_objects(data: Any, source: PreparedLoader | ActiveLoaders) -> list[Any]:
+    """One object per sample of a list or tensor; of anything else one per process."""
+    try:
+        if isinstance(data, list | tuple | Tensor) and _matches(source, len(data)):
+            data = data[: len(data) - _padding(source, len(data))]
+        everyone = collectives.gather_object(list(data) if isinstance(data, Tensor) and data.dim() else data)
+    except DataError as error:
+        everyone = collectives.gather_object([_Ambiguous(error)])
+    _raise_what_any_raised(everyone)
+    return everyone
+
+
+class _Ambiguous(str):
+    """What a process that does not know its padding sends instead, so that its peers do not wait."""
+
+
+def _raise_what_any_raised(everyone: list[Any]) -> None:
+    for each in everyone:
+        if isinstance(each, _Ambiguous):
+            raise DataError(str(each))
 
 
 def _loaders(source: PreparedLoader | ActiveLoaders) -> list[PreparedLoader]:
@@ -119,10 +147,3 @@ def _padding(source: PreparedLoader | ActiveLoaders, rows: int) -> int:
     if isinstance(source, ActiveLoaders):
         return source.padding_for(rows)
     return source.current.padding if source.current is not None and source.current.rows == rows else 0
-
-
-def _without_padding(data: Any, source: PreparedLoader | ActiveLoaders) -> Any:
-    """A list or tensor of samples without its padding; anything else as it is."""
-    if isinstance(data, list | tuple | Tensor) and _matches(source, len(data)):
-        return data[: len(data) - _padding(source, len(data))]
-    return data

@@ -249,7 +249,9 @@ def test_a_number_of_steps_that_cannot_be_is_refused(steps):
 def test_steps_that_contradict_the_plugin_are_refused():
     with pytest.raises(ConfigurationError, match="contradicts"):
         Accelerator(
-            cpu=True, gradient_accumulation_steps=2, gradient_accumulation_plugin=GradientAccumulationPlugin(num_steps=3)
+            cpu=True,
+            gradient_accumulation_steps=2,
+            gradient_accumulation_plugin=GradientAccumulationPlugin(num_steps=3),
         )
 
 
