@@ -34,7 +34,7 @@ from drivetrain.accelerator.handlers import (
 from drivetrain.accelerator.metrics import gather_real_rows
 from drivetrain.accelerator.optimizer import PreparedOptimizer, parameters_of, unwrap_optimizer
 from drivetrain.accelerator.scheduler import PreparedScheduler
-from drivetrain.checkpoint import load_run_state, save_run_state
+from drivetrain.checkpoint import PendingSave, load_run_state, save_run_state
 from drivetrain.data import (
     ActiveLoaders,
     DataLoaderConfiguration,
@@ -327,7 +327,7 @@ class Accelerator(ProcessControl):
             followed,
             self.accumulation,
             steps_per_call=self.num_processes if per_process else 1,
-            with_optimizer=self.step_scheduler_with_optimizer and self.accumulation.plugin.adjust_scheduler,
+            with_optimizer=self.step_scheduler_with_optimizer,
         )
         self._schedulers.append(prepared)
         return prepared
@@ -619,7 +619,7 @@ class Accelerator(ProcessControl):
             CheckpointError: there is none, or it is of other objects than those that are prepared.
         """
         directory = self._numbered.latest() if input_dir is None else Path(input_dir).expanduser()
-        shared = self.read_checkpoint(directory)
+        shared, own = self.read_checkpoint(directory)
         here: dict[str, Sequence[Any]] = {
             "models": self._models,
             "optimizers": self._optimizers,
@@ -649,31 +649,74 @@ class Accelerator(ProcessControl):
         for item, state in zip(self._registered, shared["registered"], strict=True):
             item.load_state_dict(state)
         self.precision.load_state_dict(shared["precision"])
+        self.restore_random_state(own)
         self._numbered.note_loaded(directory)
+
+    def registered_state(self) -> list[dict[str, Any]]:
+        """The state of what `register_for_checkpointing` was given."""
+        return [item.state_dict() for item in self._registered]
+
+    def load_registered_state(self, states: Sequence[dict[str, Any]]) -> None:
+        """Give what was registered its state back.
+
+        Raises:
+            CheckpointError: another number of objects was registered when it was saved.
+        """
+        if len(states) != len(self._registered):
+            raise CheckpointError(
+                f"The checkpoint holds {len(states)} registered objects, but {len(self._registered)} are registered "
+                "now. Call register_for_checkpointing with the same ones, in the same order."
+            )
+        for item, state in zip(self._registered, states, strict=True):
+            item.load_state_dict(state)
 
     def adopt_model(self, model: nn.Module) -> None:
         """Take a model that the strategy has prepared already into account, as that of a Trainer."""
         if not any(model is known for known in self._models):
             self._models.append(model)
 
-    def write_checkpoint(self, directory: Path, shared: dict[str, Any]) -> None:
-        """Write a checkpoint of state that all processes share, with each process's own random state beside it."""
-        save_run_state(directory, shared, self._process_state(), self.state)
+    def write_checkpoint(
+        self,
+        directory: str | os.PathLike[str],
+        shared: dict[str, Any],
+        own: dict[str, Any] | None = None,
+        *,
+        step: int | None = None,
+        block: bool = True,
+    ) -> PendingSave:
+        """Write a checkpoint; call it on all processes.
 
-    def read_checkpoint(self, directory: Path, restore_random: bool = True) -> dict[str, Any]:
+        Args:
+            directory: the checkpoint's directory, or a URL.
+            shared: what is the same on all processes.
+            own: what is this process's own, beside its random state.
+            step: the optimizer step, by which the newest checkpoint is found.
+            block: whether to return only when it is durable; else it is written while training goes on.
+
+        Returns:
+            The save; done already where `block` is set.
+        """
+        state = {**self._process_state(), **(own or {})}
+        return save_run_state(directory, shared, state, self.state, step=step, block=block)
+
+    def read_checkpoint(
+        self, directory: str | os.PathLike[str], into: dict[str, Any] | None = None
+    ) -> tuple[dict[str, Any], dict[str, Any] | None]:
         """Read what `write_checkpoint` wrote.
 
         Args:
-            directory: the checkpoint.
-            restore_random: whether to restore this process's random state too.
+            directory: the checkpoint's directory, or a URL.
+            into: a part of the shared state whose tensors are filled in place.
 
         Returns:
-            The shared state.
+            The shared state, and this process's own; None where another number of processes wrote it.
         """
-        shared, own = load_run_state(directory, self.state)
-        if restore_random and own is not None:
+        return load_run_state(directory, self.state, into=into)
+
+    def restore_random_state(self, own: dict[str, Any] | None) -> None:
+        """Give this process the random state that `write_checkpoint` kept, if there is one."""
+        if own is not None:
             RandomState.from_state_dict(own["random"]).restore()
-        return shared
 
     def _shared_state(self) -> dict[str, Any]:
         return {

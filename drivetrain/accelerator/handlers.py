@@ -79,7 +79,7 @@ class GradientAccumulationPlugin:
 
     Attributes:
         num_steps: micro-batches per optimizer step.
-        adjust_scheduler: whether a prepared scheduler steps with the optimizer only.
+        adjust_scheduler: accepted for scripts that move over; a prepared scheduler steps where its optimizer does.
         sync_with_dataloader: whether the last batch of a loader always ends a window.
         sync_each_batch: reduce gradients over processes in each micro-batch, which saves memory under sharding.
     """

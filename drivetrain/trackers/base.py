@@ -66,6 +66,17 @@ class Tracker(ABC):
             step: The optimizer step that the values belong to.
         """
 
+    def state_dict(self) -> dict[str, Any]:
+        """What a resumed run needs to go on in the same place; plain values only."""
+        return {}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on where `state_dict` was taken: what was written after that is dropped.
+
+        Args:
+            state: From `state_dict`.
+        """
+
     def save(self) -> None:
         """Bring everything logged so far to disk, or to the server."""
 

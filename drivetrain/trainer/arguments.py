@@ -225,7 +225,7 @@ def make_loggers(given: Tracker | Iterable[Tracker] | bool | None, root: str) ->
         return []
     if given is None or given is True:
         return [CSVLogger(root)]
-    found: list[Tracker] = resolve_trackers(given)
+    found: list[Tracker] = resolve_trackers(given, save_dir=root)
     return found
 
 

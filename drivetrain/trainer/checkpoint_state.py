@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from drivetrain.runtime.errors import CheckpointError
 from drivetrain.trackers.base import plain
+from drivetrain.trainer.metric_state import metric_states, restore_metric_states
 
 if TYPE_CHECKING:
     from drivetrain.trainer.trainer import Trainer
 
 
-def run_state(trainer: Trainer, weights_only: bool = False) -> dict[str, Any]:
-    """Collect the state that all processes share.
+def run_state(trainer: Trainer, weights_only: bool = False) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Collect the state that all processes share, and what is this process's own.
 
     Args:
         trainer: the trainer.
@@ -37,14 +37,18 @@ def run_state(trainer: Trainer, weights_only: bool = False) -> dict[str, Any]:
             "lr_schedulers": [config.scheduler.state_dict() for config in trainer.lr_scheduler_configs],
             "precision": trainer.accelerator.precision.state_dict(),
             "progress": trainer.progress.state_dict(),
-            "loaders": _loader_states(trainer),
+            "loader": None if trainer.fit_loop is None else trainer.fit_loop.loader.state_dict(),
             "callbacks": {c.state_key: found for c in trainer.callbacks if (found := c.state_dict())},
+            "trackers": [tracker.state_dict() for tracker in trainer.loggers] if trainer.is_global_zero else [],
+            "registered": trainer.accelerator.registered_state(),
+            "should_stop": trainer.should_stop_agreed,
             "datamodule": trainer.datamodule.state_dict() if trainer.datamodule is not None else {},
         }
     for callback in trainer.callbacks:
         callback.on_save_checkpoint(trainer, task, state)
     task.on_save_checkpoint(state)
-    return state
+    own = {} if weights_only else {"logged": trainer.logged.state_dict(), "metrics": metric_states(task)}
+    return state, own
 
 
 class SavedRun:
@@ -58,9 +62,9 @@ class SavedRun:
         CheckpointError: it cannot be read, or is none of a Trainer.
     """
 
-    def __init__(self, trainer: Trainer, directory: Path) -> None:
+    def __init__(self, trainer: Trainer, directory: str) -> None:
         self._trainer, self._directory = trainer, directory
-        self._state = trainer.accelerator.read_checkpoint(directory, restore_random=False)
+        self._state, self._own = trainer.accelerator.read_checkpoint(directory)
         if "state_dict" not in self._state:
             raise CheckpointError(
                 f"{directory} was written by Accelerator.save_state; load it with Accelerator.load_state."
@@ -109,33 +113,42 @@ class SavedRun:
                 )
         for optimizer, saved in zip(trainer.optimizers, state["optimizer_states"], strict=True):
             trainer.strategy.load_optimizer_state(trainer.model, optimizer, saved)
+            optimizer._opt_called = True  # it has stepped before the break; schedulers warn otherwise
         for config, saved in zip(trainer.lr_scheduler_configs, state["lr_schedulers"], strict=True):
             config.scheduler.load_state_dict(saved)
         trainer.accelerator.precision.load_state_dict(state["precision"])
+        trainer.accelerator.load_registered_state(state["registered"])
         trainer.progress.load_state_dict(state["progress"])
+        trainer.should_stop = trainer.should_stop_agreed = bool(state["should_stop"])
+        if trainer.is_global_zero:
+            for tracker, saved in zip(trainer.loggers, state["trackers"], strict=False):
+                tracker.load_state_dict(saved)
 
-    def restore_position(self, loader: Any) -> None:
-        """Go to the next batch, with the random state that it had; nothing may come between this and training.
+    def restore_loader(self, loader: Any) -> None:
+        """Go to the batch that comes next.
 
         Args:
             loader: the prepared training loader.
         """
-        progress = self._trainer.progress
-        states = self._state["loaders"]
-        if progress.epoch_over:
+        progress, state = self._trainer.progress, self._state["loader"]
+        if progress.epoch_is_ending:
             # Only what the next epoch's order is drawn from still counts.
-            progress.begin_epoch(progress.epoch + 1)
-            fresh = {"epoch": progress.epoch, "consumed": 0, "batches": 0, "start": None}
-            states = [{**state, **fresh} for state in states]
-        for single, state in zip(_single_loaders(loader), states, strict=False):
-            single.load_state_dict(state)
-        self._trainer.accelerator.read_checkpoint(self._directory, restore_random=True)
+            state = _at_start_of(state, progress.epoch + 1)
+        loader.load_state_dict(state)
+
+    def restore_process(self) -> None:
+        """Give this process what it had logged and its random state; nothing may come between this and training."""
+        trainer, own = self._trainer, self._own
+        assert trainer.task is not None
+        if own is None:
+            return
+        trainer.logged.load_state_dict(own["logged"], trainer.strategy.device)
+        restore_metric_states(trainer.task, own["metrics"])
+        trainer.accelerator.restore_random_state(own)
 
 
-def _loader_states(trainer: Trainer) -> list[dict[str, Any]]:
-    loop = trainer.fit_loop
-    return [] if loop is None else [loader.state_dict() for loader in _single_loaders(loop.loader)]
-
-
-def _single_loaders(loader: Any) -> list[Any]:
-    return list(getattr(loader, "loaders", [loader]))
+def _at_start_of(state: dict[str, Any], epoch: int) -> dict[str, Any]:
+    """A loader's position at the start of an epoch, with the generators that its order is drawn from."""
+    if "loaders" in state:
+        return {**state, "index": 0, "loaders": [_at_start_of(each, epoch) for each in state["loaders"]]}
+    return {**state, "epoch": epoch, "consumed": 0, "batches": 0, "start": None}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -81,12 +81,15 @@ class EvaluationLoop:
             trainer.num_evaluation_batches[self._stage] = self._limits
         return self._loaders
 
-    def run(self, at_most: int | None = None, keep: bool = True) -> list[dict[str, float]]:
+    def run(
+        self, at_most: int | None = None, keep: bool = True, on_results: Callable[[], None] | None = None
+    ) -> list[dict[str, float]]:
         """Evaluate once.
 
         Args:
             at_most: batches of each loader, for a sanity check.
             keep: whether the results become visible and are written.
+            on_results: called when they are, before the last hooks.
 
         Returns:
             For each loader, its logged values by name.
@@ -107,6 +110,8 @@ class EvaluationLoop:
             results += trainer.finish_logged_epoch(self._in_epoch.stage, keep)
             if keep:
                 trainer.write_epoch_values(results)
+            if on_results is not None:
+                on_results()
             trainer.logged.enter(LogScope(f"in on_{stage}_end", None))
             hooks.call(f"on_{stage}_end")
         return _by_loader(results, len(loaders))

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from drivetrain.data import CombinedLoader, PreparedLoader
 from drivetrain.runtime.errors import ConfigurationError, DataError
+from drivetrain.trainer.checkpoint_state import SavedRun
 from drivetrain.trainer.evaluation_loop import EvaluationLoop
 from drivetrain.trainer.loaders import LoaderSource, batches_to_run, length_of
 from drivetrain.trainer.logged_values import MONITORING, TRAIN_END, TRAIN_EPOCH, TRAIN_STEP, to_numbers
@@ -51,7 +52,8 @@ class FitLoop:
         self._next_log: float = 0
         self._next_look: float = 0
         self._next_talk: float = 0
-        self._validated_at_end = False
+        self._restored: SavedRun | None = None
+        self._written_at = -1
         self._size_up()
 
     @property
@@ -67,18 +69,35 @@ class FitLoop:
         self._hooks.call("on_train_start")
         while not self._is_done():
             self.run_epoch()
+            if trainer.rollback_path is not None:
+                self._roll_back(trainer.rollback_path)
+        if trainer.preempted:
+            return
         trainer.logged.enter(TRAIN_END)
         self._hooks.call("on_train_end")
 
+    def resume_from(self, saved: SavedRun) -> None:
+        """Let the first epoch begin where a checkpoint left it."""
+        self._restored = saved
+
     def run_epoch(self) -> None:
-        """One pass over the training data."""
+        """One pass over the training data, or what a resumed run has left of it."""
         trainer, progress, step = self._trainer, self._progress, self._step
+        saved, self._restored = self._restored, None
         self._reload()
-        self._loader.set_epoch(progress.epoch)
-        self._validated_at_end = False
+        if saved is None:
+            self._loader.set_epoch(progress.epoch)
+        else:
+            saved.restore_loader(self._loader)
         trainer.logged.enter(TRAIN_EPOCH)
-        self._hooks.call("on_train_epoch_start")
+        if not progress.epoch_is_ending:
+            self._hooks.call("on_train_epoch_start")
         trainer.logged.enter(TRAIN_STEP)
+        if saved is not None:
+            self._go_on(saved)
+            if progress.epoch_is_ending:
+                self._close_epoch()
+                return
         self._agreement.start(progress.total_batches)
         self._plan()
         windows = self._windows()
@@ -87,6 +106,10 @@ class FitLoop:
         try:
             for window in windows:
                 step.run(window)
+                if trainer.saves is not None:
+                    trainer.saves.check()
+                if trainer.rollback_path is not None:
+                    return
                 if progress.global_step >= self._next_look or progress.total_batches >= self._next_talk:
                     self._look()
                 if progress.batches_in_epoch >= next_validation:
@@ -103,9 +126,32 @@ class FitLoop:
             windows.close()
             trainer.batch_info = trainer.batch = None
             trainer.logged.skips = False
+        if trainer.preempted and not finished:
+            return
         if progress.batches_in_epoch == 0 and not skipped:
             raise DataError("The training loader gave no batch in a whole epoch. Check the dataset and its filters.")
         self._end_epoch(finished)
+
+    def _roll_back(self, path: str) -> None:
+        """Go back to a checkpoint in the midst of the run."""
+        trainer = self._trainer
+        saved = SavedRun(trainer, path)
+        saved.tell()
+        saved.restore_weights()
+        saved.restore_training()
+        trainer.rollback_path = None
+        trainer.should_stop = trainer.should_stop_agreed = False
+        self._restored = saved
+
+    def _go_on(self, saved: SavedRun) -> None:
+        """Take up what the checkpoint kept of this process, and validate if that was next."""
+        progress = self._progress
+        # Last of all: what hooks drew and logged on the way here must not count.
+        saved.restore_process()
+        self._written_at = progress.global_step
+        if self._is_validation_pending():
+            at_end = progress.batches_in_epoch >= self._limit
+            self._validate(at_end=at_end)
 
     def _is_last(self, window: list[MicroBatch]) -> bool:
         """Whether an epoch ends with these micro-batches."""
@@ -114,6 +160,7 @@ class FitLoop:
     def _windows(self) -> Generator[list[MicroBatch], None, None]:
         """The epoch's micro-batches, as many as make one optimizer step at a time."""
         loader, limit, size = self._loader, self._limit, self._trainer.accumulate_grad_batches
+        skips = self._trainer.batches_to_skip
         index = self._progress.batches_in_epoch
         if index >= limit:
             return
@@ -121,6 +168,11 @@ class FitLoop:
         for batch in loader:
             info = loader.current
             assert info is not None  # a batch is always known to its loader
+            if skips and (self._progress.epoch, index) in skips:
+                index += 1
+                self._progress.batches_in_epoch = index
+                self._progress.total_batches += 1
+                continue
             window.append(MicroBatch(batch, index, info))
             index += 1
             if len(window) == size or info.last or index == limit:
@@ -152,17 +204,14 @@ class FitLoop:
         trainer, progress = self._trainer, self._progress
         step = progress.global_step
         if step >= self._next_log:
-            self._write_step_values()
+            self.write_due_values()
         if progress.total_batches >= self._next_talk:
             now = time.monotonic()
             late = trainer.max_time is not None and now - self._started >= trainer.max_time.total_seconds()
             due = self._validate_after is not None and now - self._validated_at >= self._validate_after.total_seconds()
-            stop, interrupted, late, due = self._agreement.agree(
-                progress.total_batches, (trainer.should_stop, trainer.interruption.requested, late, due)
-            )
-            if stop or interrupted or late:
+            late, due = self._agree(late, due)
+            if late:
                 trainer.should_stop = trainer.should_stop_agreed = True
-            trainer.interrupted = trainer.interrupted or interrupted
             trainer.stopped_by_time = trainer.stopped_by_time or late
             if due and self._is_validation_epoch():
                 self._validate()
@@ -170,8 +219,12 @@ class FitLoop:
             trainer.should_stop_agreed = trainer.should_stop = True
         self._plan()
 
-    def _write_step_values(self) -> None:
-        trainer = self._trainer
+    def write_due_values(self) -> None:
+        """Give trackers the step's values if they are due and were not given yet, so that no checkpoint loses them."""
+        trainer, step = self._trainer, self._progress.global_step
+        if step < self._next_log or self._written_at == step:
+            return
+        self._written_at = step
         values = trainer.logged.synced_step_values()
         if values and trainer.is_global_zero:
             trainer.log_metrics(to_numbers(values), self._progress.global_step)
@@ -181,9 +234,9 @@ class FitLoop:
         trainer = self._trainer
         if trainer.world_size > 1 and not trainer.should_stop_agreed:
             return False
-        if trainer.interrupted or trainer.stopped_by_time or 0 <= trainer.max_steps <= self._progress.global_step:
+        if trainer.interrupted or trainer.preempted or trainer.stopped_by_time:
             return True
-        return self._has_done_the_least()
+        return 0 <= trainer.max_steps <= self._progress.global_step or self._has_done_the_least()
 
     def _has_done_the_least(self) -> bool:
         trainer = self._trainer
@@ -216,37 +269,65 @@ class FitLoop:
         assert trainer.task is not None
         batch, info = trainer.batch, trainer.batch_info
         if at_end:
-            self._validated_at_end = True
             self._step_epoch_schedulers()
         trainer.task.on_validation_model_zero_grad()
         trainer.stage = "validate"
-        self._validation.run()
+        self._validation.run(on_results=self._note_validation)
         trainer.stage = "train"
         self._validated_at = time.monotonic()
-        self._progress.validations += 1
         trainer.batch, trainer.batch_info = batch, info
         trainer.logged.enter(TRAIN_STEP)
         self._agree_now()
 
-    def _agree_now(self) -> None:
-        """Let a callback's wish to stop hold for all processes, where all are at the same place anyway."""
-        trainer = self._trainer
-        (stop, interrupted) = self._agreement.agree(
-            self._progress.total_batches, (trainer.should_stop, trainer.interruption.requested)
+    def _note_validation(self) -> None:
+        """Count a validation once its results are there: a checkpoint that its last hooks write includes it."""
+        self._progress.validations += 1
+        self._progress.validated_at = self._progress.total_batches
+
+    def _is_validation_pending(self) -> bool:
+        """Whether a validation comes before the next batch: the checkpoint was written between the two."""
+        progress, every = self._progress, self._validate_every
+        if self._validation is None or every == FOREVER or not self._is_validation_epoch():
+            return False
+        done = progress.total_batches if self._trainer.check_val_every_n_epoch is None else progress.batches_in_epoch
+        return done > 0 and done % every == 0 and progress.validated_at != progress.total_batches
+
+    def validates_after_this_step(self) -> bool:
+        """Whether a validation follows the step that is being ended."""
+        if self._validation is None or not self._is_validation_epoch():
+            return False
+        if self._validates_at_epoch_end() and self._progress.batches_in_epoch >= self._limit:
+            return True
+        return self._is_validation_pending()
+
+    def _agree(self, *wishes: bool) -> tuple[bool, ...]:
+        """Exchange the wish to stop with the other processes, and further ones, which are returned."""
+        trainer, interruption = self._trainer, self._trainer.interruption
+        stop, interrupted, preempted, *others = self._agreement.agree(
+            self._progress.total_batches,
+            (trainer.should_stop, interruption.requested, interruption.preempted, *wishes),
         )
         trainer.interrupted = trainer.interrupted or interrupted
-        if stop or interrupted:
+        trainer.preempted = trainer.preempted or preempted
+        if stop or interrupted or preempted:
             trainer.should_stop = trainer.should_stop_agreed = True
+        return tuple(others)
+
+    def _agree_now(self) -> None:
+        """Let a callback's wish to stop hold for all processes, where all are at the same place anyway."""
+        self._agree()
         self._plan()
 
     # the end of an epoch
 
     def _end_epoch(self, finished: bool) -> None:
         trainer, progress = self._trainer, self._progress
-        if finished and self._validates_at_epoch_end():
+        if finished and (self._validates_at_epoch_end() or self._is_validation_pending()):
             self._validate(at_end=True)
         if finished:
             self._step_epoch_schedulers()
+        if trainer.preempted:
+            return
         trainer.logged.enter(TRAIN_EPOCH)
         trainer.finish_logged_epoch("train")
         for hook in self._hooks.find_early("on_train_epoch_end"):
@@ -254,22 +335,31 @@ class FitLoop:
         trainer.finish_logged_epoch("train")
         if finished:
             trainer.update_epoch_schedulers(plateau=True)
+        progress.epoch_is_ending = finished
         trainer.logged.enter(MONITORING)
         for hook in self._hooks.find_late("on_train_epoch_end"):
             hook()
         if finished:
-            progress.begin_epoch(progress.epoch + 1)
+            self._close_epoch()
+        else:
+            self._agree_now()
+
+    def _close_epoch(self) -> None:
+        """Turn to the next epoch."""
+        self._progress.begin_epoch(self._progress.epoch + 1)
         self._agree_now()
 
     def _step_epoch_schedulers(self) -> None:
         """Step the schedulers that follow epochs and watch no value; once, before the epoch's last validation."""
         if not self._progress.epoch_over:
-            self._progress.epoch_over = 1
+            self._progress.epoch_over = True
             self._trainer.update_epoch_schedulers(plateau=False)
 
     def _validates_at_epoch_end(self) -> bool:
         """Whether validation comes at the end of the epoch: where no interval was asked for."""
-        if self._validated_at_end or self._validation is None or not self._is_validation_epoch():
+        if self._validation is None or not self._is_validation_epoch():
+            return False
+        if self._progress.validated_at == self._progress.total_batches:
             return False
         if self._validate_after is not None:
             return False
@@ -277,8 +367,10 @@ class FitLoop:
 
     def _is_done(self) -> bool:
         trainer, progress = self._trainer, self._progress
-        if trainer.interrupted or trainer.stopped_by_time:
+        if trainer.interrupted or trainer.preempted or trainer.stopped_by_time:
             return True
+        if self._restored is not None and progress.epoch_is_ending:
+            return False  # a checkpoint from an epoch's last hook: the epoch is still to be closed
         if trainer.max_epochs is not None and 0 <= trainer.max_epochs <= progress.epoch:
             return True
         if 0 <= trainer.max_steps <= progress.global_step:

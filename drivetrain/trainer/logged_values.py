@@ -56,6 +56,9 @@ TEST_EPOCH = LogScope("test", False, True)
 PREDICT = LogScope("in predict", None)
 
 
+_RESTORED: Arguments = ("restored from a checkpoint",)
+
+
 class LoggedValue:
     """All that was logged under one name in one stage.
 
@@ -170,9 +173,39 @@ class LoggedValue:
             part = pick(values, 0)
             self.total = part if self.total is None else pick(torch.stack([self.total, part]), 0)
 
-    def portable(self) -> dict[str, Any]:
+    def state_dict(self) -> dict[str, Any]:
+        """What was kept so far, not added up: adding later must give what it would have given without a checkpoint."""
+        return {
+            "name": self.name,
+            **self.portable(fold=False),
+            "on_step": self.on_step,
+            "on_epoch": self.on_epoch,
+            "total": self.total,
+            "pending": _stack(self._pending) if self._pending else None,
+            "weights": list(self._weights),
+            "last": self.last,
+            "fresh": self.fresh,
+        }
+
+    def take_over(self, state: Mapping[str, Any], device: torch.device) -> None:
+        """Go on from what `state_dict` returned."""
+        pending, total = state["pending"], state["total"]
+        self.total = None if total is None else total.to(device)
+        self.weight = state["weight"]
+        self._pending = [] if pending is None else list(pending.to(device).unbind())
+        self._weights = list(state["weights"])
+        self.last = state["last"]
+        self.fresh = state["fresh"]
+
+    def adopt(self, restored: LoggedValue) -> None:
+        """Go on from an entry that came from a checkpoint, now that the name is logged again."""
+        for slot in ("total", "weight", "_pending", "_weights", "last", "fresh"):
+            setattr(self, slot, getattr(restored, slot))
+
+    def portable(self, fold: bool = True) -> dict[str, Any]:
         """The local result as plain values, for the exchange between processes."""
-        self.fold()
+        if fold:
+            self.fold()
         return {
             "total": None if self.total is None else self.total.tolist(),
             "weight": self.weight,
@@ -323,10 +356,50 @@ class LoggedValues:
             metric_path=metric_path,
         )
         table = self._tables[scope.stage]
-        if entry.name in table:
+        restored = table.get(entry.name)
+        if restored is not None and restored.arguments == _RESTORED:
+            entry.adopt(restored)
+        elif restored is not None:
             raise ConfigurationError(f"{entry.name!r} is logged for two loaders; use add_dataloader_idx=True.")
         self._current[name] = table[entry.name] = entry
         return entry
+
+    # checkpoints
+
+    def state_dict(self) -> dict[str, Any]:
+        """What the training epoch under way has kept on this process, and the values of the last epochs."""
+        return {
+            "train": [entry.state_dict() for entry in self._tables["train"].values()],
+            "epoch": dict(self._epoch),
+            "bar": dict(self._bar),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any], device: torch.device) -> None:
+        """Go on from what `state_dict` returned.
+
+        Args:
+            state: the state.
+            device: where the values of this process live.
+        """
+        self.start(("train",))
+        self.enter(self.scope, self.dataloader_idx)
+        for saved in state["train"]:
+            entry = LoggedValue(
+                saved["name"],
+                _RESTORED,
+                TRAIN_STEP,
+                on_step=saved["on_step"],
+                on_epoch=saved["on_epoch"],
+                prog_bar=saved["prog_bar"],
+                logger=saved["logger"],
+                reduction=saved["reduction"] or _forgotten,
+                sync=saved["sync"],
+                main_only=saved["main_only"],
+                metric_path=saved["metric"],
+            )
+            entry.take_over(saved, device)
+            self._tables["train"][entry.name] = entry
+        self._epoch, self._bar = dict(state["epoch"]), dict(state["bar"])
 
     # what is shown and written
 
@@ -443,9 +516,11 @@ def _stack(values: list[Value]) -> Tensor:
     device = next((value.device for value in values if isinstance(value, Tensor)), torch.device("cpu"))
     if all(isinstance(value, Tensor) for value in values):
         return torch.stack([_wide(value.reshape(())) for value in values])  # type: ignore[union-attr]
-    return torch.stack(
-        [_wide(value.reshape(()).to(device) if isinstance(value, Tensor) else torch.tensor(value)) for value in values]
-    )
+    return torch.stack([_wide(_as_tensor(value).reshape(()).to(device)) for value in values])
+
+
+def _as_tensor(value: Value) -> Tensor:
+    return value if isinstance(value, Tensor) else torch.tensor(value, dtype=torch.float64)
 
 
 def _wide(value: Tensor) -> Tensor:
@@ -482,6 +557,14 @@ def _combine_plain(reduction: Reduction, values: list[float]) -> float:
     if reduction == "mean":
         return sum(values) / len(values)
     return float(_COMBINE[reduction](values))
+
+
+def _forgotten(values: Tensor) -> Tensor:
+    """Stands for a reduction function, which no checkpoint can hold, until the name is logged again."""
+    raise ConfigurationError(
+        "A value that is reduced by a function was logged before the checkpoint and never since, so the function is "
+        "not known any more. Log it in every epoch, or use one of " + ", ".join(REDUCTIONS) + "."
+    )
 
 
 def _is_metric(value: Any) -> bool:

@@ -1,31 +1,32 @@
-"""Keeping torchmetrics objects as they are while a batch of padding runs."""
+"""The states of the torchmetrics objects inside a task: kept as they are while padding runs, saved and restored."""
 
 from __future__ import annotations
 
 import copy
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
+
+_BOOKKEEPING = ("_update_count", "_update_called", "_computed", "_forward_cache")
 
 
 @contextmanager
 def untouched_metrics(task: nn.Module) -> Iterator[None]:
     """Undo in the end whatever the body did to the torchmetrics objects inside a task."""
-    torchmetrics = sys.modules.get("torchmetrics")
-    metrics = [m for m in task.modules() if torchmetrics is not None and isinstance(m, torchmetrics.Metric)]
+    metrics = list(_metrics(task).values())
     kept: list[dict[str, Any]] = [
         {
             name: copy.copy(metric.__dict__[name])
-            for name in (*_states(metric), *_BOOKKEEPING)
+            for name in (*metric._defaults, *_BOOKKEEPING)
             if name in metric.__dict__
         }
         for metric in metrics
     ]
     for metric in metrics:
-        for name in _states(metric):
+        for name in metric._defaults:
             state = getattr(metric, name)
             setattr(metric, name, list(state) if isinstance(state, list) else state.clone())
     try:
@@ -35,8 +36,38 @@ def untouched_metrics(task: nn.Module) -> Iterator[None]:
             metric.__dict__.update(before)
 
 
-_BOOKKEEPING = ("_update_count", "_update_called", "_computed", "_forward_cache")
+def metric_states(task: nn.Module) -> dict[str, dict[str, Any]]:
+    """What this process's metrics have seen since they were last reset, by their place in the task."""
+    return {
+        path: {
+            "updates": metric._update_count,
+            "values": {
+                name: [item.detach().clone() for item in value] if isinstance(value, list) else value.detach().clone()
+                for name in metric._defaults
+                if isinstance(value := getattr(metric, name), Tensor | list)
+            },
+        }
+        for path, metric in _metrics(task).items()
+        if metric._update_count
+    }
 
 
-def _states(metric: Any) -> list[str]:
-    return list(metric._defaults)
+def restore_metric_states(task: nn.Module, states: Mapping[str, Mapping[str, Any]]) -> None:
+    """Give metrics back what `metric_states` returned; those without a state are reset."""
+    for path, metric in _metrics(task).items():
+        metric.reset()
+        saved = states.get(path)
+        if saved is None:
+            continue
+        for name, value in saved["values"].items():
+            items = [item.to(metric.device) for item in value] if isinstance(value, list) else value.to(metric.device)
+            setattr(metric, name, items)
+        metric._update_count = saved["updates"]
+
+
+def _metrics(task: nn.Module) -> dict[str, Any]:
+    """The torchmetrics objects inside a task; torchmetrics is not imported to find out."""
+    torchmetrics = sys.modules.get("torchmetrics")
+    if torchmetrics is None:
+        return {}
+    return {path: module for path, module in task.named_modules() if isinstance(module, torchmetrics.Metric)}

@@ -42,6 +42,10 @@ class EpochSkipped(Exception):
     """`on_train_batch_start` asked to leave out the rest of the epoch."""
 
 
+class StepVetoed(Exception):
+    """A callback asked to leave a step out, in the midst of a closure."""
+
+
 class OptimizationStep:
     """Runs optimizer steps. All that can be decided before the loop is decided in the constructor.
 
@@ -75,6 +79,7 @@ class OptimizationStep:
         self._on_batch_end = hooks.find("on_train_batch_end")
         self._on_before_backward = hooks.find("on_before_backward")
         self._on_after_backward = hooks.find("on_after_backward")
+        self._on_gradients_ready = hooks.find("on_gradients_ready")
         self._on_before_step = hooks.find("on_before_optimizer_step")
         self._window_size = 1
         self._remaining = 1
@@ -172,11 +177,18 @@ class OptimizationStep:
     def _step_all(self) -> bool:
         """Clip and step every optimizer. Returns whether none was skipped."""
         stepped = True
+        if self._on_gradients_ready and self._is_vetoed():
+            return False
         for optimizer in self._optimizers:
             if self._on_before_step or self._clips:
                 self.before_step(optimizer)
             stepped = self._optimizer_step(optimizer, self._precision) and stepped
         return stepped
+
+    def _is_vetoed(self) -> bool:
+        """Whether a callback wants the step left out. All are asked: they may talk to their peers."""
+        verdicts = [hook() for hook in self._on_gradients_ready]
+        return any(verdict is False for verdict in verdicts)
 
     def before_step(self, optimizer: Optimizer) -> None:
         """Bring gradients to their true size, call the hooks, and clip."""
@@ -206,11 +218,18 @@ class OptimizationStep:
                     self._remaining = len(window)
                     outputs[:] = self._forward_backward(self._model, self._run_microbatch, window)
                     self._announces = False
+                    if self._on_gradients_ready and self._is_vetoed():
+                        raise StepVetoed
                 self.before_step(optimizer.optimizer)
                 return self._loss_of(outputs[-1])
 
             self._stepped = False
-            self._task.optimizer_step(self._trainer.current_epoch, window[-1].batch_idx, optimizer, compute_gradients)
+            try:
+                self._task.optimizer_step(
+                    self._trainer.current_epoch, window[-1].batch_idx, optimizer, compute_gradients
+                )
+            except StepVetoed:
+                break
             stepped = stepped or (self._stepped and not optimizer.step_was_skipped)
         if not outputs:
             raise ConfigurationError(

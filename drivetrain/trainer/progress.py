@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, fields
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
 
 
 @dataclass
@@ -15,7 +16,9 @@ class Progress:
         batches_in_epoch: batches of this process consumed in the epoch under way.
         total_batches: batches of this process consumed in all.
         validations: validation runs finished.
-        epoch_over: 1 once the epoch's schedulers have stepped, so that a run resumed here begins the next epoch.
+        validated_at: `total_batches` at the last of them.
+        epoch_over: whether the schedulers that follow epochs have stepped for this one.
+        epoch_is_ending: whether nothing of the epoch is left but its last hooks.
     """
 
     global_step: int = 0
@@ -23,18 +26,21 @@ class Progress:
     batches_in_epoch: int = 0
     total_batches: int = 0
     validations: int = 0
-    epoch_over: int = 0
+    validated_at: int = -1
+    epoch_over: bool = False
+    epoch_is_ending: bool = False
 
     def begin_epoch(self, epoch: int) -> None:
         """Stand before an epoch's first batch."""
         self.epoch = epoch
-        self.batches_in_epoch = self.epoch_over = 0
+        self.batches_in_epoch = 0
+        self.epoch_over = self.epoch_is_ending = False
 
-    def state_dict(self) -> dict[str, int]:
+    def state_dict(self) -> dict[str, int | bool]:
         """The counters."""
         return asdict(self)
 
-    def load_state_dict(self, state: dict[str, int]) -> None:
+    def load_state_dict(self, state: Mapping[str, int | bool]) -> None:
         """Take the counters back."""
-        for field in fields(self):
-            setattr(self, field.name, int(state.get(field.name, 0)))
+        for name, start in asdict(Progress()).items():
+            setattr(self, name, type(start)(state.get(name, start)))

@@ -68,38 +68,50 @@ class StopAgreement:
 
 
 class Interruption:
-    """Ctrl-C during a run: once ends it after the step under way, twice at once.
+    """Signals during a run: Ctrl-C once ends it after a step, twice at once; SIGTERM and SIGUSR1 preempt it.
+
+    A preempted run saves a checkpoint after the step under way and exits with a code that asks to be started again:
+    SIGTERM is what a scheduler sends before it kills, SIGUSR1 what SLURM's `--signal` sends on request.
 
     Args:
-        on_request: called at the first.
+        on_request: called at the first signal.
     """
 
     def __init__(self, on_request: Callable[[], None] | None = None) -> None:
         self.requested = False
+        self.preempted = False
         self._on_request = on_request
 
     @contextmanager
     def watched(self) -> Iterator[None]:
-        """Take SIGINT over in the body; only in the main thread, where Python lets one."""
-        if threading.current_thread() is not threading.main_thread():
-            yield
-            return
-        before = signal.getsignal(signal.SIGINT)
-        if before is not signal.default_int_handler:
-            yield  # somebody else's handler: leave it
-            return
-        signal.signal(signal.SIGINT, self._handle)
+        """Take the signals over in the body; only in the main thread, where Python lets one, and from nobody else."""
+        before: dict[int, Any] = {}
+        if threading.current_thread() is threading.main_thread():
+            for number, handler in ((signal.SIGINT, self._interrupt), *((n, self._preempt) for n in _PREEMPTING)):
+                if signal.getsignal(number) in (signal.default_int_handler, signal.SIG_DFL):
+                    before[number] = signal.signal(number, handler)
         try:
             yield
         finally:
-            signal.signal(signal.SIGINT, before)
+            for number, handler in before.items():
+                signal.signal(number, handler)
 
-    def _handle(self, number: int, frame: FrameType | None) -> None:
+    def _interrupt(self, number: int, frame: FrameType | None) -> None:
         if self.requested:
             raise KeyboardInterrupt
         self.requested = True
+        self._tell()
+
+    def _preempt(self, number: int, frame: FrameType | None) -> None:
+        self.preempted = True
+        self._tell()
+
+    def _tell(self) -> None:
         if self._on_request is not None:
             self._on_request()
+
+
+_PREEMPTING = tuple(getattr(signal, name) for name in ("SIGTERM", "SIGUSR1") if hasattr(signal, name))
 
 
 def parse_duration(value: Any, name: str) -> timedelta | None:

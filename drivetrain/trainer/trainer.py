@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping, Sequence
+import sys
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -15,8 +16,10 @@ from torch.optim import Optimizer
 from drivetrain.accelerator import Accelerator
 from drivetrain.accelerator.optimizer import parameters_of
 from drivetrain.callbacks import Callback
+from drivetrain.checkpoint import PendingSave, SaveQueue, save_queue
 from drivetrain.data import BatchInfo
 from drivetrain.runtime.errors import ConfigurationError
+from drivetrain.runtime.exit_codes import RESUME_EXIT_CODE
 from drivetrain.runtime.nested import find_batch_size
 from drivetrain.runtime.seeds import set_seed
 from drivetrain.strategies import StepModule, Strategy
@@ -35,6 +38,7 @@ from drivetrain.trainer.optimizers import SchedulerConfig, TaskOptimizer, parse_
 from drivetrain.trainer.prediction_loop import PredictionLoop
 from drivetrain.trainer.progress import Progress
 from drivetrain.trainer.report import print_results
+from drivetrain.trainer.resume import find_checkpoint, save_for_resume
 from drivetrain.trainer.schedulers import step_epoch_schedulers, step_step_schedulers
 from drivetrain.trainer.status import TrainerStatus
 from drivetrain.trainer.stopping import Interruption, parse_duration
@@ -205,13 +209,16 @@ class Trainer(TrainerStatus):
         self.num_training_batches: float = 0
         self.num_evaluation_batches: dict[str, list[float]] = {}
         self.should_stop = self.should_stop_agreed = False
-        self.interrupted = self.stopped_by_time = False
+        self.interrupted = self.preempted = self.stopped_by_time = False
         self.stage: str | None = None
         self.sanity_checking = False
         self.task: Task | None = None
         self.datamodule: DataModule | None = None
         self.model: nn.Module | None = None
         self.fit_loop: FitLoop | None = None
+        self.saves: SaveQueue | None = None
+        self.rollback_path: str | None = None
+        self.batches_to_skip: set[tuple[int, int]] = set()
         self._step: OptimizationStep | None = None
         self._logged_values: dict[str, float] = {}
         self.hooks: Hooks
@@ -225,6 +232,7 @@ class Trainer(TrainerStatus):
         val_dataloaders: Any = None,
         datamodule: DataModule | None = None,
         ckpt_path: str | os.PathLike[str] | None = None,
+        resume: str | os.PathLike[str] | None = None,
     ) -> None:
         """Train a task.
 
@@ -233,24 +241,34 @@ class Trainer(TrainerStatus):
             train_dataloaders: a loader; several, as a list or dict, are combined; or a `DataModule`.
             val_dataloaders: one loader or several, each validated on its own.
             datamodule: where loaders come from instead.
-            ckpt_path: a checkpoint to go on from; `"last"` or `"best"` takes the checkpoint callback's.
+            ckpt_path: Lightning's name for `resume`.
+            resume: a checkpoint to go on from, exactly: the same batches, random numbers and values as without the
+                break. `"auto"` takes the newest complete one and starts afresh where there is none; `"last"` or
+                `"best"` takes the checkpoint callback's.
 
         Raises:
+            SystemExit: the run was preempted (SIGTERM, SIGUSR1), has saved a checkpoint, and should be started again.
+            CheckpointError: the checkpoint is missing, damaged or that of another run.
             ConfigurationError: the task or its optimizers cannot be trained so.
             DataError: a loader is missing or empty.
         """
         if isinstance(train_dataloaders, DataModule):
             train_dataloaders, datamodule = None, train_dataloaders
         arguments.check_task(model, train_dataloaders, val_dataloaders, datamodule)
+        if resume is not None and ckpt_path is not None:
+            raise ConfigurationError(f"resume={resume!r} and ckpt_path={ckpt_path!r} mean the same; give one.")
         self._attach(model, datamodule, "fit")
-        self.should_stop = self.should_stop_agreed = self.interrupted = self.stopped_by_time = False
+        self.should_stop = self.should_stop_agreed = False
+        self.interrupted = self.preempted = self.stopped_by_time = False
+        self.rollback_path = None
+        self.batches_to_skip.clear()
         self.interruption = Interruption(self._on_interruption)
         self.logged.forget_results()
         training = LoaderSource(self, model, "train", train_dataloaders, datamodule)
         validating = LoaderSource(self, model, "val", val_dataloaders, datamodule)
         try:
             with self.interruption.watched(), torch.autograd.set_detect_anomaly(self.detect_anomaly):
-                self._fit(model, training, validating, ckpt_path)
+                self._fit(model, training, validating, ckpt_path if resume is None else resume)
         except KeyboardInterrupt as interruption:
             self._on_exception(model, interruption)
             self.interrupted = True
@@ -259,16 +277,20 @@ class Trainer(TrainerStatus):
             raise
         finally:
             self._detach(model, "fit")
+        if self.preempted:
+            self.print(f"Preempted: the run saved a checkpoint after {self.global_step} steps and can be resumed.")
+            sys.exit(RESUME_EXIT_CODE)
         if self.interrupted:
             self.print(f"Interrupted: the run ended cleanly after {self.global_step} steps.")
 
-    def _fit(self, task: Task, training: LoaderSource, validating: LoaderSource, ckpt_path: Any) -> None:
+    def _fit(self, task: Task, training: LoaderSource, validating: LoaderSource, resume: Any) -> None:
         """Fit, in the order of hooks that the documentation promises."""
         self._set_up(task, "fit")
         with self.strategy.init_context():
             task.configure_model()
         arguments.check_training_step(task, self.accumulate_grad_batches, self.gradient_clip_val)
-        saved = None if ckpt_path is None else SavedRun(self, self._checkpoint_path(ckpt_path))
+        directory = find_checkpoint(self, resume)
+        saved = None if directory is None else SavedRun(self, directory)
         if saved is not None:
             saved.tell()
         self._configure_optimizers(task)
@@ -284,14 +306,20 @@ class Trainer(TrainerStatus):
         training_model = self.strategy.training_model(self.model, task.automatic_optimization)
         self._step = OptimizationStep(self, task, training_model, self.hooks)
         validation = self._make_validation(task, self.model, validating)
-        self._sanity_check(validation)
+        if saved is None:
+            self._sanity_check(validation)
         self.logged.start(("train", "validate"))
         task.train()
         self.stage = "train"
         self.fit_loop = FitLoop(self, self._step, training, validation)
         if saved is not None:
-            saved.restore_position(self.fit_loop.loader)
+            self.fit_loop.resume_from(saved)
         self.fit_loop.run()
+        if self.saves is not None:
+            self.saves.finish()
+        if self.preempted:
+            save_for_resume(self)
+            return
         self.hooks.call("on_fit_end")
 
     def validate(
@@ -351,7 +379,7 @@ class Trainer(TrainerStatus):
                 )
             self._place_for_evaluation(task)
             if ckpt_path is not None:
-                SavedRun(self, self._checkpoint_path(ckpt_path)).restore_for_evaluation()
+                SavedRun(self, find_checkpoint(self, ckpt_path) or "").restore_for_evaluation()
             assert self.model is not None
             self.logged.start(("validate" if stage == "validation" else "test",))
             limit = self.limit_val_batches if kind == "val" else self.limit_test_batches
@@ -404,7 +432,7 @@ class Trainer(TrainerStatus):
                 )
             self._place_for_evaluation(task)
             if ckpt_path is not None:
-                SavedRun(self, self._checkpoint_path(ckpt_path)).restore_for_evaluation()
+                SavedRun(self, find_checkpoint(self, ckpt_path) or "").restore_for_evaluation()
             assert self.model is not None
             self.stage = "predict"
             return PredictionLoop(self, task, self.model, source, return_predictions).run()
@@ -450,7 +478,9 @@ class Trainer(TrainerStatus):
     def _on_interruption(self) -> None:
         """At Ctrl-C: stop after this step; several processes first agree on which."""
         if self.world_size == 1:
-            self.interrupted = self.should_stop = True
+            self.should_stop = True
+            self.interrupted = self.interruption.requested
+            self.preempted = self.interruption.preempted
 
     def _on_exception(self, task: Task, error: BaseException) -> None:
         for callback in self.callbacks:
@@ -590,24 +620,49 @@ class Trainer(TrainerStatus):
 
     # checkpoints
 
-    def save_checkpoint(self, filepath: str | os.PathLike[str], weights_only: bool = False) -> None:
+    def save_checkpoint(
+        self, filepath: str | os.PathLike[str], weights_only: bool = False, block: bool = True
+    ) -> PendingSave:
         """Write a checkpoint; call it on all processes.
 
         Args:
-            filepath: the checkpoint's directory, which appears complete or not at all.
+            filepath: the checkpoint's directory, or a URL; it appears complete or not at all.
             weights_only: leave out everything but the weights and hyper-parameters.
-        """
-        with self.logged.forbidden(SAVING):
-            state = run_state(self, weights_only)
-        self.accelerator.write_checkpoint(Path(filepath), state)
+            block: whether to return only when it is durable. Else training goes on while a copy is written; an error
+                is raised at the next step, and `fit` waits for it at its end.
 
-    def _checkpoint_path(self, given: str | os.PathLike[str]) -> Path:
-        if given in ("best", "last"):
-            callback = self.checkpoint_callback
-            if callback is None:
-                raise ConfigurationError(f"ckpt_path={given!r} needs a ModelCheckpoint among the callbacks.")
-            found = getattr(callback, f"{given}_model_path")
-            if not found:
-                raise ConfigurationError(f"ckpt_path={given!r}: the ModelCheckpoint has not saved one yet.")
-            return Path(found)
-        return Path(given)
+        Returns:
+            The save; done already where `block` is set.
+
+        Raises:
+            CheckpointError: a process could not write; what was there before is intact.
+        """
+        if self.fit_loop is not None and self.stage in ("train", "validate"):
+            self.fit_loop.write_due_values()
+        with self.logged.forbidden(SAVING):
+            shared, own = run_state(self, weights_only)
+        if not block:
+            self.saves = save_queue(self.accelerator.state)
+        return self.accelerator.write_checkpoint(filepath, shared, own, step=self.global_step, block=block)
+
+    # rolling back
+
+    def request_rollback(self, path: str, skip_batches: Collection[tuple[int, int]] = ()) -> None:
+        """Go back to a checkpoint after this step, and leave some batches out from then on; call it on all processes.
+
+        Args:
+            path: the checkpoint.
+            skip_batches: (epoch, batch index) of this process's batches to leave out.
+        """
+        self.rollback_path = path
+        self.batches_to_skip.update(skip_batches)
+
+    @property
+    def rollback_requested(self) -> bool:
+        """Whether the run goes back to a checkpoint after this step."""
+        return self.rollback_path is not None
+
+    @property
+    def validation_follows(self) -> bool:
+        """Whether the run validates after the step that is being ended."""
+        return self.fit_loop is not None and self.fit_loop.validates_after_this_step()

@@ -1,0 +1,82 @@
+"""Which checkpoint a run goes on from, and the one that a preempted run leaves."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from drivetrain.checkpoint import Checkpoint, newest_checkpoint
+from drivetrain.runtime.collectives import broadcast_object_list
+from drivetrain.runtime.errors import CheckpointError, ConfigurationError, DrivetrainError
+
+if TYPE_CHECKING:
+    from drivetrain.trainer.trainer import Trainer
+
+
+def find_checkpoint(trainer: Trainer, given: str | os.PathLike[str] | None) -> str | None:
+    """What `resume` and `ckpt_path` mean; call it on all processes.
+
+    Args:
+        trainer: the trainer.
+        given: a path or URL; `"auto"` for the newest complete checkpoint of this script, if there is one; `"best"` or
+            `"last"` for the checkpoint callback's; or None.
+
+    Returns:
+        The checkpoint, or None to start afresh.
+
+    Raises:
+        ConfigurationError: `"best"` or `"last"` was asked for, and there is none.
+        CheckpointError: the main process could not look for checkpoints.
+    """
+    if given is None:
+        return None
+    if given in ("best", "last"):
+        callback = trainer.checkpoint_callback
+        if callback is None:
+            raise ConfigurationError(f"{given!r} needs a ModelCheckpoint among the callbacks.")
+        found = getattr(callback, f"{given}_model_path")
+        if not found:
+            raise ConfigurationError(f"{given!r}: the ModelCheckpoint has not saved one yet.")
+        return str(found)
+    if given != "auto":
+        return os.fspath(given)
+    answer: list[Any] = [None, None]
+    if trainer.is_global_zero:
+        try:
+            answer[0] = _newest(_directories(trainer))
+        except (DrivetrainError, OSError) as error:
+            answer[1] = str(error)
+    path, problem = broadcast_object_list(answer)
+    if problem is not None:
+        raise CheckpointError(f"resume='auto' could not look for checkpoints: {problem}")
+    if path is not None:
+        trainer.print(f"Resuming from {path}")
+    return str(path) if path is not None else None
+
+
+def save_for_resume(trainer: Trainer) -> None:
+    """Write the checkpoint that a preempted run is started again from."""
+    callback = trainer.checkpoint_callback
+    if callback is not None:
+        callback.save_now(trainer, reason="preempted")
+        return
+    trainer.save_checkpoint(_default_directory(trainer) / f"preempted-step={trainer.global_step}.ckpt")
+
+
+def _directories(trainer: Trainer) -> list[str]:
+    """Where an earlier run of this script may have saved."""
+    found = [str(_default_directory(trainer))]
+    for callback in trainer.checkpoint_callbacks:
+        found += callback.directories(trainer)
+    return list(dict.fromkeys(found))
+
+
+def _default_directory(trainer: Trainer) -> Path:
+    return Path(trainer.default_root_dir) / "checkpoints"
+
+
+def _newest(directories: list[str]) -> str | None:
+    """The newest good checkpoint of several directories: the one of the most steps."""
+    found = [path for path in map(newest_checkpoint, directories) if path is not None]
+    return max(found, key=lambda path: Checkpoint(path).manifest.step or 0, default=None)
