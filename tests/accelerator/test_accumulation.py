@@ -131,10 +131,14 @@ def test_a_loop_left_by_break_leaves_nothing(stop_after, clear):
 def test_a_loop_left_by_an_exception_leaves_nothing():
     loop = Loop(4, "last")
     loader = loop.accelerator.prepare(ones(8))
-    with pytest.raises(RuntimeError):
+
+    def fail() -> None:
         for batch in loader:
             loop.step(batch)
             raise RuntimeError
+
+    with pytest.raises(RuntimeError):
+        fail()
     assert loop.run(loader) == pytest.approx([1, 1])
 
 

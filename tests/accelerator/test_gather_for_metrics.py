@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 
-from drivetrain import Accelerator, DataLoaderConfiguration, DataError
+from drivetrain import Accelerator, DataError, DataLoaderConfiguration
 from tests.pool import run_in_processes
 
 BATCH = 4
