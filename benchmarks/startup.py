@@ -100,7 +100,10 @@ def main(rounds: int, clock: str, only: tuple[str, ...], json_file: Path | None)
     results = compare(lambda: run_fresh("import torch", clock)[0], chosen, rounds)
     print(as_table(results, versions, loaded, clock))
     if json_file is not None:
-        figures = [{**each.as_dict(), "version": versions[each.name], "unit": "ms"} for each in results]
+        figures = [
+            {**each.as_dict(), "version": versions[each.name], "unit": "ms", "loaded": loaded[each.name]}
+            for each in results
+        ]
         json_file.write_text(json.dumps({"clock": clock, "results": figures}, indent=2))
 
 

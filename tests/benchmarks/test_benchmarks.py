@@ -1,0 +1,92 @@
+"""The benchmarks run, compare what they say they compare, and write down what they measured."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import runpy
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.pool import ROOT, run_in_processes
+
+BENCHMARKS = ROOT / "benchmarks"
+
+
+def run_benchmark(name: str, *arguments: str) -> None:
+    """Run a benchmark as `python benchmarks/name` would."""
+    sys.path.insert(0, str(BENCHMARKS))
+    sys.argv = [name, *arguments]
+    try:
+        runpy.run_path(str(BENCHMARKS / name), run_name="__main__")
+    except SystemExit as ended:  # click ends every command so
+        if ended.code:
+            raise
+
+
+@pytest.mark.parametrize("data", ["list", "loader"])
+def test_overhead_measures_every_way_of_running_drivetrain(
+    data: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "overhead.json"
+    short = ("--rounds", "1", "--steps", "20", "--warmup", "5", "--only", "drivetrain", "--data", data)
+    run_in_processes(run_benchmark, 1, args=("overhead.py", *short, "--json", str(file)), timeout=120)
+    figures = json.loads(file.read_text())
+    names = ["drivetrain Trainer", "drivetrain Trainer, log and bar", "drivetrain Accelerator"]
+    assert [each["name"] for each in figures["results"]] == names
+    assert all(each["median"] > 0 and each["rounds"] == 1 for each in figures["results"])
+    printed = capsys.readouterr().out
+    for name in names:
+        assert f"| {name} |" in printed
+
+
+def test_overhead_says_what_it_leaves_out(capsys: pytest.CaptureFixture[str]) -> None:
+    run_in_processes(run_without_ignite, 1, timeout=120)
+    assert "Ignite: left out, ignite is not installed" in capsys.readouterr().out
+
+
+def run_without_ignite() -> None:
+    found = importlib.util.find_spec
+
+    def find_spec(name: str, package: str | None = None) -> Any:
+        return None if name == "ignite" else found(name, package)
+
+    importlib.util.find_spec = find_spec
+    short = ("--rounds", "1", "--steps", "2", "--warmup", "1")
+    run_benchmark("overhead.py", *short, "--only", "Ignite", "--only", "drivetrain Accelerator")
+
+
+def test_the_clock_times_the_steps_between_two_forwards() -> None:
+    clock_type = runpy.run_path(str(BENCHMARKS / "timing.py"))["Clock"]
+    seconds = iter([10.0, 10.5])
+    clock = clock_type(warmup=3, steps=5, now=lambda: next(seconds))
+    for _ in range(clock.total - 1):
+        clock.tick()
+    with pytest.raises(RuntimeError, match="only 8 of 9 steps"):
+        _ = clock.microseconds_per_step
+    clock.tick()
+    assert clock.microseconds_per_step == pytest.approx(0.1e6)
+
+
+def test_a_comparison_pairs_each_measurement_with_the_base_line_right_before_it() -> None:
+    compare = runpy.run_path(str(BENCHMARKS / "timing.py"))["compare"]
+    base, own = iter([99.0, 10.0, 20.0, 30.0]), iter([99.0, 15.0, 24.0, 33.0])
+    [result] = compare(lambda: next(base), {"contender": lambda: next(own)}, rounds=3)
+    assert (result.base, result.own) == ([10.0, 20.0, 30.0], [15.0, 24.0, 33.0])
+    assert result.added == pytest.approx(4.0)
+    assert result.ratio == pytest.approx(1.2)
+
+
+def test_importing_drivetrain_and_the_first_trainer_load_nothing_heavy(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "startup.json"
+    only = ("--only", "import drivetrain", "--only", "first Trainer")
+    run_in_processes(run_benchmark, 1, args=("startup.py", "--rounds", "1", *only, "--json", str(file)), timeout=120)
+    rows = {each["name"]: each for each in json.loads(file.read_text())["results"]}
+    assert rows["import drivetrain"]["loaded"] == []
+    heavy = {"torchvision", "transformers", "tensorboard"}
+    assert not heavy & set(rows["drivetrain, first Trainer"]["loaded"])
