@@ -117,8 +117,8 @@ class EvaluationLoop:
         return _by_loader(results, len(loaders))
 
     def _run_loader(self, loader: PreparedLoader, limit: float, dataloader_idx: int | None) -> None:
-        if limit == 0:
-            return
+        if self._limit == 0:
+            return  # asked for; a process that merely has no batch still takes part in opening the loader
         trainer, step = self._trainer, self._step
         trainer.logged.enter(self._in_step, dataloader_idx)
         extra = () if dataloader_idx is None else (dataloader_idx,)

@@ -51,11 +51,11 @@ class Hooks:
             hook(*args)
 
     def find_early(self, name: str) -> tuple[Hook, ...]:
-        """The hooks of callbacks that watch no logged value, and then the task's."""
+        """The hooks of callbacks that need no logged value, and then the task's."""
         return (*self._of_callbacks(name, watching=False), *self._of_task(name))
 
     def find_late(self, name: str) -> tuple[Hook, ...]:
-        """The hooks of callbacks that watch a logged value, which the early ones may still log."""
+        """The hooks of callbacks that watch or show logged values, which the early ones may still log."""
         return self._of_callbacks(name, watching=True)
 
     def _collect(self, name: str) -> tuple[Hook, ...]:
@@ -79,8 +79,8 @@ class Hooks:
 
 
 def watches_metric(callback: Callback) -> bool:
-    """Whether a callback decides by a logged value, as checkpointing and early stopping do."""
-    return hasattr(callback, "monitor")
+    """Whether a callback decides by a logged value, as checkpointing and early stopping do, or says that it is late."""
+    return hasattr(callback, "monitor") or callback.runs_last_at_epoch_end
 
 
 def call_setup_hooks(trainer: Trainer, task: Task, data: DataModule | None, stage: str) -> None:

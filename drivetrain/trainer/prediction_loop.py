@@ -70,8 +70,8 @@ class PredictionLoop:
         extra = () if dataloader_idx is None else (dataloader_idx,)
         position = dataloader_idx or 0
         outputs: list[Any] = []
-        if limit == 0:
-            return outputs
+        if trainer.limit_predict_batches == 0:
+            return outputs  # asked for; a process that merely has no batch still takes part in opening the loader
         for index, batch in enumerate(loader):
             info = loader.current
             trainer.batch, trainer.batch_info = batch, info

@@ -447,7 +447,7 @@ class Task(nn.Module):
         Returns:
             The task.
         """
-        shared, _ = load_run_state(Path(checkpoint_path), PartialState())
+        shared, _ = load_run_state(checkpoint_path, only=("state_dict", "hyper_parameters"))
         saved = shared.get("hyper_parameters", {})
         parameters = inspect.signature(cls.__init__).parameters
         takes_all = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values())
