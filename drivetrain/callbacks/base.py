@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -38,6 +38,9 @@ class Callback:
         ```
     """
 
+    runs_last_at_epoch_end: ClassVar[bool] = False
+    """Whether `on_train_epoch_end` waits until the task and other callbacks have logged what they log there."""
+
     # the state of a callback
 
     @property
@@ -70,6 +73,17 @@ class Callback:
         Args:
             state_dict: The state that the checkpoint holds under `state_key`.
         """
+
+    def is_state_sound(self, trainer: Trainer, task: Task) -> bool:
+        """Return whether what would be saved now is worth going back to; asked before `ModelCheckpoint` saves.
+
+        All processes are asked, and must answer alike. Where any callback says False nothing is saved.
+
+        Args:
+            trainer: The Trainer that runs.
+            task: The task that it runs.
+        """
+        return True
 
     # around everything
 
@@ -185,6 +199,21 @@ class Callback:
 
     def on_after_backward(self, trainer: Trainer, task: Task) -> None:
         """Called after backward, before the optimizer steps; gradients may still be scaled."""
+
+    def on_gradients_ready(self, trainer: Trainer, task: Task) -> bool | None:
+        """Called once for each optimizer step, after its last backward and before anything is unscaled or clipped.
+
+        Automatic optimization only.
+
+        Args:
+            trainer: The Trainer that runs.
+            task: The task that it runs.
+
+        Returns:
+            False to leave the step out: no optimizer and no scheduler steps, and it does not count. All processes
+            must return the same.
+        """
+        return None
 
     def on_before_optimizer_step(self, trainer: Trainer, task: Task, optimizer: Optimizer) -> None:
         """Called before an optimizer steps, with the window's gradients unscaled and not yet clipped.

@@ -43,6 +43,7 @@ class TQDMProgressBar(Callback):
     """
 
     is_progress_bar: ClassVar[bool] = True
+    runs_last_at_epoch_end: ClassVar[bool] = True  # the task may log in its own hook
 
     def __init__(
         self,

@@ -22,13 +22,14 @@ def test_every_hook_does_nothing_by_itself_and_says_when_it_is_called(name: str)
     assert hook.__doc__.startswith("Called ")
 
 
-def test_the_hooks_are_those_of_lightning() -> None:
+def test_the_hooks_are_those_of_lightning_and_one_more() -> None:
     starts_and_ends = ["fit", "sanity_check", "train", "train_epoch", "train_batch"]
     for kind in ("validation", "test", "predict"):
         starts_and_ends += [kind, f"{kind}_epoch", f"{kind}_batch"]
     expected = {f"on_{name}_{side}" for name in starts_and_ends for side in ("start", "end")}
     expected |= {"on_exception", "on_save_checkpoint", "on_load_checkpoint", "on_before_zero_grad"}
     expected |= {"on_before_backward", "on_after_backward", "on_before_optimizer_step", "setup", "teardown"}
+    expected |= {"on_gradients_ready"}
     assert set(HOOKS) == expected
 
 
