@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from drivetrain.data import PreparedLoader
-from drivetrain.trainer.loaders import LoaderSource, batches_to_run, length_of
+from drivetrain.trainer.loaders import LoaderSource, limits_of, own_batches
 from drivetrain.trainer.logged_values import (
     TEST_EPOCH,
     TEST_STEP,
@@ -75,10 +75,8 @@ class EvaluationLoop:
             for loader in self._loaders or []:
                 trainer.accelerator.forget_loader(loader)
             self._loaders = self._source.prepare_evaluation()
-            self._limits = [
-                batches_to_run(length_of(loader), self._limit, self._limit_name) for loader in self._loaders
-            ]
-            trainer.num_evaluation_batches[self._stage] = self._limits
+            self._limits = limits_of(self._loaders, self._limit, self._limit_name)
+            trainer.num_evaluation_batches[self._stage] = own_batches(self._loaders, self._limits)
         return self._loaders
 
     def run(

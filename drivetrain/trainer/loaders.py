@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from torch.utils.data import DataLoader, RandomSampler, SequentialSampler
 
 from drivetrain.data import CombinedLoader, DataShard, PreparedLoader, TailPolicy
+from drivetrain.runtime.collectives import gather_object
 from drivetrain.runtime.errors import ConfigurationError, DataError
 from drivetrain.trainer.data_module import DataModule
 from drivetrain.trainer.hooks import is_overridden
@@ -172,6 +173,25 @@ def batches_to_run(length: int | None, limit: float | int | None, name: str) -> 
             f"{name}={limit} of {length} batches leaves none. Give at least {1 / length:.3g}, or a whole number."
         )
     return batches
+
+
+def limits_of(loaders: Sequence[Any], limit: float | int | None, name: str) -> list[float]:
+    """How many batches a limit leaves of each loader, on the process with the most of them; call it on all.
+
+    Args:
+        loaders: the prepared loaders, of which processes may have different numbers of batches.
+        limit: see `batches_to_run`.
+        name: the argument's name, for errors.
+    """
+    everyone: list[list[int | None]] = gather_object([[length_of(loader) for loader in loaders]])
+    longest = [None if None in lengths else max(lengths) for lengths in zip(*everyone, strict=True)]
+    return [batches_to_run(length, limit, name) for length in longest]
+
+
+def own_batches(loaders: Sequence[Any], limits: Sequence[float]) -> list[float]:
+    """How many batches of each loader this process will see."""
+    lengths = [length_of(loader) for loader in loaders]
+    return [limit if length is None else min(length, limit) for length, limit in zip(lengths, limits, strict=True)]
 
 
 def without_shuffle(loader: Any) -> Any:

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from drivetrain.runtime.collectives import gather_object
 from drivetrain.runtime.errors import ConfigurationError, nearest
+from drivetrain.trainer.metric_sync import compute_over_processes
 
 FOLD_AFTER = 64
 """Values of one name that are kept before they are added up on the device."""
@@ -578,7 +579,7 @@ def _find_metric(task: nn.Module, path: str | None) -> Any:
 
 
 def _computed(name: str, metric: Any) -> Value:
-    value = metric.compute()
+    value = compute_over_processes(metric)
     if isinstance(value, Tensor) and value.numel() == 1:
         return value.detach()
     raise ConfigurationError(

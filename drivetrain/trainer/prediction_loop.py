@@ -11,7 +11,7 @@ from drivetrain.data import BatchInfo, PreparedLoader
 from drivetrain.runtime.collectives import gather_object
 from drivetrain.runtime.nested import recursively_apply, send_to_device
 from drivetrain.trainer.evaluation_loop import _evaluating
-from drivetrain.trainer.loaders import LoaderSource, batches_to_run, length_of
+from drivetrain.trainer.loaders import LoaderSource, limits_of, own_batches
 from drivetrain.trainer.logged_values import PREDICT
 from drivetrain.trainer.optimization_step import bind_step
 from drivetrain.trainer.task import Task
@@ -46,11 +46,8 @@ class PredictionLoop:
         """
         trainer, hooks = self._trainer, self._trainer.hooks
         loaders = self._source.prepare_evaluation()
-        limits = [
-            batches_to_run(length_of(loader), trainer.limit_predict_batches, "limit_predict_batches")
-            for loader in loaders
-        ]
-        trainer.num_evaluation_batches["predict"] = limits
+        limits = limits_of(loaders, trainer.limit_predict_batches, "limit_predict_batches")
+        trainer.num_evaluation_batches["predict"] = own_batches(loaders, limits)
         results: list[Any] = []
         with _evaluating(self._task, "predict", trainer):
             trainer.logged.enter(PREDICT)

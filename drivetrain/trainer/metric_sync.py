@@ -1,0 +1,65 @@
+"""Computing torchmetrics objects over all processes, also where some of them have seen nothing."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from drivetrain.runtime.collectives import gather_object
+
+
+def compute_over_processes(metric: Any) -> Any:
+    """Compute a metric; call it on all processes, in the same order."""
+    with _states_exchanged_whole(metric), warnings.catch_warnings():
+        # Of a process that had no batch; the others' states are computed on, so nothing is wrong.
+        warnings.filterwarnings("ignore", message=".*``compute`` method of metric .* was called before the ``update``")
+        return metric.compute()
+
+
+@contextmanager
+def _states_exchanged_whole(metric: Any) -> Iterator[None]:
+    """Let a metric and those inside it exchange all their states at once.
+
+    torchmetrics (1.9) runs a collective for each tensor of a state. Where a process has seen no batch, or another
+    number of them, these do not match in number, shape or dtype: gloo then aborts the process, or it hangs.
+    """
+    from torchmetrics import Metric
+
+    changed = [
+        inner
+        for inner in metric.modules()
+        if isinstance(inner, Metric) and type(inner)._sync_dist is Metric._sync_dist and inner.process_group is None
+    ]
+    for inner in changed:
+        inner.__dict__["_sync_dist"] = partial(_exchange_states, inner)
+    try:
+        yield
+    finally:
+        for inner in changed:
+            inner.__dict__.pop("_sync_dist", None)
+
+
+def _exchange_states(metric: Any, *_: Any, **__: Any) -> None:
+    """Give a metric the states of all processes; torchmetrics keeps its own and brings them back."""
+    own = {name: _on_cpu(getattr(metric, name)) for name in metric._reductions}
+    everyone: list[dict[str, Any]] = gather_object([own])
+    for name, reduction in metric._reductions.items():
+        states = [each[name] for each in everyone]
+        merged: Any
+        if isinstance(states[0], list):
+            merged = [item.to(metric.device) for state in states for item in state]
+            merged = reduction(merged) if merged and reduction is not None else merged
+        else:
+            merged = torch.stack([state.to(metric.device) for state in states])
+            merged = merged if reduction is None else reduction(merged)
+        setattr(metric, name, merged)
+
+
+def _on_cpu(state: Any) -> Any:
+    return state.cpu() if isinstance(state, Tensor) else [item.cpu() for item in state]
