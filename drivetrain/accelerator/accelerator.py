@@ -34,7 +34,16 @@ from drivetrain.accelerator.handlers import (
 from drivetrain.accelerator.metrics import gather_real_rows
 from drivetrain.accelerator.optimizer import PreparedOptimizer, parameters_of, unwrap_optimizer
 from drivetrain.accelerator.scheduler import PreparedScheduler
-from drivetrain.checkpoint import PendingSave, load_run_state, save_run_state
+from drivetrain.accelerator.state_hooks import HookHandle, LoadHook, SaveHook, StateHooks
+from drivetrain.checkpoint import (
+    PendingSave,
+    SaveQueue,
+    extra_place,
+    load_run_state,
+    save_queue,
+    save_run_state,
+    save_safetensors,
+)
 from drivetrain.data import (
     ActiveLoaders,
     DataLoaderConfiguration,
@@ -126,6 +135,7 @@ class Accelerator(ProcessControl):
         self.state = PartialState(cpu, device=device, **handler_options(find_handler(handlers, InitProcessGroupKwargs)))
         self.project_configuration = _make_project(project_dir, project_config)
         self._numbered = NumberedCheckpoints(self.project_configuration, self.state)
+        self._state_hooks = StateHooks()
         self.device_placement = device_placement
         self.dataloader_config = _make_dataloader_config(split_batches, dataloader_config)
         self.rng_types = list(rng_types or ["generator"])
@@ -590,22 +600,86 @@ class Accelerator(ProcessControl):
                 )
         self._registered.extend(objects)
 
-    def save_state(self, output_dir: str | os.PathLike[str] | None = None) -> str:
+    def save_model(
+        self,
+        model: nn.Module,
+        save_directory: str | os.PathLike[str],
+        max_shard_size: int | str = "10GB",
+        safe_serialization: bool = True,
+    ) -> None:
+        """Write a prepared model's weights as safetensors, as `safetensors` and `transformers` open them.
+
+        Call it on all processes.
+
+        Args:
+            model: a prepared model.
+            save_directory: the directory, which gets `model.safetensors`, or several files and an index.
+            max_shard_size: bytes in a file at most, such as `"5GB"`.
+            safe_serialization: accepted; weights are never pickled.
+        """
+        weights = self.strategy.full_state_dict(model)
+        if self.is_main_process:
+            save_safetensors(weights, save_directory, max_shard_size)
+        self.wait_for_everyone()
+
+    def register_save_state_pre_hook(self, hook: SaveHook) -> HookHandle:
+        """Call a function before `save_state` writes.
+
+        Args:
+            hook: called on every process as `hook(models, weights, output_dir)` with the prepared models and their
+                state dicts, and a directory that becomes the checkpoint: what it writes there is part of it. What it
+                takes out of `weights` is not saved again.
+
+        Returns:
+            A handle whose `remove()` takes it back.
+        """
+        return self._state_hooks.add_save(hook)
+
+    def register_load_state_pre_hook(self, hook: LoadHook) -> HookHandle:
+        """Call a function before `load_state` loads.
+
+        Args:
+            hook: called on every process as `hook(models, input_dir)`. What it takes out of `models` is not loaded.
+
+        Returns:
+            A handle whose `remove()` takes it back.
+        """
+        return self._state_hooks.add_load(hook)
+
+    @property
+    def save_queue(self) -> SaveQueue:
+        """What writes checkpoints; `check()` raises what has failed in the background, `finish()` waits."""
+        return save_queue(self.state)
+
+    def save_state(self, output_dir: str | os.PathLike[str] | None = None, *, block: bool = True) -> str:
         """Write models, optimizers, schedulers, loss scale, loader positions and random states.
 
         Call it on all processes. The directory appears complete or not at all.
 
         Args:
-            output_dir: the checkpoint's directory; numbered under `project_dir/checkpoints` with automatic naming.
+            output_dir: the checkpoint's directory or URL; numbered under `project_dir/checkpoints` with automatic
+                naming.
+            block: whether to return only when it is there. Else the state is copied and written while training goes
+                on; what fails then is raised by the next `save_state`, by `save_queue.check()` or `.finish()`.
 
         Returns:
             The directory.
+
+        Raises:
+            CheckpointError: it could not be written; raised on all processes.
         """
-        directory = self._numbered.next() if output_dir is None else Path(output_dir).expanduser()
-        self.write_checkpoint(directory, self._shared_state())
+        directory = os.fspath(self._numbered.next() if output_dir is None else output_dir)
+        shared, extra = self._shared_state(), None
+        if self._state_hooks.on_save:
+            extra = extra_place(directory, self.state)
+            for hook in self._state_hooks.on_save:
+                hook(list(self._models), shared["models"], extra)
+            self.wait_for_everyone()
+        own = self._process_state()
+        pending = save_run_state(directory, shared, own, self.state, block=block, extra=extra)
         if output_dir is None:
-            self._numbered.note_written(directory)
-        return str(directory)
+            self._numbered.note_written(Path(directory), pending)
+        return directory
 
     def load_state(self, input_dir: str | os.PathLike[str] | None = None) -> None:
         """Load what `save_state` wrote into what is prepared now, in the same order of preparation.
@@ -618,10 +692,14 @@ class Accelerator(ProcessControl):
         Raises:
             CheckpointError: there is none, or it is of other objects than those that are prepared.
         """
-        directory = self._numbered.latest() if input_dir is None else Path(input_dir).expanduser()
+        directory = os.fspath(self._numbered.latest() if input_dir is None else input_dir)
+        self.save_queue.finish()
+        models = list(self._models)
+        for hook in self._state_hooks.on_load:
+            hook(models, directory)
         shared, own = self.read_checkpoint(directory)
         here: dict[str, Sequence[Any]] = {
-            "models": self._models,
+            "models": models,
             "optimizers": self._optimizers,
             "schedulers": self._schedulers,
             "registered": self._registered,
@@ -638,7 +716,7 @@ class Accelerator(ProcessControl):
                     f"The checkpoint at {directory} holds {len(shared[kind])} {what}, but here are {len(objects)}. "
                     "Prepare and register the same objects, in the same order, before load_state."
                 )
-        for model, state in zip(self._models, shared["models"], strict=True):
+        for model, state in zip(models, shared["models"], strict=True):
             self.strategy.load_model_state(model, state)
         for optimizer, state in zip(self._optimizers, shared["optimizers"], strict=True):
             self.strategy.load_optimizer_state(self._owner(optimizer), optimizer.optimizer, state)
@@ -650,7 +728,7 @@ class Accelerator(ProcessControl):
             item.load_state_dict(state)
         self.precision.load_state_dict(shared["precision"])
         self.restore_random_state(own)
-        self._numbered.note_loaded(directory)
+        self._numbered.note_loaded(Path(directory))
 
     def registered_state(self) -> list[dict[str, Any]]:
         """The state of what `register_for_checkpointing` was given."""

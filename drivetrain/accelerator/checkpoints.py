@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import re
-import shutil
 from pathlib import Path
 
 from drivetrain.accelerator.handlers import ProjectConfiguration
+from drivetrain.checkpoint import PendingSave, remove_checkpoint
 from drivetrain.runtime.collectives import broadcast_object_list
 from drivetrain.runtime.errors import CheckpointError, ConfigurationError
 from drivetrain.runtime.state import PartialState
@@ -57,15 +57,18 @@ class NumberedCheckpoints:
             raise CheckpointError(f"There is no checkpoint under {self._folder()} yet. Name one: load_state('path').")
         return self._path(numbers[-1])
 
-    def note_written(self, directory: Path) -> None:
-        """Count one that was written, and remove the oldest beyond the limit."""
+    def note_written(self, directory: Path, pending: PendingSave) -> None:
+        """Count one, and remove the oldest beyond the limit as soon as it is there."""
         if directory != self._path(self._configuration.iteration):
             return
         self._configuration.iteration += 1
         limit = self._configuration.total_limit
         if limit is not None and self._state.is_main_process:
-            for number in self._numbers()[:-limit]:
-                shutil.rmtree(self._path(number), ignore_errors=True)
+            pending.add_done_callback(lambda save: None if save.failed() else self._remove_beyond(limit))
+
+    def _remove_beyond(self, limit: int) -> None:
+        for number in self._numbers()[:-limit]:
+            remove_checkpoint(self._path(number))
 
     def note_loaded(self, directory: Path) -> None:
         """Go on counting after the one that was loaded."""

@@ -3,8 +3,8 @@
 What is stable, all of it to be called on every process unless it says otherwise:
 
 - `save_run_state(directory, shared, own, state, *, step=None, block=True) -> PendingSave`
-- `load_run_state(directory, state=None, *, into=None, strict=True, verify="hash") -> (shared, own | None)`;
-  `state=None` reads alone, without any exchange.
+- `load_run_state(directory, state=None, *, into=None, strict=True, only=None, verify="hash") -> (shared, own | None)`;
+  `state=None` reads alone, without any exchange; `only=("state_dict", ...)` reads some top-level entries.
 - `newest_checkpoint(root, verify=True, *, state=None) -> str | None` and
   `list_checkpoints(root) -> [FoundCheckpoint(path, step, saved_at, world_size)]` (one process), newest first.
 - `PendingSave`: `done()`, `failed()`, `wait(timeout=None)`, `raise_if_failed()`,
@@ -24,6 +24,7 @@ from drivetrain.checkpoint.discovery import FoundCheckpoint, list_checkpoints, n
 from drivetrain.checkpoint.load import Checkpoint, LoadReport, compare_states, load_run_state
 from drivetrain.checkpoint.queue import PendingSave, SaveQueue, save_queue
 from drivetrain.checkpoint.run_state import remove_checkpoint, save_run_state
+from drivetrain.checkpoint.save import extra_place
 from drivetrain.checkpoint.writer_record import clean_stale
 
 __all__ = [
@@ -35,6 +36,7 @@ __all__ = [
     "clean_stale",
     "compare_states",
     "consolidate",
+    "extra_place",
     "list_checkpoints",
     "load_run_state",
     "newest_checkpoint",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Literal
@@ -94,10 +94,13 @@ class Checkpoint:
         path = self.tensors.path_of(name)
         return decoded(verified_bytes(self._storage, self.directory, self.manifest, name), path)
 
-    def shared(self, into: Mapping[str, Any] | None = None, strict: bool = True) -> tuple[Any, LoadReport]:
+    def shared(
+        self, into: Mapping[str, Any] | None = None, strict: bool = True, only: Collection[str] | None = None
+    ) -> tuple[Any, LoadReport]:
         """Read what all processes share.
 
         Args:
+            only: the top-level entries to read; all if None.
             into: some of its top-level entries, with tensors that are filled in place; they may be sharded DTensors.
             strict: whether tensors that are missing, left over or of another shape under those entries are an error.
 
@@ -105,6 +108,8 @@ class Checkpoint:
             The state, with the tensors of `into` in it, and what did not fit; with `strict` nothing.
         """
         packed = self.packed()
+        if only is not None:
+            packed = {name: value for name, value in packed.items() if name in only}
         targets = self._targets(into)
         report = self._compare(packed, targets, into or {})
         if strict and not report.fits:
@@ -183,6 +188,7 @@ def load_run_state(
     *,
     into: Mapping[str, Any] | None = None,
     strict: bool = True,
+    only: Collection[str] | None = None,
     verify: Verify = "hash",
     storage: Storage | None = None,
 ) -> tuple[Any, Any | None]:
@@ -194,6 +200,7 @@ def load_run_state(
             process that reads alone.
         into: some of the shared state's top-level entries, with tensors that are filled in place; they may be sharded.
         strict: whether tensors missing, left over or of another shape under those entries are an error.
+        only: the shared state's top-level entries to read; all if None. Files that hold none of them are not read.
         verify: `"hash"` checks the SHA-256 of every file, `"size"` their sizes only, as after `newest_checkpoint`.
         storage: where it is; found from `directory` if None.
 
@@ -217,10 +224,10 @@ def load_run_state(
 
     def read() -> tuple[Any, Any | None]:
         checkpoint = Checkpoint(directory, verify, storage)
-        shared, _ = checkpoint.shared(into, strict)
+        shared, _ = checkpoint.shared(into, strict, only)
         same_world = state is not None and checkpoint.manifest.world_size == state.num_processes
         own = checkpoint.own(peers.rank) if same_world else None
-        if verify == "hash":
+        if verify == "hash" and only is None:
             checkpoint.verify(checkpoint.tensors.unread())
         return shared, own
 

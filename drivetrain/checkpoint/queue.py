@@ -126,6 +126,7 @@ class SaveQueue:
         step: int | None = None,
         block: bool = True,
         storage: Storage | None = None,
+        extra: str | None = None,
     ) -> PendingSave:
         """Write a checkpoint; call it on all processes. Waits for the one before.
 
@@ -136,6 +137,7 @@ class SaveQueue:
             step: the optimizer step, for the manifest.
             block: whether to return only once it is there. Else the state is copied and may change at once.
             storage: where to; found from `directory` if None.
+            extra: a local directory whose content becomes part of the checkpoint; from `extra_place`.
 
         Returns:
             The save; done where `block` is true.
@@ -144,7 +146,7 @@ class SaveQueue:
             CheckpointError: it cannot be written, or the one before could not be; raised on all processes.
         """
         self.finish()
-        save = Save(directory, shared, own, self._state, step, storage)
+        save = Save(directory, shared, own, self._state, step, storage, extra)
         pending = PendingSave(save.directory)
         if block:
             save.run()

@@ -7,6 +7,7 @@ from typing import Any
 
 from drivetrain.checkpoint.queue import PendingSave, save_queue
 from drivetrain.checkpoint.storage import Storage, storage_of
+from drivetrain.runtime.errors import CheckpointError
 from drivetrain.runtime.state import PartialState
 
 
@@ -19,6 +20,7 @@ def save_run_state(
     step: int | None = None,
     block: bool = True,
     storage: Storage | None = None,
+    extra: str | None = None,
 ) -> PendingSave:
     """Write a checkpoint; call it on all processes. Waits for one that is still being written.
 
@@ -32,6 +34,7 @@ def save_run_state(
         block: whether to return only once the checkpoint is there. Else its tensors are copied, may change at once,
             and are written in the background.
         storage: where to; found from `directory` if None.
+        extra: a local directory whose content becomes part of the checkpoint; from `extra_place`.
 
     Returns:
         The save: done where `block` is true, else to be waited for.
@@ -42,7 +45,7 @@ def save_run_state(
     """
     if step is None and isinstance(shared, dict) and isinstance(shared.get("global_step"), int):
         step = shared["global_step"]
-    return save_queue(state).save(directory, shared, own, step=step, block=block, storage=storage)
+    return save_queue(state).save(directory, shared, own, step=step, block=block, storage=storage, extra=extra)
 
 
 def remove_checkpoint(directory: str | os.PathLike[str], *, storage: Storage | None = None) -> None:
@@ -51,6 +54,12 @@ def remove_checkpoint(directory: str | os.PathLike[str], *, storage: Storage | N
     Args:
         directory: the checkpoint's directory or URL; nothing happens where there is none.
         storage: where it is; found from `directory` if None.
+
+    Raises:
+        CheckpointError: it could not be removed.
     """
     found, path = storage_of(directory)
-    (storage or found).remove(path)
+    try:
+        (storage or found).remove(path)
+    except OSError as error:
+        raise CheckpointError(f"{path} could not be removed: {error}.") from error

@@ -52,6 +52,7 @@ class Save:
         state: this process among its peers.
         step: the optimizer step, for the manifest.
         storage: where to; found from `directory` if None.
+        extra: a local directory whose content becomes part of the checkpoint, and which goes; from `extra_place`.
 
     Raises:
         CheckpointError: on any process the state holds something that cannot be saved; raised on all.
@@ -65,8 +66,10 @@ class Save:
         state: PartialState,
         step: int | None = None,
         storage: Storage | None = None,
+        extra: str | None = None,
     ) -> None:
         self._state = state
+        self._extra = extra
         self._peers = Peers(state)
         self._staging_failure: Failure | None = None
         self.step = step
@@ -80,6 +83,10 @@ class Save:
         """Take the trees apart and say which tensors there are here."""
         found, self.directory = storage_of(self.directory)
         self._storage = storage or found
+        if self._extra is not None and not isinstance(self._storage, LocalStorage):
+            raise CheckpointError(
+                f"{self.directory}: hooks that write files of their own need a local checkpoint directory."
+            )
         self._shared, tensors = pack(shared)
         self._own, own_tensors = pack(own, f"process/{self._peers.rank}")
         self.planner.set_up_planner({**tensors, **own_tensors}, is_coordinator=self._peers.is_main)
@@ -138,8 +145,8 @@ class Save:
                 published = attempted if isinstance(attempted, Failure) else None
         failure: Failure | None = self._peers.scatter([published] * self._peers.size if gathered is not None else None)
         if failure is not None:
-            if place:
-                self._storage.discard(place)
+            for left in filter(None, (place, self._extra)):
+                self._storage.discard(left)
             self._peers.fail(failure, f"The checkpoint {self.directory} could not be written")
 
     def _write(self, place: str) -> _Written:
@@ -149,6 +156,8 @@ class Save:
             files[WRITER_FILE] = self._write_json(place, WRITER_FILE, this_writer())
             if isinstance(self._storage, LocalStorage):
                 clean_stale(self._storage.parent(self.directory))
+            if self._extra is not None:
+                self._adopt(self._extra, place)
             files[SHARED_FILE] = self._write_json(place, SHARED_FILE, self._shared)
         name = process_file(self._peers.rank)
         files[name] = self._write_json(place, name, self._own)
@@ -164,9 +173,24 @@ class Save:
         files = dict(writer.files)
         for one in written:
             files.update(one.files)
+        if self._extra is not None:
+            files.update(self._extra_files(place, files))
         self._check_all_here(place, files)
         manifest = Manifest(files, self._peers.size, self.step, time.time(), self._data)
         self._storage.publish(place, self.directory, self._token, memoryview(manifest.to_bytes()))
+
+    def _adopt(self, extra: str, place: str) -> None:
+        """Move what hooks wrote into the checkpoint."""
+        for name in os.listdir(extra):
+            if name != WRITER_FILE:
+                os.rename(os.path.join(extra, name), os.path.join(place, name))
+        self._storage.discard(extra)
+
+    def _extra_files(self, place: str, known: dict[str, FileDigest]) -> dict[str, FileDigest]:
+        """Make durable, and list, the files that hooks wrote."""
+        assert isinstance(self._storage, LocalStorage)
+        names = [name for name in self._storage.sizes(place) if name not in known]
+        return {name: self._storage.settle(os.path.join(place, name)) for name in names}
 
     def _check_all_here(self, place: str, files: dict[str, FileDigest]) -> None:
         """Find out here, not at the next start, that a machine wrote to a disk of its own."""
@@ -180,3 +204,27 @@ class Save:
 
     def _write_json(self, place: str, name: str, content: Any) -> FileDigest:
         return write_file(self._storage.create(self._storage.join(place, name)), [memoryview(encoded(content))])
+
+
+def extra_place(directory: str | os.PathLike[str], state: PartialState) -> str:
+    """Make a directory that hooks may write files to, for `extra=` of a save. Call it on all processes.
+
+    Args:
+        directory: the checkpoint's directory.
+        state: this process among its peers.
+    """
+    peers = Peers(state)
+
+    def make() -> str:
+        storage, path = storage_of(directory)
+        if not isinstance(storage, LocalStorage):
+            raise CheckpointError(f"{path}: hooks that write files of their own need a local checkpoint directory.")
+        place, _ = storage.begin(path, uuid.uuid4().hex[:12], ())
+        write_file(storage.create(storage.join(place, WRITER_FILE)), [memoryview(encoded(this_writer()))])
+        return place
+
+    made = peers.attempt(make) if peers.is_main else None
+    answer: str | Failure = peers.scatter([made] * peers.size if peers.is_main else None)
+    if isinstance(answer, Failure):
+        peers.fail(answer, f"The checkpoint {os.fspath(directory)} could not be written")
+    return answer

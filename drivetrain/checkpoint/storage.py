@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import re
 import shutil
 from abc import ABC, abstractmethod
 from typing import BinaryIO, ClassVar, Protocol, cast
 
-from drivetrain.checkpoint.tensor_file import Sink
+from drivetrain.checkpoint.tensor_file import BLOCK, FileDigest, Sink
 from drivetrain.runtime.errors import CheckpointError
 
 MANIFEST = "MANIFEST.json"
@@ -161,9 +162,8 @@ class LocalStorage(Storage):
             sink.finish()
         finally:
             sink.abandon()
-        for folder in self.children(place):
-            self._sync_directory(self.join(place, folder))
-        self._sync_directory(place)
+        for folder, _, _ in os.walk(place, topdown=False):
+            self._sync_directory(folder)
         replaced = self._beside(directory, token, "replaced") if os.path.lexists(directory) else None
         if replaced is not None:
             self._rename(directory, replaced)
@@ -204,6 +204,18 @@ class LocalStorage(Storage):
 
     def parent(self, path: str) -> str:
         return os.path.dirname(path.rstrip("/"))
+
+    def settle(self, path: str) -> FileDigest:
+        """Make a file durable that something else has written, and hash it."""
+        descriptor = os.open(path, os.O_RDONLY)
+        try:
+            self._fsync(descriptor, path)
+            digest = hashlib.sha256()
+            while data := os.read(descriptor, BLOCK):
+                digest.update(data)
+            return FileDigest(os.fstat(descriptor).st_size, digest.hexdigest())
+        finally:
+            os.close(descriptor)
 
     def _beside(self, directory: str, token: str, what: str) -> str:
         """A name beside the final one, so that a rename stays within one file system."""
@@ -386,7 +398,7 @@ def storage_of(path: str | os.PathLike[str]) -> tuple[Storage, str]:
     text = os.fspath(path)
     match = _URL.match(text)
     if match is None:
-        return LocalStorage(), os.path.abspath(text)
+        return LocalStorage(), os.path.abspath(os.path.expanduser(text))
     protocol, rest = match[1], text[match.end() :].rstrip("/")
     if protocol in ("file", "local"):
         return LocalStorage(), "/" + rest
