@@ -93,7 +93,13 @@ def _flag(*names: str, section: str, **settings: Any) -> Callable[[Command], Com
 )
 @_flag("-m", "--module", section="Script", help="SCRIPT is a module's name, as in python -m.")
 @_flag("--no_python", section="Script", help="SCRIPT is a program of its own, not Python.")
-@_option("--num_machines", type=int, section="Several machines", help="Machines that take part. Default: 1.")
+@_option(
+    "--num_machines",
+    "--nnodes",
+    section="Several machines",
+    metavar="N or MIN:MAX",
+    help="Machines that take part. Default: 1. With 1:2, the run goes on when one of two dies or comes.",
+)
 @_option("--machine_rank", type=int, section="Several machines", help="Which one this is, from 0.")
 @_option("--main_process_ip", section="Several machines", metavar="ADDRESS", help="Address of machine 0.")
 @_option(
@@ -106,7 +112,7 @@ def _flag(*names: str, section: str, **settings: Any) -> Callable[[Command], Com
     "--rdzv_backend",
     metavar="NAME",
     section="Several machines",
-    help=f"How machines meet: {', '.join(RENDEZVOUS_BACKENDS)}. Default: static.",
+    help=f"How machines meet: {', '.join(RENDEZVOUS_BACKENDS)}. Default: static, or c10d with MIN:MAX.",
 )
 @_option(
     "--rdzv_conf",
@@ -120,6 +126,13 @@ def _flag(*names: str, section: str, **settings: Any) -> Callable[[Command], Com
     type=int,
     section="Failures and output",
     help="Start all again after a failure. Default: 0.",
+)
+@_option(
+    "--preemption_grace_period",
+    type=float,
+    section="Failures and output",
+    metavar="SECONDS",
+    help="Time to save and end after SIGTERM, SIGUSR1 or Ctrl-C. Default: 60.",
 )
 @_option(
     "--monitor_interval",

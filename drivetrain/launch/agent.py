@@ -1,71 +1,80 @@
 """Torch's elastic agent, taught who failed first, to stop everybody at once and to pass signals on once.
 
 The agent starts each rank in a session of its own, so a Ctrl-C at the terminal reaches the launcher alone and
-is passed on from here: each rank, with the processes that it has started, sees it exactly once.
+is passed on from here: each rank sees it exactly once.
 """
 
 from __future__ import annotations
 
-import os
 import signal
 import threading
-import time
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import Callable
 from types import FrameType
 from typing import Any
 
-from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerState
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
+from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec, WorkerState
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing.api import SubprocessContext
 
-from drivetrain.launch.peers import Peers
-from drivetrain.launch.report import FailureRecord, RankFailure, first_failure, read_record
+from drivetrain.launch.peers import Peers, agree_on_counts
+from drivetrain.launch.ranks import STOP_PATIENCE, LocalRanks
+from drivetrain.launch.report import RankFailure, first_failure
 
-FORWARDED_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
-_STOP_PATIENCE = 2.0  # seconds that the peers of a failed rank have between SIGTERM and SIGKILL
+PREEMPTION_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
+FORWARDED_SIGNALS = (signal.SIGINT, *PREEMPTION_SIGNALS, signal.SIGHUP, signal.SIGQUIT)
 _EXIT_PATIENCE = 10.0  # seconds that a failed rank has for its exit handlers: trackers upload in them
-_SIGNAL_PATIENCE = 30.0  # seconds to end cleanly after a forwarded signal, as torch has it
-_PATIENCE_VARIABLE = "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"
-_POLL_INTERVAL = 0.02
-
-
-@dataclass(frozen=True)
-class _Ending:
-    """How a rank's process ended: its exit code, and the last time it was seen alive, in seconds."""
-
-    exit_code: int
-    last_seen: float
 
 
 class RankAgent(LocalElasticAgent):
     """Starts the ranks of one machine, watches them and ends them together.
 
     Args:
-        on_restart: called with the first failure of an attempt that is followed by another.
+        grace_period: seconds that ranks have to save and end once they were asked to, or once one of them has
+            said that the run was preempted.
+        can_shrink: whether the run may go on with fewer machines.
+        tell_all: whether a signal goes to all that a rank has started, too.
+        on_restart: called with the first failure of an attempt that is followed by another (None: a machine is
+            gone), and with the number of that restart.
+        on_resize: called when the number of machines has changed, with the old one and the new one.
         on_interrupt: called when the first Ctrl-C has been passed on.
         arguments: those of torch's agent.
     """
 
     def __init__(
         self,
+        spec: WorkerSpec,
         *arguments: Any,
-        on_restart: Callable[[RankFailure], None],
+        grace_period: float,
+        can_shrink: bool,
+        tell_all: bool,
+        on_restart: Callable[[RankFailure | None, int], None],
+        on_resize: Callable[[int, int], None],
         on_interrupt: Callable[[], None],
         **options: Any,
     ) -> None:
-        super().__init__(*arguments, **options)
+        super().__init__(spec, *arguments, **options)
+        self._grace_period = grace_period
+        self._can_shrink = can_shrink
+        self._tell_all = tell_all
         self._on_restart = on_restart
+        self._on_resize = on_resize
         self._on_interrupt = on_interrupt
-        self._attempts = 0
-        self._endings: dict[int, _Ending] = {}
-        self._last_look = 0.0
+        self._attempt = -1  # number of restarts so far, the same on every machine
+        self._failed_attempts = 0
+        self._machines = 0
+        self._ranks: LocalRanks | None = None
+        self._peers: Peers | None = None
+        self._fresh_store: TCPStore | None = None
         self._watching = False  # ranks run, and signals are for them
         self._stopping = False  # one has failed, and all are being ended
-        self._peers: Peers | None = None
         self._previous_handlers: dict[signal.Signals, Any] = {}
-        self.stopped: set[int] = set()
+        self._seen: set[signal.Signals] = set()
         self.received: signal.Signals | None = None
+        self.ended_by_signal = False
+        self.preempted = False
+        self.lost_machines = False
+        self.overdue: list[int] = []  # global ranks that did not end within the grace period
 
     @property
     def world_size(self) -> int:
@@ -78,15 +87,24 @@ class RankAgent(LocalElasticAgent):
         """Whether other launchers take part."""
         return (self._worker_group.group_world_size or 1) > 1
 
-    def first_failure(self) -> RankFailure | None:
+    @property
+    def restarting(self) -> bool:
+        """Whether an attempt has ended and the next one has not begun."""
+        return self._attempt >= 0 and not self._watching
+
+    def first_failure(self, *, final: bool = True) -> RankFailure | None:
         """The first failure over all machines; None where no rank failed by itself."""
-        failures = self._failures()
+        failures = self._ranks.failures() if self._ranks is not None else []
         own = first_failure(failures) if failures else None
-        return self._peers.agree_on_first(own) if self._peers is not None else own
+        return self._peers.agree_on_first(own, final=final) if self._peers is not None else own
 
     def ended_early(self) -> list[int]:
         """Global ranks of this machine that had ended well before the others failed."""
-        return [self._rank(local) for local, ending in self._endings.items() if ending.exit_code == 0]
+        return self._ranks.ended_early() if self._ranks is not None else []
+
+    def all_succeeded(self) -> bool:
+        """Whether every rank of this machine has ended with exit code 0."""
+        return self._ranks is not None and self._ranks.all_succeeded()
 
     def restore_signals(self) -> None:
         """Give the signals back to whoever handled them before."""
@@ -96,158 +114,170 @@ class RankAgent(LocalElasticAgent):
 
     # what torch's agent calls
 
-    def _start_workers(self, worker_group: Any) -> dict[int, Any]:
+    def _rendezvous(self, worker_group: WorkerGroup) -> None:
+        # Torch keeps where the ranks meet from one round to the next, with the keys of ranks that are dead, and tells
+        # a machine that joins later nothing (seen with 2.13). Forgotten, it makes a fresh store for each round.
+        worker_group.spec.rdzv_handler._bootstrap_store_info = None  # type: ignore[attr-defined]
+        super()._rendezvous(worker_group)
+        machine, machines = worker_group.group_rank or 0, worker_group.group_world_size or 1
+        store: Any = worker_group.store
+        self._attempt += 1
+        if worker_group.spec.rdzv_handler.get_backend() == "static":
+            # Machines count alike: the failure of one is everybody's. But the store stays, with its old keys.
+            if self._attempt > 0:
+                worker_group.master_port = self._fresh_port(store, machine, worker_group.master_addr or "")
+        else:
+            counts = agree_on_counts(store, machine, machines, self._attempt, self._failed_attempts)
+            self._attempt, self._failed_attempts = counts
+        self._remaining_restarts = max(0, worker_group.spec.max_restarts - self._failed_attempts)
+        self._peers = Peers(store, machine, machines, self._attempt)
+        if self._machines not in (0, machines):
+            self._on_resize(self._machines, machines)
+        self._machines = machines
+
+    def _fresh_port(self, store: Any, machine: int, address: str) -> Any:
+        """Where the ranks of a restart find a fresh store; machine 0 serves it."""
+        key = f"drivetrain/port{self._attempt}"
+        if machine == 0:
+            self._fresh_store = TCPStore(address, 0, is_master=True, multi_tenant=True)
+            store.set(key, str(self._fresh_store.port))
+        return int(store.get(key))
+
+    def _set_local_rank_env(self, worker_env: dict[str, str | None], *arguments: Any) -> None:
+        super()._set_local_rank_env(worker_env, *arguments)
+        # Torch counts failures of this machine alone.
+        worker_env["TORCHELASTIC_RESTART_COUNT"] = str(self._attempt)
+
+    def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         in_main_thread = threading.current_thread() is threading.main_thread()
         before = {number: signal.getsignal(number) for number in FORWARDED_SIGNALS}
         started: dict[int, Any] = super()._start_workers(worker_group)
+        context = self._pcontext
+        assert isinstance(context, SubprocessContext)
+        self._ranks = LocalRanks(
+            {local: handler.proc for local, handler in context.subprocess_handlers.items()},
+            {worker.local_rank: worker.global_rank for worker in worker_group.workers},
+            context.error_files,
+            tell_all=self._tell_all,
+        )
+        self.preempted = False
+        self._watching, self._stopping = True, False
         if in_main_thread:
             self._take_signals(before)
-        self._endings.clear()
-        self.stopped.clear()
-        self._last_look = time.time()
-        self._watching, self._stopping = True, False
-        store, machine = worker_group.store, worker_group.group_rank
-        if store is not None and machine is not None:
-            self._peers = Peers(store, machine, worker_group.group_world_size or 1, self._attempts)
-        self._attempts += 1
         return started
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
-        self._look()
+        ranks, peers = self._running()
+        ranks.look()
         if self.received is not None:
             return self._end_by_signal(self.received)
-        if self._peers is not None and self._peers.failed_elsewhere():
-            self._stop(self._alive())
-            return self._give_up()
-        if self._someone_failed():
+        if peers.is_time_to_look():
+            self.lost_machines = bool(peers.lost())
+            if self.lost_machines or peers.failed_elsewhere():
+                self._stopping = True
+                self._stop_peers(ranks.alive())
+                return self._failed()
+        if ranks.someone_failed():
             self._stopping = True
-            if self._peers is not None and self._remaining_restarts == 0 and (failures := self._failures()):
-                self._peers.publish(first_failure(failures))
-            self._stop(local for local in self._alive() if not self._is_failing(local))
-            self._wait(self._alive(), _EXIT_PATIENCE)
-            self._kill(self._alive())
-        elif self._alive():
+            if ranks.was_preempted():
+                return self._end_preempted()
+            if failures := ranks.failures():
+                peers.publish(first_failure(failures))
+            self._stop_peers(local for local in ranks.alive() if not ranks.is_failing(local))
+            ranks.wait(ranks.alive(), _EXIT_PATIENCE)
+            ranks.kill(ranks.alive())
+        elif ranks.alive() or not peers.all_done():
             return RunResult(state=WorkerState.HEALTHY)
         # Torch's own look only now that all have ended: on a failure that it is the first to see, it waits
         # half a minute for peers that do not hear SIGTERM.
         self._watching = False
         result: RunResult = super()._monitor_workers(worker_group)
+        if result.is_failed():
+            return self._failed()
         return result
 
     def _restart_workers(self, worker_group: WorkerGroup) -> None:
         # Also called when machines come or go, which is no failure.
-        if failures := self._failures():
-            self._on_restart(first_failure(failures))
+        ranks, peers = self._running()
+        if alive := ranks.alive():
+            self._stopping = True
+            if peers.failed_elsewhere():
+                self._failed_attempts += 1
+                ranks.kill(alive)
+            else:
+                self._save_and_end()
+        self._watching = False
+        self._raise_if_signalled()
+        failure = self.first_failure(final=False)
+        if failure is not None or self.lost_machines:
+            self._on_restart(failure, self._failed_attempts)
+        self.lost_machines = False
+        ranks.end_what_they_left()
+        self._raise_if_signalled()
         super()._restart_workers(worker_group)
-
-    # watching
-
-    @property
-    def _processes(self) -> dict[int, Any]:
-        context = self._pcontext
-        if not isinstance(context, SubprocessContext):
-            return {}
-        return {local: handler.proc for local, handler in context.subprocess_handlers.items()}
-
-    def _look(self) -> None:
-        """Note who has ended since the last look."""
-        now = time.time()
-        for local, process in self._processes.items():
-            if local not in self._endings and (code := process.poll()) is not None:
-                self._endings[local] = _Ending(code, self._last_look)
-        self._last_look = now
-
-    def _alive(self) -> list[int]:
-        return [local for local in self._processes if local not in self._endings]
-
-    def _record(self, local: int) -> FailureRecord | None:
-        return read_record(self._pcontext.error_files[local]) if self._pcontext is not None else None
-
-    def _is_failing(self, local: int) -> bool:
-        """Whether a rank that still lives has said that it ends."""
-        record = self._record(local)
-        return record is not None and record.final
-
-    def _someone_failed(self) -> bool:
-        # A record counts before its process has ended: exit handlers may take long, the peers need not wait.
-        ended = any(ending.exit_code != 0 for ending in self._endings.values())
-        return ended or any(map(self._is_failing, self._alive()))
-
-    def _failures(self) -> list[RankFailure]:
-        """The ranks of this machine that failed by themselves."""
-        failures = []
-        for local, process in self._processes.items():
-            ending, record = self._endings.get(local), self._record(local)
-            if ending is not None and ending.exit_code == 0:
-                continue
-            if record is None:
-                if ending is None or local in self.stopped:
-                    continue
-                # A signal leaves no record: such a death is dated to when the rank was last seen alive, so that
-                # it comes before what it brought on its peers.
-                record = FailureRecord("", ending.last_seen, ending.exit_code)
-            failures.append(
-                RankFailure(
-                    rank=self._rank(local),
-                    local_rank=local,
-                    pid=process.pid,
-                    exit_code=record.exit_code,
-                    timestamp=record.timestamp,
-                    text=record.text,
-                    host=os.uname().nodename,
-                )
-            )
-        return failures
-
-    def _rank(self, local: int) -> int:
-        return self._worker_group.workers[local].global_rank
 
     # ending
 
-    def _stop(self, locals_: Iterable[int]) -> None:
-        """Ask ranks to end, and end those that do not (they may sit in a collective and hear nothing)."""
-        ranks = list(locals_)
-        self.stopped.update(ranks)
-        self._send(ranks, signal.SIGTERM)
-        self._wait(ranks, _STOP_PATIENCE)
-        self._kill(ranks)
+    def _running(self) -> tuple[LocalRanks, Peers]:
+        assert self._ranks is not None
+        assert self._peers is not None
+        return self._ranks, self._peers
 
-    def _end_by_signal(self, number: signal.Signals) -> RunResult:
-        ranks = self._alive()
-        self.stopped.update(ranks)
-        self._send(ranks, number)
-        if number == signal.SIGINT:
-            self._on_interrupt()
-        self._wait(ranks, float(os.environ.get(_PATIENCE_VARIABLE, _SIGNAL_PATIENCE)))
-        self._kill(ranks)
-        return self._give_up()
+    def _failed(self) -> RunResult:
+        """This attempt has failed. Torch's loop starts another where restarts are left."""
+        self._watching = False
+        self._failed_attempts += 1
+        return RunResult(state=WorkerState.FAILED)
 
     def _give_up(self) -> RunResult:
         self._remaining_restarts = 0
         self._watching = False
         return RunResult(state=WorkerState.FAILED)
 
-    def _send(self, ranks: Iterable[int], number: signal.Signals) -> None:
-        """Send a signal to ranks that live, and to the processes that they have started."""
-        for local in ranks:
-            if local not in self._endings:
-                try:
-                    os.killpg(self._processes[local].pid, number)
-                except ProcessLookupError:
-                    pass
+    def _stop_peers(self, locals_: Any) -> None:
+        """End ranks that another's failure leaves alone: at once where they start again, else asking them first."""
+        self._running()[0].stop(locals_, patience=0.0 if self._remaining_restarts else STOP_PATIENCE)
 
-    def _kill(self, ranks: Iterable[int]) -> None:
-        left = [local for local in ranks if local not in self._endings]
-        self._send(left, signal.SIGKILL)
-        self._wait(left, _STOP_PATIENCE)
+    def _end_preempted(self) -> RunResult:
+        """One rank has saved and ended. The others, who agreed on the step, get the time to do the same."""
+        _, peers = self._running()
+        self._await_savers()
+        self.preempted = True
+        if self.received is None and self._worker_group.spec.rdzv_handler.num_nodes_waiting() > 0:
+            # Asked to by another launcher, because machines have come: torch's loop starts the larger group.
+            self._watching = False
+            return RunResult(state=WorkerState.HEALTHY)
+        leaving = self.received is not None or (not self._can_shrink and peers.someone_stops())
+        return self._give_up() if leaving else self._failed()
 
-    def _wait(self, ranks: Iterable[int], patience: float) -> None:
-        waited_for = set(ranks)
-        deadline = time.monotonic() + patience
-        self._look()
-        while waited_for - self._endings.keys() and time.monotonic() < deadline:
-            time.sleep(_POLL_INTERVAL)
-            self._look()
+    def _end_by_signal(self, number: signal.Signals) -> RunResult:
+        ranks, peers = self._running()
+        self.ended_by_signal = True
+        peers.say_stopping()
+        ranks.tell(ranks.alive(), number)
+        if number == signal.SIGINT:
+            self._on_interrupt()
+        self._await_savers(number)
+        self.preempted = ranks.was_preempted()
+        return self._give_up()
+
+    def _save_and_end(self) -> None:
+        """Let ranks save and end, because machines have come."""
+        ranks, _ = self._running()
+        ranks.tell(ranks.alive(), signal.SIGTERM)
+        self._await_savers(signal.SIGTERM)
+
+    def _await_savers(self, number: signal.Signals | None = None) -> None:
+        """Wait for ranks that save and end; where one crashes meanwhile, the others cannot, and are ended."""
+        ranks, _ = self._running()
+        ranks.wait(ranks.alive(), self._grace_period, until=lambda: ranks.someone_crashed(number))
+        if ranks.someone_crashed(number):
+            ranks.stop(local for local in ranks.alive() if not ranks.is_failing(local))
+            ranks.wait(ranks.alive(), _EXIT_PATIENCE)
+        else:
+            self.overdue = [ranks.global_rank(local) for local in ranks.alive()]
+        ranks.stopped.update(ranks.alive())
+        ranks.kill(ranks.alive())
 
     # signals
 
@@ -259,10 +289,18 @@ class RankAgent(LocalElasticAgent):
             signal.signal(number, signal.SIG_IGN if handler == signal.SIG_IGN else self._on_signal)
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
-        """Remember the first signal for the next look; a second Ctrl-C kills."""
-        if number == signal.SIGINT and (self.received is not None or self._stopping):
-            self._send(self._alive(), signal.SIGKILL)
-        elif self.received is None and not self._stopping:
+        """Remember the first signal for the next look; a second Ctrl-C or SIGTERM kills."""
+        again = number == signal.SIGTERM and number in self._seen
+        self._seen.add(signal.Signals(number))
+        again = again or (number == signal.SIGINT and (self.received is not None or self._stopping))
+        if again and self._ranks is not None:
+            self._ranks.send(self._ranks.alive(), signal.SIGKILL)
+        if self.received is None:
             self.received = signal.Signals(number)
         if not self._watching:
-            raise KeyboardInterrupt  # waiting for other machines: there is nothing to end here
+            raise KeyboardInterrupt  # between two attempts, or waiting for other machines: nothing to end here
+
+    def _raise_if_signalled(self) -> None:
+        """Start nothing again once a signal has come."""
+        if self.received is not None:
+            raise KeyboardInterrupt

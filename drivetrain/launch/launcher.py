@@ -18,12 +18,14 @@ from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalEx
 from torch.distributed.elastic.rendezvous import RendezvousError, RendezvousHandler, RendezvousParameters
 from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 
-from drivetrain.launch.agent import RankAgent
+from drivetrain.launch.agent import PREEMPTION_SIGNALS, RankAgent
 from drivetrain.launch.interpreter import Invocation
 from drivetrain.launch.options import DEFAULT_PORT, LaunchOptions
+from drivetrain.launch.peers import LOST_AFTER
 from drivetrain.launch.plan import LaunchPlan
 from drivetrain.launch.report import RankFailure, describe
 from drivetrain.runtime.errors import ConfigurationError, LaunchError
+from drivetrain.runtime.exit_codes import RESUME_EXIT_CODE
 
 _WORKER = "drivetrain.launch.worker"
 _LOOPBACK = "127.0.0.1"
@@ -42,8 +44,9 @@ def launch_script(options: LaunchOptions, script: str, args: Sequence[str] = ())
         args: its arguments, passed on as they are.
 
     Returns:
-        0; the exit code of the first rank that failed; 128 + the number of the signal that ended it; or the
-        same for a signal that ended the launcher (130 for Ctrl-C).
+        0; the exit code of the first rank that failed; 128 + the number of the signal that ended it; the same for
+        a signal that ended the launcher (130 for Ctrl-C); or 75, `RESUME_EXIT_CODE`, where the run was preempted
+        and has saved its state, so that it can be started again.
 
     Raises:
         ConfigurationError: the script is not there, or the options do not fit this machine.
@@ -99,7 +102,11 @@ def _run(options: LaunchOptions, plan: LaunchPlan, entrypoint: str, arguments: l
         ),
         _logs(options, log_directory),
         log_line_prefix_template="[rank${rank}]: ",
-        on_restart=lambda failure: _say(f"{_described(failure, agent)}\n\ndrivetrain: starting all processes again."),
+        grace_period=options.preemption_grace_period,
+        can_shrink=options.min_machines < options.max_machines,
+        tell_all=options.no_python,
+        on_restart=lambda failure, number: _say_restart(options, agent, failure, number),
+        on_resize=lambda old, new: _say(f"going on with {new} machine(s) instead of {old}."),
         on_interrupt=lambda: _say("interrupted: the processes are ending; Ctrl-C again kills them."),
     )
     try:
@@ -115,25 +122,73 @@ def _watch(
     shut_down = True
     try:
         result = agent.run()
-        if agent.received is not None:
+        if agent.ended_by_signal:
             shut_down = False  # it would close the rendezvous for machines that may go on
-            return 128 + agent.received
+            return _after_signal(options, agent)
+        if agent.preempted:
+            return _resumable()
         if result is None or not result.is_failed():
             return 0
         failure = agent.first_failure()
         if failure is None:
-            raise LaunchError("The processes were stopped, and none of them said why.")
+            raise LaunchError(_unexplained(agent))
         _write(_described(failure, agent))
         return failure.status
     except (KeyboardInterrupt, SignalException) as stop:
         shut_down = False
         received = agent.received if agent.received is not None else getattr(stop, "sigval", signal.SIGINT)
+        if agent.restarting and received in PREEMPTION_SIGNALS:
+            return _resumable("stopped before the processes were started again")
         return 128 + int(received)
     except (RendezvousError, DistNetworkError, DistStoreError) as error:
+        if agent.preempted:
+            return _resumable()
         raise _rendezvous_failed(options, parameters, error) from error
     finally:
         if shut_down:
             handler.shutdown()
+
+
+def _after_signal(options: LaunchOptions, agent: RankAgent) -> int:
+    """The exit code after the ranks were told to end."""
+    assert agent.received is not None
+    if agent.overdue:
+        ranks = ", ".join(str(rank) for rank in agent.overdue)
+        _say(
+            f"{options.preemption_grace_period:g} s after {agent.received.name}, rank {ranks} had not ended and was "
+            "killed. Give more time with --preemption_grace_period."
+        )
+    if agent.preempted:
+        return _resumable()
+    if agent.received == signal.SIGUSR1 and agent.all_succeeded():
+        return 0  # through before it had to stop
+    failure = agent.first_failure()
+    if failure is not None and failure.text:
+        _write(_described(failure, agent))
+    return 128 + agent.received
+
+
+def _resumable(what: str = "the run was preempted and has saved its state") -> int:
+    _say(f"{what}: start it again, and it goes on (exit code {RESUME_EXIT_CODE}).")
+    return RESUME_EXIT_CODE
+
+
+def _say_restart(options: LaunchOptions, agent: RankAgent, failure: RankFailure | None, number: int) -> None:
+    """One line that tells why all is started again, and the traceback where there is one."""
+    count = f" (restart {number} of {options.max_restarts})" if number else ""
+    then = f"Starting all processes again{count}."
+    if failure is None:
+        _say(f"a machine gave no sign of life for {LOST_AFTER:g} s. {then}")
+    elif failure.exit_code == RESUME_EXIT_CODE:
+        _say(f"the run was preempted and has saved its state. {then}")
+    else:
+        _write(describe(failure, agent.world_size, then=then, advise=False))
+
+
+def _unexplained(agent: RankAgent) -> str:
+    if agent.lost_machines:
+        return f"Another machine gave no sign of life for {LOST_AFTER:g} s, so the processes here were stopped."
+    return "The processes were stopped, and none of them said why."
 
 
 def _described(failure: RankFailure, agent: RankAgent) -> str:
@@ -149,9 +204,9 @@ def _rendezvous(options: LaunchOptions) -> RendezvousParameters:
     """Where and how the ranks meet."""
     settings: dict[str, Any] = {"timeout": _RENDEZVOUS_TIMEOUT, **options.rendezvous_settings}
     address, port = options.main_process_ip, options.main_process_port
-    backend, local_address = options.rdzv_backend, None
+    backend, local_address = options.rendezvous_backend, None
     run = "drivetrain"  # the same on every machine
-    if options.num_machines == 1:
+    if options.max_machines == 1:
         run, local_address = uuid.uuid4().hex, address or _LOOPBACK
         if not port:
             # Port 0: the store binds to a free port and tells which, so that two launches never collide.
@@ -163,8 +218,8 @@ def _rendezvous(options: LaunchOptions) -> RendezvousParameters:
         backend=backend,
         endpoint=f"{address or _LOOPBACK}:{DEFAULT_PORT if port is None else port}",
         run_id=run,
-        min_nodes=options.num_machines,
-        max_nodes=options.num_machines,
+        min_nodes=options.min_machines,
+        max_nodes=options.max_machines,
         local_addr=local_address,
         **settings,
     )

@@ -38,7 +38,8 @@ class LaunchOptions:
     Args:
         num_processes: processes over all machines together; None starts one per accelerator that is
             visible, or one where there is none.
-        num_machines: machines that take part; the same command runs on each.
+        num_machines: machines that take part; the same command runs on each. `"1:2"` for at least one and at most
+            two: the run goes on when one dies or comes, and `num_processes` counts those of two.
         machine_rank: which of them this one is, 0 to `num_machines` - 1.
         main_process_ip: address of machine 0; needed for more than one machine.
         main_process_port: port on machine 0; a free one (on one machine) or 29500 if None.
@@ -49,10 +50,13 @@ class LaunchOptions:
         gradient_accumulation_steps: default number of micro-batches in an optimizer step.
         module: the script is a module's name, as in `python -m`.
         no_python: the script is a program of its own, not Python.
-        rdzv_backend: how several machines find each other: `"static"` or `"c10d"` (or torch's `"etcd"`).
+        rdzv_backend: how several machines find each other: `"static"` or `"c10d"` (or torch's `"etcd"`); None is
+            static, or c10d where the number of machines may change.
         rdzv_conf: further settings of that, as `"key=value,key=value"`.
         same_network: accepted for Accelerate's sake; the rendezvous backend decides how machines meet.
         max_restarts: how often all processes are started again after a failure.
+        preemption_grace_period: seconds that the processes have to save and end after SIGTERM, SIGUSR1 or Ctrl-C,
+            or once one of them has saved and ended.
         monitor_interval: seconds between two looks at the processes.
         num_cpu_threads_per_process: threads of each process; an equal share of the cores if None.
         enable_cpu_affinity: give each process of a machine its own equal share of the cores.
@@ -73,7 +77,7 @@ class LaunchOptions:
     """
 
     num_processes: int | None = None
-    num_machines: int = 1
+    num_machines: int | str = 1
     machine_rank: int = 0
     main_process_ip: str | None = None
     main_process_port: int | None = None
@@ -84,10 +88,11 @@ class LaunchOptions:
     gradient_accumulation_steps: int | None = None
     module: bool = False
     no_python: bool = False
-    rdzv_backend: str = "static"
+    rdzv_backend: str | None = None
     rdzv_conf: str = ""
     same_network: bool = True
     max_restarts: int = 0
+    preemption_grace_period: float = 60.0
     monitor_interval: float = 0.1
     num_cpu_threads_per_process: int | None = None
     enable_cpu_affinity: bool = False
@@ -147,6 +152,31 @@ class LaunchOptions:
             )
 
     @property
+    def min_machines(self) -> int:
+        """Machines that are needed."""
+        return self._machine_range()[0]
+
+    @property
+    def max_machines(self) -> int:
+        """Machines that can take part."""
+        return self._machine_range()[1]
+
+    @property
+    def rendezvous_backend(self) -> str:
+        """How machines find each other."""
+        return self.rdzv_backend or ("static" if self.min_machines == self.max_machines else "c10d")
+
+    def _machine_range(self) -> tuple[int, int]:
+        if isinstance(self.num_machines, int):
+            return self.num_machines, self.num_machines
+        numbers = self.num_machines.split(":")
+        if len(numbers) > 2 or not all(number.strip().isdigit() for number in numbers):
+            raise ConfigurationError(
+                f'num_machines is {self.num_machines!r}, but must be a number, or "least:most", such as "1:2".'
+            )
+        return int(numbers[0]), int(numbers[-1])
+
+    @property
     def rendezvous_settings(self) -> dict[str, str]:
         """`rdzv_conf` taken apart."""
         pairs = (pair.split("=", 1) for pair in self.rdzv_conf.split(",") if pair.strip())
@@ -162,7 +192,6 @@ class LaunchOptions:
     def _check_counts(self) -> None:
         minimums = {
             "num_processes": 1,
-            "num_machines": 1,
             "gradient_accumulation_steps": 1,
             "num_cpu_threads_per_process": 1,
             "max_restarts": 0,
@@ -177,26 +206,40 @@ class LaunchOptions:
                     else ""
                 )
                 raise ConfigurationError(f"{name} is {value}, but must be at least {minimum}.{hint}")
-        if self.monitor_interval <= 0:
-            raise ConfigurationError(f"monitor_interval is {self.monitor_interval}, but must be more than 0 seconds.")
+        for name in ("monitor_interval", "preemption_grace_period"):
+            if getattr(self, name) <= 0:
+                raise ConfigurationError(f"{name} is {getattr(self, name)}, but must be more than 0 seconds.")
 
     def _check_machines(self) -> None:
-        if self.machine_rank >= self.num_machines:
+        least, most = self.min_machines, self.max_machines
+        if least < 1:
+            raise ConfigurationError(f"num_machines is {self.num_machines}, but must be at least 1.")
+        if most < least:
+            raise ConfigurationError(
+                f"num_machines is {self.num_machines!r}, but the most cannot be fewer than the least. "
+                f'Give "{most}:{least}".'
+            )
+        if self.machine_rank >= most:
             raise ConfigurationError(
                 f"machine_rank is {self.machine_rank}, but with num_machines={self.num_machines} it must be "
-                f"0 to {self.num_machines - 1}. Give each machine its own rank, the first one 0."
+                f"0 to {most - 1}. Give each machine its own rank, the first one 0."
             )
-        if self.num_machines > 1 and not self.main_process_ip:
+        if most > 1 and not self.main_process_ip:
             raise ConfigurationError(
                 f"num_machines is {self.num_machines}, but main_process_ip is not given. "
                 "Name the address of machine 0, the same on every machine."
             )
-        if self.num_processes is not None and self.num_processes % self.num_machines:
+        if least != most and self.rdzv_backend == "static":
             raise ConfigurationError(
-                f"num_processes is {self.num_processes} over all machines, which {self.num_machines} "
-                f"machines cannot share equally. Take a multiple of {self.num_machines}."
+                f"num_machines is {self.num_machines!r}, but with rdzv_backend='static' it cannot change. "
+                "Leave rdzv_backend out, or give a single number of machines."
             )
-        lowest = 0 if self.num_machines == 1 else 1
+        if self.num_processes is not None and self.num_processes % most:
+            raise ConfigurationError(
+                f"num_processes is {self.num_processes} over all machines, which {most} "
+                f"machines cannot share equally. Take a multiple of {most}."
+            )
+        lowest = 0 if most == 1 else 1
         port = self.main_process_port
         if port is not None and not lowest <= port <= 65535:
             raise ConfigurationError(
@@ -215,9 +258,9 @@ class LaunchOptions:
             raise ConfigurationError(
                 f'gpu_ids is {self.gpu_ids!r}, but must be "all" or different numbers, such as "0,1".'
             )
-        if self.num_processes is not None and self.num_processes // self.num_machines > len(ids):
+        if self.num_processes is not None and self.num_processes // self.max_machines > len(ids):
             raise ConfigurationError(
-                f"gpu_ids names {len(ids)} device(s) for {self.num_processes // self.num_machines} processes "
+                f"gpu_ids names {len(ids)} device(s) for {self.num_processes // self.max_machines} processes "
                 "on this machine. Name one device for each process, or leave num_processes out."
             )
 

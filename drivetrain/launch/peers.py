@@ -1,24 +1,46 @@
-"""How the launchers of several machines tell each other that a rank has failed.
+"""How the launchers of several machines keep in step: failures, ends, signs of life, and counts of attempts.
 
-Torch's elastic agents do not: a machine whose ranks wait for a dead peer learns of it by a time-out. Here
-each launcher writes its first failure into the store that all of them share, and looks for the others'.
+Torch's elastic agents do not tell each other: a machine whose ranks wait for a dead peer learns of it by a time-out.
+Here each launcher writes into the store that all of them share, and looks for what the others wrote.
 """
 
 from __future__ import annotations
 
+import json
 import time
 
 from torch.distributed import Store  # type: ignore[attr-defined]
 
 from drivetrain.launch.report import RankFailure, first_failure
 
+LOST_AFTER = 30.0  # seconds without a sign of life after which a machine counts as gone
 _LOOK_INTERVAL = 1.0  # seconds between two questions to the store while all is well
 _SETTLE = 0.5  # seconds in which machines that see one failure write theirs
 _FAREWELL = 3.0  # seconds that the machine that serves the store waits for the others to have read
 
 
+def agree_on_counts(store: Store, machine: int, machines: int, attempts: int, failures: int) -> tuple[int, int]:
+    """Count alike on every machine, also on one that has joined late.
+
+    Args:
+        store: one that only this round's machines have written to.
+        machine: index of this one.
+        machines: how many there are.
+        attempts: how often this machine has started its ranks.
+        failures: how many of these ended in a failure.
+
+    Returns:
+        The largest of each over all machines.
+    """
+    if machines == 1:
+        return attempts, failures
+    store.set(f"drivetrain/counts/{machine}", json.dumps([attempts, failures]))
+    counts = [json.loads(store.get(f"drivetrain/counts/{peer}")) for peer in range(machines)]
+    return max(count[0] for count in counts), max(count[1] for count in counts)
+
+
 class Peers:
-    """The launchers of all machines of a run, seen from one of them.
+    """The launchers of all machines of a run, seen from one of them, during one attempt.
 
     Args:
         store: the store that the rendezvous gave.
@@ -34,6 +56,8 @@ class Peers:
         self._prefix = f"drivetrain/attempt{attempt}"
         self._next_look = 0.0
         self._published = False
+        self._beats = 0
+        self._last_signs = {peer: (-1, time.monotonic()) for peer in range(machines) if peer != machine}
 
     def publish(self, failure: RankFailure) -> None:
         """Tell the others how the first rank of this machine failed."""
@@ -46,12 +70,19 @@ class Peers:
         except RuntimeError:
             self._machines = 1  # whoever served the store is gone: nobody is left to tell
 
+    def say_stopping(self) -> None:
+        """Tell the others that this launcher was asked to end, and will not start its ranks again."""
+        if self._machines > 1:
+            self._write("stopping", "1")
+
+    def someone_stops(self) -> bool:
+        """Whether another launcher was asked to end."""
+        return self._any_wrote("stopping")
+
     def failed_elsewhere(self) -> bool:
-        """Whether another machine has told of a failure; asks the store once in a while only."""
-        now = time.monotonic()
-        if self._machines == 1 or now < self._next_look:
+        """Whether another machine has told of a failure."""
+        if self._machines == 1:
             return False
-        self._next_look = now + _LOOK_INTERVAL
         try:
             return bool(self._store.check([f"{self._prefix}/failed"]))
         except RuntimeError:
@@ -59,8 +90,47 @@ class Peers:
             self._machines = 1
             return False
 
-    def agree_on_first(self, own: RankFailure | None) -> RankFailure | None:
+    def is_time_to_look(self) -> bool:
+        """Whether it is time to ask the store again; it is asked once in a while only, and given a sign of life."""
+        now = time.monotonic()
+        if self._machines == 1 or now < self._next_look:
+            return False
+        self._next_look = now + _LOOK_INTERVAL
+        self._beats += 1
+        self._write("alive", str(self._beats))
+        return True
+
+    def lost(self) -> list[int]:
+        """Machines that gave no sign of life for `LOST_AFTER` seconds."""
+        now = time.monotonic()
+        try:
+            for peer, (beats, _) in self._last_signs.items():
+                if self._machines == 1 or not self._store.check([key := f"{self._prefix}/alive/{peer}"]):
+                    continue
+                if (new := int(self._store.get(key))) != beats:
+                    self._last_signs[peer] = (new, now)
+        except RuntimeError:
+            self._machines = 1
+        if self._machines == 1:
+            return []
+        return [peer for peer, (_, last) in self._last_signs.items() if now - last > LOST_AFTER]
+
+    def all_done(self) -> bool:
+        """Say that this machine's ranks have ended well; whether those of all others have too."""
+        if self._machines == 1:
+            return True
+        self._write("done", "1")
+        try:
+            return self._machines == 1 or bool(self._store.check(self._keys("done")))
+        except RuntimeError:
+            return True  # the machine that serves the store has seen everybody and left
+
+    def agree_on_first(self, own: RankFailure | None, *, final: bool = True) -> RankFailure | None:
         """Find the first failure over all machines, after this machine's ranks have ended.
+
+        Args:
+            own: the first of this machine.
+            final: whether this launcher ends now, and must stay until the others have read.
 
         Returns:
             The failure with the earliest time by the machines' clocks; `own` where nobody answers.
@@ -74,15 +144,30 @@ class Peers:
                 key = f"{self._prefix}/failed/{machine}"
                 if machine != self._machine and self._store.check([key]):
                     found.append(RankFailure.from_json(self._store.get(key).decode()))
-            self._say_farewell()
+            if final:
+                self._say_farewell()
         except RuntimeError:
             pass  # the machine that serves the store has read everything and left
         return first_failure(found) if found else None
 
     def _say_farewell(self) -> None:
         """Stay until everybody has read, for one of us serves the store."""
-        self._store.set(f"{self._prefix}/read/{self._machine}", "1")
-        everybody = [f"{self._prefix}/read/{machine}" for machine in range(self._machines)]
+        self._write("read", "1")
         deadline = time.monotonic() + _FAREWELL
-        while not self._store.check(everybody) and time.monotonic() < deadline:
+        while not self._store.check(self._keys("read")) and time.monotonic() < deadline:
             time.sleep(0.05)
+
+    def _keys(self, what: str) -> list[str]:
+        return [f"{self._prefix}/{what}/{machine}" for machine in range(self._machines)]
+
+    def _write(self, what: str, value: str) -> None:
+        try:
+            self._store.set(f"{self._prefix}/{what}/{self._machine}", value)
+        except RuntimeError:
+            self._machines = 1
+
+    def _any_wrote(self, what: str) -> bool:
+        try:
+            return any(self._store.check([key]) for key in self._keys(what) if self._machines > 1)
+        except RuntimeError:
+            return False

@@ -48,7 +48,7 @@ class LaunchPlan:
         """
         kind = _device_kind(options)
         if options.num_processes is not None:
-            local_processes = options.num_processes // options.num_machines
+            local_processes = options.num_processes // options.max_machines
         elif options.device_ids is not None:
             local_processes = len(options.device_ids)
         else:
@@ -57,7 +57,7 @@ class LaunchPlan:
         if kind.name != "cpu" and local_processes > count:
             raise ConfigurationError(
                 f"{local_processes} processes were asked for on this machine, but it has {count} {kind.name} "
-                f"device(s). Ask for at most {count * options.num_machines} over all machines, or run on the "
+                f"device(s). Ask for at most {count * options.max_machines} over all machines, or run on the "
                 "CPU with cpu (`--cpu`)."
             )
         return cls(local_processes, kind.name, _run_variables(options, kind, local_processes))

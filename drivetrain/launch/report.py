@@ -124,13 +124,14 @@ def first_failure(failures: Sequence[RankFailure]) -> RankFailure:
     return min(failures, key=lambda failure: failure.timestamp)
 
 
-def describe(failure: RankFailure, world_size: int, *, then: str = "") -> str:
+def describe(failure: RankFailure, world_size: int, *, then: str = "", advise: bool = True) -> str:
     """Tell the user how a rank failed.
 
     Args:
         failure: the first one.
         world_size: processes of the run.
         then: what became of the others; a sentence that says they were stopped if empty.
+        advise: whether to name the likely cause of a death by signal.
 
     Returns:
         A line that names the rank, and its traceback or message.
@@ -141,7 +142,7 @@ def describe(failure: RankFailure, world_size: int, *, then: str = "") -> str:
     where = f"pid {failure.pid} on {failure.host or socket.gethostname()}"
     if failure.exit_code < 0:
         name = _signal_name(-failure.exit_code)
-        cause = _LIKELY_CAUSES.get(name, "")
+        cause = _LIKELY_CAUSES.get(name, "") if advise else ""
         line = f"rank {failure.rank} ({where}) was killed by signal {-failure.exit_code} ({name}).{then}"
         return f"drivetrain: {line}\n{cause}".rstrip()
     line = f"drivetrain: rank {failure.rank} ({where}) failed with exit code {failure.exit_code}.{then}"

@@ -300,7 +300,7 @@ def test_a_restart_runs_all_again_and_tells_why(tmp_path: Path) -> None:
     assert ended.code == 0
     assert {"done 0", "done 1"} <= set(ended.out.splitlines())
     assert ended.err.count("OSError: a flaky disk") == 1
-    assert "starting all processes again" in ended.err
+    assert "failed with exit code 1. Starting all processes again (restart 1 of 1)." in ended.err
 
 
 def test_each_ranks_output_is_kept_where_log_dir_says(tmp_path: Path) -> None:

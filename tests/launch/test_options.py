@@ -27,6 +27,19 @@ MISTAKES: list[tuple[dict[str, Any], list[str]]] = [
         {"num_machines": 2, "num_processes": 3, "main_process_ip": "10.0.0.1"},
         ["num_processes is 3", "2 machines", "multiple of 2"],
     ),
+    ({"num_machines": "two"}, ["'two'", '"1:2"']),
+    ({"num_machines": "0:2"}, ["0:2", "at least 1"]),
+    ({"num_machines": "2:1"}, ["'2:1'", 'Give "1:2"']),
+    ({"num_machines": "1:2"}, ["1:2", "main_process_ip"]),
+    (
+        {"num_machines": "1:2", "main_process_ip": "10.0.0.1", "rdzv_backend": "static"},
+        ["'1:2'", "cannot change", "Leave rdzv_backend out"],
+    ),
+    (
+        {"num_machines": "1:2", "main_process_ip": "10.0.0.1", "num_processes": 3},
+        ["num_processes is 3", "2 machines", "multiple of 2"],
+    ),
+    ({"preemption_grace_period": 0}, ["preemption_grace_period is 0", "more than 0"]),
     ({"main_process_port": 70000}, ["70000", "0 to 65535", "Leave it out"]),
     ({"mixed_precision": "bf61"}, ["'bf61'", "fp16", "Did you mean 'bf16'?"]),
     ({"rdzv_backend": "c10"}, ["'c10'", "static", "Did you mean 'c10d'?"]),
@@ -65,6 +78,16 @@ def test_an_unknown_option_is_refused_with_the_nearest() -> None:
 @pytest.mark.parametrize(("gpu_ids", "ids"), [(None, None), ("all", None), ("2", ("2",)), ("0, 3", ("0", "3"))])
 def test_gpu_ids_are_taken_apart(gpu_ids: str | None, ids: tuple[str, ...] | None) -> None:
     assert LaunchOptions(gpu_ids=gpu_ids).device_ids == ids
+
+
+@pytest.mark.parametrize(
+    ("given", "least", "most", "backend"),
+    [(1, 1, 1, "static"), (2, 2, 2, "static"), ("2", 2, 2, "static"), ("1:4", 1, 4, "c10d")],
+)
+def test_machines_may_come_and_go_where_a_range_is_given(given: int | str, least: int, most: int, backend: str) -> None:
+    options = LaunchOptions(num_machines=given, main_process_ip="10.0.0.1", num_processes=8, cpu=True)
+    assert (options.min_machines, options.max_machines, options.rendezvous_backend) == (least, most, backend)
+    assert LaunchPlan.make(options).local_processes == 8 // most
 
 
 @pytest.mark.skipif(detect_device_kind().name != "cpu", reason="needs a machine without accelerator")

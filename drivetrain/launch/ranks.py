@@ -1,0 +1,206 @@
+"""The ranks of one machine during one attempt: who lives, who failed and how, and ending them."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import psutil
+
+from drivetrain.launch.report import FailureRecord, RankFailure, first_failure, read_record
+from drivetrain.runtime.exit_codes import RESUME_EXIT_CODE
+
+STOP_PATIENCE = 2.0  # seconds that the peers of a failed rank have between SIGTERM and SIGKILL
+_POLL_INTERVAL = 0.02
+
+
+@dataclass(frozen=True)
+class Ending:
+    """How a rank's process ended: its exit code, and the last time it was seen alive, in seconds."""
+
+    exit_code: int
+    last_seen: float
+
+
+class LocalRanks:
+    """The processes that one attempt has started on this machine, by local rank.
+
+    Args:
+        processes: each a session of its own, so that a signal can reach what it has started too.
+        global_ranks: their global ranks.
+        error_files: where each leaves its failure.
+        tell_all: whether a signal that is passed on goes to all that a rank has started as well. A program that is
+            not Python may be a shell, which would end alone; loader workers of one that is would die of it, and the
+            rank with them.
+    """
+
+    def __init__(
+        self,
+        processes: dict[int, Any],
+        global_ranks: dict[int, int],
+        error_files: dict[int, str],
+        *,
+        tell_all: bool = False,
+    ) -> None:
+        self._tell = os.killpg if tell_all else os.kill
+        self._processes = processes
+        self._global_ranks = global_ranks
+        self._error_files = error_files
+        self._last_look = time.time()
+        self.endings: dict[int, Ending] = {}
+        self.stopped: set[int] = set()
+
+    # watching
+
+    def look(self) -> None:
+        """Note who has ended since the last look."""
+        now = time.time()
+        for local, process in self._processes.items():
+            if local not in self.endings and (code := process.poll()) is not None:
+                self.endings[local] = Ending(code, self._last_look)
+        self._last_look = now
+
+    def alive(self) -> list[int]:
+        """Local ranks that have not ended."""
+        return [local for local in self._processes if local not in self.endings]
+
+    def all_succeeded(self) -> bool:
+        """Whether every rank has ended with exit code 0."""
+        return not self.alive() and all(ending.exit_code == 0 for ending in self.endings.values())
+
+    def ended_early(self) -> list[int]:
+        """Global ranks that had ended well before the others failed."""
+        return [self._global_ranks[local] for local, ending in self.endings.items() if ending.exit_code == 0]
+
+    def is_failing(self, local: int) -> bool:
+        """Whether a rank, perhaps still alive, has said that it ends with an error."""
+        record = self._record(local)
+        return record is not None and record.final
+
+    def someone_failed(self) -> bool:
+        """Whether a rank has ended, or is about to end, with another exit code than 0."""
+        # A record counts before its process has ended: exit handlers may take long, the peers need not wait.
+        return any(ending.exit_code != 0 for ending in self.endings.values()) or any(map(self.is_failing, self.alive()))
+
+    def someone_crashed(self, number: signal.Signals | None) -> bool:
+        """Whether a rank has raised or was killed, other than by the signal that it was told."""
+        if any(ending.exit_code < 0 and ending.exit_code != -(number or 0) for ending in self.endings.values()):
+            return True
+        return any(
+            (record := self._record(local)) is not None and record.final and record.text for local in self._processes
+        )
+
+    def failures(self) -> list[RankFailure]:
+        """The ranks that failed by themselves."""
+        failures = []
+        for local, process in self._processes.items():
+            ending, record = self.endings.get(local), self._record(local)
+            if ending is not None and ending.exit_code == 0:
+                continue
+            if record is None:
+                if ending is None or local in self.stopped:
+                    continue
+                # A signal leaves no record: such a death is dated to when the rank was last seen alive, so that
+                # it comes before what it brought on its peers.
+                record = FailureRecord("", ending.last_seen, ending.exit_code)
+            failures.append(
+                RankFailure(
+                    rank=self._global_ranks[local],
+                    local_rank=local,
+                    pid=process.pid,
+                    exit_code=record.exit_code,
+                    timestamp=record.timestamp,
+                    text=record.text,
+                    host=os.uname().nodename,
+                )
+            )
+        return failures
+
+    def was_preempted(self) -> bool:
+        """Whether the first rank to end by itself said that the run has saved and can be resumed."""
+        failures = self.failures()
+        return bool(failures) and first_failure(failures).exit_code == RESUME_EXIT_CODE
+
+    def _record(self, local: int) -> FailureRecord | None:
+        return read_record(self._error_files[local])
+
+    # ending
+
+    def stop(self, ranks: Iterable[int], patience: float = STOP_PATIENCE) -> None:
+        """Ask ranks to end, and end those that do not (they may sit in a collective and hear nothing)."""
+        ranks = list(ranks)
+        self.stopped.update(ranks)
+        if patience:
+            self.send(ranks, signal.SIGTERM)
+            self.wait(ranks, patience)
+        self.kill(ranks)
+
+    def send(self, ranks: Iterable[int], number: signal.Signals) -> None:
+        """Send a signal to ranks that live, and to the processes that they have started."""
+        self._signal(ranks, number, os.killpg)
+
+    def tell(self, ranks: Iterable[int], number: signal.Signals) -> None:
+        """Pass a signal on to ranks that live. Those that end without a word have not failed by themselves."""
+        ranks = list(ranks)
+        self.stopped.update(ranks)
+        self._signal(ranks, number, self._tell)
+
+    def global_rank(self, local: int) -> int:
+        """The global rank of a local one."""
+        return self._global_ranks[local]
+
+    def _signal(self, ranks: Iterable[int], number: signal.Signals, send: Callable[[int, int], None]) -> None:
+        for local in ranks:
+            if local not in self.endings:
+                try:
+                    send(self._processes[local].pid, number)
+                except ProcessLookupError:
+                    pass
+
+    def kill(self, ranks: Iterable[int]) -> None:
+        """End ranks at once, with all that they have started."""
+        left = [local for local in ranks if local not in self.endings]
+        self.send(left, signal.SIGKILL)
+        self.wait(left, STOP_PATIENCE)
+
+    def wait(self, ranks: Iterable[int], patience: float, until: Callable[[], bool] = lambda: False) -> None:
+        """Wait for ranks to end, for some seconds, or until something else is true."""
+        waited_for = set(ranks)
+        deadline = time.monotonic() + patience
+        self.look()
+        while waited_for - self.endings.keys() and time.monotonic() < deadline and not until():
+            time.sleep(_POLL_INTERVAL)
+            self.look()
+
+    def end_what_they_left(self) -> None:
+        """End processes that ended ranks have left behind, which could still write where the next attempt writes.
+
+        They are asked first: multiprocessing's resource tracker frees shared memory, and needs a moment for it.
+        """
+        self._end_orphans(signal.SIGTERM)
+        deadline = time.monotonic() + STOP_PATIENCE
+        while self._orphans() and time.monotonic() < deadline:
+            time.sleep(_POLL_INTERVAL)
+        self._end_orphans(signal.SIGKILL)
+
+    def _end_orphans(self, number: signal.Signals) -> None:
+        for orphan in self._orphans():
+            try:
+                orphan.send_signal(number)
+            except psutil.NoSuchProcess:
+                pass
+
+    def _orphans(self) -> list[psutil.Process]:
+        sessions = {self._processes[local].pid for local in self.endings}
+        found = []
+        for process in psutil.process_iter():
+            try:
+                if os.getsid(process.pid) in sessions and process.status() != psutil.STATUS_ZOMBIE:
+                    found.append(process)
+            except (OSError, psutil.Error):
+                pass
+        return found
