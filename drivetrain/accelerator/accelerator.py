@@ -793,7 +793,7 @@ class Accelerator(ProcessControl):
 
     def restore_random_state(self, own: dict[str, Any] | None) -> None:
         """Give this process the random state that `write_checkpoint` kept, if there is one."""
-        if own is not None:
+        if own is not None and own["random"] is not None:
             RandomState.from_state_dict(own["random"]).restore()
 
     def _shared_state(self) -> dict[str, Any]:

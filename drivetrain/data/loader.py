@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
+from torch.utils.data import DistributedSampler
+
 from drivetrain.data.batch_info import ActiveLoaders, BatchInfo
 from drivetrain.data.configuration import TailPolicy
 from drivetrain.data.order import Position, SeedableSampler
@@ -232,8 +234,24 @@ class PreparedLoader:
         for generator, value in zip(find_generators(self.loader), state["generators"], strict=False):
             set_generator_state(generator, value)
         start = None if state["start"] is None else EpochStart.from_state_dict(state["start"])
-        position = Position(int(state["batches"]), state["consumed"], start)
+        position = Position(self._batches_before(state["consumed"], int(state["batches"])), state["consumed"], start)
         self._resume = position if position.batches or position.samples else None
+
+    def _batches_before(self, samples: int | None, batches: int) -> int:
+        """The user's batches before a position; their size may have changed since it was taken."""
+        size = getattr(self.loader, "batch_size", None)
+        sampler = getattr(self.loader, "sampler", None)
+        if samples is None or not isinstance(size, int) or isinstance(sampler, DistributedSampler):
+            return batches
+        return -(-samples // size)
+
+    @property
+    def consumed_batches(self) -> int:
+        """Batches of this process before the next one, in the epoch under way or the one to be resumed."""
+        if self._resume is not None:
+            return self._resume.batches // self._layout.group_size
+        reached = self.current or self._reached
+        return 0 if reached is None or self._exhausted else reached.index + 1
 
     # what Accelerate's loaders have
 

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from drivetrain.data import PreparedLoader
 from drivetrain.runtime.errors import CheckpointError
 from drivetrain.trackers.base import plain
 from drivetrain.trainer.metric_state import metric_states, restore_metric_states
+from drivetrain.trainer.process_state import taken_over
 
 if TYPE_CHECKING:
     from drivetrain.trainer.trainer import Trainer
@@ -135,13 +137,16 @@ class SavedRun:
             # Only what the next epoch's order is drawn from still counts.
             state = _at_start_of(state, progress.epoch + 1)
         loader.load_state_dict(state)
+        if self._own is None and not progress.epoch_is_ending and isinstance(loader, PreparedLoader):
+            # Another number of processes, each with its own number of batches.
+            progress.batches_in_epoch = loader.consumed_batches
 
     def restore_process(self) -> None:
         """Give this process what it had logged and its random state; nothing may come between this and training."""
         trainer, own = self._trainer, self._own
         assert trainer.task is not None
         if own is None:
-            return
+            own = taken_over(self._directory, trainer.global_rank, trainer.world_size, trainer.task)
         trainer.logged.load_state_dict(own["logged"], trainer.strategy.device)
         restore_metric_states(trainer.task, own["metrics"])
         trainer.accelerator.restore_random_state(own)

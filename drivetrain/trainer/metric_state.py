@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import copy
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 _BOOKKEEPING = ("_update_count", "_update_called", "_computed", "_forward_cache")
@@ -50,6 +51,31 @@ def metric_states(task: nn.Module) -> dict[str, dict[str, Any]]:
         for path, metric in _metrics(task).items()
         if metric._update_count
     }
+
+
+def merged_metric_states(task: nn.Module, states: Sequence[Mapping[str, Mapping[str, Any]]]) -> dict[str, Any]:
+    """The metric states of several processes as those of one, combined as each metric combines them over processes."""
+    metrics = _metrics(task)
+    merged: dict[str, Any] = {}
+    for path in dict.fromkeys(path for each in states for path in each):
+        parts = [each[path] for each in states if path in each]
+        reductions = metrics[path]._reductions if path in metrics else {}
+        merged[path] = {
+            "updates": sum(part["updates"] for part in parts),
+            "values": {
+                name: _combined([part["values"][name] for part in parts], reductions.get(name))
+                for name in parts[0]["values"]
+            },
+        }
+    return merged
+
+
+def _combined(values: list[Any], reduction: Any) -> Any:
+    if isinstance(values[0], list):
+        return [item for value in values for item in value]
+    if len(values) == 1 or reduction is None:
+        return values[0]
+    return reduction(torch.stack(values))
 
 
 def restore_metric_states(task: nn.Module, states: Mapping[str, Mapping[str, Any]]) -> None:

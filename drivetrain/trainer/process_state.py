@@ -1,0 +1,73 @@
+"""What a checkpoint keeps of each process, also for a run of another number of processes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from drivetrain.checkpoint import Checkpoint
+from drivetrain.trainer.metric_state import merged_metric_states
+
+_NOTHING: dict[str, Any] = {"random": None, "logged": None, "metrics": {}}
+
+
+def taken_over(directory: str, rank: int, world_size: int, task: nn.Module) -> dict[str, Any]:
+    """This process's part of what the processes of a run of another size had kept.
+
+    Every one of theirs is taken over by exactly one process, so that sums over an epoch stay whole.
+
+    Args:
+        directory: the checkpoint.
+        rank: this process.
+        world_size: processes there are now.
+        task: the task, whose metrics know how their states combine.
+
+    Returns:
+        A state like that of one process; its random state is that of the first process taken over, if any.
+    """
+    checkpoint = Checkpoint(directory, verify="size")
+    states = [checkpoint.own(each) for each in range(rank, checkpoint.manifest.world_size, world_size)]
+    if not states:
+        logged = {**checkpoint.own(0)["logged"], "train": []}
+        return {**_NOTHING, "logged": logged}
+    return {
+        "random": states[0]["random"],
+        "logged": {**states[0]["logged"], "train": _merged([state["logged"]["train"] for state in states])},
+        "metrics": merged_metric_states(task, [state["metrics"] for state in states]),
+    }
+
+
+def _merged(tables: Sequence[Sequence[Mapping[str, Any]]]) -> list[dict[str, Any]]:
+    """The entries of several processes as those of one."""
+    found: dict[str, dict[str, Any]] = {}
+    for table in tables:
+        for entry in table:
+            known = found.get(entry["name"])
+            found[entry["name"]] = dict(entry) if known is None else _combined(known, entry)
+    return list(found.values())
+
+
+def _combined(one: dict[str, Any], other: Mapping[str, Any]) -> dict[str, Any]:
+    totals = [entry["total"] for entry in (one, other) if entry["total"] is not None]
+    if len(totals) == 2:
+        totals = [_total(one["reduction"], totals[0], totals[1])]
+    pending = [entry["pending"] for entry in (one, other) if entry["pending"] is not None]
+    return {
+        **one,
+        "total": totals[0] if totals else None,
+        "weight": one["weight"] + other["weight"],
+        "pending": torch.cat(pending) if pending else None,
+        "weights": [*one["weights"], *other["weights"]],
+        "fresh": one["fresh"] or other["fresh"],
+    }
+
+
+def _total(reduction: str | None, one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+    if reduction is None:  # by a function, of all values together
+        return torch.cat([one, other])
+    if reduction in ("mean", "sum"):
+        return one + other
+    return torch.maximum(one, other) if reduction == "max" else torch.minimum(one, other)
