@@ -204,7 +204,7 @@ class Strategy(ABC):
     # state, under the names that the bare single-process model gives its parameters
 
     def model_state(self, model: nn.Module) -> StateDict:
-        """Parameters and buffers under their canonical names."""
+        """Parameters and buffers under their canonical names, the same on all processes; call it on all."""
         return self.unwrap(model).state_dict()
 
     def optimizer_state(self, model: nn.Module, optimizer: Optimizer) -> StateDict:
@@ -223,7 +223,7 @@ class Strategy(ABC):
         """All parameters and buffers, whole and on the CPU, on rank 0; an empty dict elsewhere."""
         if self.environment.rank != 0:
             return {}
-        return {name: value.detach().cpu() for name, value in self.model_state(model).items()}
+        return {name: value.detach().cpu() for name, value in self.unwrap(model).state_dict().items()}
 
     def teardown(self) -> None:
         """Let go of everything that would keep the process group alive."""

@@ -14,9 +14,10 @@ from torch.distributed.algorithms.join import Join
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
+from drivetrain.runtime.collectives import broadcast
 from drivetrain.runtime.errors import ConfigurationError, nearest
 from drivetrain.runtime.state import PartialState
-from drivetrain.strategies.base import StepModule, Strategy
+from drivetrain.strategies.base import StateDict, StepModule, Strategy
 from drivetrain.strategies.communication_hooks import (
     COMMUNICATION_HOOKS,
     register_communication_hook,
@@ -148,6 +149,18 @@ class DDP(Strategy):
         """Torch's `Join` over the DDP modules: those that ran out shadow the others' collectives."""
         joinables = [model for model in models if isinstance(model, DistributedDataParallel)]
         return Join(joinables) if joinables else nullcontext()  # type: ignore[arg-type]
+
+    def model_state(self, model: nn.Module) -> StateDict:
+        """Parameters, and rank 0's buffers: a checkpoint may take each tensor from another process.
+
+        Buffers such as running means differ between processes until the next forward sends rank 0's to all.
+        """
+        state = super().model_state(model)
+        if self.environment.is_distributed:
+            for name, _ in self.unwrap(model).named_buffers():
+                if name in state:
+                    state[name] = broadcast(state[name].detach().clone())
+        return state
 
     def teardown(self) -> None:
         """Free the reducers, also of modules that the user still holds.

@@ -1,0 +1,314 @@
+"""save_state and load_state: a run that is continued is the run that was never left."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from drivetrain import Accelerator, CheckpointError, ConfigurationError, PartialState, ProjectConfiguration
+from tests.pool import run_in_processes
+
+
+class Counter:
+    """What a user registers."""
+
+    def __init__(self) -> None:
+        self.seen: list[int] = []
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"seen": list(self.seen)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.seen = list(state["seen"])
+
+
+class Run:
+    """Two models, two optimizers, a schedule, dropout, a shuffled loader and something registered."""
+
+    def __init__(self, precision: str = "no", **options: Any) -> None:
+        for seed in (torch.manual_seed, random.seed, np.random.seed):
+            seed(0)
+        self.accelerator = Accelerator(cpu=True, mixed_precision=precision, **options)
+        first = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.3), nn.BatchNorm1d(4), nn.Linear(4, 1))
+        second = nn.Linear(4, 1)
+        optimizers = [torch.optim.AdamW(first.parameters(), lr=0.05), torch.optim.SGD(second.parameters(), lr=0.05)]
+        scheduler = torch.optim.lr_scheduler.StepLR(optimizers[0], 3, gamma=0.5)
+        data = TensorDataset(torch.randn(40, 4), torch.arange(40))
+        loader = DataLoader(data, batch_size=2, shuffle=True, generator=torch.Generator().manual_seed(3))
+        prepare = self.accelerator.prepare
+        self.first, self.second, *self.optimizers, self.scheduler, self.loader = prepare(
+            first, second, *optimizers, scheduler, loader
+        )
+        self.counter = Counter()
+        self.accelerator.register_for_checkpointing(self.counter)
+        self.log: list[Any] = []
+
+    def step(self, x: torch.Tensor, index: torch.Tensor) -> None:
+        x = x + 0.1 * torch.randn_like(x) + 0.1 * random.random() + 0.1 * np.random.rand()
+        for model, optimizer in zip((self.first, self.second), self.optimizers, strict=True):
+            optimizer.zero_grad()
+            loss = model(x).square().mean()
+            self.accelerator.backward(loss)
+            optimizer.step()
+        self.scheduler.step()
+        self.counter.seen += index.tolist()
+        self.log.append((loss.item(), self.scheduler.get_last_lr()[0]))
+
+    def epoch(self, loader: Any = None, save_after: int | None = None, folder: Any = None, stop: bool = False) -> None:
+        for number, (x, index) in enumerate(self.loader if loader is None else loader):
+            self.step(x, index)
+            if number + 1 == save_after:
+                self.accelerator.save_state(folder)
+                if stop:
+                    return
+
+    def outcome(self) -> dict[str, Any]:
+        parameters = [p.detach().flatten() for m in (self.first, self.second) for p in [*m.parameters(), *m.buffers()]]
+        return {
+            "parameters": torch.cat([p.float() for p in parameters]).tolist(),
+            "seen": self.counter.seen,
+            "last": self.log[-1],
+        }
+
+
+def uninterrupted(folder: str, save_after: int, precision: str) -> dict[str, Any]:
+    run = Run(precision)
+    run.epoch()
+    run.epoch(save_after=save_after, folder=folder)
+    run.epoch()
+    return run.outcome()
+
+
+def continued(folder: str, save_after: int, precision: str, recipe: bool) -> dict[str, Any]:
+    """A new process that loads; by itself, or by Accelerate's recipe, which counts and skips by hand."""
+    run = Run(precision)
+    run.accelerator.load_state(folder)
+    if recipe and save_after < len(run.loader):
+        run.epoch(run.accelerator.skip_first_batches(run.loader, save_after))
+    elif save_after < len(run.loader):
+        run.epoch()
+    run.epoch()
+    return run.outcome()
+
+
+@pytest.mark.parametrize("recipe", [False, True], ids=["load", "load and skip"])
+@pytest.mark.parametrize(
+    ("processes", "save_after", "precision"),
+    [(1, 7, "no"), (1, 20, "no"), (2, 4, "no"), (2, 10, "bf16"), (1, 7, "fp16")],
+)
+def test_continued_is_as_uninterrupted(tmp_path, processes, save_after, precision, recipe):
+    folder = str(tmp_path / "state")
+    expected = run_in_processes(uninterrupted, processes, args=(folder, save_after, precision))
+    found = run_in_processes(continued, processes, args=(folder, save_after, precision, recipe))
+    assert found[0] == expected[0]
+    for each, other in zip(found[1:], expected[1:], strict=True):
+        # What is registered is rank 0's, as in Accelerate, and so is what DDP sends to all before each forward.
+        own = len(other["seen"]) - save_after * 2 - 20 * 2 // processes
+        assert each["seen"][-own:] == other["seen"][-own:]
+        assert each["last"] == other["last"]
+    seen = sorted(index for each in expected for index in each["seen"])
+    assert seen == sorted([*range(40)] * 3)
+
+
+def saved_in_a_skipped_epoch(folder: str) -> dict[str, Any]:
+    """Resume by skipping, save again within that epoch, and resume from there."""
+    run = Run()
+    run.epoch(save_after=3, folder=folder, stop=True)
+    run = Run()
+    run.accelerator.load_state(folder)
+    run.epoch(run.accelerator.skip_first_batches(run.loader, 3), save_after=4, folder=folder, stop=True)
+    run = Run()
+    run.accelerator.load_state(folder)
+    run.epoch()
+    run.epoch()
+    return run.outcome()
+
+
+def straight(epochs: int) -> dict[str, Any]:
+    run = Run()
+    for _ in range(epochs):
+        run.epoch()
+    return run.outcome()
+
+
+def test_a_checkpoint_written_in_an_epoch_that_was_resumed_has_the_right_place(tmp_path):
+    found = run_in_processes(saved_in_a_skipped_epoch, 1, args=(str(tmp_path / "state"),))
+    assert found == run_in_processes(straight, 1, args=(2,))
+
+
+def saved_by_two(folder: str) -> dict[str, Any]:
+    run = Run()
+    run.epoch(save_after=5, folder=folder, stop=True)
+    return run.outcome()
+
+
+def loaded_by_one(folder: str) -> dict[str, Any]:
+    run = Run()
+    run.accelerator.load_state(folder)
+    before = run.outcome() if run.log else None
+    assert before is None
+    run.log.append(None)
+    outcome = run.outcome()
+    run.epoch()
+    return {**outcome, "seen": run.counter.seen}
+
+
+def test_another_number_of_processes_takes_up_weights_and_position(tmp_path):
+    folder = str(tmp_path / "state")
+    two = run_in_processes(saved_by_two, 2, args=(folder,))
+    [one] = run_in_processes(loaded_by_one, 1, args=(folder,))
+    assert one["parameters"] == two[0]["parameters"]  # running means too, which rank 1 has others of
+    assert one["parameters"] != two[1]["parameters"]
+    # 2 processes × 5 batches × 2 samples; the registered counter is rank 0's, which saw half of them
+    rest = one["seen"][10:]
+    assert len(rest) == 20
+    assert not set(rest) & {index for each in two for index in each["seen"]}
+
+
+def project(tmp_path: Path, **options: Any) -> Accelerator:
+    return Accelerator(
+        cpu=True,
+        project_config=ProjectConfiguration(project_dir=str(tmp_path), automatic_checkpoint_naming=True, **options),
+    )
+
+
+def names(tmp_path: Path) -> list[str]:
+    return sorted(path.name for path in (tmp_path / "checkpoints").iterdir())
+
+
+def test_checkpoints_are_numbered_and_the_oldest_go(tmp_path):
+    accelerator = project(tmp_path, total_limit=2)
+    counter = Counter()
+    accelerator.register_for_checkpointing(counter)
+    for number in range(11):
+        counter.seen.append(number)
+        assert accelerator.save_state() == str(tmp_path / "checkpoints" / f"checkpoint_{number}")
+    assert names(tmp_path) == ["checkpoint_10", "checkpoint_9"]
+    elsewhere = accelerator.save_state(tmp_path / "elsewhere")
+    assert elsewhere == str(tmp_path / "elsewhere")
+    assert accelerator.project_configuration.iteration == 11
+
+
+def test_the_latest_is_loaded_and_counted_on_from(tmp_path):
+    accelerator = project(tmp_path)
+    counter = Counter()
+    accelerator.register_for_checkpointing(counter)
+    for number in range(11):
+        counter.seen.append(number)
+        accelerator.save_state()
+    again = project(tmp_path)
+    loaded = Counter()
+    again.register_for_checkpointing(loaded)
+    again.load_state()
+    assert loaded.seen == list(range(11))
+    again.save_state()
+    assert "checkpoint_11" in names(tmp_path)
+
+
+def numbered_by_two(folder: str) -> list[str]:
+    accelerator = project(Path(folder), total_limit=1)
+    written = [accelerator.save_state() for _ in range(2)]
+    accelerator.load_state()
+    refused = ""
+    try:
+        project(Path(folder), iteration=1).save_state()
+    except ConfigurationError as error:
+        refused = str(error)
+    return [*(Path(each).name for each in written), refused]
+
+
+def test_two_processes_number_together_and_replace_no_earlier_run(tmp_path):
+    for first, second, refused in run_in_processes(numbered_by_two, 2, args=(str(tmp_path),)):
+        assert (first, second) == ("checkpoint_0", "checkpoint_1")
+        assert "checkpoint_1 exists already" in refused
+    assert names(tmp_path) == ["checkpoint_1"]
+
+
+def test_without_a_name_there_must_be_numbers(tmp_path):
+    accelerator = Accelerator(cpu=True)
+    for call in (accelerator.save_state, accelerator.load_state):
+        with pytest.raises(ConfigurationError, match="automatic_checkpoint_naming=True"):
+            call()
+    with pytest.raises(CheckpointError, match="no checkpoint"):
+        project(tmp_path).load_state()
+    with pytest.raises(ConfigurationError, match="at least 1"):
+        ProjectConfiguration(total_limit=0)
+
+
+@pytest.mark.parametrize(
+    ("prepare", "message"),
+    [
+        (lambda a: None, "1 models, but here are 0"),
+        (lambda a: a.prepare(nn.Linear(1, 1), nn.Linear(1, 1)), "1 models, but here are 2"),
+        (lambda a: a.prepare(nn.Linear(1, 1)), "1 optimizers, but here are 0"),
+        (lambda a: _prepare_all(a, registered=2), "1 objects registered for checkpointing, but here are 2"),
+    ],
+)
+def test_a_checkpoint_of_other_objects_is_refused(tmp_path, prepare, message):
+    accelerator = Accelerator(cpu=True)
+    _prepare_all(accelerator)
+    accelerator.save_state(tmp_path / "state")
+    other = Accelerator(cpu=True)
+    prepare(other)
+    with pytest.raises(CheckpointError, match=message):
+        other.load_state(tmp_path / "state")
+
+
+def _prepare_all(accelerator: Accelerator, registered: int = 1) -> None:
+    model = nn.Linear(1, 1)
+    accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    accelerator.register_for_checkpointing(*(Counter() for _ in range(registered)))
+
+
+def test_what_is_registered_must_have_a_state():
+    with pytest.raises(ConfigurationError, match=r"int cannot be registered.*state_dict"):
+        Accelerator(cpu=True).register_for_checkpointing(3)
+
+
+def test_a_directory_that_is_no_checkpoint_is_refused(tmp_path):
+    with pytest.raises(CheckpointError, match="checkpoint"):
+        Accelerator(cpu=True).load_state(tmp_path)
+
+
+def an_optimizer_over_two_models(folder: str) -> list[Any]:
+    def make() -> Any:
+        torch.manual_seed(0)
+        models = [nn.Linear(2, 1), nn.Linear(2, 1)]
+        accelerator = Accelerator(cpu=True)
+        optimizer = torch.optim.Adam([p for model in models for p in model.parameters()], lr=0.1)
+        return accelerator, *accelerator.prepare(*models, optimizer)
+
+    accelerator, first, second, optimizer = make()
+    accelerator.backward((first(torch.ones(1, 2)) + second(torch.ones(1, 2))).sum())
+    optimizer.step()
+    accelerator.save_state(folder)
+    accelerator, first, second, again = make()
+    accelerator.load_state(folder)
+    before, after = optimizer.state_dict()["state"], again.state_dict()["state"]
+    return [torch.equal(before[i]["exp_avg"], after[i]["exp_avg"]) for i in range(4)]
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_an_optimizer_over_two_models(tmp_path, processes):
+    found = run_in_processes(an_optimizer_over_two_models, processes, args=(str(tmp_path / "state"),))
+    assert found == [[True] * 4] * processes
+
+
+def whole_state() -> dict[str, Any]:
+    accelerator = Accelerator(cpu=True, mixed_precision="bf16")
+    model = accelerator.prepare(nn.Sequential(nn.Linear(2, 3)))
+    state = accelerator.get_state_dict(model)
+    return {"rank": PartialState().process_index, "names": list(state)}
+
+
+def test_the_whole_state_is_on_the_main_process_under_the_model_s_own_names():
+    first, second = run_in_processes(whole_state, 2)
+    assert first["names"] == ["0.weight", "0.bias"]
+    assert second["names"] == []
