@@ -31,6 +31,7 @@ class RunDirectory:
         self.save_dir = os.fspath(save_dir)
         self.name = name or ""
         self._version = version
+        self.is_given = version is not None
 
     @property
     def root(self) -> Path:
@@ -65,11 +66,20 @@ class RunDirectory:
         path.mkdir(parents=True, exist_ok=True)
         return path
 
+    def existing(self) -> list[Path]:
+        """The directories of runs that are there, the newest first; only this run's where its version was given."""
+        if self.is_given:
+            return [self.path]
+        return [self.root / f"version_{number}" for number in sorted(self._numbers(), reverse=True)]
+
     def _next_version(self) -> int:
+        return max(self._numbers(), default=-1) + 1
+
+    def _numbers(self) -> list[int]:
         if not self.root.is_dir():
-            return 0
+            return []
         found = (_VERSION.fullmatch(entry.name) for entry in self.root.iterdir() if entry.is_dir())
-        return max((int(match[1]) for match in found if match), default=-1) + 1
+        return [int(match[1]) for match in found if match]
 
 
 class DirectoryTracker(Tracker):

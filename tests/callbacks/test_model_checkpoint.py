@@ -166,7 +166,7 @@ def test_a_fast_dev_run_saves_nothing(tmp_path: Path) -> None:
         ({"save_top_k": -2}, "how many checkpoints to keep"),
         ({"every_n_epochs": 1, "every_n_train_steps": 5}, "one of every_n_train_steps"),
         ({"every_n_train_steps": -1}, "give 1 or more"),
-        ({"save_last": "link"}, "give True or False"),
+        ({"save_last": "both"}, "give True, False, 'link' or 'copy'"),
     ],
 )
 def test_bad_arguments_are_refused(options: dict[str, Any], message: str) -> None:
@@ -199,7 +199,7 @@ def test_a_resumed_run_goes_on_with_the_best_so_far(tmp_path: Path) -> None:
 def test_a_run_that_saves_elsewhere_leaves_the_old_checkpoints_alone(tmp_path: Path) -> None:
     first = ModelCheckpoint(tmp_path / "a", monitor="val_loss")
     first.dirpath = str(tmp_path / "a")
-    first._keep.add(str(tmp_path / "a" / "x.ckpt"), 1.0)
+    first._writer.kept.add(str(tmp_path / "a" / "x.ckpt"), 1.0, among_best=True)
     second = ModelCheckpoint(tmp_path / "b", monitor="val_loss")
     second.load_state_dict(first.state_dict())
     assert second.best_k_models == {}

@@ -1,0 +1,152 @@
+"""The directory that checkpoints are kept in: names, links, copies and removal. For the main process."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import uuid
+from collections.abc import Sequence
+
+from drivetrain.checkpoint import list_checkpoints, remove_checkpoint
+from drivetrain.checkpoint.storage import MANIFEST, LocalStorage, storage_of
+from drivetrain.runtime.errors import CheckpointError
+from drivetrain.runtime.logging import get_logger
+from drivetrain.trackers import Tracker
+from drivetrain.trackers.directory import DirectoryTracker
+
+logger = get_logger(__name__)
+
+
+def resolved(path: str | os.PathLike[str]) -> str:
+    """A directory as an absolute path, or as the URL that it is."""
+    return storage_of(path)[1]
+
+
+def is_local(path: str) -> bool:
+    """Whether a path is on a file system of this machine, which has links."""
+    return isinstance(storage_of(path)[0], LocalStorage)
+
+
+def is_taken(path: str) -> bool:
+    """Whether there is anything of this name."""
+    storage, place = storage_of(path)
+    return os.path.lexists(place) if isinstance(storage, LocalStorage) else storage.is_directory(place)
+
+
+def free_path(path: str, extension: str, own: Sequence[str]) -> str:
+    """The path for a name: a free one, with a number where the name is taken, or one of `own`, to be replaced."""
+    candidate, version = path + extension, 0
+    while candidate not in own and is_taken(candidate):
+        version += 1
+        candidate = f"{path}-v{version}{extension}"
+    return candidate
+
+
+def relative(path: str | None, root: str) -> str | None:
+    """A directory as seen from a root, or None where it is not below it."""
+    if path is None or not root or not path.startswith(root.rstrip("/") + "/"):
+        return None
+    return os.path.relpath(path, root)
+
+
+def continued(path: str | None, old: str, root: str, below: str | None) -> str | None:
+    """Where a resumed run goes on saving that was not told where to.
+
+    Args:
+        path: where it would save if it were new.
+        old: where the run before it saved.
+        root: the default directory of this run.
+        below: `old` as seen from the default directory then; both may have been moved together.
+    """
+    candidates = ([os.path.join(root, below)] if below is not None else []) + [old]
+    return next((candidate for candidate in candidates if is_taken(candidate)), path)
+
+
+def is_same(path: str | None, old: str, known: str) -> bool:
+    """Whether a directory is the one of an earlier run, there or moved.
+
+    Args:
+        path: the directory.
+        old: the directory then.
+        known: a checkpoint in it.
+    """
+    if path is None or path == old or os.path.realpath(path) == os.path.realpath(old):
+        return True
+    inside = relative(known, old)
+    return inside is not None and not is_taken(known) and is_taken(os.path.join(path, inside))
+
+
+def default_places(trackers: Sequence[Tracker], root: str) -> list[str]:
+    """Where runs save that were not told where to: beside what trackers write, the newest run first."""
+    found = [
+        str(version / "checkpoints")
+        for tracker in trackers
+        if isinstance(tracker, DirectoryTracker)
+        for version in tracker.run_directory.existing()
+    ]
+    return [*dict.fromkeys(os.path.abspath(path) for path in found), os.path.join(os.path.abspath(root), "checkpoints")]
+
+
+def link(path: str, target: str) -> None:
+    """Let `path` be a relative symbolic link to a checkpoint beside it, whatever it was before."""
+    beside = os.path.join(os.path.dirname(path), f".{os.path.basename(path)}.{_token()}.link")
+    try:
+        os.symlink(os.path.relpath(target, os.path.dirname(path)), beside)
+        if os.path.isdir(path) and not os.path.islink(path):
+            remove_checkpoint(path)
+        os.replace(beside, path)
+    except OSError as error:
+        raise CheckpointError(f"{path} could not be made a link to {target}: {error}.") from error
+
+
+def duplicate(path: str, source: str) -> None:
+    """Let `path` be a second name of a checkpoint: its files are linked hard, or copied where that cannot be."""
+    storage, token = LocalStorage(), _token()
+    names = [name for name in storage.sizes(source) if name != MANIFEST]
+    folders = tuple(sorted({os.path.dirname(name) for name in names} - {""}))
+    place = ""
+    try:
+        place, _ = storage.begin(path, token, folders)
+        for name in names:
+            _link_or_copy(os.path.join(source, name), os.path.join(place, name))
+        storage.publish(place, path, token, memoryview(storage.read(os.path.join(source, MANIFEST))))
+    except OSError as error:
+        if place:
+            storage.discard(place)
+        raise CheckpointError(f"{path} could not be made a copy of {source}: {error}.") from error
+
+
+def remove(path: str) -> None:
+    """Remove a checkpoint, or a link to one; what cannot be removed stays, with a warning."""
+    try:
+        if os.path.islink(path):
+            os.unlink(path)
+        else:
+            remove_checkpoint(path)
+    except OSError as error:
+        logger.warning(f"The checkpoint {path}, which nobody needs any more, could not be removed: {error}.")
+
+
+def surplus(directory: str, limit: int, needed: set[str]) -> list[str]:
+    """The checkpoints of a directory that are beyond a limit, the oldest.
+
+    Args:
+        directory: where they are.
+        limit: how many may stay.
+        needed: those that stay in any case; they count.
+    """
+    needed = {os.path.realpath(path) if os.path.islink(path) else path for path in needed}
+    found = [one.path for one in sorted(list_checkpoints(directory, warn=False), key=lambda one: -one.saved_at)]
+    others = [path for path in found if path not in needed]
+    return others[max(0, limit - (len(found) - len(others))) :]
+
+
+def _link_or_copy(source: str, target: str) -> None:
+    try:
+        os.link(source, target)
+    except OSError:
+        shutil.copy2(source, target)  # a file system without hard links, or one name too many
+
+
+def _token() -> str:
+    return uuid.uuid4().hex[:12]

@@ -1,0 +1,54 @@
+"""What the arguments of `ModelCheckpoint` may be."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from typing import Any
+
+from drivetrain.callbacks.monitor import check_mode
+from drivetrain.runtime.errors import ConfigurationError, nearest
+
+ON_SAVE_ERROR = ("raise", "warn")
+
+
+def check_options(
+    mode: str, save_last: Any, save_top_k: Any, monitor: str | None, total_limit: Any, on_save_error: str
+) -> None:
+    """Refuse arguments that are out of range or exclude each other."""
+    check_mode(mode, "ModelCheckpoint")
+    if not isinstance(save_top_k, int) or save_top_k < -1:
+        raise ConfigurationError(
+            f"ModelCheckpoint(save_top_k={save_top_k!r}): give how many checkpoints to keep, -1 for all or 0 for none."
+        )
+    if monitor is None and save_top_k > 1:
+        raise ConfigurationError(
+            f"ModelCheckpoint(save_top_k={save_top_k}): which ones are the best cannot be said without monitor=. Name "
+            "a metric, or keep 1 (the newest), -1 (all) or 0 (none). For the newest few, keep all and give total_limit."
+        )
+    if save_last not in (None, True, False, "link", "copy"):
+        raise ConfigurationError(f"ModelCheckpoint(save_last={save_last!r}): give True, False, 'link' or 'copy'.")
+    if total_limit is not None and (not isinstance(total_limit, int) or total_limit < 1):
+        raise ConfigurationError(
+            f"ModelCheckpoint(total_limit={total_limit!r}): give how many checkpoints the directory may hold, 1 or "
+            "more, or None for any number."
+        )
+    if on_save_error not in ON_SAVE_ERROR:
+        raise ConfigurationError(
+            f"ModelCheckpoint(on_save_error={on_save_error!r}): give 'raise' to end the run where a checkpoint cannot "
+            f"be written, or 'warn' to go on.{nearest(str(on_save_error), ON_SAVE_ERROR)}"
+        )
+
+
+def check_intervals(steps: int | None, interval: timedelta | None, epochs: int | None) -> None:
+    """Refuse more than one rhythm, and numbers below zero."""
+    given = {"every_n_train_steps": steps, "train_time_interval": interval, "every_n_epochs": epochs}
+    given = {name: value for name, value in given.items() if value}
+    if len(given) > 1:
+        raise ConfigurationError(
+            "ModelCheckpoint takes one of every_n_train_steps, train_time_interval and every_n_epochs, but "
+            f"got {', '.join(f'{name}={value!r}' for name, value in given.items())}. For several rhythms, "
+            "use several ModelCheckpoints."
+        )
+    for name, number in (("every_n_train_steps", steps), ("every_n_epochs", epochs)):
+        if number is not None and number < 0:
+            raise ConfigurationError(f"ModelCheckpoint({name}={number}): give 1 or more, or 0 for never.")

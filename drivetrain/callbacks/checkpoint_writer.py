@@ -1,0 +1,266 @@
+"""What happens to a checkpoint once it is decided on: written, then named, then what it replaces removed."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from drivetrain.callbacks import checkpoint_folder as folder
+from drivetrain.callbacks.agreement import decide_on_main_process
+from drivetrain.callbacks.kept_checkpoints import KeptCheckpoints
+from drivetrain.runtime.errors import CheckpointError
+from drivetrain.runtime.logging import get_logger
+
+if TYPE_CHECKING:
+    from drivetrain.checkpoint import PendingSave
+    from drivetrain.trainer.trainer import Trainer
+
+logger = get_logger(__name__)
+
+
+@dataclass
+class Decision:
+    """What is to be saved now, the same on all processes.
+
+    Attributes:
+        score: the monitored value.
+        path: save here, under a name of its own.
+        among_best: whether that one is kept for its score.
+        last: let this name stand for it too, or save here where there is no `path`.
+    """
+
+    score: float | None = None
+    path: str | None = None
+    among_best: bool = False
+    last: str | None = None
+
+    @property
+    def target(self) -> str | None:
+        """Where the state is written."""
+        return self.path or self.last
+
+
+class CheckpointWriter:
+    """Writes the checkpoints of one `ModelCheckpoint`, one at a time, and keeps account of them.
+
+    All methods are called by all processes.
+
+    Args:
+        kept: the account.
+        links: whether ``last`` is a link.
+        limit: how many checkpoints the directory may hold; None for any number.
+        in_background: whether training goes on while one is written.
+        forgives: whether errors are logged instead of raised.
+    """
+
+    def __init__(
+        self, kept: KeptCheckpoints, links: bool, limit: int | None, in_background: bool, forgives: bool
+    ) -> None:
+        self.kept = kept
+        self._links = links
+        self._limit = limit
+        self._in_background = in_background
+        self._forgives = forgives
+        self._in_flight: _InFlight | None = None
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether nothing is being written, and no error is left to tell."""
+        return self._in_flight is None
+
+    def save(self, trainer: Trainer, directory: str, decision: Decision, weights_only: bool) -> None:
+        """Write a checkpoint, at once or in the background; `settle` came before.
+
+        Args:
+            trainer: the trainer.
+            directory: the directory of checkpoints.
+            decision: what and where.
+            weights_only: leave out everything but the weights.
+
+        Raises:
+            CheckpointError: it cannot be written; then all is as it was before.
+        """
+        target = decision.target
+        if target is None:
+            return
+        before = self.kept.copy()
+        # The account is part of the checkpoint, so it is brought up to date first.
+        if decision.path is not None:
+            self.kept.add(decision.path, decision.score, decision.among_best)
+        else:
+            self.kept.note_newest(target)
+        if decision.last is not None:
+            self.kept.last = decision.last
+        after = _Once(lambda: self._follow_up(directory, decision))
+        targets = [path for path in (decision.path, decision.last) if path is not None]
+        if folder.is_local(directory):
+            del targets[1:]  # the other one is a link or a copy
+        try:
+            if self._in_background:
+                for path in targets:
+                    pending = trainer.save_checkpoint(path, weights_only=weights_only, block=False)
+                assert pending is not None  # that is what block=False is for
+                self._in_flight = _InFlight(pending, before, after)
+                if trainer.is_global_zero:
+                    pending.add_done_callback(lambda done: None if done.failed() else after.run_quietly())
+            else:
+                for path in targets:
+                    trainer.save_checkpoint(path, weights_only=weights_only)
+        except CheckpointError as error:
+            self._take_back(before, error)
+        else:
+            if not self._in_background:
+                self._finish(after)
+
+    def save_now(self, trainer: Trainer, path: str, is_passing: bool) -> bool:
+        """Write a checkpoint with everything in it, at once.
+
+        Args:
+            trainer: the trainer.
+            path: where.
+            is_passing: whether a newer checkpoint makes it superfluous.
+
+        Returns:
+            Whether it was written.
+
+        Raises:
+            CheckpointError: it cannot be written.
+        """
+        self.settle(forgive=True)
+        before = self.kept.copy()
+        if is_passing:
+            self.kept.passing = [*(old for old in self.kept.passing if old != path), path]
+        self.kept.newest = path
+        try:
+            trainer.save_checkpoint(path)
+        except CheckpointError as error:
+            self._take_back(before, error)
+            return False
+        return True
+
+    def poll(self, trainer: Trainer) -> None:
+        """Let an error in the background end the run, as soon as it can be raised on all processes."""
+        flight = self._in_flight
+        if flight is None or not flight.pending.failed():
+            return
+        if self._forgives or trainer.world_size == 1:
+            self.settle()
+        else:
+            trainer.should_stop = True  # they agree on the step to stop at, and raise when training is over
+
+    def settle(self, forgive: bool = False) -> None:
+        """Wait until what is being written is done.
+
+        Args:
+            forgive: log an error even where errors are to be raised.
+
+        Raises:
+            CheckpointError: it could not be written; raised on all processes.
+        """
+        flight, self._in_flight = self._in_flight, None
+        if flight is None:
+            return
+        try:
+            flight.pending.wait()
+        except CheckpointError as error:
+            self._take_back(flight.before, error, forgive)
+        else:
+            self._finish(flight.after, forgive)
+
+    def abandon(self, wait: bool) -> None:
+        """Let go of what is being written, without a word to other processes.
+
+        Args:
+            wait: whether to wait until it is done.
+        """
+        flight, self._in_flight = self._in_flight, None
+        if flight is None or not wait:
+            return
+        try:
+            flight.pending.wait()
+            flight.after.run()
+        except CheckpointError as error:
+            logger.error(f"ModelCheckpoint: {error}")
+
+    def _finish(self, after: _Once, forgive: bool = False) -> None:
+        try:
+            removed = decide_on_main_process(after.run)
+        except CheckpointError as error:
+            if not (self._forgives or forgive):
+                raise
+            logger.error(f"ModelCheckpoint: {error} The run goes on.")
+            return
+        for path in removed:
+            self.kept.forget(path)
+
+    def _follow_up(self, directory: str, decision: Decision) -> list[str]:
+        """Do what can be done once the checkpoint is durable; returns what was removed."""
+        if decision.path is not None and decision.last is not None and folder.is_local(directory):
+            if self._links:
+                folder.link(decision.last, decision.path)
+            else:
+                folder.duplicate(decision.last, decision.path)
+        gone = list(self.kept.doomed)
+        for path in gone:
+            folder.remove(path)
+        if self._limit is not None:
+            beyond = folder.surplus(directory, self._limit, self.kept.indispensable())
+            for path in beyond:
+                folder.remove(path)
+            gone += beyond
+        return gone
+
+    def _take_back(self, before: KeptCheckpoints, error: CheckpointError, forgive: bool = False) -> None:
+        self.kept = before
+        if not (self._forgives or forgive):
+            raise error
+        logger.error(f"ModelCheckpoint: {error} The run goes on; the checkpoints before this one are intact.")
+
+
+@dataclass
+class _InFlight:
+    """A save in the background, what there was before it, and what follows once it is durable."""
+
+    pending: PendingSave
+    before: KeptCheckpoints
+    after: _Once
+
+
+class _Once:
+    """Work of the main process that is done once, in whichever thread comes first.
+
+    Args:
+        work: what to do.
+    """
+
+    def __init__(self, work: Callable[[], list[str]]) -> None:
+        self._work: Callable[[], list[str]] | None = work
+        self._lock = threading.Lock()
+        self._result: list[str] = []
+        self._error: Exception | None = None
+
+    def run(self) -> list[str]:
+        """Do it, or wait for the thread that does.
+
+        Raises:
+            Exception: it failed, now or then.
+        """
+        with self._lock:
+            work, self._work = self._work, None
+            if work is not None:
+                try:
+                    self._result = work()
+                except Exception as error:
+                    self._error = error
+        if self._error is not None:
+            raise self._error
+        return self._result
+
+    def run_quietly(self) -> None:
+        """Do it; what it raises is raised by the next `run`."""
+        try:
+            self.run()
+        except Exception:
+            pass

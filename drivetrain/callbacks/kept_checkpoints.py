@@ -1,0 +1,99 @@
+"""Which checkpoints of a run there are, and which of them are to go."""
+
+from __future__ import annotations
+
+import copy
+import os
+from dataclasses import dataclass, field
+from typing import Any
+
+from drivetrain.callbacks.checkpoint_policy import BestK
+
+
+@dataclass
+class KeptCheckpoints:
+    """The checkpoints that one `ModelCheckpoint` has written and not yet removed.
+
+    Attributes:
+        best: the best ones, or the newest where scores do not count.
+        last: the path of ``last``, or an empty text.
+        newest: the path of the newest one, whatever its score.
+        beside: the newest one where it is not among the best, kept for ``last`` to link to.
+        passing: those written for a run that was about to be ended; a newer one makes them superfluous.
+        doomed: those that a newer one has made superfluous, and that are still to be removed.
+    """
+
+    best: BestK
+    last: str = ""
+    newest: str = ""
+    beside: str = ""
+    passing: list[str] = field(default_factory=list)
+    doomed: list[str] = field(default_factory=list)
+
+    def add(self, path: str, score: float | None, among_best: bool) -> None:
+        """Take in a checkpoint under a name of its own, and note those that go for it.
+
+        Args:
+            path: the checkpoint.
+            score: its score, if scores count.
+            among_best: whether it is kept for its score; else only for being the newest.
+        """
+        if self.beside and self.beside != path:
+            self.doomed.append(self.beside)
+        self.beside = "" if among_best else path
+        if among_best:
+            self.doomed += self.best.add(path, score)
+        self.note_newest(path)
+
+    def note_newest(self, path: str) -> None:
+        """Let a checkpoint be the newest: those for the meantime go."""
+        self.newest = path
+        self.doomed += [old for old in self.passing if old != path]
+        self.passing = []
+        self.doomed = [old for old in dict.fromkeys(self.doomed) if old != path]
+
+    def forget(self, path: str) -> None:
+        """Take a checkpoint that was removed off the list."""
+        self.best.scores.pop(path, None)
+        self.doomed = [old for old in self.doomed if old != path]
+
+    def indispensable(self) -> set[str]:
+        """Those that no limit removes: the best by score, ``last``, and the newest."""
+        best = self.best.scores if self.best.by_score else ()
+        return {path for path in (*best, self.last, self.newest, self.beside) if path}
+
+    def copy(self) -> KeptCheckpoints:
+        """The same, to return to if a save fails."""
+        return copy.deepcopy(self)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Everything, with paths as they are now."""
+        return {
+            "best_k_models": [[path, score] for path, score in self.best.scores.items()],
+            "newest_of_best": self.best.newest,
+            "last_model_path": self.last,
+            "newest_model_path": self.newest,
+            "beside": self.beside,
+            "passing": list(self.passing),
+            "doomed": list(self.doomed),
+        }
+
+    def load_state_dict(self, state: dict[str, Any], old: str, new: str) -> None:
+        """Take everything back.
+
+        Args:
+            state: what `state_dict` returned.
+            old: the directory of the checkpoints then.
+            new: their directory now.
+        """
+
+        def here(path: str) -> str:
+            inside = path.startswith(old.rstrip("/") + "/")
+            return os.path.join(new, path[len(old.rstrip("/")) + 1 :]) if inside else path
+
+        self.best.scores = {here(path): score for path, score in state["best_k_models"]}
+        self.best.newest = here(state["newest_of_best"])
+        self.last, self.newest = here(state["last_model_path"]), here(state["newest_model_path"])
+        self.beside = here(state["beside"])
+        self.passing = [here(path) for path in state["passing"]]
+        self.doomed = [here(path) for path in state["doomed"]]
