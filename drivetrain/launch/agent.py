@@ -179,6 +179,7 @@ class RankAgent(LocalElasticAgent):
                 return self._failed()
         if ranks.someone_failed():
             self._stopping = True
+            ranks.see_who_dies()
             if ranks.was_preempted():
                 return self._end_preempted()
             if failures := ranks.failures():

@@ -16,6 +16,7 @@ from drivetrain.runtime.exit_codes import RESUME_EXIT_CODE
 
 STOP_PATIENCE = 2.0  # seconds that the peers of a failed rank have between SIGTERM and SIGKILL
 _POLL_INTERVAL = 0.02
+_DYING = 0.2  # seconds that a killed process may take to be gone after its peers have seen its sockets close
 
 
 @dataclass(frozen=True)
@@ -104,9 +105,9 @@ class LocalRanks:
             if record is None:
                 if ending is None or local in self.stopped:
                     continue
-                # A signal leaves no record: such a death is dated to when the rank was last seen alive, so that
+                # A signal leaves no record: such a death is dated to before the rank was last seen alive, so that
                 # it comes before what it brought on its peers.
-                record = FailureRecord("", ending.last_seen, ending.exit_code)
+                record = FailureRecord("", ending.last_seen - _DYING, ending.exit_code)
             failures.append(
                 RankFailure(
                     rank=self._global_ranks[local],
@@ -129,6 +130,10 @@ class LocalRanks:
         return read_record(self._error_files[local])
 
     # ending
+
+    def see_who_dies(self) -> None:
+        """Wait a moment for ranks that die, where one has failed: it may only have seen another's death first."""
+        self.wait((local for local in self.alive() if not self.is_failing(local)), _DYING)
 
     def stop(self, ranks: Iterable[int], patience: float = STOP_PATIENCE) -> None:
         """Ask ranks to end, and end those that do not (they may sit in a collective and hear nothing)."""
