@@ -85,9 +85,13 @@ def parse_configured_optimizers(configured: Any) -> tuple[list[Optimizer], list[
             return _from_dicts(items)
         if len(items) == 2 and isinstance(items[0], list | tuple) and isinstance(items[1], list | tuple):
             return _checked(list(items[0])), [_scheduler_config(item) for item in items[1]]
-        if len(items) == 2 and isinstance(items[0], Optimizer):
+        if len(items) == 2 and isinstance(items[0], Optimizer) and _may_be_scheduler(items[1]):
             return _checked([items[0]]), [_scheduler_config(items[1])]
     raise ConfigurationError(f"configure_optimizers returned {_describe(configured)}. Return {_ALLOWED}.")
+
+
+def _may_be_scheduler(item: Any) -> bool:
+    return isinstance(item, SchedulerConfig | Mapping) or callable(getattr(item, "step", None))
 
 
 def _from_dicts(items: Sequence[Mapping[str, Any]]) -> tuple[list[Optimizer], list[SchedulerConfig]]:
