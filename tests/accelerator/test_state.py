@@ -166,7 +166,7 @@ def test_another_number_of_processes_takes_up_weights_and_position(tmp_path):
     [one] = run_in_processes(loaded_by_one, 1, args=(folder,))
     assert one["parameters"] == two[0]["parameters"]  # running means too, which rank 1 has others of
     assert one["parameters"] != two[1]["parameters"]
-    # 2 processes × 5 batches × 2 samples; the registered counter is rank 0's, which saw half of them
+    # 2 processes saw 5 batches of 2 samples each; the registered counter is rank 0's, which saw half of them
     rest = one["seen"][10:]
     assert len(rest) == 20
     assert not set(rest) & {index for each in two for index in each["seen"]}

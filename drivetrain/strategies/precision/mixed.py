@@ -123,6 +123,8 @@ class Float16Mixed(MixedPrecision):
 
     def unscale(self, optimizer: Optimizer) -> None:
         """Divide an optimizer's gradients by the scale, once per step."""
+        if not self.scaler.is_enabled():
+            return
         state = self.scaler._per_optimizer_states[id(optimizer)]
         if state["stage"].value == 0:  # READY: neither unscaled nor stepped yet
             self.scaler.unscale_(optimizer)

@@ -10,10 +10,27 @@ from drivetrain.strategies.precision.true import BFloat16True, Double, Float16Tr
 _PRECISIONS: dict[str, type[Precision]] = {}
 
 
-def register_precision(precision: type[Precision]) -> type[Precision]:
-    """Make a `Precision` class available under its name and aliases; usable as a decorator."""
-    for name in (precision.name, *precision.__dict__.get("aliases", ())):
-        _PRECISIONS[name] = precision
+def register_precision(precision: type[Precision], *, replace: bool = False) -> type[Precision]:
+    """Make a `Precision` class available under its name and aliases; usable as a decorator.
+
+    Args:
+        precision: the class; names are compared in lower case.
+        replace: whether names that are taken may be taken over.
+
+    Returns:
+        The class.
+
+    Raises:
+        ConfigurationError: a name is taken and `replace` is False.
+    """
+    names = [name.lower() for name in (precision.name, *precision.__dict__.get("aliases", ()))]
+    taken = [name for name in names if name in _PRECISIONS]
+    if taken and not replace:
+        raise ConfigurationError(
+            f"A precision named {taken[0]!r} is registered already; give {precision.__name__} another `name`, or pass "
+            "replace=True to replace it."
+        )
+    _PRECISIONS.update(dict.fromkeys(names, precision))
     return precision
 
 
