@@ -107,7 +107,7 @@ class DigitClassifier(Task):
         loss = F.cross_entropy(logits, labels)
         accuracy = self.accuracy[f"{part}_accuracy"]
         accuracy.update(logits, labels)
-        self.log(f"{part}_loss", loss, on_step=False, on_epoch=True, prog_bar=True)
+        self.log(f"{part}_loss", loss, on_step=False, on_epoch=True)
         self.log(f"{part}_accuracy", accuracy, on_step=False, on_epoch=True, prog_bar=True)
         return loss
 
