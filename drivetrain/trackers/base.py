@@ -66,22 +66,27 @@ class Tracker(ABC):
             step: The optimizer step that the values belong to.
         """
 
-    def state_dict(self) -> dict[str, Any]:
-        """What a resumed run needs to go on in the same place; plain values only."""
-        return {}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on where `state_dict` was taken: what was written after that is dropped.
-
-        Args:
-            state: From `state_dict`.
-        """
-
     def save(self) -> None:
         """Bring everything logged so far to disk, or to the server."""
 
     def finish(self) -> None:
         """Write what is left and close the run."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what a resumed run needs to go on where this one is: values that JSON can hold.
+
+        Called with each checkpoint, on the main process; what was logged before is on disk when it returns.
+        """
+        return {}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on where a run was when `state_dict` was called: what it wrote after that is dropped.
+
+        Called on the main process, before anything is logged.
+
+        Args:
+            state: What `state_dict` returned.
+        """
 
     @property
     def tracker(self) -> Any:

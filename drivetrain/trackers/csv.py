@@ -6,10 +6,14 @@ import csv
 import os
 import time
 from collections.abc import Mapping
+from itertools import islice
 from pathlib import Path
 from typing import Any, ClassVar, TextIO
 
+from drivetrain.runtime.logging import get_logger
 from drivetrain.trackers.directory import DirectoryTracker
+
+logger = get_logger(__name__)
 
 Row = dict[str, Any]
 
@@ -21,7 +25,8 @@ class CSVLogger(DirectoryTracker):
     """Writes ``metrics.csv`` and ``hparams.yaml`` into ``<save_dir>/<name>/version_<n>``.
 
     All values of one step share a row, also when they are logged by several calls. A value that appears later
-    adds a column: only then is the file written anew. A version that is there already is continued.
+    adds a column: only then is the file written anew. A version that is there already is continued. A resumed run goes
+    on in the version of the run before it, without the rows that came after the checkpoint.
 
     Args:
         save_dir: The directory of all runs.
@@ -89,6 +94,30 @@ class CSVLogger(DirectoryTracker):
             self._rows, self._last_is_written = self._rows[-1:], True
         self._written_at = time.monotonic()
 
+    def state_dict(self) -> dict[str, Any]:
+        state = super().state_dict()
+        if self._table is None and not self.run_directory.path.joinpath("metrics.csv").is_file():
+            return {**state, "rows": 0, "columns": [], "last_row": None}
+        self.start()
+        assert self._table is not None
+        # The last row may still grow, here and in the run that is resumed.
+        last_row = dict(self._rows[-1]) if self._rows else None
+        return {**state, "rows": self._table.rows, "columns": list(self._table.columns), "last_row": last_row}
+
+    def _go_on_from(self, state: Mapping[str, Any]) -> None:
+        last_row, path = state["last_row"], self.run_directory.path / "metrics.csv"
+        there = _cut_table(path, list(state["columns"]), state["rows"] - (last_row is not None))
+        if there < state["rows"] - (last_row is not None):
+            logger.warning(
+                f"{path} holds {there} of the {state['rows']} rows that the checkpoint was saved with. The others are "
+                "lost; the run goes on after those that are there."
+            )
+        self._rows, self._last_is_written = [], False
+        if last_row is not None:
+            self.start()
+            self._rows = [dict(last_row)]
+            self.save()  # and it stays open
+
     def finish(self) -> None:
         if self._table is not None:
             self.save()
@@ -110,10 +139,13 @@ class _Table:
     def __init__(self, path: Path) -> None:
         self.path = path
         self.columns: list[str] = []
+        self.rows = 0
         if path.exists() and path.stat().st_size:
             _cut_broken_line(path)
             with path.open(newline="", encoding="utf-8") as file:
-                self.columns = next(csv.reader(file), [])
+                lines = csv.reader(file)
+                self.columns = next(lines, [])
+                self.rows = sum(1 for _ in lines)
         self._file: TextIO = path.open("a", newline="", encoding="utf-8")
         self._last_row = os.fstat(self._file.fileno()).st_size  # where in the file it begins
 
@@ -132,6 +164,7 @@ class _Table:
         self._last_row = os.fstat(self._file.fileno()).st_size
         writer.writerow(rows[-1])
         self._file.flush()
+        self.rows += len(rows) - replace_last
 
     def close(self) -> None:
         self._file.close()
@@ -139,17 +172,34 @@ class _Table:
     def _widen(self, columns: list[str]) -> None:
         """Write the file anew with more columns, beside itself first: the rows there are never at risk."""
         self._file.close()
-        beside = self.path.with_name(f".{self.path.name}.{os.getpid()}")
-        with (
-            self.path.open(newline="", encoding="utf-8") as old,
-            beside.open("w", newline="", encoding="utf-8") as new,
-        ):
-            writer = csv.DictWriter(new, columns, restval="", lineterminator="\n")
-            writer.writeheader()
-            writer.writerows(csv.DictReader(old))
-        os.replace(beside, self.path)
+        _rewrite(self.path, columns)
         self.columns = columns
         self._file = self.path.open("a", newline="", encoding="utf-8")
+
+
+def _rewrite(path: Path, columns: list[str], limit: int | None = None) -> int:
+    """Write a table anew with other columns and at most so many rows; returns how many it has."""
+    beside = path.with_name(f".{path.name}.{os.getpid()}")
+    written = 0
+    with path.open(newline="", encoding="utf-8") as old, beside.open("w", newline="", encoding="utf-8") as new:
+        writer = csv.DictWriter(new, columns, restval="", extrasaction="ignore", lineterminator="\n")
+        writer.writeheader()
+        for row in islice(csv.DictReader(old), limit):
+            writer.writerow(row)
+            written += 1
+    os.replace(beside, path)
+    return written
+
+
+def _cut_table(path: Path, columns: list[str], limit: int) -> int:
+    """Drop all but the first rows of a table, and the columns that only the others have; returns how many are left."""
+    if not columns:
+        path.unlink(missing_ok=True)
+        return 0
+    if not path.is_file():
+        return 0
+    _cut_broken_line(path)
+    return _rewrite(path, columns, limit)
 
 
 def _cut_broken_line(path: Path) -> None:

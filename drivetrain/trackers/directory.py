@@ -60,6 +60,22 @@ class RunDirectory:
         version = self.version
         return self.root / (version if isinstance(version, str) else f"version_{version}")
 
+    def go_on_with(self, version: int | str) -> bool:
+        """Go on in the directory of a run to resume, unless another version was asked for, or it is gone.
+
+        Args:
+            version: The version of that run.
+
+        Returns:
+            Whether this run writes there now.
+        """
+        if self.is_given:
+            return self._version == version
+        before, self._version = self._version, version
+        if not self.path.is_dir():
+            self._version = before
+        return self._version == version
+
     def create(self) -> Path:
         """Make the directory unless it is there, and return it."""
         path = self.path
@@ -121,6 +137,22 @@ class DirectoryTracker(Tracker):
         directory is there already and would find the next number.
         """
         return str(self.run_directory.path)
+
+    def state_dict(self) -> dict[str, Any]:
+        self.save()
+        return {"version": self.version}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.finish()
+        if not self.run_directory.go_on_with(state["version"]):
+            return
+        written = self.run_directory.path / "hparams.yaml"
+        if written.is_file():
+            self._hyperparameters = yaml.safe_load(written.read_text(encoding="utf-8")) or {}
+        self._go_on_from(state)
+
+    def _go_on_from(self, state: Mapping[str, Any]) -> None:
+        """Drop what was written into this run's directory after `state_dict` was called."""
 
     def store_init_configuration(self, values: Mapping[str, Any]) -> None:
         """Write the hyper-parameters to ``hparams.yaml``, together with those given before."""

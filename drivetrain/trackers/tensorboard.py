@@ -20,7 +20,8 @@ class TensorBoardLogger(DirectoryTracker):
     """Writes event files and ``hparams.yaml`` into ``<save_dir>/<name>/version_<n>``.
 
     TensorBoard itself is imported when the first value is written. A version that is there already is
-    continued in a further event file.
+    continued in a further event file. A resumed run goes on in the version of the run before it; what that one wrote
+    after the checkpoint is cut off its event files, and a TensorBoard that has read it already is told to forget it.
 
     Args:
         save_dir: The directory of all runs.
@@ -62,6 +63,8 @@ class TensorBoardLogger(DirectoryTracker):
         self._writer_options = kwargs
         self._writer: SummaryWriter | None = None
         self._unnumbered = 0
+        self._last_step = -1
+        self._purge_step: int | None = None
 
     @classmethod
     def is_available(cls) -> bool:
@@ -71,8 +74,14 @@ class TensorBoardLogger(DirectoryTracker):
         if self._writer is None:
             from torch.utils.tensorboard import SummaryWriter
 
-            directory = Path(self.run_directory.create(), self._sub_dir)
-            self._writer = SummaryWriter(log_dir=str(directory), **self._writer_options)
+            self.run_directory.create()
+            options = {"purge_step": self._purge_step, **self._writer_options}
+            self._writer = SummaryWriter(log_dir=str(self._event_directory), **options)
+            self._purge_step = None
+
+    @property
+    def _event_directory(self) -> Path:
+        return Path(self.run_directory.path, self._sub_dir)
 
     @property
     def tracker(self) -> SummaryWriter:
@@ -104,6 +113,7 @@ class TensorBoardLogger(DirectoryTracker):
         writer = self.tracker
         if step is None:
             step, self._unnumbered = self._unnumbered, self._unnumbered + 1
+        self._last_step = max(self._last_step, step)
         for key, value in values.items():
             if isinstance(value, str):
                 writer.add_text(self._prefix + key, value, step)
@@ -113,6 +123,28 @@ class TensorBoardLogger(DirectoryTracker):
     def save(self) -> None:
         if self._writer is not None:
             self._writer.flush()
+
+    def state_dict(self) -> dict[str, Any]:
+        return {
+            **super().state_dict(),
+            "files": {path.name: path.stat().st_size for path in self._event_files()},
+            "last_step": self._last_step,
+            "unnumbered": self._unnumbered,
+        }
+
+    def _go_on_from(self, state: Mapping[str, Any]) -> None:
+        for path in self._event_files():
+            size = state["files"].get(path.name)
+            if size is None:
+                path.unlink()
+            elif path.stat().st_size > size:
+                os.truncate(path, size)
+        self._last_step, self._unnumbered = state["last_step"], state["unnumbered"]
+        # Event files are read once; a TensorBoard that watches the run still holds what was cut off.
+        self._purge_step = self._last_step + 1
+
+    def _event_files(self) -> list[Path]:
+        return sorted(self._event_directory.glob("events.out.tfevents.*"))
 
     def finish(self) -> None:
         if self._writer is not None:
