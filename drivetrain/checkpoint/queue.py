@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import os
 import threading
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -104,7 +105,7 @@ class SaveQueue:
         self._running: PendingSave | None = None
         self.failed: PendingSave | None = None
         state.before_leaving(self._wait_quietly)
-        atexit.register(self._report)
+        atexit.register(_report, weakref.ref(self))
 
     @property
     def pending(self) -> PendingSave | None:
@@ -162,15 +163,14 @@ class SaveQueue:
         """Raise the error of a save in the background, if one has failed since. Costs next to nothing."""
         if self.failed is not None:
             failed, self.failed = self.failed, None
-            failed.raise_if_failed()
+            if not failed._told:  # by its own wait()
+                failed.raise_if_failed()
 
     def finish(self) -> None:
         """Wait for the save in flight, and raise its error if it failed and nobody was told."""
         if self._running is not None:
             self._running._finished.wait()
             self._running = None
-        if self.failed is not None and self.failed._told:
-            self.failed = None  # wait() raised it
         self.check()
 
     def release(self) -> None:
@@ -183,7 +183,8 @@ class SaveQueue:
         try:
             save.run()
         except BaseException as raised:
-            error = raised
+            # Noted before it counts as done, so that nobody finds it done and nothing wrong.
+            pending._error = error = raised
             self.failed = pending
         del save
         pending._finish(error)
@@ -192,11 +193,17 @@ class SaveQueue:
         if self._running is not None:
             self._running._finished.wait()
 
-    def _report(self) -> None:
+    def report(self) -> None:
         """At exit: an error that nobody has asked for is at least written down."""
         self._wait_quietly()
         if self.failed is not None and not self.failed._told:
             logger.error(f"A checkpoint was lost: {self.failed._error}", main_process_only=False)
+
+
+def _report(reference: weakref.ref[SaveQueue]) -> None:
+    queue = reference()
+    if queue is not None:
+        queue.report()
 
 
 def save_queue(state: PartialState) -> SaveQueue:

@@ -148,8 +148,12 @@ class LocalStorage(Storage):
 
     def begin(self, directory: str, token: str, folders: tuple[str, ...]) -> tuple[str, str]:
         place = self._beside(directory, token, "writing")
-        for folder in ("", *folders):
-            self._mkdir(self.join(place, folder))
+        try:
+            for folder in ("", *folders):
+                self._mkdir(self.join(place, folder))
+        except OSError:
+            self.discard(place)
+            raise
         return place, ""
 
     def create(self, path: str) -> Sink:

@@ -1,0 +1,169 @@
+"""States to save, storages that fail, and comparisons."""
+
+from __future__ import annotations
+
+import math
+import os
+import signal
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from drivetrain.checkpoint import load_run_state, save_run_state
+from drivetrain.checkpoint.storage import LocalStorage
+from drivetrain.runtime.state import PartialState
+
+DTYPES = [
+    torch.float64,
+    torch.float32,
+    torch.float16,
+    torch.bfloat16,
+    torch.float8_e4m3fn,
+    torch.float8_e5m2,
+    torch.int64,
+    torch.int32,
+    torch.int16,
+    torch.int8,
+    torch.uint8,
+    torch.uint16,
+    torch.uint32,
+    torch.uint64,
+    torch.bool,
+    torch.complex64,
+    torch.complex128,
+]
+
+
+def odd_tensors() -> dict[str, Tensor]:
+    """Every dtype, and every way to lie in memory."""
+    base = torch.arange(24, dtype=torch.float32).reshape(2, 3, 4)
+    tensors = {str(dtype): base.to(dtype) for dtype in DTYPES}
+    tied = torch.randn(3)
+    return {
+        **tensors,
+        "scalar": torch.tensor(math.pi),
+        "empty": torch.empty(0, 3),
+        "nan": torch.tensor([math.nan, -math.inf, -0.0]),
+        "transposed": base.permute(2, 0, 1),
+        "strided": base[:, ::2, 1:],
+        "expanded": torch.ones(1, 3).expand(4, 3),
+        "conjugated": torch.randn(3, dtype=torch.complex64).conj(),
+        "parameter": nn.Parameter(torch.ones(2)),
+        "channels_last": torch.randn(1, 2, 3, 3).to(memory_format=torch.channels_last),
+        "unaligned": torch.arange(9, dtype=torch.uint8)[1:],
+        "tied": tied,
+        "tied_again": tied,
+    }
+
+
+def alone() -> PartialState:
+    return PartialState(cpu=True)
+
+
+def run_state(seed: int = 0) -> dict[str, Any]:
+    """What a small training run shares."""
+    generator = torch.Generator().manual_seed(seed)
+    weight, bias = torch.randn(8, 4, generator=generator), torch.randn(8, generator=generator)
+    return {
+        "global_step": seed,
+        "state_dict": {"layer.weight": weight, "layer.bias": bias},
+        "optimizer_states": [{"state": {"layer.weight": {"step": torch.tensor(float(seed)), "exp_avg": weight * 2}}}],
+    }
+
+
+def own_state(rank: int = 0) -> dict[str, Any]:
+    return {"random": {"torch": torch.full((16,), rank, dtype=torch.uint8), "position": rank}}
+
+
+def write(directory: str | Path, seed: int = 0, **options: Any) -> None:
+    save_run_state(directory, run_state(seed), own_state(), alone(), **options)
+
+
+def seed_of(directory: str | Path) -> int:
+    """Which state a checkpoint holds, after comparing all of it."""
+    shared, own = load_run_state(directory, alone())
+    seed = shared["global_step"]
+    assert_same(shared, run_state(seed))
+    assert_same(own, own_state())
+    return int(seed)
+
+
+def assert_same(found: Any, expected: Any, path: str = "state") -> None:
+    """Compare nested values exactly: types, dtypes and bits."""
+    if isinstance(expected, Tensor):
+        assert isinstance(found, Tensor), path
+        assert found.dtype == expected.dtype, path
+        assert found.shape == expected.shape, path
+        assert bits(found) == bits(expected), path
+    elif isinstance(expected, Mapping):
+        assert isinstance(found, Mapping), path
+        assert list(found) == list(expected), path
+        for key in expected:
+            assert type(next(one for one in found if one == key)) is type(key), path
+            assert_same(found[key], expected[key], f"{path}/{key}")
+    elif isinstance(expected, (list, tuple)):
+        assert type(found) is type(expected), path
+        assert len(found) == len(expected), path
+        for index, (one, other) in enumerate(zip(found, expected, strict=True)):
+            assert_same(one, other, f"{path}/{index}")
+    else:
+        assert type(found) is type(expected), path
+        assert found == expected or (found != found and expected != expected), path
+
+
+def bits(tensor: Tensor) -> bytes:
+    plain = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous().reshape(-1)
+    return plain.view(torch.uint8).numpy().tobytes() if plain.numel() else b""
+
+
+def leftovers(root: str | Path) -> list[str]:
+    """Names beside the checkpoints that a save should have removed."""
+    return sorted(name for name in os.listdir(root) if name.startswith("."))
+
+
+class CountingStorage(LocalStorage):
+    """Counts what can fail, and lets one call of it fail, or kill the process.
+
+    Args:
+        fail_at: number of the call that fails, from 1; 0 for none.
+        error: the error number that it fails with; None kills the process as the kernel would.
+        only: which kinds of call are counted.
+    """
+
+    def __init__(self, fail_at: int = 0, error: int | None = None, only: tuple[str, ...] = ()) -> None:
+        self.fail_at, self.error, self.only = fail_at, error, only
+        self.calls: list[str] = []
+
+    def _met(self, kind: str, path: str) -> None:
+        if self.only and kind not in self.only:
+            return
+        self.calls.append(kind)
+        if len(self.calls) == self.fail_at:
+            if self.error is None:
+                os.kill(os.getpid(), signal.SIGKILL)
+            else:
+                raise OSError(self.error, os.strerror(self.error), path)
+
+    def _mkdir(self, path: str) -> None:
+        self._met("mkdir", path)
+        super()._mkdir(path)
+
+    def _open(self, path: str) -> int:
+        self._met("open", path)
+        return super()._open(path)
+
+    def _write(self, descriptor: int, data: memoryview, path: str) -> int:
+        self._met("write", path)
+        # Short writes are what a disk that fills up does first.
+        return super()._write(descriptor, data[: max(1, len(data) // 2)], path)
+
+    def _fsync(self, descriptor: int, path: str) -> None:
+        self._met("fsync", path)
+        super()._fsync(descriptor, path)
+
+    def _rename(self, source: str, target: str) -> None:
+        self._met("rename", source)
+        super()._rename(source, target)
