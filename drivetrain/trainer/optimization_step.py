@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from drivetrain.data import BatchInfo
+from drivetrain.runtime.collectives import reduce
 from drivetrain.runtime.errors import ConfigurationError
 from drivetrain.strategies import StepModule
 from drivetrain.strategies.precision import Precision, overrides
@@ -64,7 +65,9 @@ class OptimizationStep:
         self._precision = precision
         self._forward_backward = strategy.forward_backward
         self._optimizer_step = strategy.optimizer_step
-        self._training_step = bind_step(model, task.training_step, precision)
+        stands_in = trainer.world_size > 1 and task.automatic_optimization
+        step = self._with_stand_in(task.training_step) if stands_in else task.training_step
+        self._training_step = bind_step(model, step, precision)
         self._scale = precision.scale if overrides(precision, "scale") else None
         self._unscale = precision.unscale if overrides(precision, "unscale") else None
         self._backward = task.backward if is_overridden(task, Task, "backward") else strategy.backward
@@ -221,7 +224,9 @@ class OptimizationStep:
                     if self._on_gradients_ready and self._is_vetoed():
                         raise StepVetoed
                 self.before_step(optimizer.optimizer)
-                return self._loss_of(outputs[-1])
+                loss = self._loss_of_window(outputs, window)
+                # Searching along a line, every process must see the same.
+                return reduce(loss) if optimizer.needs_closure else loss
 
             self._stepped = False
             try:
@@ -247,7 +252,7 @@ class OptimizationStep:
             loss: Tensor = output["loss"]
             return loss
         if output is None:
-            return self._nothing()
+            return None
         given = f"a dict with the keys {sorted(map(str, output))}" if isinstance(output, Mapping) else repr(output)[:80]
         raise ConfigurationError(
             f"{type(self._task).__name__}.training_step returned {given}. Return the loss as a scalar tensor, a dict "
@@ -268,15 +273,35 @@ class OptimizationStep:
                 "to leave the batch out."
             ) from error
 
-    def _nothing(self) -> Tensor | None:
-        """What stands for the loss of a batch left out: gradients of zero, where peers wait for this process's."""
-        if self._processes == 1:
-            return None
+    def _loss_of_window(self, outputs: list[Any], window: Sequence[MicroBatch]) -> Tensor:
+        """The loss that the gradients of a window are those of; this process's part of it where there are several."""
+        total = torch.zeros((), device=self._trainer.strategy.device)
+        for output, microbatch in zip(outputs, window, strict=True):
+            loss = self._loss_of(output)
+            if loss is not None:
+                total = total + loss.detach() * (self._share_of_rows(microbatch.info) / len(window))
+        return total
+
+    def _with_stand_in(self, step: Callable[..., Any]) -> Callable[..., Any]:
+        """A step whose peers wait for its gradients: a batch that it leaves out has gradients of zero instead.
+
+        They must come from the output of the forward, by which DDP learns what takes part in the backward.
+        """
+
+        def step_or_stand_in(*args: Any) -> Any:
+            output = step(*args)
+            return self._nothing() if output is None else output
+
+        return step_or_stand_in
+
+    def _nothing(self) -> Tensor:
         parts = [p.reshape(-1)[:1].sum() for p in self._task.parameters() if p.requires_grad]
         return torch.stack(parts).nan_to_num(0.0, 0.0, 0.0).sum() * 0.0
 
     def _share_of_rows(self, info: BatchInfo) -> float:
         """What this process's mean loss counts for, so that the mean over processes is that of the global batch."""
+        if self._processes == 1:
+            return 1.0
         rows, total = info.real_rows, info.global_rows
         if rows is None or not total:
             return 1.0

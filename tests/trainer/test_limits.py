@@ -1,0 +1,253 @@
+"""How much is trained, validated, tested and predicted."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from drivetrain import Callback, CSVLogger, ModelCheckpoint, Task, Trainer
+from tests.pool import run_in_processes
+from tests.trainer.tasks import Count, Weight, fitted, ones, quiet, rows, stream
+
+# options, steps, epochs; of 6 batches an epoch
+ENDS: list[tuple[dict[str, Any], int, int]] = [
+    ({"max_epochs": 2}, 12, 2),
+    ({"max_epochs": 0}, 0, 0),
+    ({"max_epochs": None, "max_steps": 8}, 8, 1),
+    ({"max_epochs": -1, "max_steps": 6}, 6, 1),
+    ({"max_epochs": 2, "max_steps": 100}, 12, 2),
+    ({"max_steps": 0}, 0, 0),
+    ({"max_epochs": 2, "accumulate_grad_batches": 4}, 4, 2),
+    ({"max_epochs": None, "max_steps": 3, "accumulate_grad_batches": 4}, 3, 1),
+    ({"max_epochs": 2, "limit_train_batches": 4}, 8, 2),
+    ({"max_epochs": 2, "limit_train_batches": 0.5}, 6, 2),
+    ({"max_epochs": 2, "limit_train_batches": 1.0}, 12, 2),
+    ({"max_epochs": 2, "limit_train_batches": 1}, 2, 2),
+    ({"max_epochs": 2, "limit_train_batches": 100}, 12, 2),
+    ({"max_epochs": 2, "limit_train_batches": 0}, 0, 0),
+    ({"max_epochs": 2, "limit_train_batches": 0.0}, 0, 0),
+    ({"max_epochs": 9, "fast_dev_run": True}, 1, 1),
+    ({"max_epochs": 9, "fast_dev_run": 3}, 3, 1),
+    ({"max_epochs": 2, "overfit_batches": 2}, 4, 2),
+    ({"max_epochs": 2, "overfit_batches": 0.5}, 6, 2),
+]
+
+
+@pytest.mark.parametrize(("options", "steps", "epochs"), ENDS, ids=[str(case[0]) for case in ENDS])
+def test_a_run_ends_where_it_should(options: dict[str, Any], steps: int, epochs: int) -> None:
+    trainer = fitted(Weight(), ones(6), ones(6), **options)
+    assert (trainer.global_step, trainer.current_epoch) == (steps, epochs)
+
+
+def test_a_run_without_any_end_has_1000_epochs() -> None:
+    assert quiet(max_epochs=None).max_epochs == 1000
+    assert quiet(max_epochs=None, max_steps=10).max_epochs == -1
+    assert quiet(max_epochs=None, max_time={"hours": 1}).max_epochs == -1
+
+
+def test_a_second_fit_goes_on_counting() -> None:
+    trainer = quiet(max_epochs=1)
+    trainer.fit(Weight(), ones(3))
+    trainer.max_epochs = 3
+    task = Weight()
+    trainer.fit(task, ones(3))
+    assert (trainer.global_step, trainer.current_epoch) == (9, 3)
+    assert [batch[:2] for batch in task.batches] == [(e, b) for e in (1, 2) for b in range(3)]
+
+
+@pytest.mark.parametrize("loader", [ones, lambda count: stream([1.0] * count)], ids=["known length", "unknown length"])
+def test_max_steps_at_the_end_of_an_epoch_ends_that_epoch(loader: Any) -> None:
+    trainer = fitted(Weight(), loader(4), max_epochs=-1, max_steps=8)
+    assert (trainer.global_step, trainer.current_epoch) == (8, 2)
+
+
+class StopAt(Callback):
+    """Wishes to stop at a step."""
+
+    def __init__(self, step: int) -> None:
+        self.step = step
+
+    def on_train_batch_end(self, trainer: Trainer, task: Task, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if trainer.global_step == self.step:
+            trainer.should_stop = True
+
+
+@pytest.mark.parametrize(
+    ("options", "steps"),
+    [({}, 2), ({"min_steps": 5}, 5), ({"min_epochs": 2}, 12), ({"min_steps": 8, "min_epochs": 1}, 8)],
+    ids=str,
+)
+def test_a_wish_to_stop_waits_for_the_least_asked_for(options: dict[str, Any], steps: int) -> None:
+    assert fitted(Weight(), ones(6), callbacks=StopAt(2), max_epochs=5, **options).global_step == steps
+
+
+class Clock(Weight):
+    """Moves the clock of the loop on by a second with each batch."""
+
+    seconds = 0.0
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        Clock.seconds += 1.0
+        return super().training_step(batch, batch_idx)
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> None:
+    Clock.seconds = 0.0
+    for module in ("fit_loop", "stopping"):
+        monkeypatch.setattr(f"drivetrain.trainer.{module}.time.monotonic", lambda: Clock.seconds)
+
+
+@pytest.mark.parametrize("given", [{"seconds": 7}, "00:00:00:07"], ids=str)
+def test_max_time_ends_a_run_after_the_step_under_way(clock: None, given: Any) -> None:
+    assert fitted(Clock(), ones(100), max_time=given).global_step == 7
+
+
+def test_max_time_wins_over_min_epochs(clock: None) -> None:
+    assert fitted(Clock(), ones(100), max_time={"seconds": 3}, min_epochs=5, max_epochs=9).global_step == 3
+
+
+def test_max_time_holds_where_no_step_is_taken_at_all(clock: None) -> None:
+    class Skipping(Clock):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            super().training_step(batch, batch_idx)
+            return None
+
+    task = Skipping()
+    trainer = fitted(task, ones(100), max_time={"seconds": 5})
+    assert (trainer.global_step, len(task.batches)) == (0, 5)
+
+
+# evaluation
+
+EVALUATED: list[tuple[Any, list[int]]] = [
+    (None, [6, 3]),
+    (1.0, [6, 3]),
+    (2, [2, 2]),
+    (1, [1, 1]),
+    (0.5, [3, 1]),
+    (0, [0, 0]),
+    (100, [6, 3]),
+]
+
+
+@pytest.mark.parametrize(("limit", "batches"), EVALUATED, ids=str)
+@pytest.mark.parametrize("verb", ["validate", "test", "predict"])
+def test_limits_hold_for_each_loader_of_an_evaluation(limit: Any, batches: list[int], verb: str) -> None:
+    class Evaluated(Weight):
+        def __init__(self) -> None:
+            super().__init__()
+            self.seen = [0, 0]
+
+        def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
+            self.seen[dataloader_idx] += 1
+
+        test_step = predict_step = validation_step
+
+    name = "val" if verb == "validate" else verb
+    task = Evaluated()
+    trainer = quiet(**{f"limit_{name}_batches": limit})
+    getattr(trainer, verb)(task, [ones(6), ones(3)])
+    assert task.seen == batches
+    assert getattr(trainer, f"num_{name}_batches") == batches
+
+
+def test_limit_val_batches_0_leaves_validation_out_of_fit() -> None:
+    count = Count("on_validation_start", "on_sanity_check_start")
+    fitted(Weight(), ones(2), ones(2), callbacks=count, limit_val_batches=0, num_sanity_val_steps=2)
+    assert (count["on_validation_start"], count["on_sanity_check_start"]) == (0, 0)
+
+
+def limited_on_two() -> tuple[int, list[float], int]:
+    seen: list[Any] = []
+
+    class Noting(Weight):
+        def validation_step(self, batch: Any, batch_idx: int) -> None:
+            seen.append(batch_idx)
+
+    trainer = fitted(Noting(), ones(7), ones(3), limit_val_batches=0.5, limit_train_batches=0.5)
+    return trainer.global_step, trainer.num_val_batches, len(seen)
+
+
+def test_fractions_mean_the_same_on_every_process() -> None:
+    # 4 steps of training, of which half; and 2 and 1 batches of validation, of which the first.
+    assert run_in_processes(limited_on_two, 2) == [(2, [1], 1), (2, [1], 1)]
+
+
+# fast_dev_run, overfit_batches, sanity check
+
+
+def test_fast_dev_run_tries_everything_and_writes_nothing(tmp_path: Any) -> None:
+    count = Count("on_validation_start", "on_validation_batch_start", "on_train_batch_start", "on_sanity_check_start")
+    trainer = Trainer(
+        accelerator="cpu",
+        fast_dev_run=2,
+        callbacks=[count, ModelCheckpoint(dirpath=tmp_path / "checkpoints")],
+        logger=CSVLogger(tmp_path),
+        val_check_interval=4,
+        enable_progress_bar=False,
+        default_root_dir=tmp_path,
+    )
+    trainer.fit(Weight(), ones(8), ones(8))
+    assert {name: len(steps) for name, steps in count.steps.items()} == {
+        "on_validation_start": 1,
+        "on_validation_batch_start": 2,
+        "on_train_batch_start": 2,
+        "on_sanity_check_start": 0,
+    }
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_overfit_batches_takes_the_same_batches_unshuffled_in_each_epoch() -> None:
+    task = Weight()
+    loader = rows(range(8), 2, shuffle=True)
+    with pytest.warns(UserWarning, match="shuffling is off"):
+        fitted(task, loader, overfit_batches=2, max_epochs=3)
+    assert [batch[2] for batch in task.batches] == [0.0, 2.0] * 3
+
+
+@pytest.mark.parametrize(("steps", "batches"), [(0, 0), (1, 1), (2, 2), (None, 2), (-1, 5), (9, 5)])
+def test_the_sanity_check_runs_some_validation_batches_before_training(steps: int | None, batches: int) -> None:
+    seen: list[tuple[bool, bool, bool]] = []
+
+    class Noting(Weight):
+        def validation_step(self, batch: Any, batch_idx: int) -> None:
+            self.log("val_loss", 1.0)
+            if self.trainer.global_step == 0:
+                seen.append((self.trainer.sanity_checking, self.trainer.validating, self.training))
+
+        def on_train_start(self) -> None:
+            assert "val_loss" not in self.trainer.callback_metrics
+            assert not self.trainer.sanity_checking
+
+    fitted(Noting(), ones(2), ones(5), num_sanity_val_steps=steps)
+    assert seen == [(True, False, False)] * batches
+
+
+def test_barebones_leaves_everything_around_the_loop_out() -> None:
+    count = Count("on_sanity_check_start")
+    trainer = Trainer(accelerator="cpu", barebones=True, max_epochs=1, callbacks=count)
+    trainer.fit(Weight(), ones(2), ones(2))
+    assert trainer.callbacks == [count]
+    assert (trainer.loggers, trainer.log_every_n_steps, count["on_sanity_check_start"]) == ([], 0, 0)
+
+
+def test_training_leaves_each_module_in_the_mode_it_was_in() -> None:
+    class Mixed(Weight):
+        def __init__(self) -> None:
+            super().__init__()
+            self.frozen = torch.nn.BatchNorm1d(1).eval()
+            self.modes: list[tuple[bool, bool]] = []
+
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            self.modes.append((self.training, self.frozen.training))
+            return super().training_step(batch, batch_idx)
+
+        def on_train_start(self) -> None:
+            self.frozen.eval()
+
+    task = Mixed()
+    fitted(task, ones(2), ones(1), max_epochs=2, num_sanity_val_steps=1)
+    assert task.modes == [(True, False)] * 4
