@@ -59,8 +59,11 @@ class CombinedLoader:
         return CombinedLoader(structure, self.mode)
 
     def set_epoch(self, epoch: int) -> None:
-        """Tell every loader the epoch."""
+        """Begin an epoch anew, in every loader: one that was started again may call an earlier pass by this number."""
+        self._resumes = False
         for loader in self.loaders:
+            if hasattr(loader, "skip"):
+                loader.skip(0)
             if hasattr(loader, "set_epoch"):
                 loader.set_epoch(epoch)
 
@@ -125,10 +128,8 @@ class CombinedLoader:
 
     def _side_by_side(self) -> _Pairs:
         ended = self._ended
-        iterators: list[Any] = [
-            iter(()) if over and self.mode == "max_size" else iter(loader)
-            for over, loader in zip(ended, self.loaders, strict=True)
-        ]
+        # Each is begun only with its first batch: what a loader draws for its order, it then draws in one go.
+        iterators: list[Any] = [None] * len(self.loaders)
         try:
             while True:
                 batches: list[Any] = []
@@ -155,6 +156,8 @@ class CombinedLoader:
         try:
             if self.mode == "max_size" and ended[position]:
                 return None, False
+            if iterators[position] is None:
+                iterators[position] = iter(loader)
             return next(iterators[position]), False
         except StopIteration:
             ended[position] = True

@@ -129,6 +129,9 @@ class Strategy(ABC):
             else:
                 return model
 
+    def before_evaluation(self, model: nn.Module) -> None:
+        """Make every process evaluate the same model; called on all of them."""
+
     def evaluation_model(self, model: nn.Module) -> nn.Module:
         """The module to call in evaluation, where no gradients need reducing."""
         return model

@@ -120,6 +120,15 @@ class DDP(Strategy):
             bare = super().unwrap(bare.module)
         return bare
 
+    def before_evaluation(self, model: nn.Module) -> None:
+        """Give all processes rank 0's buffers.
+
+        Each process's batch statistics have moved on by its own last batch; those of rank 0 are the ones that
+        the next training step and a checkpoint take.
+        """
+        if isinstance(model, DistributedDataParallel) and self.wrapper_options.get(_BROADCAST_BUFFERS, True):
+            broadcast(list(self.unwrap(model).buffers()))
+
     def evaluation_model(self, model: nn.Module) -> nn.Module:
         """The module inside: processes may have different numbers of evaluation batches, so nothing is exchanged."""
         return model.module if isinstance(model, DistributedDataParallel) else model

@@ -51,6 +51,10 @@ def resolve_strategy(spec: str | Strategy, environment: ProcessEnvironment) -> S
     """
     if isinstance(spec, Strategy):
         return spec
+    if isinstance(spec, type) and issubclass(spec, Strategy):
+        raise ConfigurationError(
+            f"strategy must be a name or a Strategy, got the class {spec.__name__}. Make one: {spec.__name__}()."
+        )
     if not isinstance(spec, str):
         raise ConfigurationError(
             f"strategy must be a name or a Strategy, got {type(spec).__name__}. "

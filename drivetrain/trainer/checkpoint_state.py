@@ -133,11 +133,11 @@ class SavedRun:
             loader: the prepared training loader.
         """
         progress, state = self._trainer.progress, self._state["loader"]
-        if progress.epoch_is_ending:
+        if progress.batches_are_done:
             # Only what the next epoch's order is drawn from still counts.
             state = _at_start_of(state, progress.epoch + 1)
         loader.load_state_dict(state)
-        if self._own is None and not progress.epoch_is_ending and isinstance(loader, PreparedLoader):
+        if self._own is None and not progress.batches_are_done and isinstance(loader, PreparedLoader):
             # Another number of processes, each with its own number of batches.
             progress.batches_in_epoch = loader.consumed_batches
 
@@ -155,5 +155,10 @@ class SavedRun:
 def _at_start_of(state: dict[str, Any], epoch: int) -> dict[str, Any]:
     """A loader's position at the start of an epoch, with the generators that its order is drawn from."""
     if "loaders" in state:
-        return {**state, "index": 0, "loaders": [_at_start_of(each, epoch) for each in state["loaders"]]}
+        return {
+            **state,
+            "index": 0,
+            "ended": [False] * len(state["loaders"]),
+            "loaders": [_at_start_of(each, epoch) for each in state["loaders"]],
+        }
     return {**state, "epoch": epoch, "consumed": 0, "batches": 0, "start": None}

@@ -61,6 +61,7 @@ class EvaluationLoop:
         self._source, self._limit, self._limit_name = source, limit, limit_name
         self._loaders: list[PreparedLoader] | None = None
         self._limits: list[float] = []
+        self._strategy, self._model = trainer.strategy, model
         self._step = bind_step(
             trainer.strategy.evaluation_model(model), getattr(task, f"{stage}_step"), trainer.accelerator.precision
         )
@@ -95,6 +96,7 @@ class EvaluationLoop:
         trainer, hooks, stage = self._trainer, self._hooks, self._stage
         loaders = self.load()
         limits = [min(limit, FOREVER if at_most is None else at_most) for limit in self._limits]
+        self._strategy.before_evaluation(self._model)
         with _evaluating(self._task, stage, trainer):
             trainer.logged.enter(self._in_epoch)
             hooks.call(f"on_{stage}_start")

@@ -162,7 +162,7 @@ class FitLoop:
         loader, limit, size = self._loader, self._limit, self._trainer.accumulate_grad_batches
         skips = self._trainer.batches_to_skip
         index = self._progress.batches_in_epoch
-        if index >= limit:
+        if index >= limit or self._progress.batches_are_done:
             return
         window: list[MicroBatch] = []
         for batch in loader:
@@ -289,8 +289,11 @@ class FitLoop:
         progress, every = self._progress, self._validate_every
         if self._validation is None or every == FOREVER or not self._is_validation_epoch():
             return False
-        done = progress.total_batches if self._trainer.check_val_every_n_epoch is None else progress.batches_in_epoch
-        return done > 0 and done % every == 0 and progress.validated_at != progress.total_batches
+        done, last = progress.total_batches, max(progress.validated_at, 0)
+        if self._trainer.check_val_every_n_epoch is not None:
+            before = done - progress.batches_in_epoch
+            done, last = done - before, max(last - before, 0)
+        return done >= (last // every + 1) * every
 
     def validates_after_this_step(self) -> bool:
         """Whether a validation follows the step that is being ended."""
@@ -322,6 +325,7 @@ class FitLoop:
 
     def _end_epoch(self, finished: bool) -> None:
         trainer, progress = self._trainer, self._progress
+        progress.batches_are_done = finished
         if finished and (self._validates_at_epoch_end() or self._is_validation_pending()):
             self._validate(at_end=True)
         if finished:

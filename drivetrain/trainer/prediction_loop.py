@@ -33,6 +33,7 @@ class PredictionLoop:
 
     def __init__(self, trainer: Trainer, task: Task, model: nn.Module, source: LoaderSource, keep: bool) -> None:
         self._trainer, self._task, self._source, self._keep = trainer, task, source, keep
+        self._strategy, self._model = trainer.strategy, model
         self._step = bind_step(
             trainer.strategy.evaluation_model(model), task.predict_step, trainer.accelerator.precision
         )
@@ -49,6 +50,7 @@ class PredictionLoop:
         limits = limits_of(loaders, trainer.limit_predict_batches, "limit_predict_batches")
         trainer.num_evaluation_batches["predict"] = own_batches(loaders, limits)
         results: list[Any] = []
+        self._strategy.before_evaluation(self._model)
         with _evaluating(self._task, "predict", trainer):
             trainer.logged.enter(PREDICT)
             hooks.call("on_predict_start")

@@ -18,6 +18,7 @@ class Progress:
         validations: validation runs finished.
         validated_at: `total_batches` at the last of them.
         epoch_over: whether the schedulers that follow epochs have stepped for this one.
+        batches_are_done: whether the epoch has no batch left.
         epoch_is_ending: whether nothing of the epoch is left but its last hooks.
     """
 
@@ -28,13 +29,14 @@ class Progress:
     validations: int = 0
     validated_at: int = -1
     epoch_over: bool = False
+    batches_are_done: bool = False
     epoch_is_ending: bool = False
 
     def begin_epoch(self, epoch: int) -> None:
         """Stand before an epoch's first batch."""
         self.epoch = epoch
         self.batches_in_epoch = 0
-        self.epoch_over = self.epoch_is_ending = False
+        self.epoch_over = self.batches_are_done = self.epoch_is_ending = False
 
     def state_dict(self) -> dict[str, int | bool]:
         """The counters."""

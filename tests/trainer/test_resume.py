@@ -81,19 +81,32 @@ def test_two_processes_resume(kind, tmp_path):
             assert_same(whole, broken, resumed)
 
 
+@pytest.mark.parametrize("kind", ["generator", "permutation"])
 @pytest.mark.parametrize(("before", "after"), [(2, 1), (1, 2), (2, 4)])
-def test_another_number_of_processes_sees_each_sample_once(before, after, tmp_path):
-    """With the global batch held, the rest of the epoch and the epoch after it hold the samples of a whole run."""
+def test_another_number_of_processes_goes_on_with_the_same_batches(before, after, kind, tmp_path):
+    """With the global batch held, the rest of the epoch and the epoch after it hold the batches of a whole run."""
     folder, batch = str(tmp_path), 8
-    whole = in_processes(1, str(tmp_path / "whole"), rows=batch, epochs=2)[0]
-    in_processes(before, folder, rows=batch // before, epochs=2, moment="batch", step=2)
-    resumed = in_processes(after, folder, rows=batch // after, epochs=2, resume="yes")
+    whole = in_processes(1, str(tmp_path / "whole"), kind=kind, rows=batch, epochs=2)[0]
+    in_processes(before, folder, kind=kind, rows=batch // before, epochs=2, moment="batch", step=2)
+    resumed = in_processes(after, folder, kind=kind, rows=batch // after, epochs=2, resume="yes")
     expected = {step: sorted(samples) for step, samples, _ in whole.trace[2:]}
     seen: dict[int, list[int]] = {}
     for outcome in resumed:
         for step, samples, _ in outcome.trace:
             seen.setdefault(step, []).extend(samples)
     assert {step: sorted(samples) for step, samples in seen.items()} == expected
+
+
+@pytest.mark.parametrize(("before", "after"), [(2, 1), (1, 2), (2, 4)])
+def test_another_number_of_processes_sees_each_sample_once(before, after, tmp_path):
+    """Also where the order of the next epoch is drawn from the global generator, which dropout draws from too."""
+    folder, batch, steps = str(tmp_path), 8, 6
+    broken = in_processes(before, folder, rows=batch // before, epochs=2, moment="batch", step=2)
+    resumed = in_processes(after, folder, rows=batch // after, epochs=2, resume="yes")
+    seen = [item for outcome in (*broken, *resumed) for item in outcome.trace]
+    for epoch in (0, 1):
+        samples = [s for step, batch_samples, _ in seen if step // steps == epoch for s in batch_samples]
+        assert sorted(samples) == list(range(48)), epoch
 
 
 def in_processes(count: int, folder: str, **case: object) -> list[Outcome]:
