@@ -1,0 +1,222 @@
+"""DDP's options, each with what it is for."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+
+from drivetrain import DDP, Accelerator, ConfigurationError
+from tests.pool import ProcessesFailed, run_in_processes
+
+
+class Branches(nn.Module):
+    """Uses one of two branches; the frozen one never learns."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.left = nn.Linear(2, 2)
+        self.right = nn.Linear(2, 2)
+        self.frozen = nn.Linear(2, 2).requires_grad_(False)
+
+    def forward(self, x: torch.Tensor, branch: str) -> torch.Tensor:
+        return self.frozen(getattr(self, branch)(x))
+
+
+def train_branches(options: dict[str, Any], branches: list[str], steps: int = 1) -> dict[str, Any]:
+    """Gradients after a few steps in which rank 0's input is ones and rank 1's threes."""
+    torch.manual_seed(0)
+    accelerator = Accelerator(cpu=True, strategy=DDP(**options), gradient_accumulation_steps=steps)
+    module = Branches()
+    before = module.frozen.weight.clone()
+    model, optimizer = accelerator.prepare(module, torch.optim.SGD(module.parameters(), lr=0.0))
+    x = torch.full((1, 2), 1.0 + 2 * accelerator.process_index)
+    for _ in range(3):
+        for branch in branches:
+            with accelerator.accumulate(model):
+                optimizer.zero_grad()
+                accelerator.backward(model(x, branch).sum())
+                optimizer.step()
+    gradients = {name: None if p.grad is None else p.grad.tolist() for name, p in module.named_parameters()}
+    optimizer.zero_grad()
+    mean = Branches()
+    mean.load_state_dict(module.state_dict())
+    mean(torch.full((1, 2), 2.0), branches[-1]).sum().backward()
+    expected = getattr(mean, branches[-1]).weight.grad
+    return {
+        "gradients": gradients,
+        "expected": expected.tolist(),
+        "frozen": torch.equal(module.frozen.weight, before) and gradients["frozen.weight"] is None,
+    }
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"gradient_as_bucket_view": False},
+        {"static_graph": True},
+        {"bucket_cap_mb": 0.00001},
+        {"broadcast_buffers": False},
+        {"find_unused_parameters": True},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("steps", [1, 3])
+def test_gradients_are_those_of_the_mean_over_processes(options, steps):
+    options = {"find_unused_parameters": not options.get("static_graph"), **options}
+    for each in run_in_processes(train_branches, 2, args=(options, ["left"], steps)):
+        torch.testing.assert_close(torch.tensor(each["gradients"]["left.weight"]), torch.tensor(each["expected"]))
+        assert each["frozen"]
+
+
+def test_parameters_that_take_no_part_need_to_be_looked_for():
+    for each in run_in_processes(train_branches, 2, args=({"find_unused_parameters": True}, ["left", "right"])):
+        torch.testing.assert_close(torch.tensor(each["gradients"]["right.weight"]), torch.tensor(each["expected"]))
+    with pytest.raises(ProcessesFailed, match="find_unused_parameters=True"):
+        run_in_processes(train_branches, 2, args=({}, ["left", "right"]))
+
+
+def compressed(name: Any, options: dict[str, Any]) -> dict[str, Any]:
+    """Bytes that go through all-reduce in the last step, and how far gradients are from the exact mean."""
+    torch.manual_seed(0)
+    hook = HOOKS.get(name, name)
+    if "state" in options:
+        options = {"state": []}
+    accelerator = Accelerator(cpu=True, strategy=DDP(comm_hook=hook, comm_hook_options=options))
+    model = nn.Linear(64, 64, bias=False)
+    bare = model
+    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.0))
+    sent: list[int] = []
+    original = dist.all_reduce
+
+    def counting(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        sent.append(tensor.numel() * tensor.element_size())
+        return original(tensor, *args, **kwargs)
+
+    dist.all_reduce = counting
+    for _ in range(4):
+        sent.clear()
+        optimizer.zero_grad()
+        generator = torch.Generator().manual_seed(accelerator.process_index)
+        x, y = (torch.randn(1, 64, generator=generator) for _ in range(2))
+        accelerator.backward((model(x) * y).sum())
+    dist.all_reduce = original
+    generators = [torch.Generator().manual_seed(rank) for rank in range(2)]
+    pairs = [[torch.randn(1, 64, generator=g) for _ in range(2)] for g in generators]
+    exact = torch.stack([y.T @ x for x, y in pairs]).mean(0)
+    error = (bare.weight.grad - exact).norm() / exact.norm()
+    same = accelerator.gather(bare.weight.grad[None]).unbind()
+    return {"bytes": sum(sent), "error": error.item(), "same": torch.equal(*same), "state": options.get("state")}
+
+
+def halved(state: list[int], bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+    """A user's own: in a module whose annotations are strings. Notes its buckets in its state."""
+    state.append(bucket.index())
+    return default_hooks.fp16_compress_hook(None, bucket)
+
+
+HOOKS = {"a function": halved, "torch's own bf16": default_hooks.bf16_compress_hook}
+FULL = 64 * 64 * 4
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "most_bytes", "most_error"),
+    [
+        ("fp16", {}, FULL / 2, 1e-3),
+        ("bf16", {}, FULL / 2, 1e-2),
+        ("a function", {"state": True}, FULL / 2, 1e-3),
+        ("torch's own bf16", {}, FULL / 2, 1e-2),
+        ("powersgd", {"matrix_approximation_rank": 2, "min_compression_rate": 1}, FULL / 8, 1e-2),
+    ],
+)
+def test_hooks_send_less(name, options, most_bytes, most_error):
+    for each in run_in_processes(compressed, 2, args=(name, options)):
+        assert 0 < each["bytes"] <= most_bytes
+        assert each["error"] < most_error
+        assert each["same"]
+        if "state" in options:
+            assert each["state"] == [0] * 4
+
+
+REFUSED: list[tuple[dict[str, Any], str]] = [
+    (
+        {"comm_hook": "powersdg"},
+        r"Unknown comm_hook 'powersdg'. Allowed: fp16, bf16, powersgd.*Did you mean 'powersgd'",
+    ),
+    ({"comm_hook": "fp16", "comm_hook_options": {"rank": 1}}, r"comm_hook='fp16' takes no options, got \['rank'\]"),
+    ({"comm_hook_options": {"rank": 1}}, "takes no options"),
+    ({"bucket_cap_mb": 0}, "bucket_cap_mb must be positive"),
+]
+
+
+@pytest.mark.parametrize(("options", "message"), REFUSED, ids=[message[:30] for _, message in REFUSED])
+def test_options_that_cannot_be_are_refused(options, message):
+    with pytest.raises(ConfigurationError, match=message):
+        DDP(**options)
+
+
+def test_batch_statistics_over_processes_need_gpus():
+    with pytest.raises(ConfigurationError, match="sync_batchnorm=True needs GPUs"):
+        Accelerator(cpu=True, strategy=DDP(sync_batchnorm=True))
+
+
+def refused_power_sgd() -> str:
+    accelerator = Accelerator(cpu=True, strategy=DDP(comm_hook="powersgd", comm_hook_options={"rnak": 1}))
+    try:
+        accelerator.prepare(nn.Linear(1, 1))
+    except ConfigurationError as error:
+        return str(error)
+    return ""
+
+
+def nothing_to_train() -> list[Any]:
+    accelerator = Accelerator(cpu=True)
+    frozen = nn.Linear(1, 1).requires_grad_(False)
+    return [accelerator.prepare(frozen) is frozen, frozen(torch.ones(1, 1)).shape[0], refused_power_sgd()]
+
+
+def test_a_model_without_trainable_parameters_stays_bare():
+    for bare, rows, message in run_in_processes(nothing_to_train, 2):
+        assert bare
+        assert rows == 1
+        assert "matrix_approximation_rank" in message
+
+
+def buffers() -> list[Any]:
+    """Rank 0's running means are what counts, in the next forward and in the state."""
+    accelerator = Accelerator(cpu=True)
+    module = nn.Sequential(nn.Linear(1, 1), nn.BatchNorm1d(1))
+    model = accelerator.prepare(module)
+    x = torch.randn(4, 1, generator=torch.Generator().manual_seed(accelerator.process_index))
+    accelerator.backward(model(x).sum())
+    own = module[1].running_mean.item()
+    state = accelerator.strategy.model_state(model)
+    return [own, state["1.running_mean"].item(), module[1].running_mean.item(), list(state)]
+
+
+def test_the_state_holds_rank_0_s_buffers_and_changes_none():
+    first, second = run_in_processes(buffers, 2)
+    assert first[0] != second[0]
+    assert first[1] == second[1] == first[0]
+    assert (first[2], second[2]) == (first[0], second[0])
+    assert first[3] == list(nn.Sequential(nn.Linear(1, 1), nn.BatchNorm1d(1)).state_dict())
+
+
+def evaluated() -> list[bool]:
+    accelerator = Accelerator(cpu=True)
+    module = nn.Linear(1, 1)
+    model = accelerator.prepare(module)
+    strategy = accelerator.strategy
+    # In evaluation nothing is exchanged, so one process may evaluate alone.
+    if accelerator.is_main_process:
+        strategy.evaluation_model(model)(torch.ones(1, 1))
+    return [strategy.unwrap(model) is module, strategy.evaluation_model(model) is module, not strategy.pads_evaluation]
+
+
+def test_evaluation_needs_no_peers():
+    assert run_in_processes(evaluated, 2) == [[True] * 3] * 2

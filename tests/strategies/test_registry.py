@@ -1,0 +1,167 @@
+"""Strategies by name, and a third party's own."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from drivetrain import (
+    DDP,
+    Accelerator,
+    ConfigurationError,
+    ProcessEnvironment,
+    Single,
+    Strategy,
+    available_strategies,
+    register_strategy,
+)
+from drivetrain.strategies import registry, resolve_strategy
+from tests.pool import run_in_processes
+
+ALONE = ProcessEnvironment.detect({})
+OF_TWO = ProcessEnvironment(0, 2, 0, 2, source="a test")
+
+
+@pytest.mark.parametrize(
+    ("spec", "environment", "kind"),
+    [
+        ("auto", ALONE, Single),
+        ("auto", OF_TWO, DDP),
+        ("single", ALONE, Single),
+        ("ddp", ALONE, DDP),
+        ("ddp", OF_TWO, DDP),
+        ("ddp_find_unused_parameters_true", OF_TWO, DDP),
+    ],
+)
+def test_a_name_gives_a_strategy(spec, environment, kind):
+    assert type(resolve_strategy(spec, environment)) is kind
+
+
+def test_a_strategy_is_taken_as_it_is():
+    mine = DDP(static_graph=True)
+    assert resolve_strategy(mine, OF_TWO) is mine
+    assert repr(mine) == "DDP()"
+    assert available_strategies()[:3] == ["auto", "single", "ddp"]
+
+
+@pytest.mark.parametrize(
+    ("spec", "message"),
+    [
+        ("dpp", r"Unknown strategy 'dpp'. Allowed: auto, single, ddp.*Did you mean 'ddp'.*register_strategy"),
+        ("fsdp9000", "Unknown strategy 'fsdp9000'"),
+        (None, "must be a name or a Strategy, got NoneType"),
+        (DDP, r"got the class DDP. Make one: DDP\(\)"),
+    ],
+)
+def test_what_is_no_strategy_is_refused(spec, message):
+    with pytest.raises(ConfigurationError, match=message):
+        resolve_strategy(spec, ALONE)
+
+
+def single_among_two() -> str:
+    try:
+        Accelerator(cpu=True, strategy="single")
+    except ConfigurationError as error:
+        return str(error)
+    return ""
+
+
+def test_single_is_refused_in_a_world_of_two():
+    for rank, text in enumerate(run_in_processes(single_among_two, 2)):
+        assert f"strategy='single' runs one process, but this is rank {rank} of 2" in text
+        assert "Use strategy='ddp' or 'auto'" in text
+
+
+def test_ddp_alone_leaves_the_model_bare():
+    accelerator = Accelerator(cpu=True, strategy="ddp")
+    model = nn.Linear(1, 1)
+    assert accelerator.prepare(model) is model
+
+
+class Noted(Strategy):
+    """A third party's: counts what it is asked, refuses fp16 and shares a batch between all processes."""
+
+    name = "noted"
+
+    def __init__(self) -> None:
+        self.calls: list[str] = []
+
+    def setup(self, state: Any) -> None:
+        super().setup(state)
+        self.data_shard = type(self.data_shard)(0, 1)
+
+    def check_precision(self, precision: Any) -> None:
+        if precision.name == "fp16":
+            raise ConfigurationError("strategy='noted' cannot run precision='fp16'. Use 'bf16' or '32'.")
+
+    def prepare(self, model: nn.Module, optimizers: Any, precision: Any) -> Any:
+        self.calls.append(f"prepare {len(optimizers)}")
+        return super().prepare(model, optimizers, precision)
+
+    def backward(self, loss: torch.Tensor, **kwargs: Any) -> None:
+        self.calls.append("backward")
+        super().backward(loss, **kwargs)
+
+    def clip_grad_norm_(self, parameters: Any, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
+        self.calls.append("clip")
+        return super().clip_grad_norm_(parameters, max_norm, norm_type)
+
+    def optimizer_step(self, optimizer: Any, precision: Any, closure: Any = None) -> bool:
+        self.calls.append("step")
+        return super().optimizer_step(optimizer, precision, closure)
+
+    def teardown(self) -> None:
+        self.calls.append("teardown")
+
+
+@pytest.fixture
+def registered(monkeypatch):
+    monkeypatch.setattr(registry, "_STRATEGIES", dict(registry._STRATEGIES))
+    register_strategy("noted", Noted)
+
+
+def through_a_third_party_s() -> tuple[list[str], list[int]]:
+    register_strategy("noted", Noted, replace=True)
+    accelerator = Accelerator(cpu=True, strategy="noted")
+    model = nn.Linear(1, 1)
+    model, optimizer, loader = accelerator.prepare(
+        model,
+        torch.optim.SGD(model.parameters(), lr=0.1),
+        torch.utils.data.DataLoader(torch.arange(2.0)[:, None], batch_size=1),
+    )
+    seen = []
+    for batch in loader:
+        accelerator.backward(model(batch).sum())
+        accelerator.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        seen.append(int(batch))
+    accelerator.end_training()
+    strategy = accelerator.strategy
+    assert isinstance(strategy, Noted)
+    return strategy.calls, seen
+
+
+def test_a_third_party_s_strategy_is_asked_for_everything():
+    step = ["backward", "clip", "step"]
+    for calls, seen in run_in_processes(through_a_third_party_s, 2):
+        assert calls == ["prepare 1", *step, *step, "teardown"]
+        assert seen == [0, 1]  # its data shard says that both processes see every batch
+
+
+@pytest.mark.usefixtures("registered")
+def test_it_may_refuse_a_precision():
+    assert "noted" in available_strategies()
+    with pytest.raises(ConfigurationError, match="strategy='noted' cannot run precision='fp16'"):
+        Accelerator(cpu=True, strategy="noted", mixed_precision="fp16")
+    assert Accelerator(cpu=True, strategy="noted", mixed_precision="bf16").mixed_precision == "bf16"
+
+
+@pytest.mark.usefixtures("registered")
+def test_a_name_that_is_taken_needs_a_word():
+    for name in ("noted", "ddp", "auto"):
+        with pytest.raises(ConfigurationError, match=f"'{name}' is registered already; pass replace=True"):
+            register_strategy(name, Noted)
+    register_strategy("noted", lambda: Noted(), replace=True)
