@@ -27,8 +27,11 @@ _EXPORTS: dict[str, str] = {
     "EarlyStopping": "drivetrain.callbacks",
     "EvaluationGather": "drivetrain.callbacks",
     "LearningRateMonitor": "drivetrain.callbacks",
+    "LossSpikeGuard": "drivetrain.callbacks",
     "ModelCheckpoint": "drivetrain.callbacks",
     "ModelSummary": "drivetrain.callbacks",
+    "NaNGuard": "drivetrain.callbacks",
+    "Timer": "drivetrain.callbacks",
     "TQDMProgressBar": "drivetrain.callbacks",
     "Strategy": "drivetrain.strategies",
     "DDP": "drivetrain.strategies",
@@ -105,8 +108,11 @@ if TYPE_CHECKING:
     from drivetrain.callbacks import EarlyStopping as EarlyStopping
     from drivetrain.callbacks import EvaluationGather as EvaluationGather
     from drivetrain.callbacks import LearningRateMonitor as LearningRateMonitor
+    from drivetrain.callbacks import LossSpikeGuard as LossSpikeGuard
     from drivetrain.callbacks import ModelCheckpoint as ModelCheckpoint
     from drivetrain.callbacks import ModelSummary as ModelSummary
+    from drivetrain.callbacks import NaNGuard as NaNGuard
+    from drivetrain.callbacks import Timer as Timer
     from drivetrain.callbacks import TQDMProgressBar as TQDMProgressBar
     from drivetrain.checkpoint import consolidate as consolidate
     from drivetrain.checkpoint import newest_checkpoint as newest_checkpoint

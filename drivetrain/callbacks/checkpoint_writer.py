@@ -10,8 +10,10 @@ from typing import TYPE_CHECKING
 from drivetrain.callbacks import checkpoint_folder as folder
 from drivetrain.callbacks.agreement import decide_on_main_process
 from drivetrain.callbacks.kept_checkpoints import KeptCheckpoints
+from drivetrain.checkpoint import save_queue
 from drivetrain.runtime.errors import CheckpointError
 from drivetrain.runtime.logging import get_logger
+from drivetrain.runtime.state import PartialState
 
 if TYPE_CHECKING:
     from drivetrain.checkpoint import PendingSave
@@ -217,6 +219,7 @@ class CheckpointWriter:
         if not (self._forgives or forgive):
             raise error
         logger.error(f"ModelCheckpoint: {error} The run goes on; the checkpoints before this one are intact.")
+        save_queue(PartialState()).finish()  # nobody else need raise it
 
 
 @dataclass

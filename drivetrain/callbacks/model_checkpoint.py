@@ -20,7 +20,7 @@ from drivetrain.callbacks.monitor import missing_metric_message, monitored_value
 from drivetrain.callbacks.step_timer import StepTimer
 from drivetrain.runtime.assembly import all_arrive
 from drivetrain.runtime.durations import parse_duration
-from drivetrain.runtime.errors import CheckpointError, ConfigurationError
+from drivetrain.runtime.errors import CheckpointError, ConfigurationError, DrivetrainError
 from drivetrain.runtime.logging import get_logger
 
 if TYPE_CHECKING:
@@ -197,14 +197,14 @@ class ModelCheckpoint(Callback):
     def directories(self, trainer: Trainer) -> list[str]:
         """Return where an earlier run of this script may have saved, the likeliest place first.
 
-        Called by all processes; needs no `setup` before it.
+        May be called by one process alone, and before `setup`.
 
         Args:
             trainer: The Trainer that runs.
         """
-        if self.dirpath is not None:
+        if self.dirpath is not None and self._dirpath_is_given:
             return [folder.resolved(self.dirpath)]
-        return decide_on_main_process(lambda: folder.default_places(trainer.loggers, trainer.default_root_dir))
+        return folder.default_places(trainer.loggers, trainer.default_root_dir)
 
     # the state of this callback
 
@@ -331,7 +331,10 @@ class ModelCheckpoint(Callback):
             return
         name = f"exception-step={trainer.global_step}"
         if all_arrive(f"{self.state_key}/{self._fits}/{name}", EXCEPTION_PATIENCE):
-            self._save_now(trainer, task, name, is_passing=False)
+            try:
+                self._save_now(trainer, task, name, is_passing=False)
+            except DrivetrainError as error:
+                logger.error(f"ModelCheckpoint(save_on_exception=True): {error}")  # the run ends with its own
         else:
             logger.warning("ModelCheckpoint: not all processes raised, so no checkpoint of this moment can be saved.")
 

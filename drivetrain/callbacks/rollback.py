@@ -1,0 +1,49 @@
+"""The checkpoint that a run goes back to."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from drivetrain.callbacks.agreement import decide_on_main_process
+from drivetrain.callbacks.model_checkpoint import ModelCheckpoint
+from drivetrain.checkpoint import Checkpoint
+from drivetrain.runtime.errors import CheckpointError, ConfigurationError
+
+if TYPE_CHECKING:
+    from drivetrain.trainer.trainer import Trainer
+
+
+def check_can_roll_back(trainer: Trainer, owner: str) -> None:
+    """Refuse a run that saves nothing it could go back to."""
+    if not _savers(trainer):
+        raise ConfigurationError(
+            f"{owner}(action='rollback') needs a ModelCheckpoint that saves more than weights, to go back to. Add one, "
+            "such as ModelCheckpoint(every_n_train_steps=1000), or choose 'stop' or 'skip'."
+        )
+
+
+def newest_good_checkpoint(trainer: Trainer) -> str | None:
+    """The newest checkpoint of this run that a run can go on from, or None; called by all processes.
+
+    All that the run has saved are good: nothing is saved while a callback says that the state is not sound.
+    """
+    savers = _savers(trainer)
+    for saver in savers:
+        saver.settle()
+    return decide_on_main_process(lambda: _newest(savers))
+
+
+def _savers(trainer: Trainer) -> list[ModelCheckpoint]:
+    return [callback for callback in trainer.checkpoint_callbacks if not callback.save_weights_only]
+
+
+def _newest(savers: list[ModelCheckpoint]) -> str | None:
+    known = {saver.newest_model_path for saver in savers} | {saver.last_model_path for saver in savers}
+    known.update(path for saver in savers for path in saver.best_k_models)
+    found = []
+    for path in known - {""}:
+        try:
+            found.append((Checkpoint(path, "size").manifest.step or 0, path))
+        except CheckpointError:
+            continue  # removed by hand, or damaged: another one will do
+    return max(found)[1] if found else None

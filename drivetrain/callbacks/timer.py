@@ -1,0 +1,145 @@
+"""Stop after a time, also over several runs that resume each other."""
+
+from __future__ import annotations
+
+import time
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+from drivetrain.callbacks.base import Callback
+from drivetrain.runtime.durations import parse_duration
+from drivetrain.runtime.errors import ConfigurationError, nearest
+from drivetrain.runtime.logging import get_logger
+
+if TYPE_CHECKING:
+    from drivetrain.trainer.task import Task
+    from drivetrain.trainer.trainer import Trainer
+
+logger = get_logger(__name__)
+
+INTERVALS = ("step", "epoch")
+STAGES = ("train", "validate", "test")
+
+
+class Timer(Callback):
+    """Measures how long training, validation and test take, and stops training after a duration.
+
+    The time of the runs before a resume counts. Several processes stop at the same step: they agree on it about once
+    a second.
+
+    Args:
+        duration: How long to train: a timedelta, a dict of its arguments or ``"DD:HH:MM:SS"``; None only measures.
+        interval: Stop after a ``"step"``, or only at the end of an ``"epoch"``.
+        verbose: Log that the time is over.
+
+    Raises:
+        ConfigurationError: If `duration` is no duration, or `interval` is neither.
+
+    Example:
+        ```python
+        from drivetrain import Timer, Trainer
+
+        timer = Timer(duration="00:12:00:00")
+        trainer = Trainer(max_epochs=-1, callbacks=[timer])
+        # after fit: timer.time_elapsed("train"), timer.time_elapsed("validate")
+        ```
+    """
+
+    def __init__(
+        self,
+        duration: str | timedelta | dict[str, int] | None = None,
+        interval: str = "step",
+        verbose: bool = True,
+    ) -> None:
+        if interval not in INTERVALS:
+            raise ConfigurationError(
+                f"Timer(interval={interval!r}): give 'step' or 'epoch'.{nearest(str(interval), INTERVALS)}"
+            )
+        parsed = parse_duration(duration, "duration")
+        self.duration = parsed.total_seconds() if parsed is not None else None
+        self.interval = interval
+        self.verbose = verbose
+        self._started: dict[str, float] = {}  # stages under way, by the monotonic clock
+        self._elapsed = dict.fromkeys(STAGES, 0.0)  # seconds, without those under way
+        self._end: float | None = None  # when to stop, by the monotonic clock
+
+    def time_elapsed(self, stage: str = "train") -> float:
+        """Return the seconds that a stage took so far, including the runs before a resume.
+
+        Args:
+            stage: ``"train"`` (validations within it included), ``"validate"`` or ``"test"``.
+
+        Raises:
+            ConfigurationError: If there is no such stage.
+        """
+        if stage not in STAGES:
+            raise ConfigurationError(
+                f"Timer: there is no stage {stage!r}. Ask for one of {', '.join(map(repr, STAGES))}."
+                f"{nearest(stage, STAGES)}"
+            )
+        started = self._started.get(stage)
+        return self._elapsed[stage] + (time.monotonic() - started if started is not None else 0.0)
+
+    def time_remaining(self, stage: str = "train") -> float | None:
+        """Return the seconds that are left of the duration, 0 where it is over, or None where there is none.
+
+        Args:
+            stage: The stage whose time counts.
+        """
+        if self.duration is None:
+            return None
+        return max(0.0, self.duration - self.time_elapsed(stage))
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"time_elapsed": {stage: self.time_elapsed(stage) for stage in STAGES}}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        if "train" not in self._started:  # else a rollback, and the time has gone by all the same
+            self._elapsed.update(state_dict["time_elapsed"])
+
+    def on_train_start(self, trainer: Trainer, task: Task) -> None:
+        self._begin("train")
+        left = self.time_remaining()
+        self._end = None if left is None else time.monotonic() + left
+
+    def on_train_batch_end(self, trainer: Trainer, task: Task, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if self._end is not None and self.interval == "step" and time.monotonic() >= self._end:
+            self._stop(trainer)
+
+    def on_train_epoch_end(self, trainer: Trainer, task: Task) -> None:
+        if self._end is not None and time.monotonic() >= self._end:
+            self._stop(trainer)
+
+    def on_train_end(self, trainer: Trainer, task: Task) -> None:
+        self._finish("train")
+
+    def on_validation_start(self, trainer: Trainer, task: Task) -> None:
+        if not trainer.sanity_checking:
+            self._begin("validate")
+
+    def on_validation_end(self, trainer: Trainer, task: Task) -> None:
+        self._finish("validate")
+
+    def on_test_start(self, trainer: Trainer, task: Task) -> None:
+        self._begin("test")
+
+    def on_test_end(self, trainer: Trainer, task: Task) -> None:
+        self._finish("test")
+
+    def teardown(self, trainer: Trainer, task: Task, stage: str) -> None:
+        for running in list(self._started):
+            self._finish(running)
+
+    def _begin(self, stage: str) -> None:
+        self._started[stage] = time.monotonic()
+
+    def _finish(self, stage: str) -> None:
+        started = self._started.pop(stage, None)
+        if started is not None:
+            self._elapsed[stage] += time.monotonic() - started
+
+    def _stop(self, trainer: Trainer) -> None:
+        self._end = None
+        trainer.should_stop = True  # the loop agrees with the other processes about the step
+        if self.verbose:
+            logger.info(f"Timer: the time is over after {self.time_elapsed():.0f} s of training.")
