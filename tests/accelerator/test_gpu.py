@@ -129,7 +129,6 @@ def group_of_one() -> dict[str, Any]:
         "value": value.item(),
         "objects": objects,
         "device": str(state.device),
-        "backend": state.environment.source,
     }
     del model
     state.destroy_process_group()
