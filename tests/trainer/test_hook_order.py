@@ -1,5 +1,7 @@
 """The whole order of hooks, as Lightning 2.6 has it; docs/trainer.md says where ours parts from it, and why.
 
+Hooks that Lightning has not are among them: `on_gradients_ready` and `is_state_sound`.
+
 In the tables below a line names who is called and the hook: D is the data module, C a callback, T the task.
 """
 
@@ -92,6 +94,7 @@ END_OF_MICROBATCH = """
 """
 
 END_OF_STEP = """
+    C on_gradients_ready
     C T on_before_optimizer_step
     T configure_gradient_clipping
     T lr_scheduler_step
@@ -102,6 +105,7 @@ END = f"""
     T on_validation_model_zero_grad
     {evaluation("validation")}
     C T on_train_epoch_end
+    C is_state_sound
     C state_dict
     D state_dict
     C T on_save_checkpoint
