@@ -89,7 +89,7 @@ def test_between_two_looks_nothing_is_read_from_the_device(tmp_path: Path, monke
 def test_a_logged_value_can_be_watched(tmp_path: Path) -> None:
     with pytest.raises(DrivetrainError, match="train_loss is not finite"):
         train(Regression({(0, 2): NAN}), tmp_path, [NaNGuard("train_loss")], enable_checkpointing=False)
-    with pytest.raises(ConfigurationError, match="'train_los'.*Did you mean 'train_loss'"):
+    with pytest.raises(ConfigurationError, match=r"'train_los'.*Did you mean 'train_loss'"):
         train(Regression({}), tmp_path, [NaNGuard("train_los")], enable_checkpointing=False)
 
 
