@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import mmap
 from collections.abc import Mapping
 
 import torch
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import MetadataIndex
 
-from drivetrain.checkpoint.tensor_file import BLOCK
 from drivetrain.runtime.devices import DeviceKind
 
 _ALIGNMENT = 64
@@ -57,18 +55,5 @@ class StagingBuffer:
     def _reserve(self, size: int, pinned: bool) -> Tensor:
         if self._memory is None or self._memory.numel() < size or self._memory.is_pinned() != pinned:
             self._memory = None  # the old piece goes before the new one comes
-            self._memory = torch.empty(size, dtype=torch.uint8, pin_memory=True) if pinned else _huge_pages(size)
+            self._memory = torch.empty(size, dtype=torch.uint8, pin_memory=pinned)
         return self._memory
-
-
-def _huge_pages(size: int) -> Tensor:
-    """Memory in pages as large as the system has: the first write to each page is what a copy waits for."""
-    if size < BLOCK:
-        return torch.empty(size, dtype=torch.uint8)
-    pages = mmap.mmap(-1, size)
-    if hasattr(mmap, "MADV_HUGEPAGE"):
-        try:
-            pages.madvise(mmap.MADV_HUGEPAGE)
-        except OSError:
-            pass  # a kernel without them
-    return torch.frombuffer(pages, dtype=torch.uint8)

@@ -1,0 +1,359 @@
+"""What saving and loading a training state costs: time blocked, time until durable, bytes, memory, load time.
+
+    python benchmarks/checkpoint.py
+    python benchmarks/checkpoint.py --params 30e6 --rounds 5 --json checkpoint.json
+
+A model of 300 million parameters with AdamW: 3.6 GB of state in float32. Every contender saves the same kind of state
+in a process of its own, in which `torch.save` and fsync of the same state run right before it in each round. See
+benchmarks/README.md.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import json
+import os
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+import threading
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from time import perf_counter
+from typing import Any
+
+import click
+import torch
+from timing import version_of
+from torch import Tensor, nn
+
+WIDTH = 1024
+
+
+class Layers(nn.Module):
+    """About so many parameters in matrices such as a transformer has."""
+
+    def __init__(self, params: int) -> None:
+        super().__init__()
+        count = max(1, round(params / (8 * WIDTH * WIDTH)))
+        self.layers = nn.ModuleList(
+            nn.ModuleList([nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)]) for _ in range(count)
+        )
+
+
+def fill(optimizer: torch.optim.Optimizer) -> None:
+    """Give an AdamW the state that it has after its first step, without the memory for gradients."""
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            optimizer.state[parameter] = {
+                "step": torch.tensor(1.0),
+                "exp_avg": torch.randn_like(parameter),
+                "exp_avg_sq": torch.rand_like(parameter),
+            }
+
+
+# measuring
+
+
+def anonymous_memory() -> int:
+    """Bytes of this process's own memory, without mapped files."""
+    with open("/proc/self/status") as status:
+        return next(int(line.split()[1]) << 10 for line in status if line.startswith("RssAnon"))
+
+
+@contextlib.contextmanager
+def peak_memory() -> Iterator[dict[str, int]]:
+    """Note how much memory was added at most in the body."""
+    result, over, before = {"peak": 0}, threading.Event(), anonymous_memory()
+
+    def watch() -> None:
+        while not over.wait(0.005):
+            result["peak"] = max(result["peak"], anonymous_memory() - before)
+
+    watcher = threading.Thread(target=watch)
+    watcher.start()
+    try:
+        yield result
+    finally:
+        over.set()
+        watcher.join()
+        result["peak"] = max(result["peak"], anonymous_memory() - before)
+
+
+def files_of(path: Path) -> list[Path]:
+    return [one for one in path.rglob("*") if one.is_file()] if path.is_dir() else [path]
+
+
+def make_durable(path: Path) -> None:
+    """Flush files and the directories that they are in, as a saver that promises durability has to."""
+    for one in [*files_of(path), path.parent, *([path] if path.is_dir() else [])]:
+        descriptor = os.open(one, os.O_RDONLY)
+        os.fsync(descriptor)
+        os.close(descriptor)
+
+
+def forget(path: Path) -> None:
+    """Drop files from the page cache, so that loading reads the disk."""
+    for one in files_of(path):
+        descriptor = os.open(one, os.O_RDONLY)
+        os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+        os.close(descriptor)
+
+
+def read_bytes(path: Path) -> None:
+    """Read files into new memory, which is the least that loading can do."""
+    for one in files_of(path):
+        target = memoryview(torch.empty(one.stat().st_size, dtype=torch.uint8).numpy())
+        with open(one, "rb", buffering=0) as file:
+            done = 0
+            while done < len(target):
+                done += file.readinto(target[done : done + (8 << 20)])
+
+
+def timed(work: Callable[[], Any]) -> float:
+    start = perf_counter()
+    work()
+    return perf_counter() - start
+
+
+def remove(path: Path) -> None:
+    shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
+
+
+# contenders: each gives (state for torch.save, {variant: (start, wait until written, load)})
+
+Variant = tuple[Callable[[Path], Any], Callable[[Any], None], Callable[[Path], Any]]
+
+
+def written_already(started: Any) -> None:
+    """Where saving returns only once the files are written."""
+
+
+def with_drivetrain(params: int) -> tuple[Callable[[], Any], dict[str, Variant]]:
+    from drivetrain import Accelerator
+    from drivetrain.checkpoint import load_run_state
+
+    accelerator = Accelerator(cpu=True)
+    model = Layers(params)
+    optimizer = torch.optim.AdamW(model.parameters())
+    model, _ = accelerator.prepare(model, optimizer)
+    fill(optimizer)
+    queue = accelerator.save_queue
+    variants: dict[str, Variant] = {
+        "drivetrain, save_state": (
+            lambda path: accelerator.save_state(path),
+            lambda started: None,
+            lambda path: load_run_state(path, accelerator.state),
+        ),
+        "drivetrain, save_state(block=False)": (
+            lambda path: accelerator.save_state(path, block=False),
+            lambda started: queue.finish(),
+            lambda path: load_run_state(path, accelerator.state),
+        ),
+    }
+    return lambda: {"model": model.state_dict(), "optimizer": optimizer.state_dict()}, variants
+
+
+def with_accelerate(params: int) -> tuple[Callable[[], Any], dict[str, Variant]]:
+    from accelerate import Accelerator
+
+    accelerator = Accelerator(cpu=True)
+    model = Layers(params)
+    optimizer = torch.optim.AdamW(model.parameters())
+    model, _ = accelerator.prepare(model, optimizer)
+    fill(optimizer)
+    variants: dict[str, Variant] = {
+        "Accelerate, save_state": (
+            lambda path: accelerator.save_state(str(path)),
+            written_already,
+            lambda path: accelerator.load_state(str(path)),
+        )
+    }
+    return lambda: {"model": model.state_dict(), "optimizer": optimizer.state_dict()}, variants
+
+
+def with_lightning(params: int) -> tuple[Callable[[], Any], dict[str, Variant]]:
+    import lightning
+
+    class Module(lightning.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.model = Layers(params)
+            self.automatic_optimization = False
+
+        def training_step(self, batch: Tensor, index: int) -> None:
+            pass
+
+        def configure_optimizers(self) -> torch.optim.Optimizer:
+            return torch.optim.AdamW(self.parameters())
+
+    module = Module()
+    trainer = lightning.Trainer(
+        accelerator="cpu",
+        max_steps=-1,
+        max_epochs=1,
+        limit_train_batches=1,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    trainer.fit(module, torch.utils.data.DataLoader(torch.zeros(1)))
+    [optimizer] = trainer.optimizers
+    fill(optimizer)
+    variants: dict[str, Variant] = {
+        "Lightning, save_checkpoint": (
+            lambda path: trainer.save_checkpoint(path),
+            written_already,
+            lambda path: trainer.strategy.load_checkpoint(path, weights_only=False),
+        )
+    }
+    return lambda: {"model": module.state_dict(), "optimizer": optimizer.state_dict()}, variants
+
+
+CONTENDERS = {"drivetrain": with_drivetrain, "accelerate": with_accelerate, "lightning": with_lightning}
+
+
+# one contender in a process of its own
+
+
+def measure(name: str, params: int, rounds: int, folder: Path) -> list[dict[str, Any]]:
+    state, variants = CONTENDERS[name](params)
+    base = with_torch_save(state)
+    results: dict[str, dict[str, list[float]]] = {variant: {} for variant in variants}
+    for number in range(-1, rounds):
+        for variant, contender in variants.items():
+            for prefix, one in (("base_", base), ("", contender)):
+                for key, value in measure_once(one, folder / f"saved.{name}").items():
+                    if number >= 0 or key == "memory":  # what is kept from the first save on counts too
+                        results[variant].setdefault(prefix + key, []).append(value)
+            print(f"\r{variant}: round {number + 1} of {rounds} ", end="", file=sys.stderr, flush=True)
+    print(file=sys.stderr)
+    bytes_of_state = sum(t.numel() * t.itemsize for t in tensors_of(state()))
+    return [{"name": variant, "state": bytes_of_state, **values} for variant, values in results.items()]
+
+
+def with_torch_save(state: Callable[[], Any]) -> Variant:
+    return (
+        lambda path: torch.save(state(), path),
+        written_already,
+        lambda path: torch.load(path, weights_only=True),
+    )
+
+
+def measure_once(variant: Variant, path: Path) -> dict[str, float]:
+    save, wait, load = variant
+    os.sync()
+    result: dict[str, float] = {}
+    with peak_memory() as memory:
+        start = perf_counter()
+        started = save(path)
+        result["blocked"] = perf_counter() - start
+        wait(started)
+        if not (path / "MANIFEST.json").exists():  # whose writer does it itself
+            make_durable(path)
+        result["durable"] = perf_counter() - start
+    result["memory"] = memory["peak"]
+    result["bytes"] = sum(one.stat().st_size for one in files_of(path))
+    for kind in ("cold", "warm"):
+        # The reading is timed before and after, since the speed of a disk changes.
+        times = []
+        for work in (lambda: read_bytes(path), lambda: load(path), lambda: read_bytes(path)):
+            if kind == "cold":
+                forget(path)
+            times.append(timed(work))
+        result[f"load_{kind}"] = times[1]
+        result[f"read_{kind}"] = (times[0] + times[2]) / 2
+    remove(path)
+    return result
+
+
+def tensors_of(state: Any) -> Iterator[Tensor]:
+    if isinstance(state, Tensor):
+        yield state
+    elif isinstance(state, dict):
+        for value in state.values():
+            yield from tensors_of(value)
+
+
+# all of them
+
+
+def ratio(one: dict[str, Any], key: str, other: str) -> float:
+    """The median of the ratios within each round."""
+    return statistics.median(a / b for a, b in zip(one[key], one[other], strict=True))
+
+
+def show(results: list[dict[str, Any]]) -> None:
+    columns = (
+        "blocked s",
+        "of torch.save",
+        "durable s",
+        "of it + fsync",
+        "GB",
+        "memory",
+        "load s",
+        "of reading",
+        "of it, warm",
+    )
+    print(f"{'':<38}" + "".join(f"{column:>15}" for column in columns))
+    for one in results:
+        for prefix, name in (("base_", "  torch.save + fsync, beside it"), ("", one["name"])):
+            median = {key: statistics.median(one[prefix + key]) for key in ("blocked", "durable", "bytes")}
+            cells = (
+                f"{median['blocked']:.2f}",
+                f"{ratio(one, prefix + 'blocked', 'base_blocked'):.0%}",
+                f"{median['durable']:.2f}",
+                f"{ratio(one, prefix + 'durable', 'base_durable'):.2f}x",
+                f"{median['bytes'] / 1e9:.3f}",
+                f"{max(one[prefix + 'memory']) / one['state']:.2f}x",
+                f"{statistics.median(one[prefix + 'load_cold']):.2f}",
+                f"{ratio(one, prefix + 'load_cold', prefix + 'read_cold'):.2f}x",
+                f"{ratio(one, prefix + 'load_warm', prefix + 'read_warm'):.2f}x",
+            )
+            print(f"{name:<38}" + "".join(f"{cell:>15}" for cell in cells))
+
+
+@click.command()
+@click.option("--params", default=300e6, show_default=True, help="Parameters; a state takes 12 bytes for each.")
+@click.option("--rounds", default=3, show_default=True, help="Rounds, after one that is thrown away.")
+@click.option("--folder", type=click.Path(path_type=Path), default=None, help="Where to write; a temporary directory.")
+@click.option("--only", multiple=True, type=click.Choice(list(CONTENDERS)), help="Measure this one alone.")
+@click.option("--json", "json_path", type=click.Path(path_type=Path), help="Write the figures there as well.")
+@click.option("--contender", hidden=True, default=None)
+def main(
+    params: float,
+    rounds: int,
+    folder: Path | None,
+    only: tuple[str, ...],
+    json_path: Path | None,
+    contender: str | None,
+) -> None:
+    """Compare what saving and loading a training state costs."""
+    if contender is not None:
+        assert folder is not None
+        warnings.filterwarnings("ignore")
+        print(json.dumps(measure(contender, int(params), rounds, folder)))
+        return
+    results = []
+    for name in only or CONTENDERS:
+        if importlib.util.find_spec(name) is None:
+            print(f"{name} is not installed and is left out.")
+            continue
+        with tempfile.TemporaryDirectory(dir=folder) as place:
+            command = [sys.executable, __file__, "--contender", name, "--folder", place]
+            command += ["--params", str(params), "--rounds", str(rounds)]
+            results += json.loads(subprocess.run(command, stdout=subprocess.PIPE, check=True).stdout.splitlines()[-1])
+    versions = {name: version_of(name) for name in ("drivetrain", "torch", "accelerate", "lightning")}
+    print(f"\n{params:.3g} parameters, {rounds} rounds. " + ", ".join(f"{k} {v}" for k, v in versions.items()))
+    show(results)
+    if json_path is not None:
+        json_path.write_text(json.dumps({"params": params, "versions": versions, "results": results}, indent=1))
+
+
+if __name__ == "__main__":
+    main()
