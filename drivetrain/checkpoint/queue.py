@@ -60,9 +60,10 @@ class PendingSave:
             raise self._error
 
     def add_done_callback(self, callback: Callable[[PendingSave], None]) -> None:
-        """Call `callback(self)` once it is done, in the thread that writes; at once where it is done already.
+        """Call `callback(self)` once it is written or has failed; at once where it is done already.
 
-        It may not call collectives, and should not raise: what it raises is logged.
+        It is called in the thread that writes, and `wait()` waits for it too. It may call neither collectives nor
+        `wait()`, and should not raise: what it raises is logged.
         """
         with self._lock:
             if not self._finished.is_set():
@@ -76,11 +77,14 @@ class PendingSave:
 
     def _finish(self, error: BaseException | None) -> None:
         self._error = error
-        with self._lock:
-            self._finished.set()
-            callbacks, self._callbacks = self._callbacks, []
-        for callback in callbacks:
-            self._call(callback)
+        while True:
+            with self._lock:
+                callbacks, self._callbacks = self._callbacks, []
+                if not callbacks:
+                    self._finished.set()
+                    return
+            for callback in callbacks:
+                self._call(callback)
 
     def _call(self, callback: Callable[[PendingSave], None]) -> None:
         try:
