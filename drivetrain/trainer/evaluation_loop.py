@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
@@ -121,7 +122,7 @@ class EvaluationLoop:
             return  # asked for; a process that merely has no batch still takes part in opening the loader
         trainer, step = self._trainer, self._step
         trainer.logged.enter(self._in_step, dataloader_idx)
-        extra = () if dataloader_idx is None else (dataloader_idx,)
+        extra = loader_argument(getattr(self._task, f"{self._stage}_step"), dataloader_idx)
         on_start = self._hooks.find(f"on_{self._stage}_batch_start")
         on_end = self._hooks.find(f"on_{self._stage}_batch_end")
         position = dataloader_idx or 0
@@ -166,6 +167,23 @@ def _evaluating(task: Task, stage: str, trainer: Trainer) -> Iterator[None]:
         getattr(task, f"on_{stage}_model_train")()
         for module, mode in modes:
             module.training = mode
+
+
+def loader_argument(step: Callable[..., Any], dataloader_idx: int | None) -> tuple[int, ...]:
+    """The third argument of a step: the loader's number, where the step takes it.
+
+    Args:
+        step: the task's method.
+        dataloader_idx: the loader's number, None if there is only one.
+    """
+    positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    parameters = inspect.signature(step).parameters.values()
+    third = [p for p in parameters if p.kind in positional][2:3]
+    takes_any = any(p.kind is inspect.Parameter.VAR_POSITIONAL for p in parameters)
+    needs_it = bool(third) and third[0].default is inspect.Parameter.empty
+    if dataloader_idx is None:
+        return (0,) if needs_it else ()
+    return (dataloader_idx,) if third or takes_any else ()
 
 
 def _by_loader(results: list[EpochValue], count: int) -> list[dict[str, float]]:

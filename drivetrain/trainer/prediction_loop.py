@@ -10,7 +10,7 @@ from torch import nn
 from drivetrain.data import BatchInfo, PreparedLoader
 from drivetrain.runtime.collectives import gather_object
 from drivetrain.runtime.nested import recursively_apply, send_to_device
-from drivetrain.trainer.evaluation_loop import _evaluating
+from drivetrain.trainer.evaluation_loop import _evaluating, loader_argument
 from drivetrain.trainer.loaders import LoaderSource, limits_of, own_batches
 from drivetrain.trainer.logged_values import PREDICT
 from drivetrain.trainer.optimization_step import bind_step
@@ -66,7 +66,7 @@ class PredictionLoop:
 
     def _run_loader(self, loader: PreparedLoader, limit: float, dataloader_idx: int | None) -> list[Any]:
         trainer, hooks = self._trainer, self._trainer.hooks
-        extra = () if dataloader_idx is None else (dataloader_idx,)
+        extra = loader_argument(self._task.predict_step, dataloader_idx)
         position = dataloader_idx or 0
         outputs: list[Any] = []
         if trainer.limit_predict_batches == 0:

@@ -85,13 +85,13 @@ class Task(nn.Module):
         raise ConfigurationError(f"{type(self).__name__} has no training_step; override it to train.")
 
     def validation_step(self, batch: Any, batch_idx: int) -> Any:
-        """Evaluate one validation batch; takes `dataloader_idx` too where there are several loaders."""
+        """Evaluate one validation batch; may take `dataloader_idx` too, the number of the loader."""
 
     def test_step(self, batch: Any, batch_idx: int) -> Any:
-        """Evaluate one test batch; takes `dataloader_idx` too where there are several loaders."""
+        """Evaluate one test batch; may take `dataloader_idx` too, the number of the loader."""
 
     def predict_step(self, batch: Any, batch_idx: int) -> Any:
-        """Predict for one batch; the default calls the task on it."""
+        """Predict for one batch; may take `dataloader_idx` too. The default calls the task on the batch."""
         return self(batch)
 
     def configure_optimizers(self) -> Any:
