@@ -840,6 +840,7 @@ class Accelerator(ProcessControl):
             self.active_loaders.leave(loader)
         for group in (self._models, self._optimizers, self._schedulers, self._loaders):
             group.clear()
+        self.accumulation.reset()
         freed: list[None] = [None for _ in objects]
         del objects
         gc.collect()

@@ -83,8 +83,12 @@ class AccumulationWindow:
             if self.holds_gradients:
                 self._abandoned = True
                 self._gradients.abandon()
-            self._count = 0
-            self.sync_gradients = True
-            self.holds_gradients = self._entered = False
-            self.size = self.plugin.num_steps
-            self._loader = None
+            self.reset()
+
+    def reset(self) -> None:
+        """Let the next micro-batch begin a window."""
+        self._count = 0
+        self.sync_gradients = True
+        self.holds_gradients = self._entered = False
+        self.size = self.plugin.num_steps
+        self._loader = None

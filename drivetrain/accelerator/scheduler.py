@@ -33,7 +33,7 @@ class PreparedScheduler:
         with_optimizer: bool = True,
     ) -> None:
         self.scheduler = scheduler
-        self.optimizers = list(optimizers)
+        self.optimizers = optimizers
         self._window = window
         watches = isinstance(scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau)
         self._steps_per_call = 1 if watches else steps_per_call

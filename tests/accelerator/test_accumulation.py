@@ -195,6 +195,15 @@ def test_a_plain_list_is_counted_by_itself():
     assert loop.run([torch.ones(1)] * 6) == pytest.approx([1, 1])  # the two that were left are part of a window
 
 
+def test_letting_go_of_everything_ends_the_window():
+    loop = Loop(4)
+    loop.run([torch.ones(1)] * 3)
+    loop.accelerator.free_memory()
+    assert loop.accelerator.sync_gradients
+    with loop.accelerator.accumulate():
+        assert not loop.accelerator.sync_gradients
+
+
 def test_a_prepared_list_has_an_end():
     loop = Loop(4)
     loader = loop.accelerator.prepare_data_loader([torch.ones(1)] * 6)

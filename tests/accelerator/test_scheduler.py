@@ -118,6 +118,18 @@ def test_not_after_an_overflow_under_fp16():
     assert apart.last_epoch == 0
 
 
+def test_it_may_be_prepared_before_its_optimizer():
+    accelerator = Accelerator(cpu=True, mixed_precision="fp16")
+    model = torch.nn.Linear(1, 1)
+    inner = torch.optim.SGD(model.parameters(), lr=1.0)
+    scheduler = accelerator.prepare(torch.optim.lr_scheduler.StepLR(inner, 1))
+    model, optimizer = accelerator.prepare(model, inner)
+    accelerator.backward(model(torch.ones(1, 1)).sum() * float("inf"))
+    optimizer.step()
+    scheduler.step()
+    assert scheduler.last_epoch == 0
+
+
 def test_its_state_is_the_scheduler_s_own():
     accelerator = Accelerator(cpu=True)
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
