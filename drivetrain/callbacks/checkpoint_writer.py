@@ -90,9 +90,9 @@ class CheckpointWriter:
         before = self.kept.copy()
         # The account is part of the checkpoint, so it is brought up to date first.
         if decision.path is not None:
-            self.kept.add(decision.path, decision.score, decision.among_best)
+            self.kept.add(decision.path, decision.score, decision.among_best, is_whole=not weights_only)
         else:
-            self.kept.note_newest(target)
+            self.kept.note_newest(target, is_whole=not weights_only)
         if decision.last is not None:
             self.kept.last = decision.last
         after = _Once(lambda: self._follow_up(directory, decision))

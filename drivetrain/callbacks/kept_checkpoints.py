@@ -30,26 +30,28 @@ class KeptCheckpoints:
     passing: list[str] = field(default_factory=list)
     doomed: list[str] = field(default_factory=list)
 
-    def add(self, path: str, score: float | None, among_best: bool) -> None:
+    def add(self, path: str, score: float | None, among_best: bool, is_whole: bool = True) -> None:
         """Take in a checkpoint under a name of its own, and note those that go for it.
 
         Args:
             path: the checkpoint.
             score: its score, if scores count.
             among_best: whether it is kept for its score; else only for being the newest.
+            is_whole: whether a run can go on from it.
         """
         if self.beside and self.beside != path:
             self.doomed.append(self.beside)
         self.beside = "" if among_best else path
         if among_best:
             self.doomed += self.best.add(path, score)
-        self.note_newest(path)
+        self.note_newest(path, is_whole)
 
-    def note_newest(self, path: str) -> None:
-        """Let a checkpoint be the newest: those for the meantime go."""
+    def note_newest(self, path: str, is_whole: bool = True) -> None:
+        """Let a checkpoint be the newest; where a run can go on from it, those for the meantime go."""
         self.newest = path
-        self.doomed += [old for old in self.passing if old != path]
-        self.passing = []
+        if is_whole:
+            self.doomed += self.passing
+            self.passing = []
         self.doomed = [old for old in dict.fromkeys(self.doomed) if old != path]
 
     def forget(self, path: str) -> None:

@@ -55,7 +55,15 @@ class Scripted(Task):
         return torch.optim.SGD(self.parameters(), lr=1e-4)
 
 
-def fit(task: Task, root: Any, epochs: int, callbacks: list[Any], validate: bool = True, **options: Any) -> Trainer:
+def fit(
+    task: Task,
+    root: Any,
+    epochs: int,
+    callbacks: list[Any],
+    validate: bool = True,
+    resume: str | None = None,
+    **options: Any,
+) -> Trainer:
     """Fit a task quietly: two batches a step of training and one of validation for each process."""
     settings: dict[str, Any] = {
         "max_epochs": epochs,
@@ -69,5 +77,5 @@ def fit(task: Task, root: Any, epochs: int, callbacks: list[Any], validate: bool
     }
     trainer = Trainer(**{**settings, **options})
     world = trainer.world_size
-    trainer.fit(task, numbers(8 * world, 4), numbers(4 * world, 4) if validate else None)
+    trainer.fit(task, numbers(8 * world, 4), numbers(4 * world, 4) if validate else None, resume=resume)
     return trainer
