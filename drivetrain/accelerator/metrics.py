@@ -91,8 +91,11 @@ def _gather_tensors(data: Any, source: PreparedLoader | ActiveLoaders, num_proce
 
     def gather_one(tensor: Tensor) -> Tensor:
         keep = next(counts)
-        per_sample = next(verdicts) and keep is not None
-        result: Tensor = collectives.gather_rows(tensor, keep) if per_sample else collectives.gather(tensor)
+        result: Tensor
+        if next(verdicts) and keep is not None:
+            result = collectives.gather_rows(tensor, keep)
+        else:
+            result = collectives.gather(tensor)
         return result
 
     return recursively_apply(gather_one, data)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 from drivetrain.runtime.environment import ProcessEnvironment
 from drivetrain.runtime.errors import ConfigurationError, nearest
@@ -39,7 +40,7 @@ def available_strategies() -> list[str]:
     return ["auto", *_STRATEGIES]
 
 
-def resolve_strategy(spec: str | Strategy, environment: ProcessEnvironment) -> Strategy:
+def resolve_strategy(spec: Any, environment: ProcessEnvironment) -> Strategy:
     """Turn a name into a strategy.
 
     Args:
@@ -51,7 +52,7 @@ def resolve_strategy(spec: str | Strategy, environment: ProcessEnvironment) -> S
     """
     if isinstance(spec, Strategy):
         return spec
-    if isinstance(spec, type) and issubclass(spec, Strategy):
+    if isinstance(spec, type):
         raise ConfigurationError(
             f"strategy must be a name or a Strategy, got the class {spec.__name__}. Make one: {spec.__name__}()."
         )
