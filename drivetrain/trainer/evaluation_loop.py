@@ -187,12 +187,11 @@ def loader_argument(step: Callable[..., Any], dataloader_idx: int | None) -> tup
 
 
 def _by_loader(results: list[EpochValue], count: int) -> list[dict[str, float]]:
-    """Sort results by the loader that their names end with."""
+    """Sort results by loader; what was logged for the whole epoch is among each one's."""
     numbers = to_numbers({result.name: result.value for result in results})
-    if count <= 1:
-        return [numbers] if count or numbers else []
-    sorted_numbers: list[dict[str, float]] = [{} for _ in range(count)]
-    for name, value in numbers.items():
-        tail = name.rsplit("/dataloader_idx_", 1)
-        sorted_numbers[int(tail[1]) if len(tail) == 2 else 0][name] = value
-    return sorted_numbers
+    if not count:
+        return [numbers] if numbers else []
+    loaders = {result.name: result.loader for result in results}
+    return [
+        {name: value for name, value in numbers.items() if loaders[name] in (None, index)} for index in range(count)
+    ]

@@ -76,6 +76,7 @@ class LoggedValue:
         main_only: whether only the main process's values count.
         metric: the torchmetrics object, if one was logged.
         metric_path: where in the task the metric is.
+        loader: the number of the loader that it belongs to, if there are several and it is of one.
     """
 
     __slots__ = (
@@ -84,6 +85,7 @@ class LoggedValue:
         "arguments",
         "fresh",
         "last",
+        "loader",
         "logger",
         "main_only",
         "metric",
@@ -115,12 +117,14 @@ class LoggedValue:
         main_only: bool,
         metric: Any = None,
         metric_path: str | None = None,
+        loader: int | None = None,
     ) -> None:
         self.name, self.arguments, self.scope = name, arguments, scope
         self.on_step, self.on_epoch = on_step, on_epoch
         self.prog_bar, self.logger = prog_bar, logger
         self.reduction, self.sync, self.main_only = reduction, sync, main_only
         self.metric, self.metric_path = metric, metric_path
+        self.loader = loader
         self.weighs = on_epoch and reduction == "mean" and metric is None
         self.reset()
 
@@ -217,6 +221,7 @@ class LoggedValue:
             "reduction": None if callable(self.reduction) else self.reduction,
             "sync": self.sync,
             "main_only": self.main_only,
+            "loader": self.loader,
         }
 
 
@@ -229,6 +234,7 @@ class EpochValue(NamedTuple):
         prog_bar: whether the progress bar shows it.
         logger: whether trackers get it.
         value: the value.
+        loader: the number of the loader that it belongs to, None if it belongs to all.
     """
 
     name: str
@@ -236,6 +242,7 @@ class EpochValue(NamedTuple):
     prog_bar: bool
     logger: bool
     value: Value
+    loader: int | None
 
 
 class LoggedValues:
@@ -355,6 +362,7 @@ class LoggedValues:
             main_only=main_only,
             metric=metric,
             metric_path=metric_path,
+            loader=self.dataloader_idx,
         )
         table = self._tables[scope.stage]
         restored = table.get(entry.name)
@@ -470,7 +478,8 @@ class LoggedValues:
                 value = _reduced(fresh.get(name), local.get(name), parts)
             if value is not None:
                 first = parts[0]
-                results.append(EpochValue(name, first["epoch_name"], first["prog_bar"], first["logger"], value))
+                shown = first["prog_bar"], first["logger"]
+                results.append(EpochValue(name, first["epoch_name"], *shown, value, first["loader"]))
         # Only now: metrics of one collection may share their states.
         for metric in computed:
             metric.reset()
