@@ -19,7 +19,7 @@ from pathlib import Path
 import click
 from timing import Comparison, compare, version_of
 
-HEAVY = ("torchvision", "transformers", "tensorboard", "torchmetrics", "matplotlib", "pandas", "sklearn")
+HEAVY = ("torchvision", "transformers", "tensorboard", "torchmetrics", "matplotlib", "pandas", "sklearn", "sympy")
 
 FIRST_TRAINER = """
 from {package} import {task}, Trainer
