@@ -347,6 +347,11 @@ class LoggedValues:
             raise ConfigurationError(
                 f"log({name!r}, on_step=True) from the {_moment(scope)}: there is no step there. Use on_epoch=True."
             )
+        if steps and not epochs and scope.stage != "train":
+            raise ConfigurationError(
+                f"log({name!r}, on_step=True, on_epoch=False) from the {_moment(scope)}: the values of single batches "
+                "are shown and written in training only, so nobody would see it. Use on_epoch=True."
+            )
         suffix = f"/dataloader_idx_{self.dataloader_idx}" if self.dataloader_idx is not None and several else ""
         metric = value if _is_metric(value) else None
         entry = LoggedValue(
