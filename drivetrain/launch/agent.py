@@ -169,7 +169,7 @@ class RankAgent(LocalElasticAgent):
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         ranks, peers = self._running()
         ranks.look()
-        if self.received is not None:
+        if self.received is not None and not ranks.someone_failed():
             return self._end_by_signal(self.received)
         if peers.is_time_to_look():
             self.lost_machines = bool(peers.lost())
