@@ -15,6 +15,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
+from drivetrain import checkpoint
 from drivetrain.accelerator.accumulation import AccumulationWindow
 from drivetrain.accelerator.checkpoints import NumberedCheckpoints
 from drivetrain.accelerator.control import ProcessControl
@@ -35,15 +36,6 @@ from drivetrain.accelerator.metrics import gather_real_rows
 from drivetrain.accelerator.optimizer import PreparedOptimizer, parameters_of, unwrap_optimizer
 from drivetrain.accelerator.scheduler import PreparedScheduler
 from drivetrain.accelerator.state_hooks import HookHandle, LoadHook, SaveHook, StateHooks
-from drivetrain.checkpoint import (
-    PendingSave,
-    SaveQueue,
-    extra_place,
-    load_run_state,
-    save_queue,
-    save_run_state,
-    save_safetensors,
-)
 from drivetrain.data import (
     ActiveLoaders,
     DataLoaderConfiguration,
@@ -619,7 +611,7 @@ class Accelerator(ProcessControl):
         """
         weights = self.strategy.full_state_dict(model)
         if self.is_main_process:
-            save_safetensors(weights, save_directory, max_shard_size)
+            checkpoint.save_safetensors(weights, save_directory, max_shard_size)
         self.wait_for_everyone()
 
     def register_save_state_pre_hook(self, hook: SaveHook) -> HookHandle:
@@ -647,9 +639,9 @@ class Accelerator(ProcessControl):
         return self._state_hooks.add_load(hook)
 
     @property
-    def save_queue(self) -> SaveQueue:
+    def save_queue(self) -> checkpoint.SaveQueue:
         """What writes checkpoints; `check()` raises what has failed in the background, `finish()` waits."""
-        return save_queue(self.state)
+        return checkpoint.save_queue(self.state)
 
     def save_state(self, output_dir: str | os.PathLike[str] | None = None, *, block: bool = True) -> str:
         """Write models, optimizers, schedulers, loss scale, loader positions and random states.
@@ -671,12 +663,12 @@ class Accelerator(ProcessControl):
         directory = os.fspath(self._numbered.next() if output_dir is None else output_dir)
         shared, extra = self._shared_state(), None
         if self._state_hooks.on_save:
-            extra = extra_place(directory, self.state)
+            extra = checkpoint.extra_place(directory, self.state)
             for hook in self._state_hooks.on_save:
                 hook(list(self._models), shared["models"], extra)
             self.wait_for_everyone()
         own = self._process_state()
-        pending = save_run_state(directory, shared, own, self.state, block=block, extra=extra)
+        pending = checkpoint.save_run_state(directory, shared, own, self.state, block=block, extra=extra)
         if output_dir is None:
             self._numbered.note_written(Path(directory), pending)
         return directory
@@ -761,7 +753,7 @@ class Accelerator(ProcessControl):
         *,
         step: int | None = None,
         block: bool = True,
-    ) -> PendingSave:
+    ) -> checkpoint.PendingSave:
         """Write a checkpoint; call it on all processes.
 
         Args:
@@ -775,7 +767,7 @@ class Accelerator(ProcessControl):
             The save; done already where `block` is set.
         """
         state = {**self._process_state(), **(own or {})}
-        return save_run_state(directory, shared, state, self.state, step=step, block=block)
+        return checkpoint.save_run_state(directory, shared, state, self.state, step=step, block=block)
 
     def read_checkpoint(
         self, directory: str | os.PathLike[str], into: dict[str, Any] | None = None
@@ -789,7 +781,7 @@ class Accelerator(ProcessControl):
         Returns:
             The shared state, and this process's own; None where another number of processes wrote it.
         """
-        return load_run_state(directory, self.state, into=into)
+        return checkpoint.load_run_state(directory, self.state, into=into)
 
     def restore_random_state(self, own: dict[str, Any] | None) -> None:
         """Give this process the random state that `write_checkpoint` kept, if there is one."""

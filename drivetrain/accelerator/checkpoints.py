@@ -5,8 +5,8 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+from drivetrain import checkpoint
 from drivetrain.accelerator.handlers import ProjectConfiguration
-from drivetrain.checkpoint import PendingSave, remove_checkpoint
 from drivetrain.runtime.collectives import broadcast_object_list
 from drivetrain.runtime.errors import CheckpointError, ConfigurationError
 from drivetrain.runtime.state import PartialState
@@ -57,7 +57,7 @@ class NumberedCheckpoints:
             raise CheckpointError(f"There is no checkpoint under {self._folder()} yet. Name one: load_state('path').")
         return self._path(numbers[-1])
 
-    def note_written(self, directory: Path, pending: PendingSave) -> None:
+    def note_written(self, directory: Path, pending: checkpoint.PendingSave) -> None:
         """Count one, and remove the oldest beyond the limit as soon as it is there."""
         if directory != self._path(self._configuration.iteration):
             return
@@ -68,7 +68,7 @@ class NumberedCheckpoints:
 
     def _remove_beyond(self, limit: int) -> None:
         for number in self._numbers()[:-limit]:
-            remove_checkpoint(self._path(number))
+            checkpoint.remove_checkpoint(self._path(number))
 
     def note_loaded(self, directory: Path) -> None:
         """Go on counting after the one that was loaded."""

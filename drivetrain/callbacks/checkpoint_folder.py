@@ -7,14 +7,17 @@ import shutil
 import uuid
 from collections.abc import Sequence
 
-from drivetrain.checkpoint import list_checkpoints, remove_checkpoint
-from drivetrain.checkpoint.storage import MANIFEST, LocalStorage, storage_of
+from drivetrain import checkpoint
+from drivetrain.checkpoint.storage import LocalStorage, storage_of
 from drivetrain.runtime.errors import CheckpointError
 from drivetrain.runtime.logging import get_logger
 from drivetrain.trackers import Tracker
 from drivetrain.trackers.directory import DirectoryTracker
 
 logger = get_logger(__name__)
+
+KINDS = ("writing", "replaced")
+"""How the names of directories that stand in for a checkpoint end; what a killed run leaves of them is cleaned up."""
 
 
 def resolved(path: str | os.PathLike[str]) -> str:
@@ -93,7 +96,7 @@ def link(path: str, target: str) -> None:
     try:
         os.symlink(os.path.relpath(target, os.path.dirname(path)), beside)
         if os.path.isdir(path) and not os.path.islink(path):
-            remove_checkpoint(path)
+            checkpoint.remove_checkpoint(path)
         os.replace(beside, path)
     except OSError as error:
         raise CheckpointError(f"{path} could not be made a link to {target}: {error}.") from error
@@ -101,19 +104,25 @@ def link(path: str, target: str) -> None:
 
 def duplicate(path: str, source: str) -> None:
     """Let `path` be a second name of a checkpoint: its files are linked hard, or copied where that cannot be."""
-    storage, token = LocalStorage(), _token()
-    names = [name for name in storage.sizes(source) if name != MANIFEST]
-    folders = tuple(sorted({os.path.dirname(name) for name in names} - {""}))
-    place = ""
+    token = _token()
+    place, replaced = (
+        os.path.join(os.path.dirname(path), f".{os.path.basename(path)}.{token}.{what}") for what in KINDS
+    )
     try:
-        place, _ = storage.begin(path, token, folders)
-        for name in names:
-            _link_or_copy(os.path.join(source, name), os.path.join(place, name))
-        storage.publish(place, path, token, memoryview(storage.read(os.path.join(source, MANIFEST))))
+        shutil.copytree(source, place, copy_function=_link_or_copy)
+        for folder, _, _ in os.walk(place, topdown=False):
+            _sync(folder)
+        if os.path.lexists(path):
+            os.rename(path, replaced)
+        os.rename(place, path)
+        _sync(os.path.dirname(path))
     except OSError as error:
-        if place:
-            storage.discard(place)
+        shutil.rmtree(place, ignore_errors=True)
+        if os.path.lexists(replaced) and not os.path.lexists(path):
+            os.rename(replaced, path)
         raise CheckpointError(f"{path} could not be made a copy of {source}: {error}.") from error
+    if os.path.lexists(replaced):
+        remove(replaced)
 
 
 def remove(path: str) -> None:
@@ -122,7 +131,7 @@ def remove(path: str) -> None:
         if os.path.islink(path):
             os.unlink(path)
         else:
-            remove_checkpoint(path)
+            checkpoint.remove_checkpoint(path)
     except OSError as error:
         logger.warning(f"The checkpoint {path}, which nobody needs any more, could not be removed: {error}.")
 
@@ -136,7 +145,9 @@ def surplus(directory: str, limit: int, needed: set[str]) -> list[str]:
         needed: those that stay in any case; they count.
     """
     needed = {os.path.realpath(path) if os.path.islink(path) else path for path in needed}
-    found = [one.path for one in sorted(list_checkpoints(directory, warn=False), key=lambda one: -one.saved_at)]
+    found = [
+        one.path for one in sorted(checkpoint.list_checkpoints(directory, warn=False), key=lambda one: -one.saved_at)
+    ]
     others = [path for path in found if path not in needed]
     return others[max(0, limit - (len(found) - len(others))) :]
 
@@ -146,6 +157,15 @@ def _link_or_copy(source: str, target: str) -> None:
         os.link(source, target)
     except OSError:
         shutil.copy2(source, target)  # a file system without hard links, or one name too many
+        _sync(target)
+
+
+def _sync(path: str) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 def _token() -> str:

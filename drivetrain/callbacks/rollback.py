@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from drivetrain.callbacks.agreement import decide_on_main_process
 from drivetrain.callbacks.model_checkpoint import ModelCheckpoint
-from drivetrain.checkpoint import Checkpoint
+from drivetrain import checkpoint
 from drivetrain.runtime.errors import CheckpointError, ConfigurationError
 
 if TYPE_CHECKING:
@@ -43,7 +43,7 @@ def _newest(savers: list[ModelCheckpoint]) -> str | None:
     found = []
     for path in known - {""}:
         try:
-            found.append((Checkpoint(path, "size").manifest.step or 0, path))
+            found.append((checkpoint.Checkpoint(path, "size").manifest.step or 0, path))
         except CheckpointError:
             continue  # removed by hand, or damaged: another one will do
     return max(found)[1] if found else None

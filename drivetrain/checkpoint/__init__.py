@@ -19,13 +19,31 @@ What is stable, all of it to be called on every process unless it says otherwise
 `directory` and `root` are local paths or URLs that fsspec knows. Every failure is a `CheckpointError`.
 """
 
-from drivetrain.checkpoint.consolidate import consolidate, save_safetensors
-from drivetrain.checkpoint.discovery import FoundCheckpoint, list_checkpoints, newest_checkpoint
-from drivetrain.checkpoint.load import Checkpoint, LoadReport, compare_states, load_run_state
-from drivetrain.checkpoint.queue import PendingSave, SaveQueue, save_queue
-from drivetrain.checkpoint.run_state import remove_checkpoint, save_run_state
-from drivetrain.checkpoint.save import extra_place
-from drivetrain.checkpoint.writer_record import clean_stale
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+# public name -> the module that defines it; resolved on first use, since torch's distributed checkpoints take
+# most of a second to import, and most of what a run does needs none of them
+_EXPORTS = {
+    "Checkpoint": "drivetrain.checkpoint.load",
+    "FoundCheckpoint": "drivetrain.checkpoint.discovery",
+    "LoadReport": "drivetrain.checkpoint.load",
+    "PendingSave": "drivetrain.checkpoint.queue",
+    "SaveQueue": "drivetrain.checkpoint.queue",
+    "clean_stale": "drivetrain.checkpoint.writer_record",
+    "compare_states": "drivetrain.checkpoint.load",
+    "consolidate": "drivetrain.checkpoint.consolidate",
+    "extra_place": "drivetrain.checkpoint.save",
+    "list_checkpoints": "drivetrain.checkpoint.discovery",
+    "load_run_state": "drivetrain.checkpoint.load",
+    "newest_checkpoint": "drivetrain.checkpoint.discovery",
+    "remove_checkpoint": "drivetrain.checkpoint.run_state",
+    "save_queue": "drivetrain.checkpoint.queue",
+    "save_run_state": "drivetrain.checkpoint.run_state",
+    "save_safetensors": "drivetrain.checkpoint.consolidate",
+}
 
 __all__ = [
     "Checkpoint",
@@ -45,3 +63,31 @@ __all__ = [
     "save_run_state",
     "save_safetensors",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    module = _EXPORTS.get(name)
+    if module is None:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(importlib.import_module(module), name)
+    globals()[name] = value
+    return value
+
+
+if TYPE_CHECKING:
+    from drivetrain.checkpoint.consolidate import consolidate as consolidate
+    from drivetrain.checkpoint.consolidate import save_safetensors as save_safetensors
+    from drivetrain.checkpoint.discovery import FoundCheckpoint as FoundCheckpoint
+    from drivetrain.checkpoint.discovery import list_checkpoints as list_checkpoints
+    from drivetrain.checkpoint.discovery import newest_checkpoint as newest_checkpoint
+    from drivetrain.checkpoint.load import Checkpoint as Checkpoint
+    from drivetrain.checkpoint.load import LoadReport as LoadReport
+    from drivetrain.checkpoint.load import compare_states as compare_states
+    from drivetrain.checkpoint.load import load_run_state as load_run_state
+    from drivetrain.checkpoint.queue import PendingSave as PendingSave
+    from drivetrain.checkpoint.queue import SaveQueue as SaveQueue
+    from drivetrain.checkpoint.queue import save_queue as save_queue
+    from drivetrain.checkpoint.run_state import remove_checkpoint as remove_checkpoint
+    from drivetrain.checkpoint.run_state import save_run_state as save_run_state
+    from drivetrain.checkpoint.save import extra_place as extra_place
+    from drivetrain.checkpoint.writer_record import clean_stale as clean_stale

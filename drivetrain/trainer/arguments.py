@@ -14,6 +14,7 @@ from drivetrain.accelerator import Accelerator
 from drivetrain.callbacks import Callback, ModelCheckpoint, ModelSummary, TQDMProgressBar
 from drivetrain.launch import already_launched, relaunch_script
 from drivetrain.runtime.devices import detect_device_kind, get_device_kind
+from drivetrain.runtime.durations import parse_duration
 from drivetrain.runtime.environment import ProcessEnvironment
 from drivetrain.runtime.errors import ConfigurationError, LaunchError, nearest
 from drivetrain.runtime.seeds import make_deterministic
@@ -22,7 +23,6 @@ from drivetrain.strategies.precision import Precision
 from drivetrain.trackers import CSVLogger, Tracker, resolve_trackers
 from drivetrain.trainer.data_module import DataModule
 from drivetrain.trainer.optimizers import has_own_optimizer_step
-from drivetrain.trainer.stopping import parse_duration
 from drivetrain.trainer.task import Task
 
 CLIPPING = ("norm", "value")

@@ -12,15 +12,8 @@ from torch import nn
 
 from drivetrain.data import PreparedLoader
 from drivetrain.trainer.loaders import LoaderSource, limits_of, own_batches
-from drivetrain.trainer.logged_values import (
-    TEST_EPOCH,
-    TEST_STEP,
-    VALIDATE_EPOCH,
-    VALIDATE_STEP,
-    EpochValue,
-    LogScope,
-    to_numbers,
-)
+from drivetrain.trainer.log_scopes import TEST_EPOCH, TEST_STEP, VALIDATE_EPOCH, VALIDATE_STEP, LogScope
+from drivetrain.trainer.logged_value import EpochValue, to_numbers
 from drivetrain.trainer.metric_state import untouched_metrics
 from drivetrain.trainer.optimization_step import bind_step
 from drivetrain.trainer.task import Task

@@ -13,7 +13,8 @@ from drivetrain.runtime.errors import ConfigurationError, DataError
 from drivetrain.trainer.checkpoint_state import SavedRun
 from drivetrain.trainer.evaluation_loop import EvaluationLoop
 from drivetrain.trainer.loaders import LoaderSource, batches_to_run, length_of
-from drivetrain.trainer.logged_values import MONITORING, TRAIN_END, TRAIN_EPOCH, TRAIN_STEP, to_numbers
+from drivetrain.trainer.log_scopes import MONITORING, TRAIN_END, TRAIN_EPOCH, TRAIN_STEP
+from drivetrain.trainer.logged_value import to_numbers
 from drivetrain.trainer.optimization_step import EpochSkipped, MicroBatch, OptimizationStep
 from drivetrain.trainer.stopping import StopAgreement
 

@@ -12,7 +12,7 @@ from drivetrain.runtime.collectives import gather_object
 from drivetrain.runtime.nested import recursively_apply, send_to_device
 from drivetrain.trainer.evaluation_loop import _evaluating, loader_argument
 from drivetrain.trainer.loaders import LoaderSource, limits_of, own_batches
-from drivetrain.trainer.logged_values import PREDICT
+from drivetrain.trainer.log_scopes import PREDICT
 from drivetrain.trainer.optimization_step import bind_step
 from drivetrain.trainer.task import Task
 

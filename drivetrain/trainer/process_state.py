@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from drivetrain.checkpoint import Checkpoint
+from drivetrain import checkpoint
 from drivetrain.trainer.metric_state import merged_metric_states
 
 _NOTHING: dict[str, Any] = {"random": None, "logged": None, "metrics": {}}
@@ -28,7 +28,7 @@ def taken_over(directory: str, rank: int, world_size: int, task: nn.Module) -> d
     Returns:
         A state like that of one process; its random state is that of the first process taken over, if any.
     """
-    checkpoint = Checkpoint(directory, verify="size")
+    checkpoint = checkpoint.Checkpoint(directory, verify="size")
     states = [checkpoint.own(each) for each in range(rank, checkpoint.manifest.world_size, world_size)]
     if not states:
         logged = {**checkpoint.own(0)["logged"], "train": []}

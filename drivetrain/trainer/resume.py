@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from drivetrain.checkpoint import Checkpoint, newest_checkpoint
+from drivetrain import checkpoint
 from drivetrain.runtime.collectives import broadcast_object_list
 from drivetrain.runtime.errors import CheckpointError, ConfigurationError, DrivetrainError
 
@@ -78,5 +78,5 @@ def _default_directory(trainer: Trainer) -> Path:
 
 def _newest(directories: list[str]) -> str | None:
     """The newest good checkpoint of several directories: the one of the most steps."""
-    found = [path for path in map(newest_checkpoint, directories) if path is not None]
-    return max(found, key=lambda path: Checkpoint(path).manifest.step or 0, default=None)
+    found = [path for path in map(checkpoint.newest_checkpoint, directories) if path is not None]
+    return max(found, key=lambda path: checkpoint.Checkpoint(path).manifest.step or 0, default=None)

@@ -12,7 +12,8 @@ from drivetrain.accelerator import Accelerator
 from drivetrain.callbacks import Callback, EarlyStopping, ModelCheckpoint
 from drivetrain.strategies import Strategy
 from drivetrain.trackers import Tracker
-from drivetrain.trainer.logged_values import LoggedValues, Value
+from drivetrain.trainer.logged_value import Value
+from drivetrain.trainer.logged_values import LoggedValues
 from drivetrain.trainer.progress import Progress
 
 if TYPE_CHECKING:

@@ -7,12 +7,10 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from datetime import timedelta
 from types import FrameType
 from typing import Any
 
 from drivetrain.runtime.collectives import gather_object
-from drivetrain.runtime.errors import ConfigurationError
 
 AGREEMENT_SECONDS = 1.0
 """How often processes tell each other that they want to stop."""
@@ -112,30 +110,3 @@ class Interruption:
 
 
 _PREEMPTING = tuple(getattr(signal, name) for name in ("SIGTERM", "SIGUSR1") if hasattr(signal, name))
-
-
-def parse_duration(value: Any, name: str) -> timedelta | None:
-    """Read a duration.
-
-    Args:
-        value: a `timedelta`, a dict of its arguments, `"DD:HH:MM:SS"`, or None.
-        name: the argument's name, for errors.
-
-    Raises:
-        ConfigurationError: it is none of these.
-    """
-    if value is None or isinstance(value, timedelta):
-        return value
-    if isinstance(value, dict):
-        try:
-            return timedelta(**value)
-        except TypeError:
-            pass
-    if isinstance(value, str):
-        parts = value.strip().split(":")
-        if len(parts) == 4 and all(part.isdigit() for part in parts):
-            days, hours, minutes, seconds = map(int, parts)
-            return timedelta(days=days, hours=hours, minutes=minutes, seconds=seconds)
-    raise ConfigurationError(
-        f"{name}={value!r} is no duration. Give a timedelta, a dict such as {{'hours': 2}}, or 'DD:HH:MM:SS'."
-    )

@@ -16,8 +16,9 @@ from torch.optim import Optimizer
 from drivetrain.accelerator import Accelerator
 from drivetrain.accelerator.optimizer import parameters_of
 from drivetrain.callbacks import Callback
-from drivetrain.checkpoint import PendingSave, SaveQueue, save_queue
+from drivetrain import checkpoint
 from drivetrain.data import BatchInfo
+from drivetrain.runtime.durations import parse_duration
 from drivetrain.runtime.errors import ConfigurationError
 from drivetrain.runtime.exit_codes import RESUME_EXIT_CODE
 from drivetrain.runtime.nested import find_batch_size
@@ -32,7 +33,9 @@ from drivetrain.trainer.evaluation_loop import EvaluationLoop
 from drivetrain.trainer.fit_loop import FitLoop
 from drivetrain.trainer.hooks import Hooks, call_setup_hooks, call_teardown_hooks
 from drivetrain.trainer.loaders import LoaderSource
-from drivetrain.trainer.logged_values import NOWHERE, SAVING, EpochValue, LoggedValues, to_numbers
+from drivetrain.trainer.log_scopes import NOWHERE, SAVING
+from drivetrain.trainer.logged_value import EpochValue, to_numbers
+from drivetrain.trainer.logged_values import LoggedValues
 from drivetrain.trainer.optimization_step import OptimizationStep
 from drivetrain.trainer.optimizers import SchedulerConfig, TaskOptimizer, parse_configured_optimizers
 from drivetrain.trainer.prediction_loop import PredictionLoop
@@ -41,7 +44,7 @@ from drivetrain.trainer.report import print_results
 from drivetrain.trainer.resume import find_checkpoint, save_for_resume
 from drivetrain.trainer.schedulers import step_epoch_schedulers, step_step_schedulers
 from drivetrain.trainer.status import TrainerStatus
-from drivetrain.trainer.stopping import Interruption, parse_duration
+from drivetrain.trainer.stopping import Interruption
 from drivetrain.trainer.task import Task
 
 
@@ -216,7 +219,7 @@ class Trainer(TrainerStatus):
         self.datamodule: DataModule | None = None
         self.model: nn.Module | None = None
         self.fit_loop: FitLoop | None = None
-        self.saves: SaveQueue | None = None
+        self.saves: checkpoint.SaveQueue | None = None
         self.rollback_path: str | None = None
         self.batches_to_skip: set[tuple[int, int]] = set()
         self._step: OptimizationStep | None = None
@@ -622,7 +625,7 @@ class Trainer(TrainerStatus):
 
     def save_checkpoint(
         self, filepath: str | os.PathLike[str], weights_only: bool = False, block: bool = True
-    ) -> PendingSave:
+    ) -> checkpoint.PendingSave:
         """Write a checkpoint; call it on all processes.
 
         Args:
@@ -642,7 +645,7 @@ class Trainer(TrainerStatus):
         with self.logged.forbidden(SAVING):
             shared, own = run_state(self, weights_only)
         if not block:
-            self.saves = save_queue(self.accelerator.state)
+            self.saves = checkpoint.save_queue(self.accelerator.state)
         return self.accelerator.write_checkpoint(filepath, shared, own, step=self.global_step, block=block)
 
     # rolling back

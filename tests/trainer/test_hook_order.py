@@ -146,7 +146,9 @@ class Watched:
         """A subclass that overrides every hook of the base."""
         hooks = [
             name
-            for name, method in vars(base).items()
+            for kind_of_base in base.__mro__
+            if kind_of_base.__module__.startswith("drivetrain.")
+            for name, method in vars(kind_of_base).items()
             if callable(method) and not name.startswith("_") and name not in INTERNAL | set(TASK_STEPS)
         ]
         if letter == "T":

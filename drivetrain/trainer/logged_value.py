@@ -1,0 +1,232 @@
+"""One logged value: kept as detached tensors, added up rarely, and turned into a number only where it is shown."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from drivetrain.trainer.log_scopes import LogScope
+
+FOLD_AFTER = 64
+"""Values of one name that are kept before they are added up on the device."""
+
+REDUCTIONS = ("mean", "sum", "max", "min")
+
+Value = Tensor | float
+Reduction = str | Callable[[Tensor], Any]
+Arguments = tuple[Any, ...]
+
+
+class LoggedValue:
+    """All that was logged under one name in one stage.
+
+    Args:
+        name: the name, with the loader's number where there are several.
+        arguments: what `self.log` was called with; every later call must be the same.
+        scope: from where.
+        on_step: whether each step's value is shown and written.
+        on_epoch: whether the epoch's reduction is.
+        prog_bar: whether the progress bar shows it.
+        logger: whether trackers get it.
+        reduction: `"mean"`, `"sum"`, `"max"`, `"min"`, or a function of the stacked values.
+        sync: whether it is reduced over processes.
+        main_only: whether only the main process's values count.
+        metric: the torchmetrics object, if one was logged.
+        metric_path: where in the task the metric is.
+        loader: the number of the loader that it belongs to, if there are several and it is of one.
+    """
+
+    __slots__ = (
+        "_pending",
+        "_weights",
+        "arguments",
+        "fresh",
+        "last",
+        "loader",
+        "logger",
+        "main_only",
+        "metric",
+        "metric_path",
+        "name",
+        "on_epoch",
+        "on_step",
+        "prog_bar",
+        "reduction",
+        "scope",
+        "sync",
+        "total",
+        "weighs",
+        "weight",
+    )
+
+    def __init__(
+        self,
+        name: str,
+        arguments: Arguments,
+        scope: LogScope,
+        *,
+        on_step: bool,
+        on_epoch: bool,
+        prog_bar: bool,
+        logger: bool,
+        reduction: Reduction,
+        sync: bool | None,
+        main_only: bool,
+        metric: Any = None,
+        metric_path: str | None = None,
+        loader: int | None = None,
+    ) -> None:
+        self.name, self.arguments, self.scope = name, arguments, scope
+        self.on_step, self.on_epoch = on_step, on_epoch
+        self.prog_bar, self.logger = prog_bar, logger
+        self.reduction, self.sync, self.main_only = reduction, sync, main_only
+        self.metric, self.metric_path = metric, metric_path
+        self.loader = loader
+        self.weighs = on_epoch and reduction == "mean" and metric is None
+        self.reset()
+
+    @property
+    def step_name(self) -> str:
+        """Its name among a step's values."""
+        return f"{self.name}_step" if self.on_epoch else self.name
+
+    @property
+    def epoch_name(self) -> str:
+        """Its name among an epoch's values."""
+        return f"{self.name}_epoch" if self.on_step else self.name
+
+    def reset(self) -> None:
+        """Forget all values."""
+        self.fresh = False
+        self.last: Value | None = None
+        self.total: Any = None
+        self.weight: float = 0.0
+        self._pending: list[Value] = []
+        self._weights: list[float] = []
+
+    def update(self, value: Value, weight: float) -> None:
+        """Keep one value; nothing is computed until enough have come together."""
+        self.fresh = True
+        if self.on_step:
+            self.last = value
+        if self.on_epoch:
+            self._pending.append(value)
+            self._weights.append(weight)
+            if len(self._pending) >= FOLD_AFTER and not callable(self.reduction):
+                self.fold()
+
+    def fold(self) -> None:
+        """Bring the values kept so far into one total, on their device."""
+        if not self._pending:
+            return
+        values, weights = _stack(self._pending), self._weights
+        self._pending, self._weights = [], []
+        self.weight += sum(weights)
+        if callable(self.reduction):
+            part: Any = values
+            self.total = part if self.total is None else torch.cat([self.total, part])
+        elif self.reduction in ("mean", "sum"):
+            if self.reduction == "mean":
+                values = values * torch.tensor(weights, dtype=values.dtype).to(values.device, non_blocking=True)
+            part = values.sum()
+            self.total = part if self.total is None else self.total + part
+        else:
+            pick = torch.amax if self.reduction == "max" else torch.amin
+            part = pick(values, 0)
+            self.total = part if self.total is None else pick(torch.stack([self.total, part]), 0)
+
+    def state_dict(self) -> dict[str, Any]:
+        """What was kept so far, not added up: adding later must give what it would have given without a checkpoint."""
+        return {
+            "name": self.name,
+            **self.portable(fold=False),
+            "on_step": self.on_step,
+            "on_epoch": self.on_epoch,
+            "total": self.total,
+            "pending": _stack(self._pending) if self._pending else None,
+            "weights": list(self._weights),
+            "last": self.last,
+            "fresh": self.fresh,
+        }
+
+    def take_over(self, state: Mapping[str, Any], device: torch.device) -> None:
+        """Go on from what `state_dict` returned."""
+        pending, total = state["pending"], state["total"]
+        self.total = None if total is None else total.to(device)
+        self.weight = state["weight"]
+        self._pending = [] if pending is None else list(pending.to(device).unbind())
+        self._weights = list(state["weights"])
+        self.last = state["last"]
+        self.fresh = state["fresh"]
+
+    def adopt(self, restored: LoggedValue) -> None:
+        """Go on from an entry that came from a checkpoint, now that the name is logged again."""
+        for slot in ("total", "weight", "_pending", "_weights", "last", "fresh"):
+            setattr(self, slot, getattr(restored, slot))
+
+    def portable(self, fold: bool = True) -> dict[str, Any]:
+        """The local result as plain values, for the exchange between processes."""
+        if fold:
+            self.fold()
+        return {
+            "total": None if self.total is None else self.total.tolist(),
+            "weight": self.weight,
+            "metric": self.metric_path,
+            "epoch_name": self.epoch_name,
+            "prog_bar": self.prog_bar,
+            "logger": self.logger,
+            "reduction": None if callable(self.reduction) else self.reduction,
+            "sync": self.sync,
+            "main_only": self.main_only,
+            "loader": self.loader,
+        }
+
+
+class EpochValue(NamedTuple):
+    """One value of an epoch.
+
+    Attributes:
+        name: the name it was logged under.
+        epoch_name: its name where each step's value is kept too.
+        prog_bar: whether the progress bar shows it.
+        logger: whether trackers get it.
+        value: the value.
+        loader: the number of the loader that it belongs to, None if it belongs to all.
+    """
+
+    name: str
+    epoch_name: str
+    prog_bar: bool
+    logger: bool
+    value: Value
+    loader: int | None
+
+
+def to_numbers(values: Mapping[str, Value]) -> dict[str, float]:
+    """Turn values into Python numbers, with one transfer from the device for all of them."""
+    tensors = {name: value for name, value in values.items() if isinstance(value, Tensor)}
+    numbers = {name: value for name, value in values.items() if not isinstance(value, Tensor)}
+    if tensors:
+        stacked = torch.stack([_wide(tensor.reshape(())) for tensor in tensors.values()])
+        numbers.update(zip(tensors, stacked.tolist(), strict=True))
+    return {name: numbers[name] for name in values}
+
+
+def _stack(values: list[Value]) -> Tensor:
+    """Values as one wide vector, on the device of the first tensor among them."""
+    device = next((value.device for value in values if isinstance(value, Tensor)), torch.device("cpu"))
+    if all(isinstance(value, Tensor) for value in values):
+        return torch.stack([_wide(value.reshape(())) for value in values])  # type: ignore[union-attr]
+    return torch.stack([_wide(_as_tensor(value).reshape(()).to(device)) for value in values])
+
+
+def _as_tensor(value: Value) -> Tensor:
+    return value if isinstance(value, Tensor) else torch.tensor(value, dtype=torch.float64)
+
+
+def _wide(value: Tensor) -> Tensor:
+    """In 64 bits, so that a mean over many steps stays exact; in 32 on the one device kind that has no 64."""
+    return value.to(torch.float32 if value.device.type == "mps" else torch.float64)
