@@ -17,8 +17,8 @@ from tqdm.auto import tqdm
 
 from drivetrain.checkpoint.load import Checkpoint
 from drivetrain.checkpoint.manifest import encoded
-from drivetrain.checkpoint.shards import read_ranges
 from drivetrain.checkpoint.storage import LocalStorage
+from drivetrain.checkpoint.stream import read_ranges
 from drivetrain.checkpoint.tensor_file import BLOCK, Entry, bytes_of, layout, write_file
 from drivetrain.checkpoint.tree import pack, subtree
 from drivetrain.runtime.errors import CheckpointError, nearest

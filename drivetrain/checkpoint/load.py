@@ -15,8 +15,9 @@ from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from drivetrain.checkpoint.manifest import Manifest, decoded, read_manifest, verified_bytes
 from drivetrain.checkpoint.peers import Failure, Peers
 from drivetrain.checkpoint.save import SHARED_FILE, process_file
-from drivetrain.checkpoint.shards import SafetensorsReader, verify_file
+from drivetrain.checkpoint.shards import SafetensorsReader
 from drivetrain.checkpoint.storage import LocalStorage, Storage, storage_of
+from drivetrain.checkpoint.stream import verify_file
 from drivetrain.checkpoint.tensor_file import run_parallel
 from drivetrain.checkpoint.tree import pack, tensor_keys, unpack
 from drivetrain.checkpoint.writer_record import replaced_beside

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from drivetrain.checkpoint.storage import MANIFEST, FsspecStorage, Storage
+from drivetrain.checkpoint.storage import DATA_FOLDER, MANIFEST, Storage
 from drivetrain.checkpoint.tensor_file import FileDigest
 from drivetrain.runtime.errors import CheckpointError
 
@@ -68,25 +69,23 @@ class Manifest:
             damaged = content.pop("checksum", None) != _checksum(content)
             if damaged or raw != _spelled({**content, "checksum": _checksum(content)}):
                 raise CheckpointError(f"{where} is damaged: its content does not match its checksum.")
-            if version not in READABLE_VERSIONS:
+            if version not in _READERS:
                 raise CheckpointError(
                     f"{where} says version {version!r} of the format; this drivetrain reads versions up to {VERSION}. "
                     "Install the version of drivetrain that wrote it, or a later one."
                 )
-            files = {name: FileDigest(one["size"], one["sha256"]) for name, one in content["files"].items()}
-            return cls(
-                files,
-                content["world_size"],
-                content["step"],
-                content["saved_at"],
-                content["data"],
-                version,
-            )
+            return _READERS[version](content)
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise CheckpointError(f"{where} is damaged: {error!r}.") from error
 
 
-READABLE_VERSIONS = (1,)
+def _read_version_1(content: dict[str, Any]) -> Manifest:
+    files = {name: FileDigest(one["size"], one["sha256"]) for name, one in content["files"].items()}
+    return Manifest(files, content["world_size"], content["step"], content["saved_at"], content["data"], 1)
+
+
+# A reader for every version ever written.
+_READERS: dict[int, Callable[[dict[str, Any]], Manifest]] = {1: _read_version_1}
 
 
 def read_manifest(storage: Storage, directory: str) -> Manifest:
@@ -123,7 +122,7 @@ def _compare(storage: Storage, directory: str, manifest: Manifest) -> None:
     for name in sorted(found):
         if name in listed or name == MANIFEST:
             continue
-        if manifest.data and name.startswith(FsspecStorage.FOLDER) and not name.startswith(f"{manifest.data}/"):
+        if manifest.data and name.startswith(DATA_FOLDER) and not name.startswith(f"{manifest.data}/"):
             continue  # a write that was broken off, or one that goes on
         raise CheckpointError(
             f"{storage.join(directory, name)} does not belong to the checkpoint: {MANIFEST} does not list it. "

@@ -50,7 +50,7 @@ class Peers:
         if self._group is None:
             return [item]
         items: list[Any] | None = [None] * self.size if self.is_main else None
-        dist.gather_object(item, items, dst=0, group=self._group)
+        _exchange(dist.gather_object, item, items, dst=0, group=self._group)
         return items
 
     def scatter(self, items: list[Any] | None) -> Any:
@@ -59,7 +59,7 @@ class Peers:
             assert items is not None
             return items[0]
         received: list[Any] = [None]
-        dist.scatter_object_list(received, items, src=0, group=self._group)
+        _exchange(dist.scatter_object_list, received, items, src=0, group=self._group)
         return received[0]
 
     def agree(self, failure: Failure | None) -> Failure | None:
@@ -67,7 +67,7 @@ class Peers:
         if self._group is None:
             return failure
         failures: list[Any] = [None] * self.size
-        dist.all_gather_object(failures, failure, group=self._group)
+        _exchange(dist.all_gather_object, failures, failure, group=self._group)
         return next((one for one in failures if one is not None), None)
 
     def attempt(self, work: Callable[[], Result]) -> Result | Failure:
@@ -98,6 +98,14 @@ def reason_of(error: BaseException) -> str:
     if isinstance(error, OSError) and error.strerror and error.filename:
         return f"{error.filename}: {error.strerror} (errno {error.errno})"
     return f"{type(error).__name__}: {error}"
+
+
+def _exchange(collective: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
+    """Call a collective, in whose midst a peer may be lost."""
+    try:
+        collective(*args, **kwargs)
+    except (RuntimeError, ValueError) as error:
+        raise CheckpointError(f"Another process was lost while a checkpoint was written or read: {error}") from error
 
 
 def _own_group(state: PartialState) -> Any:

@@ -59,6 +59,10 @@ class PendingSave:
             self._told = True
             raise self._error
 
+    def claim(self) -> None:
+        """Take it over to tell of its error: `SaveQueue.check` and `finish` keep quiet about it, `wait` does not."""
+        self._told = True
+
     def add_done_callback(self, callback: Callable[[PendingSave], None]) -> None:
         """Call `callback(self)` once it is written or has failed; at once where it is done already.
 
@@ -167,7 +171,7 @@ class SaveQueue:
         """Raise the error of a save in the background, if one has failed since. Costs next to nothing."""
         if self.failed is not None:
             failed, self.failed = self.failed, None
-            if not failed._told:  # by its own wait()
+            if not failed._told:  # by its own wait(), or by who claimed it
                 failed.raise_if_failed()
 
     def finish(self) -> None:

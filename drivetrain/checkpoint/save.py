@@ -128,14 +128,10 @@ class Save:
         Raises:
             CheckpointError: any process could not write; raised on all, and what was there before is intact.
         """
-        place = ""
-
-        def write() -> _Written:
-            nonlocal place
-            place, self._data = self._storage.begin(self.directory, self._token, (FOLDER,))
-            return self._write(place)
-
-        written = self._peers.attempt(write) if self._staging_failure is None else self._staging_failure
+        place, self._data = self._storage.place_for(self.directory, self._token)
+        written = (
+            self._peers.attempt(lambda: self._write(place)) if self._staging_failure is None else self._staging_failure
+        )
         gathered = self._peers.gather(written)
         published: Failure | None = None
         if gathered is not None:
@@ -145,6 +141,7 @@ class Save:
                 published = attempted if isinstance(attempted, Failure) else None
         failure: Failure | None = self._peers.scatter([published] * self._peers.size if gathered is not None else None)
         if failure is not None:
+            # Only now: as long as not all have ended, another process may be writing there.
             for left in filter(None, (place, self._extra)):
                 self._storage.discard(left)
             self._peers.fail(failure, f"The checkpoint {self.directory} could not be written")
@@ -152,6 +149,7 @@ class Save:
     def _write(self, place: str) -> _Written:
         """Write what is this process's to write."""
         files: dict[str, FileDigest] = {}
+        self._storage.begin(place, (FOLDER,))
         if self._peers.is_main:
             files[WRITER_FILE] = self._write_json(place, WRITER_FILE, this_writer())
             if isinstance(self._storage, LocalStorage):
@@ -219,7 +217,8 @@ def extra_place(directory: str | os.PathLike[str], state: PartialState) -> str:
         storage, path = storage_of(directory)
         if not isinstance(storage, LocalStorage):
             raise CheckpointError(f"{path}: hooks that write files of their own need a local checkpoint directory.")
-        place, _ = storage.begin(path, uuid.uuid4().hex[:12], ())
+        place, _ = storage.place_for(path, uuid.uuid4().hex[:12])
+        storage.begin(place, ())
         write_file(storage.create(storage.join(place, WRITER_FILE)), [memoryview(encoded(this_writer()))])
         return place
 

@@ -8,10 +8,9 @@ from __future__ import annotations
 
 import os
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from queue import SimpleQueue
 from typing import Any
 
 import torch
@@ -28,15 +27,13 @@ from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
 from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, WriteResult
 from torch.futures import Future
 
-from drivetrain.checkpoint.manifest import Manifest, check_digest, decoded, encoded, verified_bytes
-from drivetrain.checkpoint.storage import Reader, Storage
+from drivetrain.checkpoint.manifest import Manifest, decoded, encoded, verified_bytes
+from drivetrain.checkpoint.storage import Storage
+from drivetrain.checkpoint.stream import FileStream
 from drivetrain.checkpoint.tensor_file import (
-    BLOCK,
     Entry,
     FileDigest,
-    Hasher,
     aligned,
-    blocks_of,
     bytes_of,
     dtype_name,
     layout,
@@ -220,11 +217,11 @@ class SafetensorsReader(StorageReader):
 
     def _read_file(self, name: str, places: dict[Place, list[ReadItem]], planner: LoadPlanner) -> None:
         path = self.path_of(name)
-        with _Stream(self._storage, path, self._manifest.files[name], self._hashes) as stream:
+        with FileStream(self._storage, path, self._manifest.files[name], self._hashes) as stream:
             for place in sorted(places, key=lambda one: one.start):
                 self._read_part(stream, place, places[place], planner)
 
-    def _read_part(self, stream: _Stream, place: Place, items: list[ReadItem], planner: LoadPlanner) -> None:
+    def _read_part(self, stream: FileStream, place: Place, items: list[ReadItem], planner: LoadPlanner) -> None:
         dtype, sizes = self._parts[items[0].storage_index]
         targets = [planner.resolve_tensor(item).detach() for item in items]
         direct = len(items) == 1 and targets[0].shape == sizes and _takes_bytes(targets[0], dtype)
@@ -273,106 +270,6 @@ class SafetensorsReader(StorageReader):
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
         return True
-
-
-class _Stream:
-    """Reads parts of a file in ascending order; hashes all of it on the way, or skips what is not asked for."""
-
-    def __init__(self, storage: Storage, path: str, listed: FileDigest, hashes: bool) -> None:
-        self._path, self._listed = path, listed
-        self._position = 0
-        try:
-            self._file: Reader = storage.open(path)
-        except OSError as error:
-            raise CheckpointError(f"{path} cannot be read: {error}.") from error
-        self._hasher = Hasher() if hashes else None
-        self._free: SimpleQueue[memoryview] | None = None
-
-    def __enter__(self) -> _Stream:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, *others: object) -> None:
-        try:
-            if kind is None and self._hasher is not None:
-                self._skip_to(self._listed.size)
-                check_digest(self._path, self._hasher.close(), self._listed)
-        finally:
-            self._file.close()
-            if self._hasher is not None:
-                self._hasher.close()
-
-    def read(self, start: int, target: memoryview) -> None:
-        """Fill a buffer from a position on."""
-        self._skip_to(start)
-        for block in blocks_of(target):
-            self._fill(block)
-            if self._hasher is not None:
-                self._hasher.add(block)
-
-    def _skip_to(self, position: int) -> None:
-        if position == self._position:
-            return
-        if self._hasher is None:
-            self._file.seek(position)
-            self._position = position
-            return
-        free = self._scratch()
-        while self._position < position:
-            buffer = free.get()
-            block = buffer[: min(len(buffer), position - self._position)]
-            self._fill(block)
-            self._hasher.add(block, partial(free.put, buffer))
-
-    def _scratch(self) -> SimpleQueue[memoryview]:
-        """Buffers for what is only hashed, each back here once it is."""
-        if self._free is None:
-            self._free = SimpleQueue()
-            for _ in range(3):
-                self._free.put(memoryview(bytearray(min(BLOCK, self._listed.size))))
-        return self._free
-
-    def _fill(self, block: memoryview) -> None:
-        size = len(block)
-        while len(block):
-            try:
-                count = self._file.readinto(block)
-            except OSError as error:
-                raise CheckpointError(f"{self._path} cannot be read: {error}.") from error
-            if not count:
-                raise CheckpointError(f"{self._path} ends too early: it should have {self._listed.size} bytes.")
-            block = block[count:]
-        self._position += size
-
-
-def read_ranges(
-    storage: Storage,
-    path: str,
-    listed: FileDigest,
-    ranges: Sequence[tuple[int, int]],
-    take: Callable[[memoryview], None],
-) -> None:
-    """Read ranges (start, length) of a file, unhashed, a block at a time through one buffer.
-
-    Args:
-        storage: where the file is.
-        path: the file.
-        listed: what the manifest says of it.
-        ranges: what to read.
-        take: is given each block, which is overwritten by the next.
-    """
-    buffer = memoryview(bytearray(BLOCK))
-    with _Stream(storage, path, listed, hashes=False) as stream:
-        for start, length in ranges:
-            for done in range(0, length, BLOCK):
-                block = buffer[: min(BLOCK, length - done)]
-                stream.read(start + done, block)
-                take(block)
-
-
-def verify_file(storage: Storage, path: str, listed: FileDigest) -> None:
-    """Hash a whole file and compare."""
-    with _Stream(storage, path, listed, hashes=True):
-        pass
 
 
 def _takes_bytes(target: Tensor, dtype: torch.dtype) -> bool:
