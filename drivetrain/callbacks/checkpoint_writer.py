@@ -10,10 +10,8 @@ from typing import TYPE_CHECKING
 from drivetrain.callbacks import checkpoint_folder as folder
 from drivetrain.callbacks.agreement import decide_on_main_process
 from drivetrain.callbacks.kept_checkpoints import KeptCheckpoints
-from drivetrain.checkpoint import save_queue
 from drivetrain.runtime.errors import CheckpointError
 from drivetrain.runtime.logging import get_logger
-from drivetrain.runtime.state import PartialState
 
 if TYPE_CHECKING:
     from drivetrain.checkpoint import PendingSave
@@ -103,7 +101,7 @@ class CheckpointWriter:
             if self._in_background:
                 for path in targets:
                     pending = trainer.save_checkpoint(path, weights_only=weights_only, block=False)
-                assert pending is not None  # that is what block=False is for
+                pending.claim()
                 self._in_flight = _InFlight(pending, before, after)
                 if trainer.is_global_zero:
                     pending.add_done_callback(lambda done: None if done.failed() else after.run_quietly())
@@ -178,7 +176,10 @@ class CheckpointWriter:
             wait: whether to wait until it is done.
         """
         flight, self._in_flight = self._in_flight, None
-        if flight is None or not wait:
+        if flight is None:
+            return
+        if not wait:
+            flight.pending.add_done_callback(_log_failure)
             return
         try:
             flight.pending.wait()
@@ -219,7 +220,13 @@ class CheckpointWriter:
         if not (self._forgives or forgive):
             raise error
         logger.error(f"ModelCheckpoint: {error} The run goes on; the checkpoints before this one are intact.")
-        save_queue(PartialState()).finish()  # nobody else need raise it
+
+
+def _log_failure(pending: PendingSave) -> None:
+    try:
+        pending.raise_if_failed()
+    except CheckpointError as error:
+        logger.error(f"ModelCheckpoint: {error}")
 
 
 @dataclass
