@@ -230,6 +230,26 @@ def test_processes_agree_on_what_is_kept(tmp_path: Path) -> None:
     assert saved(tmp_path / "ckpt") == ["epoch=0.ckpt", "epoch=3.ckpt", "last.ckpt"]
 
 
+def resume_on_processes(root: str) -> list[Any]:
+    found: list[Any] = []
+    for epochs in (1, 2):
+        checkpoint = ModelCheckpoint(filename="{epoch}", monitor="val_loss", save_top_k=2, save_last=True)
+        task = Scripted([1, 2])
+        fit(task, root, epochs, [checkpoint], logger=CSVLogger(root), resume="auto")
+        found += [task.seen, checkpoint.best_model_path, checkpoint.best_k_models]
+    return found
+
+
+def test_processes_go_on_together_in_the_directory_of_the_run_before(tmp_path: Path) -> None:
+    first, second = run_in_processes(resume_on_processes, args=(str(tmp_path),))
+    assert first == second
+    assert first[0] == [0]
+    assert first[3] == [1]
+    assert first[1] == first[4]
+    assert saved(Path(first[1]).parent) == ["epoch=0.ckpt", "epoch=1.ckpt", "last.ckpt"]
+    assert saved(tmp_path / "drivetrain_logs") == ["version_0"]
+
+
 def test_when_validation_follows_a_step_its_value_names_the_checkpoint(tmp_path: Path) -> None:
     checkpoint = ModelCheckpoint(
         tmp_path / "ckpt", "{step}-{val_loss:.0f}", monitor="val_loss", every_n_train_steps=2, save_top_k=-1

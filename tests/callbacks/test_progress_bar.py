@@ -68,6 +68,18 @@ def test_in_a_file_there_is_one_line_for_each_epoch(tmp_path: Path, capsys: pyte
         assert re.fullmatch(pattern.format(epoch), line), line
 
 
+def test_what_the_task_logs_when_an_epoch_ends_is_in_its_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    class AtTheEnd(Scripted):
+        def on_train_epoch_end(self) -> None:
+            self.log("at_the_end", float(self.current_epoch + 7), prog_bar=True)
+
+    fit(AtTheEnd([1.0] * 9), tmp_path, 2, [TQDMProgressBar()], enable_progress_bar=True)
+    lines = capsys.readouterr().out.splitlines()
+    assert ["at_the_end=7.000" in lines[0], "at_the_end=8.000" in lines[1]] == [True, True]
+
+
 def test_a_long_epoch_in_a_file_has_a_line_every_so_often(capsys: pytest.CaptureFixture[str]) -> None:
     display = LineDisplay(refresh_seconds=0.0)
     stage = Stage("Epoch 0", [100])
