@@ -6,8 +6,6 @@ import gc
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from dataclasses import replace
-from pathlib import Path
 from typing import Any, cast
 
 import torch
@@ -15,17 +13,23 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
-from drivetrain import checkpoint
 from drivetrain.accelerator.accumulation import AccumulationWindow
+from drivetrain.accelerator.building import (
+    is_scheduler,
+    kept_in_place,
+    make_accumulation,
+    make_dataloader_config,
+    make_precision,
+    make_project,
+    make_strategy,
+)
 from drivetrain.accelerator.checkpoints import NumberedCheckpoints
-from drivetrain.accelerator.control import ProcessControl
 from drivetrain.accelerator.forward import PrecisionForward, wrap_forward
 from drivetrain.accelerator.gradients import HeldGradients
 from drivetrain.accelerator.handlers import (
     AutocastKwargs,
     DistributedDataParallelKwargs,
     GradientAccumulationPlugin,
-    GradScalerKwargs,
     InitProcessGroupKwargs,
     ProjectConfiguration,
     check_handlers,
@@ -34,8 +38,10 @@ from drivetrain.accelerator.handlers import (
 )
 from drivetrain.accelerator.metrics import gather_real_rows
 from drivetrain.accelerator.optimizer import PreparedOptimizer, parameters_of, unwrap_optimizer
+from drivetrain.accelerator.saving import StateSaving
 from drivetrain.accelerator.scheduler import PreparedScheduler
-from drivetrain.accelerator.state_hooks import HookHandle, LoadHook, SaveHook, StateHooks
+from drivetrain.accelerator.state_hooks import StateHooks
+from drivetrain.accelerator.status import EngineStatus
 from drivetrain.data import (
     ActiveLoaders,
     DataLoaderConfiguration,
@@ -47,18 +53,17 @@ from drivetrain.data import (
 )
 from drivetrain.data import skip_first_batches as skip_first_batches_of
 from drivetrain.runtime import collectives
-from drivetrain.runtime.devices import DeviceKind
-from drivetrain.runtime.errors import CheckpointError, ConfigurationError
+from drivetrain.runtime.errors import ConfigurationError
 from drivetrain.runtime.nested import send_to_device
-from drivetrain.runtime.seeds import RandomState, recorded_seed
+from drivetrain.runtime.seeds import recorded_seed
 from drivetrain.runtime.state import PartialState
-from drivetrain.strategies import DDP, Strategy, resolve_strategy
+from drivetrain.strategies import Strategy
 from drivetrain.strategies.base import move_optimizer_state
-from drivetrain.strategies.precision import Float16Mixed, Precision, overrides, resolve_precision
+from drivetrain.strategies.precision import Precision, overrides
 from drivetrain.strategies.precision.mixed import MixedPrecision
 
 
-class Accelerator(ProcessControl):
+class Accelerator(StateSaving, EngineStatus):
     """The raw engine under a training loop: four changed lines in a plain PyTorch loop.
 
     Arguments that are given win over the launcher's environment variables. State belongs to the
@@ -125,19 +130,19 @@ class Accelerator(ProcessControl):
         handlers = list(kwargs_handlers or [])
         check_handlers(handlers)
         self.state = PartialState(cpu, device=device, **handler_options(find_handler(handlers, InitProcessGroupKwargs)))
-        self.project_configuration = _make_project(project_dir, project_config)
+        self.project_configuration = make_project(project_dir, project_config)
         self._numbered = NumberedCheckpoints(self.project_configuration, self.state)
         self._state_hooks = StateHooks()
         self.device_placement = device_placement
-        self.dataloader_config = _make_dataloader_config(split_batches, dataloader_config)
+        self.dataloader_config = make_dataloader_config(split_batches, dataloader_config)
         self.rng_types = list(rng_types or ["generator"])
         self.step_scheduler_with_optimizer = step_scheduler_with_optimizer
         self.step_scheduler_per_process = step_scheduler_per_process
 
-        self.strategy = _make_strategy(strategy, self.state, find_handler(handlers, DistributedDataParallelKwargs))
+        self.strategy = make_strategy(strategy, self.state, find_handler(handlers, DistributedDataParallelKwargs))
         self.strategy.setup(self.state)
         self.state.before_leaving(self.strategy.teardown)
-        self.precision = _make_precision(mixed_precision, handlers)
+        self.precision = make_precision(mixed_precision, handlers)
         self.precision.setup(self.state.kind)
         self.strategy.check_precision(self.precision)
 
@@ -145,7 +150,7 @@ class Accelerator(ProcessControl):
         self._models: list[nn.Module] = []
         self._optimizers: list[PreparedOptimizer] = []
         self.accumulation = AccumulationWindow(
-            _make_accumulation(gradient_accumulation_steps, gradient_accumulation_plugin),
+            make_accumulation(gradient_accumulation_steps, gradient_accumulation_plugin),
             self.active_loaders,
             HeldGradients(self._models, self._optimizers),
         )
@@ -155,70 +160,6 @@ class Accelerator(ProcessControl):
         self._registered: list[Any] = []
         self._clips_unscaled = overrides(self.precision, "unscale")
         self._trigger = False
-
-    # what is this run
-
-    @property
-    def mixed_precision(self) -> str:
-        """Name of the precision; full precision is `"no"`, as in Accelerate."""
-        return "no" if self.precision.name == "32" else self.precision.name
-
-    @property
-    def kind(self) -> DeviceKind:
-        """The kind of device that this run is on."""
-        return self.state.kind
-
-    @property
-    def sync_gradients(self) -> bool:
-        """Whether the current micro-batch ends an accumulation window."""
-        return self.accumulation.sync_gradients
-
-    @sync_gradients.setter
-    def sync_gradients(self, value: bool) -> None:
-        self.accumulation.sync_gradients = value
-
-    @property
-    def gradient_accumulation_steps(self) -> int:
-        """Micro-batches per optimizer step."""
-        return self.accumulation.plugin.num_steps
-
-    @gradient_accumulation_steps.setter
-    def gradient_accumulation_steps(self, value: int) -> None:
-        self.accumulation.set_steps(value)
-
-    @property
-    def split_batches(self) -> bool:
-        """Whether a loader's batch is the global one."""
-        return self.dataloader_config.split_batches
-
-    @property
-    def even_batches(self) -> bool:
-        """Whether every process gets as many batches, the tail completed with rows that metrics drop."""
-        return self.dataloader_config.even_batches
-
-    @even_batches.setter
-    def even_batches(self, value: bool) -> None:
-        self.dataloader_config.even_batches = value
-
-    @property
-    def scaler(self) -> torch.amp.GradScaler | None:
-        """The loss scaler of the precision, if it has one."""
-        return getattr(self.precision, "scaler", None)
-
-    @property
-    def optimizer_step_was_skipped(self) -> bool:
-        """Whether the last step of any optimizer was skipped on overflow."""
-        return any(optimizer.step_was_skipped for optimizer in self._optimizers)
-
-    @property
-    def project_dir(self) -> str | None:
-        """Where the run writes."""
-        return self.project_configuration.project_dir
-
-    @property
-    def logging_dir(self) -> str | None:
-        """Where trackers write."""
-        return self.project_configuration.logging_dir
 
     # prepare
 
@@ -258,7 +199,7 @@ class Accelerator(ProcessControl):
             elif isinstance(item, DataLoader):
                 prepared[index] = self.prepare_data_loader(item, placement[index])
         for index, item in enumerate(prepared):
-            if _is_scheduler(item):
+            if is_scheduler(item):
                 prepared[index] = self.prepare_scheduler(item)
         return prepared[0] if len(prepared) == 1 else tuple(prepared)
 
@@ -290,7 +231,7 @@ class Accelerator(ProcessControl):
         wrap_forward(model, self.precision)
         if evaluation_mode:
             return self.strategy.place(model, self.precision), optimizers
-        with _kept_in_place(model, self.device_placement if device_placement is None else device_placement):
+        with kept_in_place(model, self.device_placement if device_placement is None else device_placement):
             prepared, stepped = self.strategy.prepare(
                 model, [unwrap_optimizer(optimizer) for optimizer in optimizers], self.precision
             )
@@ -578,239 +519,10 @@ class Accelerator(ProcessControl):
         """All parameters and buffers under their canonical names, whole, on the CPU, on the main process."""
         return self.strategy.full_state_dict(model)
 
-    def register_for_checkpointing(self, *objects: Any) -> None:
-        """Save and load further objects with the run.
-
-        Raises:
-            ConfigurationError: one has no `state_dict` and `load_state_dict`.
-        """
-        for item in objects:
-            if not (hasattr(item, "state_dict") and hasattr(item, "load_state_dict")):
-                raise ConfigurationError(
-                    f"{type(item).__name__} cannot be registered for checkpointing: it needs state_dict() and "
-                    "load_state_dict(state)."
-                )
-        self._registered.extend(objects)
-
-    def save_model(
-        self,
-        model: nn.Module,
-        save_directory: str | os.PathLike[str],
-        max_shard_size: int | str = "10GB",
-        safe_serialization: bool = True,
-    ) -> None:
-        """Write a prepared model's weights as safetensors, as `safetensors` and `transformers` open them.
-
-        Call it on all processes.
-
-        Args:
-            model: a prepared model.
-            save_directory: the directory, which gets `model.safetensors`, or several files and an index.
-            max_shard_size: bytes in a file at most, such as `"5GB"`.
-            safe_serialization: accepted; weights are never pickled.
-        """
-        weights = self.strategy.full_state_dict(model)
-        if self.is_main_process:
-            checkpoint.save_safetensors(weights, save_directory, max_shard_size)
-        self.wait_for_everyone()
-
-    def register_save_state_pre_hook(self, hook: SaveHook) -> HookHandle:
-        """Call a function before `save_state` writes.
-
-        Args:
-            hook: called on every process as `hook(models, weights, output_dir)` with the prepared models and their
-                state dicts, and a directory that becomes the checkpoint: what it writes there is part of it. What it
-                takes out of `weights` is not saved again.
-
-        Returns:
-            A handle whose `remove()` takes it back.
-        """
-        return self._state_hooks.add_save(hook)
-
-    def register_load_state_pre_hook(self, hook: LoadHook) -> HookHandle:
-        """Call a function before `load_state` loads.
-
-        Args:
-            hook: called on every process as `hook(models, input_dir)`. What it takes out of `models` is not loaded.
-
-        Returns:
-            A handle whose `remove()` takes it back.
-        """
-        return self._state_hooks.add_load(hook)
-
-    @property
-    def save_queue(self) -> checkpoint.SaveQueue:
-        """What writes checkpoints; `check()` raises what has failed in the background, `finish()` waits."""
-        return checkpoint.save_queue(self.state)
-
-    def save_state(self, output_dir: str | os.PathLike[str] | None = None, *, block: bool = True) -> str:
-        """Write models, optimizers, schedulers, loss scale, loader positions and random states.
-
-        Call it on all processes. The directory appears complete or not at all.
-
-        Args:
-            output_dir: the checkpoint's directory or URL; numbered under `project_dir/checkpoints` with automatic
-                naming.
-            block: whether to return only when it is there. Else the state is copied and written while training goes
-                on; what fails then is raised by the next `save_state`, by `save_queue.check()` or `.finish()`.
-
-        Returns:
-            The directory.
-
-        Raises:
-            CheckpointError: it could not be written; raised on all processes.
-        """
-        directory = os.fspath(self._numbered.next() if output_dir is None else output_dir)
-        shared, extra = self._shared_state(), None
-        if self._state_hooks.on_save:
-            extra = checkpoint.extra_place(directory, self.state)
-            for hook in self._state_hooks.on_save:
-                hook(list(self._models), shared["models"], extra)
-            self.wait_for_everyone()
-        own = self._process_state()
-        pending = checkpoint.save_run_state(directory, shared, own, self.state, block=block, extra=extra)
-        if output_dir is None:
-            self._numbered.note_written(Path(directory), pending)
-        return directory
-
-    def load_state(self, input_dir: str | os.PathLike[str] | None = None) -> None:
-        """Load what `save_state` wrote into what is prepared now, in the same order of preparation.
-
-        Loaders take up their positions: the next iteration goes on with the next sample.
-
-        Args:
-            input_dir: the checkpoint's directory; with automatic naming the latest one if None.
-
-        Raises:
-            CheckpointError: there is none, or it is of other objects than those that are prepared.
-        """
-        directory = os.fspath(self._numbered.latest() if input_dir is None else input_dir)
-        self.save_queue.finish()
-        models = list(self._models)
-        for hook in self._state_hooks.on_load:
-            hook(models, directory)
-        shared, own = self.read_checkpoint(directory)
-        here: dict[str, Sequence[Any]] = {
-            "models": models,
-            "optimizers": self._optimizers,
-            "schedulers": self._schedulers,
-            "registered": self._registered,
-        }
-        for kind, objects in here.items():
-            if kind not in shared:
-                raise CheckpointError(
-                    f"The checkpoint at {directory} has no {kind}: it was not written by Accelerator.save_state. A "
-                    "Trainer's is loaded with Trainer.fit(ckpt_path=...)."
-                )
-            if len(shared[kind]) != len(objects):
-                what = "objects registered for checkpointing" if kind == "registered" else kind
-                raise CheckpointError(
-                    f"The checkpoint at {directory} holds {len(shared[kind])} {what}, but here are {len(objects)}. "
-                    "Prepare and register the same objects, in the same order, before load_state."
-                )
-        for model, state in zip(models, shared["models"], strict=True):
-            self.strategy.load_model_state(model, state)
-        for optimizer, state in zip(self._optimizers, shared["optimizers"], strict=True):
-            self.strategy.load_optimizer_state(self._owner(optimizer), optimizer.optimizer, state)
-        for scheduler, state in zip(self._schedulers, shared["schedulers"], strict=True):
-            scheduler.load_state_dict(state)
-        for loader, state in zip(self._loaders, shared["loaders"], strict=False):
-            loader.load_state_dict(state)
-        for item, state in zip(self._registered, shared["registered"], strict=True):
-            item.load_state_dict(state)
-        self.precision.load_state_dict(shared["precision"])
-        self.restore_random_state(own)
-        self._numbered.note_loaded(Path(directory))
-
-    def registered_state(self) -> list[dict[str, Any]]:
-        """The state of what `register_for_checkpointing` was given."""
-        return [item.state_dict() for item in self._registered]
-
-    def load_registered_state(self, states: Sequence[dict[str, Any]]) -> None:
-        """Give what was registered its state back.
-
-        Raises:
-            CheckpointError: another number of objects was registered when it was saved.
-        """
-        if len(states) != len(self._registered):
-            raise CheckpointError(
-                f"The checkpoint holds {len(states)} registered objects, but {len(self._registered)} are registered "
-                "now. Call register_for_checkpointing with the same ones, in the same order."
-            )
-        for item, state in zip(self._registered, states, strict=True):
-            item.load_state_dict(state)
-
     def adopt_model(self, model: nn.Module) -> None:
         """Take a model that the strategy has prepared already into account, as that of a Trainer."""
         if not any(model is known for known in self._models):
             self._models.append(model)
-
-    def write_checkpoint(
-        self,
-        directory: str | os.PathLike[str],
-        shared: dict[str, Any],
-        own: dict[str, Any] | None = None,
-        *,
-        step: int | None = None,
-        block: bool = True,
-    ) -> checkpoint.PendingSave:
-        """Write a checkpoint; call it on all processes.
-
-        Args:
-            directory: the checkpoint's directory, or a URL.
-            shared: what is the same on all processes.
-            own: what is this process's own, beside its random state.
-            step: the optimizer step, by which the newest checkpoint is found.
-            block: whether to return only when it is durable; else it is written while training goes on.
-
-        Returns:
-            The save; done already where `block` is set.
-        """
-        state = {**self._process_state(), **(own or {})}
-        return checkpoint.save_run_state(directory, shared, state, self.state, step=step, block=block)
-
-    def read_checkpoint(
-        self, directory: str | os.PathLike[str], into: dict[str, Any] | None = None
-    ) -> tuple[dict[str, Any], dict[str, Any] | None]:
-        """Read what `write_checkpoint` wrote.
-
-        Args:
-            directory: the checkpoint's directory, or a URL.
-            into: a part of the shared state whose tensors are filled in place.
-
-        Returns:
-            The shared state, and this process's own; None where another number of processes wrote it.
-        """
-        return checkpoint.load_run_state(directory, self.state, into=into)
-
-    def restore_random_state(self, own: dict[str, Any] | None) -> None:
-        """Give this process the random state that `write_checkpoint` kept, if there is one."""
-        if own is not None and own["random"] is not None:
-            RandomState.from_state_dict(own["random"]).restore()
-
-    def _shared_state(self) -> dict[str, Any]:
-        return {
-            "models": [self.strategy.model_state(model) for model in self._models],
-            "optimizers": [
-                self.strategy.optimizer_state(self._owner(optimizer), optimizer.optimizer)
-                for optimizer in self._optimizers
-            ],
-            "schedulers": [scheduler.state_dict() for scheduler in self._schedulers],
-            "loaders": [_position_of(loader) for loader in self._loaders],
-            "registered": [item.state_dict() for item in self._registered],
-            "precision": self.precision.state_dict(),
-        }
-
-    def _process_state(self) -> dict[str, Any]:
-        return {"random": RandomState.capture().state_dict()}
-
-    def _owner(self, optimizer: PreparedOptimizer) -> nn.Module:
-        """The prepared model whose parameters an optimizer holds; all of them, where it holds several models'."""
-        held = {id(parameter) for parameter in parameters_of(optimizer)}
-        owners = [model for model in self._models if any(id(p) in held for p in model.parameters())]
-        if len(owners) == 1:
-            return owners[0]
-        return nn.ModuleList(self.strategy.unwrap(model) for model in owners)
 
     def skip_first_batches(self, dataloader: Any, num_batches: int = 0) -> SkippingLoader:
         """A view of a loader that leaves out the first batches, without reading their data; for a resumed epoch.
@@ -846,122 +558,3 @@ class Accelerator(ProcessControl):
     def end_training(self) -> None:
         """Leave the process group, after waiting for the peers. Only needed where a script goes on alone."""
         self.state.destroy_process_group()
-
-
-def _make_strategy(
-    spec: str | Strategy, state: PartialState, options: DistributedDataParallelKwargs | None
-) -> Strategy:
-    if options is None:
-        return resolve_strategy(spec, state.environment)
-    if spec not in ("auto", "ddp"):
-        raise ConfigurationError(
-            f"DistributedDataParallelKwargs are options of strategy='ddp', but strategy={spec!r} was given."
-        )
-    if not state.use_distributed:
-        return resolve_strategy("auto", state.environment)
-    return DDP(**options.strategy_options())
-
-
-def _make_precision(spec: str | Precision | None, handlers: Sequence[Any]) -> Precision:
-    if spec is None:
-        spec = os.environ.get("DRIVETRAIN_MIXED_PRECISION", "no")
-    scaling, casting = find_handler(handlers, GradScalerKwargs), find_handler(handlers, AutocastKwargs)
-    if isinstance(spec, Precision):
-        for handler in (scaling, casting):
-            if handler is not None:
-                raise ConfigurationError(
-                    f"{type(handler).__name__} are options of a precision given by its name, but mixed_precision is "
-                    f"{spec!r} already. Give them to it, as in Float16Mixed(init_scale=1024.0)."
-                )
-        return spec
-    precision = resolve_precision(spec)
-    if not isinstance(precision, MixedPrecision):
-        return precision
-    if isinstance(precision, Float16Mixed):
-        precision = Float16Mixed(**handler_options(scaling))
-    if casting is not None:
-        precision.cache_enabled, precision.enabled = casting.cache_enabled, casting.enabled
-    return precision
-
-
-def _make_project(
-    directory: str | os.PathLike[str] | None, configuration: ProjectConfiguration | None
-) -> ProjectConfiguration:
-    given = None if directory is None else os.fspath(directory)
-    if configuration is None:
-        return ProjectConfiguration(project_dir=given)
-    if given is not None and configuration.project_dir is None:
-        configuration.project_dir = given
-        configuration.logging_dir = configuration.logging_dir or given
-    elif given is not None and given != configuration.project_dir:
-        raise ConfigurationError(
-            f"project_dir={given!r} contradicts project_config, which says {configuration.project_dir!r}. Give one."
-        )
-    return configuration
-
-
-def _make_dataloader_config(split_batches: bool, given: DataLoaderConfiguration | None) -> DataLoaderConfiguration:
-    if given is None:
-        return DataLoaderConfiguration(split_batches=split_batches)
-    if split_batches and not given.split_batches:
-        raise ConfigurationError(
-            "split_batches=True contradicts dataloader_config, whose split_batches is False. Set it there."
-        )
-    return replace(given)  # the instance's own, which `even_batches` may change
-
-
-def _position_of(loader: PreparedLoader) -> dict[str, Any]:
-    """A loader's position; after the last batch of an epoch that is the start of the next one.
-
-    Scripts that count their batches go on with the next epoch there, and must not find it used up.
-    """
-    position = loader.state_dict()
-    if loader.reached_end and not loader.resumes and position["batches"]:
-        position.update(epoch=position["epoch"] + 1, consumed=0, batches=0, start=None)
-    return position
-
-
-def _make_accumulation(steps: int | None, plugin: GradientAccumulationPlugin | None) -> GradientAccumulationPlugin:
-    if plugin is not None and steps is not None and steps != plugin.num_steps:
-        raise ConfigurationError(
-            f"gradient_accumulation_steps={steps} contradicts gradient_accumulation_plugin, which says "
-            f"{plugin.num_steps}. Give one of the two."
-        )
-    if plugin is not None:
-        return plugin
-    asked = os.environ.get("DRIVETRAIN_GRADIENT_ACCUMULATION_STEPS", "1") if steps is None else steps
-    try:
-        return GradientAccumulationPlugin(int(asked) if isinstance(asked, str) else asked)
-    except ValueError as error:
-        if isinstance(error, ConfigurationError):
-            raise
-        raise ConfigurationError(f"DRIVETRAIN_GRADIENT_ACCUMULATION_STEPS={asked!r} is not a whole number.") from None
-
-
-def _is_scheduler(item: Any) -> bool:
-    if isinstance(item, torch.optim.lr_scheduler.LRScheduler | torch.optim.lr_scheduler.ReduceLROnPlateau):
-        return True
-    # transformers' and others' schedulers that do not subclass torch's
-    return type(item).__name__ == "AcceleratedScheduler" or (
-        not isinstance(item, nn.Module | Optimizer)
-        and all(hasattr(item, name) for name in ("step", "get_last_lr", "state_dict", "load_state_dict"))
-        and not isinstance(item, PreparedScheduler)
-    )
-
-
-@contextmanager
-def _kept_in_place(model: nn.Module, moves: bool) -> Iterator[None]:
-    """Keep `Strategy.place` from moving a model whose user places it by hand."""
-    if moves:
-        yield
-        return
-
-    def to_dtype(*args: Any, **kwargs: Any) -> nn.Module:
-        dtype = next((each for each in (*args, *kwargs.values()) if isinstance(each, torch.dtype)), None)
-        return model if dtype is None else nn.Module.to(model, dtype=dtype)
-
-    model.__dict__["to"] = to_dtype
-    try:
-        yield
-    finally:
-        del model.__dict__["to"]

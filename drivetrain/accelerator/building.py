@@ -1,0 +1,144 @@
+"""Building the parts of an Accelerator from its arguments."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from drivetrain.accelerator.handlers import (
+    AutocastKwargs,
+    DistributedDataParallelKwargs,
+    GradientAccumulationPlugin,
+    GradScalerKwargs,
+    ProjectConfiguration,
+    find_handler,
+    handler_options,
+)
+from drivetrain.accelerator.scheduler import PreparedScheduler
+from drivetrain.data import (
+    DataLoaderConfiguration,
+)
+from drivetrain.runtime.errors import ConfigurationError
+from drivetrain.runtime.state import PartialState
+from drivetrain.strategies import DDP, Strategy, resolve_strategy
+from drivetrain.strategies.precision import Float16Mixed, Precision, resolve_precision
+from drivetrain.strategies.precision.mixed import MixedPrecision
+
+
+def make_strategy(spec: str | Strategy, state: PartialState, options: DistributedDataParallelKwargs | None) -> Strategy:
+    """The strategy asked for, with DDP's options in Accelerate's holder."""
+    if options is None:
+        return resolve_strategy(spec, state.environment)
+    if spec not in ("auto", "ddp"):
+        raise ConfigurationError(
+            f"DistributedDataParallelKwargs are options of strategy='ddp', but strategy={spec!r} was given."
+        )
+    if not state.use_distributed:
+        return resolve_strategy("auto", state.environment)
+    return DDP(**options.strategy_options())
+
+
+def make_precision(spec: str | Precision | None, handlers: Sequence[Any]) -> Precision:
+    """The precision asked for, else the launcher's, with the options of Accelerate's holders."""
+    if spec is None:
+        spec = os.environ.get("DRIVETRAIN_MIXED_PRECISION", "no")
+    scaling, casting = find_handler(handlers, GradScalerKwargs), find_handler(handlers, AutocastKwargs)
+    if isinstance(spec, Precision):
+        for handler in (scaling, casting):
+            if handler is not None:
+                raise ConfigurationError(
+                    f"{type(handler).__name__} are options of a precision given by its name, but mixed_precision is "
+                    f"{spec!r} already. Give them to it, as in Float16Mixed(init_scale=1024.0)."
+                )
+        return spec
+    precision = resolve_precision(spec)
+    if not isinstance(precision, MixedPrecision):
+        return precision
+    if isinstance(precision, Float16Mixed):
+        precision = Float16Mixed(**handler_options(scaling))
+    if casting is not None:
+        precision.cache_enabled, precision.enabled = casting.cache_enabled, casting.enabled
+    return precision
+
+
+def make_project(
+    directory: str | os.PathLike[str] | None, configuration: ProjectConfiguration | None
+) -> ProjectConfiguration:
+    """Where the run writes."""
+    given = None if directory is None else os.fspath(directory)
+    if configuration is None:
+        return ProjectConfiguration(project_dir=given)
+    if given is not None and configuration.project_dir is None:
+        configuration.project_dir = given
+        configuration.logging_dir = configuration.logging_dir or given
+    elif given is not None and given != configuration.project_dir:
+        raise ConfigurationError(
+            f"project_dir={given!r} contradicts project_config, which says {configuration.project_dir!r}. Give one."
+        )
+    return configuration
+
+
+def make_dataloader_config(split_batches: bool, given: DataLoaderConfiguration | None) -> DataLoaderConfiguration:
+    """How loaders are sharded."""
+    if given is None:
+        return DataLoaderConfiguration(split_batches=split_batches)
+    if split_batches and not given.split_batches:
+        raise ConfigurationError(
+            "split_batches=True contradicts dataloader_config, whose split_batches is False. Set it there."
+        )
+    return replace(given)  # the instance's own, which `even_batches` may change
+
+
+def make_accumulation(steps: int | None, plugin: GradientAccumulationPlugin | None) -> GradientAccumulationPlugin:
+    """How gradients accumulate: as asked for, else as the launcher says."""
+    if plugin is not None and steps is not None and steps != plugin.num_steps:
+        raise ConfigurationError(
+            f"gradient_accumulation_steps={steps} contradicts gradient_accumulation_plugin, which says "
+            f"{plugin.num_steps}. Give one of the two."
+        )
+    if plugin is not None:
+        return plugin
+    asked = os.environ.get("DRIVETRAIN_GRADIENT_ACCUMULATION_STEPS", "1") if steps is None else steps
+    try:
+        return GradientAccumulationPlugin(int(asked) if isinstance(asked, str) else asked)
+    except ValueError as error:
+        if isinstance(error, ConfigurationError):
+            raise
+        raise ConfigurationError(f"DRIVETRAIN_GRADIENT_ACCUMULATION_STEPS={asked!r} is not a whole number.") from None
+
+
+def is_scheduler(item: Any) -> bool:
+    """Whether an object is a learning-rate scheduler."""
+    if isinstance(item, torch.optim.lr_scheduler.LRScheduler | torch.optim.lr_scheduler.ReduceLROnPlateau):
+        return True
+    # transformers' and others' schedulers that do not subclass torch's
+    return type(item).__name__ == "AcceleratedScheduler" or (
+        not isinstance(item, nn.Module | Optimizer)
+        and all(hasattr(item, name) for name in ("step", "get_last_lr", "state_dict", "load_state_dict"))
+        and not isinstance(item, PreparedScheduler)
+    )
+
+
+@contextmanager
+def kept_in_place(model: nn.Module, moves: bool) -> Iterator[None]:
+    """Keep `Strategy.place` from moving a model whose user places it by hand."""
+    if moves:
+        yield
+        return
+
+    def to_dtype(*args: Any, **kwargs: Any) -> nn.Module:
+        dtype = next((each for each in (*args, *kwargs.values()) if isinstance(each, torch.dtype)), None)
+        return model if dtype is None else nn.Module.to(model, dtype=dtype)
+
+    model.__dict__["to"] = to_dtype
+    try:
+        yield
+    finally:
+        del model.__dict__["to"]
