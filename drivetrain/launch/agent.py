@@ -182,8 +182,8 @@ class RankAgent(LocalElasticAgent):
             ranks.see_who_dies()
             if ranks.was_preempted():
                 return self._end_preempted()
-            if failures := ranks.failures():
-                peers.publish(first_failure(failures))
+            failures = ranks.failures()
+            peers.publish(first_failure(failures) if failures else None)
             self._stop_peers(local for local in ranks.alive() if not ranks.is_failing(local))
             ranks.wait(ranks.alive(), _EXIT_PATIENCE)
             ranks.kill(ranks.alive())
@@ -209,7 +209,11 @@ class RankAgent(LocalElasticAgent):
                 self._save_and_end()
         self._watching = False
         self._raise_if_signalled()
-        failure = self.first_failure(final=False)
+        failure = None
+        if ranks.was_preempted():
+            failure = first_failure(ranks.failures())
+        elif ranks.failures() or peers.failed_elsewhere():
+            failure = self.first_failure(final=False)
         if failure is not None or self.lost_machines:
             self._on_restart(failure, self._failed_attempts)
         self.lost_machines = False

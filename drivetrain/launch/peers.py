@@ -15,7 +15,7 @@ from drivetrain.launch.report import RankFailure, first_failure
 
 LOST_AFTER = 30.0  # seconds without a sign of life after which a machine counts as gone
 _LOOK_INTERVAL = 1.0  # seconds between two questions to the store while all is well
-_SETTLE = 0.5  # seconds in which machines that see one failure write theirs
+_SETTLE = 2.5  # seconds in which machines that see one failure write theirs, or that they have none
 _FAREWELL = 3.0  # seconds that the machine that serves the store waits for the others to have read
 
 
@@ -55,20 +55,15 @@ class Peers:
         self._machines = machines
         self._prefix = f"drivetrain/attempt{attempt}"
         self._next_look = 0.0
-        self._published = False
         self._beats = 0
         self._last_signs = {peer: (-1, time.monotonic()) for peer in range(machines) if peer != machine}
 
-    def publish(self, failure: RankFailure) -> None:
-        """Tell the others how the first rank of this machine failed."""
-        if self._machines == 1 or self._published:
+    def publish(self, failure: RankFailure | None) -> None:
+        """Tell the others how the first rank of this machine failed; None if it was only stopped."""
+        if self._machines == 1:
             return
-        self._published = True
-        try:
-            self._store.set(f"{self._prefix}/failed/{self._machine}", failure.to_json())
-            self._store.set(f"{self._prefix}/failed", "1")
-        except RuntimeError:
-            self._machines = 1  # whoever served the store is gone: nobody is left to tell
+        self._write("failed", failure.to_json() if failure is not None else "")
+        self._write_for_all("failed")
 
     def say_stopping(self) -> None:
         """Tell the others that this launcher was asked to end, and will not start its ranks again."""
@@ -137,13 +132,15 @@ class Peers:
         """
         if self._machines == 1:
             return own
-        time.sleep(_SETTLE)
+        self.publish(own)
         found = [own] if own is not None else []
         try:
-            for machine in range(self._machines):
-                key = f"{self._prefix}/failed/{machine}"
-                if machine != self._machine and self._store.check([key]):
-                    found.append(RankFailure.from_json(self._store.get(key).decode()))
+            deadline = time.monotonic() + _SETTLE
+            while not self._store.check(self._keys("failed")) and time.monotonic() < deadline:
+                time.sleep(0.05)
+            for key in self._keys("failed"):
+                if self._store.check([key]) and (told := self._store.get(key).decode()):
+                    found.append(RankFailure.from_json(told))
             if final:
                 self._say_farewell()
         except RuntimeError:
@@ -165,6 +162,12 @@ class Peers:
             self._store.set(f"{self._prefix}/{what}/{self._machine}", value)
         except RuntimeError:
             self._machines = 1
+
+    def _write_for_all(self, what: str) -> None:
+        try:
+            self._store.set(f"{self._prefix}/{what}", "1")
+        except RuntimeError:
+            self._machines = 1  # whoever served the store is gone: nobody is left to tell
 
     def _any_wrote(self, what: str) -> bool:
         try:
