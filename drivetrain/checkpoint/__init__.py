@@ -34,7 +34,7 @@ _EXPORTS = {
     "SaveQueue": "drivetrain.checkpoint.queue",
     "clean_stale": "drivetrain.checkpoint.writer_record",
     "compare_states": "drivetrain.checkpoint.load",
-    "consolidate": "drivetrain.checkpoint.consolidate",
+    "consolidate": "drivetrain.checkpoint.export",
     "extra_place": "drivetrain.checkpoint.save",
     "list_checkpoints": "drivetrain.checkpoint.discovery",
     "load_run_state": "drivetrain.checkpoint.load",
@@ -42,7 +42,7 @@ _EXPORTS = {
     "remove_checkpoint": "drivetrain.checkpoint.run_state",
     "save_queue": "drivetrain.checkpoint.queue",
     "save_run_state": "drivetrain.checkpoint.run_state",
-    "save_safetensors": "drivetrain.checkpoint.consolidate",
+    "save_safetensors": "drivetrain.checkpoint.export",
 }
 
 __all__ = [
@@ -75,11 +75,11 @@ def __getattr__(name: str) -> Any:
 
 
 if TYPE_CHECKING:
-    from drivetrain.checkpoint.consolidate import consolidate as consolidate
-    from drivetrain.checkpoint.consolidate import save_safetensors as save_safetensors
     from drivetrain.checkpoint.discovery import FoundCheckpoint as FoundCheckpoint
     from drivetrain.checkpoint.discovery import list_checkpoints as list_checkpoints
     from drivetrain.checkpoint.discovery import newest_checkpoint as newest_checkpoint
+    from drivetrain.checkpoint.export import consolidate as consolidate
+    from drivetrain.checkpoint.export import save_safetensors as save_safetensors
     from drivetrain.checkpoint.load import Checkpoint as Checkpoint
     from drivetrain.checkpoint.load import LoadReport as LoadReport
     from drivetrain.checkpoint.load import compare_states as compare_states
