@@ -102,6 +102,15 @@ class CombinedLoader:
             "loaders": [loader.state_dict() if hasattr(loader, "state_dict") else {} for loader in self.loaders],
         }
 
+    @property
+    def reached(self) -> BatchInfo | None:
+        """What is known about the batch handed out last."""
+        return self.current
+
+    def state_after(self, reached: BatchInfo | None) -> dict[str, Any]:
+        """The position now: combined loaders have no other."""
+        return self.state_dict()
+
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take up a position: the next iteration goes on there.
 

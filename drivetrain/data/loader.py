@@ -198,7 +198,22 @@ class PreparedLoader:
             A dict of numbers, strings, tensors, and lists and dicts of these. It is the same for any number of
             processes and workers.
         """
-        reached = self.current or self._reached
+        return self.state_after(self.reached)
+
+    @property
+    def reached(self) -> BatchInfo | None:
+        """What is known about the batch handed out last, also once the loop over the loader has been left."""
+        return self.current or self._reached
+
+    def state_after(self, reached: BatchInfo | None) -> dict[str, Any]:
+        """The position after one of the batches handed out in the epoch under way, as `state_dict` gives it.
+
+        Args:
+            reached: what was known about the batch; None for the position before the first.
+
+        Returns:
+            As `state_dict`.
+        """
         state: dict[str, Any] = {
             "epoch": self._epoch + self._exhausted,
             "consumed": 0,
@@ -209,9 +224,10 @@ class PreparedLoader:
         if self._resume is not None:
             samples, start = self._resume.samples, self._resume.start
             state.update(consumed=samples, batches=self._resume.batches, start=start and start.state_dict())
-        elif reached is not None and not self._exhausted and self._start is not None:
-            batches = (reached.index + 1) * self._layout.group_size
-            state.update(consumed=reached.consumed, batches=batches, start=self._start.state_dict())
+        elif self._begun and not self._exhausted and self._start is not None:
+            batches = 0 if reached is None else (reached.index + 1) * self._layout.group_size
+            consumed = 0 if reached is None else reached.consumed
+            state.update(consumed=consumed, batches=batches, start=self._start.state_dict())
         return state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -235,7 +251,7 @@ class PreparedLoader:
             set_generator_state(generator, value)
         start = None if state["start"] is None else EpochStart.from_state_dict(state["start"])
         position = Position(self._batches_before(state["consumed"], int(state["batches"])), state["consumed"], start)
-        self._resume = position if position.batches or position.samples else None
+        self._resume = position if position.batches or position.samples or start else None
 
     def _batches_before(self, samples: int | None, batches: int) -> int:
         """The user's batches before a position; their size may have changed since it was taken."""

@@ -59,6 +59,7 @@ class CSVLogger(DirectoryTracker):
         self._table: _Table | None = None
         self._rows: list[Row] = []  # the last one may still grow
         self._last_is_written = False
+        self._last_has_grown = False  # since it was written
         self._written_at = 0.0
 
     def start(self) -> None:
@@ -80,8 +81,10 @@ class CSVLogger(DirectoryTracker):
             row[key if key in _FIRST_COLUMNS else self._prefix + key] = number
         if self._rows and _same_step(self._rows[-1], row):
             self._rows[-1].update(row)
+            self._last_has_grown = True
             return
-        if len(self._rows) >= self._flush_rows or time.monotonic() - self._written_at > _FLUSH_SECONDS:
+        waiting = len(self._rows) >= self._flush_rows or time.monotonic() - self._written_at > _FLUSH_SECONDS
+        if waiting or (self._last_is_written and self._last_has_grown):
             self.save()
         if self._last_is_written:
             self._rows, self._last_is_written = [], False
@@ -91,7 +94,7 @@ class CSVLogger(DirectoryTracker):
         """Write the rows that wait. The last row stays open for values of the same step."""
         if self._table is not None and self._rows:
             self._table.write(self._rows, replace_last=self._last_is_written)
-            self._rows, self._last_is_written = self._rows[-1:], True
+            self._rows, self._last_is_written, self._last_has_grown = self._rows[-1:], True, False
         self._written_at = time.monotonic()
 
     def state_dict(self) -> dict[str, Any]:

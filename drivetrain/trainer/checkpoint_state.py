@@ -39,11 +39,12 @@ def run_state(trainer: Trainer, weights_only: bool = False) -> tuple[dict[str, A
             "lr_schedulers": [config.scheduler.state_dict() for config in trainer.lr_scheduler_configs],
             "precision": trainer.accelerator.precision.state_dict(),
             "progress": trainer.progress.state_dict(),
-            "loader": None if trainer.fit_loop is None else trainer.fit_loop.loader.state_dict(),
+            "loader": None if trainer.fit_loop is None else trainer.fit_loop.position(),
             "callbacks": {c.state_key: found for c in trainer.callbacks if (found := c.state_dict())},
             "trackers": [tracker.state_dict() for tracker in trainer.loggers] if trainer.is_global_zero else [],
             "registered": trainer.accelerator.registered_state(),
-            "should_stop": trainer.should_stop_agreed,
+            # A run that was only made to end, by a signal, is to go on where it is resumed.
+            "should_stop": trainer.should_stop_agreed and not (trainer.preempted or trainer.interrupted),
             "datamodule": trainer.datamodule.state_dict() if trainer.datamodule is not None else {},
         }
     for callback in trainer.callbacks:

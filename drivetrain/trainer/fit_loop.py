@@ -8,7 +8,7 @@ from collections.abc import Generator
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
-from drivetrain.data import CombinedLoader, PreparedLoader
+from drivetrain.data import BatchInfo, CombinedLoader, PreparedLoader
 from drivetrain.runtime.errors import ConfigurationError, DataError
 from drivetrain.trainer.checkpoint_state import SavedRun
 from drivetrain.trainer.evaluation_loop import EvaluationLoop
@@ -54,6 +54,8 @@ class FitLoop:
         self._next_look: float = 0
         self._next_talk: float = 0
         self._restored: SavedRun | None = None
+        self._finished: BatchInfo | None = None  # of the last window that was finished in this pass
+        self._origin: dict[str, Any] | None = None  # where a resumed pass began
         self._written_at = -1
         self._size_up()
 
@@ -77,6 +79,15 @@ class FitLoop:
         trainer.logged.enter(TRAIN_END)
         self._hooks.call("on_train_end")
 
+    def position(self) -> dict[str, Any]:
+        """Where in the data the run is: after the last window that was finished, also in the midst of another."""
+        reached, done = self._loader.reached, self._progress.batches_in_epoch
+        if self._progress.batches_are_done or reached is None or reached.index < done:
+            return self._loader.state_dict()
+        if self._finished is not None and self._finished.index == done - 1:
+            return self._loader.state_after(self._finished)
+        return self._loader.state_after(None) if self._origin is None else self._origin
+
     def resume_from(self, saved: SavedRun) -> None:
         """Let the first epoch begin where a checkpoint left it."""
         self._restored = saved
@@ -86,10 +97,12 @@ class FitLoop:
         trainer, progress, step = self._trainer, self._progress, self._step
         saved, self._restored = self._restored, None
         self._reload()
+        self._finished = self._origin = None
         if saved is None:
             self._loader.set_epoch(progress.epoch)
         else:
             saved.restore_loader(self._loader)
+            self._origin = self._loader.state_dict()
         trainer.logged.enter(TRAIN_EPOCH)
         if not progress.epoch_is_ending:
             self._hooks.call("on_train_epoch_start")
@@ -107,6 +120,7 @@ class FitLoop:
         try:
             for window in windows:
                 step.run(window)
+                self._finished = window[-1].info
                 if trainer.saves is not None:
                     trainer.saves.check()
                 if trainer.rollback_path is not None:

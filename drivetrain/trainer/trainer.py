@@ -318,10 +318,11 @@ class Trainer(TrainerStatus):
         if saved is not None:
             self.fit_loop.resume_from(saved)
         self.fit_loop.run()
+        if self.preempted:
+            save_for_resume(self)
         if self.saves is not None:
             self.saves.finish()
         if self.preempted:
-            save_for_resume(self)
             return
         self.hooks.call("on_fit_end")
 

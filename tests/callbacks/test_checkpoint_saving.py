@@ -221,10 +221,6 @@ class Failing(Regression):
         return super().training_step(batch, batch_idx)
 
 
-@pytest.mark.xfail(
-    strict=True,
-    reason="a checkpoint saved within a step holds the loader's position, which is past the batches of that step",
-)
 def test_an_exception_leaves_a_checkpoint_to_go_on_from(tmp_path: Path) -> None:
     checkpoint = by_steps(tmp_path, every=100, save_on_exception=True)
     with pytest.raises(ZeroDivisionError):

@@ -18,7 +18,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 from drivetrain import Accelerator, CheckpointError, consolidate
 from drivetrain.checkpoint import save_run_state, save_safetensors
-from drivetrain.checkpoint.consolidate import parse_size
+from drivetrain.checkpoint.export import parse_size
 from drivetrain.cli.main import cli
 from drivetrain.runtime.state import PartialState
 from tests.checkpoint.states import alone, assert_same, run_state, write

@@ -186,3 +186,14 @@ def test_making_a_logger_leaves_no_trace_before_it_is_used(tmp_path: Path) -> No
     assert logger.log_dir.endswith("version_0")
     logger.finish()
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_row_that_grows_after_it_was_written_is_written_anew(tmp_path):
+    logger = CSVLogger(tmp_path)
+    logger.log({"loss": 1.0}, step=1)
+    logger.save()
+    logger.log({"val_loss": 2.0}, step=1)
+    logger.log({"loss": 3.0}, step=2)
+    logger.finish()
+    with logger.tracker.open(newline="") as file:
+        assert [row["val_loss"] for row in csv.DictReader(file)] == ["2.0", ""]
