@@ -43,6 +43,20 @@ def test_overhead_measures_every_way_of_running_drivetrain(
         assert f"| {name} |" in printed
 
 
+def test_checkpoint_measures_both_ways_of_saving(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "checkpoint.json"
+    short = ("--rounds", "1", "--params", "8e6", "--only", "drivetrain", "--folder", str(tmp_path))
+    run_in_processes(run_benchmark, 1, args=("checkpoint.py", *short, "--json", str(file)), timeout=120)
+    results = json.loads(file.read_text())["results"]
+    assert [each["name"] for each in results] == ["drivetrain, save_state", "drivetrain, save_state(block=False)"]
+    for each in results:
+        assert each["state"] == pytest.approx(12 * 8e6, rel=0.1)
+        assert each["bytes"] == pytest.approx(each["base_bytes"], rel=0.01)
+        assert 0 < each["blocked"][0] <= each["durable"][0]
+    assert list(tmp_path.iterdir()) == [file]
+    assert "torch.save + fsync" in capsys.readouterr().out
+
+
 def test_overhead_says_what_it_leaves_out(capsys: pytest.CaptureFixture[str]) -> None:
     run_in_processes(run_without_ignite, 1, timeout=120)
     assert "Ignite: left out, ignite is not installed" in capsys.readouterr().out
