@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import signal
 import sys
 import time
 from collections.abc import Iterable
@@ -11,8 +12,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from drivetrain.runtime.exit_codes import RESUME_EXIT_CODE
 from tests.crash.shots import MOST_BATCHES
-from tests.launch.launching import Ended, launch
+from tests.launch.launching import Ended, end, launch, run, started
 
 SCRIPT = Path(__file__).with_name("training.py")
 ROOT = Path(__file__).parents[2]
@@ -62,6 +64,26 @@ def train(home: Path, epochs: int, *flags: str, kills: int = 0, timeout: float =
         timeout=timeout,
     )
     return Run(home, ended)
+
+
+def train_with_preemptions(home: Path, epochs: int, signals: Iterable[signal.Signals], timeout: float = 120) -> Run:
+    """Train, send the launcher one signal after the other, each some batches later, and start it again each time."""
+    home.mkdir(parents=True)
+    command = ["-m", "drivetrain", "launch", "--cpu", "--num_processes", str(PROCESSES), "-m", "tests.crash.training"]
+    trace = home / "trace0"
+    for number in signals:
+        seen = trace.stat().st_size if trace.exists() else 0
+        begin = time.monotonic()
+        with started(*command, str(home), "--epochs", str(epochs), cwd=ROOT) as process:
+            while not trace.exists() or trace.stat().st_size == seen:
+                assert process.poll() is None, process.communicate()
+                assert time.monotonic() < begin + timeout, "the training did not begin"
+                time.sleep(0.01)
+            process.send_signal(number)
+            ended = end(process, begin, timeout)
+        if ended.code != RESUME_EXIT_CODE:
+            return Run(home, ended)
+    return Run(home, run(*command, str(home), "--epochs", str(epochs), cwd=ROOT, timeout=timeout))
 
 
 def differences(crashed: Run, whole: Run) -> list[str]:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import shutil
+import signal
 from pathlib import Path
 
 import pytest
 
-from tests.crash.harness import Run, differences, epochs_for, train
+from tests.crash.harness import Run, differences, epochs_for, train, train_with_preemptions
 
 # 25 kills in all, among them some while a checkpoint is written, by the training itself or by its writer's thread
 PLAIN = (13, ["--seed", "1"])
@@ -30,6 +32,15 @@ def test_a_run_whose_ranks_are_killed_ends_as_if_nobody_had_touched_it(
     crashed = train(tmp_path / "run", epochs_for(PLAIN[0]), *flags, kills=kills)
     assert differences(crashed, untouched) == []
     assert crashed.restarts == len(crashed.shots) == kills
+
+
+@pytest.mark.timeout(400)
+def test_a_run_that_is_preempted_and_started_again_is_none_the_worse(untouched: Run, tmp_path: Path) -> None:
+    preempted = train_with_preemptions(tmp_path / "run", epochs_for(PLAIN[0]), [signal.SIGTERM, signal.SIGUSR1])
+    assert differences(preempted, untouched) == []
+    batches = [json.loads(line)["batch"] for line in (preempted.home / "trace0").read_text().splitlines()]
+    assert batches == sorted(batches)  # nothing was done twice
+    assert len(batches) == epochs_for(PLAIN[0]) * 7
 
 
 @pytest.mark.slow
