@@ -28,10 +28,10 @@ def taken_over(directory: str, rank: int, world_size: int, task: nn.Module) -> d
     Returns:
         A state like that of one process; its random state is that of the first process taken over, if any.
     """
-    checkpoint = checkpoint.Checkpoint(directory, verify="size")
-    states = [checkpoint.own(each) for each in range(rank, checkpoint.manifest.world_size, world_size)]
+    written = checkpoint.Checkpoint(directory, verify="size")
+    states = [written.own(each) for each in range(rank, written.manifest.world_size, world_size)]
     if not states:
-        logged = {**checkpoint.own(0)["logged"], "train": []}
+        logged = {**written.own(0)["logged"], "train": []}
         return {**_NOTHING, "logged": logged}
     return {
         "random": states[0]["random"],
