@@ -8,7 +8,7 @@ import torch
 from tests.conformance.harness import LOCAL_ROWS, Outcome, train, train_plain
 from tests.pool import run_in_processes
 
-FP32, FP64, BF16, BF16_TRUE = 5e-6, 1e-10, 3e-3, 3e-2
+FP32, FP64, BF16, BF16_TRUE, FP16 = 5e-6, 1e-10, 3e-3, 3e-2, 3e-3
 # Sending gradients in half precision costs what it costs, for each hook as measured over these steps.
 HALF_SENT = 3e-3
 
@@ -18,10 +18,12 @@ CASES = [
     ("single", 1, "64", FP64),
     ("single", 1, "bf16", BF16),
     ("single", 1, "bf16-true", BF16_TRUE),
+    ("single", 1, "fp16", FP16),
     ("ddp", 2, "32", FP32),
     ("ddp", 2, "64", FP64),
     ("ddp", 2, "bf16", BF16),
     ("ddp", 2, "bf16-true", BF16_TRUE),
+    ("ddp", 2, "fp16", FP16),
     ("ddp-static", 2, "32", FP32),
     ("ddp-unused", 2, "32", FP32),
     ("ddp-small-buckets", 2, "32", FP32),
