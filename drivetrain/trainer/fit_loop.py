@@ -24,6 +24,13 @@ if TYPE_CHECKING:
 FOREVER = float("inf")
 
 
+def training_batches(trainer: Trainer, loader: PreparedLoader | CombinedLoader) -> float:
+    """Batches of this process in an epoch; infinite where nothing says."""
+    limit = trainer.overfit_batches or trainer.limit_train_batches
+    name = "overfit_batches" if trainer.overfit_batches else "limit_train_batches"
+    return batches_to_run(length_of(loader), limit, name)
+
+
 class FitLoop:
     """Runs epochs until something says that it is enough.
 
@@ -404,16 +411,13 @@ class FitLoop:
         every, progress = self._trainer.reload_dataloaders_every_n_epochs, self._progress
         if every and progress.epoch and progress.epoch % every == 0 and not progress.batches_in_epoch:
             self._trainer.accelerator.forget_loader(self._loader)
-            self._loader = self._source.prepare_training()
+            self._loader = self._source.prepare_training(anew=True)
             self._size_up()
 
     def _size_up(self) -> None:
         """Work out how many batches an epoch has, and after how many to validate."""
         trainer = self._trainer
-        length = length_of(self._loader)
-        limit = trainer.overfit_batches or trainer.limit_train_batches
-        name = "overfit_batches" if trainer.overfit_batches else "limit_train_batches"
-        self._limit = batches_to_run(length, limit, name)
+        self._limit = training_batches(trainer, self._loader)
         trainer.num_training_batches = self._limit
         interval: Any = trainer.val_check_interval
         self._validate_every, self._validate_after = FOREVER, None

@@ -41,6 +41,7 @@ class LoaderSource:
     def __init__(self, trainer: Trainer, task: Task, kind: str, given: Any, data: DataModule | None) -> None:
         self._trainer, self._task, self._kind = trainer, task, kind
         self._given, self._data = given, data
+        self._prepared: PreparedLoader | CombinedLoader | None = None
 
     def is_defined(self) -> bool:
         """Whether there is anything to load."""
@@ -60,12 +61,20 @@ class LoaderSource:
             return getattr(self._data, method)()
         return getattr(self._task, method)()
 
-    def prepare_training(self) -> PreparedLoader | CombinedLoader:
+    def prepare_training(self, anew: bool = False) -> PreparedLoader | CombinedLoader:
         """The prepared training loader; several are combined.
+
+        Args:
+            anew: make it again, where a method makes it.
 
         Raises:
             DataError: there is none, or it is empty.
         """
+        if self._prepared is None or anew:
+            self._prepared = self._prepare_training()
+        return self._prepared
+
+    def _prepare_training(self) -> PreparedLoader | CombinedLoader:
         raw = self.raw()
         if raw is None:
             raise DataError(

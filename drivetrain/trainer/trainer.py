@@ -30,7 +30,7 @@ from drivetrain.trainer import arguments
 from drivetrain.trainer.checkpoint_state import SavedRun, run_state
 from drivetrain.trainer.data_module import DataModule
 from drivetrain.trainer.evaluation_loop import EvaluationLoop
-from drivetrain.trainer.fit_loop import FitLoop
+from drivetrain.trainer.fit_loop import FitLoop, training_batches
 from drivetrain.trainer.hooks import Hooks, call_setup_hooks, call_teardown_hooks
 from drivetrain.trainer.loaders import LoaderSource
 from drivetrain.trainer.log_scopes import NOWHERE, SAVING
@@ -219,6 +219,7 @@ class Trainer(TrainerStatus):
         self.datamodule: DataModule | None = None
         self.model: nn.Module | None = None
         self.fit_loop: FitLoop | None = None
+        self._training: LoaderSource | None = None
         self.saves: checkpoint.SaveQueue | None = None
         self.rollback_path: str | None = None
         self.batches_to_skip: set[tuple[int, int]] = set()
@@ -267,7 +268,7 @@ class Trainer(TrainerStatus):
         self.batches_to_skip.clear()
         self.interruption = Interruption(self._on_interruption)
         self.logged.forget_results()
-        training = LoaderSource(self, model, "train", train_dataloaders, datamodule)
+        training = self._training = LoaderSource(self, model, "train", train_dataloaders, datamodule)
         validating = LoaderSource(self, model, "val", val_dataloaders, datamodule)
         try:
             with self.interruption.watched(), torch.autograd.set_detect_anomaly(self.detect_anomaly):
@@ -648,6 +649,22 @@ class Trainer(TrainerStatus):
         if not block:
             self.saves = checkpoint.save_queue(self.accelerator.state)
         return self.accelerator.write_checkpoint(filepath, shared, own, step=self.global_step, block=block)
+
+    @property
+    def estimated_stepping_batches(self) -> float:
+        """Optimizer steps that `fit` will take, for schedules in `configure_optimizers`; infinite where nothing says.
+
+        Raises:
+            ConfigurationError: no `fit` is under way.
+        """
+        if self._training is None:
+            raise ConfigurationError("estimated_stepping_batches is known within fit() only.")
+        batches = training_batches(self, self._training.prepare_training())
+        epochs = float("inf") if self.max_epochs is None or self.max_epochs < 0 else self.max_epochs
+        steps = (
+            float("inf") if float("inf") in (batches, epochs) else -(-batches // self.accumulate_grad_batches) * epochs
+        )
+        return min(steps, self.max_steps) if self.max_steps >= 0 else steps
 
     # rolling back
 

@@ -251,3 +251,39 @@ def test_training_leaves_each_module_in_the_mode_it_was_in() -> None:
     task = Mixed()
     fitted(task, ones(2), ones(1), max_epochs=2, num_sanity_val_steps=1)
     assert task.modes == [(True, False)] * 4
+
+
+@pytest.mark.parametrize(
+    ("options", "steps"),
+    [
+        ({"max_epochs": 3}, 12),
+        ({"max_epochs": 3, "accumulate_grad_batches": 3}, 6),
+        ({"max_epochs": 3, "max_steps": 5}, 5),
+        ({"max_epochs": 2, "limit_train_batches": 3}, 6),
+        ({"max_epochs": -1, "max_steps": 7}, 7),
+    ],
+)
+def test_the_steps_to_come_are_known_where_schedules_are_built(options, steps):
+    class Scheduled(Task):
+        def __init__(self):
+            super().__init__()
+            self.layer = torch.nn.Linear(1, 1)
+
+        def training_step(self, batch, batch_idx):
+            return self.layer(batch).square().mean()
+
+        def configure_optimizers(self):
+            self.announced = self.trainer.estimated_stepping_batches
+            return torch.optim.SGD(self.parameters(), lr=0.1)
+
+    task = Scheduled()
+    trainer = Trainer(
+        accelerator="cpu",
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        **options,
+    )
+    trainer.fit(task, torch.utils.data.DataLoader(torch.ones(8, 1), batch_size=2))
+    assert task.announced == trainer.global_step == steps
