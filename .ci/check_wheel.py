@@ -34,22 +34,16 @@ def archive_problems(dist: Path) -> list[str]:
         in_sdist = {name.split("/", 1)[1] for name in archive.getnames() if "/" in name}
     wanted = source_files()
     problems = [f"{wheel.name} lacks {name}" for name in sorted(wanted - in_wheel)]
-    problems += [
-        f"{wheel.name} holds {name}, which is not in the package" for name in sorted(in_wheel - wanted)
-    ]
+    problems += [f"{wheel.name} holds {name}, which is not in the package" for name in sorted(in_wheel - wanted)]
     problems += [f"{sdist.name} lacks {name}" for name in sorted(wanted - in_sdist)]
-    problems += [
-        f"{sdist.name} holds the link {name}" for name in sorted(in_sdist) if name.split("/")[0] in LINKS
-    ]
+    problems += [f"{sdist.name} holds the link {name}" for name in sorted(in_sdist) if name.split("/")[0] in LINKS]
     return problems
 
 
 def optional_modules() -> set[str]:
     """Top-level modules that only an extra brings, as far as their names follow from the requirement."""
     requirements = metadata.requires("drivetrain") or []
-    names = {
-        re.split(r"[^\w.-]", item)[0].lower().replace("-", "_") for item in requirements if "extra ==" in item
-    }
+    names = {re.split(r"[^\w.-]", item)[0].lower().replace("-", "_") for item in requirements if "extra ==" in item}
     return {"megatron" if name == "megatron_core" else name for name in names}
 
 

@@ -86,9 +86,7 @@ def run_in_processes(
     """
     __tracebackhide__ = True
     if INSIDE in os.environ:
-        raise RuntimeError(
-            "run_in_processes was called inside a rank: is there code at the top of the test module?"
-        )
+        raise RuntimeError("run_in_processes was called inside a rank: is there code at the top of the test module?")
     try:
         call = pickle.dumps((function, tuple(args), dict(kwargs or {})))
     except (pickle.PicklingError, AttributeError, TypeError) as error:
@@ -217,9 +215,7 @@ class _Server:
         except (EOFError, ConnectionError):
             cause = "ended"
         self.log.seek(0)
-        raise RuntimeError(
-            f"the server of the process pool {cause}:\n{self.log.read().decode(errors='replace')}"
-        )
+        raise RuntimeError(f"the server of the process pool {cause}:\n{self.log.read().decode(errors='replace')}")
 
 
 atexit.register(stop)

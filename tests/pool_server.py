@@ -118,9 +118,7 @@ def _explain_assertions() -> None:
     from _pytest.config import get_config
 
     config = get_config()
-    config.parse(
-        [f"--rootdir={ROOT}", "-p", "no:cacheprovider", "--assert=plain", str(ROOT / "tests" / "pool.py")]
-    )
+    config.parse([f"--rootdir={ROOT}", "-p", "no:cacheprovider", "--assert=plain", str(ROOT / "tests" / "pool.py")])
     install_importhook(config)
 
 
@@ -223,11 +221,7 @@ class _Run:
             outcome.status, outcome.value, outcome.traceback = pickle.loads(bytes(rank.received))
         else:
             status = rank.exit_status or 0
-            how = (
-                f"was killed by {signal.Signals(-status).name}"
-                if status < 0
-                else f"exited with code {status}"
-            )
+            how = f"was killed by {signal.Signals(-status).name}" if status < 0 else f"exited with code {status}"
             outcome.status, outcome.traceback = "failed", f"The process {how} before its function returned."
         self._end(rank)
         return outcome
@@ -238,9 +232,7 @@ class _Run:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(rank.pid, DUMP_SIGNAL)
         until = time.monotonic() + DUMP_SECONDS
-        while time.monotonic() < until and any(
-            os.fstat(r.stack.fileno()).st_size == 0 for r in self.running.values()
-        ):
+        while time.monotonic() < until and any(os.fstat(r.stack.fileno()).st_size == 0 for r in self.running.values()):
             time.sleep(0.01)
         time.sleep(0.05)
         for rank in list(self.running.values()):
@@ -315,9 +307,7 @@ def _adopt_orphans() -> None:
 # A rank's side
 
 
-def _be_a_rank(
-    request: Request, environment: dict[str, str], pipe: int, output: int, stack: int, server: int
-) -> None:
+def _be_a_rank(request: Request, environment: dict[str, str], pipe: int, output: int, stack: int, server: int) -> None:
     os.setpgid(0, 0)
     _die_with_parent(server)
     os.dup2(output, 1)

@@ -54,9 +54,7 @@ def test_a_name_that_does_not_exist_is_an_attribute_error() -> None:
 def test_editors_see_every_public_name() -> None:
     """Names are resolved on first use, so type checkers know only those imported for type checking alone."""
     tree = ast.parse((PACKAGE / "__init__.py").read_text())
-    [block] = [
-        node for node in tree.body if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"
-    ]
+    [block] = [node for node in tree.body if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"]
     seen = {alias.asname for node in block.body if isinstance(node, ast.ImportFrom) for alias in node.names}
     assert sorted(set(drivetrain.__all__) - {"__version__"} - seen) == []
 

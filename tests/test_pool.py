@@ -110,9 +110,7 @@ def test_large_results_come_back_whole() -> None:
     assert [float(result.sum()) for result in results] == [0.0, 1_000_000.0]
 
 
-def test_ranks_see_the_environment_and_directory_of_the_test(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_ranks_see_the_environment_and_directory_of_the_test(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("A_VARIABLE", "a value")
     monkeypatch.setenv("ANOTHER", "unwanted")
     monkeypatch.chdir(tmp_path)
@@ -214,9 +212,7 @@ def test_nothing_survives_a_killed_session(tmp_path: Path) -> None:
         "print(pool._shared_server().process.pid, flush=True)\n"
         "pool.run_in_processes(test_pool.wait_forever_on_rank, 2, args=(1,), timeout=100)\n"
     )
-    session = subprocess.Popen(
-        [sys.executable, "-c", script], cwd=pool.ROOT, stdout=subprocess.PIPE, text=True
-    )
+    session = subprocess.Popen([sys.executable, "-c", script], cwd=pool.ROOT, stdout=subprocess.PIPE, text=True)
     assert session.stdout is not None
     server = psutil.Process(int(session.stdout.readline()))
     deadline = time.monotonic() + 60

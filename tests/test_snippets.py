@@ -126,17 +126,13 @@ def check_command(command: str) -> None:
     if words[0] == "make":
         targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), flags=re.MULTILINE))
         for word in words[1:]:
-            assert "=" in word or word.startswith("-") or word in targets, (
-                f"the Makefile has no target {word}"
-            )
+            assert "=" in word or word.startswith("-") or word in targets, f"the Makefile has no target {word}"
     if "pip" in words and "install" in words:
         extras = re.search(r"\[project\.optional-dependencies\]\n(.*?)\n\[", pyproject(), flags=re.DOTALL)
         assert extras is not None
         for named in re.findall(r"(?:drivetrain|\.)\[([\w,-]+)\]", command):
             for extra in named.split(","):
-                assert re.search(rf"^{extra} = \[", extras[1], flags=re.MULTILINE), (
-                    f"there is no extra {extra}"
-                )
+                assert re.search(rf"^{extra} = \[", extras[1], flags=re.MULTILINE), f"there is no extra {extra}"
     for word in words:
         if word.startswith(("examples/", "benchmarks/")):
             assert (ROOT / word).exists(), f"there is no {word}"
