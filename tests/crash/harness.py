@@ -36,6 +36,12 @@ class Run:
         return list(_json_lines(path)) if path.is_file() else []
 
     @property
+    def table(self) -> Path:
+        """Its table of values: the newest, for an attempt that dies before it has saved leaves one behind."""
+        versions = (self.home / "logs" / "drivetrain_logs").glob("version_*/metrics.csv")
+        return max(versions, key=lambda path: int(path.parent.name.removeprefix("version_")))
+
+    @property
     def restarts(self) -> int:
         """How often the launcher has started all processes again."""
         return len(re.findall(r"Starting all processes again \(restart", self.ended.err))
@@ -94,8 +100,7 @@ def differences(crashed: Run, whole: Run) -> list[str]:
     for rank in range(PROCESSES):
         found += _compare_traces(f"rank {rank}", crashed.home / f"trace{rank}", whole.home / f"trace{rank}")
         found += _compare_ends(rank, crashed.home, whole.home)
-    table = Path("logs", "drivetrain_logs", "version_0", "metrics.csv")
-    ours, theirs = ((run.home / table).read_text().splitlines() for run in (crashed, whole))
+    ours, theirs = (run.table.read_text().splitlines() for run in (crashed, whole))
     if len(ours) != len(theirs):
         found.append(f"metrics.csv has {len(ours)} lines, not {len(theirs)}")
     rows = [f"line {n + 1}: {a!r}, not {b!r}" for n, (a, b) in enumerate(zip(ours, theirs, strict=False)) if a != b]

@@ -171,7 +171,7 @@ def main() -> None:
         max_epochs=arguments.epochs,
         accumulate_grad_batches=2,
         callbacks=[average, checkpoints, *([shot] if shot is not None else [])],
-        logger=CSVLogger(home / "logs", version=0, flush_logs_every_n_steps=5),
+        logger=CSVLogger(home / "logs", flush_logs_every_n_steps=5),
         log_every_n_steps=1,
         enable_progress_bar=False,
         enable_model_summary=False,
