@@ -26,7 +26,7 @@ endif
 export PYTHONPATH := $(CURDIR)$(if $(PYTHONPATH),:$(PYTHONPATH))
 
 .DEFAULT_GOAL := help
-.PHONY: help env demo test test-slow test-gpu lint format types floors docs wheel bench clean
+.PHONY: help env demo test test-slow test-crash test-gpu lint format types floors docs wheel bench clean
 
 help: ## list these commands
 	@awk 'BEGIN {FS = ":.*## "} /^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
@@ -41,6 +41,9 @@ test: $(DEV_ENV) ## the default test lane: no GPU, nothing slow
 
 test-slow: $(DEV_ENV) ## the tests that take longer
 	$(PYTHON) -m pytest -m "slow and not (gpu or tpu or xla or megatron)" $(TESTS)
+
+test-crash: $(DEV_ENV) ## the tests that kill processes and machines over and over
+	$(PYTHON) -m pytest -m "crash and not slow" $(TESTS)
 
 test-gpu: $(DEV_ENV) ## the tests that need a GPU (PYTHON=python3: with a Python that holds torch)
 	$(PYTHON) -m pytest -m gpu $(TESTS)

@@ -11,6 +11,8 @@ import pytest
 
 from tests.crash.harness import Run, differences, epochs_for, train, train_with_preemptions
 
+pytestmark = pytest.mark.crash
+
 # 25 kills in all, among them some while a checkpoint is written, by the training itself or by its writer's thread
 PLAIN = (13, ["--seed", "1"])
 IN_THE_BACKGROUND = (12, ["--seed", "2", "--async_save"])

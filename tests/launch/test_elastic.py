@@ -14,7 +14,7 @@ import pytest
 from tests.launch.launching import started, write_script
 from tests.launch.test_machines import free_port
 
-pytestmark = pytest.mark.timeout(240)
+pytestmark = [pytest.mark.crash, pytest.mark.timeout(240)]
 
 # Trains until a file says that it is over, and tells how large the world is each time it has started. The state is a
 # number that all agree on; told to stop, all save it and end at the same step.

@@ -142,7 +142,7 @@ FAILS_SLOWLY = """
     import os, signal, time
 
     signal.signal(signal.SIGTERM, lambda *_: None)
-    print("ready", os.environ["RANK"], flush=True)
+    print("attempt", os.environ["TORCHELASTIC_RESTART_COUNT"], flush=True)
     if os.environ["RANK"] == "0":
         import atexit
         atexit.register(lambda: (print("failing", flush=True), time.sleep(3)))
@@ -158,5 +158,5 @@ def test_a_run_that_is_to_end_is_not_started_again(tmp_path: Path) -> None:
         process.send_signal(signal.SIGTERM)
         out, err = process.communicate(timeout=30)
     assert process.returncode == 75
-    assert "ready" not in out
+    assert "attempt 1" not in out
     assert "stopped before the processes were started again: start it again, and it goes on" in err

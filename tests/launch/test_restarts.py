@@ -10,7 +10,7 @@ import pytest
 from tests.launch.launching import launch, write_script
 from tests.launch.test_machines import free_port
 
-pytestmark = pytest.mark.timeout(300)
+pytestmark = [pytest.mark.crash, pytest.mark.timeout(300)]
 
 # A rank dies at a random moment: while it joins the process group, or between two collectives.
 DIES = """
