@@ -126,10 +126,11 @@ class _Forked:
         """Wait for all; on a failure or an interrupt, end the others first."""
         try:
             while alive := [process for process in self._processes.values() if process.exitcode is None]:
-                wait([process.sentinel for process in alive], timeout=1.0)
+                ended = wait([process.sentinel for process in alive], timeout=1.0)
                 if any(process.exitcode not in (None, 0) for process in self._processes.values()):
                     break
-                self._last_seen = time.time()
+                if not ended:  # one that has ended may not have an exit code yet, but was not seen alive
+                    self._last_seen = time.time()
             time.sleep(_SETTLE if any(process.exitcode for process in self._processes.values()) else 0)
             failures = self._failures()
         except KeyboardInterrupt:
