@@ -16,7 +16,6 @@ from torch.utils.data import DataLoader
 from drivetrain.accelerator.accumulation import AccumulationWindow
 from drivetrain.accelerator.building import (
     is_scheduler,
-    kept_in_place,
     make_accumulation,
     make_dataloader_config,
     make_precision,
@@ -229,12 +228,12 @@ class Accelerator(StateSaving, EngineStatus):
             if model is known or model is self.strategy.unwrap(known):
                 return known, optimizers
         wrap_forward(model, self.precision)
+        move = self.device_placement if device_placement is None else device_placement
         if evaluation_mode:
-            return self.strategy.place(model, self.precision), optimizers
-        with kept_in_place(model, self.device_placement if device_placement is None else device_placement):
-            prepared, stepped = self.strategy.prepare(
-                model, [unwrap_optimizer(optimizer) for optimizer in optimizers], self.precision
-            )
+            return self.strategy.place(model, self.precision, move), optimizers
+        prepared, stepped = self.strategy.prepare(
+            model, [unwrap_optimizer(optimizer) for optimizer in optimizers], self.precision, move
+        )
         self._models.append(prepared)
         rewrapped = [
             given if isinstance(given, PreparedOptimizer) and given.optimizer is new else new

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -124,21 +123,3 @@ def is_scheduler(item: Any) -> bool:
         and all(hasattr(item, name) for name in ("step", "get_last_lr", "state_dict", "load_state_dict"))
         and not isinstance(item, PreparedScheduler)
     )
-
-
-@contextmanager
-def kept_in_place(model: nn.Module, moves: bool) -> Iterator[None]:
-    """Keep `Strategy.place` from moving a model whose user places it by hand."""
-    if moves:
-        yield
-        return
-
-    def to_dtype(*args: Any, **kwargs: Any) -> nn.Module:
-        dtype = next((each for each in (*args, *kwargs.values()) if isinstance(each, torch.dtype)), None)
-        return model if dtype is None else nn.Module.to(model, dtype=dtype)
-
-    model.__dict__["to"] = to_dtype
-    try:
-        yield
-    finally:
-        del model.__dict__["to"]

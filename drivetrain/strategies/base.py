@@ -12,6 +12,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from drivetrain.data.configuration import DataShard
+from drivetrain.runtime.collectives import reduce
 from drivetrain.runtime.devices import DeviceKind
 from drivetrain.runtime.environment import ProcessEnvironment
 from drivetrain.runtime.errors import ConfigurationError
@@ -55,6 +56,9 @@ class Strategy(ABC):
         name: the name that users write.
         device: where this process's tensors live.
         data_shard: which slice of the data is this process's: not its rank where several processes share a batch.
+        data_ranks: for each data shard, in their order, the rank whose rows stand for it; None where that is every rank.
+        value_ranks: the ranks whose logged values together are those of the global batch, each counted once; None
+            where all are.
         whole_window: whether the strategy must see all micro-batches of a step at once, as a pipeline does.
         pads_evaluation: whether every process must see as many evaluation batches, since its forward is collective.
     """
@@ -67,6 +71,8 @@ class Strategy(ABC):
     kind: DeviceKind
     environment: ProcessEnvironment
     data_shard: DataShard
+    data_ranks: tuple[int, ...] | None = None
+    value_ranks: tuple[int, ...] | None = None
 
     # processes
 
@@ -97,12 +103,19 @@ class Strategy(ABC):
         """Context in which a model is best built."""
         return nullcontext()
 
-    def place(self, model: nn.Module, precision: Precision) -> nn.Module:
-        """Bring a model's parameters onto the device and into the precision's dtype, without wrapping it."""
-        return precision.convert(model).to(self.device)
+    def place(self, model: nn.Module, precision: Precision, move: bool = True) -> nn.Module:
+        """Bring a model's parameters onto the device and into the precision's dtype, without wrapping it.
+
+        Args:
+            model: the model.
+            precision: the number formats.
+            move: whether to move it; not where its user places it by hand.
+        """
+        converted = precision.convert(model)
+        return converted.to(self.device) if move else converted
 
     def prepare(
-        self, model: nn.Module, optimizers: Sequence[Optimizer], precision: Precision
+        self, model: nn.Module, optimizers: Sequence[Optimizer], precision: Precision, move: bool = True
     ) -> tuple[nn.Module, list[Optimizer]]:
         """Place a model together with its optimizers.
 
@@ -110,11 +123,12 @@ class Strategy(ABC):
             model: the model as the user built it.
             optimizers: the optimizers over its parameters.
             precision: the number formats.
+            move: whether to bring the model onto the device.
 
         Returns:
             The module to call, and the optimizers to step.
         """
-        placed = self.place(model, precision)
+        placed = self.place(model, precision, move)
         for optimizer in optimizers:
             move_optimizer_state(optimizer)
         return placed, list(optimizers)
@@ -194,6 +208,34 @@ class Strategy(ABC):
         """Clamp every gradient to [-clip_value, clip_value]."""
         nn.utils.clip_grad_value_(parameters, clip_value)
 
+    def sum_over_values(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The sum of a tensor over the processes in `value_ranks`, the same on all; call it on all."""
+        if self.value_ranks is not None and self.environment.rank not in self.value_ranks:
+            tensor = torch.zeros_like(tensor)
+        total: torch.Tensor = reduce(tensor, "sum")
+        return total
+
+    def averaging_processes(self) -> int:
+        """Over how many processes gradients are averaged."""
+        return self.data_shard.count
+
+    def scale_gradients(self, model: nn.Module, optimizers: Sequence[Optimizer], factor: torch.Tensor) -> None:
+        """Multiply the gradients of a window, which have been reduced already.
+
+        Args:
+            model: what `prepare` returned.
+            optimizers: those whose parameters' gradients they are.
+            factor: a scalar tensor, the same on all processes.
+        """
+        parameters = {id(p): p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]}
+        gradients = [local_part(p.grad) for p in parameters.values() if p.grad is not None]
+        if gradients:
+            torch._foreach_mul_(gradients, factor.to(gradients[0].device))
+
+    def share(self, result: Any) -> Any:
+        """What the process that ran the model's last part passes, on every process that ran another part of it."""
+        return result
+
     def optimizer_step(
         self, optimizer: Optimizer, precision: Precision, closure: Callable[[], Any] | None = None
     ) -> bool:
@@ -243,6 +285,13 @@ def require_single_process_group(name: str, environment: ProcessEnvironment) -> 
             f"{environment.world_size} (from {environment.source}). Use strategy='ddp' or 'auto', "
             "or start one process."
         )
+
+
+def local_part(tensor: torch.Tensor) -> torch.Tensor:
+    """What this process holds of a tensor that may be sharded."""
+    to_local = getattr(tensor, "to_local", None)
+    local: torch.Tensor = tensor if to_local is None else to_local()
+    return local
 
 
 def move_optimizer_state(optimizer: Optimizer) -> None:

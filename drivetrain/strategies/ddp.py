@@ -93,10 +93,10 @@ class DDP(Strategy):
             raise ConfigurationError("sync_batchnorm=True needs GPUs: torch's SyncBatchNorm has no CPU kernel.")
 
     def prepare(
-        self, model: nn.Module, optimizers: Sequence[Optimizer], precision: Precision
+        self, model: nn.Module, optimizers: Sequence[Optimizer], precision: Precision, move: bool = True
     ) -> tuple[nn.Module, list[Optimizer]]:
         """Place a model and wrap it; one without trainable parameters, or without peers, stays bare."""
-        model, prepared = super().prepare(model, optimizers, precision)
+        model, prepared = super().prepare(model, optimizers, precision, move)
         trainable = any(parameter.requires_grad for parameter in model.parameters())
         if not (self.environment.is_distributed and trainable):
             return model, prepared

@@ -1,4 +1,4 @@
-"""A small GPT trained in plain torch, through the Trainer and through the Accelerator, for strategies that split models.
+"""A small GPT in plain torch, through the Trainer and through the Accelerator, for strategies that split models.
 
 Beside means over equal batches it has labels that are left out, in other numbers in each row: averaging the means of
 micro-batches is then visibly wrong, and only a token-exact mean agrees with one process.

@@ -97,7 +97,7 @@ class Noted(Strategy):
         if precision.name == "fp16":
             raise ConfigurationError("strategy='noted' cannot run precision='fp16'. Use 'bf16' or '32'.")
 
-    def prepare(self, model: nn.Module, optimizers: Any, precision: Any) -> Any:
+    def prepare(self, model: nn.Module, optimizers: Any, precision: Any, move: bool = True) -> Any:
         self.calls.append(f"prepare {len(optimizers)}")
         return super().prepare(model, optimizers, precision)
 
