@@ -99,6 +99,8 @@ def link(path: str, target: str) -> None:
             checkpoint.remove_checkpoint(path)
         os.replace(beside, path)
     except OSError as error:
+        if os.path.islink(beside):
+            os.unlink(beside)
         raise CheckpointError(f"{path} could not be made a link to {target}: {error}.") from error
 
 
@@ -117,12 +119,22 @@ def duplicate(path: str, source: str) -> None:
         os.rename(place, path)
         _sync(os.path.dirname(path))
     except OSError as error:
+        _put_back(path, replaced)
         shutil.rmtree(place, ignore_errors=True)
-        if os.path.lexists(replaced) and not os.path.lexists(path):
-            os.rename(replaced, path)
         raise CheckpointError(f"{path} could not be made a copy of {source}: {error}.") from error
-    if os.path.lexists(replaced):
-        remove(replaced)
+    LocalStorage().discard(replaced)
+
+
+def _put_back(path: str, replaced: str) -> None:
+    """Give a checkpoint its name again that was about to be replaced, if it can be done."""
+    if not os.path.lexists(replaced):
+        return
+    try:
+        LocalStorage().discard(path)
+        os.rename(replaced, path)
+    except OSError as error:
+        # It is found under its other name, too.
+        logger.warning(f"{path} could not be given back what it was before: {error}.")
 
 
 def remove(path: str) -> None:
@@ -132,8 +144,8 @@ def remove(path: str) -> None:
             os.unlink(path)
         else:
             checkpoint.remove_checkpoint(path)
-    except OSError as error:
-        logger.warning(f"The checkpoint {path}, which nobody needs any more, could not be removed: {error}.")
+    except (OSError, CheckpointError) as error:
+        logger.warning(f"A checkpoint that nobody needs any more stays: {error}")
 
 
 def surplus(directory: str, limit: int, needed: set[str]) -> list[str]:

@@ -102,6 +102,8 @@ class Save:
             shares = divided if isinstance(divided, list) else [divided] * self._peers.size
         share = self._peers.scatter(shares)
         if isinstance(share, Failure):
+            if self._extra is not None and self._peers.is_main:
+                LocalStorage().discard(self._extra)
             self._peers.fail(share, f"The checkpoint {self.directory} was not written")
         plan, self._token = share
         return self.planner.finish_plan(plan)
@@ -218,8 +220,12 @@ def extra_place(directory: str | os.PathLike[str], state: PartialState) -> str:
         if not isinstance(storage, LocalStorage):
             raise CheckpointError(f"{path}: hooks that write files of their own need a local checkpoint directory.")
         place, _ = storage.place_for(path, uuid.uuid4().hex[:12])
-        storage.begin(place, ())
-        write_file(storage.create(storage.join(place, WRITER_FILE)), [memoryview(encoded(this_writer()))])
+        try:
+            storage.begin(place, ())
+            write_file(storage.create(storage.join(place, WRITER_FILE)), [memoryview(encoded(this_writer()))])
+        except BaseException:
+            storage.discard(place)
+            raise
         return place
 
     made = peers.attempt(make) if peers.is_main else None

@@ -185,6 +185,11 @@ class LocalStorage(Storage):
             raise
         if replaced is not None:
             self.discard(replaced)
+            # And what earlier writes left that failed on their way back as well.
+            parent, old = self.parent(directory) or ".", re.escape(self.name(directory))
+            for name in self.children(parent):
+                if re.fullmatch(rf"\.{old}\.[0-9a-f]+\.replaced", name):
+                    self.discard(self.join(parent, name))
 
     def discard(self, place: str) -> None:
         if os.path.isdir(place) and not os.path.islink(place):

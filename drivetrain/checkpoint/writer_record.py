@@ -42,11 +42,7 @@ def clean_stale(root: str) -> list[str]:
     """
     storage = LocalStorage()
     found = []
-    for entry in storage.children(root):
-        match = _LEFT.match(entry)
-        if match is None:
-            continue
-        path = os.path.join(root, entry)
+    for path, match in _left_in(storage, root):
         final = os.path.join(root, match["name"])
         writing = os.path.join(root, f".{match['name']}.{match['token']}.writing")
         if match["what"] == "replaced":
@@ -74,13 +70,17 @@ def replaced_beside(directory: str) -> str | None:
     parent, name = os.path.split(directory)
     if os.path.lexists(directory):
         return None
-    for entry in LocalStorage().children(parent):
-        match = _LEFT.match(entry)
-        if match is not None and match["name"] == name and match["what"] == "replaced":
-            path = os.path.join(parent, entry)
-            if os.path.isfile(os.path.join(path, MANIFEST)):
-                return path
+    for path, match in _left_in(LocalStorage(), parent):
+        if match["name"] == name and match["what"] == "replaced" and os.path.isfile(os.path.join(path, MANIFEST)):
+            return path
     return None
+
+
+def _left_in(storage: LocalStorage, root: str) -> list[tuple[str, re.Match[str]]]:
+    """What writes may have left in a directory, and its names taken apart; the checkpoint written last comes first."""
+    matches = [match for match in map(_LEFT.match, storage.children(root)) if match is not None]
+    left = [(os.path.join(root, match.string), match) for match in matches]
+    return sorted(left, key=lambda one: -storage.modified(os.path.join(one[0], MANIFEST)))
 
 
 def _is_alive(storage: LocalStorage, place: str) -> bool:
