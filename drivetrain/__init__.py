@@ -35,6 +35,7 @@ _EXPORTS: dict[str, str] = {
     "TQDMProgressBar": "drivetrain.callbacks",
     "Strategy": "drivetrain.strategies",
     "DDP": "drivetrain.strategies",
+    "FSDP": "drivetrain.strategies.fsdp",
     "Single": "drivetrain.strategies",
     "register_strategy": "drivetrain.strategies",
     "available_strategies": "drivetrain.strategies",

@@ -30,9 +30,16 @@ def register_strategy(name: str, factory: Callable[[], Strategy], *, replace: bo
     _STRATEGIES[name] = factory
 
 
+def _fsdp() -> Strategy:
+    from drivetrain.strategies.fsdp import FSDP  # torch's part of it takes most of a second to import
+
+    return FSDP()
+
+
 register_strategy("single", Single)
 register_strategy("ddp", DDP)
 register_strategy("ddp_find_unused_parameters_true", lambda: DDP(find_unused_parameters=True))
+register_strategy("fsdp", _fsdp)
 
 
 def available_strategies() -> list[str]:

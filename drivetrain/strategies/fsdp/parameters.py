@@ -1,0 +1,94 @@
+"""Following parameters through sharding, which puts new ones in their place."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+from torch.optim import Optimizer
+
+
+class Slot(NamedTuple):
+    """A place that a parameter is registered at.
+
+    Attributes:
+        module: its module.
+        name: its name there.
+        parameter: the parameter that was there when asked.
+    """
+
+    module: nn.Module
+    name: str
+    parameter: nn.Parameter
+
+
+def slots_of(model: nn.Module) -> list[Slot]:
+    """Every place where a parameter of a model is registered, tied ones several times."""
+    return [
+        Slot(module, name, parameter)
+        for module in model.modules()
+        for name, parameter in module._parameters.items()
+        if parameter is not None
+    ]
+
+
+def replaced(slots: Iterable[Slot]) -> dict[int, nn.Parameter]:
+    """What stands now in place of each parameter, by the `id` of the one before."""
+    now: dict[int, nn.Parameter] = {}
+    for slot in slots:
+        current = slot.module._parameters[slot.name]
+        if current is not None and current is not slot.parameter:
+            now.setdefault(id(slot.parameter), current)
+    return now
+
+
+def point_optimizer(optimizer: Optimizer, now: dict[int, nn.Parameter]) -> None:
+    """Give an optimizer the parameters that stand in place of its own, and its state the same shards.
+
+    The optimizer, its groups and its options stay the objects they are, for schedulers hold on to them.
+    """
+    for group in optimizer.param_groups:
+        group["params"] = [now.get(id(parameter), parameter) for parameter in group["params"]]
+    for parameter in [known for known in optimizer.state if id(known) in now]:
+        new = now[id(parameter)]
+        state = optimizer.state.pop(parameter)
+        optimizer.state[new] = {
+            key: shard_like(value, new)
+            if isinstance(value, Tensor) and isinstance(new, DTensor) and value.shape == new.shape
+            else value
+            for key, value in state.items()
+        }
+
+
+def local_slices(like: DTensor) -> tuple[slice, ...]:
+    """Which part of the whole tensor this process holds."""
+    shape, offset = compute_local_shape_and_global_offset(like.shape, like.device_mesh, like.placements)
+    return tuple(slice(start, start + length) for start, length in zip(offset, shape, strict=True))
+
+
+def shard_like(whole: Tensor, like: DTensor, copy: bool = True) -> DTensor:
+    """This process's shard of a tensor that every process holds whole; nothing is exchanged.
+
+    Args:
+        whole: the tensor.
+        like: a DTensor of its shape, whose mesh and placements count.
+        copy: whether the shard is a copy on the device of `like`, rather than a view.
+    """
+    if isinstance(whole, DTensor):
+        return whole
+    part = whole[local_slices(like)]
+    if copy:
+        local = like.to_local()
+        part = torch.empty_like(local, dtype=whole.dtype).copy_(part)
+    return DTensor.from_local(
+        part, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
+    )
+
+
+def named_canonically(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+    """Parameters by the names that the bare model gives them."""
+    yield from model.named_parameters()
