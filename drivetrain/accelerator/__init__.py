@@ -11,6 +11,7 @@ from drivetrain.accelerator.handlers import (
 )
 from drivetrain.accelerator.optimizer import PreparedOptimizer
 from drivetrain.accelerator.scheduler import PreparedScheduler
+from drivetrain.accelerator.weighted_mean import WeightedMean
 
 __all__ = [
     "Accelerator",
@@ -22,4 +23,5 @@ __all__ = [
     "PreparedOptimizer",
     "PreparedScheduler",
     "ProjectConfiguration",
+    "WeightedMean",
 ]

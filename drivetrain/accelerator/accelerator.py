@@ -35,12 +35,13 @@ from drivetrain.accelerator.handlers import (
     find_handler,
     handler_options,
 )
-from drivetrain.accelerator.metrics import gather_real_rows
+from drivetrain.accelerator.metrics import Sharers, gather_real_rows
 from drivetrain.accelerator.optimizer import PreparedOptimizer, parameters_of, unwrap_optimizer
 from drivetrain.accelerator.saving import StateSaving
 from drivetrain.accelerator.scheduler import PreparedScheduler
 from drivetrain.accelerator.state_hooks import StateHooks
 from drivetrain.accelerator.status import EngineStatus
+from drivetrain.accelerator.weighted_mean import WeightedMean
 from drivetrain.data import (
     ActiveLoaders,
     DataLoaderConfiguration,
@@ -153,6 +154,7 @@ class Accelerator(StateSaving, EngineStatus):
             self.active_loaders,
             HeldGradients(self._models, self._optimizers),
         )
+        self._weighted = WeightedMean(self.strategy)
         self.precision.hold_scale_while(lambda: self.accumulation.holds_gradients)
         self._schedulers: list[PreparedScheduler] = []
         self._loaders: list[PreparedLoader] = []
@@ -349,20 +351,50 @@ class Accelerator(StateSaving, EngineStatus):
                 stack.enter_context(self.strategy.gradient_sync(model, enabled=False))
             yield
 
-    def backward(self, loss: torch.Tensor, **kwargs: Any) -> None:
+    def backward(self, loss: torch.Tensor, *, weight: torch.Tensor | float | None = None, **kwargs: Any) -> None:
         """Compute gradients: the loss is divided by the window's micro-batches, scaled, and differentiated.
 
+        With `weight`, the gradients that clipping and the optimizer see are those of the weighted mean over all
+        micro-batches of the window and all processes. Say it for every micro-batch, once for each.
+
         Args:
-            loss: the mean loss of this micro-batch, a scalar.
+            loss: the mean loss of this micro-batch, a scalar; with `weight` the sum of its losses.
+            weight: what that sum weighs: the number of tokens, say.
             **kwargs: for `Tensor.backward`.
         """
         size = self.accumulation.size
-        if size > 1:
+        if weight is not None or self._weighted.pending:
+            loss = self.precision.scale(self._weigh(loss, weight))
+            self.accumulation.note_backward()
+        elif size > 1:
             loss = self.precision.scale(loss / size)
             self.accumulation.note_backward()
         else:
             loss = self.precision.scale(loss)
         self.strategy.backward(loss, **kwargs)
+
+    def _weigh(self, loss: torch.Tensor, weight: torch.Tensor | float | None) -> torch.Tensor:
+        if not self.accumulation.holds_gradients:
+            self._weighted.discard()  # of a loop that was left before its step
+        if weight is None:
+            raise ConfigurationError(
+                "This window has losses with a weight and losses without. Give accelerator.backward(loss, weight=...) "
+                "one for every micro-batch."
+            )
+        if self._weighted.in_use is None:
+            self._weighted.decide(weight)
+        self.accumulation.weighted = True
+        return self._weighted.part(loss, weight)
+
+    def finish_gradients(self) -> None:
+        """Turn the gradients of a window's sums into those of their weighted mean, where it ends; else nothing."""
+        if self._weighted.pending and self.accumulation.sync_gradients:
+            inner = [optimizer.optimizer for optimizer in self._optimizers]
+            self._weighted.finish([(model, self._held_by(model, inner)) for model in self._models])
+
+    def _held_by(self, model: nn.Module, optimizers: Sequence[Optimizer]) -> list[Optimizer]:
+        own = {id(parameter) for parameter in model.parameters()}
+        return [one for one in optimizers if any(id(parameter) in own for parameter in parameters_of(one))]
 
     def unscale_gradients(self, optimizer: Optimizer | Sequence[Optimizer] | None = None) -> None:
         """Bring gradients back to their true size, before reading or clipping them.
@@ -370,6 +402,7 @@ class Accelerator(StateSaving, EngineStatus):
         Args:
             optimizer: one or several prepared optimizers; all if None.
         """
+        self.finish_gradients()
         chosen = self._optimizers if optimizer is None else optimizer
         for one in [chosen] if isinstance(chosen, Optimizer) else chosen:
             self.precision.unscale(unwrap_optimizer(one))
@@ -384,6 +417,7 @@ class Accelerator(StateSaving, EngineStatus):
         """
         if not self.accumulation.sync_gradients:
             return None
+        self.finish_gradients()
         given = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
         if self._clips_unscaled:
             self._unscale_owners(given)
@@ -393,6 +427,7 @@ class Accelerator(StateSaving, EngineStatus):
         """Clamp every gradient to [-clip_value, clip_value], where a window ends."""
         if not self.accumulation.sync_gradients:
             return
+        self.finish_gradients()
         given = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
         if self._clips_unscaled:
             self._unscale_owners(given)
@@ -477,7 +512,8 @@ class Accelerator(StateSaving, EngineStatus):
         if isinstance(loader, SkippingLoader):
             loader = loader.whole
         source = self.active_loaders if loader is None else loader
-        return gather_real_rows(input_data, source, self.num_processes, use_gather_object)
+        sharers = Sharers(self.num_processes, self.process_index, self.strategy.data_ranks)
+        return gather_real_rows(input_data, source, sharers, use_gather_object)
 
     def reduce(self, tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
         """Combine tensors of all processes elementwise: `"sum"`, `"mean"`, `"max"`, `"min"` or `"none"`."""

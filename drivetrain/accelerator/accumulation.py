@@ -26,6 +26,7 @@ class AccumulationWindow:
         size: micro-batches of the current window: fewer than `num_steps` where the loader ends before.
         holds_gradients: whether a backward of the current window's earlier or present micro-batches has run, so
             that clearing gradients now would lose some of it.
+        weighted: whether the window's losses say what they weigh, so that no gradient was divided by `size`.
     """
 
     def __init__(self, plugin: GradientAccumulationPlugin, active: ActiveLoaders, gradients: HeldGradients) -> None:
@@ -34,7 +35,7 @@ class AccumulationWindow:
         self.size = plugin.num_steps
         self._active = active
         self._gradients = gradients
-        self.holds_gradients = False
+        self.holds_gradients = self.weighted = False
         self._entered = False
         self._abandoned = False
         self._count = 0
@@ -50,7 +51,7 @@ class AccumulationWindow:
                 self._abandoned = False
                 self._gradients.discard_abandoned()
             self._loader = loader
-            self.holds_gradients = False
+            self.holds_gradients = self.weighted = False
             self.size = self.plugin.num_steps
             if loader is not None and info is not None:
                 remaining = loader.remaining
@@ -62,7 +63,7 @@ class AccumulationWindow:
         if self.sync_gradients:
             if self._count != self.size:
                 # The loader had no length, or not the one it said: what is held was divided by the wrong number.
-                if self.holds_gradients:
+                if self.holds_gradients and not self.weighted:
                     self._gradients.scale(self.size / self._count)
                 self.size = self._count
             self._count = 0

@@ -31,6 +31,7 @@ class PreparedOptimizer(Optimizer):
         self._step = accelerator.strategy.optimizer_step
         self._precision = accelerator.precision
         self._window = accelerator.accumulation
+        self._finish_gradients = accelerator.finish_gradients
         self.step_was_skipped = False
         self.spent = False
         self.holds_abandoned = False
@@ -86,6 +87,8 @@ class PreparedOptimizer(Optimizer):
     def step(self, closure: Callable[[], Any] | None = None) -> None:  # type: ignore[override]
         """Step, where a window ends."""
         if self._window.sync_gradients:
+            if self._window.weighted:
+                self._finish_gradients()
             self.step_was_skipped = not self._step(self.optimizer, self._precision, closure)
             self.spent = True
             self.holds_abandoned = False

@@ -60,6 +60,7 @@ class Strategy(ABC):
         value_ranks: the ranks whose logged values together are those of the global batch, each counted once; None
             where all are.
         whole_window: whether the strategy must see all micro-batches of a step at once, as a pipeline does.
+        runs_steps: whether this process runs the task's steps to their end, rather than a part of the model only.
         pads_evaluation: whether every process must see as many evaluation batches, since its forward is collective.
     """
 
@@ -73,6 +74,7 @@ class Strategy(ABC):
     data_shard: DataShard
     data_ranks: tuple[int, ...] | None = None
     value_ranks: tuple[int, ...] | None = None
+    runs_steps: bool = True
 
     # processes
 

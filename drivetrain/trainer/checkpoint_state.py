@@ -8,7 +8,7 @@ from drivetrain.data import PreparedLoader
 from drivetrain.runtime.errors import CheckpointError
 from drivetrain.trackers.base import plain
 from drivetrain.trainer.metric_state import metric_states, restore_metric_states
-from drivetrain.trainer.process_state import taken_over
+from drivetrain.trainer.process_state import layout_of, taken_over
 
 if TYPE_CHECKING:
     from drivetrain.trainer.trainer import Trainer
@@ -50,7 +50,9 @@ def run_state(trainer: Trainer, weights_only: bool = False) -> tuple[dict[str, A
     for callback in trainer.callbacks:
         callback.on_save_checkpoint(trainer, task, state)
     task.on_save_checkpoint(state)
-    own = {} if weights_only else {"logged": trainer.logged.state_dict(), "metrics": metric_states(task)}
+    own: dict[str, Any] = {"layout": layout_of(strategy)}
+    if not weights_only:
+        own |= {"logged": trainer.logged.state_dict(), "metrics": metric_states(task)}
     return state, own
 
 
@@ -68,6 +70,9 @@ class SavedRun:
     def __init__(self, trainer: Trainer, directory: str) -> None:
         self._trainer, self._directory = trainer, directory
         self._state, self._own = trainer.accelerator.read_checkpoint(directory)
+        layout = layout_of(trainer.strategy)
+        if self._own is not None and self._own.get("layout", layout) != layout:
+            self._own = None  # as many processes, which share the data in another way
         if "state_dict" not in self._state:
             raise CheckpointError(
                 f"{directory} was written by Accelerator.save_state; load it with Accelerator.load_state."
@@ -150,7 +155,7 @@ class SavedRun:
         trainer, own = self._trainer, self._own
         assert trainer.task is not None
         if own is None:
-            own = taken_over(self._directory, trainer.global_rank, trainer.world_size, trainer.task)
+            own = taken_over(self._directory, trainer.strategy, trainer.task)
         trainer.logged.load_state_dict(own["logged"], trainer.strategy.device)
         restore_metric_states(trainer.task, own["metrics"])
         trainer.accelerator.restore_random_state(own)

@@ -14,8 +14,7 @@ from drivetrain.data import PreparedLoader
 from drivetrain.trainer.loaders import LoaderSource, limits_of, own_batches
 from drivetrain.trainer.log_scopes import TEST_EPOCH, TEST_STEP, VALIDATE_EPOCH, VALIDATE_STEP, LogScope
 from drivetrain.trainer.logged_value import EpochValue, to_numbers
-from drivetrain.trainer.metric_state import untouched_metrics
-from drivetrain.trainer.optimization_step import bind_step
+from drivetrain.trainer.optimization_step import bind_evaluation_step, nothing_counts
 from drivetrain.trainer.task import Task
 
 if TYPE_CHECKING:
@@ -56,9 +55,7 @@ class EvaluationLoop:
         self._loaders: list[PreparedLoader] | None = None
         self._limits: list[float] = []
         self._strategy, self._model = trainer.strategy, model
-        self._step = bind_step(
-            trainer.strategy.evaluation_model(model), getattr(task, f"{stage}_step"), trainer.accelerator.precision
-        )
+        self._step = bind_evaluation_step(trainer, task, model, getattr(task, f"{stage}_step"))
         self._in_step, self._in_epoch = _SCOPES[stage]
 
     def load(self) -> list[PreparedLoader]:
@@ -137,13 +134,8 @@ class EvaluationLoop:
 
     def _keep_company(self, batch: Any, index: int, extra: tuple[int, ...]) -> None:
         """Run a batch made of padding, so that peers' collectives have their partner; nothing of it counts."""
-        logged = self._trainer.logged
-        logged.skips = True
-        try:
-            with untouched_metrics(self._task):
-                self._step(batch, index, *extra)
-        finally:
-            logged.skips = False
+        with nothing_counts(self._trainer.logged, self._task):
+            self._step(batch, index, *extra)
 
 
 FOREVER = float("inf")

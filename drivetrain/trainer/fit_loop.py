@@ -16,7 +16,7 @@ from drivetrain.trainer.loaders import LoaderSource, batches_to_run, length_of
 from drivetrain.trainer.log_scopes import MONITORING, TRAIN_END, TRAIN_EPOCH, TRAIN_STEP
 from drivetrain.trainer.logged_value import to_numbers
 from drivetrain.trainer.optimization_step import EpochSkipped, MicroBatch, OptimizationStep
-from drivetrain.trainer.stopping import StopAgreement
+from drivetrain.trainer.stopping import StopAgreement, raise_lost_save
 
 if TYPE_CHECKING:
     from drivetrain.trainer.trainer import Trainer
@@ -128,8 +128,8 @@ class FitLoop:
             for window in windows:
                 step.run(window)
                 self._finished = window[-1].info
-                if trainer.saves is not None:
-                    trainer.saves.check()
+                if trainer.saves is not None and trainer.world_size == 1 and not trainer.preempted:
+                    trainer.saves.check()  # several processes agree on it first
                 if trainer.rollback_path is not None:
                     return
                 if progress.global_step >= self._next_look or progress.total_batches >= self._next_talk:
@@ -328,14 +328,17 @@ class FitLoop:
     def _agree(self, *wishes: bool) -> tuple[bool, ...]:
         """Exchange the wish to stop with the other processes, and further ones, which are returned."""
         trainer, interruption = self._trainer, self._trainer.interruption
-        stop, interrupted, preempted, *others = self._agreement.agree(
+        lost = trainer.saves is not None and trainer.saves.has_lost
+        stop, interrupted, preempted, lost, *others = self._agreement.agree(
             self._progress.total_batches,
-            (trainer.should_stop, interruption.requested, interruption.preempted, *wishes),
+            (trainer.should_stop, interruption.requested, interruption.preempted, lost, *wishes),
         )
         trainer.interrupted = trainer.interrupted or interrupted
         trainer.preempted = trainer.preempted or preempted
         if stop or interrupted or preempted:
             trainer.should_stop = trainer.should_stop_agreed = True
+        if lost and not trainer.preempted:
+            raise_lost_save(trainer.saves)
         return tuple(others)
 
     def _agree_now(self) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from numbers import Number
 from typing import Any
@@ -18,6 +18,8 @@ from drivetrain.trainer.logged_value import REDUCTIONS, Arguments, EpochValue, L
 from drivetrain.trainer.metric_sync import compute_over_processes
 
 _COMBINE: dict[str, Callable[[list[float]], float]] = {"sum": sum, "max": max, "min": min}
+_METRIC_PATH = 7  # among the arguments
+Call = tuple[str, Any, Arguments, "float | None"]
 _RESTORED: Arguments = ("restored from a checkpoint",)
 
 
@@ -26,9 +28,12 @@ class LoggedValues:
 
     Args:
         find_batch_size: gives the rows of the current batch that are real; called only where a mean needs it.
+        value_ranks: the ranks whose values together are those of the global batch; all if None.
     """
 
-    def __init__(self, find_batch_size: Callable[[], int]) -> None:
+    def __init__(self, find_batch_size: Callable[[], int], value_ranks: Sequence[int] | None = None) -> None:
+        self._value_ranks = value_ranks
+        self._record: list[Call] | None = None
         self.scope = NOWHERE
         self.dataloader_idx: int | None = None
         self.skips = False
@@ -57,7 +62,7 @@ class LoggedValues:
         finally:
             self.enter(*before)
 
-    def log(self, name: str, value: Any, arguments: Arguments, batch_size: int | None) -> None:
+    def log(self, name: str, value: Any, arguments: Arguments, batch_size: float | None) -> None:
         """Keep one value.
 
         Args:
@@ -83,6 +88,8 @@ class LoggedValues:
             entry.fresh = True
             if entry.on_step:
                 entry.last = value._forward_cache
+            if self._record is not None:
+                self._record.append((name, value._forward_cache, arguments, None))
             return
         elif not isinstance(value, float | int):
             value = _number(name, value)
@@ -93,6 +100,31 @@ class LoggedValues:
             elif self.scope.has_batch:
                 weight = self._find_batch_size()
         entry.update(value, weight)
+        if self._record is not None:
+            self._record.append((name, float(value), arguments, weight))
+
+    @contextmanager
+    def recorded(self) -> Iterator[list[Call]]:
+        """Collect what the body logs, for processes that did not run it."""
+        calls: list[Call] = []
+        self._record = calls
+        try:
+            yield calls
+        finally:
+            self._record = None
+
+    def replay(self, calls: Iterable[Call], task: nn.Module) -> None:
+        """Log what another process has logged.
+
+        Args:
+            calls: what `recorded` collected there.
+            task: the task, in which metrics are found.
+        """
+        for name, value, arguments, weight in calls:
+            metric = _find_metric(task, arguments[_METRIC_PATH])
+            if metric is not None:
+                metric._forward_cache = value
+            self.log(name, value if metric is None else metric, arguments, weight)
 
     def _register(self, name: str, value: Any, arguments: Arguments) -> LoggedValue:
         scope = self.scope
@@ -209,7 +241,7 @@ class LoggedValues:
         ]
         if synced:
             mine = {entry.step_name: float(values[entry.step_name]) for entry in synced if entry.last is not None}
-            everyone = gather_object(mine)
+            everyone = self._that_count(gather_object(mine))
             for entry in synced:
                 found = [each[entry.step_name] for each in everyone if entry.step_name in each]
                 if found:
@@ -245,7 +277,7 @@ class LoggedValues:
         """
         fresh = {name: entry for name, entry in self._tables[stage].items() if entry.on_epoch and entry.fresh}
         local = {name: entry.portable() for name, entry in fresh.items()}
-        everyone: list[dict[str, Any]] = gather_object([local])
+        everyone = self._that_count(gather_object([local]))
         results: list[EpochValue] = []
         computed: list[Any] = []
         for name in dict.fromkeys(name for each in everyone for name in each):
@@ -253,7 +285,7 @@ class LoggedValues:
             metric = _find_metric(task, parts[0]["metric"])
             value: Value | None
             if metric is not None:
-                value = _computed(name, metric)
+                value = _computed(name, metric, self._value_ranks)
                 computed.append(metric)
             else:
                 value = _reduced(fresh.get(name), local.get(name), parts)
@@ -278,6 +310,10 @@ class LoggedValues:
             entry.reset()
             entry.last = last
         return results
+
+    def _that_count(self, everyone: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        """Of what all processes have, in the order of their ranks, the parts that together are the whole."""
+        return everyone if self._value_ranks is None else [everyone[rank] for rank in self._value_ranks]
 
     def start(self, stages: Iterable[str]) -> None:
         """Forget the entries of some stages, before they run anew."""
@@ -341,8 +377,8 @@ def _find_metric(task: nn.Module, path: str | None) -> Any:
     return None if path is None else task.get_submodule(path)
 
 
-def _computed(name: str, metric: Any) -> Value:
-    value = compute_over_processes(metric)
+def _computed(name: str, metric: Any, ranks: Sequence[int] | None) -> Value:
+    value = compute_over_processes(metric, ranks)
     if isinstance(value, Tensor) and value.numel() == 1:
         return value.detach()
     raise ConfigurationError(

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -10,12 +11,15 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from drivetrain.accelerator import WeightedMean
 from drivetrain.data import BatchInfo
 from drivetrain.runtime.collectives import reduce
 from drivetrain.runtime.errors import ConfigurationError
+from drivetrain.runtime.nested import send_to_device
 from drivetrain.strategies import StepModule
 from drivetrain.strategies.precision import Precision, overrides
 from drivetrain.trainer.hooks import Hooks, is_overridden
+from drivetrain.trainer.logged_values import LoggedValues
 from drivetrain.trainer.metric_state import untouched_metrics
 from drivetrain.trainer.task import Task
 
@@ -65,7 +69,7 @@ class OptimizationStep:
         self._precision = precision
         self._forward_backward = strategy.forward_backward
         self._optimizer_step = strategy.optimizer_step
-        stands_in = trainer.world_size > 1 and task.automatic_optimization
+        stands_in = trainer.world_size > 1 and task.automatic_optimization and not strategy.whole_window
         step = self._with_stand_in(task.training_step) if stands_in else task.training_step
         self._training_step = bind_step(model, step, precision)
         self._scale = precision.scale if overrides(precision, "scale") else None
@@ -73,7 +77,12 @@ class OptimizationStep:
         self._backward = task.backward if is_overridden(task, Task, "backward") else strategy.backward
         self._zero_grad = self._choose_zero_grad(hooks)
         self._clips = trainer.gradient_clip_val is not None or is_overridden(task, Task, "configure_gradient_clipping")
-        self._processes = trainer.world_size
+        # A loader that is not sharded gives each process a whole batch, which counts as it is.
+        self._processes = strategy.data_shard.count if trainer.use_distributed_sampler else 1
+        self._strategy = strategy
+        self._weighted = WeightedMean(strategy)
+        self._is_weighted: bool | None = None
+        self._stood_in = False
         self._automatic = task.automatic_optimization
         self._by_closure = self._automatic and (
             is_overridden(task, Task, "optimizer_step") or any(o.needs_closure for o in trainer.task_optimizers)
@@ -84,6 +93,8 @@ class OptimizationStep:
         self._on_after_backward = hooks.find("on_after_backward")
         self._on_gradients_ready = hooks.find("on_gradients_ready")
         self._on_before_step = hooks.find("on_before_optimizer_step")
+        if strategy.whole_window:
+            self._check_whole_window()
         self._window_size = 1
         self._remaining = 1
         self._has_gradients = False
@@ -106,8 +117,12 @@ class OptimizationStep:
         self._window_size = self._remaining = len(window)
         self._has_gradients = False
         self._announces = True
+        self._weighted.discard()
         if self._by_closure:
             outputs, stepped = self._run_by_closure(window)
+        elif self._strategy.whole_window:
+            outputs = self._run_whole_window(window)
+            stepped = self._step_all()
         else:
             self._stepped = False
             outputs = self._forward_backward(self._model, self._run_microbatch, window)
@@ -127,12 +142,45 @@ class OptimizationStep:
         """Note that a task that optimizes by hand has stepped."""
         self._stepped = True
 
-    def _run_microbatch(self, microbatch: MicroBatch) -> Any:
-        """Forward and backward of one micro-batch, with the hooks around them."""
+    def _run_whole_window(self, window: Sequence[MicroBatch]) -> list[Any]:
+        """Run all micro-batches where the strategy interleaves them as it likes, with the batches' hooks around it.
+
+        Only some processes run the task's step; all see what it returned and logged.
+        """
+        trainer, strategy = self._trainer, self._strategy
+        for microbatch in window:
+            trainer.batch, trainer.batch_info = microbatch.batch, microbatch.info
+            self._announce(microbatch)
+        self._announces = False
+        self._has_gradients = True
+        self._zero_grad()
+        with trainer.logged.recorded() as calls:
+            own_outputs = self._forward_backward(self._model, self._run_microbatch, window)
+        outputs: list[Any]
+        outputs, calls = strategy.share(([_detached(output) for output in own_outputs], calls))
+        if not strategy.runs_steps:
+            outputs = send_to_device(outputs, strategy.device)
+            trainer.logged.replay(calls, self._task)
+            self._is_weighted = any(isinstance(output, Mapping) and "weight" in output for output in outputs)
+        for output, microbatch in zip(outputs[:-1], window[:-1], strict=True):
+            trainer.batch, trainer.batch_info = microbatch.batch, microbatch.info
+            self._end_batch(output, microbatch)
+        trainer.batch, trainer.batch_info = window[-1].batch, window[-1].info
+        return outputs
+
+    def _run_microbatch(self, microbatch: MicroBatch, probe: bool = False) -> Any:
+        """Forward and backward of one micro-batch, with the hooks around them.
+
+        Args:
+            microbatch: the micro-batch.
+            probe: run the step only for a strategy to see what it calls the model with; nothing of it counts.
+        """
         batch, index, info = microbatch
         trainer = self._trainer
         trainer.batch_info = info
         trainer.batch = batch
+        if probe:
+            return self._probed(batch, index)
         if self._on_batch_start and self._announces and microbatch is not self._announced:
             self._announce(microbatch)
         weight = 1.0 / self._window_size
@@ -148,7 +196,15 @@ class OptimizationStep:
         if self._automatic:
             loss = output if isinstance(output, Tensor) else self._loss_of(output)
             if loss is not None:
-                self._backward_of(loss if weight == 1.0 else loss * weight)
+                if self._is_weighted is None:
+                    self._is_weighted = self._decide_weighted(output)
+                if self._is_weighted:
+                    loss = self._weighted.part(loss, self._weight_of(output), counts=weight != 0)
+                else:
+                    if loss is not output and "weight" in output:
+                        self._refuse_weight()
+                    loss = loss if weight == 1.0 else loss * weight
+                self._backward_of(loss)
         self._remaining -= 1
         if self._on_batch_end and self._remaining and self._announces:
             self._end_batch(output, microbatch)
@@ -180,6 +236,8 @@ class OptimizationStep:
     def _step_all(self) -> bool:
         """Clip and step every optimizer. Returns whether none was skipped."""
         stepped = True
+        if self._is_weighted:
+            self._weighted.finish([(self._model, self._optimizers)])
         if self._on_gradients_ready and self._is_vetoed():
             return False
         for optimizer in self._optimizers:
@@ -221,6 +279,8 @@ class OptimizationStep:
                     self._remaining = len(window)
                     outputs[:] = self._forward_backward(self._model, self._run_microbatch, window)
                     self._announces = False
+                    if self._is_weighted:
+                        self._weighted.finish([(self._model, self._optimizers)])
                     if self._on_gradients_ready and self._is_vetoed():
                         raise StepVetoed
                 self.before_step(optimizer.optimizer)
@@ -259,6 +319,30 @@ class OptimizationStep:
             "with it under 'loss', or None to leave the batch out."
         )
 
+    def _decide_weighted(self, output: Any) -> bool:
+        """Whether losses come with weights. All processes find out together, since a window ends with a collective."""
+        weight = output.get("weight") if isinstance(output, Mapping) else None
+        if self._strategy.whole_window:  # not all processes are here; the others are told with the outputs
+            return weight is not None
+        return self._weighted.decide(weight)
+
+    def _weight_of(self, output: Any) -> Tensor | float:
+        if isinstance(output, Mapping) and "weight" in output:
+            weight: Tensor | float = output["weight"]
+            return weight
+        if self._stood_in:
+            return 0.0
+        raise ConfigurationError(
+            f"{type(self._task).__name__}.training_step returned a loss without a weight, after one with a weight. "
+            "Return {'loss': sum, 'weight': tokens} for every batch, or None to leave one out."
+        )
+
+    def _refuse_weight(self) -> None:
+        raise ConfigurationError(
+            f"{type(self._task).__name__}.training_step returned a loss with a weight, after one without. Return "
+            "{'loss': sum, 'weight': tokens} for every batch, or for none."
+        )
+
     def _explain(self, loss: Tensor, error: RuntimeError) -> None:
         """Say in other words what torch means where it cannot differentiate what `training_step` returned."""
         step = f"{type(self._task).__name__}.training_step"
@@ -290,7 +374,8 @@ class OptimizationStep:
 
         def step_or_stand_in(*args: Any) -> Any:
             output = step(*args)
-            return self._nothing() if output is None else output
+            self._stood_in = output is None
+            return self._nothing() if self._stood_in else output
 
         return step_or_stand_in
 
@@ -306,6 +391,20 @@ class OptimizationStep:
         if rows is None or not total:
             return 1.0
         return rows * self._processes / total
+
+    def _check_whole_window(self) -> None:
+        """Refuse what needs to run forward and backward by itself."""
+        if not self._automatic or self._by_closure:
+            what = "an optimizer that needs a closure, or optimizer_step" if self._automatic else "manual optimization"
+            raise ConfigurationError(
+                f"{self._strategy!r} runs forward and backward of all micro-batches together, so {what} of "
+                f"{type(self._task).__name__} cannot run them. Use automatic optimization with an optimizer that "
+                "needs none, or another strategy."
+            )
+
+    def _probed(self, batch: Any, index: int) -> Any:
+        with nothing_counts(self._trainer.logged, self._task):
+            return self._training_step(batch, index)
 
     def _end_batch(self, output: Any, microbatch: MicroBatch) -> None:
         outputs = _detached(output)
@@ -331,6 +430,18 @@ class OptimizationStep:
         return zero_grad
 
 
+@contextmanager
+def nothing_counts(logged: LoggedValues, task: Task) -> Iterator[None]:
+    """Let nothing of what the body logs and feeds to metrics count."""
+    before = logged.skips
+    logged.skips = True
+    try:
+        with untouched_metrics(task):
+            yield
+    finally:
+        logged.skips = before
+
+
 def bind_step(model: nn.Module, step: Callable[..., Any], precision: Precision) -> Callable[..., Any]:
     """A step of the task as the loop calls it: through the strategy's wrapper, if any, and under the precision.
 
@@ -349,6 +460,45 @@ def bind_step(model: nn.Module, step: Callable[..., Any], precision: Precision) 
             return bound(*args)
 
     return step_in_precision
+
+
+def bind_evaluation_step(
+    trainer: Trainer, task: Task, model: nn.Module, step: Callable[..., Any]
+) -> Callable[..., Any]:
+    """A step of the task as evaluation calls it.
+
+    Where processes hold parts of the model, only some run the step to its end; all get what it returned and logged.
+
+    Args:
+        trainer: the trainer.
+        task: its task.
+        model: what the strategy made of the task.
+        step: the task's method.
+    """
+    strategy, logged = trainer.strategy, trainer.logged
+    called = strategy.evaluation_model(model)
+    if not strategy.whole_window:
+        return bind_step(called, step, trainer.accelerator.precision)
+
+    def step_or_probe(*args: Any, probe: bool = False) -> Any:
+        if not probe:
+            return step(*args)
+        with nothing_counts(logged, task):
+            return step(*args)
+
+    bound = bind_step(called, step_or_probe, trainer.accelerator.precision)
+
+    def shared_step(*args: Any) -> Any:
+        with logged.recorded() as calls:
+            output = bound(*args)
+        output, calls = strategy.share((output, calls))
+        if not strategy.runs_steps:
+            output = send_to_device(output, strategy.device)
+            if not logged.skips:
+                logged.replay(calls, task)
+        return output
+
+    return shared_step
 
 
 def _drop_gradients(optimizers: list[Optimizer]) -> None:

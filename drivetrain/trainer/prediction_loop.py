@@ -13,7 +13,7 @@ from drivetrain.runtime.nested import recursively_apply, send_to_device
 from drivetrain.trainer.evaluation_loop import _evaluating, loader_argument
 from drivetrain.trainer.loaders import LoaderSource, limits_of, own_batches
 from drivetrain.trainer.log_scopes import PREDICT
-from drivetrain.trainer.optimization_step import bind_step
+from drivetrain.trainer.optimization_step import bind_evaluation_step
 from drivetrain.trainer.task import Task
 
 if TYPE_CHECKING:
@@ -34,9 +34,7 @@ class PredictionLoop:
     def __init__(self, trainer: Trainer, task: Task, model: nn.Module, source: LoaderSource, keep: bool) -> None:
         self._trainer, self._task, self._source, self._keep = trainer, task, source, keep
         self._strategy, self._model = trainer.strategy, model
-        self._step = bind_step(
-            trainer.strategy.evaluation_model(model), task.predict_step, trainer.accelerator.precision
-        )
+        self._step = bind_evaluation_step(trainer, task, model, task.predict_step)
 
     def run(self) -> list[Any]:
         """Predict.
@@ -87,6 +85,8 @@ class PredictionLoop:
         if trainer.world_size == 1 or not self._keep:
             return outputs
         everyone = gather_object([outputs])
+        if self._strategy.data_ranks is not None:
+            everyone = [everyone[rank] for rank in self._strategy.data_ranks]
         longest = max(len(each) for each in everyone)
         return [
             each[turn] for turn in range(longest) for each in everyone if turn < len(each) and each[turn] is not None

@@ -9,35 +9,52 @@ import torch
 from torch import nn
 
 from drivetrain import checkpoint
+from drivetrain.strategies import Strategy
 from drivetrain.trainer.metric_state import merged_metric_states
 
 _NOTHING: dict[str, Any] = {"random": None, "logged": None, "metrics": {}}
 
 
-def taken_over(directory: str, rank: int, world_size: int, task: nn.Module) -> dict[str, Any]:
-    """This process's part of what the processes of a run of another size had kept.
+def layout_of(strategy: Strategy) -> list[Any]:
+    """How processes share the data, the same on all: what one has kept belongs to its place in it."""
+    ranks = strategy.value_ranks
+    return [strategy.data_shard.count, None if ranks is None else list(ranks)]
+
+
+def taken_over(directory: str, strategy: Strategy, task: nn.Module) -> dict[str, Any]:
+    """This process's part of what the processes of a run of another size or layout had kept.
 
     Every one of theirs is taken over by exactly one process, so that sums over an epoch stay whole.
 
     Args:
         directory: the checkpoint.
-        rank: this process.
-        world_size: processes there are now.
+        strategy: which processes' values count now.
         task: the task, whose metrics know how their states combine.
 
     Returns:
         A state like that of one process; its random state is that of the first process taken over, if any.
     """
     written = checkpoint.Checkpoint(directory, verify="size")
-    states = [written.own(each) for each in range(rank, written.manifest.world_size, world_size)]
+    first = written.own(0)
+    _, ranks = first.get("layout", [None, None])
+    there = range(written.manifest.world_size) if ranks is None else ranks
+    position, count = _place_among(strategy)
+    states = [written.own(each) for each in there[position::count]]
     if not states:
-        logged = {**written.own(0)["logged"], "train": []}
-        return {**_NOTHING, "logged": logged}
+        return {**_NOTHING, "logged": {**first["logged"], "train": []}}
     return {
         "random": states[0]["random"],
         "logged": {**states[0]["logged"], "train": _merged([state["logged"]["train"] for state in states])},
         "metrics": merged_metric_states(task, [state["metrics"] for state in states]),
     }
+
+
+def _place_among(strategy: Strategy) -> tuple[int, int]:
+    """This process's number among those whose values count; that of a process whose batch it shares, where not."""
+    rank, here = strategy.environment.rank, strategy.value_ranks
+    if here is None:
+        return rank, strategy.environment.world_size
+    return here.index(rank) if rank in here else strategy.data_shard.index, len(here)
 
 
 def _merged(tables: Sequence[Sequence[Mapping[str, Any]]]) -> list[dict[str, Any]]:

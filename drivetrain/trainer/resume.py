@@ -9,9 +9,12 @@ from typing import TYPE_CHECKING, Any
 from drivetrain import checkpoint
 from drivetrain.runtime.collectives import broadcast_object_list
 from drivetrain.runtime.errors import CheckpointError, ConfigurationError, DrivetrainError
+from drivetrain.runtime.logging import get_logger
 
 if TYPE_CHECKING:
     from drivetrain.trainer.trainer import Trainer
+
+logger = get_logger(__name__)
 
 
 def find_checkpoint(trainer: Trainer, given: str | os.PathLike[str] | None) -> str | None:
@@ -57,6 +60,11 @@ def find_checkpoint(trainer: Trainer, given: str | os.PathLike[str] | None) -> s
 
 def save_for_resume(trainer: Trainer) -> None:
     """Write the checkpoint that a preempted run is started again from."""
+    if trainer.saves is not None:
+        try:
+            trainer.saves.finish()
+        except CheckpointError as error:
+            logger.error(f"{error} The run saves a checkpoint to go on from now.")
     callback = trainer.checkpoint_callback
     if callback is not None:
         callback.save_now(trainer, reason="preempted")

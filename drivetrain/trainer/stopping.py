@@ -8,9 +8,13 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
-from typing import Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from drivetrain.runtime.collectives import gather_object
+from drivetrain.runtime.errors import CheckpointError
+
+if TYPE_CHECKING:
+    from drivetrain.checkpoint import SaveQueue
 
 AGREEMENT_SECONDS = 1.0
 """How often processes tell each other that they want to stop."""
@@ -63,6 +67,23 @@ class StopAgreement:
         everyone: list[Any] = gather_object([(ahead, wishes)])
         self.next_batch = batches + everyone[0][0]
         return tuple(any(flags) for flags in zip(*(each[1] for each in everyone), strict=True))
+
+
+def raise_lost_save(saves: SaveQueue | None) -> NoReturn:
+    """Raise the error of a save in the background on all processes, once they have agreed that one of them has it.
+
+    Args:
+        saves: this process's saves.
+
+    Raises:
+        CheckpointError: always.
+    """
+    if saves is not None:
+        saves.finish()  # a save that fails on one process fails on all: this raises its error
+    raise CheckpointError(
+        "A checkpoint could not be written in the background. Another process was told why; this one was before, or "
+        "did not take part."
+    )
 
 
 class Interruption:

@@ -13,10 +13,10 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from drivetrain import checkpoint
 from drivetrain.accelerator import Accelerator
 from drivetrain.accelerator.optimizer import parameters_of
 from drivetrain.callbacks import Callback
-from drivetrain import checkpoint
 from drivetrain.data import BatchInfo
 from drivetrain.runtime.durations import parse_duration
 from drivetrain.runtime.errors import ConfigurationError
@@ -202,7 +202,7 @@ class Trainer(TrainerStatus):
         )
 
         self.progress = Progress()
-        self.logged = LoggedValues(self._find_batch_size)
+        self.logged = LoggedValues(self._find_batch_size, self.accelerator.strategy.value_ranks)
         self.interruption = Interruption()
         self.batch: Any = None
         self.batch_info: BatchInfo | None = None

@@ -88,7 +88,8 @@ def make_model(layers: int = LAYERS) -> GPT:
 
 
 def make_optimizer(parameters: Any) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(parameters, lr=3e-3, weight_decay=0.01)
+    # With the usual eps of 1e-8 a gradient of that size, which is rounding, moves its parameter by all of lr.
+    return torch.optim.AdamW(parameters, lr=3e-3, weight_decay=0.01, eps=1e-4)
 
 
 class Texts(Dataset[dict[str, Tensor]]):

@@ -1,0 +1,108 @@
+"""Gradients of a weighted mean over all micro-batches and processes, such as that over all tokens of a global batch."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from drivetrain.runtime.errors import ConfigurationError
+from drivetrain.strategies import Strategy
+
+
+class WeightedMean:
+    """Turns sums with weights into the gradient of their weighted mean.
+
+    The mean over a global batch of `sum_i loss_i / sum_i weight_i` cannot be had by averaging each micro-batch's own
+    mean where their weights differ. So the gradients of the sums are added up, the weights of all micro-batches and
+    processes too, and the gradients divided by them once, before anything reads them. Until then they are divided by a
+    power of two of about that size: that keeps them in range, and loses no bit.
+
+    Args:
+        strategy: what averages gradients over processes.
+    """
+
+    def __init__(self, strategy: Strategy) -> None:
+        self._strategy = strategy
+        self._divisor = 1.0
+        self._weights: list[Tensor] = []
+        self.in_use: bool | None = None
+
+    def decide(self, weight: Tensor | float | None) -> bool:
+        """Find out whether losses have weights, by the first of all; call it on all processes.
+
+        Args:
+            weight: what the first loss of this process weighs, if that was said.
+
+        Returns:
+            Whether any process said it.
+        """
+        own = self._checked(0.0 if weight is None else weight)
+        given = torch.stack([own, torch.full_like(own, weight is not None)])
+        total, givers = self._strategy.sum_over_values(given).tolist()
+        self.in_use = givers > 0
+        self._divisor = _power_of_two(total)
+        return self.in_use
+
+    def part(self, loss: Tensor, weight: Tensor | float, counts: bool = True) -> Tensor:
+        """What to differentiate for one micro-batch.
+
+        Args:
+            loss: the sum of this micro-batch's losses.
+            weight: what they weigh together: the number of tokens, say.
+            counts: whether the micro-batch is real, rather than one that only keeps peers company.
+
+        Raises:
+            ConfigurationError: the weight is not one number, or needs gradients.
+        """
+        own = self._checked(weight)
+        self._weights.append(own if counts else torch.zeros_like(own))
+        return loss * (self._strategy.averaging_processes() / self._divisor if counts else 0.0)
+
+    @property
+    def pending(self) -> bool:
+        """Whether there are gradients of sums that `finish` has not been called for."""
+        return bool(self._weights)
+
+    def discard(self) -> None:
+        """Forget the weights of a window that never came to its step."""
+        self._weights.clear()
+
+    def finish(self, parts: Iterable[tuple[nn.Module, Sequence[Optimizer]]]) -> None:
+        """Divide the window's gradients by the weight of all its micro-batches; call it on all processes.
+
+        Args:
+            parts: what the strategy prepared, and the optimizers that hold its parameters.
+        """
+        device = self._strategy.device
+        own = torch.stack(self._weights).sum() if self._weights else torch.zeros((), dtype=_wide(device), device=device)
+        total = self._strategy.sum_over_values(own)
+        # Without any weight there is no gradient either.
+        factor = torch.where(total > 0, self._divisor / total, torch.zeros_like(total)).float()
+        for model, optimizers in parts:
+            self._strategy.scale_gradients(model, optimizers, factor)
+        self._weights.clear()
+
+    def _checked(self, weight: Tensor | float) -> Tensor:
+        device = self._strategy.device
+        if not isinstance(weight, Tensor | int | float) or (isinstance(weight, Tensor) and weight.numel() != 1):
+            given = f"a tensor of shape {tuple(weight.shape)}" if isinstance(weight, Tensor) else repr(weight)[:80]
+            raise ConfigurationError(
+                f"The weight of a loss is one number, such as the number of tokens it is the sum of; got {given}."
+            )
+        if isinstance(weight, Tensor) and weight.requires_grad:
+            raise ConfigurationError("The weight of a loss must not depend on parameters; detach() it.")
+        return torch.as_tensor(weight).to(device=device, dtype=_wide(device)).reshape(())
+
+
+def _power_of_two(weight: Tensor) -> float:
+    value = float(weight)
+    return 2.0 ** round(math.log2(value)) if value > 0 and math.isfinite(value) else 1.0
+
+
+def _wide(device: torch.device) -> torch.dtype:
+    """A type in which counts stay exact."""
+    return torch.float32 if device.type == "mps" else torch.float64
