@@ -89,6 +89,9 @@ class Save:
             )
         self._shared, tensors = pack(shared)
         self._own, own_tensors = pack(own, f"process/{self._peers.rank}")
+        self._held_by_peers = [key for key, tensor in tensors.items() if tensor.is_meta]
+        tensors = {key: tensor for key, tensor in tensors.items() if not tensor.is_meta}
+        _check_values([key for key, tensor in own_tensors.items() if tensor.is_meta])
         self.planner.set_up_planner({**tensors, **own_tensors}, is_coordinator=self._peers.is_main)
         return self.planner.create_local_plan()
 
@@ -110,6 +113,8 @@ class Save:
 
     def _divided(self, plans: list[SavePlan]) -> list[Any]:
         shares, self._metadata = self.planner.create_global_plan(plans)
+        known = self._metadata.state_dict_metadata
+        _check_values([key for key in self._held_by_peers if key not in known])
         token = uuid.uuid4().hex[:12]
         return [(share, token) for share in shares]
 
@@ -204,6 +209,14 @@ class Save:
 
     def _write_json(self, place: str, name: str, content: Any) -> FileDigest:
         return write_file(self._storage.create(self._storage.join(place, name)), [memoryview(encoded(content))])
+
+
+def _check_values(keys: list[str]) -> None:
+    """Raise where tensors have no values on any process."""
+    if keys:
+        raise CheckpointError(
+            f"{', '.join(keys[:8])} is on the meta device and has no values yet. Materialise the model first."
+        )
 
 
 def extra_place(directory: str | os.PathLike[str], state: PartialState) -> str:

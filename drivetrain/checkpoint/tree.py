@@ -50,7 +50,7 @@ def pack(tree: Any, prefix: str = "") -> tuple[Any, dict[str, Tensor]]:
 
     Returns:
         The packed tree, and the tensors by key, such as `"state_dict/layer.weight"`. A tensor that is in the tree
-        several times, as tied weights are, is there once.
+        several times, as tied weights are, is there once. One on the meta device stands for what a peer holds.
 
     Raises:
         CheckpointError: something in it is neither a plain value nor a tensor; its path and type are named.
@@ -211,8 +211,6 @@ def _check(tensor: Tensor, path: str) -> None:
     if tensor.layout != torch.strided or tensor.is_quantized:
         what = "quantised" if tensor.is_quantized else str(tensor.layout).removeprefix("torch.")
         raise CheckpointError(f"{path} is a {what} tensor; a checkpoint holds dense ones. Save it as its dense parts.")
-    if tensor.is_meta:
-        raise CheckpointError(f"{path} is on the meta device and has no values yet. Materialise the model first.")
 
 
 def _identity(tensor: Tensor) -> tuple[Any, ...] | None:
@@ -220,7 +218,7 @@ def _identity(tensor: Tensor) -> tuple[Any, ...] | None:
 
     Shards are never told to be the same: a process whose shard is empty could not see it, and all must agree.
     """
-    if isinstance(tensor, DTensor) or type(tensor) is not Tensor or tensor.numel() == 0:
+    if isinstance(tensor, DTensor) or type(tensor) is not Tensor or tensor.numel() == 0 or tensor.is_meta:
         return None
     address = (tensor.data_ptr(), tensor.device, tensor.dtype)
     return (*address, tuple(tensor.shape), tensor.stride(), tensor.is_conj(), tensor.is_neg())

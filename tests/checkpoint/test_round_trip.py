@@ -192,3 +192,40 @@ def test_what_one_process_cannot_save_is_raised_on_all(tmp_path: Path) -> None:
     messages = run_in_processes(save_unequal, 2, args=(str(tmp_path / "one"),))
     assert all("rank 1: bad is a builtins.object" in message for message in messages)
     assert list(tmp_path.iterdir()) == []
+
+
+def save_parts(directory: str) -> None:
+    """Each process holds one of two layers, and says what it knows of the other's."""
+    state = PartialState()
+    parts = {
+        name: torch.full((2, 3), float(rank)) if rank == state.process_index else torch.empty(2, 3, device="meta")
+        for rank, name in enumerate(["first", "second"])
+    }
+    save_run_state(directory, {"model": parts}, {}, state)
+
+
+def load_parts(directory: str) -> dict[str, Tensor]:
+    state = PartialState()
+    here = "second" if state.process_index else "first"
+    into = {n: torch.empty(2, 3, device="cpu" if n == here else "meta") for n in ("first", "second")}
+    shared, _ = load_run_state(directory, state, into={"model": into})
+    assert shared["model"][here] is into[here]
+    return {name: value for name, value in shared["model"].items() if not value.is_meta}
+
+
+def test_a_tensor_on_the_meta_device_stands_for_what_a_peer_holds(tmp_path: Path) -> None:
+    directory = str(tmp_path / "one")
+    run_in_processes(save_parts, 2, args=(directory,))
+    whole = {"first": torch.zeros(2, 3), "second": torch.ones(2, 3)}
+    shared, _ = load_run_state(directory, alone())
+    assert_same(shared["model"], whole)
+    first, second = run_in_processes(load_parts, 2, args=(directory,))
+    assert_same({**first, **second}, whole)
+
+
+def test_a_tensor_that_no_process_has_values_of_is_refused(tmp_path: Path) -> None:
+    nothing = torch.empty(2, device="meta")
+    for shared, own in (({"model": {"w": nothing}}, {}), ({}, {"w": nothing})):
+        with pytest.raises(CheckpointError, match="w is on the meta device"):
+            save_run_state(tmp_path / "one", shared, own, alone())
+    assert not (tmp_path / "one").exists()

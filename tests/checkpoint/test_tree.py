@@ -110,7 +110,6 @@ class Loud(dict[str, int]):
         (np.array(["text"]), "NumPy array of dtype <U4"),
         (np.array([object()]), "NumPy array of dtype object"),
         (torch.eye(2).to_sparse(), "sparse_coo tensor"),
-        (torch.empty(2, device="meta"), "meta device"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
