@@ -85,6 +85,8 @@ class CheckpointWriter:
         target = decision.target
         if target is None:
             return
+        if trainer.saves is not None:
+            trainer.saves.finish()  # what somebody else saves tells its own error, which is not forgiven here
         before = self.kept.copy()
         # The account is part of the checkpoint, so it is brought up to date first.
         if decision.path is not None:
@@ -129,6 +131,11 @@ class CheckpointWriter:
             CheckpointError: it cannot be written.
         """
         self.settle(forgive=True)
+        if trainer.saves is not None:
+            try:
+                trainer.saves.finish()
+            except CheckpointError as error:
+                logger.error(f"{error} Another one is saved now.")
         before = self.kept.copy()
         if is_passing:
             self.kept.passing = [*(old for old in self.kept.passing if old != path), path]

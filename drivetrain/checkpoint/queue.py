@@ -167,6 +167,12 @@ class SaveQueue:
         threading.Thread(target=self._work, args=(save, pending), name="drivetrain-save").start()
         return pending
 
+    @property
+    def has_lost(self) -> bool:
+        """Whether a save in the background has failed whose error nobody has been told yet. Raises nothing."""
+        failed = self.failed
+        return failed is not None and not failed._told
+
     def check(self) -> None:
         """Raise the error of a save in the background, if one has failed since. Costs next to nothing."""
         if self.failed is not None:
