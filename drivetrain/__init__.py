@@ -36,6 +36,14 @@ _EXPORTS: dict[str, str] = {
     "Strategy": "drivetrain.strategies",
     "DDP": "drivetrain.strategies",
     "FSDP": "drivetrain.strategies.fsdp",
+    "Parallel": "drivetrain.strategies.parallel",
+    "Colwise": "drivetrain.strategies.parallel",
+    "Rowwise": "drivetrain.strategies.parallel",
+    "SequenceParallel": "drivetrain.strategies.parallel",
+    "PrepareModuleInput": "drivetrain.strategies.parallel",
+    "PrepareModuleOutput": "drivetrain.strategies.parallel",
+    "PrepareModuleInputOutput": "drivetrain.strategies.parallel",
+    "sequence_positions": "drivetrain.strategies.parallel",
     "Single": "drivetrain.strategies",
     "register_strategy": "drivetrain.strategies",
     "available_strategies": "drivetrain.strategies",
@@ -153,6 +161,14 @@ if TYPE_CHECKING:
     from drivetrain.strategies import Strategy as Strategy
     from drivetrain.strategies import available_strategies as available_strategies
     from drivetrain.strategies import register_strategy as register_strategy
+    from drivetrain.strategies.parallel import Colwise as Colwise
+    from drivetrain.strategies.parallel import Parallel as Parallel
+    from drivetrain.strategies.parallel import PrepareModuleInput as PrepareModuleInput
+    from drivetrain.strategies.parallel import PrepareModuleInputOutput as PrepareModuleInputOutput
+    from drivetrain.strategies.parallel import PrepareModuleOutput as PrepareModuleOutput
+    from drivetrain.strategies.parallel import Rowwise as Rowwise
+    from drivetrain.strategies.parallel import SequenceParallel as SequenceParallel
+    from drivetrain.strategies.parallel import sequence_positions as sequence_positions
     from drivetrain.strategies.precision import Precision as Precision
     from drivetrain.strategies.precision import available_precisions as available_precisions
     from drivetrain.strategies.precision import register_precision as register_precision

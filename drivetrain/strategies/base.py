@@ -65,7 +65,7 @@ class Strategy(ABC):
     """
 
     name: ClassVar[str]
-    whole_window: ClassVar[bool] = False
+    whole_window: bool = False
     pads_evaluation: ClassVar[bool] = False
 
     device: torch.device

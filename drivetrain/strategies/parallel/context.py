@@ -1,0 +1,279 @@
+"""Long sequences split over processes: which part is whose, and exact attention over all parts.
+
+Keys and values are gathered from all processes (Llama 3, https://arxiv.org/abs/2407.21783, section 3.3.2); each process
+computes the attention of its own queries. Under a causal mask later queries see more keys, so each process takes one
+chunk from the front and its mirror from the back: all then compute as much.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+from torch.distributed import _functional_collectives as funcol
+from torch.distributed.tensor import DTensor
+from torch.nn import functional as F
+from torch.nn.attention.bias import causal_lower_right
+from torch.overrides import TorchFunctionMode
+
+from drivetrain.runtime.errors import ConfigurationError
+from drivetrain.runtime.nested import recursively_apply
+
+Batch = TypeVar("Batch")
+
+# Functions that compute attention inside, where no call of `scaled_dot_product_attention` can be seen.
+_OWN_ATTENTION = (
+    F.multi_head_attention_forward,
+    torch._native_multi_head_attention,
+    torch._transformer_encoder_layer_fwd,
+)
+# Torch 2.13 warns at the older name.
+_all_gather = getattr(funcol, "all_gather_single_autograd", None) or funcol.all_gather_tensor_autograd
+
+
+@dataclass(frozen=True)
+class SequenceShard:
+    """Which tokens of every sequence are this process's.
+
+    Args:
+        group: the processes that share each sequence.
+        index: this process's rank among them.
+        count: how many they are.
+        balanced: whether each takes a chunk from the front and its mirror from the back; else one stretch.
+    """
+
+    group: ProcessGroup
+    index: int
+    count: int
+    balanced: bool = True
+
+    @property
+    def chunks(self) -> int:
+        """Into how many chunks a sequence is cut."""
+        return 2 * self.count if self.balanced else self.count
+
+    @property
+    def own_chunks(self) -> tuple[int, ...]:
+        """The numbers of this process's chunks."""
+        return (self.index, self.chunks - 1 - self.index) if self.balanced else (self.index,)
+
+    def split(self, tensor: Tensor, dim: int) -> Tensor:
+        """This process's part of a tensor that holds whole sequences.
+
+        Args:
+            tensor: of any shape.
+            dim: which dimension is the sequence.
+
+        Raises:
+            ConfigurationError: the length does not divide.
+        """
+        length = tensor.size(dim)
+        if length % self.chunks:
+            raise ConfigurationError(
+                f"Sequences of {length} tokens cannot be split over cp={self.count} processes: that takes a multiple "
+                f"of {self.chunks}. Pad them to {-(-length // self.chunks) * self.chunks}, or cut them"
+                + (", or pass cp_load_balance=False." if self.balanced and length % self.count == 0 else ".")
+            )
+        parts = tensor.chunk(self.chunks, dim)
+        return torch.cat([parts[number] for number in self.own_chunks], dim)
+
+    def join(self, tensor: Tensor, dim: int) -> Tensor:
+        """The whole sequences in their order, from all processes' parts; gradients flow back to each part."""
+        gathered: Tensor = _all_gather(tensor.contiguous(), dim % tensor.dim(), self.group)
+        if isinstance(gathered, funcol.AsyncCollectiveTensor):
+            gathered = gathered.wait()
+        if not self.balanced:
+            return gathered
+        parts = gathered.chunk(self.chunks, dim)
+        last = self.chunks - 1
+        order = [2 * n if n < self.count else 2 * (last - n) + 1 for n in range(self.chunks)]
+        return torch.cat([parts[position] for position in order], dim)
+
+    def positions(self, length: int, device: torch.device | str | None = None) -> Tensor:
+        """Where this process's tokens stand in the whole sequence.
+
+        Args:
+            length: how many tokens of each sequence are this process's.
+            device: where to put the positions.
+
+        Returns:
+            `length` numbers, int64.
+        """
+        size = length // len(self.own_chunks)
+        return torch.cat([torch.arange(n * size, (n + 1) * size, device=device) for n in self.own_chunks])
+
+    def split_batch(self, batch: Batch, dim: int = 1) -> Batch:
+        """This process's part of a batch: every tensor that has a dimension `dim` is split along it.
+
+        Args:
+            batch: nested structure of tensors with whole sequences.
+            dim: which dimension is the sequence.
+
+        Raises:
+            ConfigurationError: the lengths differ, so that it is not known which are sequences.
+        """
+        lengths: dict[int, list[tuple[int, ...]]] = {}
+
+        def note(tensor: Tensor) -> Tensor:
+            if tensor.dim() > dim:
+                lengths.setdefault(tensor.size(dim), []).append(tuple(tensor.shape))
+            return tensor
+
+        recursively_apply(note, batch)
+        if len(lengths) > 1:
+            shapes = sorted({shape for each in lengths.values() for shape in each})
+            raise ConfigurationError(
+                f"Under context parallelism dimension {dim} of every tensor of a batch is taken for the sequence, but "
+                f"this batch has tensors of the shapes {', '.join(map(str, shapes))}. Say which dimension it is with "
+                "cp_seq_dim, or split batches by a function of your own with cp_shard_batch."
+            )
+        split: Batch = recursively_apply(lambda t: self.split(t, dim) if t.dim() > dim else t, batch)
+        return split
+
+    def join_output(self, output: Any, length: int, dim: int = 1) -> Any:
+        """What a step returned, whole again: tensors whose dimension `dim` is as long as this process's part."""
+        return recursively_apply(lambda t: self.join(t, dim) if t.dim() > dim and t.size(dim) == length else t, output)
+
+
+def sequence_length(batch: Any, dim: int) -> int | None:
+    """The length of a batch's sequences; None where it has none."""
+    found: list[int] = []
+    recursively_apply(lambda t: found.append(t.size(dim)) if t.dim() > dim else None, batch)
+    return found[0] if found else None
+
+
+class SharedAttention(TorchFunctionMode):
+    """Context in which `F.scaled_dot_product_attention` attends to the tokens of all processes.
+
+    Args:
+        shard: which tokens are this process's.
+
+    Attributes:
+        calls: how often attention was computed.
+    """
+
+    def __init__(self, shard: SequenceShard) -> None:
+        super().__init__()
+        self.shard = shard
+        self.calls = 0
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        if func is F.scaled_dot_product_attention:
+            self.calls += 1
+            return attend(self.shard, *args, **(kwargs or {}))
+        if func in _OWN_ATTENTION:
+            raise ConfigurationError(
+                "Under context parallelism nn.MultiheadAttention, and nn.Transformer with it, would attend "
+                "to this process's tokens only: they compute attention by themselves. Use a module that calls "
+                "torch.nn.functional.scaled_dot_product_attention."
+            )
+        return func(*args, **(kwargs or {}))
+
+
+def attend(
+    shard: SequenceShard,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    """`F.scaled_dot_product_attention` where each process has some of the tokens.
+
+    Args:
+        shard: which tokens are this process's.
+        query: (..., heads, own tokens, head size).
+        key: (..., key heads, own tokens, head size).
+        value: (..., key heads, own tokens, value size).
+        attn_mask: None.
+        dropout_p: 0.
+        is_causal: whether a token sees only itself and those before it, in the whole sequence.
+        scale: of the products; by the head size if None.
+        enable_gqa: whether several query heads share a key head.
+
+    Returns:
+        (..., heads, own tokens, value size).
+
+    Raises:
+        ConfigurationError: a mask, dropout, or queries and keys of other tokens under a causal mask.
+    """
+    if isinstance(query, DTensor):
+        return _attend_on_shards(shard, query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
+    if attn_mask is not None:
+        raise ConfigurationError(
+            f"Under context parallelism attention got a mask of shape {tuple(attn_mask.shape)}, which covers this "
+            "process's tokens only. Pass is_causal=True instead, or no mask."
+        )
+    if dropout_p:
+        raise ConfigurationError(
+            f"Under context parallelism attention cannot drop out its weights (dropout_p={dropout_p}). Set the "
+            "attention's dropout to 0; dropout elsewhere works."
+        )
+    options: dict[str, Any] = {"scale": scale, "enable_gqa": enable_gqa}
+    keys, values = shard.join(key, -2), shard.join(value, -2)
+    if not is_causal:
+        return F.scaled_dot_product_attention(query, keys, values, **options)
+    if query.size(-2) != key.size(-2):
+        raise ConfigurationError(
+            f"Under context parallelism causal attention needs as many queries as keys, got {query.size(-2)} and "
+            f"{key.size(-2)}."
+        )
+    size = query.size(-2) // len(shard.own_chunks)
+    outputs = []
+    for number, part in zip(shard.own_chunks, query.chunk(len(shard.own_chunks), -2), strict=True):
+        seen = (number + 1) * size
+        # A mask aligned to the last key: the chunk's last token sees all keys up to its own.
+        mask = {"is_causal": True} if number == 0 else {"attn_mask": causal_lower_right(size, seen)}
+        outputs.append(
+            F.scaled_dot_product_attention(part, keys[..., :seen, :], values[..., :seen, :], **mask, **options)
+        )
+    return torch.cat(outputs, -2)
+
+
+def _attend_on_shards(shard: SequenceShard, query: DTensor, key: Tensor, value: Tensor, *rest: Any) -> Tensor:
+    """The same on tensors whose heads are split over tensor-parallel processes too."""
+    heads = (query.dim() - 3) % query.dim()
+    if any(not (placement.is_replicate() or placement.is_shard(heads)) for placement in query.placements):
+        raise ConfigurationError(
+            f"Under context parallelism attention got queries placed as {query.placements}; they may be split over "
+            f"tensor-parallel processes along their heads (dimension {heads}) only."
+        )
+    own: list[Any] = [t.to_local() if isinstance(t, DTensor) else t for t in (query, key, value)]
+    local = attend(shard, *own, *rest)
+    whole: DTensor = DTensor.from_local(local, query.device_mesh, query.placements, run_check=False)
+    return whole
+
+
+def active_shard() -> SequenceShard | None:
+    """Which tokens are this process's in the step that is running; None where sequences are whole."""
+    modes: list[Any] = torch.overrides._get_current_function_mode_stack()  # type: ignore[no-untyped-call]
+    for mode in reversed(modes):
+        if isinstance(mode, SharedAttention):
+            return mode.shard
+    return None
+
+
+def sequence_positions(length: int, device: torch.device | str | None = None) -> Tensor:
+    """Where this process's tokens stand in their sequences.
+
+    For models that make positions themselves: `torch.arange(x.shape[1])` would number each process's part from 0.
+    Without context parallelism it is exactly that `arange`.
+
+    Args:
+        length: how many tokens of each sequence this process has: `x.shape[1]`.
+        device: where to put the positions.
+
+    Returns:
+        `length` numbers, int64.
+    """
+    shard = active_shard()
+    return torch.arange(length, device=device) if shard is None else shard.positions(length, device)

@@ -1,0 +1,185 @@
+"""Which processes share what: the sizes of the dimensions, and this process's place in each."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, replace
+from itertools import product
+from math import prod
+from typing import TYPE_CHECKING, Any
+
+from drivetrain.data.configuration import DataShard
+from drivetrain.runtime.errors import ConfigurationError, nearest
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+# Outermost first: neighbouring ranks, which share a machine, talk most.
+DIMENSIONS = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
+REST = -1
+
+
+@dataclass(frozen=True)
+class MeshSizes:
+    """How many processes there are along each dimension.
+
+    Args:
+        dp_replicate: groups of processes that each hold the whole model, for other data.
+        dp_shard: processes over which parameters, gradients and optimizer state are sharded; -1 takes all that are
+            left.
+        tp: processes that share the computation of each layer.
+        cp: processes that share each sequence.
+        pp: stages that the layers are spread over.
+
+    Raises:
+        ConfigurationError: a size is not a whole number of at least 1.
+    """
+
+    dp_replicate: int = 1
+    dp_shard: int = REST
+    tp: int = 1
+    cp: int = 1
+    pp: int = 1
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            size = getattr(self, field.name)
+            rest = field.name == "dp_shard" and size == REST
+            if not (isinstance(size, int) and not isinstance(size, bool) and (size >= 1 or rest)):
+                allowed = "a whole number of processes, at least 1" + (", or -1" if field.name == "dp_shard" else "")
+                raise ConfigurationError(f"{field.name} must be {allowed}, got {size!r}.")
+
+    def fill(self, world_size: int) -> MeshSizes:
+        """The same with `dp_shard` known.
+
+        Args:
+            world_size: number of processes of the run.
+
+        Raises:
+            ConfigurationError: the sizes do not multiply to the number of processes.
+        """
+        others = prod(getattr(self, name) for name in DIMENSIONS if not (name == "dp_shard" and self.dp_shard == REST))
+        asked = " x ".join(f"{name}={getattr(self, name)}" for name in DIMENSIONS if getattr(self, name) != 1)
+        if self.dp_shard == REST:
+            if world_size % others:
+                raise ConfigurationError(
+                    f"{asked} needs a multiple of {others} processes, but there are {world_size}. Start another "
+                    "number, or choose sizes that divide it."
+                )
+            return replace(self, dp_shard=world_size // others)
+        if others != world_size:
+            raise ConfigurationError(
+                f"{asked or 'Parallel()'} multiplies to {others}, but there are {world_size} processes. Start "
+                f"{others}, change a size, or pass dp_shard=-1 to shard over all that are left."
+            )
+        return self
+
+    def shape(self) -> tuple[int, ...]:
+        """Sizes in the order of `DIMENSIONS`."""
+        return tuple(getattr(self, name) for name in DIMENSIONS)
+
+    @classmethod
+    def from_config(cls, config: Mapping[str, Any]) -> MeshSizes:
+        """Read Accelerate's names, such as `tp_size`, or ours.
+
+        Args:
+            config: sizes by name; None, as Accelerate writes what is not asked for, is 1.
+
+        Raises:
+            ConfigurationError: a name is not a size.
+        """
+        own = {field.name for field in fields(cls)}
+        names = {**{name: name for name in own}, **{f"{name}_size": name for name in own}}
+        sizes: dict[str, int] = {"dp_shard": 1}
+        for key, value in config.items():
+            plain = key.removeprefix("parallelism_config_")
+            if plain not in names:
+                allowed = sorted(f"{name}_size" for name in own)
+                raise ConfigurationError(
+                    f"Unknown size {key!r} of a parallelism config. Allowed: {', '.join(allowed)}."
+                    f"{nearest(plain, allowed)}"
+                )
+            if value is not None:
+                sizes[names[plain]] = value
+        return cls(**sizes)
+
+
+@dataclass(frozen=True)
+class MeshPlace:
+    """One process's place in the grid of all.
+
+    Args:
+        sizes: sizes that multiply to the number of processes.
+        rank: this process's global rank.
+    """
+
+    sizes: MeshSizes
+    rank: int
+
+    def coordinates(self) -> dict[str, int]:
+        """This process's index along each dimension."""
+        found, rest = {}, self.rank
+        for name, size in reversed(list(zip(DIMENSIONS, self.sizes.shape(), strict=True))):
+            rest, found[name] = divmod(rest, size)
+        return found
+
+    def rank_of(self, **coordinates: int) -> int:
+        """The rank at the given indices, and this process's own along the other dimensions."""
+        at, rank = {**self.coordinates(), **coordinates}, 0
+        for name, size in zip(DIMENSIONS, self.sizes.shape(), strict=True):
+            rank = rank * size + at[name]
+        return rank
+
+    @property
+    def data_shard(self) -> DataShard:
+        """Which share of the data this process loads: the same where processes share a batch."""
+        at = self.coordinates()
+        count = self.sizes.dp_replicate * self.sizes.dp_shard
+        return DataShard(at["dp_replicate"] * self.sizes.dp_shard + at["dp_shard"], count)
+
+    @property
+    def data_ranks(self) -> tuple[int, ...]:
+        """For each data shard the rank whose rows stand for it: of its last stage, where losses are computed."""
+        last = self.sizes.pp - 1
+        shards = product(range(self.sizes.dp_replicate), range(self.sizes.dp_shard))
+        return tuple(self.rank_of(pp=last, dp_replicate=r, dp_shard=s, cp=0, tp=0) for r, s in shards)
+
+    @property
+    def value_ranks(self) -> tuple[int, ...]:
+        """The ranks whose values together are those of the global batch: each part of a sequence counts, copies not."""
+        last = self.sizes.pp - 1
+        parts = product(range(self.sizes.dp_replicate), range(self.sizes.dp_shard), range(self.sizes.cp))
+        return tuple(self.rank_of(pp=last, dp_replicate=r, dp_shard=s, cp=c, tp=0) for r, s, c in parts)
+
+
+def make_mesh(sizes: MeshSizes, device_type: str) -> DeviceMesh | None:
+    """The grid of all processes, with a dimension for each size above 1; None for one process alone.
+
+    A collective: all processes make it together.
+
+    Args:
+        sizes: sizes that multiply to the number of processes.
+        device_type: the kind of device whose tensors are exchanged, such as `"cpu"`.
+    """
+    from torch.distributed.device_mesh import init_device_mesh
+
+    dimensions = {name: size for name, size in zip(DIMENSIONS, sizes.shape(), strict=True) if size > 1}
+    if "dp_replicate" in dimensions:  # copies of a model sharded over one process: `fully_shard` wants both
+        dimensions = {name: getattr(sizes, name) for name in DIMENSIONS if name in {*dimensions, "dp_shard"}}
+    if not dimensions:
+        return None
+    return init_device_mesh(device_type, tuple(dimensions.values()), mesh_dim_names=tuple(dimensions))
+
+
+def submesh(mesh: DeviceMesh | None, *names: str) -> DeviceMesh | None:
+    """This process's peers along some dimensions, as one dimension; None where it has none.
+
+    Args:
+        mesh: what `make_mesh` made.
+        *names: of `DIMENSIONS`.
+    """
+    present = tuple(name for name in names if mesh is not None and name in (mesh.mesh_dim_names or ()))
+    if mesh is None or not present:
+        return None
+    part = mesh[present if len(present) > 1 else present[0]]
+    return part._flatten("_".join(present)) if len(present) > 1 else part

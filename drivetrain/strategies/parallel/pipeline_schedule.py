@@ -1,0 +1,290 @@
+"""In which order stages run the micro-batches of a step: the schedules of `torch.distributed.pipelining`."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.pipelining import schedules as torch_schedules
+from torch.distributed.pipelining.stage import _PipelineStageBase, _RecvInfo
+
+from drivetrain.runtime.errors import ConfigurationError, nearest
+from drivetrain.runtime.logging import get_logger
+from drivetrain.strategies.parallel.pipeline_trace import Plan, TensorShape
+
+try:
+    from torch.distributed.pipelining._utils import _TensorMeta
+except ImportError as error:  # the interface of stages has changed between releases
+    raise ConfigurationError(
+        f"Pipeline parallelism needs torch 2.13 or newer; this is {torch.__version__}."
+    ) from error
+
+logger = get_logger(__name__)
+
+
+@dataclass(frozen=True)
+class ScheduleKind:
+    """A schedule and what it asks for.
+
+    Attributes:
+        name: what users write.
+        torch_name: its class in `torch.distributed.pipelining.schedules`.
+        stages: stages of each process by default.
+        allowed: numbers of stages of each process that it can run; None for any.
+        folded: whether stages are laid out as a V, so that the first process holds the first and the last.
+    """
+
+    name: str
+    torch_name: str
+    stages: int = 1
+    allowed: tuple[int, ...] | None = (1,)
+    folded: bool = False
+
+
+SCHEDULES = {
+    kind.name: kind
+    for kind in (
+        ScheduleKind("gpipe", "ScheduleGPipe"),
+        ScheduleKind("1f1b", "Schedule1F1B"),
+        ScheduleKind("looped_bfs", "ScheduleLoopedBFS", 2, None),
+        ScheduleKind("interleaved_1f1b", "ScheduleInterleaved1F1B", 2, None),
+        ScheduleKind("interleaved_zero_bubble", "ScheduleInterleavedZeroBubble", 2, None),
+        ScheduleKind("zbv_zero_bubble", "ScheduleZBVZeroBubble", 2, (2,), folded=True),
+    )
+}
+
+
+def schedule_kind(name: str, stages: int | None) -> tuple[ScheduleKind, int]:
+    """A schedule and the number of stages of each process.
+
+    Args:
+        name: of `SCHEDULES`, in any case, with or without underscores.
+        stages: what the user asks for, or None.
+
+    Raises:
+        ConfigurationError: no schedule has this name, or it cannot run so many stages.
+    """
+    plain = {key.replace("_", ""): kind for key, kind in SCHEDULES.items()}
+    kind = plain.get(name.lower().replace("_", "").replace("-", ""))
+    if kind is None:
+        raise ConfigurationError(
+            f"Unknown pp_schedule {name!r}. Allowed: {', '.join(SCHEDULES)}.{nearest(name, SCHEDULES)}"
+        )
+    count = kind.stages if stages is None else stages
+    if count < 1 or (kind.allowed is not None and count not in kind.allowed):
+        allowed = "at least 1" if kind.allowed is None else " or ".join(map(str, kind.allowed))
+        raise ConfigurationError(
+            f"pp_schedule={kind.name!r} runs {allowed} stage(s) on each process, got pp_stages_per_rank={stages}."
+        )
+    return kind, count
+
+
+def rank_of_stage(kind: ScheduleKind, stage: int, ranks: int) -> int:
+    """The process of a pipeline that holds a stage."""
+    turn, place = divmod(stage, ranks)
+    return ranks - 1 - place if kind.folded and turn % 2 else place
+
+
+class ScheduledStage(_PipelineStageBase):
+    """A stage as torch's schedules run it, with tensors of other shapes in each micro-batch where need be.
+
+    Args:
+        module: computes the stage.
+        stage: its number.
+        count: how many there are.
+        device: where it computes.
+        group: the processes of the pipeline.
+    """
+
+    def __init__(
+        self, module: nn.Module, stage: int, count: int, device: torch.device, group: dist.ProcessGroup | None
+    ) -> None:
+        super().__init__(module, stage, count, device, group)
+        self._inputs: list[tuple[Any, ...]] = []
+        self._outputs: list[tuple[Any, ...]] = []
+
+    def expect(self, plans: Sequence[Plan]) -> None:
+        """Make room for what the micro-batches of a step receive.
+
+        Args:
+            plans: that of each micro-batch.
+        """
+        self._inputs = [_metas(plan, self.stage_index) for plan in plans]
+        # The last stage hands a loss to its schedule; what it looks like is nobody's business.
+        last = (_meta(TensorShape((), torch.float32)),)
+        self._outputs = [last if self.is_last else _metas(plan, self.stage_index + 1) for plan in plans]
+        self.chunks = len(plans)
+        self.grad_send_info = None
+        self.act_send_info = {
+            index: [] if self.is_last else [self.stage_index + 1] for index in range(len(self._outputs[0]))
+        }
+        self.args_recv_info = {
+            chunk: tuple(self._receives(meta, self.stage_index - 1) for meta in metas)
+            for chunk, metas in enumerate(self._inputs)
+        }
+        self.grad_recv_info = {
+            chunk: () if self.is_last else tuple(self._receives(_gradient(m), self.stage_index + 1) for m in metas)
+            for chunk, metas in enumerate(self._outputs)
+        }
+        self._stage_meta.inputs = self._inputs[0]
+        self._stage_meta.outputs = self._outputs[0]
+
+    def _receives(self, meta: Any, source: int) -> Any:
+        if meta is None:
+            return _RecvInfo(f"none_from_{source}", source, None, None)
+        held = self._is_local(source)
+        buffer = None if held else torch.empty(meta.shape, dtype=meta.dtype, device=self.device)
+        return _RecvInfo(f"from_{source}", source, buffer, meta)
+
+    def _is_local(self, stage: int) -> bool:
+        return self.stage_index_to_group_rank[stage] == self.group_rank
+
+    def get_bwd_send_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
+        """Send a micro-batch's gradients in the shapes that it has."""
+        if self._inputs:
+            self._stage_meta.input_grads = tuple(_gradient(meta) for meta in self._inputs[bwd_chunk_id])
+        return super().get_bwd_send_ops(bwd_chunk_id)
+
+    def set_local_bwd_input(self, next_stage_bwd_outputs: tuple[Tensor | None, ...], mb_index: int) -> None:
+        """Take gradients from a stage of the same process; none at all are zeros."""
+        shapes = self._outputs[mb_index]
+        filled = tuple(
+            torch.zeros(meta.shape, dtype=meta.dtype, device=self.device)
+            if gradient is None and meta.requires_grad
+            else gradient
+            for gradient, meta in zip(next_stage_bwd_outputs, shapes, strict=True)
+        )
+        super().set_local_bwd_input(filled, mb_index)
+
+    def _prepare_forward_infra(self, *args: Any, **kwargs: Any) -> None:
+        """Nothing is left to find out: `expect` knows."""
+
+    def _prepare_backward_infra(self, *args: Any, **kwargs: Any) -> None:
+        """Nothing is left to find out: `expect` knows."""
+
+    def _create_grad_recv_info(self, act_send_info: Any) -> Any:
+        return ()
+
+    def _get_init_p2p_neighbors_ops(self) -> list[dist.P2POp]:
+        """Meet the neighbours once, where communicators are made on first use; never itself."""
+        operations = super()._get_init_p2p_neighbors_ops()
+        return [operation for operation in operations if operation.group_peer != self.group_rank]
+
+
+def _metas(plan: Plan, stage: int) -> tuple[Any, ...]:
+    """What a stage receives."""
+    return tuple(_meta(tensor) for tensor in plan.cuts[stage].tensors) if stage else ()
+
+
+def _meta(tensor: TensorShape) -> Any:
+    # Gradients are asked for wherever there can be some: which parameters are frozen is not known of other processes.
+    stride = torch.empty(tensor.shape, device="meta").stride()
+    return _TensorMeta(torch.Size(tensor.shape), stride, tensor.dtype, tensor.dtype.is_floating_point)
+
+
+def _gradient(meta: Any) -> Any:
+    return _TensorMeta(meta.shape, meta.stride, meta.dtype, False) if meta.requires_grad else None
+
+
+class Scheduler:
+    """Runs the stages of this process over windows of micro-batches.
+
+    Args:
+        kind: the schedule.
+        stages: the stages of this process, in order.
+    """
+
+    def __init__(self, kind: ScheduleKind, stages: Sequence[ScheduledStage]) -> None:
+        self._kind = kind
+        self._stages = list(stages)
+        self._schedules: dict[int, Any] = {}
+        self._expected: list[Plan] = []
+        self._has_warned = False
+
+    def run(self, plans: Sequence[Plan], arguments: Sequence[dict[str, Any]]) -> None:
+        """Run forward and backward.
+
+        Args:
+            plans: that of each micro-batch.
+            arguments: keyword arguments of the stage modules for each.
+        """
+        schedule = self._schedule(len(plans))
+        if [id(plan) for plan in self._expected] != [id(plan) for plan in plans]:
+            for stage in self._stages:
+                stage.expect(plans)
+            self._expected = list(plans)
+        for stage in self._stages:
+            stage.has_backward = True
+            stage.clear_runtime_states()
+        try:
+            with _quiet():
+                schedule._step_microbatches(
+                    [()] * len(plans), list(arguments), [None] * len(plans), return_outputs=False
+                )
+        except RuntimeError as error:
+            self._schedules.clear()
+            self._expected = []
+            raise _first_cause(error) from None
+        except BaseException:
+            self._schedules.clear()
+            self._expected = []
+            raise
+
+    def _schedule(self, count: int) -> Any:
+        if count not in self._schedules:
+            self._schedules[count] = self._make(count)
+        return self._schedules[count]
+
+    def _make(self, count: int) -> Any:
+        options: dict[str, Any] = {"loss_fn": _loss, "scale_grads": False}
+        single = self._kind.allowed == (1,)
+        if single:
+            # With fewer micro-batches than stages, 1F1B has no steady state, and its order is that of GPipe.
+            few = self._kind.name == "1f1b" and count < self._stages[0].num_stages
+            name = "ScheduleGPipe" if few else self._kind.torch_name
+            return getattr(torch_schedules, name)(self._stages[0], count, **options)
+        name = self._kind.torch_name
+        ranks = self._stages[0].group_size
+        rounds = max(1, count // ranks)
+        if "Interleaved" in name and count % rounds:
+            if not self._has_warned:
+                self._has_warned = True
+                logger.warning(
+                    f"pp_schedule={self._kind.name!r} cannot run {count} micro-batches over {ranks} processes (they "
+                    f"must be a multiple of {rounds}); such windows run as 'looped_bfs'. Choose "
+                    "accumulate_grad_batches as a multiple of pp."
+                )
+            name = "ScheduleLoopedBFS"
+        return getattr(torch_schedules, name)(self._stages, count, **options)
+
+
+def _loss(output: Tensor, target: Any) -> Tensor:
+    """The last stage computes its loss itself."""
+    return output
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Let torch not print its whole schedule before an error that says all by itself."""
+    noisy = logging.getLogger(torch_schedules.__name__)
+    before = noisy.disabled
+    noisy.disabled = True
+    try:
+        yield
+    finally:
+        noisy.disabled = before
+
+
+def _first_cause(error: BaseException) -> BaseException:
+    """What a stage raised, without what torch wrapped around it."""
+    wrapped = ("failed to run forward", "Failed to run stage backward")
+    while isinstance(error, RuntimeError) and error.__cause__ is not None and any(w in str(error) for w in wrapped):
+        error = error.__cause__
+    return error
+

@@ -1,0 +1,213 @@
+"""Which part of a model each stage of a pipeline holds."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from torch import nn
+
+from drivetrain.runtime.errors import ConfigurationError, nearest
+
+
+@dataclass(frozen=True)
+class StageLayout:
+    """How the parts of a module are spread over stages.
+
+    A part belongs to the stage whose first module was registered last before it: modules are registered in the order
+    in which their forward uses them, or else `placed` says where they belong.
+
+    Attributes:
+        splits: names of the modules that stages 1, 2, ... begin with.
+        owners: stage of each parameter and buffer, by name.
+        modules: stage of each submodule that has parameters of one stage only, by name.
+    """
+
+    splits: tuple[str, ...]
+    owners: Mapping[str, int]
+    modules: Mapping[str, int]
+
+    @property
+    def count(self) -> int:
+        """Number of stages."""
+        return len(self.splits) + 1
+
+
+def find_pipelined(model: nn.Module, name: str | None) -> str:
+    """The name of the module that is spread over stages: the one child that holds most of the parameters.
+
+    Args:
+        model: the model or the task.
+        name: what the user says, "" for the model itself.
+
+    Raises:
+        ConfigurationError: there is no such module, or none that can be told.
+    """
+    known = {path for path, _ in model.named_modules()}
+    if name is not None:
+        if name not in known:
+            raise ConfigurationError(
+                f"pp_module={name!r} is no module of {type(model).__name__}. It has: "
+                f"{', '.join(sorted(path for path, _ in model.named_children()))}.{nearest(name, known)}"
+            )
+        return name
+    if any(True for _ in model.parameters(recurse=False)):
+        return ""
+    sizes = {path: _size(child) for path, child in model.named_children()}
+    sizes = {path: size for path, size in sizes.items() if size}
+    if not sizes:
+        raise ConfigurationError(f"{type(model).__name__} has no parameters, so there is nothing to spread over stages.")
+    if len(sizes) == 1 or max(sizes.values()) > sum(sizes.values()) / 2:
+        return max(sizes, key=lambda path: sizes[path])
+    raise ConfigurationError(
+        f"{type(model).__name__} has several modules with parameters: {', '.join(sizes)}. Say which one is spread over "
+        "stages, with pp_module=, or put all into one module that the steps call."
+    )
+
+
+def choose_splits(module: nn.Module, count: int) -> tuple[str, ...]:
+    """Where stages begin so that they hold about equally many parameters of the blocks that repeat.
+
+    Args:
+        module: the module to split; its largest `ModuleList` or `Sequential` holds the blocks.
+        count: number of stages.
+
+    Raises:
+        ConfigurationError: it has too few blocks.
+    """
+    lists = {
+        path: part
+        for path, part in module.named_modules()
+        if isinstance(part, nn.ModuleList | nn.Sequential) and len(part) > 1
+    }
+    if not lists:
+        raise ConfigurationError(
+            f"{type(module).__name__} holds no ModuleList or Sequential of blocks to spread over {count} stages. Name "
+            "the modules that stages begin with: pp_split=[...]."
+        )
+    path = max(lists, key=lambda name: (_size(lists[name]), -len(name)))
+    blocks = list(lists[path].named_children())
+    if len(blocks) < count:
+        raise ConfigurationError(
+            f"{path or type(module).__name__} has {len(blocks)} blocks, too few for {count} stages (processes along "
+            "pp x pp_stages_per_rank). Use fewer stages, or name their first modules with pp_split=[...]."
+        )
+    begins = _even_begins([_size(block) for _, block in blocks], count)
+    return tuple(f"{path}.{blocks[begin][0]}" if path else blocks[begin][0] for begin in begins)
+
+
+def lay_out(module: nn.Module, splits: Sequence[str], placed: Mapping[str, int] | None = None) -> StageLayout:
+    """Assign every parameter, buffer and submodule to a stage.
+
+    Args:
+        module: the module to split.
+        splits: names of the modules that stages 1, 2, ... begin with, in the order of the forward.
+        placed: stages of modules or parameters that the order of registration has wrong; negative from the end.
+
+    Raises:
+        ConfigurationError: a name is unknown, their order is not that of the model, or stages share a parameter.
+    """
+    count = len(splits) + 1
+    _check_splits(module, splits)
+    owners = {name: stage for name, stage, _ in _walk(module, splits)}
+    for prefix, stage in (placed or {}).items():
+        fits = [name for name in owners if name == prefix or name.startswith(f"{prefix}.")]
+        if not fits or not -count <= stage < count:
+            raise ConfigurationError(
+                f"pp_place={{{prefix!r}: {stage}}} must name a module or parameter of {type(module).__name__} and one "
+                f"of its {count} stages.{nearest(prefix, owners)}"
+            )
+        owners.update(dict.fromkeys(fits, stage % count))
+    _refuse_shared(module, owners)
+    return StageLayout(tuple(splits), owners, _stages_of_modules(module, splits, owners))
+
+
+def is_within(name: str, path: str) -> bool:
+    """Whether a dotted name is that of a module, or of something in it."""
+    return not path or name == path or name.startswith(f"{path}.")
+
+
+def _check_splits(module: nn.Module, splits: Sequence[str]) -> None:
+    known = [name for name, _ in module.named_modules(remove_duplicate=False)]
+    for name in splits:
+        if name not in known or not name:
+            raise ConfigurationError(
+                f"pp_split names {name!r}, which is no module of {type(module).__name__}.{nearest(name, known)} Names "
+                "are relative to the module that is split."
+            )
+        if isinstance(module.get_submodule(name), nn.ModuleList | nn.ModuleDict):
+            raise ConfigurationError(
+                f"pp_split names {name!r}, a container that is never called. Name the block in it that a stage begins "
+                f"with, such as {name}.0."
+            )
+    order = [known.index(name) for name in splits]
+    if order != sorted(set(order)):
+        raise ConfigurationError(
+            f"pp_split={list(splits)} must name different modules in the order in which they are registered."
+        )
+
+
+def _walk(module: nn.Module, splits: Sequence[str]) -> Iterator[tuple[str, int, bool]]:
+    """Parameters and buffers in the order of registration, each with its stage and whether it is a parameter."""
+    stage = 0
+
+    def visit(part: nn.Module, path: str) -> Iterator[tuple[str, int, bool]]:
+        nonlocal stage
+        if path in splits:
+            stage = splits.index(path) + 1
+        prefix = f"{path}." if path else ""
+        for name, parameter in part._parameters.items():
+            if parameter is not None:
+                yield prefix + name, stage, True
+        for name, buffer in part._buffers.items():
+            if buffer is not None:
+                yield prefix + name, stage, False
+        for name, child in part._modules.items():
+            if child is not None:
+                yield from visit(child, prefix + name)
+
+    return visit(module, "")
+
+
+def _refuse_shared(module: nn.Module, owners: Mapping[str, int]) -> None:
+    first: dict[int, str] = {}
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        other = first.setdefault(id(parameter), name)
+        if owners[other] != owners[name]:
+            raise ConfigurationError(
+                f"{other} and {name} are one parameter, but stages {owners[other]} and {owners[name]} would each hold "
+                "it. A pipeline needs them apart: untie them, place both on one stage with pp_place=, or use another "
+                "strategy."
+            )
+
+
+def _stages_of_modules(module: nn.Module, splits: Sequence[str], owners: Mapping[str, int]) -> dict[str, int]:
+    """Stages of the submodules that have parameters of one stage only and in which no other stage begins."""
+    found: dict[str, int] = {}
+    for path, part in module.named_modules(remove_duplicate=False):
+        prefix = f"{path}." if path else ""
+        stages = {owners[prefix + name] for name, _ in part.named_parameters(remove_duplicate=False)}
+        begins_inside = any(split != path and is_within(split, path) for split in splits)
+        if path and len(stages) == 1 and not begins_inside:
+            found[path] = stages.pop()
+    return found
+
+
+def _even_begins(sizes: Sequence[int], count: int) -> list[int]:
+    """Where runs 1, 2, ... begin if the largest of `count` runs of these sizes is to be as small as possible."""
+    total = len(sizes)
+    best: dict[tuple[int, int], tuple[float, float, list[int]]] = {(0, 0): (0.0, 0.0, [])}
+    for runs in range(1, count + 1):
+        for end in range(runs, total - (count - runs) + 1):
+            options = []
+            for begin in range(runs - 1, end):
+                if (begin, runs - 1) in best:
+                    largest, squares, begins = best[(begin, runs - 1)]
+                    size = sum(sizes[begin:end])
+                    options.append((max(largest, size), squares + float(size) ** 2, [*begins, begin]))
+            best[(end, runs)] = min(options)
+    return best[(total, count)][2][1:]
+
+
+def _size(module: nn.Module) -> int:
+    return sum(parameter.numel() for parameter in module.parameters())

@@ -1,0 +1,53 @@
+"""A step on this process's tokens of a batch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import nn
+
+from drivetrain.runtime.errors import ConfigurationError
+from drivetrain.strategies.parallel.context import SequenceShard, SharedAttention, sequence_length
+
+
+class SequenceStep(nn.Module):
+    """Called with whole batches as `module(step, batch, ...)`, runs the step on this process's tokens.
+
+    Args:
+        inner: the module that runs steps.
+        shard: which tokens are this process's.
+        split: takes its tokens of a batch.
+        joined_dim: the dimension along which what the step returns is made whole; None leaves it as it is.
+    """
+
+    def __init__(
+        self, inner: nn.Module, shard: SequenceShard, split: Callable[[Any], Any], joined_dim: int | None = None
+    ) -> None:
+        super().__init__()
+        self.inner = inner
+        self._shard, self._split, self._joined_dim = shard, split, joined_dim
+        self._attention = SharedAttention(shard)
+        self._checked = False
+
+    def forward(self, step: Callable[..., Any], batch: Any, *args: Any, **kwargs: Any) -> Any:
+        """Run `step` on a part of `batch`."""
+        own = self._split(batch)
+        with self._attention:
+            output = self.inner(step, own, *args, **kwargs)
+        if not self._checked:
+            self._check()
+        if self._joined_dim is None or output is None:
+            return output
+        length = sequence_length(own, self._joined_dim)
+        return output if length is None else self._shard.join_output(output, length, self._joined_dim)
+
+    def _check(self) -> None:
+        """Raise where the step never called the attention that knows of the other processes' tokens."""
+        if not self._attention.calls:
+            raise ConfigurationError(
+                f"cp={self._shard.count} splits sequences over processes, but the step never called "
+                "torch.nn.functional.scaled_dot_product_attention, through which tokens see those of other processes. "
+                "Compute attention with it (in transformers: attn_implementation='sdpa')."
+            )
+        self._checked = True

@@ -1,0 +1,342 @@
+"""`Parallel`: data, sharded, tensor, context and pipeline parallelism over one grid of processes.
+
+The pipeline is `pipeline.Pipeline`, made in `setup` where pp > 1 as `Pipeline(strategy, **options)`, with the options
+that users write as `pp_*` (without that prefix). It may read `strategy.mesh`, `strategy.pp_mesh` and
+`strategy.place_in_mesh`.
+`Parallel` calls, all on every process:
+
+- `split(model, precision)`: before the layers are split and sharded: keep this stage's part of the model.
+- `built(model, precision)`: after that: make stages and schedule.
+- `follow(model, optimizers)`: drop parameters that went to other stages from the optimizers (those that stay have been
+  followed through sharding).
+- `forward_backward(model, step_fn, microbatches)`, `backward(loss, **kwargs)`, `evaluation_model(model)` and
+  `share(result)`: as in `Strategy`.
+- `model_state(model, own)`, `optimizer_state(model, optimizer, own)`, `full_state_dict(model, own)`: `own` is what this
+  stage has, under its own names; return all, under canonical ones.
+- `load_model_state(model, state) -> state`, `load_optimizer_state(model, optimizer, state) -> state`: what this stage
+  takes of it, under its own names.
+- `teardown()`.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.optim import Optimizer
+
+from drivetrain.runtime.collectives import broadcast
+from drivetrain.runtime.errors import ConfigurationError, nearest
+from drivetrain.runtime.state import PartialState
+from drivetrain.strategies.base import StateDict
+from drivetrain.strategies.fsdp import FSDP
+from drivetrain.strategies.parallel.context import SequenceShard, SharedAttention
+from drivetrain.strategies.parallel.copies import CopyCheck, share_random_state
+from drivetrain.strategies.parallel.loss import LossParallel
+from drivetrain.strategies.parallel.mesh import REST, MeshPlace, MeshSizes, make_mesh, submesh
+from drivetrain.strategies.parallel.sequence_step import SequenceStep
+from drivetrain.strategies.parallel.tensor import Plan, apply_plan, plan_of_model
+from drivetrain.strategies.precision import Precision
+
+if TYPE_CHECKING:
+    from drivetrain.strategies.parallel.pipeline import Pipeline
+
+MicroBatch = TypeVar("MicroBatch")
+Output = TypeVar("Output")
+
+
+class Parallel(FSDP):
+    """Several kinds of parallelism over one grid of processes.
+
+    Args:
+        dp_replicate: copies of the sharded model, each for other data.
+        dp_shard: processes over which parameters, gradients and optimizer state are sharded, each for other data; -1
+            takes all that are left by the other sizes.
+        tp: processes that share the computation of each layer, and the batch.
+        cp: processes that share each sequence; parameters are sharded over them too.
+        pp: stages that the layers are spread over.
+        tp_plan: which layers are split how, by patterns of module names, as in
+            `{"layers.*.attention.wq": Colwise(), "layers.*.attention.wo": Rowwise()}`; `"auto"` takes the model's own.
+        loss_parallel: let `F.cross_entropy` take logits that are split by class, from a last layer
+            `Colwise(use_local_output=False)`.
+        cp_seq_dim: which dimension of a batch's tensors is the sequence.
+        cp_load_balance: give each process a chunk of every sequence from the front and its mirror from the back, which
+            makes causal attention cost the same on all.
+        cp_shard_batch: splits a batch instead, called with it and a `SequenceShard`.
+        **options: those of `FSDP`, such as `wrap`, and of the pipeline, which begin with `pp_`.
+
+    Raises:
+        ConfigurationError: an option cannot be.
+    """
+
+    name = "parallel"
+
+    def __init__(
+        self,
+        *,
+        dp_replicate: int = 1,
+        dp_shard: int = REST,
+        tp: int = 1,
+        cp: int = 1,
+        pp: int = 1,
+        tp_plan: Plan | str | None = None,
+        loss_parallel: bool = False,
+        cp_seq_dim: int = 1,
+        cp_load_balance: bool = True,
+        cp_shard_batch: Callable[[Any, SequenceShard], Any] | None = None,
+        **options: Any,
+    ) -> None:
+        self.sizes = MeshSizes(dp_replicate=dp_replicate, dp_shard=dp_shard, tp=tp, cp=cp, pp=pp)
+        self.tp_plan = tp_plan
+        self.loss_parallel = loss_parallel
+        self.cp_seq_dim = cp_seq_dim
+        self.cp_load_balance = cp_load_balance
+        self.cp_shard_batch = cp_shard_batch
+        self._pipeline_options = {
+            name.removeprefix("pp_"): options.pop(name) for name in [*options] if name.startswith("pp_")
+        }
+        _check_options(self.sizes, tp_plan, loss_parallel, self._pipeline_options, options)
+        super().__init__(**options)
+        self.whole_window = pp > 1
+        self.mesh: DeviceMesh | None = None
+        self.pipeline: Pipeline | None = None
+        self.sequence: SequenceShard | None = None
+        self._copies: CopyCheck | None = None
+        self._loss = LossParallel()
+
+    @classmethod
+    def from_config(cls, config: Mapping[str, Any], **options: Any) -> Parallel:
+        """Make one from Accelerate's `ParallelismConfig` names.
+
+        Args:
+            config: `dp_replicate_size`, `dp_shard_size`, `tp_size`, `cp_size`, `pp_size`; those left out are 1.
+            **options: everything else.
+
+        Raises:
+            ConfigurationError: a name is not a size.
+        """
+        sizes = MeshSizes.from_config(config)
+        return cls(
+            dp_replicate=sizes.dp_replicate,
+            dp_shard=sizes.dp_shard,
+            tp=sizes.tp,
+            cp=sizes.cp,
+            pp=sizes.pp,
+            **options,
+        )
+
+    # processes
+
+    def setup(self, state: PartialState) -> None:
+        """Take this process's place in the grid."""
+        self.sizes = self.sizes.fill(state.num_processes)
+        super().setup(state)
+        self.place_in_mesh = MeshPlace(self.sizes, state.process_index)
+        self.data_shard = self.place_in_mesh.data_shard
+        self.data_ranks = self.place_in_mesh.data_ranks
+        self.value_ranks = self.place_in_mesh.value_ranks
+        self.mesh = make_mesh(self.sizes, self.device.type)
+        self.tp_mesh, self.pp_mesh = submesh(self.mesh, "tp"), submesh(self.mesh, "pp")
+        cp = submesh(self.mesh, "cp")
+        if cp is not None:
+            self.sequence = SequenceShard(cp.get_group(), cp.get_local_rank(), cp.size(), self.cp_load_balance)
+        if self.pp_mesh is not None:
+            from drivetrain.strategies.parallel.pipeline import Pipeline
+
+            self.pipeline = Pipeline(self, **self._pipeline_options)
+
+    def averaging_processes(self) -> int:
+        """Data shards, times the processes that share a sequence."""
+        return self.data_shard.count * self.sizes.cp
+
+    @property
+    def shards(self) -> bool:
+        """Whether parameters are sharded, or gradients averaged, over any processes."""
+        return self.sizes.dp_replicate * self.sizes.dp_shard * self.sizes.cp > 1
+
+    def _make_mesh(self) -> DeviceMesh:
+        shard = submesh(self.mesh, "dp_shard", "cp")
+        assert self.mesh is not None
+        assert shard is not None
+        assert shard.mesh_dim_names
+        if self.sizes.dp_replicate == 1:
+            return shard
+        return self.mesh["dp_replicate", shard.mesh_dim_names[0]]
+
+    # model
+
+    def before_sharding(self, model: nn.Module) -> None:
+        """Make all processes' models the same, then split layers."""
+        tensors = [t.detach() for t in (*model.parameters(), *model.buffers()) if not t.is_meta]
+        if self.environment.is_distributed:
+            with torch.no_grad():
+                broadcast(tensors)
+        if self.tp_mesh is not None:
+            assert self.tp_plan is not None
+            bare = self.unwrap(model)
+            plan = plan_of_model(bare) if isinstance(self.tp_plan, str) else self.tp_plan
+            apply_plan(bare, self.tp_mesh, plan)
+
+    def shard(self, model: nn.Module, precision: Precision) -> None:
+        """Shard over the data shards and the parts of sequences, if there are several."""
+        if self.shards:
+            super().shard(model, precision)
+
+    def place(self, model: nn.Module, precision: Precision, move: bool = True) -> nn.Module:
+        """Split a model over stages and processes, then shard what each holds."""
+        if self.pipeline is not None:
+            self.pipeline.split(model, precision)
+        if move and not self.shards:
+            model = model.to(self.device)
+        model = super().place(model, precision, move)
+        if self.pipeline is not None:
+            self.pipeline.built(model, precision)
+        return model
+
+    def prepare(
+        self, model: nn.Module, optimizers: Sequence[Optimizer], precision: Precision, move: bool = True
+    ) -> tuple[nn.Module, list[Optimizer]]:
+        """Split and shard a model, and let its optimizers hold the parts."""
+        model, prepared = super().prepare(model, optimizers, precision, move)
+        if self.pipeline is not None:
+            self.pipeline.follow(model, prepared)
+        if self.loss_parallel:
+            self._loss.enable()
+        if self.tp_mesh is not None:
+            share_random_state(self.tp_mesh, self.kind)
+            self._copies = CopyCheck(self.tp_mesh, self.unwrap(model))
+        return model, prepared
+
+    def training_model(self, model: nn.Module, automatic: bool) -> nn.Module:
+        """The module to call in training, with whole batches."""
+        model = super().training_model(model, automatic)
+        return model if self.sequence is None else self._on_own_tokens(model, joins=False)
+
+    def evaluation_model(self, model: nn.Module) -> nn.Module:
+        """The module to call in evaluation, with whole batches."""
+        if self.pipeline is not None:
+            return self.pipeline.evaluation_model(model)
+        model = super().evaluation_model(model)
+        return model if self.sequence is None else self._on_own_tokens(model, joins=True)
+
+    def _on_own_tokens(self, model: nn.Module, joins: bool) -> nn.Module:
+        assert self.sequence is not None
+        return SequenceStep(model, self.sequence, self.shard_batch, self.cp_seq_dim if joins else None)
+
+    def shard_batch(self, batch: Any) -> Any:
+        """This process's tokens of a batch of whole sequences."""
+        if self.sequence is None:
+            return batch
+        if self.cp_shard_batch is not None:
+            return self.cp_shard_batch(batch, self.sequence)
+        return self.sequence.split_batch(batch, self.cp_seq_dim)
+
+    def shared_attention(self) -> AbstractContextManager[Any]:
+        """Context in which attention is over the tokens of all processes that share a sequence."""
+        return nullcontext() if self.sequence is None else SharedAttention(self.sequence)
+
+    # one optimizer step
+
+    def forward_backward(
+        self, model: nn.Module, step_fn: Callable[[MicroBatch], Output], microbatches: Sequence[MicroBatch]
+    ) -> list[Output]:
+        """Run forward and backward over the micro-batches of one optimizer step."""
+        if self.pipeline is not None:
+            return self.pipeline.forward_backward(model, step_fn, microbatches)
+        if self.sequence is None:
+            return super().forward_backward(model, step_fn, microbatches)
+        with self.shared_attention():  # also around backward, where checkpointed blocks run their forward again
+            return super().forward_backward(model, step_fn, microbatches)
+
+    def backward(self, loss: torch.Tensor, **kwargs: Any) -> None:
+        """Compute the gradients of a loss, scaled already."""
+        if self.pipeline is not None:
+            self.pipeline.backward(loss, **kwargs)
+        else:
+            super().backward(loss, **kwargs)
+
+    def share(self, result: Any) -> Any:
+        """What the last stage passes, on every stage."""
+        return result if self.pipeline is None else self.pipeline.share(result)
+
+    def optimizer_step(
+        self, optimizer: Optimizer, precision: Precision, closure: Callable[[], Any] | None = None
+    ) -> bool:
+        """Step an optimizer; the first time, see that copies have the same gradients."""
+        if self._copies is not None and closure is None:
+            self._copies.check(optimizer)
+            self._copies = None
+        return super().optimizer_step(optimizer, precision, closure)
+
+    # state
+
+    def model_state(self, model: nn.Module) -> StateDict:
+        """Parts of the parameters under canonical names."""
+        own = super().model_state(model)
+        return own if self.pipeline is None else self.pipeline.model_state(model, own)
+
+    def optimizer_state(self, model: nn.Module, optimizer: Optimizer) -> StateDict:
+        """An optimizer's state by canonical parameter name, its tensors divided as the parameters are."""
+        own = super().optimizer_state(model, optimizer)
+        return own if self.pipeline is None else self.pipeline.optimizer_state(model, optimizer, own)
+
+    def load_model_state(self, model: nn.Module, state: StateDict, strict: bool = True) -> Any:
+        """Take this process's parts of what `model_state` returned under any strategy."""
+        if self.pipeline is not None:
+            state = self.pipeline.load_model_state(model, state)
+        return super().load_model_state(model, state, strict)
+
+    def load_optimizer_state(self, model: nn.Module, optimizer: Optimizer, state: StateDict) -> None:
+        """Take this process's parts of what `optimizer_state` returned under any strategy."""
+        if self.pipeline is not None:
+            state = self.pipeline.load_optimizer_state(model, optimizer, state)
+        super().load_optimizer_state(model, optimizer, state)
+
+    def full_state_dict(self, model: nn.Module) -> dict[str, torch.Tensor]:
+        """All parameters and buffers, whole and on the CPU, on rank 0; an empty dict elsewhere."""
+        if self.pipeline is not None:
+            return self.pipeline.full_state_dict(model, super().model_state(model))
+        return super().full_state_dict(model)
+
+    def teardown(self) -> None:
+        """Let go of the grid."""
+        if self.pipeline is not None:
+            self.pipeline.teardown()
+        self._loss.disable()
+        super().teardown()
+
+    def __repr__(self) -> str:
+        sizes = ", ".join(f"{name}={size}" for name, size in vars(self.sizes).items() if size != 1)
+        return f"Parallel({sizes})"
+
+
+def _check_options(
+    sizes: MeshSizes, plan: Any, loss_parallel: bool, pipeline: Mapping[str, Any], rest: Mapping[str, Any]
+) -> None:
+    if sizes.tp > 1 and plan is None:
+        raise ConfigurationError(
+            f'tp={sizes.tp} needs to know which layers to split: give tp_plan={{"layers.*.attention.wq": Colwise(), '
+            '"layers.*.attention.wo": Rowwise()}, or tp_plan="auto" for a model that carries a plan.'
+        )
+    if isinstance(plan, str) and plan != "auto":
+        raise ConfigurationError(f"tp_plan must be a mapping of patterns to styles, or 'auto', got {plan!r}.")
+    if plan is not None and not isinstance(plan, str | Mapping):
+        raise ConfigurationError(f"tp_plan must be a mapping of patterns to styles, or 'auto', got {plan!r}.")
+    if loss_parallel and sizes.tp == 1:
+        raise ConfigurationError("loss_parallel=True splits the loss over tp processes, but tp=1.")
+    if pipeline and sizes.pp == 1:
+        given = ", ".join(f"pp_{name}" for name in pipeline)
+        raise ConfigurationError(f"{given}: an option of the pipeline, but pp=1.")
+    allowed = [name for name in inspect.signature(FSDP.__init__).parameters if name not in ("self", "replicate_size")]
+    for name in rest:
+        if name not in allowed:
+            known = [*allowed, *inspect.signature(Parallel.__init__).parameters]
+            raise ConfigurationError(
+                f"Parallel has no option {name!r}. Beside its own it takes those of FSDP ({', '.join(allowed)}) and "
+                f"of the pipeline, which begin with pp_.{nearest(name, known)}"
+            )
