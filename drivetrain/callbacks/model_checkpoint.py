@@ -59,7 +59,8 @@ class ModelCheckpoint(Callback):
         auto_insert_metric_name: Write ``epoch=3`` into the name rather than ``3``.
         every_n_train_steps: Save every so many optimizer steps.
         train_time_interval: Save each time so much time has gone by, on the main process's clock: a timedelta, a dict
-            of its arguments or ``"DD:HH:MM:SS"``.
+            of its arguments or ``"DD:HH:MM:SS"``. A resumed run goes on with the interval that was under way when its
+            checkpoint was written; the time that nothing ran does not count.
         every_n_epochs: Save every so many epochs; 1 by default if no other interval is given.
         save_on_train_epoch_end: Save at the end of the training epoch (True) or after each validation
             (False). By default after each validation where there are several in an epoch, and otherwise at
@@ -158,6 +159,7 @@ class ModelCheckpoint(Callback):
         self._last_step = 0
         self._waits_for_validation = False
         self._timer: StepTimer | None = None
+        self._elapsed = 0.0  # seconds of the interval under way, in the run before
 
     # what there is
 
@@ -231,6 +233,7 @@ class ModelCheckpoint(Callback):
             "judged": self._judged,
             "last_step": self._last_step,
             "waits_for_validation": self._waits_for_validation,
+            "elapsed": self._elapsed if self._timer is None else self._timer.elapsed,
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -240,6 +243,7 @@ class ModelCheckpoint(Callback):
         self._validations, self._judged = state_dict["validations"], state_dict["judged"]
         self._last_step = state_dict["last_step"]
         self._waits_for_validation = state_dict["waits_for_validation"]
+        self._elapsed = state_dict.get("elapsed", 0.0)
         self._is_resumed = True
         old = state_dict["dirpath"]
         if not self._dirpath_is_given and self._root:
@@ -271,6 +275,7 @@ class ModelCheckpoint(Callback):
         self._fits += 1
         self._validations = self._judged = 0
         self._waits_for_validation = self._is_resumed = False
+        self._timer, self._elapsed = None, 0.0
 
     def teardown(self, trainer: Trainer, task: Task, stage: str) -> None:
         # After an exception peers may be gone, and a save that waits for them would never end.
@@ -283,7 +288,7 @@ class ModelCheckpoint(Callback):
         self._training = self._fitting
         self._timer = None
         if self.train_time_interval is not None and self._fitting:
-            self._timer = StepTimer(self.train_time_interval.total_seconds(), trainer.global_step)
+            self._timer = StepTimer(self.train_time_interval.total_seconds(), trainer.global_step, self._elapsed)
 
     def on_train_batch_end(self, trainer: Trainer, task: Task, outputs: Any, batch: Any, batch_idx: int) -> None:
         if not self._writer.is_idle:

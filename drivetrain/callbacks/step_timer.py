@@ -16,13 +16,20 @@ class StepTimer:
     Args:
         seconds: The time between two of its calls.
         step: The number of optimizer steps so far.
+        elapsed: Seconds of the first interval that have gone by before, in the run that is resumed.
     """
 
-    def __init__(self, seconds: float, step: int) -> None:
+    def __init__(self, seconds: float, step: int, elapsed: float = 0.0) -> None:
         self._seconds = seconds
-        self._since = self._asked = time.monotonic()
+        self._asked = time.monotonic()
+        self._since = self._asked - elapsed
         self._asked_step = step
         self._ask_at = step + 1
+
+    @property
+    def elapsed(self) -> float:
+        """Seconds since the last call that was due, by this process's clock."""
+        return time.monotonic() - self._since
 
     def is_due(self, step: int) -> bool:
         """Whether the time has gone by; called by all processes with the same step."""
