@@ -1,0 +1,291 @@
+"""DeepSpeed's own configuration: the user's, with what the loop knows filled in, and contradictions named."""
+
+from __future__ import annotations
+
+import copy
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+from torch.optim import Optimizer
+
+from drivetrain.runtime.errors import ConfigurationError, nearest
+from drivetrain.strategies.deepspeed.dummies import DummyOptim, DummyScheduler
+from drivetrain.strategies.precision import Precision
+
+Config = dict[str, Any]
+AUTO = "auto"
+STAGES = (0, 1, 2, 3)
+DEVICES = ("none", "cpu", "nvme")
+
+# which precision asks for which part of a configuration
+_SECTIONS = {"bf16-true": "bf16", "fp16-true": "fp16"}
+
+
+def read_config(given: Mapping[str, Any] | str | os.PathLike[str] | None) -> Config:
+    """A configuration as a dict of its own.
+
+    Args:
+        given: a dict, the path of a JSON file, JSON text, or None.
+
+    Raises:
+        ConfigurationError: it is none of them.
+    """
+    if given is None:
+        return {}
+    if isinstance(given, Mapping):
+        return copy.deepcopy(dict(given))
+    text = os.fspath(given)
+    try:
+        source = text if text.lstrip().startswith("{") else Path(text).read_text(encoding="utf-8")
+        found = json.loads(source)
+    except OSError as error:
+        raise ConfigurationError(
+            f"config={text!r} is no DeepSpeed configuration that can be read: {error.strerror}. Give the path of a "
+            "JSON file, or a dict."
+        ) from error
+    except json.JSONDecodeError as error:
+        raise ConfigurationError(f"config={text!r} is not JSON: {error}.") from error
+    if not isinstance(found, dict):
+        raise ConfigurationError(
+            f"config={text!r} holds a {type(found).__name__}; a DeepSpeed configuration is a dict."
+        )
+    return found
+
+
+@dataclass
+class Known:
+    """What the loop, the model and the optimizer say, for `"auto"` and for contradictions.
+
+    Attributes:
+        world_size: processes.
+        precision: the number formats; None before they are known.
+        arguments: by the configuration's name, the name of the argument that says the same, and its value.
+        optimizer: the user's optimizer; None before it is known.
+        scheduler: what stands for the configuration's scheduler.
+        model: the model; None before it is known.
+    """
+
+    world_size: int
+    precision: Precision | None = None
+    arguments: dict[str, tuple[str, Any]] = field(default_factory=dict)
+    optimizer: Optimizer | None = None
+    scheduler: DummyScheduler | None = None
+    model: nn.Module | None = None
+
+
+def complete(config: Config, known: Known) -> Config:
+    """Fill what is `"auto"` or missing, and refuse what contradicts the loop.
+
+    Returns:
+        A configuration that DeepSpeed takes.
+
+    Raises:
+        ConfigurationError: two values contradict each other; both are named.
+    """
+    done = copy.deepcopy(config)
+    _fill_arguments(done, known)
+    _fill_batch(done, known)
+    _fill_precision(done, known)
+    _fill_zero(done.setdefault("zero_optimization", {}), known)
+    _fill_optimizer(done, known)
+    _fill_scheduler(done, known)
+    done.setdefault("zero_allow_untested_optimizer", True)
+    done.setdefault("zero_force_ds_cpu_optimizer", False)
+    left = sorted(_autos(done))
+    if left:
+        raise ConfigurationError(
+            f"The DeepSpeed configuration says 'auto' for {', '.join(left)}, which nothing here decides. Give values."
+        )
+    return done
+
+
+def stage_of(config: Mapping[str, Any]) -> int | None:
+    """The ZeRO stage that a configuration names."""
+    found = config.get("zero_optimization", {}).get("stage")
+    return None if found is None or found == AUTO else int(found)
+
+
+def clipping_of(config: Mapping[str, Any]) -> float | None:
+    """The norm that a configuration clips to, if it does."""
+    found = config.get("gradient_clipping")
+    return float(found) if isinstance(found, int | float) and found > 0 else None
+
+
+def _fill_arguments(config: Config, known: Known) -> None:
+    for key, (argument, value) in known.arguments.items():
+        here = config.get(key)
+        if here is None or here == AUTO:
+            config[key] = value if value is not None else 0.0 if key == "gradient_clipping" else None
+        elif value is not None and float(here) != float(value):
+            raise ConfigurationError(
+                f"The DeepSpeed configuration says {key}={here}, but {argument}={value}. Give one of the two, or "
+                f'"{key}": "auto".'
+            )
+    if config.get("gradient_accumulation_steps") in (None, AUTO):
+        config["gradient_accumulation_steps"] = 1
+    if config.get("gradient_clipping") in (None, AUTO):
+        config["gradient_clipping"] = 0.0
+
+
+def _fill_batch(config: Config, known: Known) -> None:
+    """Batch sizes, which DeepSpeed only counts samples with; the loaders decide them."""
+    micro, whole = config.get("train_micro_batch_size_per_gpu"), config.get("train_batch_size")
+    steps = config["gradient_accumulation_steps"]
+    share = steps * known.world_size
+    micro = None if micro == AUTO else micro
+    whole = None if whole == AUTO else whole
+    if micro is None:
+        if whole is not None and whole % share:
+            raise ConfigurationError(
+                f"The DeepSpeed configuration says train_batch_size={whole}, which {steps} micro-batches on "
+                f"{known.world_size} processes do not divide."
+            )
+        micro = 1 if whole is None else whole // share
+    if whole is not None and whole != micro * share:
+        raise ConfigurationError(
+            f"The DeepSpeed configuration says train_batch_size={whole}, but train_micro_batch_size_per_gpu={micro} x "
+            f"{steps} micro-batches x {known.world_size} processes are {micro * share}."
+        )
+    config["train_micro_batch_size_per_gpu"], config["train_batch_size"] = micro, micro * share
+
+
+def _fill_precision(config: Config, known: Known) -> None:
+    if known.precision is None:
+        return
+    name = known.precision.name
+    wanted = _SECTIONS.get(name)
+    for section, meaning in (("bf16", "bf16-true"), ("fp16", "fp16-true")):
+        own = config.setdefault(section, {})
+        enabled = own.get("enabled", AUTO)
+        if enabled == AUTO:
+            own["enabled"] = wanted == section
+        elif bool(enabled) != (wanted == section):
+            raise ConfigurationError(
+                f"The DeepSpeed configuration says {section}.enabled={enabled}, but precision={name!r}. DeepSpeed's "
+                f"{section} keeps the weights in {section} with 32-bit master weights, which is precision={meaning!r} "
+                f"here; precision={section!r} computes in {section} with 32-bit weights. Give the one that is meant, "
+                f'or "enabled": "auto".'
+            )
+    if not config["fp16"]["enabled"]:
+        config["fp16"] = {"enabled": False}  # scale options say "auto" even where nothing is scaled
+    autocast = config.get("torch_autocast")
+    if autocast is not None:
+        enabled = autocast.get("enabled", False)
+        autocast["enabled"] = name in ("bf16", "fp16") if enabled == AUTO else enabled
+        if autocast["enabled"] and name not in ("bf16", "fp16"):
+            raise ConfigurationError(
+                f"The DeepSpeed configuration says torch_autocast.enabled=true, but precision={name!r}. Give "
+                "precision='bf16'."
+            )
+        if autocast["enabled"] and autocast.get("dtype", AUTO) == AUTO:
+            autocast["dtype"] = "bfloat16" if name == "bf16" else "float16"
+    elif name == "fp16":
+        config["torch_autocast"] = {"enabled": True, "dtype": "float16"}  # its scaler knows ZeRO's gradients
+
+
+def _fill_zero(zero: Config, known: Known) -> None:
+    size = _hidden_size(known.model)
+    sized = {
+        "reduce_bucket_size": size and size * size,
+        "stage3_prefetch_bucket_size": size and int(0.9 * size * size),
+        "stage3_param_persistence_threshold": size and 10 * size,
+    }
+    for key, value in list(zero.items()):
+        if value != AUTO:
+            continue
+        if sized.get(key):
+            zero[key] = sized[key]
+        elif key == "stage":
+            zero[key] = 2
+        else:
+            del zero[key]  # DeepSpeed's own default
+    for key in ("offload_optimizer", "offload_param"):
+        section = zero.get(key)
+        if isinstance(section, dict):
+            device = section.get("device", "none")
+            if device in (AUTO, "none", None):
+                del zero[key]
+                continue
+            if device not in DEVICES:
+                raise ConfigurationError(
+                    f"{key}: unknown device {device!r}. Allowed: {', '.join(DEVICES)}.{nearest(str(device), DEVICES)}"
+                )
+            for name in [name for name, value in section.items() if value == AUTO]:
+                del section[name]
+
+
+def _hidden_size(model: nn.Module | None) -> int | None:
+    """The width of a transformer, as the configuration of a Hugging Face model says it."""
+    config: Any = getattr(model, "config", None)
+    for owner in (config, getattr(config, "text_config", None)):
+        size = getattr(owner, "hidden_size", None) or max(getattr(owner, "hidden_sizes", None) or [0])
+        if isinstance(size, int) and size:
+            return size
+    return None
+
+
+def _fill_optimizer(config: Config, known: Known) -> None:
+    section = config.get("optimizer")
+    if known.optimizer is None:
+        return
+    dummy = known.optimizer if isinstance(known.optimizer, DummyOptim) else None
+    if section is None:
+        if dummy is not None:
+            raise ConfigurationError(
+                "DummyOptim stands for the optimizer of the DeepSpeed configuration, which has none. Add an "
+                '"optimizer" section to it, or build an optimizer such as torch.optim.AdamW.'
+            )
+        return
+    if dummy is None:
+        raise ConfigurationError(
+            f"The DeepSpeed configuration defines the optimizer {section.get('type')!r}, but a "
+            f'{type(known.optimizer).__name__} was built too. Remove the "optimizer" section, or give '
+            "DummyOptim(parameters) in place of the optimizer."
+        )
+    options = section.setdefault("params", {})
+    given = {"lr": dummy.lr, "weight_decay": dummy.weight_decay, **dummy.kwargs}
+    _fill_from(options, given)
+
+
+def _fill_scheduler(config: Config, known: Known) -> None:
+    section, dummy = config.get("scheduler"), known.scheduler
+    if section is None:
+        if dummy is not None and dummy.lr_scheduler_callable is None:
+            raise ConfigurationError(
+                "DummyScheduler stands for the scheduler of the DeepSpeed configuration, which has none. Add a "
+                '"scheduler" section to it, give lr_scheduler_callable, or build a scheduler.'
+            )
+        return
+    if known.optimizer is None:
+        return
+    lr = known.optimizer.param_groups[0].get("lr")
+    given: Config = {"warmup_min_lr": 0.0, "warmup_max_lr": lr}
+    if dummy is not None:
+        given["warmup_num_steps"] = dummy.warmup_num_steps
+        given |= dummy.kwargs
+        if dummy.total_num_steps is not None:
+            given["total_num_steps"] = dummy.total_num_steps
+    _fill_from(section.setdefault("params", {}), given)
+
+
+def _fill_from(options: Config, given: Mapping[str, Any]) -> None:
+    for key, value in list(options.items()):
+        if value != AUTO:
+            continue
+        if key in given:
+            options[key] = given[key]
+        elif key in ("betas", "eps"):
+            del options[key]  # the optimizer's own default
+
+
+def _autos(value: Any, path: str = "") -> list[str]:
+    if value == AUTO and isinstance(value, str):
+        return [path]
+    if isinstance(value, Mapping):
+        return [found for key, item in value.items() for found in _autos(item, f"{path}.{key}" if path else str(key))]
+    return []

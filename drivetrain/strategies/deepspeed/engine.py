@@ -1,0 +1,163 @@
+"""One engine, its model's parameters by name, and the optimizer that loops see."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from drivetrain.strategies.deepspeed.layouts import Layout, layout_of
+
+
+class TrainedModel:
+    """An engine with what belongs to it.
+
+    Args:
+        engine: the DeepSpeed engine.
+        bare: the user's model, whose names are canonical.
+        groups: the names of the parameters in each of the optimizer's groups.
+
+    Attributes:
+        layout: where the engine keeps gradients and states.
+        holds_gradients: whether a backward has run since the last step.
+        clipped: whether the gradients held have been clipped to the configuration's norm.
+    """
+
+    def __init__(self, engine: Any, bare: nn.Module, groups: list[list[str]]) -> None:
+        self.engine, self.bare, self.groups = engine, bare, groups
+        self.parameters: dict[str, nn.Parameter] = dict(bare.named_parameters())
+        self.layout: Layout = layout_of(engine, self.parameters)
+        self.holds_gradients = False
+        self.clipped = False
+        self.optimizer = EngineOptimizer(self)
+        self._owned = {id(parameter) for parameter in self.parameters.values()}
+        self._held: dict[int, list[nn.Parameter]] = {}
+        for holder, held in self.layout.holders():
+            self._held[id(holder)] = held
+
+    @property
+    def is_low_precision(self) -> bool:
+        """Whether beside the model's parameters there are 32-bit master weights."""
+        return bool(self.engine.bfloat16_enabled() or self.engine.fp16_enabled())
+
+    def own(self, parameters: list[torch.Tensor]) -> list[nn.Parameter]:
+        """Those of the model's parameters that are meant, by themselves or by the flat tensors that they are in."""
+        found: dict[int, nn.Parameter] = {}
+        for parameter in parameters:
+            if id(parameter) in self._owned:
+                found[id(parameter)] = parameter  # type: ignore[assignment]
+            for each in self._held.get(id(parameter), []):
+                found[id(each)] = each
+        trained = {id(each) for held in self._held.values() for each in held}
+        return [parameter for number, parameter in found.items() if number in trained]
+
+    def all_trained(self) -> list[nn.Parameter]:
+        """The parameters that the optimizer steps."""
+        return [parameter for held in self._held.values() for parameter in held]
+
+    def discard_gradients(self) -> None:
+        """Forget what has been accumulated."""
+        if self.holds_gradients:
+            self.layout.discard()
+            self.holds_gradients = False
+
+    def destroy(self) -> None:
+        """Let go of the process group."""
+        self.engine.destroy()
+
+
+class EngineOptimizer(Optimizer):
+    """What loops step and clear; groups, options and state are those of the optimizer inside the engine.
+
+    Args:
+        trained: the engine's model.
+    """
+
+    def __init__(self, trained: TrainedModel) -> None:
+        # Not Optimizer.__init__: groups, state and defaults are those of the optimizer inside.
+        self.__dict__["trained"] = trained
+
+    @property
+    def optimizer(self) -> Optimizer:
+        """The optimizer that does the sums: the user's, or that of the configuration."""
+        return self.trained.layout.inner
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        """The inner optimizer's groups, with the model's own parameters in them."""
+        names = self.trained.groups
+        parameters = self.trained.parameters
+        return [
+            _Group(group, [parameters[name] for name in names[number]])
+            for number, group in enumerate(self.optimizer.param_groups)
+        ]
+
+    @param_groups.setter
+    def param_groups(self, groups: list[dict[str, Any]]) -> None:
+        self.optimizer.param_groups = groups
+
+    @property
+    def state(self) -> Any:
+        """The inner optimizer's state, by its own flat tensors."""
+        return self.optimizer.state
+
+    @state.setter
+    def state(self, state: Any) -> None:
+        self.optimizer.state = state
+
+    @property
+    def defaults(self) -> dict[str, Any]:
+        """The inner optimizer's defaults."""
+        return self.optimizer.defaults
+
+    @defaults.setter
+    def defaults(self, defaults: dict[str, Any]) -> None:
+        self.optimizer.defaults = defaults
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "trained":
+            raise AttributeError(name)
+        return getattr(self.optimizer, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in type(self).__dict__:
+            object.__setattr__(self, name, value)
+        else:
+            setattr(self.optimizer, name, value)  # such as what schedulers note about steps
+
+    def __repr__(self) -> str:
+        return f"EngineOptimizer({self.optimizer!r})"
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Forget gradients that are still held; after a step the engine has done so itself."""
+        self.trained.discard_gradients()
+
+    def step(self, closure: Callable[[], Any] | None = None) -> None:  # type: ignore[override]
+        """Step the engine."""
+        self.trained.engine.step()
+        self.trained.holds_gradients = False
+
+
+class _Group(dict[str, Any]):
+    """A parameter group: options are read from and written to the inner optimizer's group."""
+
+    def __init__(self, inner: dict[str, Any], parameters: list[nn.Parameter]) -> None:
+        super().__init__(inner, params=parameters)
+        self._inner = inner
+
+    def __setitem__(self, key: str, value: Any) -> None:
+        super().__setitem__(key, value)
+        if key != "params":
+            self._inner[key] = value
+
+    def setdefault(self, key: str, default: Any = None) -> Any:
+        if key not in self:
+            self[key] = default
+        return self[key]
+
+    def update(self, *args: Any, **kwargs: Any) -> None:  # type: ignore[override]
+        for key, value in dict(*args, **kwargs).items():
+            self[key] = value

@@ -1,0 +1,285 @@
+"""Where an engine keeps gradients, master weights and optimizer state, for each of the ways in which it may.
+
+A layout gives access to them by the model's own parameters, whole or as this process's part. `key` is the name of an
+optimizer's state, such as `"exp_avg"`, or None for the master weight itself.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from drivetrain.runtime.collectives import reduce
+
+Parameter = nn.Parameter
+State = dict[str, Any]
+
+
+class Layout(ABC):
+    """How one engine keeps what belongs to its parameters.
+
+    Args:
+        engine: the DeepSpeed engine.
+        parameters: the model's parameters by name.
+
+    Attributes:
+        replicated: whether every process holds whole gradients, so that a norm is not summed over processes.
+    """
+
+    replicated = False
+
+    def __init__(self, engine: Any, parameters: dict[str, Parameter]) -> None:
+        self.engine = engine
+        self.parameters = parameters
+        self.optimizer = engine.optimizer  # DeepSpeed's, or the user's own at stage 0
+        self.inner: Optimizer = getattr(self.optimizer, "optimizer", self.optimizer)  # the one that does the sums
+
+    @property
+    def loss_scale(self) -> float:
+        """What the gradients are multiplied by until the step."""
+        return float(getattr(self.optimizer, "loss_scale", 1.0))
+
+    @abstractmethod
+    def gradients(self, parameters: Sequence[Parameter]) -> list[Tensor]:
+        """This process's part of the reduced gradients; what is written into it counts once `commit` was called."""
+
+    def commit(self, parameters: Sequence[Parameter], gradients: Sequence[Tensor]) -> None:
+        """Make changes of what `gradients` returned count."""
+
+    @abstractmethod
+    def discard(self) -> None:
+        """Forget gradients that no step will be made with."""
+
+    @abstractmethod
+    def read(self, parameter: Parameter, key: str | None = None) -> Tensor:
+        """A whole tensor in 32 bits, on every process; collective."""
+
+    @abstractmethod
+    def write(self, parameter: Parameter, value: Tensor, key: str | None = None) -> None:
+        """Take this process's part of a whole tensor."""
+
+    @abstractmethod
+    def holders(self) -> Iterator[tuple[Tensor, list[Parameter]]]:
+        """The tensors that the inner optimizer steps on this process, and the parameters in each."""
+
+    def is_trained(self, parameter: Parameter) -> bool:
+        """Whether the optimizer steps a parameter."""
+        return any(parameter is each for _, held in self.holders() for each in held)
+
+    def shared_state(self) -> dict[int, tuple[list[str], State]]:
+        """For each parameter, by id: the names of its tensor states, and its other state."""
+        found: dict[int, tuple[list[str], State]] = {}
+        for holder, held in self.holders():
+            state = self.inner.state.get(holder, {})
+            tensors = [key for key, value in state.items() if _is_like(value, holder)]
+            rest = {key: _copied(value) for key, value in state.items() if key not in tensors}
+            for parameter in held:
+                found[id(parameter)] = (tensors, rest)
+        return found
+
+    def make_state(self, states: dict[int, State]) -> None:
+        """Make room for what a checkpoint holds.
+
+        Args:
+            states: by a parameter's id: tensors shaped like the parameter, and other values.
+        """
+        for holder, held in self.holders():
+            saved = [states[id(parameter)] for parameter in held if id(parameter) in states]
+            if not saved:
+                self.inner.state.pop(holder, None)
+                continue
+            whole = {id(parameter): parameter for parameter in held}
+            state: State = {}
+            for given in (item for number, item in states.items() if number in whole):
+                for key, value in given.items():
+                    if isinstance(value, Tensor) and value.dim() > 0:
+                        state.setdefault(key, torch.zeros_like(holder, requires_grad=False))
+                    else:
+                        state[key] = _copied(value)
+            self.inner.state[holder] = state
+
+
+class PlainLayout(Layout):
+    """Stage 0 in full precision: the model and the optimizer as they are, gradients all-reduced."""
+
+    replicated = True
+
+    def gradients(self, parameters: Sequence[Parameter]) -> list[Tensor]:
+        return [parameter.grad for parameter in parameters if parameter.grad is not None]
+
+    def discard(self) -> None:
+        for parameter in self.parameters.values():
+            parameter.grad = None
+
+    def read(self, parameter: Parameter, key: str | None = None) -> Tensor:
+        master = self._master(parameter)
+        return (master if key is None else self.inner.state[master][key]).detach().clone()
+
+    def write(self, parameter: Parameter, value: Tensor, key: str | None = None) -> None:
+        master = self._master(parameter)
+        (master.data if key is None else self.inner.state[master][key]).copy_(value)
+
+    def holders(self) -> Iterator[tuple[Tensor, list[Parameter]]]:
+        for group in self.inner.param_groups:
+            for parameter in group["params"]:
+                yield parameter, [parameter]
+
+    def _master(self, parameter: Parameter) -> Tensor:
+        return parameter
+
+
+class MasterLayout(PlainLayout):
+    """Stage 0 in low precision: beside each parameter a whole 32-bit one, on every process."""
+
+    def __init__(self, engine: Any, parameters: dict[str, Parameter]) -> None:
+        super().__init__(engine, parameters)
+        low, high = self.optimizer.fp16_groups, self.optimizer.fp32_groups
+        self._pairs = [(a, b) for each, other in zip(low, high, strict=True) for a, b in zip(each, other, strict=True)]
+        self._masters = {id(parameter): master for parameter, master in self._pairs}
+
+    def holders(self) -> Iterator[tuple[Tensor, list[Parameter]]]:
+        for parameter, master in self._pairs:
+            yield master, [parameter]
+
+    def _master(self, parameter: Parameter) -> Tensor:
+        return self._masters.get(id(parameter), parameter)
+
+
+class FlatLayout(Layout):
+    """Stages 1 and 2: the parameters of a group one after the other in one flat tensor, each process has a slice."""
+
+    def __init__(self, engine: Any, parameters: dict[str, Parameter]) -> None:
+        super().__init__(engine, parameters)
+        # Stage 1 in bfloat16 with 32-bit accumulation is a class of its own.
+        self._keeps_whole = hasattr(self.optimizer, "fp32_groups_flat_partition")
+        self.replicated = self._keeps_whole
+        self._flats: list[Tensor] = (
+            self.optimizer.fp32_groups_flat_partition
+            if self._keeps_whole
+            else self.optimizer.single_partition_of_fp32_groups
+        )
+        self._group_of = {id(p): number for number, group in enumerate(self._groups()) for p in group}
+
+    def _groups(self) -> list[list[Parameter]]:
+        groups: list[list[Parameter]] = getattr(self.optimizer, "bf16_groups", None) or self.optimizer.bit16_groups
+        return groups
+
+    def gradients(self, parameters: Sequence[Parameter]) -> list[Tensor]:
+        if self._keeps_whole:
+            return [p._hp_grad for p in parameters if getattr(p, "_hp_grad", None) is not None]  # type: ignore[attr-defined]
+        found = []
+        for parameter in parameters:
+            mapping = getattr(parameter, "_hp_mapping", None)
+            if mapping is not None:
+                found.append(mapping.get_lp_grad_fragment(parameter._index_in_param_group))  # type: ignore[attr-defined]
+        return found
+
+    def discard(self) -> None:
+        self.optimizer.zero_grad()
+        if self._keeps_whole:
+            return
+        self.optimizer.micro_step_id = -1
+        for name in ("averaged_gradients", "all_grad_tensors"):
+            kept = getattr(self.optimizer, name, {})
+            for number in kept:
+                kept[number] = None
+        if self.optimizer.cpu_offload:
+            self.optimizer.reset_cpu_buffers()
+
+    def read(self, parameter: Parameter, key: str | None = None) -> Tensor:
+        whole = torch.zeros(parameter.numel(), dtype=torch.float32, device=self.engine.device)
+        mine = self._slice(parameter, key)
+        if mine is not None:
+            address = parameter._hp_mapping.lp_fragment_address  # type: ignore[attr-defined]
+            whole.narrow(0, address.start, address.numel).copy_(mine)
+        return reduce(whole, "sum").view_as(parameter)  # type: ignore[no-any-return]
+
+    def write(self, parameter: Parameter, value: Tensor, key: str | None = None) -> None:
+        mine = self._slice(parameter, key)
+        if mine is not None:
+            address = parameter._hp_mapping.lp_fragment_address  # type: ignore[attr-defined]
+            mine.copy_(value.reshape(-1).narrow(0, address.start, address.numel))
+
+    def _slice(self, parameter: Parameter, key: str | None) -> Tensor | None:
+        """This process's part of a parameter in the flat tensor, or of a state of it."""
+        mapping = getattr(parameter, "_hp_mapping", None)
+        if mapping is None:
+            return None
+        flat = self._flats[self._group_of[id(parameter)]]
+        source = flat.data if key is None else self.inner.state[flat][key]
+        address = mapping.get_hp_fragment_address()
+        return source.narrow(0, address.start, address.numel)
+
+    def holders(self) -> Iterator[tuple[Tensor, list[Parameter]]]:
+        yield from zip(self._flats, self._groups(), strict=True)
+
+
+class PartitionedLayout(Layout):
+    """Stage 3: each process has a part of every parameter, gradient and state, and of nothing the whole."""
+
+    def __init__(self, engine: Any, parameters: dict[str, Parameter]) -> None:
+        super().__init__(engine, parameters)
+        self._zero_three = hasattr(self.optimizer, "fp32_partitioned_groups_flat")
+
+    def gradients(self, parameters: Sequence[Parameter]) -> list[Tensor]:
+        from deepspeed.utils import safe_get_local_grad
+
+        trained = [parameter for parameter in parameters if parameter.requires_grad]
+        return [safe_get_local_grad(parameter) for parameter in trained]
+
+    def commit(self, parameters: Sequence[Parameter], gradients: Sequence[Tensor]) -> None:
+        from deepspeed.utils import safe_set_local_grad
+
+        trained = [parameter for parameter in parameters if parameter.requires_grad]
+        for parameter, gradient in zip(trained, gradients, strict=True):
+            safe_set_local_grad(parameter, gradient)
+
+    def discard(self) -> None:
+        self.optimizer.zero_grad()
+        self.optimizer.micro_step_id = 0
+        self.optimizer.averaged_gradients = {}
+
+    def read(self, parameter: Parameter, key: str | None = None) -> Tensor:
+        whole: Tensor = self.optimizer.get_full_hp_param(parameter, key)
+        return whole
+
+    def write(self, parameter: Parameter, value: Tensor, key: str | None = None) -> None:
+        optimizer = self.optimizer
+        part, group = optimizer._get_fp32_opt_state_partition(
+            parameter, release_swap_buffers=False, optim_state_key=key
+        )
+        rank = getattr(parameter, "ds_zero_partition_rank", self.engine.global_rank)
+        mine = value.reshape(-1)[part.numel() * rank : part.numel() * (rank + 1)]
+        part.data.zero_()  # the last part ends with padding, which a whole tensor has not
+        part.data[: mine.numel()].copy_(mine)
+        if optimizer._swappable_optimizer_subgroup(group):
+            optimizer._optimizer_states_and_gradient_swap_out(group)
+
+    def holders(self) -> Iterator[tuple[Tensor, list[Parameter]]]:
+        if self._zero_three:
+            yield from zip(self.optimizer.fp32_partitioned_groups_flat, self.optimizer.fp16_groups, strict=True)
+
+
+def layout_of(engine: Any, parameters: dict[str, Parameter]) -> Layout:
+    """The layout of an engine."""
+    stage = engine.zero_optimization_stage()
+    if stage == 3:
+        return PartitionedLayout(engine, parameters)
+    if hasattr(engine.optimizer, "bit16_groups") or hasattr(engine.optimizer, "bf16_groups"):
+        return FlatLayout(engine, parameters)
+    if hasattr(engine.optimizer, "fp32_groups"):
+        return MasterLayout(engine, parameters)
+    return PlainLayout(engine, parameters)
+
+
+def _is_like(value: Any, holder: Tensor) -> bool:
+    return isinstance(value, Tensor) and value.shape == holder.shape and value.dim() > 0
+
+
+def _copied(value: Any) -> Any:
+    return value.detach().clone() if isinstance(value, Tensor) else value

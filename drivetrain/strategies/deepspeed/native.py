@@ -1,0 +1,96 @@
+"""DeepSpeed's own checkpoints: written and read by the engine, and turned into plain weights."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from drivetrain.runtime.errors import CheckpointError
+from drivetrain.strategies.deepspeed.engine import TrainedModel
+from drivetrain.strategies.deepspeed.package import require_deepspeed
+
+LATEST = "latest"
+_STATES = "*_model_states.pt"
+_OPTIMIZER = "*_optim_states.pt"
+
+
+def save(trained: TrainedModel, directory: str | os.PathLike[str], tag: str) -> None:
+    """Let the engine write its checkpoint; collective."""
+    trained.engine.save_checkpoint(os.fspath(directory), tag=tag)
+
+
+def load(trained: TrainedModel, directory: str | os.PathLike[str], tag: str | None, world_size: int) -> None:
+    """Let the engine read its checkpoint; collective.
+
+    Raises:
+        CheckpointError: there is none, or another number of processes wrote it.
+    """
+    folder = folder_of(directory, tag)
+    written = len(list(folder.glob(_OPTIMIZER)))
+    if written not in (0, 1, world_size) or (written == 1 and world_size > 1 and trained.engine.zero_optimization()):
+        raise CheckpointError(
+            f"{folder} was written by {written} processes, and DeepSpeed reads its own checkpoints on as many only, "
+            f"but here are {world_size}. Save with Accelerator.save_state or a Trainer's checkpoints, which any number "
+            "reads, or take the weights out: drivetrain merge-weights."
+        )
+    path, _ = trained.engine.load_checkpoint(os.fspath(directory), tag=folder.name)
+    if path is None:
+        raise CheckpointError(f"DeepSpeed could not read the checkpoint {folder}.")
+
+
+def folder_of(directory: str | os.PathLike[str], tag: str | None = None) -> Path:
+    """The folder of one checkpoint: by tag, by the file that names the latest one, or the directory itself.
+
+    Raises:
+        CheckpointError: there is none.
+    """
+    found = native_folder(directory, tag)
+    if found is None:
+        raise CheckpointError(
+            f"{os.fspath(directory)} holds no DeepSpeed checkpoint{f' {tag!r}' if tag else ''}: no {_STATES} files."
+        )
+    return found
+
+
+def native_folder(directory: str | os.PathLike[str], tag: str | None = None) -> Path | None:
+    """The same, or None where there is none."""
+    root = Path(directory)
+    latest = root / LATEST
+    if tag is None and latest.is_file():
+        tag = latest.read_text(encoding="utf-8").strip()
+    folder = root if tag is None else root / tag
+    return folder if folder.is_dir() and any(folder.glob(_STATES)) else None
+
+
+def whole_weights(directory: str | os.PathLike[str]) -> dict[str, Tensor]:
+    """The weights in a DeepSpeed checkpoint in 32 bits, under the names of the model.
+
+    The files are pickles, which run whatever code they hold: open only those that you trust.
+
+    Raises:
+        CheckpointError: there is none.
+    """
+    folder = folder_of(directory)
+    require_deepspeed()
+    from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
+
+    if any(folder.glob(_OPTIMIZER)):
+        weights: dict[str, Any] = get_fp32_state_dict_from_zero_checkpoint(str(folder.parent), tag=folder.name)
+    else:
+        weights = _replicated(folder)
+    if weights and all(name.startswith("task.") for name in weights):
+        # A Trainer's engine holds the task in a module of its own.
+        weights = {name.removeprefix("task."): value for name, value in weights.items()}
+    return dict(weights)
+
+
+def _replicated(folder: Path) -> dict[str, Any]:
+    """The weights of stage 0, which the first process has written whole."""
+    import torch
+
+    (path, *_) = sorted(folder.glob(_STATES))
+    module: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=False)["module"]
+    return {name: value.float() if value.is_floating_point() else value for name, value in module.items()}

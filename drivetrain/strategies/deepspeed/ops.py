@@ -1,0 +1,212 @@
+"""DeepSpeed's compiled operators: which are built, which are being built or were left half built, and building them.
+
+DeepSpeed compiles an operator where it is first used, which takes minutes, and waits for ever where a build was killed
+and left its lock. So operators that are not needed are not asked for, and a lock that nobody holds is an error.
+
+    python -m drivetrain.strategies.deepspeed.ops            # build what helps on this machine
+    python -m drivetrain.strategies.deepspeed.ops --status   # only say what is there
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import os
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from drivetrain.runtime.errors import ConfigurationError
+from drivetrain.runtime.logging import get_logger
+
+_log = get_logger(__name__)
+
+SHARED_MEMORY = "deepspeed_shm_comm"
+BUILDERS = {
+    SHARED_MEMORY: "ShareMemCommBuilder",
+    "fused_adam": "FusedAdamBuilder",
+    "cpu_adam": "CPUAdamBuilder",
+    "async_io": "AsyncIOBuilder",
+}
+# Where it cannot be seen whether a process still holds a lock, one older than any build is taken to be left over.
+_LONGEST_BUILD = 3600.0
+
+
+def build_root() -> Path:
+    """The folder in which torch builds extensions, one folder an operator."""
+    extension = importlib.import_module("torch.utils.cpp_extension")
+    given = os.environ.get("TORCH_EXTENSIONS_DIR")
+    if given:
+        return Path(given)
+    torch = importlib.import_module("torch")
+    found = torch.version.cuda or torch.version.hip
+    kind = "cpu" if found is None else ("cu" if torch.version.cuda else "rocm") + found.replace(".", "")
+    abi = getattr(sys, "abiflags", "")
+    folder = f"py{sys.version_info.major}{sys.version_info.minor}{abi}_{kind}"
+    return Path(extension.get_default_build_root()) / folder
+
+
+def is_built(name: str) -> bool:
+    """Whether an operator is there and would be loaded at once."""
+    folder = build_root() / name
+    return (folder / f"{name}.so").is_file() and not (folder / "lock").exists()
+
+
+def check_locks(names: Sequence[str]) -> None:
+    """Raise where DeepSpeed would wait for ever for a build that was killed.
+
+    Args:
+        names: the operators that are about to be loaded.
+
+    Raises:
+        ConfigurationError: names the lock to remove.
+    """
+    for name in names:
+        lock = build_root() / name / "lock"
+        if is_stale(lock):
+            raise ConfigurationError(
+                f"{lock} was left by a build of DeepSpeed's {name} that did not end, and DeepSpeed would wait for it "
+                f"for ever. Remove it (rm {lock}) and build anew: python -m drivetrain.strategies.deepspeed.ops {name}"
+            )
+
+
+def is_stale(lock: Path) -> bool:
+    """Whether a build's lock is there but no process holds it."""
+    try:
+        age = time.time() - lock.stat().st_mtime
+    except FileNotFoundError:
+        return False
+    held = _is_open(lock)
+    if held is None:
+        return age > _LONGEST_BUILD
+    return not held and lock.exists()
+
+
+def _is_open(path: Path) -> bool | None:
+    """Whether a process of this machine has a file open; None where that cannot be seen."""
+    processes = Path("/proc")
+    if not (processes / "self" / "fd").is_dir():
+        return None
+    wanted = os.path.realpath(path)
+    unseen = False
+    for process in processes.iterdir():
+        if not process.name.isdigit():
+            continue
+        try:
+            if any(os.path.realpath(handle) == wanted for handle in (process / "fd").iterdir()):
+                return True
+        except PermissionError:
+            unseen = True
+        except OSError:
+            continue  # it has ended
+    return None if unseen else False
+
+
+@contextmanager
+def shared_memory(kind: str, wanted: bool | None) -> Iterator[None]:
+    """Decide whether DeepSpeed joins its processes by shared memory too; it would build the operator for that.
+
+    Args:
+        kind: the kind of device; other than on the CPU there is nothing to decide.
+        wanted: None takes the operator where it is built already.
+    """
+    use = kind == "cpu" and (is_built(SHARED_MEMORY) if wanted is None else wanted)
+    if use:
+        check_locks([SHARED_MEMORY])
+    package = importlib.import_module("deepspeed.ops")
+    before = package.__dict__.get("__compatible_ops__")
+    # Reading it would try all compilers first.
+    package.__dict__["__compatible_ops__"] = {SHARED_MEMORY: use}
+    try:
+        yield
+    finally:
+        if before is None:
+            del package.__dict__["__compatible_ops__"]
+        else:
+            package.__dict__["__compatible_ops__"] = before
+
+
+def prefer_built_optimizer(section: dict[str, Any], kind: str, zero: dict[str, Any]) -> None:
+    """Let a configuration's Adam be torch's on the CPU, where DeepSpeed's own would be compiled first.
+
+    Args:
+        section: the configuration's `"optimizer"`, changed in place.
+        kind: the kind of device.
+        zero: the configuration's `"zero_optimization"`.
+    """
+    if str(section.get("type", "")).lower() not in ("adam", "adamw") or section["params"].get("torch_adam"):
+        return
+    name = "cpu_adam" if isinstance(zero.get("offload_optimizer"), dict) else "fused_adam"
+    if kind == "cpu" and not is_built(name):
+        section["params"]["torch_adam"] = True
+        _log.warning_once(
+            f"DeepSpeed's {name} is not built, so torch's {section['type']} takes its place: the same sums. To have "
+            f"it, run `python -m drivetrain.strategies.deepspeed.ops {name}` once, which takes minutes."
+        )
+    else:
+        check_locks([name])
+
+
+def require_async_io() -> None:
+    """Raise where offloading to NVMe cannot work."""
+    from deepspeed.accelerator import get_accelerator
+
+    builder = get_accelerator().create_op_builder(BUILDERS["async_io"])
+    try:
+        possible = builder is not None and builder.is_compatible(verbose=False)
+    except Exception:
+        possible = False
+    if not possible:
+        raise ConfigurationError(
+            "Offloading to NVMe needs DeepSpeed's async_io operator, which cannot be built here: it needs libaio "
+            "(apt install libaio-dev) and a compiler. Offload to the CPU: offload_optimizer='cpu', "
+            "offload_param='cpu'."
+        )
+    check_locks(["async_io"])
+
+
+def build(name: str, kind: str) -> None:
+    """Build one operator.
+
+    Raises:
+        ConfigurationError: there is no such operator for this kind of device.
+    """
+    from deepspeed.accelerator import get_accelerator
+
+    check_locks([name])
+    builder = get_accelerator().create_op_builder(BUILDERS[name])
+    if builder is None:
+        raise ConfigurationError(f"DeepSpeed has no operator {name!r} for {kind!r}.")
+    builder.load(verbose=False)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Build operators, or say which there are."""
+    from drivetrain.runtime.devices import detect_device_kind
+    from drivetrain.strategies.deepspeed.package import import_deepspeed
+
+    parser = argparse.ArgumentParser(description="Build DeepSpeed's compiled operators ahead of time.")
+    parser.add_argument("names", nargs="*", help=f"of {', '.join(BUILDERS)}; what helps on this machine if none")
+    parser.add_argument("--status", action="store_true", help="only say which are built")
+    given = parser.parse_args(arguments)
+    unknown = [name for name in given.names if name not in BUILDERS]
+    if unknown:
+        parser.error(f"unknown operator {unknown[0]!r}; allowed: {', '.join(BUILDERS)}")
+    kind = "cpu" if os.environ.get("DRIVETRAIN_USE_CPU") else detect_device_kind().name
+    for name in BUILDERS if given.status else given.names or ([SHARED_MEMORY] if kind == "cpu" else []):
+        if not given.status:
+            started = time.monotonic()
+            import_deepspeed(kind)
+            build(name, kind)
+            print(f"{name}: built in {time.monotonic() - started:.0f} s")
+        else:
+            stale = is_stale(build_root() / name / "lock")
+            print(f"{name}: {'stale lock' if stale else 'built' if is_built(name) else 'not built'}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,146 @@
+"""A model's weights and an optimizer's state under the names of the bare model, whole, in and out of an engine."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from drivetrain.runtime.collectives import broadcast
+from drivetrain.runtime.errors import CheckpointError
+from drivetrain.strategies.deepspeed.engine import TrainedModel
+
+State = dict[str, Any]
+
+
+def read_model(trained: TrainedModel, masters: bool) -> State:
+    """All parameters and buffers; collective.
+
+    Args:
+        trained: the engine's model.
+        masters: whether to take the 32-bit master weights where there are any, so that nothing is rounded.
+    """
+    state: State = {}
+    seen: dict[int, Tensor] = {}
+    for name, value in trained.bare.state_dict(keep_vars=True).items():
+        if not isinstance(value, Tensor):
+            state[name] = value
+        elif isinstance(value, nn.Parameter):
+            if id(value) not in seen:
+                seen[id(value)] = _read_parameter(trained, value, masters)
+            state[name] = seen[id(value)]
+        else:
+            state[name] = broadcast(value.detach().clone())
+    return state
+
+
+def _read_parameter(trained: TrainedModel, parameter: nn.Parameter, masters: bool) -> Tensor:
+    low = trained.is_low_precision
+    if (is_partitioned(parameter) or low) and (masters or not low) and trained.layout.is_trained(parameter):
+        return trained.layout.read(parameter)
+    if is_partitioned(parameter):
+        return gathered(parameter)
+    return parameter.detach()
+
+
+def write_model(trained: TrainedModel, state: State, strict: bool = True) -> Any:
+    """Load whole tensors by name; collective.
+
+    Returns:
+        What `load_state_dict` returns: the names that were missing, and those that were not expected.
+    """
+    own = trained.bare.state_dict(keep_vars=True)
+    partitioned = {name for name, value in own.items() if is_partitioned(value)}
+    _check_shapes({name: own[name] for name in partitioned}, state)
+    # What is partitioned has no shape to load into, so it is left out there.
+    missing, unexpected = trained.bare.load_state_dict(
+        {name: value for name, value in state.items() if name not in partitioned}, strict=False
+    )
+    missing = [name for name in missing if name not in state or name not in partitioned]
+    if strict and (missing or unexpected):
+        raise CheckpointError(
+            f"The weights are not those of {type(trained.bare).__name__}: missing {sorted(missing)[:8]}, not expected "
+            f"{sorted(unexpected)[:8]}."
+        )
+    done: set[int] = set()
+    for name, value in own.items():
+        if not isinstance(value, nn.Parameter) or name not in state or id(value) in done:
+            continue
+        done.add(id(value))
+        if name in partitioned:
+            _scatter(value, state[name])
+        if trained.layout.is_trained(value):
+            trained.layout.write(value, state[name])
+    return type(trained.bare.load_state_dict({}, strict=False))(missing, unexpected)
+
+
+def _check_shapes(parameters: dict[str, Any], state: State) -> None:
+    for name, parameter in parameters.items():
+        if name in state and tuple(state[name].shape) != tuple(parameter.ds_shape):
+            raise CheckpointError(
+                f"{name} has the shape {tuple(state[name].shape)} in the checkpoint, but "
+                f"{tuple(parameter.ds_shape)} here."
+            )
+
+
+def read_optimizer(trained: TrainedModel) -> State:
+    """`{"state": {parameter name: {...}}, "param_groups": [{"params": [names], ...}]}`; collective."""
+    known = trained.layout.shared_state()
+    state: State = {}
+    for name, parameter in trained.parameters.items():
+        if id(parameter) in known:
+            tensors, rest = known[id(parameter)]
+            if tensors or rest:
+                state[name] = {key: trained.layout.read(parameter, key).cpu() for key in tensors} | rest
+    inner = trained.layout.inner.param_groups
+    groups = [{**group, "params": list(names)} for group, names in zip(inner, trained.groups, strict=True)]
+    return {"state": state, "param_groups": groups}
+
+
+def write_optimizer(trained: TrainedModel, saved: State) -> None:
+    """Load what `read_optimizer`, or any other strategy, returned.
+
+    Raises:
+        CheckpointError: the groups hold other parameters than the saved ones.
+    """
+    here, there = trained.groups, [list(group["params"]) for group in saved["param_groups"]]
+    if [sorted(group) for group in here] != [sorted(group) for group in there]:
+        missing = sorted({name for group in here for name in group} - {name for group in there for name in group})
+        left_over = sorted({name for group in there for name in group} - {name for group in here for name in group})
+        raise CheckpointError(
+            f"The optimizer has other parameter groups than the checkpoint: {len(here)} group(s) here, {len(there)} "
+            f"saved; not in the checkpoint: {missing[:8]}; only in the checkpoint: {left_over[:8]}. Build the "
+            "optimizer as in the run that wrote it."
+        )
+    layout = trained.layout
+    for group, options in zip(layout.inner.param_groups, saved["param_groups"], strict=True):
+        group.update({key: value for key, value in options.items() if key != "params"})
+    by_name = {name: saved["state"][name] for name in trained.parameters if name in saved["state"]}
+    layout.make_state({id(trained.parameters[name]): state for name, state in by_name.items()})
+    for name, state in by_name.items():
+        parameter = trained.parameters[name]
+        for key, value in state.items():
+            if isinstance(value, Tensor) and value.dim() > 0 and layout.is_trained(parameter):
+                layout.write(parameter, value, key)
+
+
+def is_partitioned(value: Any) -> bool:
+    """Whether ZeRO-3 has taken a parameter apart."""
+    return hasattr(value, "ds_id")
+
+
+def gathered(parameter: nn.Parameter) -> Tensor:
+    """A whole copy of a parameter that is partitioned; collective."""
+    import deepspeed
+
+    with deepspeed.zero.GatheredParameters([parameter]), torch.no_grad():
+        return parameter.detach().clone()
+
+
+def _scatter(parameter: nn.Parameter, value: Tensor) -> None:
+    """Give every process its part of a whole value."""
+    import deepspeed
+
+    with deepspeed.zero.GatheredParameters([parameter], modifier_rank=0), torch.no_grad():
+        parameter.copy_(value)

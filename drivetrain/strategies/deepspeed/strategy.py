@@ -1,0 +1,507 @@
+"""`DeepSpeed`: a strategy whose engine is DeepSpeed's."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from drivetrain.runtime.collectives import broadcast
+from drivetrain.runtime.errors import ConfigurationError, nearest
+from drivetrain.runtime.state import PartialState
+from drivetrain.strategies.base import StateDict, Strategy
+from drivetrain.strategies.deepspeed import config as configuration
+from drivetrain.strategies.deepspeed import gradients, native, ops, states
+from drivetrain.strategies.deepspeed.accelerate_keys import arguments_from
+from drivetrain.strategies.deepspeed.config import Known
+from drivetrain.strategies.deepspeed.dummies import DummyOptim, standing_in_for
+from drivetrain.strategies.deepspeed.engine import TrainedModel
+from drivetrain.strategies.deepspeed.package import Membership, require_deepspeed
+from drivetrain.strategies.precision import Precision
+from drivetrain.strategies.precision.mixed import Float16Mixed
+
+Offload = str | Mapping[str, Any] | None
+
+
+class DeepSpeed(Strategy):
+    """ZeRO: optimizer state (stage 1), gradients (2) and parameters (3) are spread over the processes.
+
+    Args:
+        stage: 0 to 3; that of `config` if None, else 2.
+        offload_optimizer: `"cpu"`, `"nvme"`, or DeepSpeed's section as a dict: where optimizer state is kept.
+        offload_param: the same for parameters, at stage 3.
+        nvme_path: the folder for `"nvme"`.
+        gradient_clipping: clip to this norm in each step; a Trainer's `gradient_clip_val` says the same.
+        gradient_accumulation_steps: micro-batches in a step, to be held against the loop's, which decides.
+        zero_init: whether `init_context` takes parameters apart where they are made; at stage 3, if None.
+        moe_layers: names of module classes that ZeRO-3 gathers as a whole, such as mixtures of experts.
+        shared_memory: whether processes on one machine's CPU also talk through DeepSpeed's shared-memory operator;
+            where it is built already, if None.
+        config: a whole DeepSpeed configuration: a dict, the path of a JSON file, or JSON text. `"auto"` is filled.
+        **zero_options: further names of DeepSpeed's `zero_optimization` section, such as `overlap_comm`.
+
+    Raises:
+        ConfigurationError: deepspeed is not installed, or options cannot be.
+    """
+
+    name = "deepspeed"
+
+    def __init__(
+        self,
+        stage: int | None = None,
+        *,
+        offload_optimizer: Offload = None,
+        offload_param: Offload = None,
+        nvme_path: str | os.PathLike[str] | None = None,
+        gradient_clipping: float | None = None,
+        gradient_accumulation_steps: int | None = None,
+        zero_init: bool | None = None,
+        moe_layers: Sequence[str | type[nn.Module]] = (),
+        shared_memory: bool | None = None,
+        config: Mapping[str, Any] | str | os.PathLike[str] | None = None,
+        **zero_options: Any,
+    ) -> None:
+        require_deepspeed()
+        self.config = configuration.read_config(config)
+        zero = self.config.setdefault("zero_optimization", {})
+        _add(zero, "zero_optimization.stage", "stage", stage)
+        self.stage = configuration.stage_of(self.config)
+        if self.stage is None:
+            self.stage = zero["stage"] = 2
+        if self.stage not in configuration.STAGES:
+            raise ConfigurationError(f"stage={self.stage!r}: allowed are {', '.join(map(str, configuration.STAGES))}.")
+        for key, given in (("offload_optimizer", offload_optimizer), ("offload_param", offload_param)):
+            _add(zero, f"zero_optimization.{key}", key, _offload(key, given, nvme_path))
+        for key, value in zero_options.items():
+            _add(zero, f"zero_optimization.{key}", key, value)
+        _add(self.config, "gradient_clipping", "gradient_clipping", gradient_clipping)
+        _add(self.config, "gradient_accumulation_steps", "gradient_accumulation_steps", gradient_accumulation_steps)
+        self._check_offload(zero)
+        self.zero_init = self.stage == 3 if zero_init is None else zero_init and self.stage == 3
+        self.moe_layers = list(moe_layers)
+        self.shared_memory = shared_memory
+        self.pads_evaluation = self.stage == 3  # type: ignore[misc]
+        self._arguments: dict[str, tuple[str, Any]] = {}
+        self._precision: Precision | None = None
+        self._membership: Membership | None = None
+        self._trained: list[TrainedModel] = []
+
+    @classmethod
+    def from_config(cls, config: Mapping[str, Any]) -> DeepSpeed:
+        """Make the strategy that Accelerate's `deepspeed_config` describes.
+
+        Args:
+            config: its keys and values, as `accelerate config` writes them.
+
+        Raises:
+            ConfigurationError: a key is unknown; the nearest one is named.
+        """
+        return cls(**arguments_from(config))
+
+    def _check_offload(self, zero: Mapping[str, Any]) -> None:
+        if zero.get("offload_param") and _device(zero["offload_param"]) != "none" and self.stage != 3:
+            raise ConfigurationError(
+                f"offload_param needs stage=3, which is where parameters are spread; this is stage {self.stage}."
+            )
+        if zero.get("offload_optimizer") and _device(zero["offload_optimizer"]) != "none" and self.stage == 0:
+            raise ConfigurationError("offload_optimizer needs stage 1, 2 or 3; at stage 0 nothing is spread.")
+
+    # processes
+
+    def setup(self, state: PartialState) -> None:
+        """Let DeepSpeed join the process group that this process is in."""
+        super().setup(state)
+        self._membership = Membership(self.environment, self.kind.name, self.shared_memory)
+        self._check_zero_options()
+        zero = self.config["zero_optimization"]
+        if any(_device(zero.get(key)) == "nvme" for key in ("offload_optimizer", "offload_param")):
+            ops.require_async_io()
+
+    def _check_zero_options(self) -> None:
+        from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
+
+        fields = DeepSpeedZeroConfig.model_fields
+        allowed = {*fields, *(field.alias for field in fields.values() if field.alias)}
+        for key in self.config["zero_optimization"]:
+            if key not in allowed:
+                raise ConfigurationError(
+                    f"DeepSpeed has no zero_optimization option {key!r}.{nearest(key, allowed)} Allowed: "
+                    f"{', '.join(sorted(allowed))}."
+                )
+
+    def check_precision(self, precision: Precision) -> None:
+        """Refuse what DeepSpeed cannot compute in, or not on this device."""
+        if precision.name == "64":
+            raise ConfigurationError(
+                "precision='64' cannot run under strategy='deepspeed': ZeRO keeps its master weights in 32 bits. Use "
+                "'32', or another strategy."
+            )
+        if precision.name in ("fp16", "fp16-true") and self.kind.name == "cpu":
+            raise ConfigurationError(
+                f"precision={precision.name!r} cannot run under strategy='deepspeed' on the CPU: DeepSpeed computes "
+                "in float16 on GPUs only. Use 'bf16' or '32'."
+            )
+        if precision.name not in ("32", "bf16", "bf16-true", "fp16", "fp16-true"):
+            raise ConfigurationError(
+                f"precision={precision.name!r} is unknown to DeepSpeed. Use '32', 'bf16', 'bf16-true' or 'fp16'."
+            )
+        if isinstance(precision, Float16Mixed):
+            # The engine scales the loss: only it can see an overflow in gradients that are spread.
+            precision.scaler = torch.amp.GradScaler(self.kind.autocast_type, enabled=False)
+        self._precision = precision
+
+    def check_arguments(self, owner: str, **arguments: tuple[str, Any]) -> None:
+        """Take note of what the loop was told that DeepSpeed's configuration may say too."""
+        for key, (name, value) in arguments.items():
+            self._arguments[key] = (f"{owner}({name})" if value is None else f"{owner}({name}={value!r})", value)
+        configuration.complete(self.config, self._known(None))
+
+    def _known(self, optimizer: Optimizer | None, model: nn.Module | None = None) -> Known:
+        return Known(
+            world_size=self.environment.world_size,
+            precision=self._precision,
+            arguments=self._arguments,
+            optimizer=optimizer,
+            scheduler=None if optimizer is None else standing_in_for(optimizer),
+            model=model,
+        )
+
+    # model
+
+    def init_context(self) -> AbstractContextManager[Any]:
+        """At stage 3, take parameters apart as soon as they are made, so that no process ever holds the whole model."""
+        if not self.zero_init:
+            return nullcontext()
+        options = configuration.complete(self.config, self._known(None))
+        return self._package().zero.Init(config_dict_or_path=options)  # type: ignore[no-any-return]
+
+    def place(self, model: nn.Module, precision: Precision, move: bool = True) -> nn.Module:
+        """Place a model that is only evaluated; where it is partitioned, in an engine that gathers its parameters."""
+        if not any(states.is_partitioned(parameter) for parameter in model.parameters()):
+            return super().place(model, precision, move)
+        options = configuration.complete(self._without_training(), self._known(None, self.unwrap(model)))
+        engine, *_ = self._package().initialize(model=model, config=options)
+        return engine.module  # type: ignore[no-any-return]
+
+    def _without_training(self) -> dict[str, Any]:
+        return {key: value for key, value in self.config.items() if key not in ("optimizer", "scheduler")}
+
+    def prepare(
+        self, model: nn.Module, optimizers: Sequence[Optimizer], precision: Precision, move: bool = True
+    ) -> tuple[nn.Module, list[Optimizer]]:
+        """Build the engine of a model and its optimizer; a model without one is only placed."""
+        if not optimizers:
+            return self.place(model, precision, move), []
+        if len(optimizers) > 1:
+            raise ConfigurationError(
+                f"DeepSpeed's engine drives one optimizer, but {len(optimizers)} hold parameters of this "
+                f"{type(self.unwrap(model)).__name__}. Give one optimizer several parameter groups, or each optimizer "
+                "a model of its own (Accelerator.prepare), or use another strategy."
+            )
+        bare, optimizer = super().unwrap(model), optimizers[0]
+        names = {id(parameter): name for name, parameter in bare.named_parameters()}
+        groups = _names_of_groups(optimizer, names)
+        if not any(states.is_partitioned(parameter) for parameter in bare.parameters()):
+            model = precision.convert(model)
+        self._mark_leaves(bare)
+        engine, scheduler = self._initialize(model, optimizer, bare)
+        trained = TrainedModel(engine, bare, groups)
+        if isinstance(optimizer, DummyOptim):
+            # A learning-rate schedule over the stand-in changes the real one's groups.
+            optimizer.param_groups = trained.layout.inner.param_groups
+        dummy = standing_in_for(optimizer)
+        if dummy is not None:
+            dummy.attach(scheduler)
+        self._trained.append(trained)
+        return engine, [trained.optimizer]
+
+    def _initialize(self, model: nn.Module, optimizer: Optimizer, bare: nn.Module) -> tuple[Any, Any]:
+        known = self._known(optimizer, bare)
+        options = configuration.complete(self.config, known)
+        # Clipping is done here before the engine's step: only so does a norm exist that can be read before it, and are
+        # gradients clipped that were weighed after their backward.
+        options["gradient_clipping"] = 0.0
+        arguments: dict[str, Any] = {"optimizer": optimizer}
+        if isinstance(optimizer, DummyOptim):
+            ops.prefer_built_optimizer(options["optimizer"], self.kind.name, options["zero_optimization"])
+            arguments = {"model_parameters": [dict(group) for group in optimizer.param_groups]}
+        if known.scheduler is not None and known.scheduler.lr_scheduler_callable is not None:
+            arguments["lr_scheduler"] = known.scheduler.lr_scheduler_callable
+        engine, _, _, scheduler = self._package().initialize(
+            model=model, config=options, dist_init_required=False, **arguments
+        )
+        engine.set_gradient_accumulation_boundary(True)
+        return engine, scheduler
+
+    def _mark_leaves(self, model: nn.Module) -> None:
+        """Let ZeRO-3 gather the named modules as a whole: which of a mixture's experts run differs by process."""
+        if not self.moe_layers or self.stage != 3:
+            return
+        classes = {type(module).__name__: type(module) for module in model.modules()}
+        chosen = []
+        for given in self.moe_layers:
+            name = given if isinstance(given, str) else given.__name__
+            if name not in classes:
+                raise ConfigurationError(
+                    f"moe_layers names {name!r}, but the model has no module of such a class.{nearest(name, classes)} "
+                    f"It has: {', '.join(sorted(classes))}."
+                )
+            chosen.append(classes[name])
+        from deepspeed.utils import set_z3_leaf_modules
+
+        set_z3_leaf_modules(model, chosen)
+
+    def unwrap(self, model: nn.Module) -> nn.Module:
+        """The user's own module."""
+        for trained in self._trained:
+            if model is trained.engine:
+                return trained.bare
+        return super().unwrap(model)
+
+    def before_evaluation(self, model: nn.Module) -> None:
+        """Give all processes rank 0's buffers: batch statistics have moved on by each one's own batches."""
+        broadcast(list(self.unwrap(model).buffers()))
+
+    def evaluation_model(self, model: nn.Module) -> nn.Module:
+        """The module inside: its own hooks gather what is partitioned."""
+        trained = self._find(model)
+        return model if trained is None else trained.engine.module  # type: ignore[no-any-return]
+
+    # one optimizer step
+
+    def gradient_sync(self, model: nn.Module, enabled: bool) -> AbstractContextManager[Any]:
+        """Whether a backward in this context ends an accumulation window."""
+        trained = self._find(model)
+        return nullcontext() if enabled or trained is None else _within_window(trained.engine)
+
+    def backward(self, loss: torch.Tensor, **kwargs: Any) -> None:
+        """Let the engine differentiate a loss that is divided by the window's micro-batches already."""
+        unknown = sorted(set(kwargs) - {"retain_graph"})
+        if unknown:
+            raise ConfigurationError(f"DeepSpeed's backward takes retain_graph only, got {', '.join(unknown)}.")
+        if not self._trained or loss.numel() != 1 or not loss.requires_grad:
+            loss.backward(**kwargs)  # type: ignore[no-untyped-call]  # which says what is wrong with it
+            return
+        for trained in self._trained:
+            trained.holds_gradients = True
+        # Others whose forward the loss went through follow by the hooks on their outputs.
+        self._trained[-1].engine.backward(loss, scale_wrt_gas=False, **kwargs)
+
+    def clip_grad_norm_(
+        self, parameters: Iterable[torch.Tensor], max_norm: float, norm_type: float = 2.0
+    ) -> torch.Tensor:
+        """Scale gradients down to a total norm of at most `max_norm`; returns the norm over all processes before."""
+        given = list(parameters)
+        self._check_clipping(max_norm)
+        norms = []
+        for trained in self._trained:
+            own = trained.own(given)
+            if own:
+                norms.append((trained, own, gradients.total_norm(trained, own, norm_type)))
+        if not norms:
+            return torch.zeros((), device=self.device)
+        total = torch.linalg.vector_norm(torch.stack([norm for *_, norm in norms]), norm_type)
+        if max_norm != float("inf"):
+            for trained, own, _ in norms:
+                gradients.clip_to_norm(trained, own, total, max_norm)
+                trained.clipped = True
+        return total
+
+    def _check_clipping(self, max_norm: float) -> None:
+        configured = configuration.clipping_of(self.config)
+        if configured is not None and max_norm not in (configured, float("inf")):
+            raise ConfigurationError(
+                f"The DeepSpeed configuration says gradient_clipping={configured}, but the loop clips to {max_norm}. "
+                "Give one of the two."
+            )
+
+    def clip_grad_value_(self, parameters: Iterable[torch.Tensor], clip_value: float) -> None:
+        """Clamp every gradient to [-clip_value, clip_value]."""
+        given = list(parameters)
+        for trained in self._trained:
+            gradients.clip_to_value(trained, trained.own(given), clip_value)
+
+    def scale_gradients(self, model: nn.Module, optimizers: Sequence[Optimizer], factor: torch.Tensor) -> None:
+        """Multiply the gradients of a window."""
+        for trained in self._trained:
+            if any(optimizer is trained.optimizer for optimizer in optimizers):
+                gradients.scale(trained, trained.all_trained(), factor)
+
+    def optimizer_step(
+        self, optimizer: Optimizer, precision: Precision, closure: Callable[[], Any] | None = None
+    ) -> bool:
+        """Step the engine. Returns False where it skipped the step because of an overflow."""
+        if closure is not None:
+            raise ConfigurationError(
+                f"{type(optimizer).__name__} computes gradients in its step (a closure), which DeepSpeed's engine "
+                "cannot. Use another optimizer, or another strategy."
+            )
+        trained = self._stepped_by(optimizer)
+        configured = configuration.clipping_of(self.config)
+        if configured is not None and not trained.clipped:
+            self.clip_grad_norm_(list(trained.all_trained()), configured)
+        trained.optimizer.step()
+        trained.clipped = False
+        return bool(trained.engine.was_step_applied())
+
+    # state
+
+    def model_state(self, model: nn.Module) -> StateDict:
+        """Parameters and buffers, whole; in 32 bits where DeepSpeed keeps such master weights."""
+        trained = self._find(model)
+        return super().model_state(model) if trained is None else states.read_model(trained, masters=True)
+
+    def full_state_dict(self, model: nn.Module) -> dict[str, torch.Tensor]:
+        """All parameters and buffers, whole and on the CPU, on rank 0; an empty dict elsewhere."""
+        trained = self._find(model)
+        if trained is None:
+            return super().full_state_dict(model)
+        state = states.read_model(trained, masters=False)
+        return {} if self.environment.rank else {name: value.detach().cpu() for name, value in state.items()}
+
+    def load_model_state(self, model: nn.Module, state: StateDict, strict: bool = True) -> Any:
+        """Load whole tensors by name into parameters and master weights."""
+        trained = self._find(model)
+        if trained is None:
+            return super().load_model_state(model, state, strict)
+        return states.write_model(trained, state, strict)
+
+    def optimizer_state(self, model: nn.Module, optimizer: Optimizer) -> StateDict:
+        """An optimizer's state by canonical parameter name, put together from all processes."""
+        return states.read_optimizer(self._stepped_by(optimizer))
+
+    def load_optimizer_state(self, model: nn.Module, optimizer: Optimizer, state: StateDict) -> None:
+        """Give each process its part of what any strategy saved."""
+        states.write_optimizer(self._stepped_by(optimizer), state)
+
+    def save_native(self, model: nn.Module, directory: str | os.PathLike[str], tag: str = "native") -> None:
+        """Write DeepSpeed's own checkpoint, each process its part; call it on all.
+
+        Args:
+            model: a prepared model.
+            directory: where to.
+            tag: the name of the folder in it.
+        """
+        native.save(self._required(model), directory, tag)
+
+    def load_native(self, model: nn.Module, directory: str | os.PathLike[str], tag: str | None = None) -> None:
+        """Read what `save_native` wrote, on as many processes; call it on all.
+
+        Args:
+            model: a prepared model.
+            directory: where from.
+            tag: the name of the folder in it; the latest one if None.
+
+        Raises:
+            CheckpointError: there is none, or another number of processes wrote it.
+        """
+        native.load(self._required(model), directory, tag, self.environment.world_size)
+
+    # engines
+
+    def engine_of(self, model: nn.Module) -> Any:
+        """The DeepSpeed engine of a prepared model, for what only DeepSpeed has."""
+        return self._required(model).engine
+
+    def teardown(self) -> None:
+        """Let go of engines and of DeepSpeed's groups."""
+        for trained in self._trained:
+            trained.destroy()
+        self._trained.clear()
+        if self._membership is not None:
+            self._membership.leave()
+            self._membership = None
+
+    def _package(self) -> Any:
+        if self._membership is None:
+            raise ConfigurationError("strategy='deepspeed' has not been set up: give it to a Trainer or Accelerator.")
+        return self._membership.package
+
+    def _find(self, model: nn.Module) -> TrainedModel | None:
+        for trained in self._trained:
+            if model is trained.engine or model is trained.bare:
+                return trained
+        return None
+
+    def _required(self, model: nn.Module) -> TrainedModel:
+        trained = self._find(model)
+        if trained is None:
+            raise ConfigurationError(
+                f"{type(model).__name__} has no DeepSpeed engine: it was not prepared together with an optimizer."
+            )
+        return trained
+
+    def _stepped_by(self, optimizer: Optimizer) -> TrainedModel:
+        for trained in self._trained:
+            if optimizer is trained.optimizer or optimizer is trained.layout.inner:
+                return trained
+        raise ConfigurationError(
+            f"{type(optimizer).__name__} was not prepared together with its model, which DeepSpeed needs: "
+            "model, optimizer = accelerator.prepare(model, optimizer)."
+        )
+
+    def __repr__(self) -> str:
+        return f"DeepSpeed(stage={self.stage})"
+
+
+@contextmanager
+def _within_window(engine: Any) -> Iterator[None]:
+    engine.set_gradient_accumulation_boundary(False)
+    try:
+        yield
+    finally:
+        engine.set_gradient_accumulation_boundary(True)
+
+
+def _add(target: dict[str, Any], path: str, argument: str, value: Any) -> None:
+    """Put an argument's value into the configuration, unless that says something else."""
+    if value is None:
+        return
+    key = path.rpartition(".")[2]
+    here = target.get(key)
+    if here not in (None, configuration.AUTO) and here != value:
+        raise ConfigurationError(
+            f"The DeepSpeed configuration says {path}={here!r}, but {argument}={value!r}. Give one."
+        )
+    target[key] = value
+
+
+def _offload(key: str, given: Offload, nvme_path: str | os.PathLike[str] | None) -> dict[str, Any] | None:
+    if given is None or given == "none":
+        return None
+    section = {"device": given} if isinstance(given, str) else dict(given)
+    device = section.get("device")
+    if device not in configuration.DEVICES:
+        raise ConfigurationError(
+            f"{key}={given!r}: unknown device {device!r}. Allowed: {', '.join(configuration.DEVICES)}."
+            f"{nearest(str(device), configuration.DEVICES)}"
+        )
+    if device == "nvme":
+        section.setdefault("nvme_path", None if nvme_path is None else os.fspath(nvme_path))
+        if section["nvme_path"] is None:
+            raise ConfigurationError(f"{key}='nvme' needs a folder: nvme_path='/local_nvme'.")
+    return section
+
+
+def _device(section: Any) -> str:
+    return str(section.get("device", "none")) if isinstance(section, Mapping) else "none"
+
+
+def _names_of_groups(optimizer: Optimizer, names: Mapping[int, str]) -> list[list[str]]:
+    """The names of the parameters in each group; DeepSpeed leaves empty groups out."""
+    groups = []
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            if id(parameter) not in names:
+                raise ConfigurationError(
+                    f"{type(optimizer).__name__} holds a parameter that is not the prepared model's; DeepSpeed's "
+                    "engine steps the parameters of one model."
+                )
+        if group["params"]:
+            groups.append([names[id(parameter)] for parameter in group["params"]])
+    return groups
