@@ -9,15 +9,17 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent
-ROWS = re.findall(r"`(tests/[\w/]+\.py)(?:::(\w+))?`", (ROOT / "docs" / "survival.md").read_text(encoding="utf-8"))
+TEXT = (ROOT / "docs" / "survival.md").read_text(encoding="utf-8")
+ROWS = [line for line in TEXT.splitlines() if line.startswith("| ") and not line.startswith("| what happens |")]
+TESTS = re.findall(r"`(tests/[\w/]+\.py)::(test_\w+)`", TEXT)
 
 
-def test_the_table_names_tests() -> None:
-    assert len(ROWS) > 15
+def test_every_row_names_its_test() -> None:
+    assert len(ROWS) > 30
+    assert [row for row in ROWS if not re.search(r"\| `tests/[\w/]+\.py::test_\w+`[^|]*\|$", row)] == []
 
 
-@pytest.mark.parametrize(("path", "name"), ROWS)
-def test_every_row_points_at_its_test(path: str, name: str) -> None:
+@pytest.mark.parametrize(("path", "name"), sorted(set(TESTS)), ids=str)
+def test_the_tests_exist(path: str, name: str) -> None:
     tree = ast.parse((ROOT / path).read_text(encoding="utf-8"))
-    found = [node.name for node in tree.body if isinstance(node, ast.FunctionDef) and node.name.startswith("test_")]
-    assert name in found if name else found
+    assert name in [node.name for node in tree.body if isinstance(node, ast.FunctionDef)]
