@@ -1,19 +1,25 @@
-"""Which modules are gathered and freed as one: the units that a model is sharded by."""
+"""Which modules are gathered and freed as one: the units that a model is divided by."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from typing import Any
 
 from torch import nn
 
 from drivetrain.runtime.errors import ConfigurationError, nearest
+from drivetrain.runtime.logging import get_logger
 
-WrapPolicy = Callable[[nn.Module], bool]
+logger = get_logger(__name__)
+
+_ALLOWED = (
+    "'auto', a class, a class's name or several, a number of parameters, a function of a module, or None for the whole "
+    "model as one"
+)
 
 
-def units_of(model: nn.Module, wrap: Any) -> list[nn.Module]:
+def units_of(model: nn.Module, wrap: Any, option: str = "wrap") -> list[nn.Module]:
     """The modules inside a model that become units of their own, innermost first.
 
     Args:
@@ -21,40 +27,40 @@ def units_of(model: nn.Module, wrap: Any) -> list[nn.Module]:
         wrap: `"auto"` (the model's own `_no_split_modules`, else the blocks that repeat in a `ModuleList`), a class or
             a class's name or several, a number of parameters from which on a module is a unit, a function that says of
             a module whether it is one, or None for the whole model as one.
+        option: what the user calls it, for errors.
 
     Raises:
         ConfigurationError: nothing in the model matches; the classes that it has are listed.
     """
+    chosen = _chosen(model, wrap, option)
+    wanted = {id(module) for module in chosen if any(True for _ in module.parameters())}
+    return [module for module in _innermost_first(model) if id(module) in wanted and has_forward(module)]
+
+
+def _chosen(model: nn.Module, wrap: Any, option: str) -> list[nn.Module]:
     if wrap is None:
         return []
-    if wrap == "auto":
-        chosen = _automatic(model)
-    elif isinstance(wrap, bool):
-        raise ConfigurationError(f"wrap={wrap!r}: give 'auto', classes, a number of parameters, a function or None.")
-    elif isinstance(wrap, int):
-        chosen = _by_size(model, wrap)
-    elif isinstance(wrap, str | type):
-        chosen = _by_class(model, [wrap])
-    elif isinstance(wrap, Iterable):
-        chosen = _by_class(model, list(wrap))
-    elif callable(wrap):
-        chosen = [module for module in model.modules() if module is not model and wrap(module)]
-        if not chosen:
-            raise ConfigurationError(f"The wrap function says True for no module. {_classes_of(model)}")
-    else:
-        raise ConfigurationError(
-            f"wrap must be 'auto', a class, a class's name or several, a number of parameters, a function or None; "
-            f"got {type(wrap).__name__}."
-        )
-    wanted = {id(module) for module in chosen if any(True for _ in module.parameters())}
-    return [module for module in _innermost_first(model) if id(module) in wanted and _has_forward(module)]
+    if isinstance(wrap, str) and wrap == "auto":
+        return _automatic(model)
+    if isinstance(wrap, bool):
+        raise ConfigurationError(f"{option}={wrap!r}: give {_ALLOWED}.")
+    if isinstance(wrap, int):
+        return _by_size(model, wrap, option)
+    if isinstance(wrap, str | type):
+        return _by_class(model, [wrap], option)
+    if isinstance(wrap, Iterable):
+        return _by_class(model, list(wrap), option)
+    if callable(wrap):
+        return _by_function(model, wrap, option)
+    raise ConfigurationError(f"{option} must be {_ALLOWED}; got a {type(wrap).__name__}.")
 
 
 def _innermost_first(model: nn.Module) -> list[nn.Module]:
     return [module for module in reversed(list(model.modules())) if module is not model]
 
 
-def _has_forward(module: nn.Module) -> bool:
+def has_forward(module: nn.Module) -> bool:
+    """Whether a module can be called, unlike a `ModuleList`."""
     return not (isinstance(module, nn.ModuleList | nn.ModuleDict) and type(module).forward is nn.Module.forward)
 
 
@@ -71,7 +77,7 @@ def _automatic(model: nn.Module) -> list[nn.Module]:
 
 
 def repeated_blocks(model: nn.Module) -> list[nn.Module]:
-    """The blocks of a model: members of a `ModuleList` or `Sequential` whose class occurs in it more than once.
+    """The blocks of a model: members of a `ModuleList`, `ModuleDict` or `Sequential` whose class occurs more than once.
 
     A block has modules of its own inside, as a transformer layer has; a repeated `Linear` is none. Blocks within
     blocks, such as the experts of a layer, belong to the outer ones.
@@ -84,17 +90,24 @@ def repeated_blocks(model: nn.Module) -> list[nn.Module]:
         members = list(module.values() if isinstance(module, nn.ModuleDict) else module)
         counts = Counter(type(member) for member in members)
         for member in members:
-            if counts[type(member)] > 1 and any(True for _ in member.children()) and _has_forward(member):
+            if counts[type(member)] > 1 and any(True for _ in member.children()) and has_forward(member):
                 found.append(member)
                 inside.update(id(inner) for inner in member.modules())
     return found
 
 
-def _by_class(model: nn.Module, classes: list[Any]) -> list[nn.Module]:
+def _by_function(model: nn.Module, function: Callable[[nn.Module], bool], option: str) -> list[nn.Module]:
+    found = [module for module in model.modules() if module is not model and function(module)]
+    if not found:
+        raise ConfigurationError(f"The {option} function says True for no module. {classes_of(model)}")
+    return found
+
+
+def _by_class(model: nn.Module, classes: list[Any], option: str) -> list[nn.Module]:
     found: list[nn.Module] = []
     for wanted in classes:
         if not isinstance(wanted, str | type):
-            raise ConfigurationError(f"wrap takes classes and their names, got {wanted!r}.")
+            raise ConfigurationError(f"{option} takes classes and their names, got {wanted!r}.")
         matching = [
             module
             for module in model.modules()
@@ -104,33 +117,82 @@ def _by_class(model: nn.Module, classes: list[Any]) -> list[nn.Module]:
         if not matching:
             name = wanted if isinstance(wanted, str) else wanted.__name__
             raise ConfigurationError(
-                f"wrap names {name!r}, but the model has no module of this class. {_classes_of(model)}"
-                f"{nearest(name, {type(module).__name__ for module in model.modules()})}"
+                f"{option} names {name!r}, but the model has no module of this class. {classes_of(model)}"
+                f"{nearest(name, sorted({type(module).__name__ for module in model.modules()}))}"
             )
         found.extend(matching)
+    if not found:
+        raise ConfigurationError(f"{option} names no class. Give {_ALLOWED}.")
     return found
 
 
-def _by_size(model: nn.Module, least: int) -> list[nn.Module]:
+def _by_size(model: nn.Module, least: int, option: str) -> list[nn.Module]:
     """Modules with at least so many parameters that no unit further in has taken."""
     if least < 1:
-        raise ConfigurationError(f"wrap={least}: a unit needs at least 1 parameter.")
+        raise ConfigurationError(f"{option}={least}: a unit needs at least 1 parameter.")
+    total = sum(parameter.numel() for parameter in model.parameters())
+    if total < least:
+        raise ConfigurationError(
+            f"{option}={least} asks for units of at least {least} parameters, but the whole model has {total}."
+        )
     found: list[nn.Module] = []
     taken: set[int] = set()
     for module in _innermost_first(model):
-        own = {id(p): p for p in module.parameters() if id(p) not in taken}
-        if sum(parameter.numel() for parameter in own.values()) >= least and _has_forward(module):
+        own = {id(parameter): parameter for parameter in module.parameters() if id(parameter) not in taken}
+        if sum(parameter.numel() for parameter in own.values()) >= least and has_forward(module):
             found.append(module)
             taken.update(own)
-    if not found and sum(parameter.numel() for parameter in model.parameters()) < least:
-        total = sum(parameter.numel() for parameter in model.parameters())
-        raise ConfigurationError(
-            f"wrap={least} asks for units of at least {least} parameters, but the whole model has {total}."
-        )
     return found
 
 
-def _classes_of(model: nn.Module) -> str:
+def classes_of(model: nn.Module) -> str:
+    """The classes of a model's modules and how many of each, as a sentence for errors."""
     counts = Counter(type(module).__name__ for module in model.modules() if module is not model)
     listed = ", ".join(f"{name} ({count})" for name, count in counts.most_common(20))
     return f"It has: {listed or 'no modules inside'}."
+
+
+def without_tied_across(model: nn.Module, units: Collection[nn.Module]) -> list[nn.Module]:
+    """Leave out the units that share a parameter with what is outside of them.
+
+    A parameter can be gathered by one unit alone, so one that is used in two belongs to the unit around both.
+
+    Args:
+        model: the model.
+        units: its units, innermost first.
+    """
+    left = list(units)
+    while True:
+        owner = _owners(model, left)
+        shared = {id(unit) for units_here in owner.values() if len(units_here) > 1 for unit in units_here}
+        kept = [unit for unit in left if id(unit) not in shared]
+        if len(kept) == len(left):
+            return kept
+        names = sorted({type(unit).__name__ for unit in left if id(unit) in shared})
+        logger.warning_once(
+            f"{', '.join(names)}: tied to weights outside of it, so it is not divided as a unit of its own but with "
+            "the module around both."
+        )
+        left = kept
+
+
+def _owners(model: nn.Module, units: list[nn.Module]) -> dict[int, list[nn.Module]]:
+    """For each parameter the units, or the model, that hold it outside of units further in."""
+    marked = {id(unit) for unit in units}
+    owners: dict[int, list[nn.Module]] = {}
+    seen: set[tuple[int, int]] = set()
+
+    def visit(module: nn.Module, owner: nn.Module) -> None:
+        if id(module) in marked:
+            owner = module
+        if (id(module), id(owner)) in seen:
+            return
+        seen.add((id(module), id(owner)))
+        for parameter in module._parameters.values():
+            if parameter is not None and not any(known is owner for known in owners.setdefault(id(parameter), [])):
+                owners[id(parameter)].append(owner)
+        for child in module.children():
+            visit(child, owner)
+
+    visit(model, model)
+    return owners

@@ -60,6 +60,13 @@ class Precision:
     def hold_scale_while(self, holds: Callable[[], bool]) -> None:
         """Keep a loss scale as it is while `holds()`, since gradients that were scaled with it wait for their step."""
 
+    def agree_on_overflow(self, largest: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        """Take note that each process sees a part of the gradients only, so that they must agree on overflow.
+
+        Args:
+            largest: returns the largest value of a scalar tensor over the processes, the same on all.
+        """
+
     def unscale(self, optimizer: Optimizer) -> None:
         """Bring an optimizer's gradients back to their true size, before clipping."""
 

@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 from drivetrain.runtime.devices import DeviceKind
 from drivetrain.runtime.errors import ConfigurationError
 from drivetrain.strategies.precision.base import Precision
+from drivetrain.strategies.precision.scaler import AgreeingGradScaler
 from drivetrain.strategies.precision.true import refuse_without_bf16
 
 
@@ -120,6 +121,15 @@ class Float16Mixed(MixedPrecision):
         One optimizer may step while another's gradients still accumulate in the same window, at the old scale.
         """
         self._held = holds
+
+    def agree_on_overflow(self, largest: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        """Look for overflow in this process's shards, and skip the step on all processes where any finds it."""
+        if isinstance(self.scaler, AgreeingGradScaler):
+            return
+        state = self.scaler.state_dict()
+        self.scaler = AgreeingGradScaler(self._device_type, largest, self._options)
+        if state:
+            self.scaler.load_state_dict(state)
 
     def unscale(self, optimizer: Optimizer) -> None:
         """Divide an optimizer's gradients by the scale, once per step."""

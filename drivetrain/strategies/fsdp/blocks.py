@@ -1,0 +1,63 @@
+"""What is done to each block of a model by itself: recompute its activations, compile it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.autograd.graph import save_on_cpu
+from torch.utils.checkpoint import checkpoint
+
+
+class BlockForward:
+    """Takes the place of a block's `forward`; names in the model's state stay what they are.
+
+    Args:
+        block: the block.
+        recompute: keep only what goes into the block, and compute the rest again in backward (Chen et al., 2016,
+            https://arxiv.org/abs/1604.06174).
+        offload: keep that on the CPU.
+        compile_options: arguments of `torch.compile`; None does not compile.
+    """
+
+    def __init__(
+        self, block: nn.Module, recompute: bool, offload: bool, compile_options: dict[str, Any] | None
+    ) -> None:
+        self.recompute, self.offload, self.compile_options = recompute, offload, compile_options
+        forward: Callable[..., Any] = block.forward
+        if compile_options is not None:
+            forward = torch.compile(forward, **compile_options)
+        self._forward = forward
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if not (self.recompute and torch.is_grad_enabled()):
+            return self._forward(*args, **kwargs)
+        if not self.offload:
+            return checkpoint(self._forward, *args, use_reentrant=False, **kwargs)
+        with save_on_cpu(pin_memory=torch.cuda.is_available()):
+            return checkpoint(self._forward, *args, use_reentrant=False, **kwargs)
+
+    def again_for(self, block: nn.Module) -> None:
+        """Do the same for another block."""
+        block.__dict__["forward"] = BlockForward(block, self.recompute, self.offload, self.compile_options)
+
+
+def rewrite_blocks(
+    recomputed: Iterable[nn.Module], offload: bool, compiled: Iterable[nn.Module], compile_options: dict[str, Any]
+) -> None:
+    """Let blocks recompute their activations, and compile them.
+
+    Args:
+        recomputed: the blocks whose activations are recomputed.
+        offload: whether what goes into those is kept on the CPU.
+        compiled: the blocks that are compiled.
+        compile_options: arguments of `torch.compile`.
+    """
+    again = {id(block): block for block in recomputed}
+    fast = {id(block): block for block in compiled}
+    for key, block in {**again, **fast}.items():
+        if not isinstance(block.__dict__.get("forward"), BlockForward):
+            options = compile_options if key in fast else None
+            block.__dict__["forward"] = BlockForward(block, key in again, offload, options)

@@ -1,0 +1,53 @@
+"""Parameters that every process holds whole, beside those that are divided."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+
+class GradientAveraging:
+    """Averages the gradients of whole parameters over the processes, as DDP would.
+
+    Args:
+        mesh: over whose dimensions they are averaged, one after another.
+
+    Attributes:
+        enabled: whether backward averages; not within an accumulation window.
+    """
+
+    def __init__(self, mesh: DeviceMesh) -> None:
+        self._groups = [mesh.get_group(dim) for dim in range(mesh.ndim) if mesh.size(dim) > 1]
+        self._count = mesh.size()
+        self.enabled = True
+
+    def watch(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Average a parameter's gradient each time that a backward has finished it."""
+        for parameter in parameters:
+            if parameter.requires_grad:
+                parameter.register_post_accumulate_grad_hook(self._average)  # type: ignore[no-untyped-call]
+
+    def _average(self, parameter: Tensor) -> None:
+        if not self.enabled or parameter.grad is None:
+            return
+        # What earlier micro-batches left is this process's own, or an average already, which averaging keeps.
+        with torch.no_grad():
+            for group in self._groups:
+                dist.all_reduce(parameter.grad, group=group)
+            parameter.grad /= self._count
+
+
+def parameters_to_replicate(model: nn.Module, ignored: Iterable[nn.Module]) -> set[nn.Parameter]:
+    """Parameters that cannot be divided, or shall not be.
+
+    Args:
+        model: the model.
+        ignored: modules that are left as they are.
+    """
+    chosen = {parameter for module in ignored for parameter in module.parameters()}
+    # A scalar has no dimension to divide.
+    return chosen | {parameter for parameter in model.parameters() if parameter.dim() == 0}
