@@ -21,9 +21,7 @@ from drivetrain.strategies.parallel.pipeline_trace import Plan, TensorShape
 try:
     from torch.distributed.pipelining._utils import _TensorMeta
 except ImportError as error:  # the interface of stages has changed between releases
-    raise ConfigurationError(
-        f"Pipeline parallelism needs torch 2.13 or newer; this is {torch.__version__}."
-    ) from error
+    raise ConfigurationError(f"Pipeline parallelism needs torch 2.13 or newer; this is {torch.__version__}.") from error
 
 logger = get_logger(__name__)
 
@@ -287,4 +285,3 @@ def _first_cause(error: BaseException) -> BaseException:
     while isinstance(error, RuntimeError) and error.__cause__ is not None and any(w in str(error) for w in wrapped):
         error = error.__cause__
     return error
-

@@ -56,7 +56,9 @@ def find_pipelined(model: nn.Module, name: str | None) -> str:
     sizes = {path: _size(child) for path, child in model.named_children()}
     sizes = {path: size for path, size in sizes.items() if size}
     if not sizes:
-        raise ConfigurationError(f"{type(model).__name__} has no parameters, so there is nothing to spread over stages.")
+        raise ConfigurationError(
+            f"{type(model).__name__} has no parameters, so there is nothing to spread over stages."
+        )
     if len(sizes) == 1 or max(sizes.values()) > sum(sizes.values()) / 2:
         return max(sizes, key=lambda path: sizes[path])
     raise ConfigurationError(

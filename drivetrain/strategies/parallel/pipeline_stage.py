@@ -16,7 +16,7 @@ from drivetrain.strategies.parallel.pipeline_split import StageLayout
 from drivetrain.strategies.parallel.pipeline_trace import Cut, Plan, TensorShape
 
 # What a module's call runs in place of its hooks and forward; `nn.Module.compile` sets it too.
-_CALL = "_compiled_call_impl"
+CALL = "_compiled_call_impl"
 _MOST_BLANKS = 16
 
 
@@ -148,8 +148,8 @@ class StageModule(nn.Module):
         replaced: list[tuple[nn.Module, Any]] = []
 
         def replace(module: nn.Module, call: Callable[..., Any]) -> None:
-            replaced.append((module, module.__dict__.get(_CALL)))
-            module.__dict__[_CALL] = call
+            replaced.append((module, module.__dict__.get(CALL)))
+            module.__dict__[CALL] = call
 
         own = [(*self._slot(name), self._parameters[here]) for here, name in self._loose.items()]
         before = [(module, key, module._parameters[key]) for module, key, _ in own]
@@ -172,9 +172,9 @@ class StageModule(nn.Module):
         finally:
             for module, call in reversed(replaced):
                 if call is None:
-                    module.__dict__.pop(_CALL, None)
+                    module.__dict__.pop(CALL, None)
                 else:
-                    module.__dict__[_CALL] = call
+                    module.__dict__[CALL] = call
             for module, key, parameter in before:
                 module._parameters[key] = parameter
 
@@ -214,7 +214,7 @@ class StageModule(nn.Module):
 
 def _entry(module: nn.Module, cut: Cut, received: Sequence[Tensor]) -> Callable[..., Any]:
     """A call of a stage's first module, with what was received among its arguments."""
-    own = module.__dict__.get(_CALL) or module._call_impl
+    own = module.__dict__.get(CALL) or module._call_impl
 
     def call(*args: Any, **kwargs: Any) -> Any:
         leaves, spec = pytree.tree_flatten((args, kwargs))

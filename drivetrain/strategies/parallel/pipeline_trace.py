@@ -240,9 +240,7 @@ class _Trace(TorchDispatchMode):
             fresh = [torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device) for tensor in received]
             for tensor in fresh:
                 self._made_in[tensor] = stage
-            given = [
-                leaf if place is None else fresh[place] for leaf, place in zip(leaves, places, strict=True)
-            ]
+            given = [leaf if place is None else fresh[place] for leaf, place in zip(leaves, places, strict=True)]
             return pytree.tree_unflatten(given, spec)
 
         return enter
@@ -301,9 +299,7 @@ def signature_of(args: Sequence[Any], kwargs: dict[str, Any], training: bool) ->
     """What a plan depends on: shapes and dtypes of tensors, and values of everything else."""
     leaves, spec = pytree.tree_flatten((tuple(args), kwargs))
     known = tuple(_outline(leaf) for leaf in leaves)
-    autocast = tuple(
-        torch.get_autocast_dtype(kind) for kind in ("cpu", "cuda") if torch.is_autocast_enabled(kind)
-    )
+    autocast = tuple(torch.get_autocast_dtype(kind) for kind in ("cpu", "cuda") if torch.is_autocast_enabled(kind))
     return spec, known, training, autocast
 
 

@@ -1,33 +1,19 @@
 """`Parallel`: data, sharded, tensor, context and pipeline parallelism over one grid of processes.
 
-The pipeline is `pipeline.Pipeline`, made in `setup` where pp > 1 as `Pipeline(strategy, **options)`, with the options
-that users write as `pp_*` (without that prefix). It may read `strategy.mesh`, `strategy.pp_mesh` and
-`strategy.place_in_mesh`.
-`Parallel` calls, all on every process:
-
-- `split(model, precision)`: before the layers are split and sharded: keep this stage's part of the model.
-- `built(model, precision)`: after that: make stages and schedule.
-- `follow(model, optimizers)`: drop parameters that went to other stages from the optimizers (those that stay have been
-  followed through sharding).
-- `forward_backward(model, step_fn, microbatches)`, `backward(loss, **kwargs)`, `evaluation_model(model)` and
-  `share(result)`: as in `Strategy`.
-- `model_state(model, own)`, `optimizer_state(model, optimizer, own)`, `full_state_dict(model, own)`: `own` is what this
-  stage has, under its own names; return all, under canonical ones.
-- `load_model_state(model, state) -> state`, `load_optimizer_state(model, optimizer, state) -> state`: what this stage
-  takes of it, under its own names.
-- `teardown()`.
+The pipeline is `pipeline.Pipeline`, made in `setup` where pp > 1, with the options that users write as `pp_*`.
 """
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from drivetrain.runtime.collectives import broadcast
@@ -35,12 +21,18 @@ from drivetrain.runtime.errors import ConfigurationError, nearest
 from drivetrain.runtime.state import PartialState
 from drivetrain.strategies.base import StateDict
 from drivetrain.strategies.fsdp import FSDP
+from drivetrain.strategies.fsdp.clipping import scale_by_norm_, total_norm_over_meshes
 from drivetrain.strategies.parallel.context import SequenceShard, SharedAttention
 from drivetrain.strategies.parallel.copies import CopyCheck, share_random_state
 from drivetrain.strategies.parallel.loss import LossParallel
 from drivetrain.strategies.parallel.mesh import REST, MeshPlace, MeshSizes, make_mesh, submesh
 from drivetrain.strategies.parallel.sequence_step import SequenceStep
-from drivetrain.strategies.parallel.tensor import Plan, apply_plan, plan_of_model
+from drivetrain.strategies.parallel.tensor import (
+    Plan,
+    apply_plan,
+    plan_of_model,
+    whole_outputs_without_gradients,
+)
 from drivetrain.strategies.precision import Precision
 
 if TYPE_CHECKING:
@@ -172,15 +164,23 @@ class Parallel(FSDP):
 
     def before_sharding(self, model: nn.Module) -> None:
         """Make all processes' models the same, then split layers."""
+        self._make_same(model)
+        self._split_layers(model)
+
+    def _make_same(self, model: nn.Module) -> None:
         tensors = [t.detach() for t in (*model.parameters(), *model.buffers()) if not t.is_meta]
         if self.environment.is_distributed:
             with torch.no_grad():
                 broadcast(tensors)
+
+    def _split_layers(self, model: nn.Module) -> None:
         if self.tp_mesh is not None:
             assert self.tp_plan is not None
             bare = self.unwrap(model)
             plan = plan_of_model(bare) if isinstance(self.tp_plan, str) else self.tp_plan
-            apply_plan(bare, self.tp_mesh, plan)
+            root = apply_plan(bare, self.tp_mesh, plan)
+            if self.loss_parallel:
+                whole_outputs_without_gradients(root)
 
     def shard(self, model: nn.Module, precision: Precision) -> None:
         """Shard over the data shards and the parts of sequences, if there are several."""
@@ -190,12 +190,22 @@ class Parallel(FSDP):
     def place(self, model: nn.Module, precision: Precision, move: bool = True) -> nn.Module:
         """Split a model over stages and processes, then shard what each holds."""
         if self.pipeline is not None:
-            self.pipeline.split(model, precision)
+            return self._place_stages(self.pipeline, model, precision)
         if move and not self.shards:
             model = model.to(self.device)
-        model = super().place(model, precision, move)
-        if self.pipeline is not None:
-            self.pipeline.built(model, precision)
+        return super().place(model, precision, move)
+
+    def _place_stages(self, pipeline: Pipeline, model: nn.Module, precision: Precision) -> nn.Module:
+        """Keep this process's stages of a model, then split and shard these."""
+        model = precision.convert(model)
+        self._make_same(model)
+        stages = pipeline.split(model, precision)
+        self._split_layers(model)
+        for stage in stages:
+            self.shard(stage, precision)
+        # The rest of the task; parts of other stages are nowhere and have no values to move.
+        model._apply(lambda t: t if t.is_meta or isinstance(t, DTensor) else t.to(self.device))
+        pipeline.built()
         return model
 
     def prepare(
@@ -204,7 +214,7 @@ class Parallel(FSDP):
         """Split and shard a model, and let its optimizers hold the parts."""
         model, prepared = super().prepare(model, optimizers, precision, move)
         if self.pipeline is not None:
-            self.pipeline.follow(model, prepared)
+            self.pipeline.follow(prepared)
         if self.loss_parallel:
             self._loss.enable()
         if self.tp_mesh is not None:
@@ -220,7 +230,7 @@ class Parallel(FSDP):
     def evaluation_model(self, model: nn.Module) -> nn.Module:
         """The module to call in evaluation, with whole batches."""
         if self.pipeline is not None:
-            return self.pipeline.evaluation_model(model)
+            return self.pipeline.evaluation_model()
         model = super().evaluation_model(model)
         return model if self.sequence is None else self._on_own_tokens(model, joins=True)
 
@@ -247,7 +257,7 @@ class Parallel(FSDP):
     ) -> list[Output]:
         """Run forward and backward over the micro-batches of one optimizer step."""
         if self.pipeline is not None:
-            return self.pipeline.forward_backward(model, step_fn, microbatches)
+            return self.pipeline.forward_backward(step_fn, microbatches)  # type: ignore[return-value]
         if self.sequence is None:
             return super().forward_backward(model, step_fn, microbatches)
         with self.shared_attention():  # also around backward, where checkpointed blocks run their forward again
@@ -259,6 +269,18 @@ class Parallel(FSDP):
             self.pipeline.backward(loss, **kwargs)
         else:
             super().backward(loss, **kwargs)
+
+    def clip_grad_norm_(
+        self, parameters: Iterable[torch.Tensor], max_norm: float, norm_type: float = 2.0
+    ) -> torch.Tensor:
+        """Scale gradients down to a total norm of at most `max_norm`, over all shards and stages."""
+        if self.pipeline is None:
+            return super().clip_grad_norm_(parameters, max_norm, norm_type)
+        gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+        total = self.pipeline.combine_norm(total_norm_over_meshes(gradients, norm_type), norm_type)
+        with torch.no_grad():
+            scale_by_norm_(gradients, total, max_norm)
+        return total
 
     def share(self, result: Any) -> Any:
         """What the last stage passes, on every stage."""
@@ -277,31 +299,42 @@ class Parallel(FSDP):
 
     def model_state(self, model: nn.Module) -> StateDict:
         """Parts of the parameters under canonical names."""
-        own = super().model_state(model)
-        return own if self.pipeline is None else self.pipeline.model_state(model, own)
+        if self.pipeline is None:
+            return super().model_state(model)
+        self.reshard(model)
+        return self.pipeline.model_state()
 
     def optimizer_state(self, model: nn.Module, optimizer: Optimizer) -> StateDict:
         """An optimizer's state by canonical parameter name, its tensors divided as the parameters are."""
         own = super().optimizer_state(model, optimizer)
-        return own if self.pipeline is None else self.pipeline.optimizer_state(model, optimizer, own)
+        return own if self.pipeline is None else self.pipeline.optimizer_state(optimizer, own)
 
     def load_model_state(self, model: nn.Module, state: StateDict, strict: bool = True) -> Any:
         """Take this process's parts of what `model_state` returned under any strategy."""
         if self.pipeline is not None:
-            state = self.pipeline.load_model_state(model, state)
+            state = self.pipeline.own_model_state(state)
         return super().load_model_state(model, state, strict)
 
     def load_optimizer_state(self, model: nn.Module, optimizer: Optimizer, state: StateDict) -> None:
         """Take this process's parts of what `optimizer_state` returned under any strategy."""
         if self.pipeline is not None:
-            state = self.pipeline.load_optimizer_state(model, optimizer, state)
+            state = self.pipeline.own_optimizer_state(state)
         super().load_optimizer_state(model, optimizer, state)
 
     def full_state_dict(self, model: nn.Module) -> dict[str, torch.Tensor]:
         """All parameters and buffers, whole and on the CPU, on rank 0; an empty dict elsewhere."""
         if self.pipeline is not None:
-            return self.pipeline.full_state_dict(model, super().model_state(model))
+            self.reshard(model)
+            return self.pipeline.full_state_dict()
         return super().full_state_dict(model)
+
+    def reshard(self, model: nn.Module) -> None:
+        """Free whatever is gathered at the moment, so that the model's parameters are its shards."""
+        super().reshard(model)
+        if self.pipeline is not None:
+            for stage in self.pipeline.modules:
+                super().reshard(stage)
+            self.pipeline.put_back()
 
     def teardown(self) -> None:
         """Let go of the grid."""

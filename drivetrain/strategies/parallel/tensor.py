@@ -13,6 +13,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
@@ -28,6 +29,7 @@ from torch.distributed.tensor.parallel import (
 )
 
 from drivetrain.runtime.errors import ConfigurationError, nearest
+from drivetrain.runtime.nested import recursively_apply
 
 Colwise = ColwiseParallel
 Rowwise = RowwiseParallel
@@ -47,6 +49,7 @@ __all__ = [
     "Shard",
     "apply_plan",
     "plan_of_model",
+    "whole_outputs_without_gradients",
 ]
 
 # Names as in the plans that transformers' models carry; None: the module stays as it is on every process.
@@ -95,7 +98,7 @@ class _Match:
     style: ParallelStyle
 
 
-def apply_plan(module: nn.Module, mesh: DeviceMesh, plan: Plan) -> None:
+def apply_plan(module: nn.Module, mesh: DeviceMesh, plan: Plan) -> nn.Module:
     """Split a module's layers over processes, in place.
 
     Args:
@@ -103,11 +106,14 @@ def apply_plan(module: nn.Module, mesh: DeviceMesh, plan: Plan) -> None:
         mesh: the processes that share each layer.
         plan: styles by pattern of module names; `*` stands for one part of a name.
 
+    Returns:
+        The module that the patterns' names begin in.
+
     Raises:
         ConfigurationError: a pattern matches nothing, a size does not divide, or a tied parameter would be split in
             two ways.
     """
-    matches = _matches(module, plan)
+    root, matches = _matches(module, plan)
     _check_sizes(module, matches, mesh.size())
     before = dict(module.named_parameters(remove_duplicate=False))
     for match in matches:
@@ -124,6 +130,18 @@ def apply_plan(module: nn.Module, mesh: DeviceMesh, plan: Plan) -> None:
     for parameter in module.parameters():
         if isinstance(parameter, DTensor) and parameter.requires_grad and not parameter.placements[0].is_shard():
             parameter.register_hook(_AddUp(parameter.placements))  # type: ignore[no-untyped-call]
+    return root
+
+
+def whole_outputs_without_gradients(module: nn.Module) -> None:
+    """Let a module return plain tensors in evaluation, also where a loss in training wants them split by class."""
+
+    def make_whole(module: nn.Module, inputs: Any, output: Any) -> Any:
+        if torch.is_grad_enabled():
+            return output
+        return recursively_apply(lambda t: t.full_tensor() if isinstance(t, DTensor) else t, output)
+
+    module.register_forward_hook(make_whole)
 
 
 class _AddUp:
@@ -138,24 +156,20 @@ class _AddUp:
         return gradient
 
 
-def _matches(module: nn.Module, plan: Plan) -> list[_Match]:
-    """The modules that a plan names, each with its style."""
+def _matches(module: nn.Module, plan: Plan) -> tuple[nn.Module, list[_Match]]:
+    """The outermost module in which a plan's names begin, and those that it names, each with its style."""
     roots = [("", module), *((name, part) for name, part in module.named_modules() if name and name.count(".") < 2)]
-    found: list[_Match] = []
     for prefix, root in roots:
         names = dict(root.named_modules())
         by_pattern = {pattern: [name for name in names if _pattern(pattern).fullmatch(name)] for pattern in plan}
         if all(by_pattern.values()):
-            found = [
+            return root, [
                 _Match(f"{prefix}.{name}" if prefix else name, names[name], style)
                 for pattern, given in plan.items()
                 for name in by_pattern[pattern]
                 if (style := _style(pattern, given)) is not None
             ]
-            break
-    else:
-        raise ConfigurationError(_no_match(module, plan))
-    return found
+    raise ConfigurationError(_no_match(module, plan))
 
 
 def _no_match(module: nn.Module, plan: Plan) -> str:
