@@ -249,7 +249,7 @@ class FSDP(Strategy):
             whole=replicated,
             reduce_unused=options.reduce_unused,
         )
-        chosen = units_of(model, options.wrap)
+        chosen = self.units(model)
         ignored = {id(module) for module in self._ignored_modules(model)}
         units = [
             unit
@@ -265,6 +265,15 @@ class FSDP(Strategy):
         in_order = [module for module in dividing.divided_modules(model) if id(module) not in outermost]
         dividing.prefetch(in_order, options.forward_prefetch, options.backward_prefetch)
         self._register_methods(roots)
+
+    def units(self, model: nn.Module) -> list[nn.Module]:
+        """The modules inside a model that are gathered and freed as one."""
+        return units_of(model, self.options.wrap)
+
+    def blocks(self, model: nn.Module) -> list[nn.Module]:
+        """The modules inside a model that are recomputed or compiled as one."""
+        by_class = self.options.wrap is not None and not isinstance(self.options.wrap, int)
+        return self.units(model) if by_class else repeated_blocks(model)
 
     def _roots(self, model: nn.Module) -> list[nn.Module]:
         """The modules that are called from outside: the model, or its parts where the task runs its own backwards."""
@@ -297,11 +306,7 @@ class FSDP(Strategy):
         options = self.options
         if not (options.activation_checkpointing or options.compile):
             return
-        blocks = (
-            units_of(model, options.wrap)
-            if options.wrap is not None and not isinstance(options.wrap, int)
-            else repeated_blocks(model)
-        )
+        blocks = self.blocks(model)
         again = options.activation_checkpointing
         recomputed = (
             [] if again is False else blocks if again is True else units_of(model, again, "activation_checkpointing")
