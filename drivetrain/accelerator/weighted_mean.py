@@ -40,6 +40,9 @@ class WeightedMean:
         Returns:
             Whether any process said it.
         """
+        if weight is None and not self._strategy.environment.is_distributed:
+            self.in_use = False  # without reading anything from the device
+            return False
         own = self._checked(0.0 if weight is None else weight)
         given = torch.stack([own, torch.full_like(own, weight is not None)])
         total, givers = self._strategy.sum_over_values(given).tolist()
