@@ -1,6 +1,7 @@
 """`Parallel`: data, sharded, tensor, context and pipeline parallelism over one grid of processes.
 
-The pipeline is `pipeline.Pipeline`, made in `setup` where pp > 1, with the options that users write as `pp_*`.
+What each dimension needs is elsewhere: the grid in `mesh`, layers split over processes in `tensor`, sequences in
+`context`, stages in `pipeline`; sharding is that of `FSDP`, whose mesh and units are chosen here.
 """
 
 from __future__ import annotations
@@ -13,15 +14,16 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from drivetrain.runtime.collectives import broadcast
 from drivetrain.runtime.errors import ConfigurationError, nearest
 from drivetrain.runtime.state import PartialState
-from drivetrain.strategies.base import StateDict
-from drivetrain.strategies.fsdp import FSDP
+from drivetrain.strategies.base import StateDict, StepModule
+from drivetrain.strategies.fsdp import FSDP, dividing
 from drivetrain.strategies.fsdp.clipping import scale_by_norm_, total_norm_over_meshes
+from drivetrain.strategies.fsdp.parameters import slots_of
+from drivetrain.strategies.fsdp.replicated import parameters_to_replicate
 from drivetrain.strategies.parallel.context import SequenceShard, SharedAttention
 from drivetrain.strategies.parallel.copies import CopyCheck, share_random_state
 from drivetrain.strategies.parallel.loss import LossParallel
@@ -97,6 +99,8 @@ class Parallel(FSDP):
         self.whole_window = pp > 1
         self.mesh: DeviceMesh | None = None
         self.pipeline: Pipeline | None = None
+        self._units_of_all: list[nn.Module] = []
+        self._elsewhere: frozenset[int] = frozenset()  # modules whose parameters other stages hold
         self.sequence: SequenceShard | None = None
         self._copies: CopyCheck | None = None
         self._loss = LossParallel()
@@ -151,62 +155,91 @@ class Parallel(FSDP):
         """Whether parameters are sharded, or gradients averaged, over any processes."""
         return self.sizes.dp_replicate * self.sizes.dp_shard * self.sizes.cp > 1
 
-    def _make_mesh(self) -> DeviceMesh:
+    def check_sizes(self) -> None:
+        """Nothing is left to check: the sizes multiply to the number of processes."""
+
+    def make_shard_mesh(self) -> DeviceMesh:
+        """The processes with other data or other parts of sequences."""
         shard = submesh(self.mesh, "dp_shard", "cp")
         assert self.mesh is not None
         assert shard is not None
-        assert shard.mesh_dim_names
         if self.sizes.dp_replicate == 1:
             return shard
+        assert shard.mesh_dim_names
         return self.mesh["dp_replicate", shard.mesh_dim_names[0]]
 
     # model
 
-    def before_sharding(self, model: nn.Module) -> None:
-        """Make all processes' models the same, then split layers."""
-        self._make_same(model)
-        self._split_layers(model)
-
-    def _make_same(self, model: nn.Module) -> None:
-        tensors = [t.detach() for t in (*model.parameters(), *model.buffers()) if not t.is_meta]
-        if self.environment.is_distributed:
-            with torch.no_grad():
-                broadcast(tensors)
-
-    def _split_layers(self, model: nn.Module) -> None:
-        if self.tp_mesh is not None:
-            assert self.tp_plan is not None
-            bare = self.unwrap(model)
-            plan = plan_of_model(bare) if isinstance(self.tp_plan, str) else self.tp_plan
-            root = apply_plan(bare, self.tp_mesh, plan)
-            if self.loss_parallel:
-                whole_outputs_without_gradients(root)
-
-    def shard(self, model: nn.Module, precision: Precision) -> None:
-        """Shard over the data shards and the parts of sequences, if there are several."""
-        if self.shards:
-            super().shard(model, precision)
+    def init_context(self) -> AbstractContextManager[Any]:
+        """Build a model without values where they are filled in shard by shard, else as usual."""
+        return super().init_context() if self.shards and self.pipeline is None else nullcontext()
 
     def place(self, model: nn.Module, precision: Precision, move: bool = True) -> nn.Module:
-        """Split a model over stages and processes, then shard what each holds."""
-        if self.pipeline is not None:
-            return self._place_stages(self.pipeline, model, precision)
-        if move and not self.shards:
-            model = model.to(self.device)
-        return super().place(model, precision, move)
-
-    def _place_stages(self, pipeline: Pipeline, model: nn.Module, precision: Precision) -> nn.Module:
-        """Keep this process's stages of a model, then split and shard these."""
+        """Spread a model over stages, split its layers, and shard what is left."""
+        if self.shards and self.pipeline is None:
+            return super().place(model, precision, move)
+        known = self._placed_before(model)
+        if known is not None:
+            return known
         model = precision.convert(model)
-        self._make_same(model)
-        stages = pipeline.split(model, precision)
-        self._split_layers(model)
+        if self.environment.is_distributed:
+            with torch.no_grad():
+                broadcast([tensor.detach() for tensor in (*model.parameters(), *model.buffers())])
+        stages = [] if self.pipeline is None else self._split_into_stages(model, precision)
+        if move:
+            move_real_tensors(model, self.device)
+        self.before_sharding(model)
+        if self.pipeline is None:
+            self._rewrite_blocks(model)
         for stage in stages:
-            self.shard(stage, precision)
-        # The rest of the task; parts of other stages are nowhere and have no values to move.
-        model._apply(lambda t: t if t.is_meta or isinstance(t, DTensor) else t.to(self.device))
-        pipeline.built()
+            if self.shards:
+                self.shard(stage, precision, frozenset(parameters_to_replicate(stage, [])))
+        if self.pipeline is not None:
+            self.pipeline.built()
+        dividing.take_shards_on_load(model)
+        self.unwrap(model).__dict__["_placed_as"] = (model, self.sizes)
         return model
+
+    def _split_into_stages(self, model: nn.Module, precision: Precision) -> Sequence[nn.Module]:
+        assert self.pipeline is not None
+        self._units_of_all = self.units(model)
+        slots = slots_of(model)
+        stages = self.pipeline.split(model, precision)
+        gone = [module for module, name, before in slots if not before.is_meta and module._parameters[name].is_meta]  # type: ignore[union-attr]
+        self._elsewhere = frozenset(id(module) for module in gone)
+        return stages
+
+    def _placed_before(self, model: nn.Module) -> nn.Module | None:
+        """What an earlier `prepare` made of the same model."""
+        known, sizes = self.unwrap(model).__dict__.get("_placed_as", (None, None))
+        if known is None or sizes == self.sizes:
+            return known  # type: ignore[no-any-return]
+        raise ConfigurationError(
+            f"This model was split before, over other processes ({sizes}). Make a new one, and load the state of this "
+            "one into it."
+        )
+
+    def before_sharding(self, model: nn.Module) -> None:
+        """Split layers over the tensor-parallel processes."""
+        if self.tp_mesh is None:
+            return
+        assert self.tp_plan is not None
+        bare = self.unwrap(model)
+        plan = plan_of_model(bare) if isinstance(self.tp_plan, str) else self.tp_plan
+        root = apply_plan(bare, self.tp_mesh, plan, self._elsewhere)
+        if self.loss_parallel:
+            whole_outputs_without_gradients(root)
+
+    def units(self, model: nn.Module) -> list[nn.Module]:
+        """The modules that are gathered as one; in a stage, those of the whole model that are in it."""
+        if self.pipeline is None or isinstance(model, StepModule):
+            return super().units(model)
+        inside = {id(module) for module in model.modules() if module is not model}
+        return [unit for unit in self._units_of_all if id(unit) in inside]
+
+    def blocks(self, model: nn.Module) -> list[nn.Module]:
+        """The modules that are recomputed as one."""
+        return super().blocks(model) if self.pipeline is None else self.units(model)
 
     def prepare(
         self, model: nn.Module, optimizers: Sequence[Optimizer], precision: Precision, move: bool = True
@@ -221,6 +254,11 @@ class Parallel(FSDP):
             share_random_state(self.tp_mesh, self.kind)
             self._copies = CopyCheck(self.tp_mesh, self.unwrap(model))
         return model, prepared
+
+    def before_evaluation(self, model: nn.Module) -> None:
+        """Give all processes rank 0's buffers; stages have their own."""
+        if self.pipeline is None:
+            super().before_evaluation(model)
 
     def training_model(self, model: nn.Module, automatic: bool) -> nn.Module:
         """The module to call in training, with whole batches."""
@@ -297,6 +335,13 @@ class Parallel(FSDP):
 
     # state
 
+    def reshard(self, model: nn.Module) -> None:
+        """Free whatever is gathered at the moment."""
+        for part in [model] if self.pipeline is None else self.pipeline.modules:
+            super().reshard(part)
+        if self.pipeline is not None:
+            self.pipeline.put_back()
+
     def model_state(self, model: nn.Module) -> StateDict:
         """Parts of the parameters under canonical names."""
         if self.pipeline is None:
@@ -318,23 +363,15 @@ class Parallel(FSDP):
     def load_optimizer_state(self, model: nn.Module, optimizer: Optimizer, state: StateDict) -> None:
         """Take this process's parts of what `optimizer_state` returned under any strategy."""
         if self.pipeline is not None:
-            state = self.pipeline.own_optimizer_state(state)
+            state = self.pipeline.own_optimizer_state(optimizer, state)
         super().load_optimizer_state(model, optimizer, state)
 
     def full_state_dict(self, model: nn.Module) -> dict[str, torch.Tensor]:
         """All parameters and buffers, whole and on the CPU, on rank 0; an empty dict elsewhere."""
-        if self.pipeline is not None:
-            self.reshard(model)
-            return self.pipeline.full_state_dict()
-        return super().full_state_dict(model)
-
-    def reshard(self, model: nn.Module) -> None:
-        """Free whatever is gathered at the moment, so that the model's parameters are its shards."""
-        super().reshard(model)
-        if self.pipeline is not None:
-            for stage in self.pipeline.modules:
-                super().reshard(stage)
-            self.pipeline.put_back()
+        if self.pipeline is None:
+            return super().full_state_dict(model)
+        self.reshard(model)
+        return self.pipeline.full_state_dict()
 
     def teardown(self) -> None:
         """Let go of the grid."""
@@ -346,6 +383,11 @@ class Parallel(FSDP):
     def __repr__(self) -> str:
         sizes = ", ".join(f"{name}={size}" for name, size in vars(self.sizes).items() if size != 1)
         return f"Parallel({sizes})"
+
+
+def move_real_tensors(model: nn.Module, device: torch.device) -> None:
+    """Bring to a device what of a model has values."""
+    model._apply(lambda tensor: tensor if tensor.is_meta else tensor.to(device))  # type: ignore[no-untyped-call]
 
 
 def _check_options(

@@ -98,13 +98,14 @@ class _Match:
     style: ParallelStyle
 
 
-def apply_plan(module: nn.Module, mesh: DeviceMesh, plan: Plan) -> nn.Module:
+def apply_plan(module: nn.Module, mesh: DeviceMesh, plan: Plan, elsewhere: frozenset[int] = frozenset()) -> nn.Module:
     """Split a module's layers over processes, in place.
 
     Args:
         module: the model, or the task that holds it: patterns are taken from the outermost module in which all match.
         mesh: the processes that share each layer.
         plan: styles by pattern of module names; `*` stands for one part of a name.
+        elsewhere: the `id` of modules that other stages of a pipeline compute, which stay as they are.
 
     Returns:
         The module that the patterns' names begin in.
@@ -117,6 +118,8 @@ def apply_plan(module: nn.Module, mesh: DeviceMesh, plan: Plan) -> nn.Module:
     _check_sizes(module, matches, mesh.size())
     before = dict(module.named_parameters(remove_duplicate=False))
     for match in matches:
+        if id(match.module) in elsewhere:
+            continue
         try:
             parallelize_module(match.module, mesh, match.style, src_data_rank=None)
         except NotImplementedError:
