@@ -36,6 +36,9 @@ _EXPORTS: dict[str, str] = {
     "Strategy": "drivetrain.strategies",
     "DDP": "drivetrain.strategies",
     "FSDP": "drivetrain.strategies.fsdp",
+    "DeepSpeed": "drivetrain.strategies.deepspeed",
+    "DummyOptim": "drivetrain.strategies.deepspeed",
+    "DummyScheduler": "drivetrain.strategies.deepspeed",
     "Parallel": "drivetrain.strategies.parallel",
     "Colwise": "drivetrain.strategies.parallel",
     "Rowwise": "drivetrain.strategies.parallel",
@@ -161,6 +164,9 @@ if TYPE_CHECKING:
     from drivetrain.strategies import Strategy as Strategy
     from drivetrain.strategies import available_strategies as available_strategies
     from drivetrain.strategies import register_strategy as register_strategy
+    from drivetrain.strategies.deepspeed import DeepSpeed as DeepSpeed
+    from drivetrain.strategies.deepspeed import DummyOptim as DummyOptim
+    from drivetrain.strategies.deepspeed import DummyScheduler as DummyScheduler
     from drivetrain.strategies.parallel import Colwise as Colwise
     from drivetrain.strategies.parallel import Parallel as Parallel
     from drivetrain.strategies.parallel import PrepareModuleInput as PrepareModuleInput

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from drivetrain.runtime.environment import ProcessEnvironment
@@ -36,10 +37,22 @@ def _fsdp() -> Strategy:
     return FSDP()
 
 
+def _deepspeed(stage: int | None = None, offload: bool = False) -> Strategy:
+    from drivetrain.strategies.deepspeed import DeepSpeed
+
+    device = "cpu" if offload else None
+    return DeepSpeed(stage, offload_optimizer=device, offload_param=device if stage == 3 else None)
+
+
 register_strategy("single", Single)
 register_strategy("ddp", DDP)
 register_strategy("ddp_find_unused_parameters_true", lambda: DDP(find_unused_parameters=True))
 register_strategy("fsdp", _fsdp)
+register_strategy("deepspeed", _deepspeed)
+for _stage in (1, 2, 3):
+    register_strategy(f"deepspeed_stage_{_stage}", partial(_deepspeed, _stage))
+register_strategy("deepspeed_stage_2_offload", partial(_deepspeed, 2, True))
+register_strategy("deepspeed_stage_3_offload", partial(_deepspeed, 3, True))
 
 
 def available_strategies() -> list[str]:
