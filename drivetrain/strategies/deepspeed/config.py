@@ -22,6 +22,8 @@ AUTO = "auto"
 STAGES = (0, 1, 2, 3)
 DEVICES = ("none", "cpu", "nvme")
 
+_BUCKET = 500_000_000  # elements
+
 # which precision asks for which part of a configuration
 _SECTIONS = {"bf16-true": "bf16", "fp16-true": "fp16"}
 
@@ -217,6 +219,11 @@ def _fill_zero(zero: Config, known: Known) -> None:
                 )
             for name in [name for name, value in section.items() if value == AUTO]:
                 del section[name]
+    if known.model is not None:
+        # DeepSpeed allocates buckets whole, gigabytes by default; more than the model has they cannot hold.
+        elements = sum(getattr(p, "ds_numel", p.numel()) for p in known.model.parameters())
+        for key in ("reduce_bucket_size", "allgather_bucket_size"):
+            zero.setdefault(key, max(1, min(_BUCKET, elements)))
 
 
 def _hidden_size(model: nn.Module | None) -> int | None:

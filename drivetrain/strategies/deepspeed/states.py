@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -12,36 +13,48 @@ from drivetrain.runtime.errors import CheckpointError
 from drivetrain.strategies.deepspeed.engine import TrainedModel
 
 State = dict[str, Any]
+Holder = Callable[[int], bool]
 
 
-def read_model(trained: TrainedModel, masters: bool) -> State:
+def read_model(trained: TrainedModel, masters: bool, holder: Holder, whole: bool = False) -> State:
     """All parameters and buffers; collective.
 
     Args:
         trained: the engine's model.
         masters: whether to take the 32-bit master weights where there are any, so that nothing is rounded.
+        holder: whether this process keeps the parameter of a number; else it stands on the meta device.
+        whole: whether all is copied to the CPU where it is kept, and left out elsewhere.
     """
     state: State = {}
-    seen: dict[int, Tensor] = {}
-    for name, value in trained.bare.state_dict(keep_vars=True).items():
+    seen: dict[int, Tensor | None] = {}
+    for number, (name, value) in enumerate(trained.bare.state_dict(keep_vars=True).items()):
         if not isinstance(value, Tensor):
-            state[name] = value
-        elif isinstance(value, nn.Parameter):
-            if id(value) not in seen:
-                seen[id(value)] = _read_parameter(trained, value, masters)
-            state[name] = seen[id(value)]
+            found: Any = value
+        elif not isinstance(value, nn.Parameter):
+            found = broadcast(value.detach().clone())
         else:
-            state[name] = broadcast(value.detach().clone())
+            if id(value) not in seen:
+                seen[id(value)] = _read_parameter(trained, value, masters, holder(number))
+            found = seen[id(value)]
+        if whole and isinstance(found, Tensor):
+            found = None if found.is_meta or not holder(number) else found.detach().cpu()
+        if found is not None:
+            state[name] = found
     return state
 
 
-def _read_parameter(trained: TrainedModel, parameter: nn.Parameter, masters: bool) -> Tensor:
+def _read_parameter(trained: TrainedModel, parameter: nn.Parameter, masters: bool, held: bool) -> Tensor:
     low = trained.is_low_precision
     if (is_partitioned(parameter) or low) and (masters or not low) and trained.layout.is_trained(parameter):
-        return trained.layout.read(parameter)
+        return _kept(trained.layout.read(parameter), held)
     if is_partitioned(parameter):
-        return gathered(parameter)
+        return _kept(gathered(parameter), held)
     return parameter.detach()
+
+
+def _kept(value: Tensor, held: bool) -> Tensor:
+    """A tensor on the CPU, or what stands for it where a peer keeps it."""
+    return value.cpu() if held else torch.empty_like(value, device="meta")
 
 
 def write_model(trained: TrainedModel, state: State, strict: bool = True) -> Any:
@@ -84,15 +97,15 @@ def _check_shapes(parameters: dict[str, Any], state: State) -> None:
             )
 
 
-def read_optimizer(trained: TrainedModel) -> State:
+def read_optimizer(trained: TrainedModel, holder: Holder) -> State:
     """`{"state": {parameter name: {...}}, "param_groups": [{"params": [names], ...}]}`; collective."""
     known = trained.layout.shared_state()
     state: State = {}
-    for name, parameter in trained.parameters.items():
-        if id(parameter) in known:
-            tensors, rest = known[id(parameter)]
-            if tensors or rest:
-                state[name] = {key: trained.layout.read(parameter, key).cpu() for key in tensors} | rest
+    for number, (name, parameter) in enumerate(trained.parameters.items()):
+        tensors, rest = known.get(id(parameter), ([], {}))
+        if tensors or rest:
+            whole = {key: _kept(trained.layout.read(parameter, key), holder(number)) for key in tensors}
+            state[name] = whole | rest
     inner = trained.layout.inner.param_groups
     groups = [{**group, "params": list(names)} for group, names in zip(inner, trained.groups, strict=True)]
     return {"state": state, "param_groups": groups}

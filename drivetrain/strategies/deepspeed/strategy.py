@@ -328,9 +328,9 @@ class DeepSpeed(Strategy):
 
     def scale_gradients(self, model: nn.Module, optimizers: Sequence[Optimizer], factor: torch.Tensor) -> None:
         """Multiply the gradients of a window."""
-        for trained in self._trained:
-            if any(optimizer is trained.optimizer for optimizer in optimizers):
-                gradients.scale(trained, trained.all_trained(), factor)
+        trained = self._find(model)
+        if trained is not None:
+            gradients.scale(trained, trained.all_trained(), factor)
 
     def optimizer_step(
         self, optimizer: Optimizer, precision: Precision, closure: Callable[[], Any] | None = None
@@ -352,17 +352,22 @@ class DeepSpeed(Strategy):
     # state
 
     def model_state(self, model: nn.Module) -> StateDict:
-        """Parameters and buffers, whole; in 32 bits where DeepSpeed keeps such master weights."""
+        """Parameters and buffers; in 32 bits where DeepSpeed keeps such master weights.
+
+        What has to be put together from all processes is kept by one of them each, and stands as a tensor on the meta
+        device on the others, so that no process ever holds all of it.
+        """
         trained = self._find(model)
-        return super().model_state(model) if trained is None else states.read_model(trained, masters=True)
+        if trained is None:
+            return super().model_state(model)
+        return states.read_model(trained, masters=True, holder=self._holds)
 
     def full_state_dict(self, model: nn.Module) -> dict[str, torch.Tensor]:
         """All parameters and buffers, whole and on the CPU, on rank 0; an empty dict elsewhere."""
         trained = self._find(model)
         if trained is None:
             return super().full_state_dict(model)
-        state = states.read_model(trained, masters=False)
-        return {} if self.environment.rank else {name: value.detach().cpu() for name, value in state.items()}
+        return states.read_model(trained, masters=False, holder=lambda _: self.environment.rank == 0, whole=True)
 
     def load_model_state(self, model: nn.Module, state: StateDict, strict: bool = True) -> Any:
         """Load whole tensors by name into parameters and master weights."""
@@ -372,12 +377,16 @@ class DeepSpeed(Strategy):
         return states.write_model(trained, state, strict)
 
     def optimizer_state(self, model: nn.Module, optimizer: Optimizer) -> StateDict:
-        """An optimizer's state by canonical parameter name, put together from all processes."""
-        return states.read_optimizer(self._stepped_by(optimizer))
+        """An optimizer's state by canonical parameter name, put together from all processes as in `model_state`."""
+        return states.read_optimizer(self._stepped_by(optimizer), self._holds)
 
     def load_optimizer_state(self, model: nn.Module, optimizer: Optimizer, state: StateDict) -> None:
         """Give each process its part of what any strategy saved."""
         states.write_optimizer(self._stepped_by(optimizer), state)
+
+    def _holds(self, number: int) -> bool:
+        """Whether this process is the one that keeps a tensor which is put together for a checkpoint."""
+        return number % self.environment.world_size == self.environment.rank
 
     def save_native(self, model: nn.Module, directory: str | os.PathLike[str], tag: str = "native") -> None:
         """Write DeepSpeed's own checkpoint, each process its part; call it on all.
