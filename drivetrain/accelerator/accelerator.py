@@ -154,6 +154,8 @@ class Accelerator(StateSaving, EngineStatus):
             self.active_loaders,
             HeldGradients(self._models, self._optimizers),
         )
+        steps = self.accumulation.plugin.num_steps
+        self.strategy.note_arguments("Accelerator", gradient_accumulation_steps=("gradient_accumulation_steps", steps))
         self._weighted = WeightedMean(self.strategy)
         self.precision.hold_scale_while(lambda: self.accumulation.holds_gradients)
         self._schedulers: list[PreparedScheduler] = []

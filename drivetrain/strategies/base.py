@@ -99,6 +99,15 @@ class Strategy(ABC):
             ConfigurationError: names the pair and what would work.
         """
 
+    def note_arguments(self, owner: str, **arguments: tuple[str, Any]) -> None:
+        """See what a loop was told that a strategy's own configuration may say too.
+
+        Args:
+            owner: the loop, such as `"Trainer"`.
+            **arguments: by its common name (`gradient_accumulation_steps`, `gradient_clipping`), what the loop calls
+                it, and its value.
+        """
+
     # model
 
     def init_context(self) -> AbstractContextManager[Any]:

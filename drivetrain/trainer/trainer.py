@@ -162,6 +162,11 @@ class Trainer(TrainerStatus):
         self.accelerator = arguments.make_accelerator(
             accelerator, strategy, devices, num_nodes, precision, accumulate_grad_batches, sync_batchnorm
         )
+        self.strategy.note_arguments(
+            "Trainer",
+            gradient_accumulation_steps=("accumulate_grad_batches", accumulate_grad_batches),
+            gradient_clipping=("gradient_clip_val", gradient_clip_val),
+        )
         if seed is not None:
             set_seed(seed)
         arguments.set_determinism(deterministic, benchmark)

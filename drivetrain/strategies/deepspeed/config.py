@@ -121,17 +121,16 @@ def clipping_of(config: Mapping[str, Any]) -> float | None:
 def _fill_arguments(config: Config, known: Known) -> None:
     for key, (argument, value) in known.arguments.items():
         here = config.get(key)
-        if here is None or here == AUTO:
-            config[key] = value if value is not None else 0.0 if key == "gradient_clipping" else None
+        if here in (None, AUTO):
+            config[key] = value
         elif value is not None and float(here) != float(value):
             raise ConfigurationError(
-                f"The DeepSpeed configuration says {key}={here}, but {argument}={value}. Give one of the two, or "
-                f'"{key}": "auto".'
+                f"The DeepSpeed configuration says {key}={here}, but {argument.removesuffix(')')}={value}). Give the "
+                f'same, or "{key}": "auto".'
             )
-    if config.get("gradient_accumulation_steps") in (None, AUTO):
-        config["gradient_accumulation_steps"] = 1
-    if config.get("gradient_clipping") in (None, AUTO):
-        config["gradient_clipping"] = 0.0
+    for key, default in (("gradient_accumulation_steps", 1), ("gradient_clipping", 0.0)):
+        if config.get(key) in (None, AUTO):
+            config[key] = default
 
 
 def _fill_batch(config: Config, known: Known) -> None:

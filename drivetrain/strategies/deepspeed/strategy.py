@@ -155,11 +155,10 @@ class DeepSpeed(Strategy):
             precision.scaler = torch.amp.GradScaler(self.kind.autocast_type, enabled=False)
         self._precision = precision
 
-    def check_arguments(self, owner: str, **arguments: tuple[str, Any]) -> None:
-        """Take note of what the loop was told that DeepSpeed's configuration may say too."""
+    def note_arguments(self, owner: str, **arguments: tuple[str, Any]) -> None:
+        """Take note of what the loop was told, to fill `"auto"` and to refuse contradictions when a model is prepared."""
         for key, (name, value) in arguments.items():
-            self._arguments[key] = (f"{owner}({name})" if value is None else f"{owner}({name}={value!r})", value)
-        configuration.complete(self.config, self._known(None))
+            self._arguments[key] = (f"{owner}({name})", value)
 
     def _known(self, optimizer: Optimizer | None, model: nn.Module | None = None) -> Known:
         return Known(
