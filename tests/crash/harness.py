@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from drivetrain.runtime.exit_codes import RESUME_EXIT_CODE
-from tests.crash.shots import MOST_BATCHES
+from tests.crash.shots import LAST_CHANCE, MOST_BATCHES
 from tests.launch.launching import Ended, end, launch, run, started
 
 SCRIPT = Path(__file__).with_name("training.py")
@@ -133,9 +133,18 @@ def _json_lines(path: Path) -> Iterable[dict[str, Any]]:
         yield json.loads(line)
 
 
+def place_of(shot: dict[str, Any]) -> str:
+    """Where a shot hit, for people."""
+    if shot["where"] == LAST_CHANCE:
+        return "after a batch"  # what it had waited for did not come in time
+    return {"moment": "after a batch", "save": "in a save", "resume": "in resuming", "start": "in starting"}[
+        shot["kind"]
+    ]
+
+
 def report(run: Run, begin: float) -> None:
     """One line on a run, for people."""
     kinds: dict[str, int] = {}
-    for shot in run.shots:
-        kinds[shot["kind"]] = kinds.get(shot["kind"], 0) + 1
+    for kind in map(place_of, run.shots):
+        kinds[kind] = kinds.get(kind, 0) + 1
     print(f"{run.home.name}: {run.restarts} restarts in {time.monotonic() - begin:.0f} s, {kinds}", file=sys.stderr)

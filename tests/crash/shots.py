@@ -16,6 +16,7 @@ from typing import Any
 from drivetrain import Callback, Task, Trainer
 
 MOST_BATCHES = 10  # of an attempt: a bound on how far a killed attempt gets
+LAST_CHANCE = "the last batch that it may reach"
 _FILE_EVENTS = ("open", "os.mkdir", "os.rename", "os.remove", "os.rmdir", "os.link", "os.symlink", "os.truncate")
 
 
@@ -66,7 +67,7 @@ class Shot(Callback):
         elif self.batches == 0 and self.kind == "save":
             self._armed = True
         if self.batches <= -MOST_BATCHES:
-            self.shoot("the last batch that it may reach")
+            self.shoot(LAST_CHANCE)
 
     def shoot(self, where: str) -> None:
         """End this process here and now."""
