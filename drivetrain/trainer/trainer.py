@@ -639,7 +639,8 @@ class Trainer(TrainerStatus):
             filepath: the checkpoint's directory, or a URL; it appears complete or not at all.
             weights_only: leave out everything but the weights and hyper-parameters.
             block: whether to return only when it is durable. Else training goes on while a copy is written; an error
-                is raised at the next step, and `fit` waits for it at its end.
+                is raised at the next step, by several processes at the one that they agree on within about a second;
+                `fit` waits for it at its end.
 
         Returns:
             The save; done already where `block` is set.
