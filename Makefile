@@ -26,7 +26,7 @@ endif
 export PYTHONPATH := $(CURDIR)$(if $(PYTHONPATH),:$(PYTHONPATH))
 
 .DEFAULT_GOAL := help
-.PHONY: help env demo test test-slow test-crash test-gpu lint format types floors docs wheel bench clean
+.PHONY: help env demo test test-slow test-crash test-gpu deepspeed-ops lint format types floors docs wheel bench clean
 
 help: ## list these commands
 	@awk 'BEGIN {FS = ":.*## "} /^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
@@ -47,6 +47,9 @@ test-crash: $(DEV_ENV) ## the tests that kill processes and machines over and ov
 
 test-gpu: $(DEV_ENV) ## the tests that need a GPU (PYTHON=python3: with a Python that holds torch)
 	$(PYTHON) -m pytest -m gpu $(TESTS)
+
+deepspeed-ops: $(DEV_ENV) ## build DeepSpeed's shared-memory operator ahead of time (1 min; nothing needs it)
+	$(PYTHON) -m drivetrain.strategies.deepspeed.ops
 
 lint: $(DEV_ENV) ## ruff: rules and format
 	$(PYTHON) -m ruff check .

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from typing import Any
+from weakref import WeakKeyDictionary
 
-import torch
 from torch.optim import Optimizer
 
 from drivetrain.runtime.errors import ConfigurationError
@@ -90,4 +90,4 @@ def standing_in_for(optimizer: Optimizer) -> DummyScheduler | None:
 
 
 # A registry: what was made for an optimizer that may be another's class, found again when it is prepared.
-_STANDING_IN: torch.utils.weak.WeakIdKeyDictionary = torch.utils.weak.WeakIdKeyDictionary()
+_STANDING_IN: WeakKeyDictionary[Optimizer, DummyScheduler] = WeakKeyDictionary()
