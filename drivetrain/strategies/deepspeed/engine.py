@@ -83,7 +83,8 @@ class EngineOptimizer(Optimizer):
     @property
     def optimizer(self) -> Optimizer:
         """The optimizer that does the sums: the user's, or that of the configuration."""
-        return self.trained.layout.inner
+        trained: TrainedModel = self.trained
+        return trained.layout.inner
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
@@ -158,6 +159,6 @@ class _Group(dict[str, Any]):
             self[key] = default
         return self[key]
 
-    def update(self, *args: Any, **kwargs: Any) -> None:  # type: ignore[override]
+    def update(self, *args: Any, **kwargs: Any) -> None:
         for key, value in dict(*args, **kwargs).items():
             self[key] = value

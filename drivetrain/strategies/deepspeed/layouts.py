@@ -118,7 +118,8 @@ class PlainLayout(Layout):
 
     def read(self, parameter: Parameter, key: str | None = None) -> Tensor:
         master = self._master(parameter)
-        return (master if key is None else self.inner.state[master][key]).detach().clone()
+        found: Tensor = master if key is None else self.inner.state[master][key]
+        return found.detach().clone()
 
     def write(self, parameter: Parameter, value: Tensor, key: str | None = None) -> None:
         master = self._master(parameter)
@@ -140,7 +141,7 @@ class MasterLayout(PlainLayout):
         super().__init__(engine, parameters)
         low, high = self.optimizer.fp16_groups, self.optimizer.fp32_groups
         self._pairs = [(a, b) for each, other in zip(low, high, strict=True) for a, b in zip(each, other, strict=True)]
-        self._masters = {id(parameter): master for parameter, master in self._pairs}
+        self._masters: dict[int, Tensor] = {id(parameter): master for parameter, master in self._pairs}
 
     def holders(self) -> Iterator[tuple[Tensor, list[Parameter]]]:
         for parameter, master in self._pairs:
@@ -197,7 +198,8 @@ class FlatLayout(Layout):
         if mine is not None:
             address = parameter._hp_mapping.lp_fragment_address  # type: ignore[attr-defined]
             whole.narrow(0, address.start, address.numel).copy_(mine)
-        return reduce(whole, "sum").view_as(parameter)  # type: ignore[no-any-return]
+        total: Tensor = reduce(whole, "sum")
+        return total.view_as(parameter)
 
     def write(self, parameter: Parameter, value: Tensor, key: str | None = None) -> None:
         mine = self._slice(parameter, key)

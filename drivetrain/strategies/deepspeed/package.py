@@ -76,7 +76,8 @@ class Membership:
         # It asks for this even where it is told everything else, and would look for MPI.
         os.environ.setdefault("LOCAL_RANK", str(environment.local_rank))
         if not dist.is_initialized():
-            dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+            store = dist.HashStore()  # type: ignore[attr-defined]
+            dist.init_process_group("gloo", store=store, rank=0, world_size=1)
             self._made_group = True
         if importlib.import_module("deepspeed.comm.comm").cdb is None:
             with ops.shared_memory(kind, shared_memory):
@@ -84,13 +85,14 @@ class Membership:
 
     def leave(self) -> None:
         """Forget the process group, which is about to be destroyed."""
-        groups = importlib.import_module("deepspeed.utils.groups")
+        groups: Any = importlib.import_module("deepspeed.utils.groups")
         release = getattr(groups, "_release_process_group_references", None)
         if release is not None:
             release()
         else:
             groups._WORLD_GROUP = None
-        importlib.import_module("deepspeed.comm.comm").cdb = None
+        comm: Any = importlib.import_module("deepspeed.comm.comm")
+        comm.cdb = None
         if self._made_group and dist.is_initialized():
             dist.destroy_process_group()
             self._made_group = False

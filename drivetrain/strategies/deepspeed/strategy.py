@@ -14,21 +14,19 @@ from torch.optim import Optimizer
 from drivetrain.runtime.collectives import broadcast
 from drivetrain.runtime.errors import ConfigurationError, nearest
 from drivetrain.runtime.state import PartialState
-from drivetrain.strategies.base import StateDict, Strategy
 from drivetrain.strategies.deepspeed import config as configuration
-from drivetrain.strategies.deepspeed import gradients, native, ops, states
+from drivetrain.strategies.deepspeed import gradients, ops, options, states
 from drivetrain.strategies.deepspeed.accelerate_keys import arguments_from
 from drivetrain.strategies.deepspeed.config import Known
 from drivetrain.strategies.deepspeed.dummies import DummyOptim, standing_in_for
 from drivetrain.strategies.deepspeed.engine import TrainedModel
+from drivetrain.strategies.deepspeed.engine_states import EngineStates
 from drivetrain.strategies.deepspeed.package import Membership, require_deepspeed
 from drivetrain.strategies.precision import Precision
 from drivetrain.strategies.precision.mixed import Float16Mixed
 
-Offload = str | Mapping[str, Any] | None
 
-
-class DeepSpeed(Strategy):
+class DeepSpeed(EngineStates):
     """ZeRO: optimizer state (stage 1), gradients (2) and parameters (3) are spread over the processes.
 
     Args:
@@ -55,8 +53,8 @@ class DeepSpeed(Strategy):
         self,
         stage: int | None = None,
         *,
-        offload_optimizer: Offload = None,
-        offload_param: Offload = None,
+        offload_optimizer: str | Mapping[str, Any] | None = None,
+        offload_param: str | Mapping[str, Any] | None = None,
         nvme_path: str | os.PathLike[str] | None = None,
         gradient_clipping: float | None = None,
         gradient_accumulation_steps: int | None = None,
@@ -67,21 +65,14 @@ class DeepSpeed(Strategy):
         **zero_options: Any,
     ) -> None:
         require_deepspeed()
-        self.config = configuration.read_config(config)
-        zero = self.config.setdefault("zero_optimization", {})
-        _add(zero, "zero_optimization.stage", "stage", stage)
-        self.stage = configuration.stage_of(self.config)
-        if self.stage is None:
-            self.stage = zero["stage"] = 2
-        if self.stage not in configuration.STAGES:
-            raise ConfigurationError(f"stage={self.stage!r}: allowed are {', '.join(map(str, configuration.STAGES))}.")
-        for key, given in (("offload_optimizer", offload_optimizer), ("offload_param", offload_param)):
-            _add(zero, f"zero_optimization.{key}", key, _offload(key, given, nvme_path))
-        for key, value in zero_options.items():
-            _add(zero, f"zero_optimization.{key}", key, value)
-        _add(self.config, "gradient_clipping", "gradient_clipping", gradient_clipping)
-        _add(self.config, "gradient_accumulation_steps", "gradient_accumulation_steps", gradient_accumulation_steps)
-        self._check_offload(zero)
+        self.config, self.stage = options.build_config(
+            config,
+            stage,
+            {"offload_optimizer": offload_optimizer, "offload_param": offload_param},
+            nvme_path,
+            {"gradient_clipping": gradient_clipping, "gradient_accumulation_steps": gradient_accumulation_steps},
+            zero_options,
+        )
         self.zero_init = self.stage == 3 if zero_init is None else zero_init and self.stage == 3
         self.moe_layers = list(moe_layers)
         self.shared_memory = shared_memory
@@ -89,7 +80,7 @@ class DeepSpeed(Strategy):
         self._arguments: dict[str, tuple[str, Any]] = {}
         self._precision: Precision | None = None
         self._membership: Membership | None = None
-        self._trained: list[TrainedModel] = []
+        self._trained = []
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> DeepSpeed:
@@ -103,36 +94,15 @@ class DeepSpeed(Strategy):
         """
         return cls(**arguments_from(config))
 
-    def _check_offload(self, zero: Mapping[str, Any]) -> None:
-        if zero.get("offload_param") and _device(zero["offload_param"]) != "none" and self.stage != 3:
-            raise ConfigurationError(
-                f"offload_param needs stage=3, which is where parameters are spread; this is stage {self.stage}."
-            )
-        if zero.get("offload_optimizer") and _device(zero["offload_optimizer"]) != "none" and self.stage == 0:
-            raise ConfigurationError("offload_optimizer needs stage 1, 2 or 3; at stage 0 nothing is spread.")
-
     # processes
 
     def setup(self, state: PartialState) -> None:
         """Let DeepSpeed join the process group that this process is in."""
         super().setup(state)
         self._membership = Membership(self.environment, self.kind.name, self.shared_memory)
-        self._check_zero_options()
-        zero = self.config["zero_optimization"]
-        if any(_device(zero.get(key)) == "nvme" for key in ("offload_optimizer", "offload_param")):
+        options.check_zero_options(self.config)
+        if options.uses_nvme(self.config):
             ops.require_async_io()
-
-    def _check_zero_options(self) -> None:
-        from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
-
-        fields = DeepSpeedZeroConfig.model_fields
-        allowed = {*fields, *(field.alias for field in fields.values() if field.alias)}
-        for key in self.config["zero_optimization"]:
-            if key not in allowed:
-                raise ConfigurationError(
-                    f"DeepSpeed has no zero_optimization option {key!r}.{nearest(key, allowed)} Allowed: "
-                    f"{', '.join(sorted(allowed))}."
-                )
 
     def check_precision(self, precision: Precision) -> None:
         """Refuse what DeepSpeed cannot compute in, or not on this device."""
@@ -156,7 +126,7 @@ class DeepSpeed(Strategy):
         self._precision = precision
 
     def note_arguments(self, owner: str, **arguments: tuple[str, Any]) -> None:
-        """Take note of what the loop was told, to fill `"auto"` and to refuse contradictions when a model is prepared."""
+        """Take note of what the loop was told, to fill `"auto"` and to refuse contradictions in `prepare`."""
         for key, (name, value) in arguments.items():
             self._arguments[key] = (f"{owner}({name})", value)
 
@@ -176,15 +146,15 @@ class DeepSpeed(Strategy):
         """At stage 3, take parameters apart as soon as they are made, so that no process ever holds the whole model."""
         if not self.zero_init:
             return nullcontext()
-        options = configuration.complete(self.config, self._known(None))
-        return self._package().zero.Init(config_dict_or_path=options)  # type: ignore[no-any-return]
+        completed = configuration.complete(self.config, self._known(None))
+        return self._package().zero.Init(config_dict_or_path=completed)  # type: ignore[no-any-return]
 
     def place(self, model: nn.Module, precision: Precision, move: bool = True) -> nn.Module:
         """Place a model that is only evaluated; where it is partitioned, in an engine that gathers its parameters."""
         if not any(states.is_partitioned(parameter) for parameter in model.parameters()):
             return super().place(model, precision, move)
-        options = configuration.complete(self._without_training(), self._known(None, self.unwrap(model)))
-        engine, *_ = self._package().initialize(model=model, config=options)
+        completed = configuration.complete(self._without_training(), self._known(None, self.unwrap(model)))
+        engine, *_ = self._package().initialize(model=model, config=completed)
         return engine.module  # type: ignore[no-any-return]
 
     def _without_training(self) -> dict[str, Any]:
@@ -221,18 +191,18 @@ class DeepSpeed(Strategy):
 
     def _initialize(self, model: nn.Module, optimizer: Optimizer, bare: nn.Module) -> tuple[Any, Any]:
         known = self._known(optimizer, bare)
-        options = configuration.complete(self.config, known)
+        completed = configuration.complete(self.config, known)
         # Clipping is done here before the engine's step: only so does a norm exist that can be read before it, and are
         # gradients clipped that were weighed after their backward.
-        options["gradient_clipping"] = 0.0
+        completed["gradient_clipping"] = 0.0
         arguments: dict[str, Any] = {"optimizer": optimizer}
         if isinstance(optimizer, DummyOptim):
-            ops.prefer_built_optimizer(options["optimizer"], self.kind.name, options["zero_optimization"])
+            ops.prefer_built_optimizer(completed["optimizer"], self.kind.name, completed["zero_optimization"])
             arguments = {"model_parameters": [dict(group) for group in optimizer.param_groups]}
         if known.scheduler is not None and known.scheduler.lr_scheduler_callable is not None:
             arguments["lr_scheduler"] = known.scheduler.lr_scheduler_callable
         engine, _, _, scheduler = self._package().initialize(
-            model=model, config=options, dist_init_required=False, **arguments
+            model=model, config=completed, dist_init_required=False, **arguments
         )
         engine.set_gradient_accumulation_boundary(True)
         return engine, scheduler
@@ -255,13 +225,6 @@ class DeepSpeed(Strategy):
 
         set_z3_leaf_modules(model, chosen)
 
-    def unwrap(self, model: nn.Module) -> nn.Module:
-        """The user's own module."""
-        for trained in self._trained:
-            if model is trained.engine:
-                return trained.bare
-        return super().unwrap(model)
-
     def before_evaluation(self, model: nn.Module) -> None:
         """Give all processes rank 0's buffers: batch statistics have moved on by each one's own batches."""
         broadcast(list(self.unwrap(model).buffers()))
@@ -269,7 +232,7 @@ class DeepSpeed(Strategy):
     def evaluation_model(self, model: nn.Module) -> nn.Module:
         """The module inside: its own hooks gather what is partitioned."""
         trained = self._find(model)
-        return model if trained is None else trained.engine.module  # type: ignore[no-any-return]
+        return model if trained is None else trained.engine.module
 
     # one optimizer step
 
@@ -304,7 +267,7 @@ class DeepSpeed(Strategy):
                 norms.append((trained, own, gradients.total_norm(trained, own, norm_type)))
         if not norms:
             return torch.zeros((), device=self.device)
-        total = torch.linalg.vector_norm(torch.stack([norm for *_, norm in norms]), norm_type)
+        total: torch.Tensor = torch.linalg.vector_norm(torch.stack([norm for *_, norm in norms]), norm_type)
         if max_norm != float("inf"):
             for trained, own, _ in norms:
                 gradients.clip_to_norm(trained, own, total, max_norm)
@@ -348,74 +311,6 @@ class DeepSpeed(Strategy):
         trained.clipped = False
         return bool(trained.engine.was_step_applied())
 
-    # state
-
-    def model_state(self, model: nn.Module) -> StateDict:
-        """Parameters and buffers; in 32 bits where DeepSpeed keeps such master weights.
-
-        What has to be put together from all processes is kept by one of them each, and stands as a tensor on the meta
-        device on the others, so that no process ever holds all of it.
-        """
-        trained = self._find(model)
-        if trained is None:
-            return super().model_state(model)
-        return states.read_model(trained, masters=True, holder=self._holds)
-
-    def full_state_dict(self, model: nn.Module) -> dict[str, torch.Tensor]:
-        """All parameters and buffers, whole and on the CPU, on rank 0; an empty dict elsewhere."""
-        trained = self._find(model)
-        if trained is None:
-            return super().full_state_dict(model)
-        return states.read_model(trained, masters=False, holder=lambda _: self.environment.rank == 0, whole=True)
-
-    def load_model_state(self, model: nn.Module, state: StateDict, strict: bool = True) -> Any:
-        """Load whole tensors by name into parameters and master weights."""
-        trained = self._find(model)
-        if trained is None:
-            return super().load_model_state(model, state, strict)
-        return states.write_model(trained, state, strict)
-
-    def optimizer_state(self, model: nn.Module, optimizer: Optimizer) -> StateDict:
-        """An optimizer's state by canonical parameter name, put together from all processes as in `model_state`."""
-        return states.read_optimizer(self._stepped_by(optimizer), self._holds)
-
-    def load_optimizer_state(self, model: nn.Module, optimizer: Optimizer, state: StateDict) -> None:
-        """Give each process its part of what any strategy saved."""
-        states.write_optimizer(self._stepped_by(optimizer), state)
-
-    def _holds(self, number: int) -> bool:
-        """Whether this process is the one that keeps a tensor which is put together for a checkpoint."""
-        return number % self.environment.world_size == self.environment.rank
-
-    def save_native(self, model: nn.Module, directory: str | os.PathLike[str], tag: str = "native") -> None:
-        """Write DeepSpeed's own checkpoint, each process its part; call it on all.
-
-        Args:
-            model: a prepared model.
-            directory: where to.
-            tag: the name of the folder in it.
-        """
-        native.save(self._required(model), directory, tag)
-
-    def load_native(self, model: nn.Module, directory: str | os.PathLike[str], tag: str | None = None) -> None:
-        """Read what `save_native` wrote, on as many processes; call it on all.
-
-        Args:
-            model: a prepared model.
-            directory: where from.
-            tag: the name of the folder in it; the latest one if None.
-
-        Raises:
-            CheckpointError: there is none, or another number of processes wrote it.
-        """
-        native.load(self._required(model), directory, tag, self.environment.world_size)
-
-    # engines
-
-    def engine_of(self, model: nn.Module) -> Any:
-        """The DeepSpeed engine of a prepared model, for what only DeepSpeed has."""
-        return self._required(model).engine
-
     def teardown(self) -> None:
         """Let go of engines and of DeepSpeed's groups."""
         for trained in self._trained:
@@ -430,29 +325,6 @@ class DeepSpeed(Strategy):
             raise ConfigurationError("strategy='deepspeed' has not been set up: give it to a Trainer or Accelerator.")
         return self._membership.package
 
-    def _find(self, model: nn.Module) -> TrainedModel | None:
-        for trained in self._trained:
-            if model is trained.engine or model is trained.bare:
-                return trained
-        return None
-
-    def _required(self, model: nn.Module) -> TrainedModel:
-        trained = self._find(model)
-        if trained is None:
-            raise ConfigurationError(
-                f"{type(model).__name__} has no DeepSpeed engine: it was not prepared together with an optimizer."
-            )
-        return trained
-
-    def _stepped_by(self, optimizer: Optimizer) -> TrainedModel:
-        for trained in self._trained:
-            if optimizer is trained.optimizer or optimizer is trained.layout.inner:
-                return trained
-        raise ConfigurationError(
-            f"{type(optimizer).__name__} was not prepared together with its model, which DeepSpeed needs: "
-            "model, optimizer = accelerator.prepare(model, optimizer)."
-        )
-
     def __repr__(self) -> str:
         return f"DeepSpeed(stage={self.stage})"
 
@@ -464,40 +336,6 @@ def _within_window(engine: Any) -> Iterator[None]:
         yield
     finally:
         engine.set_gradient_accumulation_boundary(True)
-
-
-def _add(target: dict[str, Any], path: str, argument: str, value: Any) -> None:
-    """Put an argument's value into the configuration, unless that says something else."""
-    if value is None:
-        return
-    key = path.rpartition(".")[2]
-    here = target.get(key)
-    if here not in (None, configuration.AUTO) and here != value:
-        raise ConfigurationError(
-            f"The DeepSpeed configuration says {path}={here!r}, but {argument}={value!r}. Give one."
-        )
-    target[key] = value
-
-
-def _offload(key: str, given: Offload, nvme_path: str | os.PathLike[str] | None) -> dict[str, Any] | None:
-    if given is None or given == "none":
-        return None
-    section = {"device": given} if isinstance(given, str) else dict(given)
-    device = section.get("device")
-    if device not in configuration.DEVICES:
-        raise ConfigurationError(
-            f"{key}={given!r}: unknown device {device!r}. Allowed: {', '.join(configuration.DEVICES)}."
-            f"{nearest(str(device), configuration.DEVICES)}"
-        )
-    if device == "nvme":
-        section.setdefault("nvme_path", None if nvme_path is None else os.fspath(nvme_path))
-        if section["nvme_path"] is None:
-            raise ConfigurationError(f"{key}='nvme' needs a folder: nvme_path='/local_nvme'.")
-    return section
-
-
-def _device(section: Any) -> str:
-    return str(section.get("device", "none")) if isinstance(section, Mapping) else "none"
 
 
 def _names_of_groups(optimizer: Optimizer, names: Mapping[int, str]) -> list[list[str]]:
