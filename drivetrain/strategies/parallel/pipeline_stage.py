@@ -250,7 +250,7 @@ def _as_expected(name: str, tensor: Tensor, expected: TensorShape) -> Tensor:
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Zeros that take no memory, for a parameter that another stage holds; nothing that counts is computed from them."""
+    """Zeros that take no memory, for a parameter that another stage holds; nothing computed from them counts."""
     return torch.zeros((), dtype=dtype, device=device).expand(shape)
 
 

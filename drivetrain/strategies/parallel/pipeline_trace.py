@@ -209,7 +209,7 @@ class _Trace(TorchDispatchMode):
 
         def enter(module: nn.Module, args: Any, kwargs: Any) -> Any:
             if self._stage != stage - 1:
-                order = [split for split in self._layout.splits]
+                order = list(self._layout.splits)
                 raise ConfigurationError(
                     f"{self._name} must call the first modules of its stages once each and in this order: {order}; "
                     f"{name} was called in stage {self._stage}. Split elsewhere with pp_split=[...]."
@@ -275,9 +275,8 @@ class _Trace(TorchDispatchMode):
 
 # What these return does not depend on the values that they are given.
 _OF_SHAPES_ONLY = {
-    getattr(torch.ops.aten, name)
-    for name in ("empty_like", "zeros_like", "ones_like", "full_like", "rand_like", "randn_like")
-    + ("new_empty", "new_zeros", "new_ones", "new_full")
+    *(getattr(torch.ops.aten, f"{name}_like") for name in ("empty", "zeros", "ones", "full", "rand", "randn")),
+    *(getattr(torch.ops.aten, f"new_{name}") for name in ("empty", "zeros", "ones", "full")),
 }
 
 
