@@ -152,7 +152,7 @@ class Accelerator(StateSaving, EngineStatus):
         self.accumulation = AccumulationWindow(
             make_accumulation(gradient_accumulation_steps, gradient_accumulation_plugin),
             self.active_loaders,
-            HeldGradients(self._models, self._optimizers),
+            HeldGradients(self._models, self._optimizers, self.strategy),
         )
         steps = self.accumulation.plugin.num_steps
         self.strategy.note_arguments("Accelerator", gradient_accumulation_steps=("gradient_accumulation_steps", steps))

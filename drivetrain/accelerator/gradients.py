@@ -8,6 +8,8 @@ import torch
 from torch import nn
 
 from drivetrain.accelerator.optimizer import PreparedOptimizer, parameters_of
+from drivetrain.strategies import Strategy
+from drivetrain.strategies.base import local_part
 
 
 class HeldGradients:
@@ -16,17 +18,23 @@ class HeldGradients:
     Args:
         models: the prepared models, as the Accelerator lists them.
         optimizers: the prepared optimizers, as the Accelerator lists them.
+        strategy: knows of gradients that are not in `.grad` before they are reduced.
     """
 
-    def __init__(self, models: Sequence[nn.Module], optimizers: Sequence[PreparedOptimizer]) -> None:
+    def __init__(
+        self, models: Sequence[nn.Module], optimizers: Sequence[PreparedOptimizer], strategy: Strategy
+    ) -> None:
         self._models = models
         self._optimizers = optimizers
+        self._strategy = strategy
 
     def scale(self, factor: float) -> None:
         """Multiply the gradients, where a window turns out to hold another number of micro-batches than was said."""
         owners = [*(model.parameters() for model in self._models), *map(parameters_of, self._optimizers)]
         parameters = {id(parameter): parameter for owner in owners for parameter in owner}
-        gradients = [parameter.grad for parameter in parameters.values() if parameter.grad is not None]
+        gradients = [local_part(parameter.grad) for parameter in parameters.values() if parameter.grad is not None]
+        for model in self._models:
+            gradients.extend(self._strategy.held_gradients(model))
         if gradients:
             torch._foreach_mul_(gradients, factor)
 
@@ -39,6 +47,8 @@ class HeldGradients:
 
     def discard_abandoned(self) -> None:
         """Clear what such a loop left behind, unless its user has stepped with it or cleared it."""
+        for model in self._models:
+            self._strategy.drop_held_gradients(model)
         for optimizer in self._optimizers:
             if optimizer.holds_abandoned:
                 optimizer.holds_abandoned = False

@@ -205,6 +205,22 @@ class Strategy(ABC):
         """Whether forwards and backwards in this context reduce gradients over processes."""
         return nullcontext()
 
+    def held_gradients(self, model: nn.Module) -> Iterable[torch.Tensor]:
+        """Gradients of an accumulation window that are not in `.grad` before they are reduced."""
+        return ()
+
+    def drop_held_gradients(self, model: nn.Module) -> None:
+        """Forget those gradients, of a window that did not end."""
+
+    def loss_of_nothing(self, task: nn.Module) -> torch.Tensor:
+        """A loss with gradients of zero, for a batch that a task leaves out while its peers wait for gradients.
+
+        Raises:
+            ConfigurationError: no batch can be left out here.
+        """
+        parts = [parameter.reshape(-1)[:1].sum() for parameter in task.parameters() if parameter.requires_grad]
+        return torch.stack(parts).nan_to_num(0.0, 0.0, 0.0).sum() * 0.0
+
     def clip_grad_norm_(
         self, parameters: Iterable[torch.Tensor], max_norm: float, norm_type: float = 2.0
     ) -> torch.Tensor:

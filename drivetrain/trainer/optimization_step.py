@@ -371,17 +371,14 @@ class OptimizationStep:
 
         They must come from the output of the forward, by which DDP learns what takes part in the backward.
         """
+        nothing = self._trainer.strategy.loss_of_nothing
 
         def step_or_stand_in(*args: Any) -> Any:
             output = step(*args)
             self._stood_in = output is None
-            return self._nothing() if self._stood_in else output
+            return nothing(self._task) if self._stood_in else output
 
         return step_or_stand_in
-
-    def _nothing(self) -> Tensor:
-        parts = [p.reshape(-1)[:1].sum() for p in self._task.parameters() if p.requires_grad]
-        return torch.stack(parts).nan_to_num(0.0, 0.0, 0.0).sum() * 0.0
 
     def _share_of_rows(self, info: BatchInfo) -> float:
         """What this process's mean loss counts for, so that the mean over processes is that of the global batch."""
