@@ -15,7 +15,10 @@ __version__ = "0.1.0"
 _EXPORTS: dict[str, str] = {
     "Accelerator": "drivetrain.accelerator",
     "AutocastKwargs": "drivetrain.accelerator",
+    "DeepSpeedPlugin": "drivetrain.accelerator",
     "DistributedDataParallelKwargs": "drivetrain.accelerator",
+    "FullyShardedDataParallelPlugin": "drivetrain.accelerator",
+    "ParallelismConfig": "drivetrain.accelerator",
     "GradScalerKwargs": "drivetrain.accelerator",
     "GradientAccumulationPlugin": "drivetrain.accelerator",
     "InitProcessGroupKwargs": "drivetrain.accelerator",
@@ -111,10 +114,13 @@ def __dir__() -> list[str]:
 if TYPE_CHECKING:
     from drivetrain.accelerator import Accelerator as Accelerator
     from drivetrain.accelerator import AutocastKwargs as AutocastKwargs
+    from drivetrain.accelerator import DeepSpeedPlugin as DeepSpeedPlugin
     from drivetrain.accelerator import DistributedDataParallelKwargs as DistributedDataParallelKwargs
+    from drivetrain.accelerator import FullyShardedDataParallelPlugin as FullyShardedDataParallelPlugin
     from drivetrain.accelerator import GradientAccumulationPlugin as GradientAccumulationPlugin
     from drivetrain.accelerator import GradScalerKwargs as GradScalerKwargs
     from drivetrain.accelerator import InitProcessGroupKwargs as InitProcessGroupKwargs
+    from drivetrain.accelerator import ParallelismConfig as ParallelismConfig
     from drivetrain.accelerator import ProjectConfiguration as ProjectConfiguration
     from drivetrain.callbacks import Callback as Callback
     from drivetrain.callbacks import EarlyStopping as EarlyStopping

@@ -10,16 +10,20 @@ from drivetrain.accelerator.handlers import (
     ProjectConfiguration,
 )
 from drivetrain.accelerator.optimizer import PreparedOptimizer
+from drivetrain.accelerator.plugins import DeepSpeedPlugin, FullyShardedDataParallelPlugin, ParallelismConfig
 from drivetrain.accelerator.scheduler import PreparedScheduler
 from drivetrain.accelerator.weighted_mean import WeightedMean
 
 __all__ = [
     "Accelerator",
     "AutocastKwargs",
+    "DeepSpeedPlugin",
     "DistributedDataParallelKwargs",
+    "FullyShardedDataParallelPlugin",
     "GradScalerKwargs",
     "GradientAccumulationPlugin",
     "InitProcessGroupKwargs",
+    "ParallelismConfig",
     "PreparedOptimizer",
     "PreparedScheduler",
     "ProjectConfiguration",

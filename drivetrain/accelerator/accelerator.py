@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any, cast
 
@@ -15,6 +15,7 @@ from torch.utils.data import DataLoader
 
 from drivetrain.accelerator.accumulation import AccumulationWindow
 from drivetrain.accelerator.building import (
+    choose_strategy,
     is_scheduler,
     make_accumulation,
     make_dataloader_config,
@@ -37,6 +38,12 @@ from drivetrain.accelerator.handlers import (
 )
 from drivetrain.accelerator.metrics import Sharers, gather_real_rows
 from drivetrain.accelerator.optimizer import PreparedOptimizer, parameters_of, unwrap_optimizer
+from drivetrain.accelerator.plugins import (
+    DeepSpeedPlugin,
+    FullyShardedDataParallelPlugin,
+    ParallelismConfig,
+    strategy_of_plugins,
+)
 from drivetrain.accelerator.saving import StateSaving
 from drivetrain.accelerator.scheduler import PreparedScheduler
 from drivetrain.accelerator.state_hooks import StateHooks
@@ -85,6 +92,10 @@ class Accelerator(StateSaving, EngineStatus):
             as Accelerate's do (unless `split_batches`); False steps it once.
         rng_types: accepted for scripts that move over; every loader's order is the same on all processes anyway.
         kwargs_handlers: option holders in Accelerate's names.
+        fsdp_plugin: options of `strategy="fsdp"` in Accelerate's names, or the keys of its `fsdp_config`.
+        deepspeed_plugin: options of `strategy="deepspeed"` in Accelerate's names, or the keys of its
+            `deepspeed_config`.
+        parallelism_config: sizes of the grid of processes in Accelerate's names; `strategy=Parallel(...)` has more.
         device: name of the kind of device, such as `"cuda"`; found if None.
 
     Raises:
@@ -125,6 +136,9 @@ class Accelerator(StateSaving, EngineStatus):
         step_scheduler_per_process: bool = True,
         rng_types: Sequence[str] | None = None,
         kwargs_handlers: Sequence[Any] | None = None,
+        fsdp_plugin: FullyShardedDataParallelPlugin | Mapping[str, Any] | None = None,
+        deepspeed_plugin: DeepSpeedPlugin | Mapping[str, Any] | None = None,
+        parallelism_config: ParallelismConfig | None = None,
         device: str | None = None,
     ) -> None:
         handlers = list(kwargs_handlers or [])
@@ -139,7 +153,8 @@ class Accelerator(StateSaving, EngineStatus):
         self.step_scheduler_with_optimizer = step_scheduler_with_optimizer
         self.step_scheduler_per_process = step_scheduler_per_process
 
-        self.strategy = make_strategy(strategy, self.state, find_handler(handlers, DistributedDataParallelKwargs))
+        chosen = choose_strategy(strategy, strategy_of_plugins(fsdp_plugin, deepspeed_plugin, parallelism_config))
+        self.strategy = make_strategy(chosen, self.state, find_handler(handlers, DistributedDataParallelKwargs))
         self.strategy.setup(self.state)
         self.state.before_leaving(self.strategy.teardown)
         self.precision = make_precision(mixed_precision, handlers)

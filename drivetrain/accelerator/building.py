@@ -31,6 +31,15 @@ from drivetrain.strategies.precision import Float16Mixed, Precision, resolve_pre
 from drivetrain.strategies.precision.mixed import MixedPrecision
 
 
+def choose_strategy(spec: str | Strategy, plugin: Strategy | None) -> str | Strategy:
+    """The strategy asked for, by its own name or by one of Accelerate's plugins."""
+    if plugin is None:
+        return spec
+    if spec not in ("auto", plugin.name):
+        raise ConfigurationError(f"strategy={spec!r} contradicts a plugin, which asks for {plugin!r}. Give one.")
+    return plugin
+
+
 def make_strategy(spec: str | Strategy, state: PartialState, options: DistributedDataParallelKwargs | None) -> Strategy:
     """The strategy asked for, with DDP's options in Accelerate's holder."""
     if options is None:

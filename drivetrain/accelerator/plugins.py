@@ -1,0 +1,231 @@
+"""Accelerate's plugins: its names for the options of strategies that divide a model."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import asdict, dataclass, fields
+from typing import Any
+
+import torch
+from torch import nn
+
+from drivetrain.runtime.errors import ConfigurationError
+from drivetrain.runtime.logging import get_logger
+from drivetrain.strategies import Strategy
+
+logger = get_logger(__name__)
+
+_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+
+
+@dataclass
+class FullyShardedDataParallelPlugin:
+    """Options of the FSDP strategy; see `drivetrain.FSDP`, which `Accelerator(strategy=FSDP(...))` takes directly.
+
+    What means nothing under `fully_shard` is accepted and said once.
+    """
+
+    fsdp_version: int | None = None
+    sharding_strategy: Any = None
+    reshard_after_forward: Any = None
+    backward_prefetch: Any = None
+    mixed_precision_policy: Any = None
+    auto_wrap_policy: Callable[..., Any] | str | None = None
+    cpu_offload: Any = None
+    ignored_modules: Iterable[nn.Module] | str | None = None
+    state_dict_type: Any = None
+    state_dict_config: Any = None
+    optim_state_dict_config: Any = None
+    limit_all_gathers: bool | None = None
+    use_orig_params: bool | None = None
+    param_init_fn: Callable[[nn.Module], None] | None = None
+    sync_module_states: bool | None = None
+    forward_prefetch: bool | None = None
+    activation_checkpointing: bool | None = None
+    activation_checkpointing_offload: bool | None = None
+    cpu_ram_efficient_loading: bool | None = None
+    transformer_cls_names_to_wrap: list[str] | None = None
+    min_num_params: int | None = None
+
+    def strategy(self) -> Strategy:
+        """The strategy that these options mean.
+
+        Raises:
+            ConfigurationError: an option cannot be.
+        """
+        from drivetrain.strategies.fsdp import FSDP
+        from drivetrain.strategies.fsdp.accelerate_config import options_from
+
+        options = options_from(self._config())
+        if callable(self.auto_wrap_policy):
+            options["wrap"] = _wrap_of(self.auto_wrap_policy)
+        options.update(_dtypes_of(self.mixed_precision_policy))
+        if self.activation_checkpointing_offload:
+            options["activation_offload"] = True
+        return FSDP(**options)
+
+    def _config(self) -> dict[str, Any]:
+        """The same as keys of `fsdp_config`."""
+        for name in ("state_dict_config", "optim_state_dict_config"):
+            if getattr(self, name) is not None:
+                logger.warning_once(f"{name} changes nothing: checkpoints are always written in shards.")
+        if self.param_init_fn is not None:
+            raise ConfigurationError(
+                "param_init_fn is not needed: build the model under accelerator.init_context(), and its modules' "
+                "reset_parameters() make their values; or give FSDP(weights=...) a file to read them from."
+            )
+        offload = self.cpu_offload
+        if offload is not None and not isinstance(offload, bool | str):
+            offload = bool(getattr(offload, "offload_params", True))  # torch's CPUOffload, or its CPUOffloadPolicy
+        return {
+            "version": self.fsdp_version,
+            "sharding_strategy": _name_of(self.sharding_strategy),
+            "reshard_after_forward": _name_of(self.reshard_after_forward),
+            "backward_prefetch": _name_of(self.backward_prefetch),
+            "auto_wrap_policy": None if callable(self.auto_wrap_policy) else self.auto_wrap_policy,
+            "transformer_layer_cls_to_wrap": self.transformer_cls_names_to_wrap,
+            "min_num_params": self.min_num_params,
+            "cpu_offload": offload,
+            "ignored_modules": self.ignored_modules,
+            "state_dict_type": _name_of(self.state_dict_type),
+            "limit_all_gathers": self.limit_all_gathers,
+            "use_orig_params": self.use_orig_params,
+            "sync_module_states": self.sync_module_states,
+            "forward_prefetch": self.forward_prefetch,
+            "activation_checkpointing": self.activation_checkpointing,
+            "cpu_ram_efficient_loading": self.cpu_ram_efficient_loading,
+        }
+
+
+@dataclass
+class DeepSpeedPlugin:
+    """Options of the DeepSpeed strategy; see `drivetrain.DeepSpeed`, which `Accelerator(strategy=...)` takes directly.
+
+    Attributes:
+        hf_ds_config: a DeepSpeed configuration, as a dict or a path.
+    """
+
+    hf_ds_config: Any = None
+    gradient_accumulation_steps: int | None = None
+    gradient_clipping: float | None = None
+    zero_stage: int | None = None
+    is_train_batch_min: bool = True
+    offload_optimizer_device: str | None = None
+    offload_param_device: str | None = None
+    offload_optimizer_nvme_path: str | None = None
+    offload_param_nvme_path: str | None = None
+    zero3_init_flag: bool | None = None
+    zero3_save_16bit_model: bool | None = None
+    transformer_moe_cls_names: str | None = None
+
+    def strategy(self) -> Strategy:
+        """The strategy that these options mean."""
+        from drivetrain.strategies.deepspeed import DeepSpeed
+        from drivetrain.strategies.deepspeed.accelerate_keys import arguments_from
+
+        names = {"transformer_moe_cls_names": "deepspeed_moe_layer_cls_names"}
+        leave_out = ("hf_ds_config", "is_train_batch_min")
+        given = {
+            names.get(field.name, field.name): value
+            for field in fields(self)
+            if field.name not in leave_out and (value := getattr(self, field.name)) is not None
+        }
+        arguments = arguments_from(given)
+        if self.hf_ds_config is not None:
+            arguments["config"] = getattr(self.hf_ds_config, "config", self.hf_ds_config)
+        return DeepSpeed(**arguments)
+
+
+@dataclass
+class ParallelismConfig:
+    """Sizes of the grid of processes; see `drivetrain.Parallel`, which `Accelerator(strategy=...)` takes directly.
+
+    Attributes:
+        tp_plan: which layers are split how; Accelerate takes it from the model alone, which is `"auto"`.
+    """
+
+    dp_replicate_size: int | None = None
+    dp_shard_size: int | None = None
+    tp_size: int | None = None
+    cp_size: int | None = None
+    tp_plan: Any = "auto"
+
+    def strategy(self, **options: Any) -> Strategy:
+        """The strategy that these sizes mean.
+
+        Args:
+            **options: those of `FSDP`, by which parameters are sharded.
+        """
+        from drivetrain.strategies.parallel import Parallel
+
+        sizes = {name: value for name, value in asdict(self).items() if name != "tp_plan" and value is not None}
+        if (self.tp_size or 1) > 1:
+            options["tp_plan"] = self.tp_plan
+        return Parallel.from_config(sizes, **options)
+
+
+def strategy_of_plugins(
+    fsdp: FullyShardedDataParallelPlugin | Mapping[str, Any] | None,
+    deepspeed: DeepSpeedPlugin | Mapping[str, Any] | None,
+    parallelism: ParallelismConfig | None,
+) -> Strategy | None:
+    """The strategy that Accelerate's plugins ask for, if any was given.
+
+    Args:
+        fsdp: a plugin, or the keys of an `fsdp_config`.
+        deepspeed: a plugin, or the keys of a `deepspeed_config`.
+        parallelism: the sizes of a grid, which `fsdp` may say how to shard over.
+
+    Raises:
+        ConfigurationError: two of them contradict each other.
+    """
+    if deepspeed is not None and (fsdp is not None or parallelism is not None):
+        raise ConfigurationError("deepspeed_plugin goes with neither fsdp_plugin nor parallelism_config; give one.")
+    if deepspeed is not None:
+        if isinstance(deepspeed, Mapping):
+            from drivetrain.strategies.deepspeed import DeepSpeed
+
+            return DeepSpeed.from_config(deepspeed)
+        return deepspeed.strategy()
+    if fsdp is None:
+        return None if parallelism is None else parallelism.strategy()
+    from drivetrain.strategies.fsdp import FSDP
+
+    sharding = FSDP.from_config(fsdp) if isinstance(fsdp, Mapping) else fsdp.strategy()
+    if parallelism is None:
+        return sharding
+    assert isinstance(sharding, FSDP)
+    options = sharding.options
+    changed = {one.name: value for one in fields(options) if (value := getattr(options, one.name)) != one.default}
+    changed.pop("replicate_size", None)  # that is dp_replicate_size
+    return parallelism.strategy(**changed)
+
+
+def _name_of(value: Any) -> Any:
+    """An enumeration's member by its name, as the keys of a YAML say it."""
+    return getattr(value, "name", value)
+
+
+def _wrap_of(policy: Callable[..., Any]) -> Any:
+    """What torch's policies for its older FSDP mean for `FSDP(wrap=...)`."""
+    known = policy.keywords if isinstance(policy, functools.partial) else {}
+    if "transformer_layer_cls" in known:
+        return list(known["transformer_layer_cls"])
+    if "min_num_params" in known:
+        return int(known["min_num_params"])
+    raise ConfigurationError(
+        f"auto_wrap_policy={policy!r} is a function that only FSDP1 could ask. Give "
+        "transformer_cls_names_to_wrap=[...] or min_num_params=..., or strategy=FSDP(wrap=function of a module)."
+    )
+
+
+def _dtypes_of(policy: Any) -> dict[str, Any]:
+    if policy is None:
+        return {}
+    if isinstance(policy, str):
+        if policy not in _DTYPES:
+            raise ConfigurationError(f"mixed_precision_policy={policy!r}: allowed are {', '.join(_DTYPES)}.")
+        return {"gather_dtype": _DTYPES[policy], "reduce_dtype": _DTYPES[policy]}
+    given = policy if isinstance(policy, Mapping) else vars(policy)
+    return {"gather_dtype": given.get("param_dtype"), "reduce_dtype": given.get("reduce_dtype")}
