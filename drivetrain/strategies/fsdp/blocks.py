@@ -61,3 +61,40 @@ def rewrite_blocks(
         if not isinstance(block.__dict__.get("forward"), BlockForward):
             options = compile_options if key in fast else None
             block.__dict__["forward"] = BlockForward(block, key in again, offload, options)
+
+
+class NormInFull:
+    """Takes the place of a normalisation's `forward`: computes with its parameters in 32 bits, gathered as they may be.
+
+    Torch's CPU kernels, and batch normalisation anywhere, refuse parameters in half precision beside inputs or
+    statistics in 32 bits (torch 2.13); under autocast inputs may come in either.
+
+    Args:
+        module: the normalisation.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = module
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        parameters: dict[str, Any] = self._module._parameters
+        before = dict(parameters)
+        parameters.update({name: None if held is None else held.float() for name, held in before.items()})
+        try:
+            return type(self._module).forward(self._module, *args, **kwargs)
+        finally:
+            parameters.update(before)
+
+
+def normalise_in_full(model: nn.Module, everywhere: bool) -> None:
+    """Let a model's normalisations compute in 32 bits.
+
+    Args:
+        model: the model, whose parameters are gathered in half precision.
+        everywhere: not only batch normalisation.
+    """
+    batch = nn.modules.batchnorm._BatchNorm
+    kinds = (batch, nn.LayerNorm, nn.GroupNorm, nn.modules.instancenorm._InstanceNorm) if everywhere else (batch,)
+    for module in model.modules():
+        if isinstance(module, kinds) and "forward" not in module.__dict__:
+            module.__dict__["forward"] = NormInFull(module)

@@ -13,6 +13,7 @@ from torch.distributed._composable.contract import REGISTRY_KEY, STATE_KEY
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
+from torch.utils._pytree import tree_leaves
 
 from drivetrain.strategies.fsdp.blocks import BlockForward
 from drivetrain.strategies.fsdp.parameters import shard_like
@@ -45,9 +46,16 @@ class Division:
     def __deepcopy__(self, memo: dict[int, Any]) -> Division:
         return self
 
-    def for_outermost(self, whole: frozenset[nn.Parameter] | None = None) -> Division:
-        """The same for a unit that is called from outside, perhaps with other whole parameters."""
-        return replace(self, outermost=True, whole=self.whole if whole is None else whole)
+    def for_outermost(self, whole: frozenset[nn.Parameter] | None = None, frees: bool = False) -> Division:
+        """The same for a unit that is called from outside.
+
+        Args:
+            whole: other whole parameters than its own.
+            frees: whether it is freed after forward where nothing else is said: it is called several times in a step.
+        """
+        resharding = True if frees and self.reshard_after_forward is None else self.reshard_after_forward
+        whole = self.whole if whole is None else whole
+        return replace(self, outermost=True, reshard_after_forward=resharding, whole=whole)
 
 
 def divide(unit: nn.Module, division: Division) -> None:
@@ -107,8 +115,14 @@ def _free_after_evaluation(module: nn.Module, args: Any, output: Any) -> None:
     Torch keeps it gathered for the backward, which frees it. Without one, whoever looked at the parameters next would
     see the whole ones, and changes to them would be lost.
     """
-    if not torch.is_grad_enabled():
+    if not (torch.is_grad_enabled() and _takes_gradients(output)):
         module.reshard()  # type: ignore[operator]
+
+
+def _takes_gradients(output: Any) -> bool:
+    if isinstance(output, Tensor):
+        return output.requires_grad
+    return any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in tree_leaves(output))
 
 
 def _sharded_parameters(unit: Any) -> list[Any]:

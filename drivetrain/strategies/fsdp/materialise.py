@@ -40,12 +40,12 @@ def on_meta(parameter: nn.Parameter) -> nn.Parameter:
     return nn.Parameter(parameter.detach().to("meta"), requires_grad=parameter.requires_grad)
 
 
-def send_to_meta(model: nn.Module, keep: Collection[nn.Parameter]) -> dict[tuple[int, str], Tensor]:
-    """Take the values out of a model.
+def take_values(model: nn.Module, whole: Collection[nn.Parameter]) -> dict[tuple[int, str], Tensor]:
+    """Take the values out of a model; parameters that stay whole get memory for theirs.
 
     Args:
         model: the model, whose parameters are replaced.
-        keep: those that stay as they are.
+        whole: those that will not be divided.
 
     Returns:
         The values that were there, by the `id` of the module and the parameter's name in it.
@@ -53,14 +53,21 @@ def send_to_meta(model: nn.Module, keep: Collection[nn.Parameter]) -> dict[tuple
     twins: dict[int, nn.Parameter] = {}
     values: dict[tuple[int, str], Tensor] = {}
     for module, name, parameter in slots_of(model):
-        if parameter in keep:
-            continue
         if id(parameter) not in twins:
-            twins[id(parameter)] = parameter if parameter.is_meta else on_meta(parameter)
+            twins[id(parameter)] = _twin(parameter, divided=parameter not in whole)
         if not parameter.is_meta:
             values[id(module), name] = parameter.detach()
         module._parameters[name] = twins[id(parameter)]
     return values
+
+
+def _twin(parameter: nn.Parameter, divided: bool) -> nn.Parameter:
+    """What stands in a parameter's place until it has its values: without memory where it will be divided."""
+    if parameter.is_meta == divided:
+        return parameter
+    if divided:
+        return on_meta(parameter)
+    return nn.Parameter(torch.empty_like(parameter, device="cpu"), requires_grad=parameter.requires_grad)
 
 
 class Materialiser:
@@ -101,15 +108,15 @@ class Materialiser:
                 parameter.copy_(whole)
 
     def fill_all(self, model: nn.Module, values: Mapping[tuple[int, str], Tensor]) -> None:
-        """Fill all divided parameters of a model.
+        """Fill all parameters of a model.
 
         Args:
             model: the model, whose parameters are allocated.
-            values: on the source, what `send_to_meta` returned.
+            values: on the source, what `take_values` returned.
         """
         done: set[int] = set()
         for module, name, parameter in slots_of(model):
-            if isinstance(parameter, DTensor) and id(parameter) not in done:
+            if id(parameter) not in done:
                 done.add(id(parameter))
                 self.fill(parameter, values.get((id(module), name)))
 
@@ -130,20 +137,19 @@ class Materialiser:
                     dist.broadcast(sent, src=self._source)
                     buffer.copy_(sent)
 
-    def initialise(self, model: nn.Module, random_state: Tensor | None, keep: Collection[nn.Parameter] = ()) -> None:
+    def initialise(self, model: nn.Module, random_state: Tensor | None) -> None:
         """Fill what nothing has a value for by the modules' own initialisation, run on the source, module by module.
 
         Args:
             model: the model, whose parameters are allocated.
             random_state: of the CPU's generator when the model was built, so that the values are those of a plain
                 build; the present one if None.
-            keep: parameters that have their values.
         """
-        check_initialisable(model, keep)
+        check_initialisable(model)
         after = torch.get_rng_state()
         if random_state is not None:
             torch.set_rng_state(random_state)
-        done = {id(parameter) for parameter in keep}
+        done: set[int] = set()
         try:
             for module in model.modules():
                 own = {name: p for name, p in module._parameters.items() if p is not None and id(p) not in done}
@@ -158,14 +164,13 @@ class Materialiser:
                 torch.set_rng_state(after)
 
 
-def check_initialisable(model: nn.Module, keep: Collection[nn.Parameter] = ()) -> None:
+def check_initialisable(model: nn.Module) -> None:
     """Raise where a module with parameters does not say how they are initialised."""
     unknown = sorted(
         {
             type(module).__name__
             for module in model.modules()
-            if any(p is not None and p not in keep for p in module._parameters.values())
-            and _initialiser_of(module, model) is None
+            if any(p is not None for p in module._parameters.values()) and _initialiser_of(module, model) is None
         }
     )
     if unknown:

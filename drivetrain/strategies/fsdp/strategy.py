@@ -20,9 +20,9 @@ from drivetrain.runtime.errors import ConfigurationError
 from drivetrain.runtime.state import PartialState
 from drivetrain.strategies.base import MicroBatch, Output, StateDict, StepModule, Strategy, move_optimizer_state
 from drivetrain.strategies.fsdp import dividing
-from drivetrain.strategies.fsdp.blocks import rewrite_blocks
+from drivetrain.strategies.fsdp.blocks import normalise_in_full, rewrite_blocks
 from drivetrain.strategies.fsdp.clipping import clip_grad_norm_over_meshes_, clip_grad_value_locally_
-from drivetrain.strategies.fsdp.materialise import Materialiser, parameters_on_meta, send_to_meta
+from drivetrain.strategies.fsdp.materialise import Materialiser, parameters_on_meta, take_values
 from drivetrain.strategies.fsdp.options import FSDPOptions
 from drivetrain.strategies.fsdp.parameters import point_optimizer, replaced, shard_like, slots_of
 from drivetrain.strategies.fsdp.replicated import GradientAveraging, parameters_to_replicate
@@ -30,6 +30,8 @@ from drivetrain.strategies.fsdp.summoning import whole_parameters
 from drivetrain.strategies.fsdp.weights import load_weights
 from drivetrain.strategies.fsdp.wrapping import has_forward, repeated_blocks, units_of, without_tied_across
 from drivetrain.strategies.precision import Precision
+
+_HALVES = (torch.bfloat16, torch.float16)
 
 
 class FSDP(Strategy):
@@ -203,6 +205,7 @@ class FSDP(Strategy):
         model = precision.convert(model)
         replicated = self._replicated(model)
         values = self._take_values(model, replicated)
+        replicated = self._replicated(model)  # those whose values are still to come have been replaced
         self.before_sharding(model)
         self.shard(model, precision, replicated)
         self._give_values(model, values, replicated)
@@ -256,12 +259,15 @@ class FSDP(Strategy):
             for unit in without_tied_across(model, [*chosen, *(root for root in roots if root is not model)])
             if id(unit) not in ignored and any(p not in replicated for p in unit.parameters())
         ]
+        gathered_in = division.mixed_precision.param_dtype
+        if gathered_in in _HALVES and any(p.dtype not in _HALVES for p in model.parameters()):
+            normalise_in_full(model, everywhere=self.kind.name == "cpu")
         self._rewrite_blocks(model)
         outermost = {id(root) for root in roots}
         for unit in [unit for unit in units if id(unit) not in outermost]:
             dividing.divide(unit, division)
         for root in roots:
-            dividing.divide(root, division.for_outermost())
+            dividing.divide(root, division.for_outermost(frees=root is not model))
         in_order = [module for module in dividing.divided_modules(model) if id(module) not in outermost]
         dividing.prefetch(in_order, options.forward_prefetch, options.backward_prefetch)
         self._register_methods(roots)
@@ -373,12 +379,7 @@ class FSDP(Strategy):
         if self.environment.is_distributed:
             anywhere = bool(reduce(torch.tensor(int(here), device=self.device), "max").item())
         if anywhere:
-            if any(parameter.is_meta for parameter in replicated):
-                raise ConfigurationError(
-                    "Parameters that every process holds whole (of ignored_modules, and scalars) have no values on "
-                    f"rank {self.environment.rank}: build them outside of init_context()."
-                )
-            return send_to_meta(model, replicated)
+            return take_values(model, replicated)
         if self.options.sync_module_states and self.environment.is_distributed:
             for parameter in model.parameters():
                 parameter.data = broadcast(parameter.data)
@@ -388,6 +389,8 @@ class FSDP(Strategy):
         self, model: nn.Module, values: dict[tuple[int, str], Any] | None, replicated: frozenset[nn.Parameter]
     ) -> None:
         materialiser = self._materialiser()
+        for parameter in replicated:
+            parameter.data = parameter.data.to(self.device)
         if values is not None:
             dividing.allocate(model)
         if self.options.weights is not None:
@@ -397,9 +400,7 @@ class FSDP(Strategy):
             if broadcast(flag).item():
                 materialiser.fill_all(model, values)
             else:
-                materialiser.initialise(model, self._random_state, replicated)
-        for parameter in replicated:
-            parameter.data = parameter.data.to(self.device)
+                materialiser.initialise(model, self._random_state)
         if self.options.sync_module_states or values is not None:
             materialiser.fill_buffers(model)
         if replicated and self.environment.is_distributed:
@@ -476,6 +477,14 @@ class FSDP(Strategy):
     def drop_held_gradients(self, model: nn.Module) -> None:
         """Forget the gradients of an open window."""
         dividing.drop_held_gradients(model)
+
+    def loss_of_nothing(self, task: nn.Module) -> torch.Tensor:
+        """Refuse: the peers' backward gathers over all processes, which only a backward can answer."""
+        raise ConfigurationError(
+            f"{type(task).__name__}.training_step returned None on rank {self.environment.rank}. With a sharded model "
+            "every process must run as many forwards and backwards. Return a loss that counts for nothing instead, "
+            "such as loss * 0, or leave the sample out of the dataset."
+        )
 
     def clip_grad_norm_(
         self, parameters: Iterable[torch.Tensor], max_norm: float, norm_type: float = 2.0
