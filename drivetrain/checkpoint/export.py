@@ -92,7 +92,7 @@ def consolidate(
     """
     opened = Checkpoint(checkpoint)
     names = _weights_of(opened, model)
-    target = _dtype(dtype)
+    target = parse_dtype(dtype)
     if verify:
         files = {place.file for key in names.values() for place in _places(opened, key)}
         opened.verify(sorted(files))
@@ -322,7 +322,8 @@ def parse_size(size: int | str) -> int:
     return parsed
 
 
-def _dtype(dtype: torch.dtype | str | None) -> torch.dtype | None:
+def parse_dtype(dtype: torch.dtype | str | None) -> torch.dtype | None:
+    """A floating-point type, from its name; None stays None."""
     if dtype is None or isinstance(dtype, torch.dtype):
         return dtype
     if dtype not in _DTYPES:

@@ -22,9 +22,18 @@ def merge_weights(
     overwrite: bool,
     no_verify: bool,
 ) -> None:
-    """Write the weights in CHECKPOINT, of any strategy and number of processes, as safetensors into OUTPUT."""
-    from drivetrain.checkpoint import consolidate
+    """Write the weights in CHECKPOINT, of any strategy and number of processes, as safetensors into OUTPUT.
 
+    CHECKPOINT may also be one that DeepSpeed's engine has written itself. Its files are pickles, which run whatever
+    code they hold: open only those that you trust.
+    """
+    from drivetrain.checkpoint import consolidate
+    from drivetrain.strategies.deepspeed.native import merge_native, native_folder
+
+    if native_folder(checkpoint) is not None:
+        for path in merge_native(checkpoint, output, max_shard_size, dtype, overwrite=overwrite, progress=True):
+            click.echo(path)
+        return
     files = consolidate(
         checkpoint,
         output,

@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
+from drivetrain.checkpoint.export import parse_dtype, save_safetensors
 from drivetrain.runtime.errors import CheckpointError
 from drivetrain.strategies.deepspeed.engine import TrainedModel
 from drivetrain.strategies.deepspeed.package import require_deepspeed
@@ -85,6 +86,35 @@ def whole_weights(directory: str | os.PathLike[str]) -> dict[str, Tensor]:
         # A Trainer's engine holds the task in a module of its own.
         weights = {name.removeprefix("task."): value for name, value in weights.items()}
     return dict(weights)
+
+
+def merge_native(
+    directory: str | os.PathLike[str],
+    output: str | os.PathLike[str],
+    max_shard_size: int | str = "5GB",
+    dtype: str | None = None,
+    *,
+    overwrite: bool = False,
+    progress: bool = False,
+) -> list[str]:
+    """Write the weights in a DeepSpeed checkpoint as plain safetensors, in the files that `consolidate` writes.
+
+    Args:
+        directory: what the engine has written.
+        output: the directory to write to.
+        max_shard_size: bytes in a file at most.
+        dtype: what floating-point weights are converted to; 32 bits if None.
+        overwrite: whether to write into a directory that holds something already.
+        progress: whether to show a progress bar.
+
+    Returns:
+        The paths of the safetensors files.
+    """
+    target = parse_dtype(dtype)
+    weights = whole_weights(directory)
+    if target is not None:
+        weights = {name: value.to(target) if value.is_floating_point() else value for name, value in weights.items()}
+    return save_safetensors(weights, output, max_shard_size, overwrite=overwrite, progress=progress)
 
 
 def _replicated(folder: Path) -> dict[str, Any]:

@@ -173,6 +173,7 @@ class DeepSpeed(EngineStates):
                 "a model of its own (Accelerator.prepare), or use another strategy."
             )
         bare, optimizer = super().unwrap(model), optimizers[0]
+        self._forget(bare)
         names = {id(parameter): name for name, parameter in bare.named_parameters()}
         groups = _names_of_groups(optimizer, names)
         if not any(states.is_partitioned(parameter) for parameter in bare.parameters()):
@@ -188,6 +189,12 @@ class DeepSpeed(EngineStates):
             dummy.attach(scheduler)
         self._trained.append(trained)
         return engine, [trained.optimizer]
+
+    def _forget(self, bare: nn.Module) -> None:
+        """Let go of the engine that a model had before: its hooks would see the new one's gradients too."""
+        for trained in [trained for trained in self._trained if trained.bare is bare]:
+            trained.destroy()
+            self._trained.remove(trained)
 
     def _initialize(self, model: nn.Module, optimizer: Optimizer, bare: nn.Module) -> tuple[Any, Any]:
         known = self._known(optimizer, bare)
