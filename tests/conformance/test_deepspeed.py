@@ -2,89 +2,156 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from importlib.util import find_spec
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.data import DataLoader
 
-from tests.conformance import language_model
-from tests.conformance.harness import Outcome
-from tests.conformance.language_model import LOCAL_ROWS, Run
+from tests.conformance import harness, language_model
+from tests.conformance.harness import LOCAL_ROWS, MAX_NORM, STEPS, Outcome
+from tests.conformance.test_conformance import assert_same
 from tests.pool import run_in_processes
 
 pytestmark = pytest.mark.skipif(
     find_spec("deepspeed") is None, reason="deepspeed is missing: pip install 'drivetrain[deepspeed]'"
 )
 
-TOLERANCES = {"32": 5e-6, "bf16": 3e-3, "bf16-true": 3e-2}
-Case = tuple[dict[str, Any], str, Run]
+TOLERANCES = {"32": 5e-6, "bf16": 3e-3, "bf16-true": 3e-3}
+STAGES = (0, 1, 2, 3)
 
 
-def train_each(cases: list[Case]) -> list[Outcome]:
+class Case(NamedTuple):
+    options: dict[str, Any]
+    driver: str
+    precision: str = "32"
+    accumulate: int = 1
+    samples: int | None = None
+
+
+def train_each(cases: list[Case], world: int) -> list[Outcome]:
     """Train all cases in this process, one after another: importing DeepSpeed costs more than any of them."""
     from drivetrain import DeepSpeed
 
     torch.set_num_threads(1)
-    return [language_model.DRIVERS[driver](DeepSpeed(**options), run) for options, driver, run in cases]
+    return [
+        harness.DRIVERS[driver](DeepSpeed(**options), precision, accumulate, world, samples)
+        for options, driver, precision, accumulate, samples in cases
+    ]
 
 
-def check_all(cases: list[Case], processes: int) -> None:
-    for rank, outcomes in enumerate(run_in_processes(train_each, processes, args=(cases,), timeout=240)):
-        for case, outcome in zip(cases, outcomes, strict=True):
+def check_all(cases: list[Case], processes: int = 2) -> None:
+    everyone = run_in_processes(train_each, processes, args=(cases, processes), timeout=240)
+    for case, *outcomes in zip(cases, *everyone, strict=True):
+        whole = together(outcomes)
+        for outcome in outcomes:
             try:
-                language_model.check(outcome, expected_of(case[2]), TOLERANCES[case[2].precision], rank)
+                assert_same(
+                    replace(outcome, parameters=whole), expected_of(case, processes), TOLERANCES[case.precision]
+                )
             except AssertionError as error:
                 raise AssertionError(f"{case}: {error}") from error
 
 
-_EXPECTED: dict[Run, Outcome] = {}
+def together(outcomes: list[Outcome]) -> dict[str, torch.Tensor]:
+    """The parameters, of which each process may keep another part."""
+    names = outcomes[0].parameters
+    return {name: next(one.parameters[name] for one in outcomes if not one.parameters[name].is_meta) for name in names}
 
 
-def expected_of(run: Run) -> Outcome:
-    if run not in _EXPECTED:
-        _EXPECTED[run] = language_model.train_plain(run)
-    return _EXPECTED[run]
+_EXPECTED: dict[Any, Outcome] = {}
+
+
+def expected_of(case: Case, world: int) -> Outcome:
+    key = (case.precision, case.accumulate, world, case.samples)
+    if key not in _EXPECTED:
+        train = train_with_masters if case.precision == "bf16-true" else harness.train_plain
+        _EXPECTED[key] = train(*key)
+    return _EXPECTED[key]
+
+
+def train_with_masters(precision: str, accumulate: int, world: int, samples: int | None = None) -> Outcome:
+    """One plain process whose weights are bfloat16 and stepped in 32 bits: what DeepSpeed's bf16 is."""
+    model = harness.make_model().bfloat16()
+    masters = [nn.Parameter(p.detach().float()) for p in model.parameters()]
+    optimizer = harness.make_optimizer(masters)
+    rows = LOCAL_ROWS * world
+    micro_batches = list(DataLoader(harness.training_set(rows * accumulate * STEPS), batch_size=rows))
+    outcome = Outcome()
+    for start in range(0, len(micro_batches), accumulate):
+        model.zero_grad()
+        for x, y in micro_batches[start : start + accumulate]:
+            loss = F.cross_entropy(model(x.bfloat16()).float(), y)
+            outcome.losses.append(loss.item())
+            (loss / accumulate).backward()
+        for master, parameter in zip(masters, model.parameters(), strict=True):
+            master.grad = parameter.grad.float()
+        outcome.norms.append(nn.utils.clip_grad_norm_(masters, MAX_NORM).item())
+        optimizer.step()
+        for master, parameter in zip(masters, model.parameters(), strict=True):
+            parameter.data.copy_(master)
+    outcome.parameters = {
+        name: master.detach() for (name, _), master in zip(model.named_parameters(), masters, strict=True)
+    }
+    x, y = harness.evaluation_set().tensors
+    with torch.no_grad():
+        logits = model(x.bfloat16()).float()
+    outcome.predictions, outcome.evaluation_loss = logits.argmax(-1), F.cross_entropy(logits, y).item()
+    return outcome
 
 
 @pytest.mark.parametrize("driver", ["trainer", "accelerator"])
 def test_same_as_one_plain_process(driver):
-    """ZeRO 0 to 3, in full and mixed precision, with and without accumulation."""
-    runs = [Run(precision, accumulate) for precision in ("32", "bf16") for accumulate in (1, 3)]
-    check_all([({"stage": stage}, driver, run) for stage in (0, 1, 2, 3) for run in runs], 2)
+    """ZeRO 0 to 3, in full and mixed precision, with and without accumulation; offloaded too."""
+    cases = [
+        Case({"stage": stage}, driver, precision, accumulate)
+        for stage in STAGES
+        for precision in ("32", "bf16")
+        for accumulate in (1, 3)
+    ]
+    cases += [
+        Case({"stage": stage, "offload_optimizer": "cpu"}, driver, accumulate=accumulate)
+        for stage in (1, 2, 3)
+        for accumulate in (1, 3)
+    ]
+    everything = {"offload_optimizer": "cpu", "offload_param": "cpu", "stage3_param_persistence_threshold": 0}
+    cases.append(Case({"stage": 3, **everything}, driver, accumulate=3))
+    check_all(cases)
 
 
-def test_same_where_losses_are_weighed_by_tokens():
-    """Also at a ragged end, where processes hold different numbers of rows, or none."""
-    ragged = [Run(ragged=True, accumulate=accumulate) for accumulate in (1, 3)]
-    short = [Run(ragged=True, accumulate=3, samples=3 * 2 * LOCAL_ROWS * 3 + left) for left in (1, 3)]
-    means = [Run(accumulate=3, samples=3 * 2 * LOCAL_ROWS * 3 + left) for left in (1, 3)]
-    cases = [({"stage": stage}, "trainer", run) for stage in (0, 1, 2, 3) for run in [*ragged, *short, *means]]
-    cases += [({"stage": stage}, "accelerator", run) for stage in (1, 3) for run in ragged]
-    check_all(cases, 2)
+def test_same_at_a_ragged_end_and_with_low_precision_weights():
+    """The last batches are short: processes hold different numbers of rows, or none. And weights in bfloat16."""
+    cases = [
+        Case({"stage": stage}, "trainer", accumulate=3, samples=2 * LOCAL_ROWS * 4 + left_over)
+        for stage in STAGES
+        for left_over in (1, 6)
+    ]
+    cases += [Case({"stage": stage}, "trainer", "bf16-true", accumulate) for stage in STAGES for accumulate in (1, 3)]
+    check_all(cases)
 
 
-def test_same_where_states_are_offloaded():
-    cases: list[Case] = []
-    for stage in (1, 2, 3):
-        for accumulate in (1, 3):
-            cases.append(({"stage": stage, "offload_optimizer": "cpu"}, "trainer", Run(accumulate=accumulate)))
-    both = {"stage": 3, "offload_optimizer": "cpu", "offload_param": "cpu", "stage3_param_persistence_threshold": 0}
-    cases.append((both, "accelerator", Run(accumulate=3)))
-    check_all(cases, 2)
+@pytest.mark.parametrize("processes", [1, pytest.param(4, marks=pytest.mark.slow)])
+def test_same_on_other_numbers_of_processes(processes):
+    check_all([Case({"stage": stage}, "trainer", accumulate=3) for stage in STAGES], processes)
 
 
-def test_same_with_low_precision_weights_and_32_bit_masters():
-    runs = [Run("bf16-true", accumulate) for accumulate in (1, 3)]
-    check_all([({"stage": stage}, "trainer", run) for stage in (0, 1, 2, 3) for run in runs], 2)
+def train_languages(stages: tuple[int, ...]) -> list[Outcome]:
+    from drivetrain import DeepSpeed
+
+    torch.set_num_threads(1)
+    return [language_model.train_with_trainer(DeepSpeed(stage), RAGGED) for stage in stages]
 
 
-def test_same_on_one_process():
-    check_all([({"stage": stage}, "trainer", Run(world=1, accumulate=3)) for stage in (0, 1, 2, 3)], 1)
+# Two global batches and a bit.
+RAGGED = language_model.Run(ragged=True, accumulate=3, samples=2 * 2 * language_model.LOCAL_ROWS * 3 + 1)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("driver", ["trainer", "accelerator"])
-def test_same_on_four_processes(driver):
-    cases = [({"stage": stage}, driver, Run(p, 3, world=4)) for stage in (0, 1, 2, 3) for p in ("32", "bf16")]
-    check_all(cases, 4)
+def test_the_gradient_is_that_of_the_mean_over_all_tokens():
+    expected = language_model.train_plain(RAGGED)
+    for rank, outcomes in enumerate(run_in_processes(train_languages, 2, args=(STAGES,), timeout=120)):
+        for outcome in outcomes:
+            language_model.check(outcome, expected, TOLERANCES["32"], rank)
