@@ -25,7 +25,7 @@ DEVICES = ("none", "cpu", "nvme")
 _BUCKET = 500_000_000  # elements
 
 # which precision asks for which part of a configuration
-_SECTIONS = {"bf16-true": "bf16", "fp16-true": "fp16"}
+_SECTIONS = {"bf16-true": "bf16", "fp16": "fp16", "fp16-true": "fp16"}
 
 
 def read_config(given: Mapping[str, Any] | str | os.PathLike[str] | None) -> Config:
@@ -160,7 +160,7 @@ def _fill_precision(config: Config, known: Known) -> None:
         return
     name = known.precision.name
     wanted = _SECTIONS.get(name)
-    for section, meaning in (("bf16", "bf16-true"), ("fp16", "fp16-true")):
+    for section, meaning in (("bf16", "bf16-true"), ("fp16", "fp16")):
         own = config.setdefault(section, {})
         enabled = own.get("enabled", AUTO)
         if enabled == AUTO:
@@ -168,25 +168,24 @@ def _fill_precision(config: Config, known: Known) -> None:
         elif bool(enabled) != (wanted == section):
             raise ConfigurationError(
                 f"The DeepSpeed configuration says {section}.enabled={enabled}, but precision={name!r}. DeepSpeed's "
-                f"{section} keeps the weights in {section} with 32-bit master weights, which is precision={meaning!r} "
-                f"here; precision={section!r} computes in {section} with 32-bit weights. Give the one that is meant, "
-                f'or "enabled": "auto".'
+                f"{section}, which keeps the weights in {section} beside 32-bit master weights, is "
+                f"precision={meaning!r} here, and precision='bf16' is autocast over 32-bit weights. Give the one that "
+                'is meant, or "enabled": "auto".'
             )
     if not config["fp16"]["enabled"]:
         config["fp16"] = {"enabled": False}  # scale options say "auto" even where nothing is scaled
     autocast = config.get("torch_autocast")
-    if autocast is not None:
-        enabled = autocast.get("enabled", False)
-        autocast["enabled"] = name in ("bf16", "fp16") if enabled == AUTO else enabled
-        if autocast["enabled"] and name not in ("bf16", "fp16"):
-            raise ConfigurationError(
-                f"The DeepSpeed configuration says torch_autocast.enabled=true, but precision={name!r}. Give "
-                "precision='bf16'."
-            )
-        if autocast["enabled"] and autocast.get("dtype", AUTO) == AUTO:
-            autocast["dtype"] = "bfloat16" if name == "bf16" else "float16"
-    elif name == "fp16":
-        config["torch_autocast"] = {"enabled": True, "dtype": "float16"}  # its scaler knows ZeRO's gradients
+    if autocast is None:
+        return
+    if autocast.get("enabled", False) == AUTO:
+        autocast["enabled"] = name == "bf16"
+    if autocast.get("enabled") and name != "bf16":
+        raise ConfigurationError(
+            f"The DeepSpeed configuration says torch_autocast.enabled=true, but precision={name!r}. Give "
+            "precision='bf16'."
+        )
+    if autocast.get("dtype", AUTO) == AUTO:
+        autocast["dtype"] = "bfloat16"
 
 
 def _fill_zero(zero: Config, known: Known) -> None:

@@ -23,6 +23,7 @@ class TrainedModel:
     Attributes:
         layout: where the engine keeps gradients and states.
         holds_gradients: whether a backward has run since the last step.
+        forwards: the number of its last forward among those of all models; 0 where a backward has followed it.
         clipped: whether the gradients held have been clipped to the configuration's norm.
     """
 
@@ -32,6 +33,7 @@ class TrainedModel:
         self.layout: Layout = layout_of(engine, self.parameters)
         self.holds_gradients = False
         self.clipped = False
+        self.forwards = 0
         self.optimizer = EngineOptimizer(self)
         self._owned = {id(parameter) for parameter in self.parameters.values()}
         self._held: dict[int, list[nn.Parameter]] = {}

@@ -97,7 +97,7 @@ class EngineStates(Strategy):
 
     def _find(self, model: nn.Module) -> TrainedModel | None:
         for trained in self._trained:
-            if model is trained.engine or model is trained.bare:
+            if model is trained.engine or model is trained.bare or model is trained.engine.module:
                 return trained
         return None
 

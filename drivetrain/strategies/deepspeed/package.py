@@ -93,6 +93,9 @@ class Membership:
             groups._WORLD_GROUP = None
         comm: Any = importlib.import_module("deepspeed.comm.comm")
         comm.cdb = None
+        # Else every later engine in this process would reduce as the last one with torch_autocast did.
+        autocast: Any = importlib.import_module("deepspeed.runtime.torch_autocast")
+        autocast.TORCH_AUTOCAST_INITIALIZED = False
         if self._made_group and dist.is_initialized():
             dist.destroy_process_group()
             self._made_group = False

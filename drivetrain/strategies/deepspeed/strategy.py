@@ -80,6 +80,7 @@ class DeepSpeed(EngineStates):
         self._arguments: dict[str, tuple[str, Any]] = {}
         self._precision: Precision | None = None
         self._membership: Membership | None = None
+        self._forwards = 0
         self._trained = []
 
     @classmethod
@@ -154,7 +155,9 @@ class DeepSpeed(EngineStates):
         if not any(states.is_partitioned(parameter) for parameter in model.parameters()):
             return super().place(model, precision, move)
         completed = configuration.complete(self._without_training(), self._known(None, self.unwrap(model)))
-        engine, *_ = self._package().initialize(model=model, config=completed)
+        self._forget(self.unwrap(model))
+        engine, *_ = self._package().initialize(model=model, config=completed, dist_init_required=False)
+        self._trained.append(TrainedModel(engine, self.unwrap(model), []))
         return engine.module  # type: ignore[no-any-return]
 
     def _without_training(self) -> dict[str, Any]:
@@ -187,6 +190,7 @@ class DeepSpeed(EngineStates):
         dummy = standing_in_for(optimizer)
         if dummy is not None:
             dummy.attach(scheduler)
+        engine.register_forward_hook(lambda *_: self._note_forward(trained))
         self._trained.append(trained)
         return engine, [trained.optimizer]
 
@@ -253,13 +257,31 @@ class DeepSpeed(EngineStates):
         unknown = sorted(set(kwargs) - {"retain_graph"})
         if unknown:
             raise ConfigurationError(f"DeepSpeed's backward takes retain_graph only, got {', '.join(unknown)}.")
-        if not self._trained or loss.numel() != 1 or not loss.requires_grad:
+        ran = self._take_part()
+        if not ran or loss.numel() != 1 or not loss.requires_grad:
             loss.backward(**kwargs)  # type: ignore[no-untyped-call]  # which says what is wrong with it
             return
-        for trained in self._trained:
+        for trained in ran:
             trained.holds_gradients = True
-        # Others whose forward the loss went through follow by the hooks on their outputs.
-        self._trained[-1].engine.backward(loss, scale_wrt_gas=False, **kwargs)
+        # Others that the loss went through follow by the hooks on their outputs, but for stage 0, which has none.
+        *others, last = ran
+        last.engine.backward(loss, scale_wrt_gas=False, **kwargs)
+        for trained in others if self.stage == 0 else ():
+            if trained.engine.is_gradient_accumulation_boundary():
+                trained.engine.allreduce_gradients()
+
+    def _note_forward(self, trained: TrainedModel) -> None:
+        if torch.is_grad_enabled():
+            self._forwards += 1
+            trained.forwards = self._forwards
+
+    def _take_part(self) -> list[TrainedModel]:
+        """The models whose forward has run since the last backward, in that order; the last one if none has."""
+        trainable = [trained for trained in self._trained if trained.groups]
+        ran = sorted((trained for trained in trainable if trained.forwards), key=lambda trained: trained.forwards)
+        for trained in ran:
+            trained.forwards = 0
+        return ran or trainable[-1:]
 
     def clip_grad_norm_(
         self, parameters: Iterable[torch.Tensor], max_norm: float, norm_type: float = 2.0
