@@ -8,6 +8,7 @@ chunk from the front and its mirror from the back: all then compute as much.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -160,6 +161,10 @@ class SharedAttention(TorchFunctionMode):
         super().__init__()
         self.shard = shard
         self.calls = 0
+
+    def entered(self) -> AbstractContextManager[Any]:
+        """This context, or one that changes nothing where one like it is entered already."""
+        return self if active_shard() is None else nullcontext()
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None

@@ -8,7 +8,7 @@ from typing import Any
 from torch import nn
 
 from drivetrain.runtime.errors import ConfigurationError
-from drivetrain.strategies.parallel.context import SequenceShard, SharedAttention, sequence_length
+from drivetrain.strategies.parallel.context import SharedAttention, sequence_length
 
 
 class SequenceStep(nn.Module):
@@ -16,37 +16,36 @@ class SequenceStep(nn.Module):
 
     Args:
         inner: the module that runs steps.
-        shard: which tokens are this process's.
+        attention: makes attention see the tokens of all processes.
         split: takes its tokens of a batch.
         joined_dim: the dimension along which what the step returns is made whole; None leaves it as it is.
     """
 
     def __init__(
-        self, inner: nn.Module, shard: SequenceShard, split: Callable[[Any], Any], joined_dim: int | None = None
+        self, inner: nn.Module, attention: SharedAttention, split: Callable[[Any], Any], joined_dim: int | None = None
     ) -> None:
         super().__init__()
         self.inner = inner
-        self._shard, self._split, self._joined_dim = shard, split, joined_dim
-        self._attention = SharedAttention(shard)
+        self._attention, self._split, self._joined_dim = attention, split, joined_dim
         self._checked = False
 
     def forward(self, step: Callable[..., Any], batch: Any, *args: Any, **kwargs: Any) -> Any:
         """Run `step` on a part of `batch`."""
         own = self._split(batch)
-        with self._attention:
+        with self._attention.entered():
             output = self.inner(step, own, *args, **kwargs)
         if not self._checked:
             self._check()
         if self._joined_dim is None or output is None:
             return output
         length = sequence_length(own, self._joined_dim)
-        return output if length is None else self._shard.join_output(output, length, self._joined_dim)
+        return output if length is None else self._attention.shard.join_output(output, length, self._joined_dim)
 
     def _check(self) -> None:
         """Raise where the step never called the attention that knows of the other processes' tokens."""
         if not self._attention.calls:
             raise ConfigurationError(
-                f"cp={self._shard.count} splits sequences over processes, but the step never called "
+                f"cp={self._attention.shard.count} splits sequences over processes, but the step never called "
                 "torch.nn.functional.scaled_dot_product_attention, through which tokens see those of other processes. "
                 "Compute attention with it (in transformers: attn_implementation='sdpa')."
             )

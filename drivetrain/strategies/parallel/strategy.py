@@ -102,6 +102,7 @@ class Parallel(FSDP):
         self._units_of_all: list[nn.Module] = []
         self._elsewhere: frozenset[int] = frozenset()  # modules whose parameters other stages hold
         self.sequence: SequenceShard | None = None
+        self._attention: SharedAttention | None = None
         self._copies: CopyCheck | None = None
         self._loss = LossParallel()
 
@@ -141,6 +142,7 @@ class Parallel(FSDP):
         cp = submesh(self.mesh, "cp")
         if cp is not None:
             self.sequence = SequenceShard(cp.get_group(), cp.get_local_rank(), cp.size(), self.cp_load_balance)
+            self._attention = SharedAttention(self.sequence)
         if self.pp_mesh is not None:
             from drivetrain.strategies.parallel.pipeline import Pipeline
 
@@ -273,8 +275,8 @@ class Parallel(FSDP):
         return model if self.sequence is None else self._on_own_tokens(model, joins=True)
 
     def _on_own_tokens(self, model: nn.Module, joins: bool) -> nn.Module:
-        assert self.sequence is not None
-        return SequenceStep(model, self.sequence, self.shard_batch, self.cp_seq_dim if joins else None)
+        assert self._attention is not None
+        return SequenceStep(model, self._attention, self.shard_batch, self.cp_seq_dim if joins else None)
 
     def shard_batch(self, batch: Any) -> Any:
         """This process's tokens of a batch of whole sequences."""
@@ -286,7 +288,7 @@ class Parallel(FSDP):
 
     def shared_attention(self) -> AbstractContextManager[Any]:
         """Context in which attention is over the tokens of all processes that share a sequence."""
-        return nullcontext() if self.sequence is None else SharedAttention(self.sequence)
+        return nullcontext() if self._attention is None else self._attention.entered()
 
     # one optimizer step
 
