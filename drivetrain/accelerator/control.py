@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, TypeVar
 
 import torch
 
 from drivetrain.runtime.state import DistributedType, PartialState
+from drivetrain.strategies import Strategy
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
@@ -17,6 +18,7 @@ class ProcessControl:
     """Accelerate's process members, each the one of `self.state`."""
 
     state: PartialState
+    strategy: Strategy
 
     @property
     def device(self) -> torch.device:
@@ -102,3 +104,20 @@ class ProcessControl:
     def print(self, *args: Any, **kwargs: Any) -> None:
         """Print once per machine."""
         self.state.print(*args, **kwargs)
+
+    def maybe_context_parallel(
+        self,
+        buffers: Sequence[torch.Tensor] | None = None,
+        buffer_seq_dims: Sequence[int] | None = None,
+        no_restore_buffers: Collection[torch.Tensor] | None = None,
+    ) -> AbstractContextManager[Any]:
+        """Context of one batch's forward and backward, in which its sequences are split over processes.
+
+        With a strategy that does not split sequences it changes nothing.
+
+        Args:
+            buffers: tensors that hold whole sequences, such as tokens, labels and positions.
+            buffer_seq_dims: for each, which dimension is the sequence.
+            no_restore_buffers: those that need not be whole again afterwards.
+        """
+        return self.strategy.context_parallel(buffers or (), buffer_seq_dims or (), no_restore_buffers or ())

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, ClassVar, TypeVar
 
@@ -160,6 +160,18 @@ class Strategy(ABC):
     def evaluation_model(self, model: nn.Module) -> nn.Module:
         """The module to call in evaluation, where no gradients need reducing."""
         return model
+
+    def context_parallel(
+        self, buffers: Sequence[torch.Tensor], seq_dims: Sequence[int], keep: Collection[torch.Tensor] = ()
+    ) -> AbstractContextManager[Any]:
+        """Context in which sequences are split over processes, where the strategy does that.
+
+        Args:
+            buffers: tensors that hold whole sequences, and this process's part of them in the context.
+            seq_dims: for each, which dimension is the sequence.
+            keep: those that stay parts afterwards.
+        """
+        return nullcontext()
 
     # one optimizer step
 

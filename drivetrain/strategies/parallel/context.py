@@ -7,8 +7,8 @@ chunk from the front and its mirror from the back: all then compute as much.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -140,6 +140,42 @@ class SequenceShard:
         return recursively_apply(lambda t: self.join(t, dim) if t.dim() > dim and t.size(dim) == length else t, output)
 
 
+@contextmanager
+def split_in_place(
+    shard: SequenceShard, buffers: Sequence[Tensor], dims: Sequence[int], keep: Collection[Tensor] = ()
+) -> Iterator[None]:
+    """Let tensors be this process's part of themselves in the body.
+
+    Args:
+        shard: which tokens are this process's.
+        buffers: tensors that hold whole sequences.
+        dims: for each, which dimension is the sequence.
+        keep: those that stay parts afterwards.
+
+    Raises:
+        ConfigurationError: the numbers of tensors and dimensions differ, or a length does not divide.
+    """
+    if len(buffers) != len(dims):
+        raise ConfigurationError(
+            f"Each buffer needs the dimension that is its sequence, got {len(buffers)} buffers and {len(dims)} in "
+            "buffer_seq_dims."
+        )
+    kept = {id(buffer) for buffer in keep}
+    unknown = kept - {id(buffer) for buffer in buffers}
+    if unknown:
+        raise ConfigurationError(f"no_restore_buffers has {len(unknown)} tensors that are not among the buffers.")
+    parts = [shard.split(buffer.detach(), dim) for buffer, dim in zip(buffers, dims, strict=True)]
+    whole = [buffer.data for buffer in buffers]
+    for buffer, part in zip(buffers, parts, strict=True):
+        buffer.data = part
+    try:
+        yield
+    finally:
+        for buffer, before in zip(buffers, whole, strict=True):
+            if id(buffer) not in kept:
+                buffer.data = before
+
+
 def sequence_length(batch: Any, dim: int) -> int | None:
     """The length of a batch's sequences; None where it has none."""
     found: list[int] = []
@@ -161,6 +197,19 @@ class SharedAttention(TorchFunctionMode):
         super().__init__()
         self.shard = shard
         self.calls = 0
+
+    def check(self) -> None:
+        """Raise where no attention was computed, although sequences are split.
+
+        Raises:
+            ConfigurationError: tokens saw only those of their own process.
+        """
+        if not self.calls:
+            raise ConfigurationError(
+                f"cp={self.shard.count} splits sequences over processes, but nothing called "
+                "torch.nn.functional.scaled_dot_product_attention, through which tokens see those of other processes. "
+                "Compute attention with it (in transformers: attn_implementation='sdpa')."
+            )
 
     def entered(self) -> AbstractContextManager[Any]:
         """This context, or one that changes nothing where one like it is entered already."""

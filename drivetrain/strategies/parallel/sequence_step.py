@@ -7,7 +7,6 @@ from typing import Any
 
 from torch import nn
 
-from drivetrain.runtime.errors import ConfigurationError
 from drivetrain.strategies.parallel.context import SharedAttention, sequence_length
 
 
@@ -35,18 +34,9 @@ class SequenceStep(nn.Module):
         with self._attention.entered():
             output = self.inner(step, own, *args, **kwargs)
         if not self._checked:
-            self._check()
+            self._attention.check()
+            self._checked = True
         if self._joined_dim is None or output is None:
             return output
         length = sequence_length(own, self._joined_dim)
         return output if length is None else self._attention.shard.join_output(output, length, self._joined_dim)
-
-    def _check(self) -> None:
-        """Raise where the step never called the attention that knows of the other processes' tokens."""
-        if not self._attention.calls:
-            raise ConfigurationError(
-                f"cp={self._attention.shard.count} splits sequences over processes, but the step never called "
-                "torch.nn.functional.scaled_dot_product_attention, through which tokens see those of other processes. "
-                "Compute attention with it (in transformers: attn_implementation='sdpa')."
-            )
-        self._checked = True

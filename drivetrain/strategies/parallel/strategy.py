@@ -7,8 +7,8 @@ What each dimension needs is elsewhere: the grid in `mesh`, layers split over pr
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -24,7 +24,7 @@ from drivetrain.strategies.fsdp import FSDP, dividing
 from drivetrain.strategies.fsdp.clipping import scale_by_norm_, total_norm_over_meshes
 from drivetrain.strategies.fsdp.parameters import slots_of
 from drivetrain.strategies.fsdp.replicated import parameters_to_replicate
-from drivetrain.strategies.parallel.context import SequenceShard, SharedAttention
+from drivetrain.strategies.parallel.context import SequenceShard, SharedAttention, split_in_place
 from drivetrain.strategies.parallel.copies import CopyCheck, share_random_state
 from drivetrain.strategies.parallel.loss import LossParallel
 from drivetrain.strategies.parallel.mesh import REST, MeshPlace, MeshSizes, make_mesh, submesh
@@ -289,6 +289,19 @@ class Parallel(FSDP):
     def shared_attention(self) -> AbstractContextManager[Any]:
         """Context in which attention is over the tokens of all processes that share a sequence."""
         return nullcontext() if self._attention is None else self._attention.entered()
+
+    @contextmanager
+    def context_parallel(
+        self, buffers: Sequence[torch.Tensor], seq_dims: Sequence[int], keep: Collection[torch.Tensor] = ()
+    ) -> Iterator[None]:
+        """Split tensors over the processes that share sequences, and let attention see all of them."""
+        if self.sequence is None:
+            yield
+            return
+        with split_in_place(self.sequence, buffers, seq_dims, keep), self.shared_attention():
+            yield
+        assert self._attention is not None
+        self._attention.check()
 
     # one optimizer step
 

@@ -1,0 +1,129 @@
+"""Splitting layers, sequences and models in several ways at once gives what one plain process gives."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed.tensor import Replicate, Shard
+
+from drivetrain import Colwise, Parallel, PrepareModuleInput, Rowwise, SequenceParallel
+from tests.conformance import language_model
+from tests.conformance.harness import Outcome
+from tests.conformance.language_model import Run
+from tests.pool import run_in_processes
+
+TOLERANCES = {"32": 5e-6, "bf16": 3e-3, "bf16-true": 3e-2, "fp16": 3e-3}
+
+
+def layers_split() -> dict[str, Any]:
+    return {
+        "tokens": Rowwise(input_layouts=Replicate()),
+        **{f"layers.*.attention.{name}": Colwise() for name in ("wq", "wk", "wv")},
+        "layers.*.attention.wo": Rowwise(),
+        "layers.*.ffn.w1": Colwise(),
+        "layers.*.ffn.w2": Rowwise(),
+        "head": Colwise(output_layouts=Replicate()),
+    }
+
+
+def sequences_split_between() -> dict[str, Any]:
+    whole = PrepareModuleInput(input_layouts=(Shard(1),), desired_input_layouts=(Replicate(),))
+    return {
+        "tokens": Rowwise(input_layouts=Replicate(), output_layouts=Shard(1)),
+        "positions": Rowwise(input_layouts=Replicate(), output_layouts=Shard(1)),
+        "layers.*.attention_norm": SequenceParallel(),
+        "layers.*.attention": whole,
+        **{f"layers.*.attention.{name}": Colwise() for name in ("wq", "wk", "wv")},
+        "layers.*.attention.wo": Rowwise(output_layouts=Shard(1)),
+        "layers.*.ffn_norm": SequenceParallel(),
+        "layers.*.ffn": whole,
+        "layers.*.ffn.w1": Colwise(),
+        "layers.*.ffn.w2": Rowwise(output_layouts=Shard(1)),
+        "norm": SequenceParallel(),
+        "head": Colwise(input_layouts=Shard(1), output_layouts=Replicate()),
+    }
+
+
+def loss_split() -> dict[str, Any]:
+    return {**layers_split(), "head": Colwise(use_local_output=False)}
+
+
+STRATEGIES: dict[str, Any] = {
+    "tp": lambda: Parallel(tp=2, tp_plan=layers_split()),
+    "sp": lambda: Parallel(tp=2, tp_plan=sequences_split_between()),
+    "loss": lambda: Parallel(tp=2, tp_plan=loss_split(), loss_parallel=True),
+    "cp": lambda: Parallel(cp=2),
+    "cp-in-order": lambda: Parallel(cp=2, cp_load_balance=False),
+    "cp-recomputed": lambda: Parallel(cp=2, activation_checkpointing=True),
+    "replicate": lambda: Parallel(dp_replicate=2),
+    "tp x fsdp": lambda: Parallel(tp=2, dp_shard=2, tp_plan=layers_split()),
+    "sp x fsdp": lambda: Parallel(tp=2, dp_shard=2, tp_plan=sequences_split_between()),
+    "tp x replicate": lambda: Parallel(tp=2, dp_replicate=2, tp_plan=layers_split()),
+    "cp x fsdp": lambda: Parallel(cp=2, dp_shard=2),
+    "cp x replicate": lambda: Parallel(cp=2, dp_replicate=2, dp_shard=1),
+    "tp x cp": lambda: Parallel(tp=2, cp=2, tp_plan=layers_split()),
+    "sp x cp": lambda: Parallel(tp=2, cp=2, tp_plan=sequences_split_between()),
+}
+
+Case = tuple[str, str, Run]
+
+
+def train_each(cases: list[Case]) -> list[Outcome]:
+    """Train all cases in this process, one after another."""
+    torch.set_num_threads(1)
+    return [language_model.DRIVERS[driver](STRATEGIES[strategy](), run) for strategy, driver, run in cases]
+
+
+def check_all(cases: list[Case], processes: int, timeout: float = 120) -> None:
+    expected = {run: language_model.train_plain(run) for _, _, run in cases}
+    for rank, outcomes in enumerate(run_in_processes(train_each, processes, args=(cases,), timeout=timeout)):
+        for (strategy, driver, run), outcome in zip(cases, outcomes, strict=True):
+            try:
+                language_model.check(outcome, expected[run], TOLERANCES[run.precision], rank)
+            except AssertionError as error:
+                raise AssertionError(f"{strategy}, {driver}, {run}: {error}") from error
+
+
+ACCUMULATED = [
+    (strategy, driver, Run("32", accumulate))
+    for strategy in ("tp", "sp")
+    for driver, accumulate in (("trainer", 1), ("trainer", 3), ("accelerator", 3))
+]
+
+
+def test_layers_split_over_two_processes():
+    check_all([*ACCUMULATED, ("loss", "trainer", Run("32", 3)), ("loss", "accelerator", Run("32"))], 2)
+
+
+def test_sequences_split_over_two_processes():
+    runs = (Run("32"), Run("32", 3), Run("32", 2, ragged=True))
+    cases = [("cp", "trainer", run) for run in runs]
+    check_all([*cases, ("cp-in-order", "trainer", Run("32")), ("cp-recomputed", "trainer", Run("32"))], 2)
+
+
+def test_weighted_losses_under_split_layers():
+    check_all([("tp", "trainer", Run("32", 2, ragged=True)), ("sp", "accelerator", Run("32", 2, ragged=True))], 2)
+
+
+@pytest.mark.parametrize("precision", ["bf16", "bf16-true", "fp16"])
+def test_other_precisions_on_two_processes(precision):
+    check_all([(strategy, "trainer", Run(precision, 3)) for strategy in ("tp", "sp", "loss", "cp")], 2)
+
+
+def test_two_kinds_at_once_on_four_processes():
+    check_all([(strategy, "trainer", Run("32")) for strategy in ("tp x fsdp", "cp x fsdp", "tp x cp")], 4)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("precision", ["32", "bf16"])
+def test_every_pair_of_kinds_on_four_processes(precision):
+    pairs = [name for name in STRATEGIES if " x " in name]
+    check_all([(pair, "trainer", Run(precision, accumulate)) for pair in pairs for accumulate in (1, 3)], 4, 300)
+
+
+@pytest.mark.slow
+def test_copies_only():
+    cases = [("replicate", driver, Run("32", 3)) for driver in ("trainer", "accelerator")]
+    check_all([*cases, ("tp", "accelerator", Run("bf16")), ("sp", "accelerator", Run("bf16", 3))], 2)
