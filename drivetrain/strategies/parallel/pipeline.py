@@ -145,6 +145,7 @@ class Pipeline:
             for stage in self._own
         ]
         self._bare = bare
+        self._precision = precision
         return self._modules
 
     def _check_outside(self, bare: nn.Module) -> None:
@@ -242,6 +243,8 @@ class Pipeline:
         Returns:
             What `step_fn` returned for each on the process with the last stage, None elsewhere.
         """
+        # Only the last stage scales losses, but all must know by how much, and change it at the same time.
+        self._precision.scale(torch.zeros((), device=self._strategy.device))
         seeds = self._seeds(len(microbatches))
         calls = [self._probe(step_fn, microbatch, seed) for microbatch, seed in zip(microbatches, seeds, strict=True)]
         outputs: list[Output | None] = [None] * len(microbatches)

@@ -146,7 +146,8 @@ class Float16Mixed(MixedPrecision):
                 "precision='fp16' scales the loss, which an optimizer that calls a closure cannot know. "
                 "Use 'bf16' or '32', or an optimizer that takes no closure."
             )
-        if not _has_gradients(optimizer):
+        agrees = isinstance(self.scaler, AgreeingGradScaler) and self.scaler._scale is not None
+        if not agrees and not _has_gradients(optimizer):
             optimizer.step()  # nothing to check for overflow, which the scaler would take for a mistake
             return True
         if id(optimizer) in self._stepped:
