@@ -59,7 +59,9 @@ class MeshSizes:
             ConfigurationError: the sizes do not multiply to the number of processes.
         """
         others = prod(getattr(self, name) for name in DIMENSIONS if not (name == "dp_shard" and self.dp_shard == REST))
-        asked = " x ".join(f"{name}={getattr(self, name)}" for name in DIMENSIONS if getattr(self, name) != 1)
+        asked = " x ".join(
+            f"{name}={getattr(self, name)}" for name in DIMENSIONS if getattr(self, name) not in (1, REST)
+        )
         if self.dp_shard == REST:
             if world_size % others:
                 raise ConfigurationError(

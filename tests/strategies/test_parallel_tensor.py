@@ -1,0 +1,199 @@
+"""Layers split over processes: plans, what they refuse, and what stays the same on all processes."""
+
+from __future__ import annotations
+
+import copy
+import re
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.nn import functional as F
+
+from drivetrain import Accelerator, Colwise, ConfigurationError, Parallel, Rowwise, SequenceParallel
+from tests.pool import run_in_processes
+from tests.strategies.parallel_models import WIDTH, Attention, Block, Tied, heads_split, made
+
+TIED_PLAN = {"tokens": Rowwise(input_layouts=Replicate()), "head": Colwise(output_layouts=Replicate())}
+
+
+def split(model: nn.Module, plan: Any, **options: Any) -> Any:
+    """A prepared model and optimizer, in a world of two."""
+    accelerator = Accelerator(cpu=True, strategy=Parallel(tp=2, tp_plan=plan, **options))
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
+    return accelerator, *accelerator.prepare(model, optimizer)
+
+
+def refusals(cases: list[tuple[str, Any]]) -> list[str]:
+    """What each plan is refused with."""
+    messages = []
+    for model, plan in cases:
+        try:
+            split(MODELS[model](), plan)
+            messages.append("")
+        except ConfigurationError as error:
+            messages.append(str(error))
+    return messages
+
+
+MODELS: dict[str, Any] = {
+    "block": lambda: made(Block),
+    "three heads": lambda: _with_heads(3),
+    "tied": lambda: made(Tied),
+    "odd": lambda: nn.Sequential(nn.Linear(15, 30), nn.Linear(30, 15)),
+    "odd embedding": lambda: nn.Sequential(nn.Embedding(11, 6)),
+}
+
+
+def _with_heads(heads: int) -> nn.Module:
+    block = made(Block)
+    block.attention.num_heads = heads
+    return block
+
+
+REFUSED: list[tuple[str, Any, str]] = [
+    ("block", {"attention.wqq": Colwise()}, r"match no module of Block: 'attention.wqq'.*Did you mean 'attention.wq'"),
+    ("tied", {"block.*.norm": SequenceParallel()}, r"match no module .*'block.*.norm'.*Its modules: .*blocks.\*.norm"),
+    ("block", {"attention.wq": "colwize"}, r"tp_plan\['attention.wq'\] is 'colwize'. Allowed.*Did you mean 'colwise'"),
+    ("block", {"attention.wq": Colwise}, r"tp_plan\['attention.wq'\] is <class .*ColwiseParallel"),
+    ("odd", {"1": Colwise()}, r"'1' has out_features 15, which tp=2 does not divide.*works is 16"),
+    ("odd", {"0": Rowwise()}, r"'0' has in_features 15, which tp=2 does not divide"),
+    ("odd embedding", {"0": Rowwise()}, r"'0' has num_embeddings 11, which tp=2 does not divide"),
+    ("three heads", {"attention.wq": Colwise()}, r"'attention' has num_heads=3, which tp=2 does not divide"),
+    ("block", {"attention": Colwise()}, r"ColwiseParallel splits nn.Linear and nn.Embedding, but 'attention' is a Att"),
+    ("tied", {"head": Colwise()}, r"'tokens.weight' and 'head.weight' are one tied parameter.*a whole copy.*S\(0\)"),
+    ("block", "auto", r"tp_plan='auto' takes the plan that the model carries, but Block has no tp_plan"),
+]
+
+
+def test_plans_that_cannot_be_are_refused():
+    cases = [(model, plan) for model, plan, _ in REFUSED]
+    for messages in run_in_processes(refusals, 2, args=(cases,)):
+        for message, (_, _, expected) in zip(messages, REFUSED, strict=True):
+            assert re.search(expected, message), message
+
+
+def views_of_heads() -> dict[str, Any]:
+    """How far attention with plain views is from that of one process, and where its parts are."""
+    plain, x = made(Attention), torch.randn(2, 6, WIDTH, generator=torch.Generator().manual_seed(1))
+    accelerator, model, optimizer = split(copy.deepcopy(plain), heads_split())
+    y, expected = model(x), plain(x)
+    y.square().sum().backward()
+    expected.square().sum().backward()
+    gradients = {name: p.grad for name, p in accelerator.unwrap_model(model).named_parameters()}
+    gap = max((gradients[n].full_tensor() - p.grad).abs().max().item() for n, p in plain.named_parameters())
+    held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    return {
+        "output": (y - expected).abs().max().item(),
+        "gradients": gap,
+        "local": tuple(model.wq.weight.to_local().shape),
+        "held": held == {id(parameter) for parameter in model.parameters()},
+    }
+
+
+def test_attention_may_reshape_by_its_number_of_heads():
+    for each in run_in_processes(views_of_heads, 2):
+        assert each["output"] < 1e-6
+        assert each["gradients"] < 1e-5
+        assert each["local"] == (WIDTH // 2, WIDTH)
+        assert each["held"]
+
+
+def tied_and_frozen() -> dict[str, Any]:
+    """Two steps of a model with a tied head and a frozen block, dropout off."""
+    plain = made(Tied).eval()
+    tokens = torch.randint(12, (2, 6), generator=torch.Generator().manual_seed(1))
+    plan = {**TIED_PLAN, **heads_split("blocks.*.attention."), "blocks.*.norm": "replicate"}
+    accelerator, model, optimizer = split(copy.deepcopy(plain), plan)
+    reference = torch.optim.SGD([p for p in plain.parameters() if p.requires_grad], lr=0.1)
+    for _ in range(2):
+        for module, stepped, backward in (
+            (model, optimizer, accelerator.backward),
+            (plain, reference, torch.Tensor.backward),
+        ):
+            stepped.zero_grad()
+            backward(F.cross_entropy(module(tokens).flatten(0, 1), tokens.flatten()))
+            stepped.step()
+    state = accelerator.strategy.model_state(model)
+    whole = {name: v.full_tensor() if isinstance(v, DTensor) else v for name, v in state.items()}
+    bare = accelerator.unwrap_model(model)
+    return {
+        "gap": max((whole[name] - value).abs().max().item() for name, value in plain.state_dict().items()),
+        "names": list(whole) == list(plain.state_dict()),
+        "tied": bare.head.weight is bare.tokens.weight,
+        "frozen": [p.requires_grad for p in bare.blocks[1].parameters()],
+        "same copy": copy.deepcopy(bare).blocks[0].attention.wq.weight.to_local().shape,
+    }
+
+
+def test_tied_parameters_stay_tied_and_frozen_ones_frozen():
+    for each in run_in_processes(tied_and_frozen, 2):
+        assert each["gap"] < 1e-6
+        assert each["names"]
+        assert each["tied"]
+        assert not any(each["frozen"])
+        assert tuple(each["same copy"]) == (WIDTH // 2, WIDTH)
+
+
+class CarriesPlan(nn.Module):
+    """As models of transformers do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.ModuleDict({"up": nn.Linear(4, 8), "down": nn.Linear(8, 4)})
+        self._tp_plan = {"inner.up": "colwise", "inner.down": "rowwise"}
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.inner["down"](self.inner["up"](x))
+
+
+class Holder(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.model = CarriesPlan()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.model(x)
+
+
+def by_the_models_plan() -> list[Any]:
+    plain = made(Holder)
+    _, model, _ = split(copy.deepcopy(plain), "auto")
+    x = torch.ones(1, 4)
+    return [(model(x) - plain(x)).abs().max().item(), [str(p.placements) for p in model.parameters()]]
+
+
+def test_a_model_may_carry_its_plan():
+    for gap, placements in run_in_processes(by_the_models_plan, 2):
+        assert gap < 1e-6
+        assert placements == [str((place,)) for place in (Shard(0), Shard(0), Shard(1), Replicate())]
+
+
+def with_dropout(own_generator: bool) -> Any:
+    """A step with dropout, after drawing other random numbers on each process."""
+    block = made(Block)
+    torch.manual_seed(torch.distributed.get_rank() if torch.distributed.is_initialized() else 0)
+    accelerator, model, optimizer = split(block, heads_split("attention."))
+    if own_generator:
+        torch.manual_seed(accelerator.process_index)
+    x = torch.ones(2, 6, WIDTH)
+    y = model(x)
+    accelerator.backward(y.square().sum())
+    try:
+        optimizer.step()
+    except ConfigurationError as error:
+        return str(error)
+    return accelerator.gather(y.detach()[None]), accelerator.gather(model.norm.weight.detach()[None])
+
+
+def test_dropout_leaves_out_the_same_on_all_processes():
+    for y, weight in run_in_processes(with_dropout, 2, args=(False,)):
+        assert torch.equal(y[0], y[1])
+        assert torch.equal(weight[0], weight[1])
+        assert (y == 1.0).float().mean() > 0.2  # something was left out
+
+
+def test_copies_that_would_drift_apart_are_told():
+    for message in run_in_processes(with_dropout, 2, args=(True,)):
+        assert re.search("The gradients of .*norm.weight.* differ between the 2 tensor-parallel processes", message)
