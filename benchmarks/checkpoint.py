@@ -105,9 +105,11 @@ def forget(path: Path) -> None:
 
 
 def read_bytes(path: Path) -> None:
-    """Read files into new memory, which is the least that loading can do."""
+    """Read files into new memory and keep all of it, which is the least that loading can do."""
+    kept = []
     for one in files_of(path):
         target = memoryview(torch.empty(one.stat().st_size, dtype=torch.uint8).numpy())
+        kept.append(target)
         with open(one, "rb", buffering=0) as file:
             done = 0
             while done < len(target):
@@ -216,13 +218,16 @@ def with_lightning(params: int) -> tuple[Callable[[], Any], dict[str, Variant]]:
 
 
 CONTENDERS = {"drivetrain": with_drivetrain, "accelerate": with_accelerate, "lightning": with_lightning}
+VARIANTS = {"blocking": "save_state", "background": "(block=False)"}
 
 
 # one contender in a process of its own
 
 
-def measure(name: str, params: int, rounds: int, folder: Path) -> list[dict[str, Any]]:
+def measure(name: str, params: int, rounds: int, folder: Path, kind: str | None) -> list[dict[str, Any]]:
     state, variants = CONTENDERS[name](params)
+    if kind is not None and len(variants) > 1:
+        variants = {variant: one for variant, one in variants.items() if variant.endswith(VARIANTS[kind])}
     base = with_torch_save(state)
     results: dict[str, dict[str, list[float]]] = {variant: {} for variant in variants}
     for number in range(-1, rounds):
@@ -323,6 +328,7 @@ def show(results: list[dict[str, Any]]) -> None:
 @click.option("--rounds", default=3, show_default=True, help="Rounds, after one that is thrown away.")
 @click.option("--folder", type=click.Path(path_type=Path), default=None, help="Where to write; a temporary directory.")
 @click.option("--only", multiple=True, type=click.Choice(list(CONTENDERS)), help="Measure this one alone.")
+@click.option("--kind", type=click.Choice(["blocking", "background"]), help="Of drivetrain's, measure this one alone.")
 @click.option("--json", "json_path", type=click.Path(path_type=Path), help="Write the figures there as well.")
 @click.option("--contender", hidden=True, default=None)
 def main(
@@ -330,6 +336,7 @@ def main(
     rounds: int,
     folder: Path | None,
     only: tuple[str, ...],
+    kind: str | None,
     json_path: Path | None,
     contender: str | None,
 ) -> None:
@@ -337,7 +344,7 @@ def main(
     if contender is not None:
         assert folder is not None
         warnings.filterwarnings("ignore")
-        print(json.dumps(measure(contender, int(params), rounds, folder)))
+        print(json.dumps(measure(contender, int(params), rounds, folder, kind)))
         return
     results = []
     for name in only or CONTENDERS:
@@ -347,6 +354,7 @@ def main(
         with tempfile.TemporaryDirectory(dir=folder) as place:
             command = [sys.executable, __file__, "--contender", name, "--folder", place]
             command += ["--params", str(params), "--rounds", str(rounds)]
+            command += [] if kind is None else ["--kind", kind]
             results += json.loads(subprocess.run(command, stdout=subprocess.PIPE, check=True).stdout.splitlines()[-1])
     versions = {name: version_of(name) for name in ("drivetrain", "torch", "accelerate", "lightning")}
     print(f"\n{params:.3g} parameters, {rounds} rounds. " + ", ".join(f"{k} {v}" for k, v in versions.items()))

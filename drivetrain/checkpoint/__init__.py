@@ -10,6 +10,7 @@ What is stable, all of it to be called on every process unless it says otherwise
 - `PendingSave`: `done()`, `failed()`, `wait(timeout=None)`, `raise_if_failed()`,
   `add_done_callback(function)`, `directory`.
 - `save_queue(state) -> SaveQueue`, one for each process: `save(...)`, `check()` for each step, `finish()`, `pending`.
+- `describe_run_state(directory) -> shared` (one process): its tensors on the meta device, without values.
 - `remove_checkpoint(directory)` (one process): gone under its name at once.
 - `Checkpoint(directory)` (one process): `manifest`, `shared(into, strict) -> (state, LoadReport)`, `own(rank)`,
   `verify()`.
@@ -35,6 +36,7 @@ _EXPORTS = {
     "clean_stale": "drivetrain.checkpoint.writer_record",
     "compare_states": "drivetrain.checkpoint.load",
     "consolidate": "drivetrain.checkpoint.export",
+    "describe_run_state": "drivetrain.checkpoint.describe",
     "extra_place": "drivetrain.checkpoint.save",
     "list_checkpoints": "drivetrain.checkpoint.discovery",
     "load_run_state": "drivetrain.checkpoint.load",
@@ -54,6 +56,7 @@ __all__ = [
     "clean_stale",
     "compare_states",
     "consolidate",
+    "describe_run_state",
     "extra_place",
     "list_checkpoints",
     "load_run_state",
@@ -75,6 +78,7 @@ def __getattr__(name: str) -> Any:
 
 
 if TYPE_CHECKING:
+    from drivetrain.checkpoint.describe import describe_run_state as describe_run_state
     from drivetrain.checkpoint.discovery import FoundCheckpoint as FoundCheckpoint
     from drivetrain.checkpoint.discovery import list_checkpoints as list_checkpoints
     from drivetrain.checkpoint.discovery import newest_checkpoint as newest_checkpoint

@@ -64,6 +64,7 @@ class Checkpoint:
         directory: the checkpoint's directory or URL.
         verify: `"hash"` checks the SHA-256 of all that is read, `"size"` the files' sizes only.
         storage: where it is; found from `directory` if None.
+        once: whether no other process of this machine reads it as well, so that caching it is of no use.
 
     Attributes:
         manifest: what it consists of, with `step`, `world_size` and `saved_at`.
@@ -73,17 +74,21 @@ class Checkpoint:
     """
 
     def __init__(
-        self, directory: str | os.PathLike[str], verify: Verify = "hash", storage: Storage | None = None
+        self,
+        directory: str | os.PathLike[str],
+        verify: Verify = "hash",
+        storage: Storage | None = None,
+        once: bool = False,
     ) -> None:
         if verify not in ("hash", "size"):
             raise CheckpointError(f"verify={verify!r}: give 'hash' or 'size'.")
         found, self.directory = storage_of(directory)
         self._storage = storage or found
-        self._hashes = verify == "hash"
+        self._hashes, self._once = verify == "hash", once
         if isinstance(self._storage, LocalStorage):
             self.directory = replaced_beside(self.directory) or self.directory
         self.manifest: Manifest = read_manifest(self._storage, self.directory)
-        self.tensors = SafetensorsReader(self._storage, self.directory, self.manifest, self._hashes)
+        self.tensors = SafetensorsReader(self._storage, self.directory, self.manifest, self._hashes, once)
 
     @property
     def storage(self) -> Storage:
@@ -134,7 +139,7 @@ class Checkpoint:
             CheckpointError: one is damaged; it is named.
         """
         jobs: list[Callable[[], None]] = [
-            partial(verify_file, self._storage, self.tensors.path_of(name), self.manifest.files[name])
+            partial(verify_file, self._storage, self.tensors.path_of(name), self.manifest.files[name], self._once)
             for name in (self.manifest.files if names is None else names)
         ]
         run_parallel(jobs, workers=os.cpu_count() or 1)
@@ -150,7 +155,8 @@ class Checkpoint:
             target = targets.get(key)
             fits = target is not None and target.shape == one.size
             tensors[key] = target if target is not None and fits else torch.empty(one.size, dtype=one.properties.dtype)
-        self._read(tensors)
+        # One on the meta device stands for what a peer holds, and reads.
+        self._read({key: tensor for key, tensor in tensors.items() if not tensor.is_meta})
         return unpack(packed, tensors.__getitem__)
 
     def _read(self, tensors: dict[str, Tensor]) -> None:
@@ -224,7 +230,7 @@ def load_run_state(
     peers = Peers(state)
 
     def read() -> tuple[Any, Any | None]:
-        checkpoint = Checkpoint(directory, verify, storage)
+        checkpoint = Checkpoint(directory, verify, storage, once=state is None or state.num_processes == 1)
         shared, _ = checkpoint.shared(into, strict, only)
         same_world = state is not None and checkpoint.manifest.world_size == state.num_processes
         own = checkpoint.own(peers.rank) if same_world else None

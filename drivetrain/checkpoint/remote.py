@@ -40,7 +40,7 @@ class FsspecStorage(Storage):
         found = self._system.find(base, detail=True)
         return {path[len(base) :].lstrip("/"): int(info["size"]) for path, info in found.items() if path != base}
 
-    def open(self, path: str) -> Reader:
+    def open(self, path: str, once: bool = False) -> Reader:
         return cast(Reader, self._system.open(path, "rb"))
 
     def read(self, path: str) -> bytes:
@@ -99,6 +99,8 @@ class FsspecStorage(Storage):
 
 class _FsspecSink:
     """A remote file being written, which is there once it is closed."""
+
+    likes_blocks = False
 
     def __init__(self, file: BinaryIO) -> None:
         self._file = file

@@ -113,7 +113,7 @@ class SafetensorsWriter(StorageWriter):
                 yield bytes_of(tensor)
 
         sink = self._storage.create(self._storage.join(self._place, name))
-        self.files[name] = write_file(sink, parts())
+        self.files[name] = write_file(sink, parts(), sum(entry.nbytes for entry in entries))
         for position, start in zip(order, starts, strict=True):
             size = entries[position].nbytes
             results.append(WriteResult(items[position].index, size, Place(name, start, size)))
@@ -159,10 +159,14 @@ class SafetensorsReader(StorageReader):
         directory: the checkpoint.
         manifest: what it consists of.
         hashes: whether the SHA-256 of each file that is read from is checked; their sizes are known to be right.
+        once: whether no other process of this machine reads it as well, so that caching it is of no use.
     """
 
-    def __init__(self, storage: Storage, directory: str, manifest: Manifest, hashes: bool = True) -> None:
-        self._storage, self._directory, self._manifest, self._hashes = storage, directory, manifest, hashes
+    def __init__(
+        self, storage: Storage, directory: str, manifest: Manifest, hashes: bool = True, once: bool = False
+    ) -> None:
+        self._storage, self._directory, self._manifest = storage, directory, manifest
+        self._hashes, self._once = hashes, once
         self._places: dict[MetadataIndex, Place] = {}
         self._parts: dict[MetadataIndex, tuple[torch.dtype, torch.Size]] = {}
         self._metadata: Metadata | None = None
@@ -217,7 +221,7 @@ class SafetensorsReader(StorageReader):
 
     def _read_file(self, name: str, places: dict[Place, list[ReadItem]], planner: LoadPlanner) -> None:
         path = self.path_of(name)
-        with FileStream(self._storage, path, self._manifest.files[name], self._hashes) as stream:
+        with FileStream(self._storage, path, self._manifest.files[name], self._hashes, self._once) as stream:
             for place in sorted(places, key=lambda one: one.start):
                 self._read_part(stream, place, places[place], planner)
 

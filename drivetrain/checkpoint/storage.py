@@ -9,6 +9,7 @@ import shutil
 from abc import ABC, abstractmethod
 from typing import Protocol, cast
 
+from drivetrain.checkpoint.direct import DirectReader, DirectSwitch
 from drivetrain.checkpoint.tensor_file import BLOCK, FileDigest, Sink
 
 MANIFEST = "MANIFEST.json"
@@ -42,8 +43,13 @@ class Storage(ABC):
         """Every file below a directory, by its name relative to it, with its size; empty where there is none."""
 
     @abstractmethod
-    def open(self, path: str) -> Reader:
-        """Open a file for reading."""
+    def open(self, path: str, once: bool = False) -> Reader:
+        """Open a file for reading.
+
+        Args:
+            path: the file.
+            once: whether it is not soon read again here, so that there is no use in caching it.
+        """
 
     @abstractmethod
     def read(self, path: str) -> bytes:
@@ -127,8 +133,8 @@ class LocalStorage(Storage):
                 found[os.path.relpath(path, directory).replace(os.sep, "/")] = os.lstat(path).st_size
         return found
 
-    def open(self, path: str) -> Reader:
-        return cast(Reader, open(path, "rb", buffering=0))
+    def open(self, path: str, once: bool = False) -> Reader:
+        return DirectReader(path) if once else cast(Reader, open(path, "rb", buffering=0))
 
     def read(self, path: str) -> bytes:
         with open(path, "rb") as file:
@@ -261,17 +267,32 @@ class LocalStorage(Storage):
 class _LocalSink:
     """A local file being written; its errors name it."""
 
+    likes_blocks = True
+
     def __init__(self, storage: LocalStorage, path: str) -> None:
         self._storage, self._path = storage, path
         self._descriptor: int | None = storage._open(path)
+        self._switch = DirectSwitch(self._descriptor)
+        self._position = 0
 
     def write(self, data: memoryview) -> None:
         assert self._descriptor is not None
         try:
             while len(data):
-                data = data[self._storage._write(self._descriptor, data, self._path) :]
+                count = self._write_some(self._descriptor, data)
+                self._position += count
+                data = data[count:]
         except OSError as error:
             raise self._named(error) from None
+
+    def _write_some(self, descriptor: int, data: memoryview) -> int:
+        part = self._switch.fit(data, self._position)
+        try:
+            return self._storage._write(descriptor, part, self._path)
+        except OSError as error:
+            if not self._switch.refused(error):
+                raise
+        return self._storage._write(descriptor, data, self._path)
 
     def finish(self) -> None:
         assert self._descriptor is not None

@@ -15,11 +15,11 @@ from drivetrain.runtime.errors import CheckpointError
 class FileStream:
     """Reads parts of a file in ascending order; hashes all of it on the way, or skips what is not asked for."""
 
-    def __init__(self, storage: Storage, path: str, listed: FileDigest, hashes: bool) -> None:
+    def __init__(self, storage: Storage, path: str, listed: FileDigest, hashes: bool, once: bool = False) -> None:
         self._path, self._listed = path, listed
         self._position = 0
         try:
-            self._file: Reader = storage.open(path)
+            self._file: Reader = storage.open(path, once)
         except OSError as error:
             raise CheckpointError(f"{path} cannot be read: {error}.") from error
         self._hasher = Hasher() if hashes else None
@@ -106,7 +106,7 @@ def read_ranges(
                 take(block)
 
 
-def verify_file(storage: Storage, path: str, listed: FileDigest) -> None:
+def verify_file(storage: Storage, path: str, listed: FileDigest, once: bool = False) -> None:
     """Hash a whole file and compare."""
-    with FileStream(storage, path, listed, hashes=True):
+    with FileStream(storage, path, listed, hashes=True, once=once):
         pass

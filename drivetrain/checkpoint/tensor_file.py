@@ -10,14 +10,20 @@ import json
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from queue import Queue
+from functools import partial
+from queue import Queue, SimpleQueue
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
+from drivetrain.checkpoint.direct import aligned_block, copy_bytes
+
 BLOCK = 8 << 20
 """Bytes that are written, read and hashed at once."""
+
+_GATHER_FROM = 16 << 20
+_GATHER_BLOCKS = 4
 
 _NAMES = {
     "float64": "F64",
@@ -40,7 +46,14 @@ _NAMES = {
 
 
 class Sink(Protocol):
-    """A file being written."""
+    """A file being written.
+
+    Attributes:
+        likes_blocks: whether it is faster with much data in `aligned_block`s.
+    """
+
+    @property
+    def likes_blocks(self) -> bool: ...
 
     def write(self, data: memoryview) -> None:
         """Append bytes."""
@@ -165,14 +178,19 @@ class Hasher:
                 done()
 
 
-def write_file(sink: Sink, parts: Iterable[memoryview]) -> FileDigest:
-    """Write parts one after another, hashing each while it is written, and make the file durable."""
+def write_file(sink: Sink, parts: Iterable[memoryview], size: int = 0) -> FileDigest:
+    """Write parts one after another, hashing each while it is written, and make the file durable.
+
+    Args:
+        sink: the file.
+        parts: what it is to hold.
+        size: how much that is about; 0 for little.
+    """
     hasher = Hasher()
     try:
-        for part in parts:
-            for block in blocks_of(part):
-                hasher.add(block)
-                sink.write(block)
+        for block, done in _gathered(parts) if sink.likes_blocks and size >= _GATHER_FROM else _cut(parts):
+            hasher.add(block, done)
+            sink.write(block)
         sink.finish()
     except BaseException:
         sink.abandon()
@@ -180,6 +198,33 @@ def write_file(sink: Sink, parts: Iterable[memoryview]) -> FileDigest:
     finally:
         digest = hasher.close()
     return digest
+
+
+_Blocks = Iterator[tuple[memoryview, Callable[[], None] | None]]
+
+
+def _cut(parts: Iterable[memoryview]) -> _Blocks:
+    for part in parts:
+        for block in blocks_of(part):
+            yield block, None
+
+
+def _gathered(parts: Iterable[memoryview]) -> _Blocks:
+    """Copy parts into a few aligned blocks, each used again once it is hashed and the next one is asked for."""
+    free: SimpleQueue[memoryview] = SimpleQueue()
+    for _ in range(_GATHER_BLOCKS):
+        free.put(aligned_block())
+    block, used = free.get(), 0
+    for part in parts:
+        while len(part):
+            count = min(len(part), len(block) - used)
+            copy_bytes(block[used : used + count], part[:count])
+            part, used = part[count:], used + count
+            if used == len(block):
+                yield block, partial(free.put, block)
+                block, used = free.get(), 0
+    if used:
+        yield block[:used], None
 
 
 def run_parallel(jobs: Sequence[Callable[[], None]], workers: int) -> None:

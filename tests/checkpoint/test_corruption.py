@@ -225,7 +225,7 @@ def test_with_sizes_only_a_cut_file_is_found_and_a_flipped_bit_is_not(checkpoint
 class UnreadableStorage(LocalStorage):
     """A disk that cannot read one file any more."""
 
-    def open(self, path: str) -> Any:
+    def open(self, path: str, once: bool = False) -> Any:
         if path.endswith("rank_0_0.safetensors"):
             raise OSError(errno.EIO, "Input/output error", path)
         return super().open(path)
