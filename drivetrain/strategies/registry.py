@@ -31,10 +31,10 @@ def register_strategy(name: str, factory: Callable[[], Strategy], *, replace: bo
     _STRATEGIES[name] = factory
 
 
-def _fsdp() -> Strategy:
+def _fsdp(cpu_offload: bool = False) -> Strategy:
     from drivetrain.strategies.fsdp import FSDP  # torch's part of it takes most of a second to import
 
-    return FSDP()
+    return FSDP(cpu_offload=cpu_offload)
 
 
 def _deepspeed(stage: int | None = None, offload: bool = False) -> Strategy:
@@ -48,6 +48,7 @@ register_strategy("single", Single)
 register_strategy("ddp", DDP)
 register_strategy("ddp_find_unused_parameters_true", lambda: DDP(find_unused_parameters=True))
 register_strategy("fsdp", _fsdp)
+register_strategy("fsdp_cpu_offload", partial(_fsdp, True))
 register_strategy("deepspeed", _deepspeed)
 for _stage in (1, 2, 3):
     register_strategy(f"deepspeed_stage_{_stage}", partial(_deepspeed, _stage))
