@@ -14,6 +14,9 @@ from drivetrain.strategies.single import Single
 
 _STRATEGIES: dict[str, Callable[[], Strategy]] = {}
 
+# What people may call `Parallel`, which has no sizes to begin with.
+_NEEDS_SIZES = ("parallel", "tp", "sp", "cp", "pp", "tensor_parallel", "context_parallel", "pipeline", "model_parallel")
+
 
 def register_strategy(name: str, factory: Callable[[], Strategy], *, replace: bool = False) -> None:
     """Make a strategy available under a name.
@@ -83,6 +86,11 @@ def resolve_strategy(spec: Any, environment: ProcessEnvironment) -> Strategy:
             f"Names: {', '.join(available_strategies())}."
         )
     name = ("ddp" if environment.is_distributed else "single") if spec == "auto" else spec
+    if name in _NEEDS_SIZES and name not in _STRATEGIES:
+        raise ConfigurationError(
+            f"strategy={spec!r} needs to know over how many processes: give strategy=Parallel(tp=2, tp_plan={{...}}), "
+            "Parallel(cp=2), Parallel(pp=2), or several of these sizes at once."
+        )
     if name not in _STRATEGIES:
         raise ConfigurationError(
             f"Unknown strategy {spec!r}. Allowed: {', '.join(available_strategies())}."

@@ -8,6 +8,8 @@ import pytest
 
 from drivetrain import ConfigurationError, Parallel
 from drivetrain.data import DataShard
+from drivetrain.runtime.environment import ProcessEnvironment
+from drivetrain.strategies import resolve_strategy
 from drivetrain.strategies.parallel.mesh import DIMENSIONS, MeshPlace, MeshSizes
 
 GRIDS = [
@@ -90,6 +92,13 @@ OPTIONS = [
 def test_options_that_cannot_be_are_refused(options, message):
     with pytest.raises(ConfigurationError, match=message):
         Parallel(**options)
+
+
+@pytest.mark.parametrize("name", ["parallel", "tp", "cp", "pipeline"])
+def test_a_name_alone_says_no_sizes(name):
+    message = rf"strategy='{name}' needs to know over how many processes: give strategy=Parallel\(tp=2"
+    with pytest.raises(ConfigurationError, match=message):
+        resolve_strategy(name, ProcessEnvironment.detect({}))
 
 
 def test_accelerates_names_of_sizes():
