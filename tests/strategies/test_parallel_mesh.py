@@ -82,6 +82,7 @@ OPTIONS = [
     ({"tp": 2}, "tp=2 needs to know which layers to split: give tp_plan="),
     ({"tp": 2, "tp_plan": "model"}, "tp_plan must be a mapping of patterns to styles, or 'auto', got 'model'"),
     ({"loss_parallel": True}, "loss_parallel=True splits the loss over tp processes, but tp=1"),
+    ({"cp": 2, "pp": 2}, "cp=2 and pp=2 do not go together yet"),
     ({"pp_schedule": "gpipe"}, "pp_schedule: an option of the pipeline, but pp=1"),
     ({"dp_shards": 2}, "Parallel has no option 'dp_shards'.*Did you mean 'dp_shard'"),
     ({"replicate_size": 2}, "Parallel has no option 'replicate_size'"),

@@ -419,6 +419,11 @@ def _check_options(
         raise ConfigurationError(f"tp_plan must be a mapping of patterns to styles, or 'auto', got {plan!r}.")
     if loss_parallel and sizes.tp == 1:
         raise ConfigurationError("loss_parallel=True splits the loss over tp processes, but tp=1.")
+    if sizes.cp > 1 and sizes.pp > 1:
+        raise ConfigurationError(
+            f"cp={sizes.cp} and pp={sizes.pp} do not go together yet: what stages hand over has the shape of whole "
+            "sequences. Use cp with tp and dp_shard, or pp with tp and dp_shard."
+        )
     if pipeline and sizes.pp == 1:
         given = ", ".join(f"pp_{name}" for name in pipeline)
         raise ConfigurationError(f"{given}: an option of the pipeline, but pp=1.")
