@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import Any
 
 import click
 import torch
@@ -20,11 +19,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
-from drivetrain import CSVLogger, Strategy, Task, Trainer
+from drivetrain import CSVLogger, ProcessEnvironment, Strategy, Task, Trainer
 
 CHARACTERS = 1_000_000
 VOCABULARY = 128  # ASCII
-VALIDATION = 50_000  # of them
+VALIDATION = 20_000  # of them
 LENGTH = 96  # characters that the model sees at once
 WIDTH, HEADS, LAYERS = 96, 4, 4
 MICRO_BATCHES = 2  # in each step: the stages of a pipeline work on several at once
@@ -35,14 +34,14 @@ PROCESSES = {"single": 1, "ddp": 2, "fsdp": 2, "tp_fsdp": 4, "pp": 2, "deepspeed
 
 def make_strategy(name: str) -> str | Strategy:
     """What the Trainer is told."""
-    if name == "tp_fsdp":  # two processes compute each layer together; over two such pairs parameters are sharded
+    if name == "tp_fsdp":  # two processes compute each layer together; parameters are sharded over two such pairs
         from drivetrain import Colwise, Parallel, Rowwise
 
         into = {
             f"blocks.*.{layer}": Colwise() for layer in ("attention.query", "attention.key", "attention.value", "up")
         }
         out = {f"blocks.*.{layer}": Rowwise() for layer in ("attention.output", "down")}
-        return Parallel(tp=2, dp_shard=2, tp_plan={**into, **out})
+        return Parallel(tp=2, tp_plan={**into, **out})
     if name == "pp":  # half of the blocks on each of two processes
         from drivetrain import Parallel
 
@@ -163,9 +162,10 @@ def write_text(weights: dict[str, Tensor], beginning: str, count: int) -> str:
 @click.option("--lr", default=2e-3, show_default=True)
 @click.option("--output", default="char_lm", show_default=True, type=click.Path(path_type=Path), help="Where to write.")
 def main(strategy: str, devices: int | None, steps: int, batch_size: int, lr: float, output: Path) -> None:
+    launched = ProcessEnvironment.detect().is_distributed  # by `drivetrain launch`, on as many as it says
     trainer = Trainer(
         strategy=make_strategy(strategy),
-        devices=devices or PROCESSES[strategy],
+        devices=devices or ("auto" if launched else PROCESSES[strategy]),
         max_steps=steps,
         accumulate_grad_batches=MICRO_BATCHES,
         gradient_clip_val=1.0,
@@ -178,14 +178,15 @@ def main(strategy: str, devices: int | None, steps: int, batch_size: int, lr: fl
     )
     train, val = load_text()
     trainer.print(f"{len(train):,} characters to train on, {len(val):,} to validate")
-    rows = batch_size // MICRO_BATCHES // trainer.strategy.data_shard.count  # of one micro-batch on one process
+    shards = trainer.strategy.data_shard.count  # not the processes: some may work on the same rows together
+    training = DataLoader(Windows(train), batch_size // MICRO_BATCHES // shards, shuffle=True)
     task = CharacterModel(lr)
-    trainer.fit(task, DataLoader(Windows(train), rows, shuffle=True), DataLoader(Windows(val), rows))
+    trainer.fit(task, training, DataLoader(Windows(val), 32 // shards))
 
-    values: dict[str, Any] = trainer.callback_metrics
-    trainer.print(f"{strategy}: loss {values['loss']:.4f}, validation loss {values['val_loss']:.4f}")
     weights = trainer.accelerator.get_state_dict(trainer.model)  # whole, on the first process
     if trainer.is_global_zero:
+        values = trainer.logged_metrics
+        print(f"{strategy}: loss {values['loss']:.4f}, validation loss {values['val_loss']:.4f}")
         print(write_text(weights, "def ", 300))
 
 

@@ -1,0 +1,325 @@
+"""Steps per second of a transformer under each strategy, beside the same thing written straight on torch or deepspeed.
+
+    python benchmarks/strategies.py
+    python benchmarks/strategies.py --only FSDP --rounds 40 --json strategies.json
+
+Two processes on the CPU, one thread each. A few steps of the Trainer and as many of the bare loop take turns in the
+same processes, each with a model and an optimizer of its own. See benchmarks/README.md.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from time import perf_counter
+from typing import Any
+
+import click
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from transformer import (
+    WIDTH,
+    LanguageModel,
+    Transformer,
+    loss_of,
+    make_batch,
+    make_model,
+    make_optimizer,
+    tensor_parallel_plan,
+)
+
+from drivetrain import Callback, Trainer
+
+PROCESSES = 2
+TARGET = 0.97
+MICRO_BATCHES = 4  # of the pipeline
+Batch = tuple[Tensor, Tensor]
+Step = Callable[[Batch], Tensor | None]
+
+
+# The bare loops: each builds what it trains, and returns what runs one optimizer step on this process's batch.
+
+
+def bare_step(model: nn.Module, optimizer: torch.optim.Optimizer) -> Step:
+    def step(batch: Batch) -> Tensor:
+        tokens, targets = batch
+        optimizer.zero_grad()
+        loss = loss_of(model(tokens), targets)
+        loss.backward()
+        optimizer.step()
+        return loss.detach()
+
+    return step
+
+
+def bare_ddp() -> Step:
+    model = nn.parallel.DistributedDataParallel(make_model(), gradient_as_bucket_view=True)
+    return bare_step(model, make_optimizer(model.parameters()))
+
+
+def bare_fsdp() -> Step:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    model, mesh = make_model(), init_device_mesh("cpu", (PROCESSES,))
+    for block in model.blocks:
+        fully_shard(block, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    return bare_step(model, make_optimizer(model.parameters()))
+
+
+def bare_tp() -> Step:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor.parallel import parallelize_module
+
+    mesh = init_device_mesh("cpu", (PROCESSES,))
+    model = parallelize_module(make_model(), mesh, tensor_parallel_plan())
+    return bare_step(model, make_optimizer(model.parameters()))
+
+
+class Stage(nn.Module):
+    """Half of the transformer."""
+
+    def __init__(self, whole: Transformer, index: int) -> None:
+        super().__init__()
+        half = len(whole.blocks) // 2
+        self.blocks = whole.blocks[half:] if index else whole.blocks[:half]
+        if index:
+            self.norm, self.head = whole.norm, whole.head
+        else:
+            self.tokens, self.positions = whole.tokens, whole.positions
+        self.index = index
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.index:
+            x = self.tokens(x) + self.positions[: x.shape[1]]
+        for block in self.blocks:
+            x = block(x)
+        return self.head(self.norm(x)) if self.index else x
+
+
+def bare_pp() -> Step:
+    from torch.distributed.pipelining import PipelineStage, Schedule1F1B
+
+    rank = dist.get_rank()
+    part = Stage(make_model(), rank)
+    stage = PipelineStage(part, rank, PROCESSES, torch.device("cpu"))
+    schedule = Schedule1F1B(stage, MICRO_BATCHES, loss_of)
+    optimizer = make_optimizer(part.parameters())
+
+    def step(batch: Batch) -> Tensor | None:
+        tokens, targets = batch
+        optimizer.zero_grad()
+        losses: list[Tensor] = []
+        if rank:
+            schedule.step(target=targets, losses=losses)
+        else:
+            schedule.step(tokens)
+        optimizer.step()
+        return losses[-1].detach() if losses else None
+
+    return step
+
+
+def bare_deepspeed(stage: int) -> Step:
+    import deepspeed
+
+    model = make_model()
+    config = {
+        "train_micro_batch_size_per_gpu": 1,
+        "zero_optimization": {"stage": stage},
+        "zero_allow_untested_optimizer": True,
+        "zero_force_ds_cpu_optimizer": False,
+    }
+    engine, *_ = deepspeed.initialize(
+        model=model, optimizer=make_optimizer(model.parameters()), config=config, dist_init_required=False
+    )
+
+    def step(batch: Batch) -> Tensor:
+        tokens, targets = batch
+        loss = loss_of(engine(tokens), targets)
+        engine.backward(loss)
+        engine.step()
+        return loss.detach()
+
+    return step
+
+
+def drivetrain_strategy(name: str) -> Any:
+    if name.startswith("DeepSpeed"):
+        from drivetrain import DeepSpeed
+
+        return DeepSpeed(stage=int(name[-1]))
+    if name in ("TP", "PP"):
+        from drivetrain import Parallel
+
+        return Parallel(tp=PROCESSES, tp_plan=tensor_parallel_plan()) if name == "TP" else Parallel(pp=PROCESSES)
+    return name.lower()
+
+
+# name -> the bare loop
+STRATEGIES: dict[str, Callable[[], Step]] = {
+    "DDP": bare_ddp,
+    "FSDP": bare_fsdp,
+    "TP": bare_tp,
+    "PP": bare_pp,
+    "DeepSpeed ZeRO-2": lambda: bare_deepspeed(2),
+    "DeepSpeed ZeRO-3": lambda: bare_deepspeed(3),
+}
+
+
+class TakingTurns:
+    """The Trainer's batches. After every few steps it waits, while the bare loop runs as many.
+
+    Args:
+        step: runs a step of the bare loop.
+        batch: this process's batch of one step.
+        micro_batches: into how many the Trainer's are split.
+        block: steps of each before it is the other's turn.
+        rounds: turns of each that count.
+    """
+
+    def __init__(self, step: Step, batch: Batch, micro_batches: int, block: int, rounds: int) -> None:
+        self.step, self.batch, self.block, self.rounds = step, batch, block, rounds
+        self.micro_batches = list(zip(*(part.chunk(micro_batches) for part in batch), strict=True))
+        self.bare: list[float] = []  # seconds a step, for each turn
+        self.own: list[float] = []
+        self.bare_loss: Tensor | None = None
+
+    def __len__(self) -> int:
+        return (self.rounds + 1) * self.block * len(self.micro_batches)
+
+    def __iter__(self) -> Iterator[Batch]:
+        for number in range(self.rounds + 1):  # the first is for warming up
+            bare = self.time(self.run_bare)
+            dist.barrier()
+            start = perf_counter()
+            for _ in range(self.block):
+                yield from self.micro_batches
+            dist.barrier()
+            own = (perf_counter() - start) / self.block
+            if number:
+                self.bare.append(bare)
+                self.own.append(own)
+
+        del self.step  # DDP must go before the process group does
+
+    def run_bare(self) -> None:
+        for _ in range(self.block):
+            self.bare_loss = self.step(self.batch)
+
+    def time(self, work: Callable[[], None]) -> float:
+        dist.barrier()
+        start = perf_counter()
+        work()
+        dist.barrier()
+        return (perf_counter() - start) / self.block
+
+
+class KeepLoss(Callback):
+    """The last loss: both must compute the same."""
+
+    loss: Tensor | None = None
+
+    def on_train_batch_end(self, trainer: Any, task: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.loss = outputs["loss"]
+
+
+def measure(name: str, rows: int, block: int, rounds: int) -> dict[str, Any]:
+    """Let both train in this process."""
+    torch.set_num_threads(1)
+    piped = MICRO_BATCHES if name == "PP" else 1
+    keeping = KeepLoss()
+    trainer = Trainer(
+        accelerator="cpu",
+        strategy=drivetrain_strategy(name),
+        devices=PROCESSES,
+        max_epochs=1,
+        accumulate_grad_batches=piped,
+        use_distributed_sampler=False,
+        callbacks=[keeping],
+        barebones=True,
+    )
+    shard = trainer.strategy.data_shard
+    batch = tuple(part.chunk(shard.count)[shard.index].contiguous() for part in make_batch(rows))
+    turns = TakingTurns(STRATEGIES[name](), batch, piped, block, rounds)
+    trainer.fit(LanguageModel(), turns)
+    losses = [None if loss is None else float(loss) for loss in (turns.bare_loss, keeping.loss)]
+    losses = trainer.accelerator.gather_object([losses])[-1]
+    return {"name": name, "bare": turns.bare, "own": turns.own, "losses": losses}
+
+
+def measure_in_processes(name: str, rows: int, block: int, rounds: int) -> dict[str, Any]:
+    """Measure under the launcher."""
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "times.json"
+        launch = [sys.executable, "-m", "drivetrain", "launch", "--cpu", "--num_processes", str(PROCESSES)]
+        sizes = ["--rows", rows, "--block", block, "--rounds", rounds]
+        arguments = ["--measure", name, "--json", file, *sizes]
+        done = subprocess.run(
+            [*launch, __file__, *map(str, arguments)],
+            capture_output=True,
+            text=True,
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+        )
+        if done.returncode:
+            raise click.ClickException(f"{name} failed:\n{done.stdout}{done.stderr}")
+        result: dict[str, Any] = json.loads(file.read_text())
+    ratios = [bare / own for bare, own in zip(result["bare"], result["own"], strict=True)]
+    low, middle, high = statistics.quantiles(ratios, n=4) if len(ratios) > 1 else ratios * 3
+    return {**result, "ratio": middle, "spread": (high - low) / 2}
+
+
+def as_table(results: list[dict[str, Any]]) -> str:
+    lines = ["| | bare, steps/s | drivetrain, steps/s | ratio | ± |", "|---|---:|---:|---:|---:|"]
+    for each in results:
+        bare, own = (1 / statistics.median(each[key]) for key in ("bare", "own"))
+        lines.append(f"| {each['name']} | {bare:.2f} | {own:.2f} | {each['ratio']:.3f} | {each['spread']:.3f} |")
+    return "\n".join(lines)
+
+
+@click.command()
+@click.option("--only", multiple=True, type=click.Choice(list(STRATEGIES)), help="Can be given several times.")
+@click.option("--rounds", default=20, show_default=True, help="Turns of each.")
+@click.option("--block", default=2, show_default=True, help="Steps in a turn.")
+@click.option("--rows", default=4, show_default=True, help="Sequences in a step, over both processes.")
+@click.option("--json", "json_file", type=click.Path(path_type=Path), help="Write the figures there too.")
+@click.option("--measure", "measured", hidden=True, help="Measure this one here, as the launcher's processes do.")
+def main(
+    only: tuple[str, ...], rounds: int, block: int, rows: int, json_file: Path | None, measured: str | None
+) -> None:
+    if measured is not None:
+        result = measure(measured, rows, block, rounds)
+        from drivetrain import PartialState
+
+        if PartialState().is_main_process:
+            assert json_file is not None
+            json_file.write_text(json.dumps(result))
+        return
+    results = []
+    for name in only or STRATEGIES:
+        results.append(measure_in_processes(name, rows, block, rounds))
+        bare, own = results[-1]["losses"]
+        print(f"{name}: last losses {bare:.6f} and {own:.6f}", file=sys.stderr, flush=True)
+    millions = sum(parameter.numel() for parameter in make_model().parameters()) / 1e6
+    print(
+        f"A transformer of {millions:.1f} M parameters, width {WIDTH}; {PROCESSES} processes; {rounds} turns of "
+        f"{block} steps each. torch {torch.__version__}.\n"
+    )
+    print(as_table(results))
+    if json_file is not None:
+        json_file.write_text(json.dumps({"torch": torch.__version__, "results": results}, indent=2))
+    missed = [f"{each['name']} {each['ratio']:.3f}" for each in results if each["ratio"] < TARGET]
+    if missed:
+        raise click.ClickException(f"below {TARGET} of the bare loop's speed: {', '.join(missed)}")
+
+
+if __name__ == "__main__":
+    main()

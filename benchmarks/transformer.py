@@ -1,0 +1,96 @@
+"""The transformer that strategies are measured with: 30 million parameters, and what each strategy needs to know."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from drivetrain import Task
+
+VOCABULARY, LENGTH, WIDTH, HEADS, LAYERS = 4096, 64, 512, 8, 8
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm1, self.norm2 = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
+        self.query, self.key, self.value = (nn.Linear(WIDTH, WIDTH) for _ in range(3))
+        self.output = nn.Linear(WIDTH, WIDTH)
+        self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        inside = self.norm1(x)
+        heads = (*x.shape[:2], -1, WIDTH // HEADS)  # as many as this process has
+        q, k, v = (layer(inside).view(heads).transpose(1, 2) for layer in (self.query, self.key, self.value))
+        x = x + self.output(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2))
+        return x + self.down(F.gelu(self.up(self.norm2(x))))
+
+
+class Transformer(nn.Module):
+    """Tokens (rows, length) to logits (rows, length, vocabulary)."""
+
+    def __init__(self, layers: int = LAYERS) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(VOCABULARY, WIDTH)
+        self.positions = nn.Parameter(torch.zeros(LENGTH, WIDTH))
+        self.blocks = nn.ModuleList(Block() for _ in range(layers))
+        self.norm = nn.LayerNorm(WIDTH)
+        self.head = nn.Linear(WIDTH, VOCABULARY, bias=False)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.tokens(tokens) + self.positions[: tokens.shape[1]]
+        for block in self.blocks:
+            x = block(x)
+        return self.head(self.norm(x))
+
+
+def make_model(layers: int = LAYERS) -> Transformer:
+    torch.manual_seed(0)
+    return Transformer(layers)
+
+
+def make_optimizer(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(parameters, lr=1e-4)
+
+
+def make_batch(rows: int, seed: int = 0) -> tuple[Tensor, Tensor]:
+    """Random tokens and those that follow them, both (rows, length)."""
+    tokens = torch.randint(VOCABULARY, (rows, LENGTH + 1), generator=torch.Generator().manual_seed(seed))
+    return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
+
+
+def loss_of(logits: Tensor, targets: Tensor) -> Tensor:
+    return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+
+
+class LanguageModel(Task):
+    """The transformer as a task."""
+
+    def __init__(self, layers: int = LAYERS) -> None:
+        super().__init__()
+        self.layers = layers
+
+    def configure_model(self) -> None:
+        self.model = make_model(self.layers)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        tokens, targets = batch
+        return loss_of(self.model(tokens), targets)
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return make_optimizer(self.parameters())
+
+
+def tensor_parallel_plan() -> dict[str, Any]:
+    """How the layers of the blocks are split, in torch's styles, which drivetrain's `Parallel` takes too."""
+    from torch.distributed.tensor import Replicate
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
+
+    plan: dict[str, Any] = {f"blocks.*.{name}": ColwiseParallel() for name in ("query", "key", "value", "up")}
+    plan.update({f"blocks.*.{name}": RowwiseParallel() for name in ("output", "down")})
+    plan["tokens"] = RowwiseParallel(input_layouts=Replicate())
+    plan["head"] = ColwiseParallel(output_layouts=Replicate())
+    return plan
