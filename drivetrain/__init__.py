@@ -173,6 +173,7 @@ if TYPE_CHECKING:
     from drivetrain.strategies.deepspeed import DeepSpeed as DeepSpeed
     from drivetrain.strategies.deepspeed import DummyOptim as DummyOptim
     from drivetrain.strategies.deepspeed import DummyScheduler as DummyScheduler
+    from drivetrain.strategies.fsdp import FSDP as FSDP
     from drivetrain.strategies.parallel import Colwise as Colwise
     from drivetrain.strategies.parallel import Parallel as Parallel
     from drivetrain.strategies.parallel import PrepareModuleInput as PrepareModuleInput
