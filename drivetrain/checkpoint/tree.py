@@ -189,8 +189,9 @@ class _Packer:
     def _keep(self, tensor: Tensor, path: str) -> str:
         """Give a tensor its key, or that under which it is kept already."""
         _check(tensor, path)
+        # What a peer holds has no address, but tied weights are one object here too.
+        identity = ("meta", id(tensor)) if tensor.is_meta else _identity(tensor.detach())
         tensor = tensor.detach()
-        identity = _identity(tensor)
         if identity is not None and identity in self._keys:
             return self._keys[identity]
         key = path

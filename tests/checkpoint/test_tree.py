@@ -89,6 +89,8 @@ def test_tied_weights_are_kept_once_and_views_apart() -> None:
     base = torch.arange(6.0)
     assert len(pack({"whole": base, "half": base[:3], "other": base.view(2, 3)})[1]) == 3
     assert len(pack({"empty": torch.empty(0), "other": torch.empty(0)})[1]) == 2
+    held_by_a_peer = torch.empty(3, device="meta")
+    assert list(pack({"one": held_by_a_peer, "tied": held_by_a_peer})[1]) == ["one"]
 
 
 class Point(NamedTuple):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from dataclasses import replace
 from importlib.util import find_spec
 from typing import Any, NamedTuple
@@ -38,10 +39,11 @@ def train_each(cases: list[Case], world: int) -> list[Outcome]:
     from drivetrain import DeepSpeed
 
     torch.set_num_threads(1)
-    return [
-        harness.DRIVERS[driver](DeepSpeed(**options), precision, accumulate, world, samples)
-        for options, driver, precision, accumulate, samples in cases
-    ]
+    outcomes = []
+    for options, driver, precision, accumulate, samples in cases:
+        gc.freeze()  # DeepSpeed collects garbage where it makes an engine, which takes a second with all it imports
+        outcomes.append(harness.DRIVERS[driver](DeepSpeed(**options), precision, accumulate, world, samples))
+    return outcomes
 
 
 def check_all(cases: list[Case], processes: int = 2) -> None:

@@ -398,11 +398,14 @@ def copies() -> dict[str, Any]:
     with torch.no_grad():
         forward = (average(x) - reference_average(x)).abs().max().item()
     own = adamw(twin.parameters())
+    average.load_state_dict(reference_average.state_dict())
+    loaded = {name: v.full_tensor() if isinstance(v, DTensor) else v for name, v in average.state_dict().items()}
     untouched = gap(whole(accelerator, twin), before)
     F.cross_entropy(twin(x), y).backward()
     own.step()
     return {
         "average": forward,
+        "loaded": gap(loaded, reference_average.state_dict()),
         "untouched": untouched,
         "moved": gap(whole(accelerator, twin), before),
         "classes": [type(twin).__name__, type(twin.blocks[0]).__name__],
@@ -491,6 +494,40 @@ def evaluates_first() -> dict[str, Any]:
     sharded = all(isinstance(p, DTensor) for p in model.parameters())
     train(accelerator, model, optimizer)
     return {"sharded": sharded, "gap": gap(whole(accelerator, model), plain(net))}
+
+
+class Branches(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(5)
+        self.left, self.right = nn.Linear(4, 3), nn.Linear(4, 3)
+
+    def forward(self, x: Tensor, branch: str) -> Tensor:
+        return getattr(self, branch)(x)
+
+
+def reduces_unused() -> float:
+    """Each process goes another way, and the gradients are those of the mean all the same."""
+    accelerator, model, _ = prepared(Branches, FSDP(reduce_unused=True))
+    x = torch.ones(2, 4)
+    accelerator.backward(model(x, ("left", "right")[accelerator.process_index]).square().mean())
+    reference = Branches()
+    ((reference(x, "left").square().mean() + reference(x, "right").square().mean()) / 2).backward()
+    gradients = {name: p.grad.full_tensor() for name, p in model.named_parameters()}
+    return gap(gradients, {name: p.grad for name, p in reference.named_parameters()})
+
+
+def refuses_stale_parameters() -> str:
+    """The optimizer was prepared apart from its model."""
+    accelerator = Accelerator(cpu=True, strategy=FSDP())
+    model = net()
+    optimizer = accelerator.prepare(adamw(model.parameters()))
+    model = accelerator.prepare(model)
+    try:
+        train(accelerator, model, optimizer)
+    except ConfigurationError as error:
+        return str(error)
+    return ""
 
 
 def calls_other_methods() -> float:
@@ -704,6 +741,8 @@ RUNS: dict[str, Callable[..., Any]] = {
         summons,
         loads_whole_tensors,
         evaluates_first,
+        reduces_unused,
+        refuses_stale_parameters,
         calls_other_methods,
         refuses_to_join,
         averages_in_the_trainer,

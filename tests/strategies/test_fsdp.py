@@ -98,6 +98,7 @@ def test_blocks_are_compiled(here):
 def test_copies_are_divided_models_of_their_own_and_averages_follow(here):
     found = here["copies"]
     assert found["average"] < EXACT
+    assert found["loaded"] == 0
     assert found["untouched"] == 0
     assert found["moved"] > 0
     assert found["classes"] == ["FSDPNet", "FSDPBlock"]
@@ -131,6 +132,14 @@ def test_inference_before_the_first_step_changes_nothing(here):
     found = here["evaluates_first"]
     assert found["sharded"]
     assert found["gap"] < EXACT
+
+
+def test_parameters_that_others_use_are_reduced_where_asked(here):
+    assert here["reduces_unused"] < EXACT
+
+
+def test_an_optimizer_prepared_apart_from_its_model_is_refused(here):
+    assert "AdamW holds parameters as they were before the model was divided" in here["refuses_stale_parameters"]
 
 
 def test_other_methods_than_forward_gather_too(here):

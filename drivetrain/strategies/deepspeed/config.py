@@ -218,10 +218,9 @@ def _fill_zero(zero: Config, known: Known) -> None:
             for name in [name for name, value in section.items() if value == AUTO]:
                 del section[name]
     if known.model is not None:
-        # DeepSpeed allocates buckets whole, gigabytes by default; more than the model has they cannot hold.
+        # DeepSpeed allocates it whole, 2 GB by default; more than the model has it cannot hold.
         elements = sum(getattr(p, "ds_numel", p.numel()) for p in known.model.parameters())
-        for key in ("reduce_bucket_size", "allgather_bucket_size"):
-            zero.setdefault(key, max(1, min(_BUCKET, elements)))
+        zero.setdefault("reduce_bucket_size", max(1, min(_BUCKET, elements)))
 
 
 def _hidden_size(model: nn.Module | None) -> int | None:

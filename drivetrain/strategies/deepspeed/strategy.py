@@ -117,6 +117,11 @@ class DeepSpeed(EngineStates):
                 f"precision={precision.name!r} cannot run under strategy='deepspeed' on the CPU: DeepSpeed computes "
                 "in float16 on GPUs only. Use 'bf16' or '32'."
             )
+        if precision.name in ("fp16", "fp16-true") and self.stage == 0:
+            raise ConfigurationError(
+                f"precision={precision.name!r} cannot run under DeepSpeed's stage 0, which divides gradients by a loss "
+                "scale that it has not multiplied the loss with (DeepSpeed 0.19). Use stage 1, 2 or 3."
+            )
         if precision.name not in ("32", "bf16", "bf16-true", "fp16", "fp16-true"):
             raise ConfigurationError(
                 f"precision={precision.name!r} is unknown to DeepSpeed. Use '32', 'bf16', 'bf16-true' or 'fp16'."
@@ -147,7 +152,7 @@ class DeepSpeed(EngineStates):
         """At stage 3, take parameters apart as soon as they are made, so that no process ever holds the whole model."""
         if not self.zero_init:
             return nullcontext()
-        completed = configuration.complete(self.config, self._known(None))
+        completed = configuration.complete(self._without_training(), self._known(None))
         return self._package().zero.Init(config_dict_or_path=completed)  # type: ignore[no-any-return]
 
     def place(self, model: nn.Module, precision: Precision, move: bool = True) -> nn.Module:
@@ -263,12 +268,19 @@ class DeepSpeed(EngineStates):
             return
         for trained in ran:
             trained.holds_gradients = True
-        # Others that the loss went through follow by the hooks on their outputs, but for stage 0, which has none.
-        *others, last = ran
-        last.engine.backward(loss, scale_wrt_gas=False, **kwargs)
-        for trained in others if self.stage == 0 else ():
-            if trained.engine.is_gradient_accumulation_boundary():
-                trained.engine.allreduce_gradients()
+        engine = ran[-1].engine  # others that the loss went through follow by the hooks on their outputs
+        if self.stage == 0:
+            # Its hook on the output that the loss may be divides by the micro-batches once more, unless it can tell.
+            loss = loss * 1.0
+        try:
+            engine.backward(loss, scale_wrt_gas=False, **kwargs)
+        except RuntimeError as error:
+            if self.stage == 0 and len(ran) > 1:
+                raise ConfigurationError(
+                    "A loss went through several models, whose engines DeepSpeed's stage 0 cannot differentiate "
+                    "together. Use stage 1, 2 or 3, or make them one model."
+                ) from error
+            raise
 
     def _note_forward(self, trained: TrainedModel) -> None:
         if torch.is_grad_enabled():
