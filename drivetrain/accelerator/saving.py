@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -224,18 +224,22 @@ class StateSaving(ProcessControl):
         return checkpoint.save_run_state(directory, shared, state, self.state, step=step, block=block)
 
     def read_checkpoint(
-        self, directory: str | os.PathLike[str], into: dict[str, Any] | None = None
+        self,
+        directory: str | os.PathLike[str],
+        into: dict[str, Any] | None = None,
+        only: Collection[str] | None = None,
     ) -> tuple[dict[str, Any], dict[str, Any] | None]:
         """Read what `write_checkpoint` wrote.
 
         Args:
             directory: the checkpoint's directory, or a URL.
             into: a part of the shared state whose tensors are filled in place.
+            only: the top-level entries to read; all if None.
 
         Returns:
             The shared state, and this process's own; None where another number of processes wrote it.
         """
-        return checkpoint.load_run_state(directory, self.state, into=into)
+        return checkpoint.load_run_state(directory, self.state, into=into, only=only)
 
     def restore_random_state(self, own: dict[str, Any] | None) -> None:
         """Give this process the random state that `write_checkpoint` kept, if there is one."""

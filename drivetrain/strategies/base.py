@@ -56,16 +56,18 @@ class Strategy(ABC):
         name: the name that users write.
         device: where this process's tensors live.
         data_shard: which slice of the data is this process's: not its rank where several processes share a batch.
-        data_ranks: for each data shard, in their order, the rank whose rows stand for it; None where that is every rank.
+        data_ranks: for each data shard, in their order, the rank whose rows stand for it; None where every rank does.
         value_ranks: the ranks whose logged values together are those of the global batch, each counted once; None
             where all are.
         whole_window: whether the strategy must see all micro-batches of a step at once, as a pipeline does.
         runs_steps: whether this process runs the task's steps to their end, rather than a part of the model only.
+        reads_shards: whether it can take a checkpoint's tensors straight into this process's shards.
         pads_evaluation: whether every process must see as many evaluation batches, since its forward is collective.
     """
 
     name: ClassVar[str]
     whole_window: bool = False
+    reads_shards: ClassVar[bool] = False
     pads_evaluation: ClassVar[bool] = False
 
     device: torch.device
@@ -302,6 +304,15 @@ class Strategy(ABC):
     def load_optimizer_state(self, model: nn.Module, optimizer: Optimizer, state: StateDict) -> None:
         """Load what `optimizer_state` returned under any strategy."""
         restore_optimizer_state(self.unwrap(model), optimizer, state)
+
+    def optimizer_targets(self, model: nn.Module, saved: StateDict) -> StateDict:
+        """Tensors that a saved optimizer state is to be read into, where `reads_shards`.
+
+        Args:
+            model: what `prepare` returned.
+            saved: what `optimizer_state` returned under any strategy, its tensors on the meta device.
+        """
+        raise NotImplementedError
 
     def full_state_dict(self, model: nn.Module) -> dict[str, torch.Tensor]:
         """All parameters and buffers, whole and on the CPU, on rank 0; an empty dict elsewhere."""

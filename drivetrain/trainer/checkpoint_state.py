@@ -2,16 +2,25 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
+from torch import nn
+
+from drivetrain import checkpoint
+from drivetrain.callbacks import Callback
 from drivetrain.data import PreparedLoader
 from drivetrain.runtime.errors import CheckpointError
 from drivetrain.trackers.base import plain
+from drivetrain.trainer.hooks import is_overridden
 from drivetrain.trainer.metric_state import metric_states, restore_metric_states
 from drivetrain.trainer.process_state import layout_of, taken_over
+from drivetrain.trainer.task import Task
 
 if TYPE_CHECKING:
     from drivetrain.trainer.trainer import Trainer
+
+# entries that strategies may read straight into this process's shards
+_IN_SHARDS = ("state_dict", "optimizer_states")
 
 
 def run_state(trainer: Trainer, weights_only: bool = False) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -69,7 +78,14 @@ class SavedRun:
 
     def __init__(self, trainer: Trainer, directory: str) -> None:
         self._trainer, self._directory = trainer, directory
-        self._state, self._own = trainer.accelerator.read_checkpoint(directory)
+        self._in_shards = self._nobody_looks()
+        if self._in_shards:
+            described = checkpoint.describe_run_state(directory)
+            rest = [key for key in described if key not in _IN_SHARDS]
+            found, self._own = trainer.accelerator.read_checkpoint(directory, only=rest)
+            self._state = {**described, **found}
+        else:
+            self._state, self._own = trainer.accelerator.read_checkpoint(directory)
         layout = layout_of(trainer.strategy)
         if self._own is not None and self._own.get("layout", layout) != layout:
             self._own = None  # as many processes, which share the data in another way
@@ -77,6 +93,36 @@ class SavedRun:
             raise CheckpointError(
                 f"{directory} was written by Accelerator.save_state; load it with Accelerator.load_state."
             )
+
+    def _nobody_looks(self) -> bool:
+        """Whether each process can read its shards alone: no hook wants to see the whole weights before."""
+        trainer = self._trainer
+        return (
+            trainer.strategy.reads_shards
+            and not trainer.strategy.whole_window
+            and not is_overridden(trainer.task, Task, "on_load_checkpoint")
+            and not any(is_overridden(each, Callback, "on_load_checkpoint") for each in trainer.callbacks)
+        )
+
+    def _weights(self) -> dict[str, Any]:
+        """The model's state, read into the model itself where each process reads its shards."""
+        trainer = self._trainer
+        if self._in_shards:
+            into = {"state_dict": trainer.strategy.model_state(cast("nn.Module", trainer.model))}
+            self._state |= trainer.accelerator.read_checkpoint(self._directory, into, only=list(into))[0]
+        weights: dict[str, Any] = self._state["state_dict"]
+        return weights
+
+    def _optimizer_states(self) -> list[dict[str, Any]]:
+        trainer, states = self._trainer, self._state["optimizer_states"]
+        if self._in_shards:
+            assert trainer.model is not None
+            targets = [trainer.strategy.optimizer_targets(trainer.model, saved) for saved in states]
+            read = trainer.accelerator.read_checkpoint(
+                self._directory, {"optimizer_states": targets}, only=["optimizer_states"]
+            )
+            states = read[0]["optimizer_states"]
+        return list(states)
 
     def restore_for_evaluation(self) -> None:
         """Take only the weights."""
@@ -105,7 +151,8 @@ class SavedRun:
     def restore_weights(self) -> None:
         """Give the placed model its weights."""
         assert self._trainer.model is not None
-        self._trainer.strategy.load_model_state(self._trainer.model, self._state["state_dict"])
+        self._trainer.strategy.load_model_state(self._trainer.model, self._weights())
+        self._state.pop("state_dict")
 
     def restore_training(self) -> None:
         """Give optimizers, schedulers, the precision and the counters their state."""
@@ -119,7 +166,7 @@ class SavedRun:
                 raise CheckpointError(
                     f"{self._directory} holds {len(state[key])} {kind}(s), but configure_optimizers made {len(here)}."
                 )
-        for optimizer, saved in zip(trainer.optimizers, state["optimizer_states"], strict=True):
+        for optimizer, saved in zip(trainer.optimizers, self._optimizer_states(), strict=True):
             trainer.strategy.load_optimizer_state(trainer.model, optimizer, saved)
             optimizer._opt_called = True  # it has stepped before the break; schedulers warn otherwise
         for config, saved in zip(trainer.lr_scheduler_configs, state["lr_schedulers"], strict=True):

@@ -233,11 +233,29 @@ def copy_divided(module: nn.Module, unit: nn.Module, own_class: type[nn.Module],
     return twin
 
 
+class DividedInside:
+    """Takes the place of `__deepcopy__` of a module that is divided with what is wrapped around it.
+
+    Args:
+        module: the module.
+        outer: the unit around it, which has the shards of what no unit inside `module` has.
+    """
+
+    def __init__(self, module: nn.Module, outer: nn.Module) -> None:
+        self.module, self.outer = module, outer
+
+    def __call__(self, memo: dict[int, Any]) -> nn.Module:
+        return copy_divided(self.module, self.outer, type(self.module), memo)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(None), ()  # what is pickled is not divided any more
+
+
 def _own_state(module: nn.Module) -> dict[str, Any]:
     """What of a module's attributes are its own, not those of its being divided."""
     found: Any = module.__getstate__() if hasattr(type(module), "__getstate__") else None  # type: ignore[no-untyped-call]
     state: dict[str, Any] = dict(found if isinstance(found, dict) else module.__dict__)
-    for key in (STATE_KEY, REGISTRY_KEY, DIVISION, "__deepcopy__", "_divided_as"):
+    for key in (STATE_KEY, REGISTRY_KEY, DIVISION, "__deepcopy__"):
         state.pop(key, None)
     if isinstance(state.get("forward"), BlockForward):
         del state["forward"]

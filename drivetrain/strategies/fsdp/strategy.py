@@ -6,35 +6,30 @@ import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
+from weakref import ReferenceType, WeakKeyDictionary, WeakSet, ref
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy
-from torch.distributed.tensor import DTensor
+from torch.distributed.fsdp import FSDPModule
 from torch.optim import Optimizer
 
 from drivetrain.runtime.collectives import broadcast, reduce
 from drivetrain.runtime.errors import ConfigurationError
 from drivetrain.runtime.state import PartialState
-from drivetrain.strategies.base import MicroBatch, Output, StateDict, StepModule, Strategy, move_optimizer_state
+from drivetrain.strategies.base import MicroBatch, Output, move_optimizer_state
 from drivetrain.strategies.fsdp import dividing
-from drivetrain.strategies.fsdp.blocks import normalise_in_full, rewrite_blocks
 from drivetrain.strategies.fsdp.clipping import clip_grad_norm_over_meshes_, clip_grad_value_locally_
-from drivetrain.strategies.fsdp.materialise import Materialiser, parameters_on_meta, take_values
+from drivetrain.strategies.fsdp.model_division import ModelDivision
 from drivetrain.strategies.fsdp.options import FSDPOptions
-from drivetrain.strategies.fsdp.parameters import point_optimizer, replaced, shard_like, slots_of
-from drivetrain.strategies.fsdp.replicated import GradientAveraging, parameters_to_replicate
-from drivetrain.strategies.fsdp.summoning import whole_parameters
-from drivetrain.strategies.fsdp.weights import load_weights
-from drivetrain.strategies.fsdp.wrapping import has_forward, repeated_blocks, units_of, without_tied_across
+from drivetrain.strategies.fsdp.parameters import point_optimizer, replaced, slots_of
+from drivetrain.strategies.fsdp.replicated import GradientAveraging
+from drivetrain.strategies.fsdp.sharded_state import ShardedState
 from drivetrain.strategies.precision import Precision
 
-_HALVES = (torch.bfloat16, torch.float16)
 
-
-class FSDP(Strategy):
+class FSDP(ModelDivision, ShardedState):
     """Parameters, gradients and optimizer state are divided among the processes, by torch's `fully_shard`.
 
     Args:
@@ -79,6 +74,7 @@ class FSDP(Strategy):
 
     name = "fsdp"
     pads_evaluation = True
+    reads_shards = True
 
     def __init__(
         self,
@@ -124,8 +120,9 @@ class FSDP(Strategy):
         )
         self._mesh: DeviceMesh | None = None
         self._own_group = False
-        self._averaging: GradientAveraging | None = None
-        self._random_state: torch.Tensor | None = None
+        self.averaging: WeakKeyDictionary[nn.Module, GradientAveraging] = WeakKeyDictionary()
+        self._gone: dict[int, ReferenceType[nn.Parameter]] = {}  # parameters that shards stand in place of
+        self._checked: WeakSet[Optimizer] = WeakSet()
         self._window_is_open = False
 
     @classmethod
@@ -184,240 +181,6 @@ class FSDP(Strategy):
 
     # model
 
-    def init_context(self) -> AbstractContextManager[Any]:
-        """Build a model without values, but for rank 0 with `init="rank0"`; `prepare` fills them in."""
-        if self.options.init == "meta" or self.options.weights is not None:
-            return self._without_values()
-        return nullcontext() if self.environment.rank == 0 else parameters_on_meta()
-
-    @contextmanager
-    def _without_values(self) -> Iterator[None]:
-        with parameters_on_meta():
-            yield
-        self._random_state = torch.get_rng_state()
-        torch.randint(2, ())  # so that a second model does not get the values of the first
-
-    def place(self, model: nn.Module, precision: Precision, move: bool = True) -> nn.Module:
-        """Divide a model, for evaluation too: it may not fit otherwise. `move` says nothing here: shards are placed."""
-        known = self._divided_before(model, precision)
-        if known is not None:
-            return known
-        model = precision.convert(model)
-        replicated = self._replicated(model)
-        values = self._take_values(model, replicated)
-        replicated = self._replicated(model)  # those whose values are still to come have been replaced
-        self.before_sharding(model)
-        self.shard(model, precision, replicated)
-        self._give_values(model, values, replicated)
-        dividing.take_shards_on_load(model)
-        bare = self.unwrap(model)
-        if bare is not model:
-            bare.__dict__["_divided_as"] = model
-            bare.__dict__["__deepcopy__"] = lambda memo: dividing.copy_divided(bare, model, type(bare), memo)
-        return model
-
-    def _divided_before(self, model: nn.Module, precision: Precision) -> nn.Module | None:
-        """What an earlier `prepare` made of the same model."""
-        bare = self.unwrap(model)
-        known = bare.__dict__.get("_divided_as", bare if isinstance(bare, FSDPModule) else None)
-        if known is None:
-            if dividing.is_divided(model):
-                raise ConfigurationError(
-                    "A part of this model is divided already, by itself or within another model. Divide the whole "
-                    "model at once, or make a new one."
-                )
-            return None
-        division: dividing.Division = next(
-            module.__dict__[dividing.DIVISION] for module in known.modules() if dividing.DIVISION in module.__dict__
-        )
-        if division.mesh != self.shard_mesh() or division.mixed_precision != self.mixed_precision_policy(precision):
-            raise ConfigurationError(
-                "This model was divided before, over other processes or in another precision. Make a new one, and load "
-                "the state of this one into it."
-            )
-        return known  # type: ignore[no-any-return]
-
-    def before_sharding(self, model: nn.Module) -> None:
-        """Change a model before it is divided: where tensor parallelism comes in. Its parameters may be on meta."""
-
-    def shard(self, model: nn.Module, precision: Precision, replicated: frozenset[nn.Parameter]) -> None:
-        """Divide a model, unit by unit from the inside, and what is left over as the outermost one."""
-        options = self.options
-        roots = self._roots(model)
-        division = dividing.Division(
-            mesh=self.shard_mesh(),
-            mixed_precision=self.mixed_precision_policy(precision),
-            offload=self.offload_policy(),
-            reshard_after_forward=options.reshard_after_forward,
-            whole=replicated,
-            reduce_unused=options.reduce_unused,
-        )
-        chosen = self.units(model)
-        ignored = {id(module) for module in self._ignored_modules(model)}
-        units = [
-            unit
-            for unit in without_tied_across(model, [*chosen, *(root for root in roots if root is not model)])
-            if id(unit) not in ignored and any(p not in replicated for p in unit.parameters())
-        ]
-        gathered_in = division.mixed_precision.param_dtype
-        if gathered_in in _HALVES and any(p.dtype not in _HALVES for p in model.parameters()):
-            normalise_in_full(model, everywhere=self.kind.name == "cpu")
-        self._rewrite_blocks(model)
-        outermost = {id(root) for root in roots}
-        for unit in [unit for unit in units if id(unit) not in outermost]:
-            dividing.divide(unit, division)
-        for root in roots:
-            dividing.divide(root, division.for_outermost(frees=root is not model))
-        in_order = [module for module in dividing.divided_modules(model) if id(module) not in outermost]
-        dividing.prefetch(in_order, options.forward_prefetch, options.backward_prefetch)
-        self._register_methods(roots)
-
-    def units(self, model: nn.Module) -> list[nn.Module]:
-        """The modules inside a model that are gathered and freed as one."""
-        return units_of(model, self.options.wrap)
-
-    def blocks(self, model: nn.Module) -> list[nn.Module]:
-        """The modules inside a model that are recomputed or compiled as one."""
-        by_class = self.options.wrap is not None and not isinstance(self.options.wrap, int)
-        return self.units(model) if by_class else repeated_blocks(model)
-
-    def _roots(self, model: nn.Module) -> list[nn.Module]:
-        """The modules that are called from outside: the model, or its parts where the task runs its own backwards."""
-        if not (isinstance(model, StepModule) and model.partial_backwards):
-            return [model]
-        roots: list[nn.Module] = []
-        waiting = list(model.task.children())
-        while waiting:
-            module = waiting.pop(0)
-            if not any(True for _ in module.parameters()):
-                continue
-            if has_forward(module):
-                roots.append(module)
-            else:
-                waiting.extend(module.children())
-        return roots
-
-    def _register_methods(self, roots: Sequence[nn.Module]) -> None:
-        from torch.distributed.fsdp import register_fsdp_forward_method
-
-        for root in roots:
-            bare = self.unwrap(root)
-            for name in self.options.forward_methods:
-                if not hasattr(bare, name):
-                    raise ConfigurationError(f"forward_methods names {name!r}, which {type(bare).__name__} has not.")
-                if isinstance(bare, FSDPModule):
-                    register_fsdp_forward_method(bare, name)
-
-    def _rewrite_blocks(self, model: nn.Module) -> None:
-        options = self.options
-        if not (options.activation_checkpointing or options.compile):
-            return
-        blocks = self.blocks(model)
-        again = options.activation_checkpointing
-        recomputed = (
-            [] if again is False else blocks if again is True else units_of(model, again, "activation_checkpointing")
-        )
-        if not (blocks or recomputed):
-            raise ConfigurationError(
-                "activation_checkpointing and compile work block by block, but the model has no repeated blocks. Name "
-                "them with wrap= or activation_checkpointing=."
-            )
-        compiled = blocks if options.compile else []
-        rewrite_blocks(recomputed, options.activation_offload, compiled, options.compile_options())
-
-    def _ignored_modules(self, model: nn.Module) -> list[nn.Module]:
-        bare = self.unwrap(model)
-        by_name = dict(bare.named_modules())
-        found: list[nn.Module] = []
-        for one in self.options.ignored_modules:
-            module = by_name.get(one) if isinstance(one, str) else one
-            if module is None or (isinstance(one, str) and not one):
-                raise ConfigurationError(
-                    f"ignored_modules names {one!r}, which the model does not have. It has: "
-                    f"{', '.join(name for name in by_name if name)}."
-                )
-            found.append(module)
-        return found
-
-    def _replicated(self, model: nn.Module) -> frozenset[nn.Parameter]:
-        """The parameters that every process holds whole."""
-        chosen = parameters_to_replicate(model, self._ignored_modules(model))
-        roots = self._roots(model)
-        if model not in roots:  # what no root has cannot be gathered with any
-            inside = {parameter for root in roots for parameter in root.parameters()}
-            chosen |= {parameter for parameter in model.parameters() if parameter not in inside}
-        return frozenset(chosen)
-
-    def mixed_precision_policy(self, precision: Precision) -> MixedPrecisionPolicy:
-        """The dtypes that parameters are gathered and gradients are reduced in.
-
-        Inputs are left as they are: the precision's own context casts where an operation wants it, and labels keep
-        their precision.
-        """
-        return MixedPrecisionPolicy(
-            param_dtype=self.options.gather_dtype or precision.param_dtype,
-            reduce_dtype=self.options.reduce_dtype or precision.reduce_dtype,
-            cast_forward_inputs=False,
-        )
-
-    def offload_policy(self) -> OffloadPolicy:
-        """Where shards live between uses."""
-        return CPUOffloadPolicy(pin_memory=self.kind.name != "cpu") if self.options.cpu_offload else OffloadPolicy()
-
-    # values
-
-    def _materialiser(self) -> Materialiser:
-        return Materialiser(self.device, self.environment.rank, self.environment.is_distributed)
-
-    def _take_values(self, model: nn.Module, replicated: frozenset[nn.Parameter]) -> dict[tuple[int, str], Any] | None:
-        """Take the values out of a model that not all processes have them of; None where all have.
-
-        Where each process has built the whole model they are made rank 0's, as DDP does.
-        """
-        here = any(parameter.is_meta for parameter in model.parameters())
-        anywhere = here
-        if self.environment.is_distributed:
-            anywhere = bool(reduce(torch.tensor(int(here), device=self.device), "max").item())
-        if anywhere:
-            return take_values(model, replicated)
-        if self.options.sync_module_states and self.environment.is_distributed:
-            for parameter in model.parameters():
-                parameter.data = broadcast(parameter.data)
-        return None
-
-    def _give_values(
-        self, model: nn.Module, values: dict[tuple[int, str], Any] | None, replicated: frozenset[nn.Parameter]
-    ) -> None:
-        materialiser = self._materialiser()
-        for parameter in replicated:
-            parameter.data = parameter.data.to(self.device)
-        if values is not None:
-            dividing.allocate(model)
-        if self.options.weights is not None:
-            load_weights(self.unwrap(model), self.options.weights)
-        elif values is not None:
-            flag = torch.tensor(int(bool(values)), device=self.device)
-            if broadcast(flag).item():
-                materialiser.fill_all(model, values)
-            else:
-                materialiser.initialise(model, self._random_state)
-        if self.options.sync_module_states or values is not None:
-            materialiser.fill_buffers(model)
-        if replicated and self.environment.is_distributed:
-            self._averaging = self._averaging or GradientAveraging(self.shard_mesh())
-            self._averaging.watch(replicated)
-
-    def load_weights(self, model: nn.Module, path: str | os.PathLike[str], strict: bool = True) -> None:
-        """Fill a prepared model from safetensors or a checkpoint; each process reads its shards only.
-
-        Args:
-            model: what `prepare` returned.
-            path: a safetensors file, a directory with an index of several, or a checkpoint.
-            strict: whether names that are missing or left over are an error.
-        """
-        self.reshard(model)
-        load_weights(self.unwrap(model), path, strict)
-
     def prepare(
         self, model: nn.Module, optimizers: Sequence[Optimizer], precision: Precision, move: bool = True
     ) -> tuple[nn.Module, list[Optimizer]]:
@@ -425,6 +188,7 @@ class FSDP(Strategy):
         slots = slots_of(model)
         placed = self.place(model, precision, move)
         now = replaced(slots)
+        self._gone |= {id(slot.parameter): ref(slot.parameter) for slot in slots if id(slot.parameter) in now}
         for optimizer in optimizers:
             point_optimizer(optimizer, now)
             move_optimizer_state(optimizer)
@@ -454,21 +218,41 @@ class FSDP(Strategy):
         """Keep gradients whole and unreduced in a context."""
         if enabled or self.options.sync_each_batch:
             return nullcontext()
-        return self._without_gradient_sync(dividing.divided_modules(model))
+        return self._without_gradient_sync(dividing.divided_modules(model), self.averaging.get(model))
 
     @contextmanager
-    def _without_gradient_sync(self, units: list[FSDPModule]) -> Iterator[None]:
+    def _without_gradient_sync(self, units: list[FSDPModule], averaging: GradientAveraging | None) -> Iterator[None]:
         for unit in units:
             unit.set_requires_gradient_sync(False, recurse=False)
-        if self._averaging is not None:
-            self._averaging.enabled = False
+        if averaging is not None:
+            averaging.enabled = False
         try:
             yield
         finally:
             for unit in units:
                 unit.set_requires_gradient_sync(True, recurse=False)
-            if self._averaging is not None:
-                self._averaging.enabled = True
+            if averaging is not None:
+                averaging.enabled = True
+
+    def optimizer_step(
+        self, optimizer: Optimizer, precision: Precision, closure: Callable[[], Any] | None = None
+    ) -> bool:
+        """Step an optimizer, once it is known to hold the shards."""
+        if optimizer not in self._checked:
+            self._check_holds_shards(optimizer)
+            self._checked.add(optimizer)
+        return super().optimizer_step(optimizer, precision, closure)
+
+    def _check_holds_shards(self, optimizer: Optimizer) -> None:
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                known = self._gone.get(id(parameter))
+                if known is not None and known() is parameter:
+                    raise ConfigurationError(
+                        f"{type(optimizer).__name__} holds parameters as they were before the model was divided, so "
+                        "its steps would change nothing. Prepare both together, prepare(model, optimizer), or make "
+                        "the optimizer after prepare(model)."
+                    )
 
     def held_gradients(self, model: nn.Module) -> Iterator[torch.Tensor]:
         """Gradients of an open window that are not in `.grad` yet."""
@@ -505,70 +289,6 @@ class FSDP(Strategy):
             )
         return nullcontext()
 
-    # state
-
-    def model_state(self, model: nn.Module) -> StateDict:
-        """Shards of the parameters, and rank 0's buffers, under canonical names."""
-        self.reshard(model)
-        bare = self.unwrap(model)
-        state = bare.state_dict()
-        if self.environment.is_distributed:
-            for name, _ in bare.named_buffers():
-                if name in state:
-                    state[name] = broadcast(state[name].detach().clone())
-        return state
-
-    def load_model_state(self, model: nn.Module, state: StateDict, strict: bool = True) -> Any:
-        """Take this process's shards of what `model_state` returned under any strategy."""
-        self.reshard(model)
-        return super().load_model_state(model, state, strict)
-
-    def optimizer_state(self, model: nn.Module, optimizer: Optimizer) -> StateDict:
-        """An optimizer's state by canonical parameter name, its tensors divided as the parameters are."""
-        self.reshard(model)
-        return super().optimizer_state(model, optimizer)
-
-    def load_optimizer_state(self, model: nn.Module, optimizer: Optimizer, state: StateDict) -> None:
-        """Take this process's shards of what `optimizer_state` returned under any strategy."""
-        self.reshard(model)
-        parameters = dict(self.unwrap(model).named_parameters())
-        shards = {
-            name: {key: _like(value, parameters.get(name)) for key, value in saved.items()}
-            for name, saved in state["state"].items()
-        }
-        super().load_optimizer_state(model, optimizer, {**state, "state": shards})
-
-    def full_state_dict(self, model: nn.Module) -> dict[str, torch.Tensor]:
-        """All parameters and buffers, whole and on the CPU, on rank 0, gathered one by one; an empty dict elsewhere."""
-        whole: dict[str, torch.Tensor] = {}
-        for name, value in self.model_state(model).items():
-            gathered = value.full_tensor() if isinstance(value, DTensor) else value
-            if self.environment.rank == 0:
-                whole[name] = gathered.detach().cpu() if isinstance(gathered, torch.Tensor) else gathered
-        return whole
-
-    @contextmanager
-    def summoned(self, model: nn.Module, writeback: bool = False) -> Iterator[nn.Module]:
-        """Let a model's parameters be whole tensors in the body, in full precision; call it on all processes.
-
-        The model cannot be called meanwhile.
-
-        Args:
-            model: what `prepare` returned.
-            writeback: whether what the body does to the parameters is kept.
-
-        Yields:
-            The user's own module.
-        """
-        self.reshard(model)
-        bare = self.unwrap(model)
-        with whole_parameters(bare, writeback):
-            yield bare
-
-    def reshard(self, model: nn.Module) -> None:
-        """Free whatever is gathered at the moment, so that the model's parameters are its shards."""
-        dividing.free_gathered(model)
-
     def teardown(self) -> None:
         """Leave the group that a world of one made for its mesh."""
         self._mesh = None
@@ -578,13 +298,6 @@ class FSDP(Strategy):
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.options.changed()})"
-
-
-def _like(value: Any, parameter: torch.Tensor | None) -> Any:
-    """An optimizer's saved value as it belongs to a parameter: divided alike where it is of its shape."""
-    if isinstance(value, torch.Tensor) and isinstance(parameter, DTensor) and value.shape == parameter.shape:
-        return shard_like(value, parameter)
-    return value
 
 
 def _largest_anywhere(flag: torch.Tensor) -> torch.Tensor:
