@@ -12,6 +12,7 @@ from drivetrain import Colwise, Parallel, PrepareModuleInput, Rowwise, SequenceP
 from tests.conformance import language_model
 from tests.conformance.harness import Outcome
 from tests.conformance.language_model import Run
+from tests.conformance.test_fsdp import check_rounded
 from tests.pool import run_in_processes
 
 TOLERANCES = {"32": 5e-6, "bf16": 3e-3, "bf16-true": 3e-2, "fp16": 3e-3}
@@ -50,6 +51,9 @@ def loss_split() -> dict[str, Any]:
     return {**layers_split(), "head": Colwise(use_local_output=False)}
 
 
+# Parameters gathered in 32 bits: bf16 is then cast by autocast alone, as in one process.
+EXACT: dict[str, Any] = {"gather_dtype": torch.float32}
+
 STRATEGIES: dict[str, Any] = {
     "tp": lambda: Parallel(tp=2, tp_plan=layers_split()),
     "sp": lambda: Parallel(tp=2, tp_plan=sequences_split_between()),
@@ -57,14 +61,17 @@ STRATEGIES: dict[str, Any] = {
     "cp": lambda: Parallel(cp=2),
     "cp-in-order": lambda: Parallel(cp=2, cp_load_balance=False),
     "cp-recomputed": lambda: Parallel(cp=2, activation_checkpointing=True),
+    "cp-exact": lambda: Parallel(cp=2, **EXACT),
+    "alone": lambda: Parallel(tp_plan=layers_split()),
     "replicate": lambda: Parallel(dp_replicate=2),
-    "tp x fsdp": lambda: Parallel(tp=2, dp_shard=2, tp_plan=layers_split()),
-    "sp x fsdp": lambda: Parallel(tp=2, dp_shard=2, tp_plan=sequences_split_between()),
-    "tp x replicate": lambda: Parallel(tp=2, dp_replicate=2, tp_plan=layers_split()),
-    "cp x fsdp": lambda: Parallel(cp=2, dp_shard=2),
-    "cp x replicate": lambda: Parallel(cp=2, dp_replicate=2, dp_shard=1),
-    "tp x cp": lambda: Parallel(tp=2, cp=2, tp_plan=layers_split()),
-    "sp x cp": lambda: Parallel(tp=2, cp=2, tp_plan=sequences_split_between()),
+    "tp x fsdp": lambda: Parallel(tp=2, dp_shard=2, tp_plan=layers_split(), **EXACT),
+    "sp x fsdp": lambda: Parallel(tp=2, dp_shard=2, tp_plan=sequences_split_between(), **EXACT),
+    "tp x replicate": lambda: Parallel(tp=2, dp_replicate=2, tp_plan=layers_split(), **EXACT),
+    "gathered in bf16": lambda: Parallel(tp=2, dp_shard=2, tp_plan=sequences_split_between()),
+    "cp x fsdp": lambda: Parallel(cp=2, dp_shard=2, **EXACT),
+    "cp x replicate": lambda: Parallel(cp=2, dp_replicate=2, dp_shard=1, **EXACT),
+    "tp x cp": lambda: Parallel(tp=2, cp=2, tp_plan=layers_split(), **EXACT),
+    "sp x cp": lambda: Parallel(tp=2, cp=2, tp_plan=sequences_split_between(), **EXACT),
 }
 
 Case = tuple[str, str, Run]
@@ -109,7 +116,11 @@ def test_weighted_losses_under_split_layers():
 
 @pytest.mark.parametrize("precision", ["bf16", "bf16-true", "fp16"])
 def test_other_precisions_on_two_processes(precision):
-    check_all([(strategy, "trainer", Run(precision, 3)) for strategy in ("tp", "sp", "loss", "cp")], 2)
+    check_all([(strategy, "trainer", Run(precision, 3)) for strategy in ("tp", "sp", "loss", "cp-exact")], 2)
+
+
+def test_one_process():
+    check_all([("alone", driver, Run("32")) for driver in ("trainer", "accelerator")], 1)
 
 
 def test_two_kinds_at_once_on_four_processes():
@@ -121,6 +132,15 @@ def test_two_kinds_at_once_on_four_processes():
 def test_every_pair_of_kinds_on_four_processes(precision):
     pairs = [name for name in STRATEGIES if " x " in name]
     check_all([(pair, "trainer", Run(precision, accumulate)) for pair in pairs for accumulate in (1, 3)], 4, 300)
+
+
+@pytest.mark.slow
+def test_parameters_gathered_in_bf16_on_two_meshes():
+    run = Run("bf16", 3)
+    expected = language_model.train_plain(run)
+    cases: list[Case] = [("gathered in bf16", "trainer", run)]
+    for rank, (outcome,) in enumerate(run_in_processes(train_each, 4, args=(cases,), timeout=120)):
+        check_rounded(outcome, expected, rank)
 
 
 @pytest.mark.slow
