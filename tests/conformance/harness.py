@@ -152,7 +152,7 @@ def train_with_trainer(
         enable_progress_bar=False,
         enable_model_summary=False,
     )
-    rows = LOCAL_ROWS * world // trainer.world_size
+    rows = LOCAL_ROWS * world // trainer.strategy.data_shard.count
     data = training_set(samples or LOCAL_ROWS * world * accumulate * STEPS)
     trainer.fit(task, DataLoader(data, batch_size=rows))
     outcome.parameters = {
