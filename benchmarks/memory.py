@@ -25,7 +25,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, TensorDataset
 from transformer import LAYERS, LanguageModel, make_batch, make_model, tensor_parallel_plan
 
-from drivetrain import Callback, Trainer
+from drivetrain import Callback, Trainer, gather_object
 
 ROLES = ("parameters", "gradients", "optimizer", "other")
 DIVIDED = ("FSDP", "DeepSpeed ZeRO-3")
@@ -143,8 +143,7 @@ def measure(name: str, processes: int, layers: int) -> list[dict[str, int]]:
         barebones=True,
     )
     trainer.fit(LanguageModel(layers), DataLoader(TensorDataset(*make_batch(2 * processes)), 1))
-    gathered: list[dict[str, int]] = trainer.accelerator.gather_object([counting.counts])
-    return gathered
+    return gather_object(counting.counts)
 
 
 # comparing

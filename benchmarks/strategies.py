@@ -35,7 +35,7 @@ from transformer import (
     tensor_parallel_plan,
 )
 
-from drivetrain import Callback, Trainer
+from drivetrain import Callback, Trainer, gather_object
 
 PROCESSES = 2
 TARGET = 0.97
@@ -252,7 +252,7 @@ def measure(name: str, rows: int, block: int, rounds: int) -> dict[str, Any]:
     turns = TakingTurns(STRATEGIES[name](), batch, piped, block, rounds)
     trainer.fit(LanguageModel(), turns)
     losses = [None if loss is None else float(loss) for loss in (turns.bare_loss, keeping.loss)]
-    losses = trainer.accelerator.gather_object([losses])[-1]
+    losses = gather_object([losses])[-1]
     return {"name": name, "bare": turns.bare, "own": turns.own, "losses": losses}
 
 

@@ -20,7 +20,9 @@ LABELS = {
     "deepspeed": "DeepSpeed ZeRO-2, 2 processes",
 }
 COLOURS = dict(zip(LABELS, ("#c9c9c9", "#0072b2", "#e69f00", "#009e73", "#d55e00", "#9467bd"), strict=True))
-DASHES = {"ddp": (0, 10), "fsdp": (2, 10), "tp_fsdp": (4, 10), "pp": (6, 10), "deepspeed": (8, 10)}
+OFFSETS = {"ddp": 0, "fsdp": 2, "tp_fsdp": 4, "pp": 6, "deepspeed": 8}
+WINDOW = 20
+ROUNDING = 2.0**-22  # between two neighbouring 32-bit numbers from 2 to 4
 
 
 def read_losses(folder: Path, name: str) -> tuple[dict[int, float], dict[int, float]]:
@@ -33,6 +35,11 @@ def read_losses(folder: Path, name: str) -> tuple[dict[int, float], dict[int, fl
                 if row.get(column):
                     values[int(row["step"])] = float(row[column])
     return losses
+
+
+def largest_lately(gaps: dict[int, float]) -> dict[int, float]:
+    """The largest of the last so many steps, which can be read where single steps jump up and down."""
+    return {step: max(gaps.get(each, 0.0) for each in range(step - WINDOW + 1, step + 1)) for step in gaps}
 
 
 @click.command()
@@ -48,36 +55,31 @@ def main(folder: Path, picture: Path) -> None:
     reference, validation = runs["single"]
     figure, (left, right) = plt.subplots(1, 2, figsize=(11, 4.8), layout="constrained")
     for name, (losses, validated) in runs.items():
-        single = name == "single"
+        colour, values = COLOURS[name], list(losses.values())
+        if name == "single":
+            left.plot(list(losses), values, color=colour, linewidth=5, label=LABELS[name])
+            continue
         # Colours take turns along one curve, so that all of them can be seen where they are one.
-        style = {"linewidth": 5} if single else {"linewidth": 1.8, "linestyle": (DASHES[name][0], (2, 8))}
-        left.plot(list(losses), list(losses.values()), color=COLOURS[name], **style)
-        left.plot(
-            list(validated),
-            list(validated.values()),
-            color=COLOURS[name],
-            linestyle="none",
-            marker="o",
-            markersize=9 if single else 8 - list(runs).index(name),
-        )
+        left.plot(list(losses), values, color=colour, linewidth=1.8, linestyle=(OFFSETS[name], (2, 8)))
         gaps = {step: abs(value - reference[step]) for step, value in losses.items()}
+        shown = largest_lately(gaps)
+        right.plot(list(shown), [max(gap, 1e-9) for gap in shown.values()], color=colour, linewidth=1.8)
+        left.plot([], [], color=colour, linewidth=2, label=LABELS[name])  # for the legend, without gaps
         worst = max([*gaps.values(), *(abs(value - validation[step]) for step, value in validated.items())])
-        print(f"{LABELS[name]}: last loss {list(losses.values())[-1]:.6f}, largest difference {worst:.1e}")
-        if single:
-            left.plot([], [], color=COLOURS[name], linewidth=5, label=LABELS[name])
-        else:
-            left.plot([], [], color=COLOURS[name], linewidth=2, label=LABELS[name])
-            shown = {step: max(gap, 1e-9) for step, gap in gaps.items()}
-            right.plot(list(shown), list(shown.values()), color=COLOURS[name], linewidth=1.1)
-    left.plot([], [], color="#666666", linestyle="none", marker="o", label="validation")
+        print(f"{LABELS[name]}: last loss {values[-1]:.6f}, largest difference {worst:.1e}")
+    dots = {"color": "black", "linestyle": "none", "marker": "o", "markersize": 6, "markeredgecolor": "white"}
+    left.plot(list(validation), list(validation.values()), **dots, label="validation", zorder=3)
     left.set(title="Loss", xlabel="step", ylabel="cross-entropy of a character, nats")
-    right.set(title="Difference from one process", xlabel="step", ylabel="absolute, log scale", yscale="log")
+    right.set(title="Difference from one process", xlabel="step", yscale="log", ylim=(5e-8, 1e-4))
+    right.set_ylabel(f"largest of the last {WINDOW} steps, log scale")
+    right.axhline(ROUNDING, color="#777777", linestyle=":", linewidth=1.2)
+    right.text(20, ROUNDING * 0.85, "last bit of a 32-bit loss", color="#777777", va="top", fontsize=9)
     for axes in (left, right):
         axes.grid(alpha=0.25)
         axes.spines[["top", "right"]].set_visible(False)
     figure.legend(*left.get_legend_handles_labels(), loc="outside lower center", ncols=4, frameon=False)
     picture.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(picture, dpi=110)
+    figure.savefig(picture, dpi=100)
 
 
 if __name__ == "__main__":
