@@ -58,7 +58,8 @@ def context_of(precision: str) -> Any:
 
 
 def dtype_of(precision: str) -> torch.dtype:
-    return {"64": torch.float64, "bf16-true": torch.bfloat16}.get(precision, torch.float32)
+    dtypes = {"64": torch.float64, "bf16-true": torch.bfloat16, "fp16-true": torch.float16}
+    return dtypes.get(precision, torch.float32)
 
 
 def wide(logits: torch.Tensor) -> torch.Tensor:

@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from drivetrain import Accelerator, Callback, Strategy, Task, Trainer
 from drivetrain.strategies.precision import Float16Mixed
-from tests.conformance.harness import MAX_NORM, Outcome, context_of, dtype_of
+from tests.conformance.harness import MAX_NORM, Outcome, context_of, dtype_of, wide
 
 VOCABULARY, LENGTH, WIDTH, HEADS, LAYERS = 48, 16, 32, 4, 4
 STEPS = 4
@@ -111,7 +111,7 @@ class Texts(Dataset[dict[str, Tensor]]):
 
 
 def loss_of(logits: Tensor, labels: Tensor, reduction: str = "mean") -> Tensor:
-    return F.cross_entropy(logits.float().flatten(0, 1), labels.flatten(), ignore_index=IGNORED, reduction=reduction)
+    return F.cross_entropy(wide(logits).flatten(0, 1), labels.flatten(), ignore_index=IGNORED, reduction=reduction)
 
 
 @dataclass(frozen=True)
@@ -164,7 +164,7 @@ def train_plain(run: Run) -> Outcome:
     outcome.parameters = {name: value.detach().clone() for name, value in model.state_dict().items()}
     evaluation = next(iter(DataLoader(Texts(EVALUATION_SAMPLES, seed=4), batch_size=EVALUATION_SAMPLES)))
     with torch.no_grad(), context_of(run.precision):
-        logits = model(evaluation["tokens"], evaluation["positions"]).float()
+        logits = wide(model(evaluation["tokens"], evaluation["positions"]))
     outcome.predictions = logits.argmax(-1)
     outcome.evaluation_loss = loss_of(logits, evaluation["labels"]).item()
     return outcome
@@ -192,7 +192,7 @@ class LanguageTask(Task):
         self.log("evaluation_loss", loss_of(logits, batch["labels"]))
 
     def predict_step(self, batch: Any, batch_idx: int) -> Tensor:
-        return self.model(batch["tokens"], batch["positions"]).float().argmax(-1)
+        return wide(self.model(batch["tokens"], batch["positions"])).argmax(-1)
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return make_optimizer(self.model.parameters())
@@ -272,7 +272,7 @@ def train_with_accelerator(strategy: str | Strategy, run: Run) -> Outcome:
     predictions, losses = [], []
     with torch.no_grad():
         for batch in evaluation:
-            logits = model(batch["tokens"], batch["positions"]).float()
+            logits = wide(model(batch["tokens"], batch["positions"]))
             each = F.cross_entropy(logits.transpose(1, 2), batch["labels"], reduction="none").mean(-1)
             found, each = accelerator.gather_for_metrics((logits.argmax(-1), each))
             predictions.append(found)

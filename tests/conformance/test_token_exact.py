@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from drivetrain import Accelerator, ConfigurationError, Task, Trainer
+from drivetrain import Accelerator, Colwise, ConfigurationError, Parallel, Rowwise, Task, Trainer
 from tests.conformance.language_model import DRIVERS, LOCAL_ROWS, Run, check, train_plain
 from tests.pool import run_in_processes
 
@@ -18,9 +18,25 @@ SHORT = [replace(run, samples=3 * 2 * LOCAL_ROWS * run.accumulate + left) for ru
 HALF = [replace(run, precision=precision) for run in WHOLE for precision in ("bf16", "fp16")]
 
 
+TP_PLAN = {
+    **{f"layers.*.attention.{name}": Colwise() for name in ("wq", "wk", "wv")},
+    "layers.*.attention.wo": Rowwise(),
+    "layers.*.ffn.w1": Colwise(),
+    "layers.*.ffn.w2": Rowwise(),
+}
+STRATEGIES: dict[str, Any] = {
+    "single": lambda: "single",
+    "ddp": lambda: "ddp",
+    "fsdp": lambda: "fsdp",
+    "tp": lambda: Parallel(tp=2, tp_plan=TP_PLAN),
+    "cp": lambda: Parallel(cp=2),
+    "pp": lambda: Parallel(pp=2),
+}
+
+
 def train_each(driver: str, strategy: str, runs: list[Run]) -> list[Any]:
     torch.set_num_threads(1)
-    return [DRIVERS[driver](strategy, run) for run in runs]
+    return [DRIVERS[driver](STRATEGIES[strategy](), run) for run in runs]
 
 
 @pytest.mark.parametrize("driver", ["trainer", "accelerator"])
@@ -30,6 +46,15 @@ def test_the_gradient_is_that_of_the_mean_over_all_tokens(driver, strategy, proc
     runs = WHOLE + HALF + (SHORT if driver == "trainer" else [])
     everyone = run_in_processes(train_each, processes, args=(driver, strategy, runs), timeout=120)
     for rank, outcomes in enumerate(everyone):
+        for run, outcome in zip(runs, outcomes, strict=True):
+            check(outcome, train_plain(run), 5e-6 if run.precision == "32" else 3e-3, rank)
+
+
+@pytest.mark.parametrize("strategy", ["fsdp", "tp", "cp", "pp"])
+def test_the_same_where_the_model_or_the_sequences_are_divided(strategy):
+    """DeepSpeed's is in test_deepspeed.py."""
+    runs = [WHOLE[0], SHORT[-1], HALF[0]]
+    for rank, outcomes in enumerate(run_in_processes(train_each, 2, args=("trainer", strategy, runs), timeout=120)):
         for run, outcome in zip(runs, outcomes, strict=True):
             check(outcome, train_plain(run), 5e-6 if run.precision == "32" else 3e-3, rank)
 
