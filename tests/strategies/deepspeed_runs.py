@@ -244,8 +244,8 @@ def optimizer_of_the_configuration(directory: Path) -> dict[str, Any]:
 
     def by_hand(model: nn.Module) -> Any:
         optimizer = adamw(model)
-        # DeepSpeed's starts at the lowest rate and is stepped after each step, as torch's are.
-        rates = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.1 + 0.9 * min(1.0, step / 4))
+        # DeepSpeed's makes two steps at the lowest rate: it counts its own steps from the first one on.
+        rates = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.1 + 0.9 * max(0, step - 1) / 4)
         return [optimizer], [{"scheduler": rates, "interval": "step"}]
 
     found = {}

@@ -85,7 +85,7 @@ def test_zero_3_takes_parameters_apart_where_they_are_made(result_of):
 def test_optimizer_and_scheduler_of_the_configuration(result_of):
     for gap, lr in result_of("optimizer_of_the_configuration").values():
         assert gap <= EXACT
-        assert lr == pytest.approx(1e-2)
+        assert lr == pytest.approx(1e-2 * (0.1 + 0.9 * 3 / 4))  # after four steps
 
 
 def test_the_configurations_clipping_is_the_trainers(result_of):

@@ -77,8 +77,9 @@ class Layout(ABC):
         for holder, held in self.holders():
             state = self.inner.state.get(holder, {})
             tensors = [key for key, value in state.items() if _is_like(value, holder)]
-            rest = {key: _copied(value) for key, value in state.items() if key not in tensors}
             for parameter in held:
+                # A count of steps of its own for each: optimizers elsewhere count it up in place.
+                rest = {key: _copied(value) for key, value in state.items() if key not in tensors}
                 found[id(parameter)] = (tensors, rest)
         return found
 
