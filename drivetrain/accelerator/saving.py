@@ -148,7 +148,9 @@ class StateSaving(ProcessControl):
         models = list(self._models)
         for hook in self._state_hooks.on_load:
             hook(models, directory)
-        shared, own = self.read_checkpoint(directory)
+        in_shards = self.strategy.reads_shards and not self.strategy.whole_window
+        later = ("models", "optimizers") if in_shards else ()
+        shared, own = self.read_checkpoint_around(directory, later)
         here: dict[str, Sequence[Any]] = {
             "models": models,
             "optimizers": self._optimizers,
@@ -167,10 +169,20 @@ class StateSaving(ProcessControl):
                     f"The checkpoint at {directory} holds {len(shared[kind])} {what}, but here are {len(objects)}. "
                     "Prepare and register the same objects, in the same order, before load_state."
                 )
+        owners = [self._owner(optimizer) for optimizer in self._optimizers]
+        if in_shards:
+            into = [self.strategy.model_state(model) for model in models]
+            shared |= self.read_checkpoint(directory, {"models": into}, only=["models"])[0]
         for model, state in zip(models, shared["models"], strict=True):
             self.strategy.load_model_state(model, state)
-        for optimizer, state in zip(self._optimizers, shared["optimizers"], strict=True):
-            self.strategy.load_optimizer_state(self._owner(optimizer), optimizer.optimizer, state)
+        if in_shards:
+            into = [
+                self.strategy.optimizer_targets(owner, saved)
+                for owner, saved in zip(owners, shared["optimizers"], strict=True)
+            ]
+            shared |= self.read_checkpoint(directory, {"optimizers": into}, only=["optimizers"])[0]
+        for owner, optimizer, state in zip(owners, self._optimizers, shared["optimizers"], strict=True):
+            self.strategy.load_optimizer_state(owner, optimizer.optimizer, state)
         for scheduler, state in zip(self._schedulers, shared["schedulers"], strict=True):
             scheduler.load_state_dict(state)
         for loader, state in zip(self._loaders, shared["loaders"], strict=False):
@@ -240,6 +252,24 @@ class StateSaving(ProcessControl):
             The shared state, and this process's own; None where another number of processes wrote it.
         """
         return checkpoint.load_run_state(directory, self.state, into=into, only=only)
+
+    def read_checkpoint_around(
+        self, directory: str | os.PathLike[str], later: Collection[str]
+    ) -> tuple[dict[str, Any], dict[str, Any] | None]:
+        """Read a checkpoint but for the tensors of some entries, which come without values.
+
+        Args:
+            directory: the checkpoint's directory, or a URL.
+            later: the top-level entries of the shared state to be read later; with none, all is read.
+
+        Returns:
+            The shared state, and this process's own; None where another number of processes wrote it.
+        """
+        if not later:
+            return self.read_checkpoint(directory)
+        described = checkpoint.describe_run_state(directory)
+        found, own = self.read_checkpoint(directory, only=[key for key in described if key not in later])
+        return {**described, **found}, own
 
     def restore_random_state(self, own: dict[str, Any] | None) -> None:
         """Give this process the random state that `write_checkpoint` kept, if there is one."""

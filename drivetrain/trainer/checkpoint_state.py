@@ -6,7 +6,6 @@ from typing import TYPE_CHECKING, Any, cast
 
 from torch import nn
 
-from drivetrain import checkpoint
 from drivetrain.callbacks import Callback
 from drivetrain.data import PreparedLoader
 from drivetrain.runtime.errors import CheckpointError
@@ -79,13 +78,8 @@ class SavedRun:
     def __init__(self, trainer: Trainer, directory: str) -> None:
         self._trainer, self._directory = trainer, directory
         self._in_shards = self._nobody_looks()
-        if self._in_shards:
-            described = checkpoint.describe_run_state(directory)
-            rest = [key for key in described if key not in _IN_SHARDS]
-            found, self._own = trainer.accelerator.read_checkpoint(directory, only=rest)
-            self._state = {**described, **found}
-        else:
-            self._state, self._own = trainer.accelerator.read_checkpoint(directory)
+        later = _IN_SHARDS if self._in_shards else ()
+        self._state, self._own = trainer.accelerator.read_checkpoint_around(directory, later)
         layout = layout_of(trainer.strategy)
         if self._own is not None and self._own.get("layout", layout) != layout:
             self._own = None  # as many processes, which share the data in another way

@@ -27,10 +27,14 @@ from tests.strategies.fsdp_runs import (
 LAYOUTS: dict[str, tuple[str, int]] = {
     "single": ("single", 1),
     "ddp on 2": ("ddp", 2),
-    "fsdp on 1": ("fsdp", 1),
     "fsdp on 2": ("fsdp", 2),
 }
-SLOW_LAYOUTS = {"ddp on 4": ("ddp", 4), "fsdp on 4": ("fsdp", 4), "hybrid on 4": ("hybrid", 4)}
+SLOW_LAYOUTS = {
+    "fsdp on 1": ("fsdp", 1),
+    "ddp on 4": ("ddp", 4),
+    "fsdp on 4": ("fsdp", 4),
+    "hybrid on 4": ("hybrid", 4),
+}
 
 
 def strategy_of(name: str) -> Any:
@@ -60,8 +64,10 @@ def check_all(root: Path, layouts: dict[str, tuple[str, int]]) -> None:
     for name, (strategy, processes) in layouts.items():
         run_in_processes(write, processes, args=(strategy, str(root), name), timeout=60)
     for name, (strategy, processes) in layouts.items():
-        for found in run_in_processes(go_on, processes, args=(strategy, str(root), list(layouts)), timeout=90):
-            assert found.keys() == layouts.keys()
+        # Between the others is another test's matter.
+        chosen = [other for other in layouts if strategy in ("fsdp", "hybrid") or other.startswith(("fsdp", "hybrid"))]
+        for found in run_in_processes(go_on, processes, args=(strategy, str(root), chosen), timeout=90):
+            assert list(found) == chosen
             assert max(found.values()) < 5e-6, (name, found)
 
 
@@ -166,6 +172,8 @@ def save_and_load(root: str) -> dict[str, Any]:
     train(accelerator, model, optimizer)
     after = whole(accelerator, model)
     fresh, model, optimizer = prepared(net, FSDP())
+    for parameter in model.parameters():
+        parameter.data.to_local().fill_(7.0)
     fresh.load_state(f"{root}/state")
     train(fresh, model, optimizer)
     accelerator.save_model(model, f"{root}/export")
