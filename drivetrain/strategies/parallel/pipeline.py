@@ -36,6 +36,8 @@ if TYPE_CHECKING:
 MicroBatch = TypeVar("MicroBatch")
 Output = TypeVar("Output")
 
+# Where a task remembers which pipeline it was split for.
+_MEMORY = "_pipelined"
 # Plans of so many different shapes of inputs are kept.
 _MOST_PLANS = 64
 
@@ -80,6 +82,11 @@ class Pipeline:
         self._rank, self._ranks = strategy.pp_mesh.get_local_rank(), strategy.pp_mesh.size()
         self._count = self._ranks * self._per_rank
         self._module_name, self._split, self._placed = module, split, place
+        if strategy.sizes.cp > 1:
+            raise ConfigurationError(
+                f"pp={self._ranks} with cp={strategy.sizes.cp}: stages cannot hand over parts of sequences. Use one of "
+                "the two, with tp or dp_shard for the other processes."
+            )
         if split != "auto" and len(split) + 1 != self._count:
             raise ConfigurationError(
                 f"pp_split names {len(split)} modules, which makes {len(split) + 1} stages, but pp={self._ranks} x "
@@ -129,8 +136,7 @@ class Pipeline:
         self._check_outside(bare)
         splits = self._splits(name)
         self._layout: StageLayout = lay_out(self._whole, splits, self._placed)
-        dtype = precision.param_dtype if self._strategy.shards else None
-        self._outline = ModelOutline(self._whole, self._layout, self._strategy.device, dtype)
+        self._outline = ModelOutline(self._whole, self._layout, self._strategy.device)
         self._plans.clear()
         self._state = StageState(
             bare,
@@ -171,6 +177,33 @@ class Pipeline:
         ]
         self._scheduler = Scheduler(self._kind, self._stages)
         self._whole.__dict__[CALL] = self._called
+        assert self._bare is not None
+        self._bare.__dict__[_MEMORY] = _Memory(self)
+
+    def adopt(self, model: nn.Module) -> None:
+        """Take over a model that another pipeline has split, as that of the trainer before.
+
+        Args:
+            model: what `prepare` returned then.
+
+        Raises:
+            ConfigurationError: it was split otherwise.
+        """
+        bare = self._strategy.unwrap(model)
+        other = bare.__dict__[_MEMORY].pipeline
+        if other is self:
+            return
+        before = (other._kind, other._per_rank, other._module_name, other._split, other._placed)
+        if before != (self._kind, self._per_rank, self._module_name, self._split, self._placed):
+            raise ConfigurationError(
+                "This model was spread over stages before, with other options of the pipeline, and parts of it are "
+                "elsewhere. Make a new one, and load the state of this one into it."
+            )
+        for name in ("_whole", "_layout", "_outline", "_modules", "_precision", "_state"):
+            setattr(self, name, getattr(other, name))
+        self._state.group = self._group
+        self._bare = bare
+        self.built()
 
     def put_back(self) -> None:
         """Show the model the parameters that its stages hold for it."""
@@ -428,6 +461,20 @@ class Pipeline:
         if self._bare is not None:
             self._whole.__dict__.pop(CALL, None)
             self._bare = None
+
+
+class _Memory:
+    """Which pipeline a task was split for; a copy of the task remembers nothing.
+
+    Args:
+        pipeline: the pipeline.
+    """
+
+    def __init__(self, pipeline: Pipeline | None = None) -> None:
+        self.pipeline = pipeline
+
+    def __reduce__(self) -> Any:
+        return _Memory, ()
 
 
 class _Evaluation(nn.Module):

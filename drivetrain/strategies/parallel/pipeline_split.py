@@ -51,19 +51,17 @@ def find_pipelined(model: nn.Module, name: str | None) -> str:
                 f"{', '.join(sorted(path for path, _ in model.named_children()))}.{nearest(name, known)}"
             )
         return name
-    if any(True for _ in model.parameters(recurse=False)):
-        return ""
     sizes = {path: _size(child) for path, child in model.named_children()}
-    sizes = {path: size for path, size in sizes.items() if size}
-    if not sizes:
-        raise ConfigurationError(
-            f"{type(model).__name__} has no parameters, so there is nothing to spread over stages."
-        )
-    if len(sizes) == 1 or max(sizes.values()) > sum(sizes.values()) / 2:
-        return max(sizes, key=lambda path: sizes[path])
+    largest = max(sizes, key=lambda path: sizes[path], default="")
+    if not largest or not sizes[largest]:
+        raise ConfigurationError(f"{type(model).__name__} has no module with parameters to spread over stages.")
+    if 2 * sizes[largest] > _size(model):
+        # A list is never called: the model itself goes through its blocks.
+        return "" if isinstance(model.get_submodule(largest), nn.ModuleList | nn.ModuleDict) else largest
+    holders = ", ".join(path for path, size in sizes.items() if size)
     raise ConfigurationError(
-        f"{type(model).__name__} has several modules with parameters: {', '.join(sizes)}. Say which one is spread over "
-        "stages, with pp_module=, or put all into one module that the steps call."
+        f"{type(model).__name__} has several modules with parameters: {holders}. Say which one is spread over stages, "
+        "with pp_module= (\"\" for the whole, if its steps call self(...)), or put all into one module that they call."
     )
 
 

@@ -24,13 +24,16 @@ class StageState:
         layout: its stages.
         group: the processes of the pipeline.
         ranks: for each stage, the process of the group that holds it.
+
+    Attributes:
+        group: the processes of the pipeline.
     """
 
     def __init__(
         self, bare: nn.Module, name: str, layout: StageLayout, group: dist.ProcessGroup, ranks: Sequence[int]
     ) -> None:
         self._bare = bare
-        self._group = group
+        self.group = group
         self._rank = dist.get_rank(group)
         prefix = f"{name}." if name else ""
         # What is outside of the split module is used where losses are computed.
@@ -96,7 +99,7 @@ class StageState:
     def _from_holder(self, name: str, value: Tensor) -> Tensor:
         """A buffer that all have, as it is where it is used first."""
         value = value.detach().clone()
-        dist.broadcast(value, group=self._group, group_src=self._holders[name])
+        dist.broadcast(value, group=self.group, group_src=self._holders[name])
         return value
 
     def optimizer_state(self, optimizer: Optimizer, own: StateDict) -> StateDict:
@@ -107,8 +110,8 @@ class StageState:
             own: its state over this process's parameters, by canonical name.
         """
         described = {name: {key: _describe(value) for key, value in s.items()} for name, s in own["state"].items()}
-        everyone: list[Any] = [None] * dist.get_world_size(self._group)
-        dist.all_gather_object(everyone, described, group=self._group)
+        everyone: list[Any] = [None] * dist.get_world_size(self.group)
+        dist.all_gather_object(everyone, described, group=self.group)
         merged: dict[str, Any] = {}
         for each in everyone:
             for name, values in each.items():
@@ -143,7 +146,7 @@ class StageState:
 
     def full_state_dict(self) -> dict[str, Tensor]:
         """All parameters and buffers, whole and on the CPU, on rank 0, one by one; an empty dict elsewhere."""
-        collects = dist.get_global_rank(self._group, 0) == 0
+        collects = dist.get_global_rank(self.group, 0) == 0
         whole: dict[str, Tensor] = {}
         for name, value in self._bare.state_dict().items():
             if not isinstance(value, Tensor):
@@ -158,13 +161,13 @@ class StageState:
             if self._rank == 0:
                 whole[name] = (self._fetch(value, holder) if holder else value).detach().cpu().clone()
             elif self._rank == holder:
-                dist.send(value.detach().contiguous(), group=self._group, group_dst=0)
+                dist.send(value.detach().contiguous(), group=self.group, group_dst=0)
         return whole
 
     def _fetch(self, like: Tensor, holder: int) -> Tensor:
         device = next((p.device for p in self._bare.parameters() if not p.is_meta), torch.device("cpu"))
         received = torch.empty(like.shape, dtype=like.dtype, device=device)
-        dist.recv(received, group=self._group, group_src=holder)
+        dist.recv(received, group=self.group, group_src=holder)
         return received
 
 

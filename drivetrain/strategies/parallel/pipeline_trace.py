@@ -68,30 +68,26 @@ class ModelOutline:
         module: the module that is split, with whole parameters.
         layout: its stages.
         device: where it runs.
-        dtype: of floating-point parameters in the forward, where it is not their own.
     """
 
-    def __init__(
-        self, module: nn.Module, layout: StageLayout, device: torch.device, dtype: torch.dtype | None = None
-    ) -> None:
+    def __init__(self, module: nn.Module, layout: StageLayout, device: torch.device) -> None:
         self._layout = layout
         self._device = device
         self._name = type(module).__name__
         # What is missing has no shape either, so that a model may hold plain tensors besides its parameters.
         self._fake = FakeTensorMode(allow_non_fake_inputs=True)
         self._owner_of: dict[int, tuple[int, str]] = {}
-        self._skeleton = self._copy(module, dtype)
+        self._skeleton = self._copy(module)
         self._modules = dict(self._skeleton.named_modules(remove_duplicate=False))
 
-    def _copy(self, module: nn.Module, dtype: torch.dtype | None) -> nn.Module:
+    def _copy(self, module: nn.Module) -> nn.Module:
         """The same modules around parameters and buffers without values."""
         memo: dict[int, Any] = {}
         parameters = dict(module.named_parameters(remove_duplicate=False))
         with self._fake, torch.no_grad():
             for name, tensor in [*parameters.items(), *module.named_buffers(remove_duplicate=False)]:
                 if id(tensor) not in memo:
-                    cast = dtype if dtype is not None and name in parameters and tensor.is_floating_point() else None
-                    fake = torch.empty(tensor.shape, dtype=cast or tensor.dtype, device=self._device)
+                    fake = torch.empty(tensor.shape, dtype=tensor.dtype, device=self._device)
                     memo[id(tensor)] = nn.Parameter(fake, requires_grad=False) if name in parameters else fake
                 if name in parameters:
                     self._owner_of[id(memo[id(tensor)])] = (self._layout.owners[name], name)

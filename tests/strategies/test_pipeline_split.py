@@ -1,0 +1,330 @@
+"""Which modules a stage holds, what crosses between stages, and which models cannot be split, in one process."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from drivetrain import ConfigurationError
+from drivetrain.strategies.parallel.pipeline_schedule import SCHEDULES, rank_of_stage, schedule_kind
+from drivetrain.strategies.parallel.pipeline_split import choose_splits, find_pipelined, lay_out
+from drivetrain.strategies.parallel.pipeline_stage import Call, StageModule
+from drivetrain.strategies.parallel.pipeline_trace import ModelOutline, TensorShape
+from tests.conformance.language_model import GPT, LENGTH, WIDTH
+from tests.trainer.tasks import Weight
+
+CPU = torch.device("cpu")
+TOKENS = torch.arange(2 * LENGTH).reshape(2, LENGTH) % 7
+POSITIONS = torch.arange(LENGTH).expand(2, -1)
+
+
+def outline(module: nn.Module, splits: list[str] | None = None, placed: dict[str, int] | None = None) -> ModelOutline:
+    layout = lay_out(module, choose_splits(module, 2) if splits is None else splits, placed)
+    return ModelOutline(module, layout, CPU)
+
+
+def in_stages(module: nn.Module, splits: list[str], *args: Tensor, placed: dict[str, int] | None = None) -> Tensor:
+    """Run all stages one after the other, in one process that has all parameters."""
+    layout = lay_out(module, splits, placed)
+    plan = ModelOutline(module, layout, CPU).plan(args, {}, module.training)
+    handed_over: tuple[Tensor, ...] = ()
+    for stage in range(layout.count):
+        runs = StageModule(module, layout, stage, CPU, torch.enable_grad)
+        handed_over = runs(*handed_over, inputs=(args, {}), call=Call(args, {}, plan))
+    return handed_over
+
+
+# what is chosen
+
+
+def test_blocks_are_spread_evenly_by_their_parameters():
+    assert choose_splits(GPT(8), 4) == ("layers.2", "layers.4", "layers.6")
+    uneven = nn.Sequential(*(nn.Linear(size, 8) for size in (64, 8, 8, 8, 8, 8)))
+    assert choose_splits(uneven, 2) == ("1",)
+
+
+def test_too_few_blocks_are_refused_with_the_numbers():
+    with pytest.raises(ConfigurationError, match="layers has 4 blocks, too few for 8 stages"):
+        choose_splits(GPT(), 8)
+
+
+def test_the_module_to_split_is_the_one_that_holds_most_parameters():
+    task = Weight()
+    task.model, task.other = GPT(), nn.Linear(2, 2)
+    assert find_pipelined(task, None) == "model"
+    assert find_pipelined(GPT(8), None) == ""
+    task.teacher = GPT()
+    with pytest.raises(ConfigurationError, match=r"model, other, teacher. Say which one is spread"):
+        find_pipelined(task, None)
+    with pytest.raises(ConfigurationError, match="Did you mean 'model'"):
+        find_pipelined(task, "modl")
+
+
+def test_parameters_go_to_the_stage_that_began_last_before_them():
+    layout = lay_out(GPT(), ["layers.1", "layers.3"])
+    assert layout.owners["positions.weight"] == 0
+    assert layout.owners["layers.2.ffn.w1.weight"] == 1
+    assert layout.owners["head.weight"] == 2
+
+
+@pytest.mark.parametrize(
+    ("splits", "message"),
+    [
+        (["layers.9"], "no module of GPT"),
+        (["layers"], "Name the block in it that a stage begins with, such as layers.0"),
+        (["layers.3", "layers.1"], "in the order in which they are registered"),
+    ],
+)
+def test_names_that_no_stage_can_begin_with_are_refused(splits, message):
+    with pytest.raises(ConfigurationError, match=re.escape(message)):
+        lay_out(GPT(), splits)
+
+
+# stages together compute what the whole model does
+
+
+class Odd(nn.Module):
+    """Parameters of its own, two values through the blocks, a mask and a table that all use, and sums in between."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.start = nn.Parameter(torch.randn(1, 1, WIDTH))
+        self.tokens = nn.Embedding(7, WIDTH)
+        self.register_buffer("table", torch.randn(LENGTH, WIDTH), persistent=False)
+        self.dropout = nn.Dropout(0.0)
+        self.layers = nn.ModuleList(nn.ModuleDict({"mix": nn.Linear(WIDTH, WIDTH)}) for _ in range(4))
+        self.scale = nn.Parameter(torch.full((WIDTH,), 2.0))
+        self.head = nn.Linear(WIDTH, 7)
+
+    def forward(self, tokens: Tensor, mask: Tensor) -> Tensor:
+        x = self.tokens(tokens)
+        x += self.start
+        x = self.dropout(x) + self.table
+        for layer in self.layers:
+            x = 2 * x + layer["mix"](x * mask[..., None])
+        return self.head(x * self.scale)
+
+
+class TwoValues(GPT):
+    """Hands two values from block to block, one of them by name."""
+
+    def forward(self, tokens: Tensor, positions: Tensor) -> Tensor:
+        state = {"x": self.tokens(tokens), "p": self.positions(positions)}
+        for layer in self.layers:
+            state = self.run(layer, **state)
+        return self.head(self.norm(state["x"] + state["p"]))
+
+    def run(self, layer: nn.Module, x: Tensor, p: Tensor) -> dict[str, Tensor]:
+        return layer({"x": x, "p": p})
+
+
+class Both(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, state: dict[str, Tensor]) -> dict[str, Tensor]:
+        return {"x": self.linear(state["x"]) + state["p"], "p": state["p"] * 2}
+
+
+def two_values() -> nn.Module:
+    model = TwoValues()
+    model.layers = nn.ModuleList(Both() for _ in range(4))
+    return model
+
+
+MODELS = {
+    "gpt": (GPT, ["layers.1", "layers.3"], (TOKENS, POSITIONS)),
+    "head alone": (GPT, ["layers.2", "head"], (TOKENS, POSITIONS)),
+    "inside a block": (GPT, ["layers.1.ffn"], (TOKENS, POSITIONS)),
+    "sequence": (
+        lambda: nn.Sequential(nn.Linear(4, 8), nn.GELU(), nn.LayerNorm(8), nn.Linear(8, 3)),
+        ["1", "3"],
+        (torch.randn(5, 4),),
+    ),
+    "sequence in a sequence": (
+        lambda: nn.Sequential(nn.Linear(4, 8), nn.Sequential(nn.GELU(), nn.Linear(8, 8), nn.Linear(8, 8))),
+        ["1.1", "1.2"],
+        (torch.randn(5, 4),),
+    ),
+    "odd": (Odd, ["layers.1.mix", "layers.3.mix"], (TOKENS, torch.ones(2, LENGTH))),
+    "two values": (two_values, ["layers.1", "layers.2"], (TOKENS, POSITIONS)),
+}
+
+
+@pytest.mark.parametrize("name", [name for name in MODELS if name not in ("inside a block", "odd")])
+def test_stages_compute_what_the_model_does(name):
+    make, splits, args = MODELS[name]
+    model = make()
+    torch.testing.assert_close(in_stages(model, splits, *args), model(*args), atol=0, rtol=0)
+
+
+@pytest.mark.parametrize("name", ["inside a block", "odd"])
+def test_a_value_that_goes_around_the_first_module_of_a_stage_is_refused(name):
+    make, splits, args = MODELS[name]
+    with pytest.raises(ConfigurationError, match=r"uses a value of stage 0 in stage 1 \(by aten\."):
+        outline(make(), splits).plan(args, {}, True)
+
+
+def test_parameters_of_the_model_itself_and_tables_that_all_use():
+    class Residual(Odd):
+        def forward(self, tokens: Tensor, mask: Tensor) -> Tensor:
+            x = self.tokens(tokens)
+            x += self.start
+            x = self.dropout(x) + self.table
+            for layer in self.layers:
+                x = layer["mix"](x * mask[..., None]) * self.table
+            return self.head(x * self.scale)
+
+    torch.manual_seed(0)
+    model = Residual()
+    args = (TOKENS, torch.ones(2, LENGTH))
+    output = in_stages(model, ["layers.1.mix", "layers.3.mix"], *args, placed={"scale": 2})
+    torch.testing.assert_close(output, model(*args), atol=0, rtol=0)
+
+
+def test_the_model_is_as_before_after_a_stage_has_run():
+    model = GPT()
+    before = {name: dict(vars(module)) for name, module in model.named_modules()}
+    in_stages(model, ["layers.2"], TOKENS, POSITIONS)
+    for name, module in model.named_modules():
+        assert vars(module).keys() == before[name].keys()
+
+
+def test_what_is_handed_over_is_known_without_running_the_model():
+    plan = outline(GPT()).plan((TOKENS, POSITIONS), {}, True)
+    assert plan.cuts[1].tensors == (TensorShape((2, LENGTH, WIDTH), torch.float32),)
+    with torch.autocast("cpu", torch.bfloat16):
+        model = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 3))
+        plan = outline(model).plan((torch.randn(5, 4),), {}, True)
+    assert plan.cuts[1].tensors == (TensorShape((5, 8), torch.bfloat16),)
+
+
+# refusals
+
+
+class Skips(GPT):
+    def forward(self, tokens: Tensor, positions: Tensor) -> Tensor:
+        x = first = self.tokens(tokens)
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(self.norm(x + first))
+
+
+class ReturnsMore(GPT):
+    def forward(self, tokens: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+        first = self.tokens(tokens)
+        x = first
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(self.norm(x)), first
+
+
+class Backwards(GPT):
+    def forward(self, tokens: Tensor, positions: Tensor) -> Tensor:
+        x = self.tokens(tokens)
+        for layer in reversed(self.layers):
+            x = layer(x)
+        return self.head(self.norm(x))
+
+
+class Repeats(GPT):
+    def forward(self, tokens: Tensor, positions: Tensor) -> Tensor:
+        x = self.tokens(tokens)
+        for layer in (*self.layers, self.layers[2]):
+            x = layer(x)
+        return self.head(self.norm(x))
+
+
+class Checkpoints(GPT):
+    def forward(self, tokens: Tensor, positions: Tensor) -> Tensor:
+        x = self.tokens(tokens)
+        for layer in self.layers:
+            x = checkpoint(layer, x, use_reentrant=False)
+        return self.head(self.norm(x))
+
+
+class LooksAtValues(GPT):
+    def forward(self, tokens: Tensor, positions: Tensor) -> Tensor:
+        x = self.tokens(tokens)
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(self.norm(x)) if x.sum() > 0 else self.head(x)
+
+
+class TiedByUse(GPT):
+    def forward(self, tokens: Tensor, positions: Tensor) -> Tensor:
+        x = self.tokens(tokens)
+        for layer in self.layers:
+            x = layer(x)
+        return self.norm(x) @ self.tokens.weight.T
+
+
+class HeadFirst(GPT):
+    def __init__(self) -> None:
+        super().__init__()
+        self._modules = {"head": self._modules["head"], **self._modules}
+
+
+REFUSED = [
+    (Skips, r"Skips uses a value of stage 0 in stage 1 \(by aten.add"),
+    (ReturnsMore, r"uses a value of stage 0 in stage 1 \(in what it returns\)"),
+    (Backwards, r"Backwards uses layers.3.* in stage 0, but it was placed on stage 1"),
+    (
+        Repeats,
+        r"first modules of its stages once each and in this order: \['layers.2'\]; layers.2 was called in stage 1",
+    ),
+    (Checkpoints, r"layers.2, the first module of a stage, through torch.utils.checkpoint"),
+    (LooksAtValues, r"cannot be run on shapes alone.* must not depend on the values"),
+    (TiedByUse, r"uses tokens.weight in stage 1, but it was placed on stage 0"),
+    (HeadFirst, r"uses head.weight in stage 1, .* pp_place=\{'head.weight': 1\}"),
+]
+
+
+@pytest.mark.parametrize(("make", "message"), REFUSED)
+def test_what_cannot_be_split_is_refused_by_name(make, message):
+    with pytest.raises(ConfigurationError, match=re.compile(message, re.DOTALL)):
+        outline(make()).plan((TOKENS, POSITIONS), {}, True)
+
+
+def test_modules_can_be_placed_by_hand():
+    plan = outline(HeadFirst(), placed={"head": -1}).plan((TOKENS, POSITIONS), {}, True)
+    assert set(plan.cuts) == {1}
+    with pytest.raises(ConfigurationError, match=r"Did you mean 'head.weight'"):
+        outline(HeadFirst(), placed={"head.wight": -1})
+
+
+def test_weights_that_two_stages_share_are_refused_by_name():
+    model = GPT()
+    model.head.weight = model.tokens.weight
+    with pytest.raises(
+        ConfigurationError, match=r"tokens.weight and head.weight are one parameter, but stages 0 and 1"
+    ):
+        lay_out(model, choose_splits(model, 2))
+
+
+# schedules
+
+
+@pytest.mark.parametrize("name", ["1F1B", "GPipe", "Interleaved1F1B", "ZBVZeroBubble", "looped-bfs"])
+def test_schedules_go_by_torchs_names_too(name):
+    assert schedule_kind(name, None)[0] in SCHEDULES.values()
+
+
+def test_schedules_that_do_not_exist_or_cannot_run_so_many_stages_are_refused():
+    with pytest.raises(ConfigurationError, match=r"Unknown pp_schedule '1f1c'.*Did you mean '1f1b'"):
+        schedule_kind("1f1c", None)
+    with pytest.raises(ConfigurationError, match=r"'1f1b' runs 1 stage\(s\) on each process, got pp_stages_per_rank=2"):
+        schedule_kind("1f1b", 2)
+    with pytest.raises(ConfigurationError, match=r"'zbv_zero_bubble' runs 2 stage\(s\)"):
+        schedule_kind("zbv_zero_bubble", 3)
+
+
+def test_stages_go_round_or_fold_back():
+    around, folded = SCHEDULES["interleaved_1f1b"], SCHEDULES["zbv_zero_bubble"]
+    assert [rank_of_stage(around, stage, 2) for stage in range(4)] == [0, 1, 0, 1]
+    assert [rank_of_stage(folded, stage, 3) for stage in range(6)] == [0, 1, 2, 2, 1, 0]
