@@ -50,7 +50,8 @@ def total_norm_over_meshes(gradients: Iterable[Tensor], norm_type: float = 2.0) 
     powers = [_power_of_group(group, locals_, norm_type) for group, locals_ in groups.items()]
     if not powers:
         return torch.zeros(())
-    combined = torch.stack([power.to(powers[0].device) for power in powers])
+    widest = torch.float64 if any(power.dtype == torch.float64 for power in powers) else torch.float32
+    combined = torch.stack([power.to(powers[0].device, widest) for power in powers])
     return combined.max() if math.isinf(norm_type) else combined.sum() ** (1.0 / norm_type)
 
 
@@ -93,11 +94,13 @@ def _power_of_group(group: tuple[DeviceMesh, tuple[int, ...]] | None, locals_: l
     """The sum of |g|^p over a group, or the largest |g| for p = infinity, combined over its shards."""
     held = [each for each in locals_ if each.numel()]
     device = locals_[0].device
+    # The same on all processes, also where one holds nothing of any.
+    dtype = torch.float64 if any(each.dtype == torch.float64 for each in locals_) else torch.float32
     if held:
-        norms = torch.stack([norm.to(device).float() for norm in torch._foreach_norm(held, p)])
+        norms = torch.stack([norm.to(device, dtype) for norm in torch._foreach_norm(held, p)])
         power = norms.max() if math.isinf(p) else (norms**p).sum()
     else:
-        power = torch.zeros((), device=device)
+        power = torch.zeros((), device=device, dtype=dtype)
     if group is None:
         return power
     mesh, split = group

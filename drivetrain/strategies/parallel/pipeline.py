@@ -426,7 +426,8 @@ class Pipeline:
             norm: that of this process's stages.
             norm_type: the p of the p-norm.
         """
-        power = norm.detach().float().to(self._strategy.device)
+        # In one dtype on all, also on a process without any gradients, which does not know theirs.
+        power = norm.detach().to(self._strategy.device, torch.float64)
         if norm_type == float("inf"):
             dist.all_reduce(power, op=dist.ReduceOp.MAX, group=self._group)
             return power
