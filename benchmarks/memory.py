@@ -45,7 +45,8 @@ def make_strategy(name: str, processes: int) -> Any:
         return Parallel(tp=2, tp_plan=tensor_parallel_plan())
     from drivetrain import DeepSpeed
 
-    return DeepSpeed(stage=int(name[-1]))
+    # The bucket is of one size on any number of processes: large beside this model, small beside large ones.
+    return DeepSpeed(stage=int(name[-1]), reduce_bucket_size=2**18)
 
 
 # name -> processes that it can run on
@@ -100,14 +101,15 @@ def count_bytes(trainer: Trainer) -> dict[str, int]:
     inner = getattr(optimizer, "optimizer", optimizer)  # the one that does the sums
     stepped = [parameter for group in inner.param_groups for parameter in group["params"]]
     parameters = list(trainer.task.parameters())
-    engine = getattr(trainer.model, "optimizer", None)  # DeepSpeed's, which keeps gradients by itself
+    engine = getattr(trainer.model, "optimizer", None)  # DeepSpeed's, which keeps gradients and masters by itself
+    masters = getattr(engine, "fp32_partitioned_groups_flat", [])
     gradients = [parameter.grad for parameter in (*parameters, *stepped)]
     gradients += tensors_in(getattr(engine, "averaged_gradients", None))
     gc.collect()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         alive = [each for each in gc.get_objects() if issubclass(type(each), Tensor)]
-    groups = (parameters, gradients, [stepped, *inner.state.values()], alive)
+    groups = (parameters, gradients, [stepped, masters, *inner.state.values()], alive)
     counted: dict[int, int] = {}
     result = {}
     for role, tensors in zip(ROLES, groups, strict=True):

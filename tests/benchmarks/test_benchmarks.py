@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import json
 import runpy
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -55,6 +57,38 @@ def test_checkpoint_measures_both_ways_of_saving(tmp_path: Path, capsys: pytest.
         assert 0 < each["blocked"][0] <= each["durable"][0]
     assert list(tmp_path.iterdir()) == [file]
     assert "torch.save + fsync" in capsys.readouterr().out
+
+
+def count_memory(name: str, processes: int) -> list[dict[str, int]]:
+    sys.path.insert(0, str(BENCHMARKS))
+    measure = importlib.import_module("memory").measure
+    return measure(name, processes, layers=1)
+
+
+def test_each_process_holds_its_share_under_fsdp_and_everything_under_ddp() -> None:
+    [[alone]] = run_in_processes(count_memory, 1, args=("DDP", 1), timeout=120)
+    assert alone["gradients"] == alone["parameters"]
+    assert alone["optimizer"] == 2 * alone["parameters"]
+    assert alone["other"] < 0.01 * alone["parameters"]
+    for name, share in (("FSDP", 0.5), ("DDP", 1.0)):
+        for counts in run_in_processes(count_memory, 2, args=(name, 2), timeout=120)[0]:
+            assert sum(counts.values()) == pytest.approx(share * sum(alone.values()), rel=0.05), (name, counts)
+
+
+@pytest.mark.slow
+def test_strategies_measures_both_loops_and_sees_that_they_compute_the_same(tmp_path: Path) -> None:
+    file = tmp_path / "strategies.json"
+    # One turn says nothing of their speed, so it may say that the target was missed.
+    arguments = ["--rounds", "1", "--block", "1", "--only", "FSDP", "--only", "TP", "--json", str(file)]
+    ended = subprocess.run(
+        [sys.executable, str(BENCHMARKS / "strategies.py"), *arguments], capture_output=True, text=True
+    )
+    results = json.loads(file.read_text())["results"]
+    assert [each["name"] for each in results] == ["FSDP", "TP"], ended.stderr
+    for each in results:
+        bare, own = each["losses"]
+        assert own == pytest.approx(bare, abs=1e-5)
+        assert f"| {each['name']} |" in ended.stdout
 
 
 def test_overhead_says_what_it_leaves_out(capsys: pytest.CaptureFixture[str]) -> None:
