@@ -78,10 +78,13 @@ def whole_weights(directory: str | os.PathLike[str]) -> dict[str, Tensor]:
     require_deepspeed()
     from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 
+    weights: dict[str, Any] = {}
     if any(folder.glob(_OPTIMIZER)):
-        weights: dict[str, Any] = get_fp32_state_dict_from_zero_checkpoint(str(folder.parent), tag=folder.name)
-    else:
-        weights = _replicated(folder)
+        weights.update(get_fp32_state_dict_from_zero_checkpoint(str(folder.parent), tag=folder.name))
+    # What is not partitioned the first process has written whole: all of it at stage 0, what is frozen at stage 1.
+    for name, value in _replicated(folder).items():
+        if name not in weights and value.numel():
+            weights[name] = value
     if weights and all(name.startswith("task.") for name in weights):
         # A Trainer's engine holds the task in a module of its own.
         weights = {name.removeprefix("task."): value for name, value in weights.items()}
@@ -118,9 +121,10 @@ def merge_native(
 
 
 def _replicated(folder: Path) -> dict[str, Any]:
-    """The weights of stage 0, which the first process has written whole."""
+    """The first process's own weights in 32 bits; those that are partitioned are empty."""
     import torch
 
     (path, *_) = sorted(folder.glob(_STATES))
-    module: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=False)["module"]
-    return {name: value.float() if value.is_floating_point() else value for name, value in module.items()}
+    module: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=False)["module"] or {}
+    found = {name: value for name, value in module.items() if isinstance(value, Tensor)}
+    return {name: value.float() if value.is_floating_point() else value for name, value in found.items()}
