@@ -646,7 +646,9 @@ def averages_in_the_trainer() -> dict[str, Any]:
     with torch.no_grad():
         forward = float((callback.average(x) - average(x)).abs().max())
         losses = [F.cross_entropy(average(x), y) for x, y in loader(2 * ROWS)]
+    twin = copy.deepcopy(trainer.model)
     return {
+        "copy of what is called": gap(whole(trainer, twin), reference.state_dict()),
         "average": gap(averaged, expected),
         "forward": forward,
         "validated": abs(float(trainer.callback_metrics["loss"]) - float(sum(losses)) / len(losses)),

@@ -19,6 +19,7 @@ from drivetrain.strategies.fsdp.blocks import BlockForward
 from drivetrain.strategies.fsdp.parameters import shard_like
 
 DIVISION = "_division"
+_UNITS = "_units_of_division"
 
 
 @dataclass(frozen=True)
@@ -78,9 +79,17 @@ def divide(unit: nn.Module, division: Division) -> None:
         unit.register_forward_hook(_free_after_evaluation)
 
 
-def divided_modules(model: nn.Module) -> list[FSDPModule]:
+def divided_modules(model: nn.Module) -> Sequence[FSDPModule]:
     """The units of a model, itself among them."""
+    known: tuple[FSDPModule, ...] | None = model.__dict__.get(_UNITS)
+    if known is not None:
+        return known
     return [module for module in model.modules() if isinstance(module, FSDPModule)]
+
+
+def remember_units(model: nn.Module) -> None:
+    """Spare each step the walk over all modules, now that nothing more will be divided."""
+    model.__dict__[_UNITS] = tuple(divided_modules(model))
 
 
 def is_divided(model: nn.Module) -> bool:
@@ -219,9 +228,7 @@ def copy_divided(module: nn.Module, unit: nn.Module, own_class: type[nn.Module],
     for one in before:
         whole = torch.empty(one.sharded_param.shape, dtype=one.sharded_param.dtype, device="meta")
         memo[id(one.sharded_param)] = nn.Parameter(whole, requires_grad=one.sharded_param.requires_grad)
-    twin: nn.Module = own_class.__new__(own_class)
-    memo[id(module)] = twin
-    twin.__dict__.update(copy.deepcopy(_own_state(module), memo))
+    twin = _copy_undivided(module, own_class, memo)
     forward = module.__dict__.get("forward")
     if isinstance(forward, BlockForward):
         forward.again_for(twin)
@@ -230,6 +237,13 @@ def copy_divided(module: nn.Module, unit: nn.Module, own_class: type[nn.Module],
     for one, new in zip(before, _sharded_parameters(twin), strict=True):
         set_shard(new, one.sharded_param.detach().to_local().clone())
         memo[id(one.sharded_param)] = new.sharded_param
+    return twin
+
+
+def _copy_undivided(module: nn.Module, own_class: type[nn.Module], memo: dict[int, Any]) -> nn.Module:
+    twin: nn.Module = own_class.__new__(own_class)
+    memo[id(module)] = twin
+    twin.__dict__.update(copy.deepcopy(_own_state(module), memo))
     return twin
 
 
@@ -245,6 +259,8 @@ class DividedInside:
         self.module, self.outer = module, outer
 
     def __call__(self, memo: dict[int, Any]) -> nn.Module:
+        if id(self.outer) in memo:  # which is being copied, and divides what is inside of it
+            return _copy_undivided(self.module, type(self.module), memo)
         return copy_divided(self.module, self.outer, type(self.module), memo)
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -255,7 +271,7 @@ def _own_state(module: nn.Module) -> dict[str, Any]:
     """What of a module's attributes are its own, not those of its being divided."""
     found: Any = module.__getstate__() if hasattr(type(module), "__getstate__") else None  # type: ignore[no-untyped-call]
     state: dict[str, Any] = dict(found if isinstance(found, dict) else module.__dict__)
-    for key in (STATE_KEY, REGISTRY_KEY, DIVISION, "__deepcopy__"):
+    for key in (STATE_KEY, REGISTRY_KEY, DIVISION, _UNITS, "__deepcopy__"):
         state.pop(key, None)
     if isinstance(state.get("forward"), BlockForward):
         del state["forward"]

@@ -70,6 +70,7 @@ class ModelDivision(Strategy):
         self.shard(model, precision, replicated)
         self._give_values(model, values, replicated)
         dividing.take_shards_on_load(model)
+        dividing.remember_units(model)
         bare = self.unwrap(model)
         if bare is not model:
             bare.__dict__["__deepcopy__"] = dividing.DividedInside(bare, model)

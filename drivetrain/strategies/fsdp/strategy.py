@@ -221,7 +221,9 @@ class FSDP(ModelDivision, ShardedState):
         return self._without_gradient_sync(dividing.divided_modules(model), self.averaging.get(model))
 
     @contextmanager
-    def _without_gradient_sync(self, units: list[FSDPModule], averaging: GradientAveraging | None) -> Iterator[None]:
+    def _without_gradient_sync(
+        self, units: Sequence[FSDPModule], averaging: GradientAveraging | None
+    ) -> Iterator[None]:
         for unit in units:
             unit.set_requires_gradient_sync(False, recurse=False)
         if averaging is not None:
