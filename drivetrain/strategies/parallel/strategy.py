@@ -182,6 +182,8 @@ class Parallel(FSDP):
             return super().place(model, precision, move)
         known = self._placed_before(model)
         if known is not None:
+            if self.pipeline is not None:
+                self.pipeline.adopt(known)
             return known
         model = precision.convert(model)
         if self.environment.is_distributed:
@@ -196,6 +198,8 @@ class Parallel(FSDP):
         for stage in stages:
             if self.shards:
                 self.shard(stage, precision, frozenset(parameters_to_replicate(stage, [])))
+            else:
+                self._rewrite_blocks(stage)
         if self.pipeline is not None:
             self.pipeline.built()
         dividing.take_shards_on_load(model)
