@@ -198,13 +198,16 @@ class SharedAttention(TorchFunctionMode):
         self.shard = shard
         self.calls = 0
 
-    def check(self) -> None:
+    def check(self, since: int) -> None:
         """Raise where no attention was computed, although sequences are split.
+
+        Args:
+            since: `calls` before.
 
         Raises:
             ConfigurationError: tokens saw only those of their own process.
         """
-        if not self.calls:
+        if self.calls == since:
             raise ConfigurationError(
                 f"cp={self.shard.count} splits sequences over processes, but nothing called "
                 "torch.nn.functional.scaled_dot_product_attention, through which tokens see those of other processes. "
@@ -221,6 +224,10 @@ class SharedAttention(TorchFunctionMode):
         if func is F.scaled_dot_product_attention:
             self.calls += 1
             return attend(self.shard, *args, **(kwargs or {}))
+        if func is Tensor.backward:
+            with self:  # a mode is left while a function that it sees runs, but blocks may be recomputed in this one
+                _backward(*args, **(kwargs or {}))
+            return None
         if func in _OWN_ATTENTION:
             raise ConfigurationError(
                 "Under context parallelism nn.MultiheadAttention, and nn.Transformer with it, would attend "
@@ -228,6 +235,17 @@ class SharedAttention(TorchFunctionMode):
                 "torch.nn.functional.scaled_dot_product_attention."
             )
         return func(*args, **(kwargs or {}))
+
+
+def _backward(
+    tensor: Tensor,
+    gradient: Tensor | None = None,
+    retain_graph: bool | None = None,
+    create_graph: bool = False,
+    inputs: Any = None,
+) -> None:
+    """`Tensor.backward`, by a function that modes do not see."""
+    torch.autograd.backward(tensor, gradient, retain_graph, create_graph, inputs=inputs)
 
 
 def attend(

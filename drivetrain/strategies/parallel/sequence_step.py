@@ -31,10 +31,11 @@ class SequenceStep(nn.Module):
     def forward(self, step: Callable[..., Any], batch: Any, *args: Any, **kwargs: Any) -> Any:
         """Run `step` on a part of `batch`."""
         own = self._split(batch)
+        before = self._attention.calls
         with self._attention.entered():
             output = self.inner(step, own, *args, **kwargs)
         if not self._checked:
-            self._attention.check()
+            self._attention.check(before)
             self._checked = True
         if self._joined_dim is None or output is None:
             return output

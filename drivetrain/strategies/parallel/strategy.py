@@ -302,10 +302,11 @@ class Parallel(FSDP):
         if self.sequence is None:
             yield
             return
+        assert self._attention is not None
+        before = self._attention.calls
         with split_in_place(self.sequence, buffers, seq_dims, keep), self.shared_attention():
             yield
-        assert self._attention is not None
-        self._attention.check()
+        self._attention.check(before)
 
     # one optimizer step
 

@@ -30,6 +30,7 @@ from torch.distributed.tensor.parallel import (
 
 from drivetrain.runtime.errors import ConfigurationError, nearest
 from drivetrain.runtime.nested import recursively_apply
+from drivetrain.strategies.parallel.attention_sharding import let_attention_run_split
 
 Colwise = ColwiseParallel
 Rowwise = RowwiseParallel
@@ -114,6 +115,7 @@ def apply_plan(module: nn.Module, mesh: DeviceMesh, plan: Plan, elsewhere: froze
         ConfigurationError: a pattern matches nothing, a size does not divide, or a tied parameter would be split in
             two ways.
     """
+    let_attention_run_split()
     root, matches = _matches(module, plan)
     _check_sizes(module, matches, mesh.size())
     before = dict(module.named_parameters(remove_duplicate=False))
