@@ -166,8 +166,9 @@ def measure_in_processes(name: str, processes: int, layers: int) -> dict[str, in
 
 def share_of(results: list[dict[str, Any]], result: dict[str, Any]) -> float | None:
     """What one process holds, in terms of what it would with the strategy on one process; None if not measured."""
+    alone = "FSDP" if result["name"] == "TP x FSDP" else result["name"]
     for other in results:
-        if other["name"] == result["name"] and other["processes"] == 1:
+        if other["name"] == alone and other["processes"] == 1:
             return float(result["total"] / other["total"])
     return None
 

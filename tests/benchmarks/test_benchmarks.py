@@ -68,7 +68,7 @@ def count_memory(name: str, processes: int) -> list[dict[str, int]]:
 def test_each_process_holds_its_share_under_fsdp_and_everything_under_ddp() -> None:
     [[alone]] = run_in_processes(count_memory, 1, args=("DDP", 1), timeout=120)
     assert alone["gradients"] == alone["parameters"]
-    assert alone["optimizer"] == 2 * alone["parameters"]
+    assert alone["optimizer"] == pytest.approx(2 * alone["parameters"], rel=1e-3)  # and the numbers of steps
     assert alone["other"] < 0.01 * alone["parameters"]
     for name, share in (("FSDP", 0.5), ("DDP", 1.0)):
         for counts in run_in_processes(count_memory, 2, args=(name, 2), timeout=120)[0]:
