@@ -26,10 +26,10 @@ endif
 export PYTHONPATH := $(CURDIR)$(if $(PYTHONPATH),:$(PYTHONPATH))
 
 .DEFAULT_GOAL := help
-.PHONY: help env demo test test-slow test-crash test-gpu deepspeed-ops lint format types floors docs wheel bench clean
+.PHONY: help env demo test test-slow test-sharded test-crash test-gpu deepspeed-ops lint format types floors docs wheel bench clean
 
 help: ## list these commands
-	@awk 'BEGIN {FS = ":.*## "} /^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
+	@awk 'BEGIN {FS = ":.*## "} /^[a-z-]+:.*## / {printf "  make %-14s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
 
 env: $(DEV_ENV) ## make .venv with everything that development needs
 
@@ -41,6 +41,9 @@ test: $(DEV_ENV) ## the default test lane: no GPU, nothing slow
 
 test-slow: $(DEV_ENV) ## the tests that take longer
 	$(PYTHON) -m pytest -m "slow and not (gpu or tpu or xla or megatron)" $(TESTS)
+
+test-sharded: $(DEV_ENV) ## the tests that divide models: FSDP, DeepSpeed, tensor, context and pipeline parallel
+	$(PYTHON) -m pytest -m "sharded and not (slow or gpu)" $(TESTS)
 
 test-crash: $(DEV_ENV) ## the tests that kill processes and machines over and over
 	$(PYTHON) -m pytest -m "crash and not slow" $(TESTS)

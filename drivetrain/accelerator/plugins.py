@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, fields
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -13,6 +13,9 @@ from torch import nn
 from drivetrain.runtime.errors import ConfigurationError
 from drivetrain.runtime.logging import get_logger
 from drivetrain.strategies import Strategy
+
+if TYPE_CHECKING:
+    from drivetrain.strategies.fsdp import FSDP
 
 logger = get_logger(__name__)
 
@@ -48,7 +51,7 @@ class FullyShardedDataParallelPlugin:
     transformer_cls_names_to_wrap: list[str] | None = None
     min_num_params: int | None = None
 
-    def strategy(self) -> Strategy:
+    def strategy(self) -> FSDP:
         """The strategy that these options mean.
 
         Raises:
@@ -195,7 +198,6 @@ def strategy_of_plugins(
     sharding = FSDP.from_config(fsdp) if isinstance(fsdp, Mapping) else fsdp.strategy()
     if parallelism is None:
         return sharding
-    assert isinstance(sharding, FSDP)
     options = sharding.options
     changed = {one.name: value for one in fields(options) if (value := getattr(options, one.name)) != one.default}
     changed.pop("replicate_size", None)  # that is dp_replicate_size
