@@ -16,6 +16,8 @@ from tests.conformance.language_model import LanguageTask, Run
 from tests.conformance.test_parallel import layers_split
 from tests.pool import run_in_processes
 
+pytestmark = pytest.mark.sharded
+
 RUN = Run(accumulate=2, layers=2)
 SAVED_AFTER = 2  # of four steps
 

@@ -18,9 +18,12 @@ from tests.conformance.harness import LOCAL_ROWS, MAX_NORM, STEPS, Outcome
 from tests.conformance.test_conformance import BF16, BF16_TRUE, FP32, assert_same
 from tests.pool import run_in_processes
 
-pytestmark = pytest.mark.skipif(
-    find_spec("deepspeed") is None, reason="deepspeed is missing: pip install 'drivetrain[deepspeed]'"
-)
+pytestmark = [
+    pytest.mark.sharded,
+    pytest.mark.skipif(
+        find_spec("deepspeed") is None, reason="deepspeed is missing: pip install 'drivetrain[deepspeed]'"
+    ),
+]
 
 TOLERANCES = {"32": FP32, "bf16": BF16, "bf16-true": BF16_TRUE}
 STAGES = (0, 1, 2, 3)

@@ -14,6 +14,8 @@ from tests.conformance.harness import Outcome
 from tests.conformance.language_model import LanguageTask, Run
 from tests.pool import run_in_processes
 
+pytestmark = pytest.mark.sharded
+
 FP32, BF16 = 5e-6, 3e-3
 
 STRATEGIES: dict[str, Any] = {

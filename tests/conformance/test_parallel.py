@@ -16,6 +16,8 @@ from tests.conformance.language_model import Run
 from tests.conformance.test_fsdp import check_rounded
 from tests.pool import run_in_processes
 
+pytestmark = pytest.mark.sharded
+
 TOLERANCES = {"32": 5e-6, "bf16": 3e-3, "bf16-true": 3e-2, "fp16": 3e-3}
 
 

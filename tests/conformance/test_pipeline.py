@@ -14,6 +14,8 @@ from tests.conformance.language_model import Run
 from tests.conformance.test_parallel import TOLERANCES, layers_split
 from tests.pool import run_in_processes
 
+pytestmark = pytest.mark.sharded
+
 SCHEDULES = ("gpipe", "1f1b", "looped_bfs", "interleaved_1f1b", "interleaved_zero_bubble", "zbv_zero_bubble")
 
 Case = tuple[dict[str, Any], Run]

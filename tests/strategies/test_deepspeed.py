@@ -14,9 +14,12 @@ from drivetrain.cli.main import cli
 from tests.launch.launching import launch, write_script
 from tests.pool import run_in_processes
 
-pytestmark = pytest.mark.skipif(
-    find_spec("deepspeed") is None, reason="deepspeed is missing: pip install 'drivetrain[deepspeed]'"
-)
+pytestmark = [
+    pytest.mark.sharded,
+    pytest.mark.skipif(
+        find_spec("deepspeed") is None, reason="deepspeed is missing: pip install 'drivetrain[deepspeed]'"
+    ),
+]
 
 # What sums in another order may differ by.
 EXACT = 2e-6

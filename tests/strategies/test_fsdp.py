@@ -14,6 +14,8 @@ from tests.pool import ProcessesFailed, run_in_processes
 from tests.strategies import fsdp_runs
 from tests.strategies.fsdp_runs import NetTask, loader, quiet_trainer, run_all
 
+pytestmark = pytest.mark.sharded
+
 EXACT = 2e-6
 
 

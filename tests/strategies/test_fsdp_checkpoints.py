@@ -24,6 +24,8 @@ from tests.strategies.fsdp_runs import (
     whole,
 )
 
+pytestmark = pytest.mark.sharded
+
 LAYOUTS: dict[str, tuple[str, int]] = {
     "single": ("single", 1),
     "ddp on 2": ("ddp", 2),

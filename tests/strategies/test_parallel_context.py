@@ -6,6 +6,7 @@ import copy
 import re
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -13,6 +14,8 @@ from torch.nn import functional as F
 from drivetrain import Accelerator, ConfigurationError, Parallel, Task, Trainer, sequence_positions
 from tests.pool import run_in_processes
 from tests.strategies.parallel_models import WIDTH, Attention, made
+
+pytestmark = pytest.mark.sharded
 
 # heads, key heads, length, causal, chunks from both ends, scale
 ATTENTION = [

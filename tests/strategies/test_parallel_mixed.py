@@ -17,6 +17,8 @@ from tests.conformance.test_parallel import layers_split, sequences_split_betwee
 from tests.pool import run_in_processes
 from tests.strategies.fsdp_runs import quiet_trainer
 
+pytestmark = pytest.mark.sharded
+
 SAMPLES = 16
 
 

@@ -6,6 +6,7 @@ import copy
 import re
 from typing import Any
 
+import pytest
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
@@ -14,6 +15,8 @@ from torch.nn import functional as F
 from drivetrain import Accelerator, Colwise, ConfigurationError, Parallel, Rowwise, SequenceParallel
 from tests.pool import run_in_processes
 from tests.strategies.parallel_models import WIDTH, Attention, Block, Tied, heads_split, made
+
+pytestmark = pytest.mark.sharded
 
 TIED_PLAN = {"tokens": Rowwise(input_layouts=Replicate()), "head": Colwise(output_layouts=Replicate())}
 

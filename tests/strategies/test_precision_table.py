@@ -15,6 +15,8 @@ from tests.conformance.language_model import Run
 from tests.conformance.test_parallel import layers_split
 from tests.pool import run_in_processes
 
+pytestmark = pytest.mark.sharded
+
 PAGE = Path(__file__).parents[2] / "docs" / "strategies.md"
 TOLERANCES = {"32": 5e-6, "64": 1e-10, "bf16": 3e-3, "fp16": 3e-3, "bf16-true": 3e-2, "fp16-true": 3e-2}
 
