@@ -5,8 +5,11 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+from torch import Tensor
+
+from drivetrain import checkpoint
 from drivetrain.callbacks import checkpoint_folder as folder
 from drivetrain.callbacks.agreement import decide_on_main_process
 from drivetrain.callbacks.kept_checkpoints import KeptCheckpoints
@@ -69,6 +72,22 @@ class CheckpointWriter:
     def is_idle(self) -> bool:
         """Whether nothing is being written, and no error is left to tell."""
         return self._in_flight is None
+
+    def get_ready(self, trainer: Trainer, weights_only: bool) -> None:
+        """Get memory for the first copy while training goes on. The optimizers have their state by now.
+
+        Args:
+            trainer: the trainer.
+            weights_only: whether nothing but weights will be saved.
+        """
+        if not self._in_background or trainer.model is None:
+            return
+        tensors: list[Any] = [*trainer.model.parameters(), *trainer.model.buffers()]
+        if not weights_only:
+            for optimizer in trainer.optimizers:
+                states = (state for state in optimizer.state.values() if isinstance(state, dict))
+                tensors += (value for state in states for value in state.values())
+        checkpoint.save_queue(trainer.accelerator.state).prepare(one for one in tensors if isinstance(one, Tensor))
 
     def save(self, trainer: Trainer, directory: str, decision: Decision, weights_only: bool) -> None:
         """Write a checkpoint, at once or in the background; `settle` came before.

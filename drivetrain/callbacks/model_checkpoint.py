@@ -158,6 +158,7 @@ class ModelCheckpoint(Callback):
         self._judged = 0  # how many of these came before the last epoch's end
         self._last_step = 0
         self._waits_for_validation = False
+        self._gets_ready = False
         self._timer: StepTimer | None = None
         self._elapsed = 0.0  # seconds of the interval under way, in the run before
 
@@ -285,7 +286,7 @@ class ModelCheckpoint(Callback):
     def on_train_start(self, trainer: Trainer, task: Task) -> None:
         if not self._is_resumed:
             self._last_step = trainer.global_step
-        self._training = self._fitting
+        self._training = self._gets_ready = self._fitting
         self._timer = None
         if self.train_time_interval is not None and self._fitting:
             self._timer = StepTimer(self.train_time_interval.total_seconds(), trainer.global_step, self._elapsed)
@@ -293,6 +294,9 @@ class ModelCheckpoint(Callback):
     def on_train_batch_end(self, trainer: Trainer, task: Task, outputs: Any, batch: Any, batch_idx: int) -> None:
         if not self._writer.is_idle:
             self._writer.poll(trainer)
+        if self._gets_ready and trainer.global_step > self._last_step:
+            self._gets_ready = False
+            self._writer.get_ready(trainer, self.save_weights_only)
         if not self.every_n_train_steps and self._timer is None:
             return
         step = trainer.global_step

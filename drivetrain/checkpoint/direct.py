@@ -18,7 +18,7 @@ import numpy as np
 BLOCK = 4 << 20
 """Bytes that are written or read past the cache at once."""
 
-_HUGE = 2 << 20
+HUGE_PAGE = 2 << 20
 _ALIGNMENT = 4096  # of memory, offset and length; some devices would take less
 _O_DIRECT: int = getattr(os, "O_DIRECT", 0)
 _KNOWN = sys.platform == "linux" and _O_DIRECT != 0
@@ -31,14 +31,32 @@ def aligned_block() -> memoryview:
     In huge pages, since a device takes only so many pieces of memory at once: that made a disk three times as fast. A
     child gets none of it: a fork in the midst of a transfer could part the memory from the transfer, open(2).
     """
-    if not _KNOWN:
-        return memoryview(bytearray(BLOCK))
-    memory = mmap.mmap(-1, BLOCK + _HUGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    return huge_memory(BLOCK)
+
+
+def huge_memory(size: int) -> memoryview:
+    """Memory in huge pages that no child gets; ordinary memory where there are none. It comes as it is touched."""
+    if sys.platform != "linux":
+        return memoryview(bytearray(size))
+    memory = mmap.mmap(-1, size + HUGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     memory.madvise(mmap.MADV_DONTFORK)
     with contextlib.suppress(OSError):  # a kernel without them
         memory.madvise(mmap.MADV_HUGEPAGE)
-    start = -_address(memory) % _HUGE
-    return memoryview(memory)[start : start + BLOCK]
+    start = -address_of(memory) % HUGE_PAGE
+    return memoryview(memory)[start : start + size]
+
+
+def ask_for_huge_pages(start: int, size: int) -> None:
+    """Let memory that is about to be filled come in huge pages where it can: the others take longer than reading does.
+
+    Args:
+        start: its address.
+        size: bytes.
+    """
+    begin, end = -(-start // mmap.PAGESIZE) * mmap.PAGESIZE, (start + size) // mmap.PAGESIZE * mmap.PAGESIZE
+    if sys.platform == "linux" and end - begin >= 2 * HUGE_PAGE:
+        # It is a hint: what comes back does not matter.
+        ctypes.CDLL(None).madvise(ctypes.c_void_p(begin), ctypes.c_size_t(end - begin), mmap.MADV_HUGEPAGE)
 
 
 def copy_bytes(target: memoryview, source: memoryview) -> None:
@@ -46,7 +64,8 @@ def copy_bytes(target: memoryview, source: memoryview) -> None:
     np.copyto(np.frombuffer(target, np.uint8), np.frombuffer(source, np.uint8))
 
 
-def _address(data: memoryview | mmap.mmap) -> int:
+def address_of(data: memoryview | mmap.mmap) -> int:
+    """Where a buffer begins."""
     return int(np.frombuffer(data, np.uint8).__array_interface__["data"][0])
 
 
@@ -61,7 +80,7 @@ class DirectSwitch:
     def fit(self, data: memoryview, position: int) -> memoryview:
         """Set the file up for transferring `data` at a position; returns how much of it to transfer first."""
         length = len(data) // _ALIGNMENT * _ALIGNMENT
-        fits = self._possible and length > 0 and position % _ALIGNMENT == 0 and _address(data) % _ALIGNMENT == 0
+        fits = self._possible and length > 0 and position % _ALIGNMENT == 0 and address_of(data) % _ALIGNMENT == 0
         self._turn(fits)
         return data[:length] if self.on else data
 
@@ -165,7 +184,7 @@ def _cached_blocks(descriptor: int) -> list[bool]:
         return everything
     with mapped:
         known: int = ctypes.CDLL(None).mincore(
-            ctypes.c_void_p(_address(mapped)), ctypes.c_size_t(size), ctypes.c_void_p(pages.ctypes.data)
+            ctypes.c_void_p(address_of(mapped)), ctypes.c_size_t(size), ctypes.c_void_p(pages.ctypes.data)
         )
     if known != 0:
         return everything

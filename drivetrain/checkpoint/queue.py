@@ -6,11 +6,15 @@ import atexit
 import os
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from drivetrain.checkpoint.division import Division
 from drivetrain.checkpoint.save import Save
-from drivetrain.checkpoint.staging import StagingBuffer
+from drivetrain.checkpoint.staging import ALIGNMENT, StagingBuffer
 from drivetrain.checkpoint.storage import Storage
 from drivetrain.runtime.logging import get_logger
 from drivetrain.runtime.state import PartialState
@@ -18,6 +22,7 @@ from drivetrain.runtime.state import PartialState
 logger = get_logger(__name__)
 
 _SHARED_NAME = "save_queue"
+_SMALL_STATES = 64 << 20  # of generators, metrics and the like; what is not used of it is never touched
 
 
 class PendingSave:
@@ -110,6 +115,7 @@ class SaveQueue:
     def __init__(self, state: PartialState) -> None:
         self._state = state
         self._buffer = StagingBuffer()
+        self._division: Division | None = None
         self._running: PendingSave | None = None
         self.failed: PendingSave | None = None
         state.before_leaving(self._wait_quietly)
@@ -155,7 +161,8 @@ class SaveQueue:
             CheckpointError: it cannot be written, or the one before could not be; raised on all processes.
         """
         self.finish()
-        save = Save(directory, shared, own, self._state, step, storage, extra)
+        save = Save(directory, shared, own, self._state, step, storage, extra, self._division)
+        self._division = save.division
         pending = PendingSave(save.directory)
         if block:
             save.run()
@@ -166,6 +173,22 @@ class SaveQueue:
         # Not a daemon: the interpreter waits for it at the end. Not a process: a spawned one imports the script again.
         threading.Thread(target=self._work, args=(save, pending), name="drivetrain-save").start()
         return pending
+
+    def prepare(self, tensors: Iterable[Tensor]) -> None:
+        """Get memory for the first save in the background while training goes on; without, that save waits for it.
+
+        Args:
+            tensors: what is large of what will be saved: all parameters and the state of their optimizers.
+        """
+        likely = limit = 0
+        for tensor in tensors:
+            if isinstance(tensor, DTensor):
+                tensor = tensor.to_local()
+                likely += tensor.numel() * tensor.itemsize
+            else:
+                likely += tensor.numel() * tensor.itemsize // self._state.num_processes
+            limit += tensor.numel() * tensor.itemsize + ALIGNMENT
+        self._buffer.prepare(likely, limit + _SMALL_STATES, self._state.kind)
 
     @property
     def has_lost(self) -> bool:
@@ -190,7 +213,7 @@ class SaveQueue:
     def release(self) -> None:
         """Wait for the save in flight and give the memory for copies back."""
         self._wait_quietly()
-        self._buffer = StagingBuffer()
+        self._buffer.release()
 
     def _work(self, save: Save, pending: PendingSave) -> None:
         error: BaseException | None = None

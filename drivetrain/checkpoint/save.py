@@ -5,13 +5,13 @@ from __future__ import annotations
 import os
 import time
 import uuid
+from collections.abc import Hashable
 from dataclasses import dataclass
 from typing import Any
 
-from torch.distributed.checkpoint.metadata import Metadata
-from torch.distributed.checkpoint.planner import SavePlan
 from torch.distributed.checkpoint.storage import WriteResult
 
+from drivetrain.checkpoint.division import Division, check_values, divide, outline_of
 from drivetrain.checkpoint.manifest import WRITER_FILE, Manifest, encoded
 from drivetrain.checkpoint.peers import Failure, Peers
 from drivetrain.checkpoint.shards import FOLDER, SafetensorsWriter, SnapshotPlanner
@@ -53,6 +53,10 @@ class Save:
         step: the optimizer step, for the manifest.
         storage: where to; found from `directory` if None.
         extra: a local directory whose content becomes part of the checkpoint, and which goes; from `extra_place`.
+        known: the `division` of an earlier save, to be used again where the tensors are of the same shapes.
+
+    Attributes:
+        division: who writes which tensor.
 
     Raises:
         CheckpointError: on any process the state holds something that cannot be saved; raised on all.
@@ -67,6 +71,7 @@ class Save:
         step: int | None = None,
         storage: Storage | None = None,
         extra: str | None = None,
+        known: Division | None = None,
     ) -> None:
         self._state = state
         self._extra = extra
@@ -74,12 +79,17 @@ class Save:
         self._staging_failure: Failure | None = None
         self.step = step
         self.planner = SnapshotPlanner()
-        self._metadata: Metadata | None = None
         self.directory = os.fspath(directory)
-        prepared = self._peers.attempt(lambda: self._prepare(shared, own, storage))
-        self._plan = self._divide(prepared)
+        self._held_by_peers: list[str] = []
+        outline = self._peers.attempt(lambda: self._prepare(shared, own, storage))
+        division, self._token = divide(self._peers, self.planner, outline, self._held_by_peers, known)
+        if isinstance(division, Failure):
+            if self._extra is not None and self._peers.is_main:
+                LocalStorage().discard(self._extra)
+            self._peers.fail(division, f"The checkpoint {self.directory} was not written")
+        self.division = division
 
-    def _prepare(self, shared: Any, own: Any, storage: Storage | None) -> SavePlan:
+    def _prepare(self, shared: Any, own: Any, storage: Storage | None) -> Hashable:
         """Take the trees apart and say which tensors there are here."""
         found, self.directory = storage_of(self.directory)
         self._storage = storage or found
@@ -91,36 +101,14 @@ class Save:
         self._own, own_tensors = pack(own, f"process/{self._peers.rank}")
         self._held_by_peers = [key for key, tensor in tensors.items() if tensor.is_meta]
         tensors = {key: tensor for key, tensor in tensors.items() if not tensor.is_meta}
-        _check_values([key for key, tensor in own_tensors.items() if tensor.is_meta])
-        self.planner.set_up_planner({**tensors, **own_tensors}, is_coordinator=self._peers.is_main)
-        return self.planner.create_local_plan()
-
-    def _divide(self, prepared: SavePlan | Failure) -> SavePlan:
-        """Let rank 0 decide who writes what: a tensor that all have is written once."""
-        plans = self._peers.gather(prepared)
-        shares: list[Any] | None = None
-        if plans is not None:
-            failed = next((plan for plan in plans if isinstance(plan, Failure)), None)
-            divided = self._peers.attempt(lambda: self._divided(plans)) if failed is None else failed
-            shares = divided if isinstance(divided, list) else [divided] * self._peers.size
-        share = self._peers.scatter(shares)
-        if isinstance(share, Failure):
-            if self._extra is not None and self._peers.is_main:
-                LocalStorage().discard(self._extra)
-            self._peers.fail(share, f"The checkpoint {self.directory} was not written")
-        plan, self._token = share
-        return self.planner.finish_plan(plan)
-
-    def _divided(self, plans: list[SavePlan]) -> list[Any]:
-        shares, self._metadata = self.planner.create_global_plan(plans)
-        known = self._metadata.state_dict_metadata
-        _check_values([key for key in self._held_by_peers if key not in known])
-        token = uuid.uuid4().hex[:12]
-        return [(share, token) for share in shares]
+        check_values([key for key, tensor in own_tensors.items() if tensor.is_meta])
+        tensors |= own_tensors
+        self.planner.set_up_planner(tensors, is_coordinator=self._peers.is_main)
+        return outline_of(tensors, self._held_by_peers)
 
     def stage(self, buffer: StagingBuffer) -> None:
         """Copy what this process writes, so that training may go on. A failure is told by `run`."""
-        sources = {item.index: self.planner.resolve_data(item) for item in self._plan.items}
+        sources = {item.index: self.planner.resolve_data(item) for item in self.division.plan.items}
         copied = self._peers.attempt(lambda: buffer.copy(sources, self._state.kind))
         if isinstance(copied, Failure):
             self._staging_failure = copied
@@ -167,14 +155,14 @@ class Save:
         name = process_file(self._peers.rank)
         files[name] = self._write_json(place, name, self._own)
         writer = SafetensorsWriter(self._storage, place, self._peers.rank)
-        results = writer.write_data(self._plan, self.planner).wait()
+        results = writer.write_data(self.division.plan, self.planner).wait()
         self._storage.touch(self._storage.join(place, WRITER_FILE))
         return _Written({**files, **writer.files}, results)
 
     def _publish(self, place: str, written: list[_Written]) -> None:
-        assert self._metadata is not None
+        assert self.division.metadata is not None
         writer = SafetensorsWriter(self._storage, place, self._peers.rank)
-        writer.finish(self._metadata, [one.results for one in written])
+        writer.finish(self.division.metadata, [one.results for one in written])
         files = dict(writer.files)
         for one in written:
             files.update(one.files)
@@ -209,14 +197,6 @@ class Save:
 
     def _write_json(self, place: str, name: str, content: Any) -> FileDigest:
         return write_file(self._storage.create(self._storage.join(place, name)), [memoryview(encoded(content))])
-
-
-def _check_values(keys: list[str]) -> None:
-    """Raise where tensors have no values on any process."""
-    if keys:
-        raise CheckpointError(
-            f"{', '.join(keys[:8])} is on the meta device and has no values yet. Materialise the model first."
-        )
 
 
 def extra_place(directory: str | os.PathLike[str], state: PartialState) -> str:

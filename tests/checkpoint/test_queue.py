@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from drivetrain import Accelerator, CheckpointError
+from drivetrain import Accelerator, Callback, CheckpointError, ModelCheckpoint, Task, Trainer
 from drivetrain.checkpoint import load_run_state, save_queue, save_run_state
 from drivetrain.runtime.state import PartialState
 from tests.checkpoint.states import (
@@ -170,6 +170,73 @@ def test_the_copy_is_made_into_the_same_memory_each_time(tmp_path: Path) -> None
     assert size <= queue.staging_bytes <= 1.01 * size
     queue.release()
     assert queue.staging_bytes == 0
+
+
+@pytest.mark.parametrize("known", ["all of it", "a part of it", "more than there is"])
+def test_memory_for_the_first_copy_can_be_made_ready(known: str, tmp_path: Path) -> None:
+    queue = save_queue(alone())
+    queue.release()
+    state = {"weights": [torch.randn(4000, 2000) for _ in range(4)]}
+    tensors = {
+        "all of it": state["weights"],
+        "a part of it": state["weights"][:1],
+        "more than there is": 2 * state["weights"],
+    }
+    queue.prepare(tensors[known])
+    prepared = queue._buffer._preparation
+    assert prepared is not None
+    address = prepared._memory.data_ptr()
+    save_run_state(tmp_path / "one", state, {}, alone(), block=False).wait(60)
+    assert queue._buffer._memory is not None
+    assert (queue._buffer._memory.data_ptr() == address) == (known != "a part of it")
+    assert_same(load_run_state(tmp_path / "one", alone())[0], state)
+    queue.prepare(state["weights"])  # it is there
+    assert queue._buffer._preparation is None
+    queue.release()
+
+
+class Wide(Task):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = torch.nn.Linear(1000, 1000)
+
+    def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
+        return self.layer(batch).sum()
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(self.parameters())
+
+
+@pytest.mark.parametrize("in_background", [True, False])
+def test_a_model_checkpoint_has_it_made_ready_after_the_first_step(in_background: bool, tmp_path: Path) -> None:
+    queue = save_queue(alone())
+    queue.release()
+    seen: dict[int, int] = {}
+
+    class Watch(Callback):
+        def on_train_batch_start(self, trainer: Trainer, task: Task, batch: Any, batch_idx: int) -> None:
+            prepared = save_queue(trainer.accelerator.state)._buffer._preparation
+            seen[trainer.global_step] = 0 if prepared is None else prepared._memory.data_ptr()
+
+    checkpoint = ModelCheckpoint(tmp_path, every_n_train_steps=3, async_save=in_background)
+    trainer = Trainer(
+        accelerator="cpu",
+        max_steps=3,
+        callbacks=[checkpoint, Watch()],
+        logger=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    trainer.fit(Wide(), [torch.ones(1, 1000)] * 3)
+    state = 3 * 4 * 1001 * 1000
+    assert seen[0] == 0
+    if not in_background:
+        assert set(seen.values()) == {0}
+    else:
+        buffer = save_queue(trainer.accelerator.state)._buffer
+        assert buffer._memory is not None
+        assert seen[1] == seen[2] == buffer._memory.data_ptr()
+        assert state <= buffer.nbytes <= 1.01 * state
 
 
 def test_what_is_to_happen_afterwards_happens_also_after_an_error(
