@@ -46,19 +46,6 @@ def huge_memory(size: int) -> memoryview:
     return memoryview(memory)[start : start + size]
 
 
-def ask_for_huge_pages(start: int, size: int) -> None:
-    """Let memory that is about to be filled come in huge pages where it can: the others take longer than reading does.
-
-    Args:
-        start: its address.
-        size: bytes.
-    """
-    begin, end = -(-start // mmap.PAGESIZE) * mmap.PAGESIZE, (start + size) // mmap.PAGESIZE * mmap.PAGESIZE
-    if sys.platform == "linux" and end - begin >= 2 * HUGE_PAGE:
-        # It is a hint: what comes back does not matter.
-        ctypes.CDLL(None).madvise(ctypes.c_void_p(begin), ctypes.c_size_t(end - begin), mmap.MADV_HUGEPAGE)
-
-
 def copy_bytes(target: memoryview, source: memoryview) -> None:
     """Copy between buffers of one length, without the GIL."""
     np.copyto(np.frombuffer(target, np.uint8), np.frombuffer(source, np.uint8))

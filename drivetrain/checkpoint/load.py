@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 
-from drivetrain.checkpoint.direct import ask_for_huge_pages
 from drivetrain.checkpoint.manifest import Manifest, decoded, read_manifest, verified_bytes
 from drivetrain.checkpoint.peers import Failure, Peers
 from drivetrain.checkpoint.save import SHARED_FILE, process_file
@@ -155,7 +154,7 @@ class Checkpoint:
             one = described[key]
             target = targets.get(key)
             fits = target is not None and target.shape == one.size
-            tensors[key] = target if target is not None and fits else _new_tensor(one.size, one.properties.dtype)
+            tensors[key] = target if target is not None and fits else torch.empty(one.size, dtype=one.properties.dtype)
         # One on the meta device stands for what a peer holds, and reads.
         self._read({key: tensor for key, tensor in tensors.items() if not tensor.is_meta})
         return unpack(packed, tensors.__getitem__)
@@ -188,13 +187,6 @@ class Checkpoint:
                 if key in described and described[key].size != target.shape
             ],
         )
-
-
-def _new_tensor(size: torch.Size, dtype: torch.dtype) -> Tensor:
-    """One to be filled."""
-    tensor = torch.empty(size, dtype=dtype)
-    ask_for_huge_pages(tensor.data_ptr(), tensor.numel() * tensor.itemsize)
-    return tensor
 
 
 def load_run_state(
