@@ -21,7 +21,7 @@ import sys
 import tempfile
 import threading
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from time import perf_counter
 from typing import Any
@@ -104,12 +104,19 @@ def forget(path: Path) -> None:
         os.close(descriptor)
 
 
-def read_bytes(path: Path) -> None:
-    """Read files into new memory and keep all of it, which is the least that loading can do."""
+def read_bytes(path: Path, keep: bool) -> None:
+    """Read files into new memory.
+
+    Args:
+        path: a file, or a directory of them.
+        keep: whether to keep all of it, which is the least that loading can do; else each file's memory is free before
+            the next one, and may be used again, which is faster.
+    """
     kept = []
     for one in files_of(path):
         target = memoryview(torch.empty(one.stat().st_size, dtype=torch.uint8).numpy())
-        kept.append(target)
+        if keep:
+            kept.append(target)
         with open(one, "rb", buffering=0) as file:
             done = 0
             while done < len(target):
@@ -128,7 +135,7 @@ def remove(path: Path) -> None:
 
 # contenders: each gives (state for torch.save, {variant: (start, wait until written, load)})
 
-Variant = tuple[Callable[[Path], Any], Callable[[Any], None], Callable[[Path], Any]]
+Variant = tuple[Callable[[Path], Any], Callable[[Any], None], Callable[[Path], Any] | None]
 
 
 def written_already(started: Any) -> None:
@@ -234,6 +241,8 @@ def measure(name: str, params: int, rounds: int, folder: Path, kind: str | None)
         for variant, contender in variants.items():
             for prefix, one in (("base_", base), ("", contender)):
                 for key, value in measure_once(one, folder / f"saved.{name}").items():
+                    if number < 0 and key == "blocked":
+                        results[variant][prefix + "first_blocked"] = [value]
                     if number >= 0 or key == "memory":  # what is kept from the first save on counts too
                         results[variant].setdefault(prefix + key, []).append(value)
             print(f"\r{variant}: round {number + 1} of {rounds} ", end="", file=sys.stderr, flush=True)
@@ -243,11 +252,7 @@ def measure(name: str, params: int, rounds: int, folder: Path, kind: str | None)
 
 
 def with_torch_save(state: Callable[[], Any]) -> Variant:
-    return (
-        lambda path: torch.save(state(), path),
-        written_already,
-        lambda path: torch.load(path, weights_only=True),
-    )
+    return (lambda path: torch.save(state(), path), written_already, None)
 
 
 def measure_once(variant: Variant, path: Path) -> dict[str, float]:
@@ -264,16 +269,27 @@ def measure_once(variant: Variant, path: Path) -> dict[str, float]:
         result["durable"] = perf_counter() - start
     result["memory"] = memory["peak"]
     result["bytes"] = sum(one.stat().st_size for one in files_of(path))
+    if load is not None:
+        result |= measure_loading(load, path)
+    remove(path)
+    return result
+
+
+def measure_loading(load: Callable[[Path], Any], path: Path) -> dict[str, float]:
+    works = {
+        "keep": lambda: read_bytes(path, keep=True),
+        "free": lambda: read_bytes(path, keep=False),
+        "load": lambda: load(path),
+    }
+    works["keep"]()  # a virtual machine may have to ask its host for memory that was not used for a while
+    result: dict[str, float] = {}
     for kind in ("cold", "warm"):
-        # The reading is timed before and after, since the speed of a disk changes.
-        times = []
-        for work in (lambda: read_bytes(path), lambda: load(path), lambda: read_bytes(path)):
+        times: dict[str, list[float]] = {name: [] for name in works}
+        for name in ("keep", "load", "keep", "free"):  # before and after, since the speed of a disk changes
             if kind == "cold":
                 forget(path)
-            times.append(timed(work))
-        result[f"load_{kind}"] = times[1]
-        result[f"read_{kind}"] = (times[0] + times[2]) / 2
-    remove(path)
+            times[name].append(timed(works[name]))
+        result |= {f"{name}_{kind}": statistics.mean(values) for name, values in times.items()}
     return result
 
 
@@ -296,31 +312,46 @@ def ratio(one: dict[str, Any], key: str, other: str) -> float:
 def show(results: list[dict[str, Any]]) -> None:
     columns = (
         "blocked s",
+        "the first",
         "of torch.save",
         "durable s",
         "of it + fsync",
         "GB",
         "memory",
-        "load s",
-        "of reading",
-        "of it, warm",
     )
-    print(f"{'':<38}" + "".join(f"{column:>15}" for column in columns))
+    rows = []
     for one in results:
         for prefix, name in (("base_", "  torch.save + fsync, beside it"), ("", one["name"])):
             median = {key: statistics.median(one[prefix + key]) for key in ("blocked", "durable", "bytes")}
             cells = (
                 f"{median['blocked']:.2f}",
+                f"{one[prefix + 'first_blocked'][0]:.2f}",
                 f"{ratio(one, prefix + 'blocked', 'base_blocked'):.0%}",
                 f"{median['durable']:.2f}",
                 f"{ratio(one, prefix + 'durable', 'base_durable'):.2f}x",
                 f"{median['bytes'] / 1e9:.3f}",
                 f"{max(one[prefix + 'memory']) / one['state']:.2f}x",
-                f"{statistics.median(one[prefix + 'load_cold']):.2f}",
-                f"{ratio(one, prefix + 'load_cold', prefix + 'read_cold'):.2f}x",
-                f"{ratio(one, prefix + 'load_warm', prefix + 'read_warm'):.2f}x",
             )
-            print(f"{name:<38}" + "".join(f"{cell:>15}" for cell in cells))
+            rows.append((name, cells))
+    show_table("saving", columns, rows)
+    columns, rows = ("s", "of keeping", "of freeing", "s, warm", "of keeping", "of freeing"), []
+    for one in results:
+        cells = ()
+        for kind in ("cold", "warm"):
+            load = f"load_{kind}"
+            cells += (
+                f"{statistics.median(one[load]):.2f}",
+                f"{ratio(one, load, f'keep_{kind}'):.2f}x",
+                f"{ratio(one, load, f'free_{kind}'):.2f}x",
+            )
+        rows.append((one["name"], cells))
+    show_table("loading", columns, rows)
+
+
+def show_table(title: str, columns: Sequence[str], rows: Sequence[tuple[str, Sequence[str]]]) -> None:
+    print(f"\n{title:<38}" + "".join(f"{column:>15}" for column in columns))
+    for name, cells in rows:
+        print(f"{name:<38}" + "".join(f"{cell:>15}" for cell in cells))
 
 
 @click.command()
@@ -346,6 +377,9 @@ def main(
         warnings.filterwarnings("ignore")
         print(json.dumps(measure(contender, int(params), rounds, folder, kind)))
         return
+    load = os.getloadavg()[0]
+    if load > 1:
+        print(f"Other work keeps this machine busy (load {load:.1f}): the figures will be too high and uneven.")
     results = []
     for name in only or CONTENDERS:
         if importlib.util.find_spec(name) is None:
@@ -357,10 +391,15 @@ def main(
             command += [] if kind is None else ["--kind", kind]
             results += json.loads(subprocess.run(command, stdout=subprocess.PIPE, check=True).stdout.splitlines()[-1])
     versions = {name: version_of(name) for name in ("drivetrain", "torch", "accelerate", "lightning")}
-    print(f"\n{params:.3g} parameters, {rounds} rounds. " + ", ".join(f"{k} {v}" for k, v in versions.items()))
+    print(
+        f"\n{params:.3g} parameters, {rounds} rounds, load {load:.1f} at the start. "
+        + ", ".join(f"{k} {v}" for k, v in versions.items())
+    )
     show(results)
     if json_path is not None:
-        json_path.write_text(json.dumps({"params": params, "versions": versions, "results": results}, indent=1))
+        json_path.write_text(
+            json.dumps({"params": params, "load": load, "versions": versions, "results": results}, indent=1)
+        )
 
 
 if __name__ == "__main__":
