@@ -65,6 +65,7 @@ def count_memory(name: str, processes: int) -> list[dict[str, int]]:
     return measure(name, processes, layers=1)
 
 
+@pytest.mark.slow
 def test_each_process_holds_its_share_under_fsdp_and_everything_under_ddp() -> None:
     [[alone]] = run_in_processes(count_memory, 1, args=("DDP", 1), timeout=120)
     assert alone["gradients"] == alone["parameters"]
