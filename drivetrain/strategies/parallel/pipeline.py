@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils import _pytree as pytree
 
-from drivetrain.runtime.errors import ConfigurationError
+from drivetrain.runtime.errors import ConfigurationError, nearest
 from drivetrain.runtime.nested import send_to_device
 from drivetrain.runtime.seeds import isolated_random_state, sample_seed, seed_all_generators
 from drivetrain.strategies.base import StateDict, StepModule
@@ -72,7 +72,14 @@ class Pipeline:
         place: Mapping[str, int] | None = None,
         schedule: str = "1f1b",
         stages_per_rank: int | None = None,
+        **unknown: Any,
     ) -> None:
+        allowed = ("module", "split", "place", "schedule", "stages_per_rank")
+        for name in unknown:
+            raise ConfigurationError(
+                f"A pipeline has no option pp_{name}. Allowed: {', '.join(f'pp_{known}' for known in allowed)}."
+                f"{nearest(f'pp_{name}', [f'pp_{known}' for known in allowed])}"
+            )
         if isinstance(split, str) and split != "auto":
             raise ConfigurationError(f"pp_split must be 'auto' or a list of module names, got {split!r}.")
         self._strategy = strategy

@@ -131,7 +131,7 @@ class StageModule(nn.Module):
         module = self._whole.module
         try:
             with self._context(), self._routed(call.plan, received):
-                output = module._call_impl(*inputs[0], **inputs[1])
+                output = module._call_impl(*inputs[0], **inputs[1])  # type: ignore[no-untyped-call]
         except _Reached as reached:
             return reached.handed_over
         if not self.is_last:
@@ -160,7 +160,8 @@ class StageModule(nn.Module):
             for module, key in self._absent:
                 absent = module._parameters[key]
                 if absent is not None:
-                    module._parameters[key] = _zeros(tuple(absent.shape), absent.dtype, self._device)
+                    stand_in = _zeros(tuple(absent.shape), absent.dtype, self._device)
+                    module._parameters[key] = nn.Parameter(stand_in, requires_grad=False)
             for name, outputs in plan.stand_ins[self.stage].items():
                 replace(parts[name], self._stand_in(name, outputs))
             if self.stage:

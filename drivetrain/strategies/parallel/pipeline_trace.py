@@ -6,6 +6,7 @@ import copy
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from types import FrameType
 from typing import Any
 
 import torch
@@ -153,10 +154,10 @@ class _Trace(TorchDispatchMode):
     """Follows what was computed from which stage's parameters."""
 
     def __init__(self, name: str, layout: StageLayout, owner_of: dict[int, tuple[int, str]]) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._name, self._layout, self._owner_of = name, layout, owner_of
         self._stage = 0
-        self._made_in = WeakTensorKeyDictionary()  # type: ignore[no-untyped-call]
+        self._made_in = WeakTensorKeyDictionary()
         self._open: list[str] = []
         self.plan = Plan(stand_ins={stage: {} for stage in range(layout.count)})
 
@@ -282,11 +283,11 @@ def _is_written(argument: Any) -> bool:
 
 def _is_checkpointed() -> bool:
     """Whether a function is being run by `torch.utils.checkpoint`."""
-    frame = sys._getframe(1)
+    frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         if frame.f_code.co_filename == checkpointing.__file__:
             return True
-        frame = frame.f_back  # type: ignore[assignment]
+        frame = frame.f_back
     return False
 
 

@@ -1,0 +1,359 @@
+"""Training, checkpoints and refusals of models whose layers are spread over processes."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.data import DataLoader, TensorDataset
+
+from drivetrain import Accelerator, Callback, ConfigurationError, Parallel, Task, Trainer
+from tests.pool import ProcessesFailed, run_in_processes
+
+pytestmark = pytest.mark.sharded
+
+WIDTH, CLASSES, ROWS = 6, 3, 8
+
+
+class Net(nn.Module):
+    """Blocks between an embedding and a head, with running statistics, and a buffer that all stages use."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(11, WIDTH)
+        self.register_buffer("scale", torch.tensor([2.0]))
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Linear(WIDTH, WIDTH, bias=False), nn.BatchNorm1d(WIDTH), nn.GELU()) for _ in range(4)
+        )
+        self.head = nn.Linear(WIDTH, CLASSES)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.tokens(tokens).mean(1) * self.scale
+        for block in self.blocks:
+            x = block(x) * self.scale
+        return self.head(x)
+
+
+class NetTask(Task):
+    def __init__(self, frozen: bool = False) -> None:
+        super().__init__()
+        torch.manual_seed(5)
+        self.net = Net()
+        if frozen:
+            self.net.tokens.requires_grad_(False)
+            self.net.blocks[0].requires_grad_(False)
+            self.net.blocks[3].requires_grad_(False)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor | None:
+        loss = F.cross_entropy(self.net(batch[0]), batch[1])
+        self.log("loss", loss, on_step=True, on_epoch=True)
+        return loss
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("validation", F.cross_entropy(self.net(batch[0]), batch[1]))
+
+    def test_step(self, batch: Any, batch_idx: int) -> None:
+        self.validation_step(batch, batch_idx)
+
+    def predict_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return self.net(batch[0])
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        early = [p for name, p in self.net.named_parameters() if not name.startswith("head") and p.requires_grad]
+        groups = [{"params": early, "lr": 1e-2}, {"params": list(self.net.head.parameters()), "lr": 3e-2}]
+        # With the usual eps of 1e-8 a gradient of that size, which is rounding, moves its parameter by all of lr.
+        return torch.optim.AdamW(groups, eps=1e-4)
+
+
+def loader(rows: int = ROWS, batches: int = 4) -> DataLoader[Any]:
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randint(0, 11, (batches * ROWS, 5), generator=generator)
+    return DataLoader(TensorDataset(x, torch.randint(0, CLASSES, (len(x),), generator=generator)), batch_size=rows)
+
+
+def quiet_trainer(strategy: Any, **options: Any) -> Trainer:
+    return Trainer(
+        accelerator="cpu",
+        strategy=strategy,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        **{"max_epochs": 1, "accumulate_grad_batches": 2, "gradient_clip_val": 0.5, **options},
+    )
+
+
+def plain(epochs: int = 1, frozen: bool = False) -> dict[str, Tensor]:
+    """The same in one process of plain torch."""
+    task = NetTask(frozen)
+    optimizer = task.configure_optimizers()
+    for _ in range(epochs):
+        for index, (x, y) in enumerate(loader()):
+            (F.cross_entropy(task.net(x), y) / 2).backward()
+            if index % 2:
+                nn.utils.clip_grad_norm_(task.parameters(), 0.5)
+                optimizer.step()
+                optimizer.zero_grad()
+    return {name: value.detach().clone() for name, value in task.state_dict().items()}
+
+
+def gap(one: dict[str, Tensor], other: dict[str, Tensor]) -> float:
+    assert one.keys() == other.keys(), set(one) ^ set(other)
+    return max(float((one[name].double() - other[name].double()).abs().max()) for name in one)
+
+
+# what each process does in one call of the pool, and what is expected of it
+
+
+def trains() -> dict[str, Any]:
+    """Fit, validate, test and predict, the last three also with another trainer and strategy."""
+    torch.set_num_threads(1)
+    found: dict[str, Any] = {}
+    task = NetTask()
+    trainer = quiet_trainer(Parallel(pp=2))
+    trainer.fit(task, loader(), loader(5))
+    whole = trainer.strategy.full_state_dict(trainer.model)
+    found["gap"] = gap(whole, plain()) if trainer.global_rank == 0 else len(whole)
+    found["logged"] = sorted(trainer.callback_metrics)
+    found["loss"] = float(trainer.callback_metrics["loss"])
+    found["held"] = sorted(name for name, p in task.named_parameters() if not p.is_meta)
+    found["groups"] = [len(group["params"]) for group in trainer.optimizers[0].param_groups]
+    state = trainer.strategy.optimizer_state(trainer.model, trainer.optimizers[0])
+    found["names in state"] = list(state["state"]) == [name for name, _ in task.named_parameters()]
+    found["names in groups"] = [len(group["params"]) for group in state["param_groups"]]
+    found["validation"] = float(trainer.callback_metrics["validation"])
+    again = quiet_trainer(Parallel(pp=2))
+    found["again"] = again.validate(task, loader(5), verbose=False)[0]["validation"]
+    found["test"] = again.test(task, loader(5), verbose=False)[0]["validation"]
+    found["predictions"] = torch.cat(again.predict(task, loader(5)))
+    found["copy"] = len(copy.deepcopy(task).state_dict())
+    return found
+
+
+def test_losses_metrics_and_predictions_reach_every_process():
+    first, last = run_in_processes(trains, 2, timeout=60)
+    assert first["gap"] < 5e-6
+    assert last["gap"] == 0
+    task = NetTask()
+    task.load_state_dict(plain())
+    task.eval()
+    x, y = loader().dataset.tensors
+    with torch.no_grad():
+        logits = task.net(x)
+    for found in (first, last):
+        assert {"loss", "loss_epoch", "loss_step", "validation"} <= set(found["logged"])
+        assert found["loss"] == first["loss"]
+        for name in ("validation", "again", "test"):
+            assert found[name] == pytest.approx(float(F.cross_entropy(logits, y)), abs=5e-6), name
+        torch.testing.assert_close(found["predictions"], logits, atol=5e-6, rtol=5e-6)
+        assert found["names in state"]
+        assert found["names in groups"] == [13, 2]
+        assert found["copy"] == len(task.state_dict())
+    assert set(first["held"]) | set(last["held"]) == {name for name, _ in task.named_parameters()}
+    assert not set(first["held"]) & set(last["held"])
+    assert (first["groups"], last["groups"]) == ([7, 0], [6, 2])
+
+
+class Weighs(NetTask):
+    """Draws a number before the model is called, which all stages must agree on, and leaves a batch out."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor | None:
+        shift = int(torch.randint(0, 5, ()))
+        tokens = (batch[0] + shift) % 11
+        logits = self.net(tokens)
+        return None if batch_idx == 1 else F.cross_entropy(logits, batch[1])
+
+
+def varies() -> dict[str, Any]:
+    torch.set_num_threads(1)
+    found: dict[str, Any] = {}
+    for schedule in ("1f1b", "interleaved_zero_bubble"):
+        trainer = quiet_trainer(Parallel(pp=2, pp_schedule=schedule))
+        trainer.fit(NetTask(frozen=True), loader())
+        whole = trainer.strategy.full_state_dict(trainer.model)
+        found[f"frozen, {schedule}"] = gap(whole, plain(frozen=True)) if whole else 0.0
+        trainer = quiet_trainer(Parallel(pp=2, pp_schedule=schedule))
+        trainer.fit(Weighs(), loader())
+        whole = trainer.strategy.full_state_dict(trainer.model)
+        found[f"left out, {schedule}"] = not all(torch.isfinite(value).all() for value in whole.values())
+    trainer = quiet_trainer(Parallel(pp=2, activation_checkpointing=True, wrap=[nn.Sequential]))
+    trainer.fit(NetTask(), loader())
+    whole = trainer.strategy.full_state_dict(trainer.model)
+    # Batch statistics move on in the recomputed forward too, as they do in one process.
+    found["recomputed"] = (
+        gap(
+            {n: v for n, v in whole.items() if "running" not in n and "tracked" not in n},
+            {n: v for n, v in plain().items() if "running" not in n and "tracked" not in n},
+        )
+        if whole
+        else 0.0
+    )
+    return found
+
+
+def test_frozen_stages_batches_left_out_and_recomputed_blocks():
+    for found in run_in_processes(varies, 2, timeout=60):
+        assert max(found.values()) < 5e-6, found
+
+
+# checkpoints
+
+
+LAYOUTS: dict[str, tuple[Any, int]] = {
+    "single": ({}, 1),
+    "1f1b": ({"pp": 2}, 2),
+    "zbv": ({"pp": 2, "pp_schedule": "zbv_zero_bubble"}, 2),
+}
+SLOW_LAYOUTS = {"fsdp": ({"dp_shard": 2}, 2), "pp x fsdp": ({"pp": 2, "dp_shard": 2}, 4)}
+
+
+class Plain(NetTask):
+    """Without statistics of batches, which differ with the number of rows of each process."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for block in self.net.blocks:
+            block[1] = nn.LayerNorm(WIDTH)
+
+
+def fit(options: dict[str, Any], epochs: int, resume: str | None = None) -> Trainer:
+    torch.set_num_threads(1)
+    trainer = quiet_trainer(Parallel(**options) if options else "single", max_epochs=epochs)
+    trainer.fit(Plain(), loader(ROWS // trainer.strategy.data_shard.count), resume=resume)
+    return trainer
+
+
+def write(options: dict[str, Any], path: str) -> None:
+    fit(options, 1).save_checkpoint(path)
+
+
+def go_on(options: dict[str, Any], paths: list[str]) -> list[dict[str, Tensor]]:
+    found = []
+    for path in [None, *paths]:
+        trainer = fit(options, 2, path)
+        found.append(trainer.strategy.full_state_dict(trainer.model))
+    return found
+
+
+def check_checkpoints(root: Path, layouts: dict[str, tuple[Any, int]]) -> None:
+    paths = [str(root / name) for name in layouts]
+    for (options, processes), path in zip(layouts.values(), paths, strict=True):
+        run_in_processes(write, processes, args=(options, path), timeout=60)
+    straight: dict[str, Tensor] = {}
+    for name, (options, processes) in layouts.items():
+        for path, state in zip(
+            ["straight", *paths], run_in_processes(go_on, processes, args=(options, paths), timeout=90)[0], strict=True
+        ):
+            straight = straight or state
+            assert gap(state, straight) < 5e-6, (name, path)
+
+
+def test_checkpoints_go_from_any_layout_to_any_other(tmp_path):
+    check_checkpoints(tmp_path, LAYOUTS)
+
+
+@pytest.mark.slow
+def test_checkpoints_go_to_and_from_sharded_layouts(tmp_path):
+    check_checkpoints(tmp_path, {**LAYOUTS, **SLOW_LAYOUTS})
+
+
+# errors
+
+
+class Raises(NetTask):
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor | None:
+        logits = self.net(batch[0])
+        if batch_idx == 2:
+            raise ValueError("no loss today")
+        return F.cross_entropy(logits, batch[1])
+
+
+def fit_one(task: Task, **options: Any) -> None:
+    torch.set_num_threads(1)
+    # One micro-batch in a step, and no clipping, which tasks that optimize by hand do themselves.
+    strategy = Parallel(pp=2, **options)
+    quiet_trainer(strategy, accumulate_grad_batches=1, gradient_clip_val=None).fit(task, loader())
+
+
+def raises(schedule: str) -> None:
+    fit_one(Raises(), pp_schedule=schedule)
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "interleaved_1f1b"])
+def test_an_error_in_one_stage_ends_all_and_is_the_first_to_be_told(schedule):
+    with pytest.raises(ProcessesFailed) as failed:
+        run_in_processes(raises, 2, args=(schedule,), timeout=60)
+    assert not failed.value.hung
+    assert failed.value.ranks[0] == 1
+    assert "ValueError: no loss today" in failed.value.tracebacks[1]
+    assert "failed to run forward" not in failed.value.tracebacks[1]
+
+
+class CallsTwice(NetTask):
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return F.cross_entropy(self.net(batch[0]) + self.net(batch[0]), batch[1])
+
+
+class NeverCalls(NetTask):
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return self.net.head.weight.sum()
+
+
+class ByHand(NetTask):
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+
+class Looks(Callback):
+    def on_train_start(self, trainer: Trainer, task: Task) -> None:
+        task.net(loader().dataset.tensors[0])
+
+
+def refusals() -> dict[str, str]:
+    torch.set_num_threads(1)
+    found: dict[str, str] = {}
+
+    def attempt(name: str, run: Any) -> None:
+        try:
+            run()
+        except ConfigurationError as error:
+            found[name] = str(error)
+
+    def outside() -> None:
+        model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+        accelerator = Accelerator(cpu=True, strategy=Parallel(pp=2))
+        accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+
+    attempt("accelerator", outside)
+    attempt("by hand", lambda: fit_one(ByHand()))
+    attempt("never", lambda: fit_one(NeverCalls()))
+    attempt("closure", lambda: quiet_trainer(Parallel(pp=2), callbacks=[Looks()]).fit(NetTask(), loader()))
+    attempt("names", lambda: fit_one(NetTask(), pp_split=["blocks.1", "blocks.2"]))
+    attempt("option", lambda: fit_one(NetTask(), pp_splits=["blocks.1"]))
+    return found
+
+
+def test_what_a_pipeline_cannot_do_is_refused_by_name():
+    for found in run_in_processes(refusals, 2, timeout=60):
+        assert "which a loop with loss.backward() cannot do. Use the Trainer" in found["accelerator"]
+        assert "manual optimization" in found["by hand"]
+        assert "training_step never called Net" in found["never"]
+        assert "can only be called within training_step" in found["closure"]
+        assert "pp_split names 2 modules, which makes 3 stages, but pp=2 x 1" in found["names"]
+        assert "no option pp_splits. Allowed: pp_module, pp_split," in found["option"]
+
+
+def calls_twice() -> None:
+    fit_one(CallsTwice())
+
+
+def test_a_second_call_in_a_step_is_refused():
+    with pytest.raises(ProcessesFailed) as failed:
+        run_in_processes(calls_twice, 2, timeout=60)
+    assert "once in each" in failed.value.tracebacks[1]
