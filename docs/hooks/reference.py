@@ -26,6 +26,9 @@ TITLES = {
     "runtime": "Processes and devices",
 }
 
+# Torch's own classes under their own names: its manual documents them, and nothing here can be read about them.
+FROM_TORCH = {"PrepareModuleInput", "PrepareModuleInputOutput", "PrepareModuleOutput", "SequenceParallel"}
+
 
 def public_names() -> dict[str, list[str]]:
     """Find the public names of each room: what the package imports for type checkers."""
@@ -34,7 +37,8 @@ def public_names() -> dict[str, list[str]]:
     for node in ast.walk(tree):
         if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("drivetrain."):
             room = (node.module or "").split(".")[1]
-            rooms.setdefault(room, []).extend(alias.asname or alias.name for alias in node.names)
+            names = [alias.asname or alias.name for alias in node.names]
+            rooms.setdefault(room, []).extend(name for name in names if name not in FROM_TORCH)
     return {room: names for room, names in rooms.items() if names}
 
 
