@@ -244,8 +244,13 @@ def _backward(
     create_graph: bool = False,
     inputs: Any = None,
 ) -> None:
-    """`Tensor.backward`, by a function that modes do not see."""
-    torch.autograd.backward(tensor, gradient, retain_graph, create_graph, inputs=inputs)
+    """`Tensor.backward`, past those of its functions that modes see, each of which would leave the mode again."""
+    chosen = () if inputs is None else (inputs,) if isinstance(inputs, Tensor) else tuple(inputs)
+    seeds = torch.autograd._make_grads((tensor,), (gradient,), is_grads_batched=False)
+    keep = create_graph if retain_graph is None else retain_graph
+    torch.autograd.graph._engine_run_backward(
+        (tensor,), seeds, keep, create_graph, chosen, allow_unreachable=True, accumulate_grad=True
+    )
 
 
 def attend(
