@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC
 from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar, NoReturn, TypeVar
 
 import torch
 from torch import nn
@@ -325,6 +325,19 @@ class Strategy(ABC):
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}()"
+
+
+def refuse_left_out_batch(task: nn.Module, rank: int) -> NoReturn:
+    """Raise where a task leaves out a batch, but its peers' backward gathers over all processes.
+
+    Raises:
+        ConfigurationError: always.
+    """
+    raise ConfigurationError(
+        f"{type(task).__name__}.training_step returned None on rank {rank}. With a sharded model every process must run "
+        "as many forwards and backwards. Return a loss that counts for nothing instead, such as loss * 0, or leave the "
+        "sample out of the dataset."
+    )
 
 
 def require_single_process_group(name: str, environment: ProcessEnvironment) -> None:

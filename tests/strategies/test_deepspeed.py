@@ -10,9 +10,11 @@ import torch
 from click.testing import CliRunner
 from safetensors.torch import load_file
 
+from drivetrain import DeepSpeed
 from drivetrain.cli.main import cli
 from tests.launch.launching import launch, write_script
-from tests.pool import run_in_processes
+from tests.pool import ProcessesFailed, run_in_processes
+from tests.strategies.fsdp_runs import NetTask, loader, quiet_trainer
 
 pytestmark = [
     pytest.mark.sharded,
@@ -139,6 +141,15 @@ def test_evaluation_and_checkpoints_see_rank_0s_buffers(result_of):
 )
 def test_what_cannot_work_is_refused(result_of, case, message):
     assert message in result_of("refusals")[case]
+
+
+def fit_with_a_step_left_out() -> None:
+    quiet_trainer(strategy=DeepSpeed(stage=3)).fit(NetTask(skipped=0), loader())
+
+
+def test_a_step_left_out_on_one_process_is_refused_at_stage_3():
+    with pytest.raises(ProcessesFailed, match=r"NetTask.training_step returned None on rank 0"):
+        run_in_processes(fit_with_a_step_left_out, 2, timeout=60)
 
 
 SCRIPT = """

@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 from drivetrain.runtime.collectives import broadcast
 from drivetrain.runtime.errors import ConfigurationError, nearest
 from drivetrain.runtime.state import PartialState
+from drivetrain.strategies.base import refuse_left_out_batch
 from drivetrain.strategies.deepspeed import config as configuration
 from drivetrain.strategies.deepspeed import gradients, ops, options, states
 from drivetrain.strategies.deepspeed.accelerate_keys import arguments_from
@@ -256,6 +257,12 @@ class DeepSpeed(EngineStates):
         """Whether a backward in this context ends an accumulation window."""
         trained = self._find(model)
         return nullcontext() if enabled or trained is None else _within_window(trained.engine)
+
+    def loss_of_nothing(self, task: nn.Module) -> torch.Tensor:
+        """Refuse at stage 3, where the peers' backward gathers over all processes."""
+        if self.stage == 3:
+            refuse_left_out_batch(task, self.environment.rank)
+        return super().loss_of_nothing(task)
 
     def backward(self, loss: torch.Tensor, **kwargs: Any) -> None:
         """Let the engine differentiate a loss that is divided by the window's micro-batches already."""

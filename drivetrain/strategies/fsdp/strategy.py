@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 from drivetrain.runtime.collectives import broadcast, reduce
 from drivetrain.runtime.errors import ConfigurationError
 from drivetrain.runtime.state import PartialState
-from drivetrain.strategies.base import MicroBatch, Output, move_optimizer_state
+from drivetrain.strategies.base import MicroBatch, Output, move_optimizer_state, refuse_left_out_batch
 from drivetrain.strategies.fsdp import dividing
 from drivetrain.strategies.fsdp.clipping import clip_grad_norm_over_meshes_, clip_grad_value_locally_
 from drivetrain.strategies.fsdp.model_division import ModelDivision
@@ -266,11 +266,7 @@ class FSDP(ModelDivision, ShardedState):
 
     def loss_of_nothing(self, task: nn.Module) -> torch.Tensor:
         """Refuse: the peers' backward gathers over all processes, which only a backward can answer."""
-        raise ConfigurationError(
-            f"{type(task).__name__}.training_step returned None on rank {self.environment.rank}. With a sharded model "
-            "every process must run as many forwards and backwards. Return a loss that counts for nothing instead, "
-            "such as loss * 0, or leave the sample out of the dataset."
-        )
+        refuse_left_out_batch(task, self.environment.rank)
 
     def clip_grad_norm_(
         self, parameters: Iterable[torch.Tensor], max_norm: float, norm_type: float = 2.0

@@ -61,7 +61,7 @@ def find_pipelined(model: nn.Module, name: str | None) -> str:
     holders = ", ".join(path for path, size in sizes.items() if size)
     raise ConfigurationError(
         f"{type(model).__name__} has several modules with parameters: {holders}. Say which one is spread over stages, "
-        "with pp_module= (\"\" for the whole, if its steps call self(...)), or put all into one module that they call."
+        'with pp_module= ("" for the whole, if its steps call self(...)), or put all into one module that they call.'
     )
 
 
