@@ -137,6 +137,7 @@ def bare_deepspeed(stage: int) -> Step:
     config = {
         "train_micro_batch_size_per_gpu": 1,
         "zero_optimization": {"stage": stage},
+        "gradient_clipping": 0.0,  # else it is 1.0
         "zero_allow_untested_optimizer": True,
         "zero_force_ds_cpu_optimizer": False,
     }
