@@ -72,7 +72,9 @@ def test_sharded_and_split_stages_on_four_processes():
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_sharded_and_split_stages_in_every_schedule(schedule):
     runs = [Run(precision, accumulate) for precision in ("32", "bf16") for accumulate in (1, 4)]
-    kinds = [{"dp_shard": 2}, {"tp": 2, "tp_plan": layers_split()}, {"dp_replicate": 2}]
+    kinds: list[dict[str, Any]] = [{"tp": 2, "tp_plan": layers_split()}]
+    if "zero_bubble" not in schedule:  # refused there
+        kinds += [{"dp_shard": 2}, {"dp_replicate": 2}]
     check_all([({"pp": 2, "pp_schedule": schedule, **kind}, run) for kind in kinds for run in runs], 4, 300)
 
 

@@ -353,6 +353,15 @@ def calls_twice() -> None:
     fit_one(CallsTwice())
 
 
+def sharded_with_zero_bubble() -> None:
+    Accelerator(cpu=True, strategy=Parallel(pp=2, dp_shard=2, pp_schedule="zbv_zero_bubble"))
+
+
+def test_sharded_stages_refuse_schedules_that_would_lose_their_gradients():
+    with pytest.raises(ProcessesFailed, match=r"zbv_zero_bubble.*would lose. Use 'interleaved_1f1b' or '1f1b'"):
+        run_in_processes(sharded_with_zero_bubble, 4, timeout=60)
+
+
 def test_a_second_call_in_a_step_is_refused():
     with pytest.raises(ProcessesFailed) as failed:
         run_in_processes(calls_twice, 2, timeout=60)

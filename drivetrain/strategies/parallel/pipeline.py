@@ -94,6 +94,12 @@ class Pipeline:
                 f"pp={self._ranks} with cp={strategy.sizes.cp}: stages cannot hand over parts of sequences. Use one of "
                 "the two, with tp or dp_shard for the other processes."
             )
+        if strategy.shards and "zero_bubble" in self._kind.name:
+            # Gradients of weights come late there, past what fully_shard watches (torch 2.13): losses went wrong.
+            raise ConfigurationError(
+                f"pp_schedule={self._kind.name!r} computes the gradients of weights apart, which sharded or replicated "
+                "stages (dp_shard, dp_replicate) would lose. Use 'interleaved_1f1b' or '1f1b'."
+            )
         if split != "auto" and len(split) + 1 != self._count:
             raise ConfigurationError(
                 f"pp_split names {len(split)} modules, which makes {len(split) + 1} stages, but pp={self._ranks} x "
