@@ -45,8 +45,7 @@ def make_strategy(name: str, processes: int) -> Any:
         return Parallel(tp=2, tp_plan=tensor_parallel_plan())
     from drivetrain import DeepSpeed
 
-    # The bucket is of one size on any number of processes: large beside this model, small beside large ones.
-    return DeepSpeed(stage=int(name[-1]), reduce_bucket_size=2**18)
+    return DeepSpeed(stage=int(name[-1]))
 
 
 # name -> processes that it can run on

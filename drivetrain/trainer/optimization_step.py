@@ -162,6 +162,10 @@ class OptimizationStep:
             outputs = send_to_device(outputs, strategy.device)
             trainer.logged.replay(calls, self._task)
             self._is_weighted = any(isinstance(output, Mapping) and "weight" in output for output in outputs)
+        for microbatch in window:
+            trainer.batch, trainer.batch_info = microbatch.batch, microbatch.info
+            for hook in self._on_after_backward:
+                hook()
         for output, microbatch in zip(outputs[:-1], window[:-1], strict=True):
             trainer.batch, trainer.batch_info = microbatch.batch, microbatch.info
             self._end_batch(output, microbatch)
@@ -229,7 +233,7 @@ class OptimizationStep:
         except RuntimeError as error:
             self._explain(loss, error)
             raise
-        if self._on_after_backward:
+        if self._on_after_backward and not self._strategy.whole_window:
             for hook in self._on_after_backward:
                 hook()
 

@@ -366,3 +366,37 @@ def test_a_second_call_in_a_step_is_refused():
     with pytest.raises(ProcessesFailed) as failed:
         run_in_processes(calls_twice, 2, timeout=60)
     assert "once in each" in failed.value.tracebacks[1]
+
+
+class SeesGradients(Callback):
+    """Whether parameters have gradients when the hooks around a backward are called, on each process."""
+
+    def __init__(self) -> None:
+        self.after: list[bool] = []
+
+    def on_after_backward(self, trainer, task):
+        held = [parameter for parameter in task.parameters() if not parameter.is_meta]
+        self.after.append(bool(held) and all(parameter.grad is not None for parameter in held))
+
+
+def gradients_seen_after_backward() -> list[bool]:
+    torch.set_num_threads(1)
+    watch = SeesGradients()
+    data = TensorDataset(torch.randint(11, (ROWS, 4)), torch.randint(CLASSES, (ROWS,)))
+    trainer = Trainer(
+        accelerator="cpu",
+        strategy=Parallel(pp=2),
+        accumulate_grad_batches=2,
+        max_epochs=1,
+        callbacks=[watch],
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    trainer.fit(NetTask(), DataLoader(data, batch_size=ROWS // 2))
+    return watch.after
+
+
+def test_hooks_after_a_backward_see_its_gradients_on_every_stage():
+    assert run_in_processes(gradients_seen_after_backward, 2, timeout=60) == [[True, True], [True, True]]

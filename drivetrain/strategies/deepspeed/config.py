@@ -23,6 +23,7 @@ STAGES = (0, 1, 2, 3)
 DEVICES = ("none", "cpu", "nvme")
 
 _BUCKET = 500_000_000  # elements
+_SMALL_BUCKET = 2**18
 
 # which precision asks for which part of a configuration
 _SECTIONS = {"bf16-true": "bf16", "fp16": "fp16", "fp16-true": "fp16"}
@@ -218,9 +219,9 @@ def _fill_zero(zero: Config, known: Known) -> None:
             for name in [name for name, value in section.items() if value == AUTO]:
                 del section[name]
     if known.model is not None:
-        # DeepSpeed allocates it whole, 2 GB by default; more than the model has it cannot hold.
+        # DeepSpeed allocates it whole on every process, 2 GB by default: as much as it spreads, for a small model.
         elements = sum(getattr(p, "ds_numel", p.numel()) for p in known.model.parameters())
-        zero.setdefault("reduce_bucket_size", max(1, min(_BUCKET, elements)))
+        zero.setdefault("reduce_bucket_size", max(1, min(_BUCKET, elements, max(_SMALL_BUCKET, elements // 32))))
 
 
 def _hidden_size(model: nn.Module | None) -> int | None:
