@@ -251,3 +251,40 @@ def test_a_function_may_split_batches_and_a_model_may_number_its_tokens():
     (split, seen), _ = run_in_processes(trained, 2, args=(True,))
     assert seen == [((2, 4, WIDTH), (2, WIDTH))] * 3
     torch.testing.assert_close(split, alone, atol=5e-6, rtol=5e-6)
+
+
+def ring_is_refused() -> str:
+    with pytest.raises(ConfigurationError) as raised:
+        strategy_of(cp_attention="ring")
+    return str(raised.value)
+
+
+def test_torchs_own_ring_is_refused_on_the_cpu_by_name():
+    assert all("no kernels for the CPU" in message for message in run_in_processes(ring_is_refused, 2, timeout=30))
+    with pytest.raises(ConfigurationError, match="'gather' or 'ring'"):
+        Parallel(cp=2, cp_attention="rings")
+
+
+def ring_gap() -> float:
+    """How far outputs and gradients of torch's ring are from those of whole sequences, in bfloat16."""
+    accelerator = Accelerator(strategy=Parallel(cp=2, cp_attention="ring"))
+    strategy: Any = accelerator.strategy
+    shard = strategy.sequence
+    generator = torch.Generator(accelerator.device).manual_seed(2)
+    make = {"generator": generator, "device": accelerator.device, "dtype": torch.bfloat16}
+    whole = [torch.randn((2, 4, 256, 64), **make).requires_grad_() for _ in range(3)]
+    expected = F.scaled_dot_product_attention(*whole, is_causal=True)
+    expected.float().square().sum().backward()
+    own = [shard.split(tensor.detach(), 2).requires_grad_() for tensor in whole]
+    with strategy.shared_attention():
+        found = F.scaled_dot_product_attention(*own, is_causal=True)
+        found.float().square().sum().backward()
+    pairs = [(shard.join(found.detach(), 2), expected)]
+    pairs += [(shard.join(mine.grad, 2), tensor.grad) for mine, tensor in zip(own, whole, strict=True)]
+    return max((one.float() - other.float()).abs().max().item() for one, other in pairs)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="two GPUs are missing: each process of a ring needs one")
+def test_torchs_own_ring_attends_to_all_tokens():
+    assert max(run_in_processes(ring_gap, 2, env={"DRIVETRAIN_USE_CPU": None}, timeout=120)) < 5e-2

@@ -8,7 +8,7 @@ chunk from the front and its mirror from the back: all then compute as much.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed import _functional_collectives as funcol
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 from torch.nn.attention.bias import causal_lower_right
@@ -25,6 +26,9 @@ from drivetrain.runtime.errors import ConfigurationError
 from drivetrain.runtime.nested import recursively_apply
 
 Batch = TypeVar("Batch")
+
+# Torch's own context parallelism puts another function in its place.
+_ATTENTION = F.scaled_dot_product_attention
 
 # Functions that compute attention inside, where no call of `scaled_dot_product_attention` can be seen.
 _OWN_ATTENTION = (
@@ -235,6 +239,59 @@ class SharedAttention(TorchFunctionMode):
                 "torch.nn.functional.scaled_dot_product_attention."
             )
         return func(*args, **(kwargs or {}))
+
+
+class RingAttention(SharedAttention):
+    """The same through torch's `context_parallel`, which never holds the keys and values of all processes.
+
+    It sends them around a ring while it computes (Liu et al., 2023, https://arxiv.org/abs/2310.01889).
+
+    Args:
+        shard: which tokens are this process's.
+        mesh: the processes that share each sequence.
+        device: where tensors live; torch has kernels for it on GPUs only.
+    """
+
+    def __init__(self, shard: SequenceShard, mesh: DeviceMesh, device: torch.device) -> None:
+        super().__init__(shard)
+        self._mesh, self._device = mesh, device
+        self._depth = 0
+        self._ring = ExitStack()
+
+    def __enter__(self) -> Any:
+        if self._depth == 0:
+            from torch.distributed.tensor.experimental import _attention
+
+            self._ring.enter_context(_set(_attention._cp_options, "enable_load_balance", self.shard.balanced))
+            # It wants something to split, by whose length it chooses the order of chunks: ours.
+            chunks = torch.zeros(self.shard.chunks, device=self._device)
+            self._ring.enter_context(_attention.context_parallel(self._mesh, buffers=[chunks], buffer_seq_dims=[0]))
+        self._depth += 1
+        return super().__enter__()  # type: ignore[no-untyped-call]
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)  # type: ignore[no-untyped-call]
+        self._depth -= 1
+        if self._depth == 0:
+            self._ring.close()
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        if func is _ATTENTION:
+            self.calls += 1
+            return func(*args, **(kwargs or {}))
+        return super().__torch_function__(func, types, args, kwargs)
+
+
+@contextmanager
+def _set(owner: Any, name: str, value: Any) -> Iterator[None]:
+    before = getattr(owner, name)
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        setattr(owner, name, before)
 
 
 def _backward(

@@ -24,7 +24,12 @@ from drivetrain.strategies.fsdp import FSDP, dividing
 from drivetrain.strategies.fsdp.clipping import scale_by_norm_, total_norm_over_meshes
 from drivetrain.strategies.fsdp.parameters import slots_of
 from drivetrain.strategies.fsdp.replicated import parameters_to_replicate
-from drivetrain.strategies.parallel.context import SequenceShard, SharedAttention, split_in_place
+from drivetrain.strategies.parallel.context import (
+    RingAttention,
+    SequenceShard,
+    SharedAttention,
+    split_in_place,
+)
 from drivetrain.strategies.parallel.copies import CopyCheck, share_random_state
 from drivetrain.strategies.parallel.loss import LossParallel
 from drivetrain.strategies.parallel.mesh import REST, MeshPlace, MeshSizes, make_mesh, submesh
@@ -61,6 +66,8 @@ class Parallel(FSDP):
         cp_seq_dim: which dimension of a batch's tensors is the sequence.
         cp_load_balance: give each process a chunk of every sequence from the front and its mirror from the back, which
             makes causal attention cost the same on all.
+        cp_attention: `"gather"` collects the keys and values of all processes, on any device; `"ring"` is torch's
+            `context_parallel`, which passes them on while it computes, on GPUs.
         cp_shard_batch: splits a batch instead, called with it and a `SequenceShard`.
         **options: those of `FSDP`, such as `wrap`, and of the pipeline, which begin with `pp_`.
 
@@ -82,6 +89,7 @@ class Parallel(FSDP):
         loss_parallel: bool = False,
         cp_seq_dim: int = 1,
         cp_load_balance: bool = True,
+        cp_attention: str = "gather",
         cp_shard_batch: Callable[[Any, SequenceShard], Any] | None = None,
         **options: Any,
     ) -> None:
@@ -91,6 +99,12 @@ class Parallel(FSDP):
         self.cp_seq_dim = cp_seq_dim
         self.cp_load_balance = cp_load_balance
         self.cp_shard_batch = cp_shard_batch
+        self.cp_attention = cp_attention
+        if cp_attention not in ("gather", "ring"):
+            raise ConfigurationError(
+                f"cp_attention must be 'gather' or 'ring', got {cp_attention!r}."
+                f"{nearest(str(cp_attention), ('gather', 'ring'))}"
+            )
         self._pipeline_options = {
             name.removeprefix("pp_"): options.pop(name) for name in [*options] if name.startswith("pp_")
         }
@@ -142,11 +156,21 @@ class Parallel(FSDP):
         cp = submesh(self.mesh, "cp")
         if cp is not None:
             self.sequence = SequenceShard(cp.get_group(), cp.get_local_rank(), cp.size(), self.cp_load_balance)
-            self._attention = SharedAttention(self.sequence)
+            self._attention = self._make_attention(self.sequence, cp)
         if self.pp_mesh is not None:
             from drivetrain.strategies.parallel.pipeline import Pipeline
 
             self.pipeline = Pipeline(self, **self._pipeline_options)
+
+    def _make_attention(self, sequence: SequenceShard, mesh: DeviceMesh) -> SharedAttention:
+        if self.cp_attention == "gather":
+            return SharedAttention(sequence)
+        if self.kind.name == "cpu":
+            raise ConfigurationError(
+                "cp_attention='ring' is torch's context_parallel, which has no kernels for the CPU. Use 'gather', the "
+                "default, which is exact on any device."
+            )
+        return RingAttention(sequence, mesh, self.device)
 
     def averaging_processes(self) -> int:
         """Data shards, times the processes that share a sequence."""
