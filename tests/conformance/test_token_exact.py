@@ -50,6 +50,7 @@ def test_the_gradient_is_that_of_the_mean_over_all_tokens(driver, strategy, proc
             check(outcome, train_plain(run), 5e-6 if run.precision == "32" else 3e-3, rank)
 
 
+@pytest.mark.sharded
 @pytest.mark.parametrize("strategy", ["fsdp", "tp", "cp", "pp"])
 def test_the_same_where_the_model_or_the_sequences_are_divided(strategy):
     """DeepSpeed's is in test_deepspeed.py."""
