@@ -72,6 +72,7 @@ def fail_in_world(root: str, rank: int, count: int) -> list[str]:
     return messages
 
 
+@pytest.mark.crash
 @pytest.mark.parametrize(("rank", "count"), [(0, 12), (1, 8)])
 def test_a_fault_on_one_process_is_raised_on_all(rank: int, count: int, tmp_path: Path) -> None:
     results = run_in_processes(fail_in_world, 2, args=(str(tmp_path), rank, count))
@@ -85,6 +86,7 @@ def killed_while_saving(root: str, number: int) -> None:
     write(f"{root}/good", 2, storage=CountingStorage(number))
 
 
+@pytest.mark.crash
 def test_a_kill_at_any_call_leaves_a_checkpoint_that_is_found(tmp_path: Path) -> None:
     calls = calls_of_a_save(tmp_path / "count")
     renames = [number for number, kind in enumerate(calls, 1) if kind == "rename"]

@@ -65,6 +65,7 @@ def test_one_process_resumes_at_any_moment(accumulate, interval, tmp_path):
         assert_same(*outcomes)
 
 
+@pytest.mark.crash
 @pytest.mark.parametrize("kind", ["shuffled", "shuffled-workers2", "iterable"])
 def test_two_processes_resume(kind, tmp_path):
     cases = [
@@ -81,6 +82,7 @@ def test_two_processes_resume(kind, tmp_path):
             assert_same(whole, broken, resumed)
 
 
+@pytest.mark.crash
 @pytest.mark.parametrize("kind", ["generator", "permutation"])
 @pytest.mark.parametrize(("before", "after"), [(2, 1), (1, 2), (2, 4)])
 def test_another_number_of_processes_goes_on_with_the_same_batches(before, after, kind, tmp_path):
@@ -97,6 +99,7 @@ def test_another_number_of_processes_goes_on_with_the_same_batches(before, after
     assert {step: sorted(samples) for step, samples in seen.items()} == expected
 
 
+@pytest.mark.crash
 @pytest.mark.parametrize(("before", "after"), [(2, 1), (1, 2), (2, 4)])
 def test_another_number_of_processes_sees_each_sample_once(before, after, tmp_path):
     """Also where the order of the next epoch is drawn from the global generator, which dropout draws from too."""
