@@ -79,7 +79,7 @@ class OptimizationStep:
         self._clips = trainer.gradient_clip_val is not None or is_overridden(task, Task, "configure_gradient_clipping")
         # A loader that is not sharded gives each process a whole batch, which counts as it is.
         self._processes = strategy.data_shard.count if trainer.use_distributed_sampler else 1
-        self._strategy = strategy
+        self._strategy, self._whole_window = strategy, strategy.whole_window
         self._weighted = WeightedMean(strategy)
         self._is_weighted: bool | None = None
         self._stood_in = False
@@ -93,7 +93,7 @@ class OptimizationStep:
         self._on_after_backward = hooks.find("on_after_backward")
         self._on_gradients_ready = hooks.find("on_gradients_ready")
         self._on_before_step = hooks.find("on_before_optimizer_step")
-        if strategy.whole_window:
+        if self._whole_window:
             self._check_whole_window()
         self._window_size = 1
         self._remaining = 1
@@ -117,10 +117,11 @@ class OptimizationStep:
         self._window_size = self._remaining = len(window)
         self._has_gradients = False
         self._announces = True
-        self._weighted.discard()
+        if self._is_weighted:
+            self._weighted.discard()  # of a step that broke off
         if self._by_closure:
             outputs, stepped = self._run_by_closure(window)
-        elif self._strategy.whole_window:
+        elif self._whole_window:
             outputs = self._run_whole_window(window)
             stepped = self._step_all()
         else:
@@ -233,7 +234,7 @@ class OptimizationStep:
         except RuntimeError as error:
             self._explain(loss, error)
             raise
-        if self._on_after_backward and not self._strategy.whole_window:
+        if self._on_after_backward and not self._whole_window:
             for hook in self._on_after_backward:
                 hook()
 
@@ -326,7 +327,7 @@ class OptimizationStep:
     def _decide_weighted(self, output: Any) -> bool:
         """Whether losses come with weights. All processes find out together, since a window ends with a collective."""
         weight = output.get("weight") if isinstance(output, Mapping) else None
-        if self._strategy.whole_window:  # not all processes are here; the others are told with the outputs
+        if self._whole_window:  # not all processes are here; the others are told with the outputs
             return weight is not None
         return self._weighted.decide(weight)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -63,26 +62,9 @@ def check_all(cases: list[tuple[str, str, Run]], processes: int) -> None:
     for rank, outcomes in enumerate(run_in_processes(train_each, processes, args=(cases,), timeout=240)):
         for (strategy, driver, run), outcome in zip(cases, outcomes, strict=True):
             try:
-                if run.precision == "bf16" and "exact" not in strategy:
-                    check_rounded(outcome, expected_of(run), rank)
-                else:
-                    language_model.check(outcome, expected_of(run), FP32 if run.precision == "32" else BF16, rank)
+                language_model.check(outcome, expected_of(run), FP32 if run.precision == "32" else BF16, rank)
             except AssertionError as error:
                 raise AssertionError(f"{strategy}, {driver}, {run}: {error}") from error
-
-
-def check_rounded(outcome: Outcome, expected: Outcome, rank: int) -> None:
-    """Parameters gathered in bf16 are rounded where autocast leaves them: embeddings, normalisations, their gradients.
-
-    AdamW's first steps go by the sign of a gradient, however small, so where that is below the rounding a parameter
-    goes the other way. Those are few, and what the model computes is the same.
-    """
-    parameters, reference = outcome.parameters, expected.parameters
-    language_model.check(replace(outcome, parameters=reference), expected, BF16, rank)
-    if rank == 0:
-        apart = torch.cat([(parameters[name] - value).abs().flatten() for name, value in reference.items()])
-        assert (apart > BF16).float().mean() < 1e-3, f"{(apart > BF16).float().mean():.5f} of the parameters differ"
-        assert apart.square().mean().sqrt() < BF16 / 10
 
 
 CROSSED = (("trainer", 3), ("accelerator", 1))
@@ -116,8 +98,7 @@ def test_two_processes_in_bf16():
 
 @pytest.mark.parametrize("precision", ["64", "bf16-true", "fp16"])
 def test_other_precisions(precision):
-    # The loss is computed in 32 bits.
-    tolerance = {"64": FP32, "bf16-true": 3e-2, "fp16": 3e-3}[precision]
+    tolerance = {"64": 1e-10, "bf16-true": 3e-2, "fp16": 3e-3}[precision]
     cases = [
         ("exact" if precision == "fp16" else "full", driver, Run(precision)) for driver in ("trainer", "accelerator")
     ]

@@ -155,16 +155,17 @@ def require_async_io() -> None:
     from deepspeed.accelerator import get_accelerator
 
     builder = get_accelerator().create_op_builder(BUILDERS["async_io"])
+    cause: Exception | None = None
     try:
         possible = builder is not None and builder.is_compatible(verbose=False)
-    except Exception:
-        possible = False
+    except Exception as error:  # it looks for compilers and libraries in its own ways; what it met is told
+        possible, cause = False, error
     if not possible:
         raise ConfigurationError(
             "Offloading to NVMe needs DeepSpeed's async_io operator, which cannot be built here: it needs libaio "
             "(apt install libaio-dev) and a compiler. Offload to the CPU: offload_optimizer='cpu', "
             "offload_param='cpu'."
-        )
+        ) from cause
     check_locks(["async_io"])
 
 
