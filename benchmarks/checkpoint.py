@@ -22,6 +22,7 @@ import tempfile
 import threading
 import warnings
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from time import perf_counter
 from typing import Any
@@ -32,6 +33,7 @@ from timing import version_of
 from torch import Tensor, nn
 
 WIDTH = 1024
+TOKENS = 64
 
 
 class Layers(nn.Module):
@@ -44,16 +46,40 @@ class Layers(nn.Module):
             nn.ModuleList([nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)]) for _ in range(count)
         )
 
+    def forward(self, x: Tensor) -> Tensor:
+        for up, down in self.layers:
+            x = x + down(torch.relu(up(x)))
+        return x
 
-def fill(optimizer: torch.optim.Optimizer) -> None:
-    """Give an AdamW the state that it has after its first step, without the memory for gradients."""
-    for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            optimizer.state[parameter] = {
-                "step": torch.tensor(1.0),
-                "exp_avg": torch.randn_like(parameter),
-                "exp_avg_sq": torch.rand_like(parameter),
-            }
+
+@dataclass
+class Training:
+    """What is saved, and trained between saves.
+
+    Attributes:
+        model: the model.
+        optimizer: its AdamW.
+        settle: what the optimizer's step does first where a save goes on.
+    """
+
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
+    settle: Callable[[], None] = lambda: None
+
+    def state(self) -> dict[str, Any]:
+        return {"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict()}
+
+    def backward(self) -> None:
+        """A forward and a backward, over gradients that keep their memory."""
+        self.optimizer.zero_grad(set_to_none=False)
+        self.model(torch.randn(TOKENS, WIDTH)).square().mean().backward()
+
+    def step(self) -> None:
+        self.optimizer.step()
+
+
+def adamw(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True)
 
 
 # measuring
@@ -133,7 +159,7 @@ def remove(path: Path) -> None:
     shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
 
 
-# contenders: each gives (state for torch.save, {variant: (start, wait until written, load)})
+# contenders: each gives what it trains, and {variant: (start, wait until written, load)}
 
 Variant = tuple[Callable[[Path], Any], Callable[[Any], None], Callable[[Path], Any] | None]
 
@@ -142,15 +168,14 @@ def written_already(started: Any) -> None:
     """Where saving returns only once the files are written."""
 
 
-def with_drivetrain(params: int) -> tuple[Callable[[], Any], dict[str, Variant]]:
+def with_drivetrain(params: int) -> tuple[Training, dict[str, Variant]]:
     from drivetrain import Accelerator
     from drivetrain.checkpoint import load_run_state
 
     accelerator = Accelerator(cpu=True)
     model = Layers(params)
-    optimizer = torch.optim.AdamW(model.parameters())
+    optimizer = adamw(model)
     model, _ = accelerator.prepare(model, optimizer)
-    fill(optimizer)
     queue = accelerator.save_queue
     variants: dict[str, Variant] = {
         "drivetrain, save_state": (
@@ -164,17 +189,16 @@ def with_drivetrain(params: int) -> tuple[Callable[[], Any], dict[str, Variant]]
             lambda path: load_run_state(path, accelerator.state),
         ),
     }
-    return lambda: {"model": model.state_dict(), "optimizer": optimizer.state_dict()}, variants
+    return Training(model, optimizer, queue.settle), variants
 
 
-def with_accelerate(params: int) -> tuple[Callable[[], Any], dict[str, Variant]]:
+def with_accelerate(params: int) -> tuple[Training, dict[str, Variant]]:
     from accelerate import Accelerator
 
     accelerator = Accelerator(cpu=True)
     model = Layers(params)
-    optimizer = torch.optim.AdamW(model.parameters())
+    optimizer = adamw(model)
     model, _ = accelerator.prepare(model, optimizer)
-    fill(optimizer)
     variants: dict[str, Variant] = {
         "Accelerate, save_state": (
             lambda path: accelerator.save_state(str(path)),
@@ -182,10 +206,10 @@ def with_accelerate(params: int) -> tuple[Callable[[], Any], dict[str, Variant]]
             lambda path: accelerator.load_state(str(path)),
         )
     }
-    return lambda: {"model": model.state_dict(), "optimizer": optimizer.state_dict()}, variants
+    return Training(model, optimizer), variants
 
 
-def with_lightning(params: int) -> tuple[Callable[[], Any], dict[str, Variant]]:
+def with_lightning(params: int) -> tuple[Training, dict[str, Variant]]:
     import lightning
 
     class Module(lightning.LightningModule):
@@ -198,7 +222,7 @@ def with_lightning(params: int) -> tuple[Callable[[], Any], dict[str, Variant]]:
             pass
 
         def configure_optimizers(self) -> torch.optim.Optimizer:
-            return torch.optim.AdamW(self.parameters())
+            return adamw(self)
 
     module = Module()
     trainer = lightning.Trainer(
@@ -213,7 +237,6 @@ def with_lightning(params: int) -> tuple[Callable[[], Any], dict[str, Variant]]:
     )
     trainer.fit(module, torch.utils.data.DataLoader(torch.zeros(1)))
     [optimizer] = trainer.optimizers
-    fill(optimizer)
     variants: dict[str, Variant] = {
         "Lightning, save_checkpoint": (
             lambda path: trainer.save_checkpoint(path),
@@ -221,7 +244,7 @@ def with_lightning(params: int) -> tuple[Callable[[], Any], dict[str, Variant]]:
             lambda path: trainer.strategy.load_checkpoint(path, weights_only=False),
         )
     }
-    return lambda: {"model": module.state_dict(), "optimizer": optimizer.state_dict()}, variants
+    return Training(module.model, optimizer), variants
 
 
 CONTENDERS = {"drivetrain": with_drivetrain, "accelerate": with_accelerate, "lightning": with_lightning}
@@ -232,37 +255,42 @@ VARIANTS = {"blocking": "save_state", "background": "(block=False)"}
 
 
 def measure(name: str, params: int, rounds: int, folder: Path, kind: str | None) -> list[dict[str, Any]]:
-    state, variants = CONTENDERS[name](params)
+    training, variants = CONTENDERS[name](params)
     if kind is not None and len(variants) > 1:
         variants = {variant: one for variant, one in variants.items() if variant.endswith(VARIANTS[kind])}
-    base = with_torch_save(state)
+    training.backward()
+    training.step()
+    base = with_torch_save(training)
     results: dict[str, dict[str, list[float]]] = {variant: {} for variant in variants}
     for number in range(-1, rounds):
         for variant, contender in variants.items():
             for prefix, one in (("base_", base), ("", contender)):
-                for key, value in measure_once(one, folder / f"saved.{name}").items():
-                    if number < 0 and key == "blocked":
-                        results[variant][prefix + "first_blocked"] = [value]
+                measured = measure_saving(one, folder / f"saved.{name}")
+                measured |= measure_training(one, folder / f"saved.{name}", training)
+                for key, value in measured.items():
+                    if number < 0 and key == "called":
+                        results[variant][prefix + "first"] = [value]
                     if number >= 0 or key == "memory":  # what is kept from the first save on counts too
                         results[variant].setdefault(prefix + key, []).append(value)
             print(f"\r{variant}: round {number + 1} of {rounds} ", end="", file=sys.stderr, flush=True)
     print(file=sys.stderr)
-    bytes_of_state = sum(t.numel() * t.itemsize for t in tensors_of(state()))
+    bytes_of_state = sum(t.numel() * t.itemsize for t in tensors_of(training.state()))
     return [{"name": variant, "state": bytes_of_state, **values} for variant, values in results.items()]
 
 
-def with_torch_save(state: Callable[[], Any]) -> Variant:
-    return (lambda path: torch.save(state(), path), written_already, None)
+def with_torch_save(training: Training) -> Variant:
+    return (lambda path: torch.save(training.state(), path), written_already, None)
 
 
-def measure_once(variant: Variant, path: Path) -> dict[str, float]:
+def measure_saving(variant: Variant, path: Path) -> dict[str, float]:
+    """A save that nothing is trained beside, and a load."""
     save, wait, load = variant
     os.sync()
     result: dict[str, float] = {}
     with peak_memory() as memory:
         start = perf_counter()
         started = save(path)
-        result["blocked"] = perf_counter() - start
+        result["called"] = perf_counter() - start
         wait(started)
         if not (path / "MANIFEST.json").exists():  # whose writer does it itself
             make_durable(path)
@@ -273,6 +301,26 @@ def measure_once(variant: Variant, path: Path) -> dict[str, float]:
         result |= measure_loading(load, path)
     remove(path)
     return result
+
+
+def measure_training(variant: Variant, path: Path, training: Training) -> dict[str, float]:
+    """A step of training, without a save and with one before it."""
+    save, wait, _ = variant
+    os.sync()
+    start = perf_counter()
+    training.backward()
+    training.step()
+    alone = perf_counter() - start
+    start = perf_counter()
+    started = save(path)
+    blocked = perf_counter() - start
+    training.backward()
+    blocked += timed(training.settle)
+    training.step()
+    longer = perf_counter() - start - alone
+    wait(started)
+    remove(path)
+    return {"blocked": blocked, "longer": longer}
 
 
 def measure_loading(load: Callable[[Path], Any], path: Path) -> dict[str, float]:
@@ -312,8 +360,9 @@ def ratio(one: dict[str, Any], key: str, other: str) -> float:
 def show(results: list[dict[str, Any]]) -> None:
     columns = (
         "blocked s",
-        "the first",
         "of torch.save",
+        "step longer s",
+        "the first s",
         "durable s",
         "of it + fsync",
         "GB",
@@ -322,11 +371,12 @@ def show(results: list[dict[str, Any]]) -> None:
     rows = []
     for one in results:
         for prefix, name in (("base_", "  torch.save + fsync, beside it"), ("", one["name"])):
-            median = {key: statistics.median(one[prefix + key]) for key in ("blocked", "durable", "bytes")}
+            median = {key: statistics.median(one[prefix + key]) for key in ("blocked", "longer", "durable", "bytes")}
             cells = (
-                f"{median['blocked']:.2f}",
-                f"{one[prefix + 'first_blocked'][0]:.2f}",
-                f"{ratio(one, prefix + 'blocked', 'base_blocked'):.0%}",
+                f"{median['blocked']:.3f}",
+                f"{ratio(one, prefix + 'blocked', 'base_blocked'):.1%}",
+                f"{median['longer']:.2f}",
+                f"{one[prefix + 'first'][0]:.2f}",
                 f"{median['durable']:.2f}",
                 f"{ratio(one, prefix + 'durable', 'base_durable'):.2f}x",
                 f"{median['bytes'] / 1e9:.3f}",

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 from torch import nn
+from torch.optim import Optimizer
 
 from drivetrain import checkpoint
 from drivetrain.accelerator.checkpoints import NumberedCheckpoints
@@ -111,7 +112,8 @@ class StateSaving(ProcessControl):
             output_dir: the checkpoint's directory or URL; numbered under `project_dir/checkpoints` with automatic
                 naming.
             block: whether to return only when it is there. Else the state is copied and written while training goes
-                on; what fails then is raised by the next `save_state`, by `save_queue.check()` or `.finish()`.
+                on, optimizers' states copied until their next step; what fails then is raised by the next `save_state`,
+                by `save_queue.check()` or `.finish()`.
 
         Returns:
             The directory.
@@ -127,7 +129,10 @@ class StateSaving(ProcessControl):
                 hook(list(self._models), shared["models"], extra)
             self.wait_for_everyone()
         own = self._process_state()
-        pending = checkpoint.save_run_state(directory, shared, own, self.state, block=block, extra=extra)
+        optimizers = [optimizer.optimizer for optimizer in self._optimizers]
+        pending = checkpoint.save_run_state(
+            directory, shared, own, self.state, block=block, extra=extra, optimizers=optimizers
+        )
         if output_dir is None:
             self._numbered.note_written(Path(directory), pending)
         return directory
@@ -219,6 +224,7 @@ class StateSaving(ProcessControl):
         *,
         step: int | None = None,
         block: bool = True,
+        optimizers: Iterable[Optimizer] = (),
     ) -> checkpoint.PendingSave:
         """Write a checkpoint; call it on all processes.
 
@@ -228,12 +234,15 @@ class StateSaving(ProcessControl):
             own: what is this process's own, beside its random state.
             step: the optimizer step, by which the newest checkpoint is found.
             block: whether to return only when it is durable; else it is written while training goes on.
+            optimizers: those whose state may be copied until the next step of any of them.
 
         Returns:
             The save; done already where `block` is set.
         """
         state = {**self._process_state(), **(own or {})}
-        return checkpoint.save_run_state(directory, shared, state, self.state, step=step, block=block)
+        return checkpoint.save_run_state(
+            directory, shared, state, self.state, step=step, block=block, optimizers=optimizers
+        )
 
     def read_checkpoint(
         self,
@@ -251,6 +260,7 @@ class StateSaving(ProcessControl):
         Returns:
             The shared state, and this process's own; None where another number of processes wrote it.
         """
+        self.save_queue.settle()  # what is read here goes where a save may still be copying from
         return checkpoint.load_run_state(directory, self.state, into=into, only=only)
 
     def read_checkpoint_around(

@@ -10,7 +10,7 @@ What is stable, all of it to be called on every process unless it says otherwise
 - `PendingSave`: `done()`, `failed()`, `wait(timeout=None)`, `raise_if_failed()`,
   `add_done_callback(function)`, `directory`.
 - `save_queue(state) -> SaveQueue`, one for each process: `save(...)`, `check()` for each step, `finish()`, `pending`,
-  `prepare(tensors)` before the first save in the background.
+  `prepare(tensors)` before the first save in the background, `settle()` until what it copies may change.
 - `describe_run_state(directory) -> shared` (one process): its tensors on the meta device, without values.
 - `remove_checkpoint(directory)` (one process): gone under its name at once.
 - `Checkpoint(directory)` (one process): `manifest`, `shared(into, strict) -> (state, LoadReport)`, `own(rank)`,

@@ -9,12 +9,15 @@ import weakref
 from collections.abc import Callable, Iterable
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
 
+from drivetrain.checkpoint.copying import Copying
 from drivetrain.checkpoint.division import Division
 from drivetrain.checkpoint.save import Save
-from drivetrain.checkpoint.staging import ALIGNMENT, StagingBuffer
+from drivetrain.checkpoint.staging import ALIGNMENT, StagingBuffer, address_of
 from drivetrain.checkpoint.storage import Storage
 from drivetrain.runtime.logging import get_logger
 from drivetrain.runtime.state import PartialState
@@ -117,6 +120,8 @@ class SaveQueue:
         self._buffer = StagingBuffer()
         self._division: Division | None = None
         self._running: PendingSave | None = None
+        self._late: Copying | None = None
+        self._watched: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         self.failed: PendingSave | None = None
         state.before_leaving(self._wait_quietly)
         atexit.register(_report, weakref.ref(self))
@@ -142,6 +147,7 @@ class SaveQueue:
         block: bool = True,
         storage: Storage | None = None,
         extra: str | None = None,
+        optimizers: Iterable[Optimizer] = (),
     ) -> PendingSave:
         """Write a checkpoint; call it on all processes. Waits for the one before.
 
@@ -153,6 +159,8 @@ class SaveQueue:
             block: whether to return only once it is there. Else the state is copied and may change at once.
             storage: where to; found from `directory` if None.
             extra: a local directory whose content becomes part of the checkpoint; from `extra_place`.
+            optimizers: those whose state nothing but their `step()` changes. Unless `block` is set, it is copied while
+                training goes on, and the next step of any of them waits for what is left.
 
         Returns:
             The save; done where `block` is true.
@@ -168,7 +176,7 @@ class SaveQueue:
             save.run()
             pending._finish(None)
             return pending
-        save.stage(self._buffer)
+        self._late = save.stage(self._buffer, self._watch(optimizers))
         self._running = pending
         # Not a daemon: the interpreter waits for it at the end. Not a process: a spawned one imports the script again.
         threading.Thread(target=self._work, args=(save, pending), name="drivetrain-save").start()
@@ -190,6 +198,32 @@ class SaveQueue:
             limit += tensor.numel() * tensor.itemsize + ALIGNMENT
         self._buffer.prepare(likely, limit + _SMALL_STATES, self._state.kind)
 
+    def settle(self) -> None:
+        """Wait until the copies for the save in flight are made, if any; from then on anything may change."""
+        late, self._late = self._late, None
+        if late is not None:
+            late.finish(torch.get_num_threads())
+
+    def _watch(self, optimizers: Iterable[Optimizer]) -> set[int]:
+        """Have steps wait for copies, and tell the addresses of what they alone change."""
+        addresses: set[int] = set()
+        for optimizer in optimizers:
+            if optimizer not in self._watched:
+                try:
+                    optimizer.register_step_pre_hook(self._before_step)
+                except AttributeError:  # it never called Optimizer.__init__
+                    continue
+                self._watched.add(optimizer)
+            for state in optimizer.state.values():
+                values = state.values() if isinstance(state, dict) else ()
+                local = (one.to_local() if isinstance(one, DTensor) else one for one in values)
+                addresses.update(address_of(one) for one in local if type(one) is Tensor and not one.is_meta)
+        return addresses
+
+    def _before_step(self, *step: Any) -> None:
+        if self._late is not None:
+            self.settle()
+
     @property
     def has_lost(self) -> bool:
         """Whether a save in the background has failed whose error nobody has been told yet. Raises nothing."""
@@ -205,6 +239,7 @@ class SaveQueue:
 
     def finish(self) -> None:
         """Wait for the save in flight, and raise its error if it failed and nobody was told."""
+        self.settle()
         if self._running is not None:
             self._running._finished.wait()
             self._running = None
@@ -235,6 +270,11 @@ class SaveQueue:
         self._wait_quietly()
         if self.failed is not None and not self.failed._told:
             logger.error(f"A checkpoint was lost: {self.failed._error}", main_process_only=False)
+
+
+# What torch.compiler.disable notes; it would import the compiler, which takes half a second. Compiled steps call it as
+# it is, where tracing it would warn of locks.
+vars(SaveQueue)["settle"]._torchdynamo_disable = True
 
 
 def _report(reference: weakref.ref[SaveQueue]) -> None:

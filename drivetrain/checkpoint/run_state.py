@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterable
 from typing import Any
+
+from torch.optim import Optimizer
 
 from drivetrain.checkpoint.queue import PendingSave, save_queue
 from drivetrain.checkpoint.storage import Storage, storage_of
@@ -21,6 +24,7 @@ def save_run_state(
     block: bool = True,
     storage: Storage | None = None,
     extra: str | None = None,
+    optimizers: Iterable[Optimizer] = (),
 ) -> PendingSave:
     """Write a checkpoint; call it on all processes. Waits for one that is still being written.
 
@@ -35,6 +39,8 @@ def save_run_state(
             and are written in the background.
         storage: where to; found from `directory` if None.
         extra: a local directory whose content becomes part of the checkpoint; from `extra_place`.
+        optimizers: those whose state nothing but their `step()` changes: unless `block` is set, it is copied while
+            training goes on, and the next step of any of them waits for what is left.
 
     Returns:
         The save: done where `block` is true, else to be waited for.
@@ -45,7 +51,9 @@ def save_run_state(
     """
     if step is None and isinstance(shared, dict) and isinstance(shared.get("global_step"), int):
         step = shared["global_step"]
-    return save_queue(state).save(directory, shared, own, step=step, block=block, storage=storage, extra=extra)
+    return save_queue(state).save(
+        directory, shared, own, step=step, block=block, storage=storage, extra=extra, optimizers=optimizers
+    )
 
 
 def remove_checkpoint(directory: str | os.PathLike[str], *, storage: Storage | None = None) -> None:

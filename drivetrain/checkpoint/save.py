@@ -5,12 +5,13 @@ from __future__ import annotations
 import os
 import time
 import uuid
-from collections.abc import Hashable
+from collections.abc import Collection, Hashable
 from dataclasses import dataclass
 from typing import Any
 
 from torch.distributed.checkpoint.storage import WriteResult
 
+from drivetrain.checkpoint.copying import Copying
 from drivetrain.checkpoint.division import Division, check_values, divide, outline_of
 from drivetrain.checkpoint.manifest import WRITER_FILE, Manifest, encoded
 from drivetrain.checkpoint.peers import Failure, Peers
@@ -43,7 +44,7 @@ class Save:
     """One checkpoint on its way to storage. Make it, and run it, on all processes.
 
     Making it takes down what is to be written: the plain values, and which process writes which tensor. After
-    `stage` the caller may change its tensors; without, not before `run` has returned.
+    `stage` the caller may change its tensors, but for those that wait; without, not before `run` has returned.
 
     Args:
         directory: the checkpoint's directory or URL; replaced where it exists.
@@ -77,6 +78,7 @@ class Save:
         self._extra = extra
         self._peers = Peers(state)
         self._staging_failure: Failure | None = None
+        self._late: Copying | None = None
         self.step = step
         self.planner = SnapshotPlanner()
         self.directory = os.fspath(directory)
@@ -106,16 +108,25 @@ class Save:
         self.planner.set_up_planner(tensors, is_coordinator=self._peers.is_main)
         return outline_of(tensors, self._held_by_peers)
 
-    def stage(self, buffer: StagingBuffer) -> None:
-        """Copy what this process writes, so that training may go on. A failure is told by `run`."""
+    def stage(self, buffer: StagingBuffer, may_wait: Collection[int] = ()) -> Copying | None:
+        """Copy what this process writes, so that training may go on. A failure is told by `run`.
+
+        Args:
+            buffer: memory for the copies.
+            may_wait: addresses of tensors that may be copied later, see `StagingBuffer.copy`.
+
+        Returns:
+            What `run` copies first, and the caller must finish before those tensors change; None after a failure.
+        """
         sources = {item.index: self.planner.resolve_data(item) for item in self.division.plan.items}
-        copied = self._peers.attempt(lambda: buffer.copy(sources, self._state.kind))
-        if isinstance(copied, Failure):
-            self._staging_failure = copied
-        else:
-            self.planner.copies = copied
+        staged = self._peers.attempt(lambda: buffer.copy(sources, self._state.kind, may_wait))
         # What the copies stand for may change or go now.
         self.planner.state_dict = {}
+        if isinstance(staged, Failure):
+            self._staging_failure = staged
+            return None
+        self.planner.copies, self._late = staged.copies, staged.late
+        return staged.late
 
     def run(self) -> None:
         """Write, and publish once all processes have written.
@@ -143,6 +154,8 @@ class Save:
 
     def _write(self, place: str) -> _Written:
         """Write what is this process's to write."""
+        if self._late is not None:
+            self._finish_copying(self._late)
         files: dict[str, FileDigest] = {}
         self._storage.begin(place, (FOLDER,))
         if self._peers.is_main:
@@ -158,6 +171,15 @@ class Save:
         results = writer.write_data(self.division.plan, self.planner).wait()
         self._storage.touch(self._storage.join(place, WRITER_FILE))
         return _Written({**files, **writer.files}, results)
+
+    def _finish_copying(self, late: Copying) -> None:
+        changed = late.finish()
+        if changed:
+            raise CheckpointError(
+                f"{', '.join(changed[:8])} was changed in place between the save and the next step of its optimizer, "
+                "while it was being copied. An optimizer's state is to change in its step() alone; else save at once: "
+                "save_state(block=True), ModelCheckpoint(async_save=False)"
+            )
 
     def _publish(self, place: str, written: list[_Written]) -> None:
         assert self.division.metadata is not None

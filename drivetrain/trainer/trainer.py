@@ -654,7 +654,9 @@ class Trainer(TrainerStatus):
             shared, own = run_state(self, weights_only)
         if not block:
             self.saves = checkpoint.save_queue(self.accelerator.state)
-        return self.accelerator.write_checkpoint(filepath, shared, own, step=self.global_step, block=block)
+        return self.accelerator.write_checkpoint(
+            filepath, shared, own, step=self.global_step, block=block, optimizers=self.optimizers
+        )
 
     @property
     def estimated_stepping_batches(self) -> float:
