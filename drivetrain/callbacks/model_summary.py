@@ -12,6 +12,7 @@ from drivetrain.callbacks.base import Callback
 from drivetrain.runtime.errors import ConfigurationError
 
 if TYPE_CHECKING:
+    from drivetrain.strategies import Strategy
     from drivetrain.trainer.task import Task
     from drivetrain.trainer.trainer import Trainer
 
@@ -36,18 +37,20 @@ class ModelSummary(Callback):
 
     def on_fit_start(self, trainer: Trainer, task: Task) -> None:
         if trainer.is_global_zero and not trainer.fast_dev_run:
-            print(summarize(task, self.max_depth))
+            print(summarize(task, self.max_depth, trainer.strategy))
 
 
-def summarize(model: nn.Module, max_depth: int = 1) -> str:
+def summarize(model: nn.Module, max_depth: int = 1, strategy: Strategy | None = None) -> str:
     """Return a table of a model's modules and their parameters.
 
     Args:
         model: The model.
         max_depth: How deep to look; -1 for all modules.
+        strategy: What the model was divided among processes by, if anything: all of it counts.
     """
     rows = [
-        (name, type(module).__name__, _count(module.parameters())) for name, module in _modules(model, "", max_depth)
+        (name, _type_of(module, strategy).__name__, _count(module, strategy)[0])
+        for name, module in _modules(model, "", max_depth)
     ]
     lines = []
     if rows:
@@ -57,8 +60,7 @@ def summarize(model: nn.Module, max_depth: int = 1) -> str:
             lines.append(f"{name:<{widths[0]}}  {kind:<{widths[1]}}  {count:>{widths[2]}}")
         rule = "-" * len(lines[0])
         lines = [lines[0], rule, *lines[1:], rule]
-    total = _count(model.parameters())
-    trainable = _count(parameter for parameter in model.parameters() if parameter.requires_grad)
+    total, trainable = _count(model, strategy)
     lines.append(f"{total:,} parameters, {trainable:,} of them trainable")
     if any(isinstance(parameter, UninitializedParameter) for parameter in model.parameters()):
         lines.append("Lazy modules count from their first forward on.")
@@ -73,8 +75,23 @@ def _modules(model: nn.Module, prefix: str, depth: int) -> Iterator[tuple[str, n
         yield from _modules(module, f"{prefix}{name}.", depth - 1)
 
 
-def _count(parameters: Iterator[nn.Parameter]) -> int:
-    return sum(0 if isinstance(each, UninitializedParameter) else each.numel() for each in parameters)
+def _type_of(module: nn.Module, strategy: Strategy | None) -> type[nn.Module]:
+    return type(module) if strategy is None else strategy.own_type(module)
+
+
+def _count(model: nn.Module, strategy: Strategy | None) -> tuple[int, int]:
+    """Elements of all parameters, and of those that are trained."""
+    total = trainable = 0
+    for parameter in model.parameters():
+        if isinstance(parameter, UninitializedParameter):
+            continue
+        if strategy is None:
+            elements, trained = parameter.numel(), parameter.requires_grad
+        else:
+            elements, trained = strategy.describe_parameter(parameter)
+        total += elements
+        trainable += elements if trained else 0
+    return total, trainable
 
 
 def _short(count: int) -> str:

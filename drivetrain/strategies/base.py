@@ -287,6 +287,14 @@ class Strategy(ABC):
         """Let processes that run out of batches keep their peers company until those are done too."""
         return nullcontext()
 
+    def own_type(self, module: nn.Module) -> type[nn.Module]:
+        """The class that the user gave a module, where dividing it changed that."""
+        return type(module)
+
+    def describe_parameter(self, parameter: nn.Parameter) -> tuple[int, bool]:
+        """How many elements the whole of a parameter has, wherever they are, and whether any process trains it."""
+        return parameter.numel(), parameter.requires_grad
+
     # state, under the names that the bare single-process model gives its parameters
 
     def model_state(self, model: nn.Module) -> StateDict:

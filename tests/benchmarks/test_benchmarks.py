@@ -54,7 +54,9 @@ def test_checkpoint_measures_both_ways_of_saving(tmp_path: Path, capsys: pytest.
     for each in results:
         assert each["state"] == pytest.approx(12 * 8e6, rel=0.1)
         assert each["bytes"] == pytest.approx(each["base_bytes"], rel=0.01)
-        assert 0 < each["blocked"][0] <= each["durable"][0]
+        assert 0 < each["called"][0] <= each["durable"][0]
+        assert each["blocked"][0] > 0
+        assert len(each["longer"]) == 1
     assert list(tmp_path.iterdir()) == [file]
     assert "torch.save + fsync" in capsys.readouterr().out
 

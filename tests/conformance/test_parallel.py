@@ -13,7 +13,6 @@ from drivetrain import Colwise, Parallel, PrepareModuleInput, Rowwise, SequenceP
 from tests.conformance import language_model
 from tests.conformance.harness import Outcome
 from tests.conformance.language_model import Run
-from tests.conformance.test_fsdp import check_rounded
 from tests.pool import run_in_processes
 
 pytestmark = pytest.mark.sharded
@@ -153,4 +152,4 @@ def test_parameters_gathered_in_bf16_on_two_meshes():
     expected = language_model.train_plain(run)
     cases: list[Case] = [("gathered in bf16", "trainer", run)]
     for rank, (outcome,) in enumerate(run_in_processes(train_each, 4, args=(cases,), timeout=120)):
-        check_rounded(outcome, expected, rank)
+        language_model.check(outcome, expected, TOLERANCES["bf16"], rank)

@@ -27,6 +27,11 @@ class EngineStates(Strategy):
                 return trained.bare
         return super().unwrap(model)
 
+    def describe_parameter(self, parameter: nn.Parameter) -> tuple[int, bool]:
+        """As everywhere; of one that ZeRO-3 has divided, the size that DeepSpeed has noted."""
+        elements, trained = super().describe_parameter(parameter)
+        return getattr(parameter, "ds_numel", elements), trained
+
     # state
 
     def model_state(self, model: nn.Module) -> StateDict:

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
@@ -20,6 +21,13 @@ from drivetrain.strategies.fsdp.summoning import whole_parameters
 
 class ShardedState(Strategy):
     """The part of `FSDP` that saves, loads and shows state."""
+
+    def own_type(self, module: nn.Module) -> type[nn.Module]:
+        """The class that `fully_shard` derived a module's class from."""
+        if not isinstance(module, FSDPModule):
+            return type(module)
+        own: type[nn.Module] = type(module).__bases__[1]
+        return own
 
     def model_state(self, model: nn.Module) -> StateDict:
         """Shards of the parameters, and rank 0's buffers, under canonical names."""

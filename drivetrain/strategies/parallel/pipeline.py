@@ -450,6 +450,10 @@ class Pipeline:
 
     # state
 
+    def is_trained_by_peer(self, parameter: nn.Parameter) -> bool:
+        """Whether a parameter stands for one that another stage trains."""
+        return id(parameter) in self._state.trained_by_peers
+
     def model_state(self) -> StateDict:
         """Parameters and buffers of all stages under canonical names, those that a peer holds on the meta device."""
         return self._state.model_state()

@@ -27,6 +27,7 @@ class StageState:
 
     Attributes:
         group: the processes of the pipeline.
+        trained_by_peers: the ids of what stands for parameters that other stages train.
     """
 
     def __init__(
@@ -45,6 +46,7 @@ class StageState:
         # A buffer of a module with parameters goes where these are; others are on all, such as tables of positions.
         self._everywhere = {key for key in buffers if not self._goes_with_parameters(bare, key, prefix, layout)}
         self._groups: WeakKeyDictionary[Optimizer, list[list[str]]] = WeakKeyDictionary()
+        self.trained_by_peers: set[int] = set()
 
     @staticmethod
     def _goes_with_parameters(bare: nn.Module, key: str, prefix: str, layout: StageLayout) -> bool:
@@ -65,7 +67,9 @@ class StageState:
                     if id(parameter) not in stand_ins:
                         # None of the optimizer's, nor of who looks for what can be trained here.
                         empty = torch.empty_like(parameter, device="meta")
-                        stand_ins[id(parameter)] = nn.Parameter(empty, requires_grad=False)
+                        stand_in = stand_ins[id(parameter)] = nn.Parameter(empty, requires_grad=False)
+                        if parameter.requires_grad:
+                            self.trained_by_peers.add(id(stand_in))
                     module._parameters[key] = stand_ins[id(parameter)]
             for key, buffer in module._buffers.items():
                 if buffer is not None and self.is_foreign(prefix + key):

@@ -386,6 +386,11 @@ class Parallel(FSDP):
         if self.pipeline is not None:
             self.pipeline.put_back()
 
+    def describe_parameter(self, parameter: nn.Parameter) -> tuple[int, bool]:
+        """As everywhere; what stands for a parameter of another stage tells of that one."""
+        elements, trained = super().describe_parameter(parameter)
+        return elements, trained or (self.pipeline is not None and self.pipeline.is_trained_by_peer(parameter))
+
     def model_state(self, model: nn.Module) -> StateDict:
         """Parts of the parameters under canonical names."""
         if self.pipeline is None:

@@ -1,0 +1,63 @@
+"""The summary of a model counts all of it, however it is divided."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import DataLoader
+
+from drivetrain import FSDP, DeepSpeed, ModelSummary, Parallel, Trainer
+from drivetrain.callbacks.model_summary import summarize
+from tests.conformance.language_model import LanguageTask, Run
+from tests.conformance.test_parallel import layers_split
+from tests.pool import run_in_processes
+
+pytestmark = pytest.mark.sharded
+
+STRATEGIES: dict[str, Any] = {
+    "ddp": lambda: "ddp",
+    "fsdp": FSDP,
+    "tp": lambda: Parallel(tp=2, tp_plan=layers_split()),
+    "pp": lambda: Parallel(pp=2),
+    "zero-1": lambda: DeepSpeed(stage=1),
+    "zero-3": lambda: DeepSpeed(stage=3),
+}
+
+
+def task_with_something_frozen() -> LanguageTask:
+    task = LanguageTask(layers=2)
+    for name, parameter in task.named_parameters():
+        parameter.requires_grad_("norm" not in name)
+    return task
+
+
+def printed() -> dict[str, str]:
+    torch.set_num_threads(1)
+    texts = {}
+    for name, make in STRATEGIES.items():
+        trainer = Trainer(
+            accelerator="cpu",
+            strategy=make(),
+            max_steps=1,
+            callbacks=[ModelSummary(max_depth=-1)],
+            logger=False,
+            enable_checkpointing=False,
+            enable_progress_bar=False,
+        )
+        with contextlib.redirect_stdout(io.StringIO()) as text:
+            trainer.fit(task_with_something_frozen(), DataLoader(Run("32", 2).data(), batch_size=4))
+        texts[name] = text.getvalue()
+    return texts
+
+
+def test_it_counts_what_peers_hold() -> None:
+    expected = summarize(task_with_something_frozen(), max_depth=-1)
+    first, second = run_in_processes(printed, 2, timeout=120)
+    assert 0 < sum(p.numel() for p in task_with_something_frozen().parameters() if not p.requires_grad)
+    for name, text in first.items():
+        assert expected in text, f"{name}:\n{text}\ninstead of\n{expected}"
+    assert not any("trainable" in text for text in second.values())
