@@ -7,8 +7,9 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Placement, Replicate
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+from torch.distributed.tensor.placement_types import _StridedShard
 from torch.optim import Optimizer
 
 
@@ -24,6 +25,23 @@ class Slot(NamedTuple):
     module: nn.Module
     name: str
     parameter: nn.Parameter
+
+
+def gather(value: Tensor) -> Tensor:
+    """The whole of a tensor, also where this is a shard of it; call it on all processes that have one.
+
+    One dimension of the mesh after another, the one that was divided last first: torch gathers over all of them as
+    well, but warns where several divide the same dimension of the tensor.
+    """
+    if not isinstance(value, DTensor):
+        return value
+    placements: list[Placement] = list(value.placements)
+    late = [i for i, placement in enumerate(placements) if isinstance(placement, _StridedShard)]
+    for i in [*late, *(i for i in reversed(range(len(placements))) if i not in late)]:
+        if not placements[i].is_replicate():
+            placements[i] = Replicate()
+            value = value.redistribute(placements=placements)
+    return value.to_local()
 
 
 def slots_of(model: nn.Module) -> list[Slot]:

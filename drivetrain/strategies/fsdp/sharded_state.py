@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from drivetrain.runtime.collectives import broadcast
 from drivetrain.strategies.base import StateDict, Strategy
 from drivetrain.strategies.fsdp import dividing
-from drivetrain.strategies.fsdp.parameters import shard_like
+from drivetrain.strategies.fsdp.parameters import gather, shard_like
 from drivetrain.strategies.fsdp.summoning import whole_parameters
 
 
@@ -78,7 +78,7 @@ class ShardedState(Strategy):
         """All parameters and buffers, whole and on the CPU, on rank 0, gathered one by one; an empty dict elsewhere."""
         whole: dict[str, torch.Tensor] = {}
         for name, value in self.model_state(model).items():
-            gathered = value.full_tensor() if isinstance(value, DTensor) else value
+            gathered = gather(value) if isinstance(value, torch.Tensor) else value
             if self.environment.rank == 0:
                 whole[name] = gathered.detach().cpu() if isinstance(gathered, torch.Tensor) else gathered
         return whole

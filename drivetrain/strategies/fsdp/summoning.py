@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from drivetrain.strategies.fsdp.parameters import local_slices, slots_of
+from drivetrain.strategies.fsdp.parameters import gather, local_slices, slots_of
 
 
 @contextmanager
@@ -26,7 +26,7 @@ def whole_parameters(model: nn.Module, writeback: bool) -> Iterator[None]:
     whole: dict[int, nn.Parameter] = {}
     for module, name, shard in slots:
         if id(shard) not in whole:
-            gathered = shard.detach().full_tensor()  # type: ignore[attr-defined]
+            gathered = gather(shard.detach())
             whole[id(shard)] = nn.Parameter(gathered, requires_grad=shard.requires_grad)
         module._parameters[name] = whole[id(shard)]
     try:

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from drivetrain.strategies.base import StateDict
+from drivetrain.strategies.fsdp.parameters import gather
 from drivetrain.strategies.parallel.pipeline_split import StageLayout
 
 
@@ -159,7 +160,7 @@ class StageState:
                 continue
             holder = self._holders.get(name, 0)
             if self._rank == holder:
-                value = value.full_tensor() if hasattr(value, "full_tensor") else value
+                value = gather(value)
             if not collects:
                 continue
             if self._rank == 0:
