@@ -3,8 +3,9 @@
     python benchmarks/strategies.py
     python benchmarks/strategies.py --only FSDP --rounds 40 --json strategies.json
 
-Two processes on the CPU, one thread each. A few steps of the Trainer and as many of the bare loop take turns in the
-same processes, each with a model and an optimizer of its own. See benchmarks/README.md.
+Two processes on the CPU, four where two dimensions are crossed, one thread each. A few steps of the Trainer and as many
+of the bare loop take turns in the same processes, each with a model and an optimizer of its own. See
+benchmarks/README.md.
 """
 
 from __future__ import annotations
@@ -24,8 +25,11 @@ import click
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn import functional as F
 from transformer import (
+    LENGTH,
     WIDTH,
+    Block,
     LanguageModel,
     Transformer,
     loss_of,
@@ -37,11 +41,11 @@ from transformer import (
 
 from drivetrain import Callback, Trainer, gather_object
 
-PROCESSES = 2
+PROCESSES = {"TP x FSDP": 4}  # of those that take more than two
 TARGET = 0.97
 MICRO_BATCHES = 4  # of the pipeline
 WARMUP = 2  # turns that do not count: in the first the Trainer asks for batches ahead
-Batch = tuple[Tensor, Tensor]
+Batch = tuple[Tensor, ...]  # tokens and targets, and positions where sequences are split
 Step = Callable[[Batch], Tensor | None]
 Times = tuple[float, float]  # seconds a step: gone by, and computed
 
@@ -70,7 +74,7 @@ def bare_fsdp() -> Step:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
-    model, mesh = make_model(), init_device_mesh("cpu", (PROCESSES,))
+    model, mesh = make_model(), init_device_mesh("cpu", (dist.get_world_size(),))
     for block in model.blocks:
         fully_shard(block, mesh=mesh)
     fully_shard(model, mesh=mesh)
@@ -81,9 +85,58 @@ def bare_tp() -> Step:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor.parallel import parallelize_module
 
-    mesh = init_device_mesh("cpu", (PROCESSES,))
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     model = parallelize_module(make_model(), mesh, tensor_parallel_plan())
     return bare_step(model, make_optimizer(model.parameters()))
+
+
+def bare_tp_fsdp() -> Step:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.tensor.parallel import parallelize_module
+
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("fsdp", "tp"))
+    model = parallelize_module(make_model(), mesh["tp"], tensor_parallel_plan())
+    for block in model.blocks:
+        fully_shard(block, mesh=mesh["fsdp"])
+    fully_shard(model, mesh=mesh["fsdp"])
+    return bare_step(model, make_optimizer(model.parameters()))
+
+
+def bare_cp() -> Step:
+    """Sequences split over processes: keys and values gathered, a chunk from the front and one from the back each."""
+    from torch.distributed import _functional_collectives as collectives
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    rank, count = dist.get_rank(), dist.get_world_size()
+    positions = torch.arange(LENGTH).chunk(2 * count)
+    of_each = [torch.cat([positions[n], positions[-1 - n]]) for n in range(count)]
+    own, everywhere = of_each[rank], torch.cat(of_each)
+    mask = own[:, None] >= everywhere
+    gather = getattr(collectives, "all_gather_single_autograd", None) or collectives.all_gather_tensor_autograd
+
+    class GatheringBlock(Block):
+        def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            k, v = (collectives.wait_tensor(gather(each.contiguous(), 2, dist.group.WORLD)) for each in (k, v))
+            return F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+
+    model, mesh = make_model(), init_device_mesh("cpu", (count,))
+    for block in model.blocks:
+        block.__class__ = GatheringBlock
+        fully_shard(block, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    optimizer = make_optimizer(model.parameters())
+
+    def step(batch: Batch) -> Tensor:
+        tokens, targets, positions = (each[:, own] for each in batch)
+        optimizer.zero_grad()
+        loss = loss_of(model(tokens, positions), targets)
+        loss.backward()
+        optimizer.step()
+        return loss.detach()
+
+    return step
 
 
 class Stage(nn.Module):
@@ -112,7 +165,7 @@ def bare_pp() -> Step:
 
     rank = dist.get_rank()
     part = Stage(make_model(), rank)
-    stage = PipelineStage(part, rank, PROCESSES, torch.device("cpu"))
+    stage = PipelineStage(part, rank, dist.get_world_size(), torch.device("cpu"))
     schedule = Schedule1F1B(stage, MICRO_BATCHES, loss_of)
     optimizer = make_optimizer(part.parameters())
 
@@ -160,11 +213,12 @@ def drivetrain_strategy(name: str) -> Any:
         from drivetrain import DeepSpeed
 
         return DeepSpeed(stage=int(name[-1]))
-    if name in ("TP", "PP"):
-        from drivetrain import Parallel
+    if name in ("DDP", "FSDP"):
+        return name.lower()
+    from drivetrain import Parallel
 
-        return Parallel(tp=PROCESSES, tp_plan=tensor_parallel_plan()) if name == "TP" else Parallel(pp=PROCESSES)
-    return name.lower()
+    sizes = {"TP": {"tp": 2}, "CP": {"cp": 2}, "PP": {"pp": 2}, "TP x FSDP": {"tp": 2, "dp_shard": 2}}[name]
+    return Parallel(**sizes, tp_plan=tensor_parallel_plan() if "tp" in sizes else None)
 
 
 # name -> the bare loop
@@ -172,7 +226,9 @@ STRATEGIES: dict[str, Callable[[], Step]] = {
     "DDP": bare_ddp,
     "FSDP": bare_fsdp,
     "TP": bare_tp,
+    "CP": bare_cp,
     "PP": bare_pp,
+    "TP x FSDP": bare_tp_fsdp,
     "DeepSpeed ZeRO-2": lambda: bare_deepspeed(2),
     "DeepSpeed ZeRO-3": lambda: bare_deepspeed(3),
 }
@@ -236,7 +292,7 @@ def measure(name: str, rows: int, block: int, rounds: int) -> dict[str, Any]:
     trainer = Trainer(
         accelerator="cpu",
         strategy=drivetrain_strategy(name),
-        devices=PROCESSES,
+        devices=PROCESSES.get(name, 2),
         max_epochs=1,
         accumulate_grad_batches=piped,
         use_distributed_sampler=False,
@@ -244,7 +300,10 @@ def measure(name: str, rows: int, block: int, rounds: int) -> dict[str, Any]:
         barebones=True,
     )
     shard = trainer.strategy.data_shard
-    batch = tuple(part.chunk(shard.count)[shard.index].contiguous() for part in make_batch(rows))
+    whole: Batch = make_batch(rows)
+    if name == "CP":
+        whole = (*whole, torch.arange(LENGTH).expand(rows, -1))
+    batch = tuple(part.chunk(shard.count)[shard.index].contiguous() for part in whole)
     turns = TakingTurns(STRATEGIES[name](), batch, piped, block, rounds)
     trainer.fit(LanguageModel(), turns)
     losses = [None if loss is None else float(loss) for loss in (turns.bare_loss, keeping.loss)]
@@ -256,7 +315,7 @@ def measure_in_processes(name: str, rows: int, block: int, rounds: int) -> dict[
     """Measure under the launcher."""
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "times.json"
-        launch = [sys.executable, "-m", "drivetrain", "launch", "--cpu", "--num_processes", str(PROCESSES)]
+        launch = [sys.executable, "-m", "drivetrain", "launch", "--cpu", "--num_processes", str(PROCESSES.get(name, 2))]
         sizes = ["--rows", rows, "--block", block, "--rounds", rounds]
         arguments = ["--measure", name, "--json", file, *sizes]
         done = subprocess.run(
@@ -317,7 +376,7 @@ def main(
         print(f"{name}: last losses {bare:.6f} and {own:.6f}", file=sys.stderr, flush=True)
     millions = sum(parameter.numel() for parameter in make_model().parameters()) / 1e6
     print(
-        f"A transformer of {millions:.1f} M parameters, width {WIDTH}; {PROCESSES} processes; {rounds} turns of "
+        f"A transformer of {millions:.1f} M parameters, width {WIDTH}; {rounds} turns of "
         f"{block} steps each. torch {torch.__version__}.\n"
     )
     print(as_table(results))

@@ -25,8 +25,11 @@ class Block(nn.Module):
         inside = self.norm1(x)
         heads = (*x.shape[:2], -1, WIDTH // HEADS)  # as many as this process has
         q, k, v = (layer(inside).view(heads).transpose(1, 2) for layer in (self.query, self.key, self.value))
-        x = x + self.output(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2))
+        x = x + self.output(self.attend(q, k, v).transpose(1, 2).flatten(2))
         return x + self.down(F.gelu(self.up(self.norm2(x))))
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True)
 
 
 class Transformer(nn.Module):
@@ -40,8 +43,9 @@ class Transformer(nn.Module):
         self.norm = nn.LayerNorm(WIDTH)
         self.head = nn.Linear(WIDTH, VOCABULARY, bias=False)
 
-    def forward(self, tokens: Tensor) -> Tensor:
-        x = self.tokens(tokens) + self.positions[: tokens.shape[1]]
+    def forward(self, tokens: Tensor, positions: Tensor | None = None) -> Tensor:
+        places = self.positions[: tokens.shape[1]] if positions is None else self.positions[positions]
+        x = self.tokens(tokens) + places
         for block in self.blocks:
             x = block(x)
         return self.head(self.norm(x))
@@ -77,8 +81,8 @@ class LanguageModel(Task):
         self.model = make_model(self.layers)
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        tokens, targets = batch
-        return loss_of(self.model(tokens), targets)
+        tokens, targets, *positions = batch
+        return loss_of(self.model(tokens, *positions), targets)
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return make_optimizer(self.parameters())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import sys
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -20,6 +21,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         if not torch.cuda.is_available():
             for item in marked:
                 item.add_marker(pytest.mark.skip(reason="needs a CUDA GPU, and this machine has none"))
+
+
+def pytest_configure() -> None:
+    """Let tests interrupt what they start: jobs in a shell's background are deaf to SIGINT, and all that they start."""
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_sessionfinish() -> None:
