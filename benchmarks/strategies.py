@@ -44,7 +44,8 @@ from drivetrain import Callback, Trainer, gather_object
 PROCESSES = {"TP x FSDP": 4}  # of those that take more than two
 TARGET = 0.97
 MICRO_BATCHES = 4  # of the pipeline
-WARMUP = 2  # turns that do not count: in the first the Trainer asks for batches ahead
+# Turns that do not count: in the first the Trainer asks for a batch ahead, and in the last it has that one already.
+FIRST, LAST = 2, 1
 Batch = tuple[Tensor, ...]  # tokens and targets, and positions where sequences are split
 Step = Callable[[Batch], Tensor | None]
 Times = tuple[float, float]  # seconds a step: gone by, and computed
@@ -187,9 +188,10 @@ def bare_deepspeed(stage: int) -> Step:
     import deepspeed
 
     model = make_model()
+    bucket = sum(parameter.numel() for parameter in model.parameters()) // 32  # drivetrain's choice for any model
     config = {
         "train_micro_batch_size_per_gpu": 1,
-        "zero_optimization": {"stage": stage},
+        "zero_optimization": {"stage": stage, "reduce_bucket_size": bucket},
         "gradient_clipping": 0.0,  # else it is 1.0
         "zero_allow_untested_optimizer": True,
         "zero_force_ds_cpu_optimizer": False,
@@ -253,10 +255,10 @@ class TakingTurns:
         self.bare_loss: Tensor | None = None
 
     def __len__(self) -> int:
-        return (self.rounds + WARMUP) * self.block * len(self.micro_batches)
+        return (FIRST + self.rounds + LAST) * self.block * len(self.micro_batches)
 
     def __iter__(self) -> Iterator[Batch]:
-        for number in range(self.rounds + WARMUP):
+        for number in range(FIRST + self.rounds + LAST):
             start = self.now()
             for _ in range(self.block):
                 self.bare_loss = self.step(self.batch)
@@ -264,7 +266,7 @@ class TakingTurns:
             for _ in range(self.block):
                 yield from self.micro_batches
             end = self.now()
-            if number >= WARMUP:
+            if FIRST <= number < FIRST + self.rounds:
                 self.bare.append(((middle[0] - start[0]) / self.block, (middle[1] - start[1]) / self.block))
                 self.own.append(((end[0] - middle[0]) / self.block, (end[1] - middle[1]) / self.block))
         del self.step  # DDP must go before the process group does

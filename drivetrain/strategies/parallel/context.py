@@ -88,15 +88,15 @@ class SequenceShard:
 
     def join(self, tensor: Tensor, dim: int) -> Tensor:
         """The whole sequences in their order, from all processes' parts; gradients flow back to each part."""
-        gathered: Tensor = _all_gather(tensor.contiguous(), dim % tensor.dim(), self.group)
+        # Along the first dimension, where each part arrives in its place; along another torch would copy them there.
+        gathered: Tensor = _all_gather(tensor.contiguous(), 0, self.group)
         if isinstance(gathered, funcol.AsyncCollectiveTensor):
             gathered = gathered.wait()
+        parts = gathered.chunk(self.count)
         if not self.balanced:
-            return gathered
-        parts = gathered.chunk(self.chunks, dim)
-        last = self.chunks - 1
-        order = [2 * n if n < self.count else 2 * (last - n) + 1 for n in range(self.chunks)]
-        return torch.cat([parts[position] for position in order], dim)
+            return torch.cat(parts, dim)
+        halves = [part.chunk(2, dim) for part in parts]
+        return torch.cat([*(front for front, _ in halves), *(back for _, back in reversed(halves))], dim)
 
     def positions(self, length: int, device: torch.device | str | None = None) -> Tensor:
         """Where this process's tokens stand in the whole sequence.
@@ -353,7 +353,10 @@ def attend(
             "attention's dropout to 0; dropout elsewhere works."
         )
     options: dict[str, Any] = {"scale": scale, "enable_gqa": enable_gqa}
-    keys, values = shard.join(key, -2), shard.join(value, -2)
+    if key.shape == value.shape and key.dtype == value.dtype:  # then one collective does
+        keys, values = shard.join(torch.stack((key, value)), -2)
+    else:
+        keys, values = shard.join(key, -2), shard.join(value, -2)
     if not is_causal:
         return F.scaled_dot_product_attention(query, keys, values, **options)
     if query.size(-2) != key.size(-2):
