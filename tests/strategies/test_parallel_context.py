@@ -43,9 +43,10 @@ def attention_gaps(cases: list[Any], count: int) -> list[float]:
         shard = strategy.sequence
         assert shard is not None
         generator = torch.Generator().manual_seed(2)
-        shapes = [(2, heads, length, 8), (2, key_heads, length, 8), (2, key_heads, length, 6)]
+        size = 8 if balanced else 6  # of values: as large as keys, and not
+        shapes = [(2, heads, length, 8), (2, key_heads, length, 8), (2, key_heads, length, size)]
         whole = [torch.randn(shape, generator=generator, requires_grad=True) for shape in shapes]
-        weights = torch.randn(2, heads, length, 6, generator=generator)
+        weights = torch.randn(2, heads, length, size, generator=generator)
         options = {"is_causal": causal, "scale": scale, "enable_gqa": heads != key_heads}
         expected = F.scaled_dot_product_attention(*whole, **options)
         (expected * weights).sum().backward()
