@@ -71,10 +71,11 @@ class Copying:
                 self._end()
 
     def _end(self) -> None:
-        # Looked up before anybody who waits goes on, and may change them.
-        self._changed = [name for name, source, version in self._sources if _version(source) != version]
-        self._sources.clear()
-        self._done.set()
+        try:  # before anybody who waits goes on, and may change them
+            self._changed = [name for name, source, version in self._sources if _version(source) != version]
+        finally:
+            self._sources.clear()
+            self._done.set()
 
 
 def _version(tensor: Tensor) -> int:

@@ -207,6 +207,7 @@ class SaveQueue:
     def _watch(self, optimizers: Iterable[Optimizer]) -> set[int]:
         """Have steps wait for copies, and tell the addresses of what they alone change."""
         addresses: set[int] = set()
+        parameters: set[int] = set()
         for optimizer in optimizers:
             if optimizer not in self._watched:
                 try:
@@ -215,10 +216,10 @@ class SaveQueue:
                     continue
                 self._watched.add(optimizer)
             for state in optimizer.state.values():
-                values = state.values() if isinstance(state, dict) else ()
-                local = (one.to_local() if isinstance(one, DTensor) else one for one in values)
-                addresses.update(address_of(one) for one in local if type(one) is Tensor and not one.is_meta)
-        return addresses
+                addresses |= _addresses(state.values() if isinstance(state, dict) else ())
+            for group in optimizer.param_groups:
+                parameters |= _addresses(parameter.detach() for parameter in group["params"])
+        return addresses - parameters
 
     def _before_step(self, *step: Any) -> None:
         if self._late is not None:
@@ -275,6 +276,11 @@ class SaveQueue:
 # What torch.compiler.disable notes; it would import the compiler, which takes half a second. Compiled steps call it as
 # it is, where tracing it would warn of locks.
 vars(SaveQueue)["settle"]._torchdynamo_disable = True
+
+
+def _addresses(values: Iterable[Any]) -> set[int]:
+    local = (value.to_local() if isinstance(value, DTensor) else value for value in values)
+    return {address_of(tensor) for tensor in local if type(tensor) is Tensor and not tensor.is_meta}
 
 
 def _report(reference: weakref.ref[SaveQueue]) -> None:

@@ -186,6 +186,21 @@ def test_an_optimizer_that_cannot_be_watched_is_copied_at_once(held: Held, tmp_p
     assert_same(load_run_state(tmp_path / "one", alone())[0]["optimizer"], before)
 
 
+def test_a_parameter_is_copied_at_once_also_where_it_is_part_of_the_optimizers_state(
+    held: Held, tmp_path: Path
+) -> None:
+    model, optimizer = trained()
+    for parameter in model.parameters():
+        optimizer.state[parameter]["iterate"] = parameter.data
+    before = copy.deepcopy(state_of(model, optimizer))
+    pending = save(tmp_path / "one", model, optimizer)
+    for parameter in model.parameters():
+        parameter.data.zero_()
+    held.go.set()
+    pending.wait(60)
+    assert_same(load_run_state(tmp_path / "one", alone())[0], before)
+
+
 def test_loading_while_it_copies(held: Held, tmp_path: Path) -> None:
     accelerator = Accelerator(cpu=True)
     model, optimizer = accelerator.prepare(*trained())
