@@ -10,6 +10,7 @@ from torch.nn.parameter import UninitializedParameter
 
 from drivetrain.callbacks.base import Callback
 from drivetrain.runtime.errors import ConfigurationError
+from drivetrain.strategies.single import Single
 
 if TYPE_CHECKING:
     from drivetrain.strategies import Strategy
@@ -48,8 +49,9 @@ def summarize(model: nn.Module, max_depth: int = 1, strategy: Strategy | None = 
         max_depth: How deep to look; -1 for all modules.
         strategy: What the model was divided among processes by, if anything: all of it counts.
     """
+    strategy = strategy or Single()
     rows = [
-        (name, _type_of(module, strategy).__name__, _count(module, strategy)[0])
+        (name, strategy.own_type(module).__name__, _count(module, strategy)[0])
         for name, module in _modules(model, "", max_depth)
     ]
     lines = []
@@ -75,23 +77,11 @@ def _modules(model: nn.Module, prefix: str, depth: int) -> Iterator[tuple[str, n
         yield from _modules(module, f"{prefix}{name}.", depth - 1)
 
 
-def _type_of(module: nn.Module, strategy: Strategy | None) -> type[nn.Module]:
-    return type(module) if strategy is None else strategy.own_type(module)
-
-
-def _count(model: nn.Module, strategy: Strategy | None) -> tuple[int, int]:
+def _count(model: nn.Module, strategy: Strategy) -> tuple[int, int]:
     """Elements of all parameters, and of those that are trained."""
-    total = trainable = 0
-    for parameter in model.parameters():
-        if isinstance(parameter, UninitializedParameter):
-            continue
-        if strategy is None:
-            elements, trained = parameter.numel(), parameter.requires_grad
-        else:
-            elements, trained = strategy.describe_parameter(parameter)
-        total += elements
-        trainable += elements if trained else 0
-    return total, trainable
+    known = (each for each in model.parameters() if not isinstance(each, UninitializedParameter))
+    described = [strategy.describe_parameter(each) for each in known]
+    return sum(elements for elements, _ in described), sum(elements for elements, trained in described if trained)
 
 
 def _short(count: int) -> str:

@@ -215,7 +215,7 @@ def test_loading_while_it_copies(held: Held, tmp_path: Path) -> None:
     assert_same(optimizer.optimizer.state_dict()["state"], before["state"])
 
 
-def test_it_costs_nothing_where_nothing_is_saved(tmp_path: Path) -> None:
+def test_an_optimizer_gets_one_hook_however_often_it_is_saved(tmp_path: Path) -> None:
     model, optimizer = trained()
     for number in range(3):
         save(tmp_path / str(number), model, optimizer).wait(60)

@@ -27,6 +27,8 @@ from drivetrain import (
 from drivetrain.runtime.collectives import gather_object
 
 STAGES = (0, 1, 2, 3)
+from tests.strategies.quiet import quiet_trainer
+
 ROWS = 4
 RUNS: dict[str, Callable[[Path], Any]] = {}
 
@@ -189,14 +191,8 @@ class NetTask(Task):
         return self.make_optimizer(self.net)
 
 
-def trainer(strategy: Any, **options: Any) -> Trainer:
-    quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
-    defaults = {"max_epochs": 1, "enable_checkpointing": False}
-    return Trainer(accelerator="cpu", strategy=strategy, **{**quiet, **defaults, **options})
-
-
 def fitted(strategy: Any, task: Task | None = None, **options: Any) -> tuple[Trainer, dict[str, Tensor]]:
-    one = trainer(strategy, **options)
+    one = quiet_trainer(strategy, **options)
     one.fit(task or NetTask(), DataLoader(data(4), batch_size=ROWS))
     return one, whole_weights(one)
 
@@ -213,7 +209,7 @@ def built_in_parts(directory: Path) -> dict[str, Any]:
     task = NetTask(build=False)
     one, weights = fitted(DeepSpeed(3), task)
     _, expected = fitted(DeepSpeed(3))
-    alone, other = NetTask(build=False), trainer(DeepSpeed(3))
+    alone, other = NetTask(build=False), quiet_trainer(DeepSpeed(3))
     path = directory / "weights.ckpt"
     one.save_checkpoint(path)
     evaluation = DataLoader(data(3), batch_size=3)
@@ -400,10 +396,10 @@ def refusals(directory: Path) -> dict[str, str]:
         loop.train(1)
 
     return {
-        "fp16": message(lambda: trainer("deepspeed", precision="fp16")),
-        "fp16-true": message(lambda: trainer("deepspeed", precision="16-true")),
-        "64": message(lambda: trainer("deepspeed", precision="64")),
-        "zero option": message(lambda: trainer(DeepSpeed(2, overlap_com=True))),
+        "fp16": message(lambda: quiet_trainer("deepspeed", precision="fp16")),
+        "fp16-true": message(lambda: quiet_trainer("deepspeed", precision="16-true")),
+        "64": message(lambda: quiet_trainer("deepspeed", precision="64")),
+        "zero option": message(lambda: quiet_trainer(DeepSpeed(2, overlap_com=True))),
         "accumulation": message(lambda: fitted(DeepSpeed(config={"gradient_accumulation_steps": 4}))),
         "clipping": message(lambda: fitted(DeepSpeed(gradient_clipping=1.0), gradient_clip_val=0.5)),
         "clipping in a loop": message(clipped_otherwise),
@@ -412,7 +408,7 @@ def refusals(directory: Path) -> dict[str, str]:
         "unprepared": message(unprepared),
         "two models at stage 0": message(two_models_at_stage_0),
         "moe": message(lambda: fitted(DeepSpeed(3, moe_layers=["Mixtur"]), MixtureTask())),
-        "nvme": message(lambda: trainer(DeepSpeed(2, offload_optimizer="nvme", nvme_path=directory))),
+        "nvme": message(lambda: quiet_trainer(DeepSpeed(2, offload_optimizer="nvme", nvme_path=directory))),
     }
 
 

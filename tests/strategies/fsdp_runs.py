@@ -16,6 +16,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from drivetrain import FSDP, Accelerator, Callback, ConfigurationError, Task, Trainer
 from drivetrain.strategies.precision import Float16Mixed
+from tests.strategies.quiet import quiet_trainer
 
 WIDTH, CLASSES, ROWS = 8, 3, 4
 
@@ -581,18 +582,6 @@ def loader(rows: int = ROWS) -> DataLoader[Any]:
     return DataLoader(TensorDataset(torch.cat(tokens), torch.cat(labels)), batch_size=rows)
 
 
-def quiet_trainer(strategy: Any = "fsdp", **options: Any) -> Trainer:
-    return Trainer(
-        accelerator="cpu",
-        strategy=strategy,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        **{"max_epochs": 1, **options},
-    )
-
-
 def plain_task(epochs: int) -> dict[str, Tensor]:
     task = NetTask()
     optimizer = adamw(task.parameters())
@@ -630,7 +619,7 @@ class Average(Callback):
 def averages_in_the_trainer() -> dict[str, Any]:
     callback = Average()
     task = NetTask()
-    trainer = quiet_trainer(callbacks=[callback])
+    trainer = quiet_trainer("fsdp", callbacks=[callback])
     trainer.fit(task, loader(), loader())
     averaged = {k: v.full_tensor() if isinstance(v, DTensor) else v for k, v in callback.average.state_dict().items()}
     reference = NetTask()
@@ -659,10 +648,10 @@ def averages_in_the_trainer() -> dict[str, Any]:
 def fits_again() -> dict[str, Any]:
     """A task may be fitted twice by one trainer, and validated by another."""
     task = NetTask()
-    trainer = quiet_trainer()
+    trainer = quiet_trainer("fsdp")
     trainer.fit(task, loader(), loader())
     trainer.fit_loop = None
-    again = quiet_trainer()
+    again = quiet_trainer("fsdp")
     loss = again.validate(task, loader(), verbose=False)[0]["loss"]
     reference = NetTask()
     reference.load_state_dict(plain_task(1))
@@ -703,7 +692,7 @@ class Adversaries(Task):
 def optimizes_by_hand() -> float:
     data = TensorDataset(torch.randn(24, 10, generator=torch.Generator().manual_seed(2)))
     task = Adversaries()
-    trainer = quiet_trainer()
+    trainer = quiet_trainer("fsdp")
     trainer.fit(task, DataLoader(data, batch_size=4))
     reference = Adversaries()
     first, second = reference.configure_optimizers()

@@ -14,7 +14,8 @@ from drivetrain import DeepSpeed
 from drivetrain.cli.main import cli
 from tests.launch.launching import launch, write_script
 from tests.pool import ProcessesFailed, run_in_processes
-from tests.strategies.fsdp_runs import NetTask, loader, quiet_trainer
+from tests.strategies.fsdp_runs import NetTask, loader
+from tests.strategies.quiet import quiet_trainer
 
 pytestmark = [
     pytest.mark.sharded,
@@ -144,7 +145,7 @@ def test_what_cannot_work_is_refused(result_of, case, message):
 
 
 def fit_with_a_step_left_out() -> None:
-    quiet_trainer(strategy=DeepSpeed(stage=3)).fit(NetTask(skipped=0), loader())
+    quiet_trainer(DeepSpeed(stage=3)).fit(NetTask(skipped=0), loader())
 
 
 def test_a_step_left_out_on_one_process_is_refused_at_stage_3():

@@ -12,7 +12,8 @@ from safetensors.torch import save_file
 from drivetrain import FSDP, ConfigurationError, Trainer
 from tests.pool import ProcessesFailed, run_in_processes
 from tests.strategies import fsdp_runs
-from tests.strategies.fsdp_runs import NetTask, loader, quiet_trainer, run_all
+from tests.strategies.fsdp_runs import NetTask, loader, run_all
+from tests.strategies.quiet import quiet_trainer
 
 pytestmark = pytest.mark.sharded
 
@@ -176,7 +177,7 @@ def test_a_step_left_out_on_one_process_is_refused():
 
 
 def fit_with_a_step_left_out() -> None:
-    quiet_trainer().fit(NetTask(skipped=0), loader())
+    quiet_trainer("fsdp").fit(NetTask(skipped=0), loader())
 
 
 def test_weights_are_streamed_from_files(tmp_path):
@@ -216,7 +217,7 @@ def test_copies_that_do_not_divide_the_processes():
 
 
 def test_one_process_is_enough():
-    trainer = quiet_trainer()
+    trainer = quiet_trainer("fsdp")
     task = NetTask()
     trainer.fit(task, loader(8))
     state = trainer.strategy.full_state_dict(trainer.model)

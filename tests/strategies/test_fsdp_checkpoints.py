@@ -19,10 +19,10 @@ from tests.strategies.fsdp_runs import (
     net,
     plain_task,
     prepared,
-    quiet_trainer,
     train,
     whole,
 )
+from tests.strategies.quiet import quiet_trainer
 
 pytestmark = pytest.mark.sharded
 

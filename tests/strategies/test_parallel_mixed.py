@@ -15,7 +15,7 @@ from drivetrain import Accelerator, Parallel
 from tests.conformance.language_model import LENGTH, LanguageTask, Texts
 from tests.conformance.test_parallel import layers_split, sequences_split_between
 from tests.pool import run_in_processes
-from tests.strategies.fsdp_runs import quiet_trainer
+from tests.strategies.quiet import quiet_trainer
 
 pytestmark = pytest.mark.sharded
 

@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from drivetrain import Accelerator, Callback, ConfigurationError, Parallel, Task, Trainer
 from tests.pool import ProcessesFailed, run_in_processes
+from tests.strategies.quiet import quiet_trainer
 
 pytestmark = pytest.mark.sharded
 
@@ -76,16 +77,8 @@ def loader(rows: int = ROWS, batches: int = 4) -> DataLoader[Any]:
     return DataLoader(TensorDataset(x, torch.randint(0, CLASSES, (len(x),), generator=generator)), batch_size=rows)
 
 
-def quiet_trainer(strategy: Any, **options: Any) -> Trainer:
-    return Trainer(
-        accelerator="cpu",
-        strategy=strategy,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        **{"max_epochs": 1, "accumulate_grad_batches": 2, "gradient_clip_val": 0.5, **options},
-    )
+def clipping_trainer(strategy: Any, **options: Any) -> Trainer:
+    return quiet_trainer(strategy, **{"accumulate_grad_batches": 2, "gradient_clip_val": 0.5, **options})
 
 
 def plain(epochs: int = 1, frozen: bool = False) -> dict[str, Tensor]:
@@ -115,7 +108,7 @@ def trains() -> dict[str, Any]:
     torch.set_num_threads(1)
     found: dict[str, Any] = {}
     task = NetTask()
-    trainer = quiet_trainer(Parallel(pp=2))
+    trainer = clipping_trainer(Parallel(pp=2))
     trainer.fit(task, loader(), loader(5))
     whole = trainer.strategy.full_state_dict(trainer.model)
     found["gap"] = gap(whole, plain()) if trainer.global_rank == 0 else len(whole)
@@ -127,7 +120,7 @@ def trains() -> dict[str, Any]:
     found["names in state"] = list(state["state"]) == [name for name, _ in task.named_parameters()]
     found["names in groups"] = [len(group["params"]) for group in state["param_groups"]]
     found["validation"] = float(trainer.callback_metrics["validation"])
-    again = quiet_trainer(Parallel(pp=2))
+    again = clipping_trainer(Parallel(pp=2))
     found["again"] = again.validate(task, loader(5), verbose=False)[0]["validation"]
     found["test"] = again.test(task, loader(5), verbose=False)[0]["validation"]
     found["predictions"] = torch.cat(again.predict(task, loader(5)))
@@ -173,15 +166,15 @@ def varies() -> dict[str, Any]:
     torch.set_num_threads(1)
     found: dict[str, Any] = {}
     for schedule in ("1f1b", "interleaved_zero_bubble"):
-        trainer = quiet_trainer(Parallel(pp=2, pp_schedule=schedule))
+        trainer = clipping_trainer(Parallel(pp=2, pp_schedule=schedule))
         trainer.fit(NetTask(frozen=True), loader())
         whole = trainer.strategy.full_state_dict(trainer.model)
         found[f"frozen, {schedule}"] = gap(whole, plain(frozen=True)) if whole else 0.0
-        trainer = quiet_trainer(Parallel(pp=2, pp_schedule=schedule))
+        trainer = clipping_trainer(Parallel(pp=2, pp_schedule=schedule))
         trainer.fit(Weighs(), loader())
         whole = trainer.strategy.full_state_dict(trainer.model)
         found[f"left out, {schedule}"] = not all(torch.isfinite(value).all() for value in whole.values())
-    trainer = quiet_trainer(Parallel(pp=2, activation_checkpointing=True, wrap=[nn.Sequential]))
+    trainer = clipping_trainer(Parallel(pp=2, activation_checkpointing=True, wrap=[nn.Sequential]))
     trainer.fit(NetTask(), loader())
     whole = trainer.strategy.full_state_dict(trainer.model)
     # Batch statistics move on in the recomputed forward too, as they do in one process.
@@ -223,7 +216,7 @@ class Plain(NetTask):
 
 def fit(options: dict[str, Any], epochs: int, resume: str | None = None) -> Trainer:
     torch.set_num_threads(1)
-    trainer = quiet_trainer(Parallel(**options) if options else "single", max_epochs=epochs)
+    trainer = clipping_trainer(Parallel(**options) if options else "single", max_epochs=epochs)
     trainer.fit(Plain(), loader(ROWS // trainer.strategy.data_shard.count), resume=resume)
     return trainer
 
@@ -277,7 +270,7 @@ def fit_one(task: Task, **options: Any) -> None:
     torch.set_num_threads(1)
     # One micro-batch in a step, and no clipping, which tasks that optimize by hand do themselves.
     strategy = Parallel(pp=2, **options)
-    quiet_trainer(strategy, accumulate_grad_batches=1, gradient_clip_val=None).fit(task, loader())
+    quiet_trainer(strategy).fit(task, loader())
 
 
 def raises(schedule: str) -> None:
@@ -333,7 +326,7 @@ def refusals() -> dict[str, str]:
     attempt("accelerator", outside)
     attempt("by hand", lambda: fit_one(ByHand()))
     attempt("never", lambda: fit_one(NeverCalls()))
-    attempt("closure", lambda: quiet_trainer(Parallel(pp=2), callbacks=[Looks()]).fit(NetTask(), loader()))
+    attempt("closure", lambda: clipping_trainer(Parallel(pp=2), callbacks=[Looks()]).fit(NetTask(), loader()))
     attempt("names", lambda: fit_one(NetTask(), pp_split=["blocks.1", "blocks.2"]))
     attempt("option", lambda: fit_one(NetTask(), pp_splits=["blocks.1"]))
     return found
@@ -383,18 +376,7 @@ def gradients_seen_after_backward() -> list[bool]:
     torch.set_num_threads(1)
     watch = SeesGradients()
     data = TensorDataset(torch.randint(11, (ROWS, 4)), torch.randint(CLASSES, (ROWS,)))
-    trainer = Trainer(
-        accelerator="cpu",
-        strategy=Parallel(pp=2),
-        accumulate_grad_batches=2,
-        max_epochs=1,
-        callbacks=[watch],
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-    )
-    trainer.fit(NetTask(), DataLoader(data, batch_size=ROWS // 2))
+    quiet_trainer(Parallel(pp=2), accumulate_grad_batches=2, callbacks=[watch]).fit(NetTask(), DataLoader(data, batch_size=ROWS // 2))
     return watch.after
 
 

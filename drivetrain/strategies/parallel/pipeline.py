@@ -60,6 +60,9 @@ class Pipeline:
             `"zbv_zero_bubble"`.
         stages_per_rank: stages of each process; by default 1, and 2 for the schedules after `"1f1b"`.
 
+    Attributes:
+        state: which process holds what, and the state of all stages; there once a model is split.
+
     Raises:
         ConfigurationError: an option cannot be.
     """
@@ -151,14 +154,14 @@ class Pipeline:
         self._layout: StageLayout = lay_out(self._whole, splits, self._placed)
         self._outline = ModelOutline(self._whole, self._layout, self._strategy.device)
         self._plans.clear()
-        self._state = StageState(
+        self.state = StageState(
             bare,
             name,
             self._layout,
             self._group,
             [rank_of_stage(self._kind, s, self._ranks) for s in range(self._count)],
         )
-        self._state.drop_foreign()
+        self.state.drop_foreign()
         self._modules = [
             StageModule(self._whole, self._layout, stage, self._strategy.device, precision.forward_context)
             for stage in self._own
@@ -212,9 +215,9 @@ class Pipeline:
                 "This model was spread over stages before, with other options of the pipeline, and parts of it are "
                 "elsewhere. Make a new one, and load the state of this one into it."
             )
-        for name in ("_whole", "_layout", "_outline", "_modules", "_precision", "_state"):
+        for name in ("_whole", "_layout", "_outline", "_modules", "_precision", "state"):
             setattr(self, name, getattr(other, name))
-        self._state.group = self._group
+        self.state.group = self._group
         self._bare = bare
         self.built()
 
@@ -233,7 +236,7 @@ class Pipeline:
         for optimizer in optimizers:
             if isinstance(optimizer, torch.optim.LBFGS):
                 raise ConfigurationError("LBFGS searches along all parameters at once, which a pipeline has spread.")
-            self._state.follow(optimizer)
+            self.state.follow(optimizer)
 
     # the call of the model within a step
 
@@ -447,32 +450,6 @@ class Pipeline:
         power = power**norm_type
         dist.all_reduce(power, group=self._group)
         return power ** (1.0 / norm_type)
-
-    # state
-
-    def is_trained_by_peer(self, parameter: nn.Parameter) -> bool:
-        """Whether a parameter stands for one that another stage trains."""
-        return id(parameter) in self._state.trained_by_peers
-
-    def model_state(self) -> StateDict:
-        """Parameters and buffers of all stages under canonical names, those that a peer holds on the meta device."""
-        return self._state.model_state()
-
-    def optimizer_state(self, optimizer: Optimizer, own: StateDict) -> StateDict:
-        """An optimizer's state over all stages by canonical name, what a peer holds on the meta device."""
-        return self._state.optimizer_state(optimizer, own)
-
-    def own_model_state(self, state: StateDict) -> StateDict:
-        """A whole state, without values where a peer holds them."""
-        return self._state.own_model_state(state)
-
-    def own_optimizer_state(self, optimizer: Optimizer, state: StateDict) -> StateDict:
-        """What this process takes of an optimizer's whole state."""
-        return self._state.own_optimizer_state(state)
-
-    def full_state_dict(self) -> dict[str, Tensor]:
-        """All parameters and buffers, whole and on the CPU, on rank 0; an empty dict elsewhere."""
-        return self._state.full_state_dict()
 
     def teardown(self) -> None:
         """Let the model be called as any other again; parameters of other stages stay away."""

@@ -28,7 +28,6 @@ class StageState:
 
     Attributes:
         group: the processes of the pipeline.
-        trained_by_peers: the ids of what stands for parameters that other stages train.
     """
 
     def __init__(
@@ -47,7 +46,7 @@ class StageState:
         # A buffer of a module with parameters goes where these are; others are on all, such as tables of positions.
         self._everywhere = {key for key in buffers if not self._goes_with_parameters(bare, key, prefix, layout)}
         self._groups: WeakKeyDictionary[Optimizer, list[list[str]]] = WeakKeyDictionary()
-        self.trained_by_peers: set[int] = set()
+        self._trained_by_peers: set[int] = set()
 
     @staticmethod
     def _goes_with_parameters(bare: nn.Module, key: str, prefix: str, layout: StageLayout) -> bool:
@@ -57,6 +56,10 @@ class StageState:
     def is_foreign(self, name: str) -> bool:
         """Whether only a peer holds a parameter or buffer."""
         return name not in self._everywhere and self._holders.get(name, self._rank) != self._rank
+
+    def is_trained_by_peer(self, parameter: nn.Parameter) -> bool:
+        """Whether a parameter stands for one that another stage trains."""
+        return id(parameter) in self._trained_by_peers
 
     def drop_foreign(self) -> None:
         """Put tensors without values in place of those that peers hold."""
@@ -70,7 +73,7 @@ class StageState:
                         empty = torch.empty_like(parameter, device="meta")
                         stand_in = stand_ins[id(parameter)] = nn.Parameter(empty, requires_grad=False)
                         if parameter.requires_grad:
-                            self.trained_by_peers.add(id(stand_in))
+                            self._trained_by_peers.add(id(stand_in))
                     module._parameters[key] = stand_ins[id(parameter)]
             for key, buffer in module._buffers.items():
                 if buffer is not None and self.is_foreign(prefix + key):

@@ -389,30 +389,30 @@ class Parallel(FSDP):
     def describe_parameter(self, parameter: nn.Parameter) -> tuple[int, bool]:
         """As everywhere; what stands for a parameter of another stage tells of that one."""
         elements, trained = super().describe_parameter(parameter)
-        return elements, trained or (self.pipeline is not None and self.pipeline.is_trained_by_peer(parameter))
+        return elements, trained or (self.pipeline is not None and self.pipeline.state.is_trained_by_peer(parameter))
 
     def model_state(self, model: nn.Module) -> StateDict:
         """Parts of the parameters under canonical names."""
         if self.pipeline is None:
             return super().model_state(model)
         self.reshard(model)
-        return self.pipeline.model_state()
+        return self.pipeline.state.model_state()
 
     def optimizer_state(self, model: nn.Module, optimizer: Optimizer) -> StateDict:
         """An optimizer's state by canonical parameter name, its tensors divided as the parameters are."""
         own = super().optimizer_state(model, optimizer)
-        return own if self.pipeline is None else self.pipeline.optimizer_state(optimizer, own)
+        return own if self.pipeline is None else self.pipeline.state.optimizer_state(optimizer, own)
 
     def load_model_state(self, model: nn.Module, state: StateDict, strict: bool = True) -> Any:
         """Take this process's parts of what `model_state` returned under any strategy."""
         if self.pipeline is not None:
-            state = self.pipeline.own_model_state(state)
+            state = self.pipeline.state.own_model_state(state)
         return super().load_model_state(model, state, strict)
 
     def load_optimizer_state(self, model: nn.Module, optimizer: Optimizer, state: StateDict) -> None:
         """Take this process's parts of what `optimizer_state` returned under any strategy."""
         if self.pipeline is not None:
-            state = self.pipeline.own_optimizer_state(optimizer, state)
+            state = self.pipeline.state.own_optimizer_state(state)
         super().load_optimizer_state(model, optimizer, state)
 
     def full_state_dict(self, model: nn.Module) -> dict[str, torch.Tensor]:
@@ -420,7 +420,7 @@ class Parallel(FSDP):
         if self.pipeline is None:
             return super().full_state_dict(model)
         self.reshard(model)
-        return self.pipeline.full_state_dict()
+        return self.pipeline.state.full_state_dict()
 
     def teardown(self) -> None:
         """Let go of the grid."""
