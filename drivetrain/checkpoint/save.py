@@ -177,8 +177,8 @@ class Save:
         if changed:
             raise CheckpointError(
                 f"{', '.join(changed[:8])} was changed in place between the save and the next step of its optimizer, "
-                "while it was being copied. An optimizer's state is to change in its step() alone; else save at once: "
-                "save_state(block=True), ModelCheckpoint(async_save=False)"
+                "while it was being copied. Let it change in step() alone, call save_queue.settle() of the Accelerator "
+                "before, or save at once: save_state(block=True), ModelCheckpoint(async_save=False)"
             )
 
     def _publish(self, place: str, written: list[_Written]) -> None:
