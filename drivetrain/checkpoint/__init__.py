@@ -16,7 +16,7 @@ What is stable, all of it to be called on every process unless it says otherwise
 - `Checkpoint(directory)` (one process): `manifest`, `shared(into, strict) -> (state, LoadReport)`, `own(rank)`,
   `verify()`.
 - `clean_stale(root)` (one process): what dead runs left. Every save and every look for checkpoints does it too.
-- `consolidate(checkpoint, output, max_shard_size="5GB", dtype=None)` (one process): plain safetensors.
+- `consolidate(checkpoint, output, max_shard_size="5GB", dtype=None, module=None)` (one process): plain safetensors.
 
 `directory` and `root` are local paths or URLs that fsspec knows. Every failure is a `CheckpointError`.
 """

@@ -8,7 +8,7 @@ import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -36,6 +36,7 @@ _DTYPES = {
 }
 
 Take = Callable[[memoryview], None]
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -53,6 +54,7 @@ def consolidate(
     dtype: torch.dtype | str | None = None,
     *,
     model: int | None = None,
+    module: str | None = None,
     overwrite: bool = False,
     verify: bool = True,
     progress: bool = False,
@@ -69,6 +71,8 @@ def consolidate(
             its own.
         dtype: what floating-point weights are converted to, such as `"bfloat16"`; unchanged if None.
         model: which one, where `save_state` saved several, from 0.
+        module: write the weights of this module of it alone, under the names that they have in it: the attribute of
+            the task that is to be opened elsewhere, such as `"net"`.
         overwrite: whether to write into a directory that holds something already.
         verify: whether the checkpoint's files are checked against its manifest first.
         progress: whether to show a progress bar.
@@ -77,7 +81,8 @@ def consolidate(
         The paths of the safetensors files.
 
     Raises:
-        CheckpointError: there is no complete checkpoint, it has no such model, or the output cannot be written.
+        CheckpointError: there is no complete checkpoint, it has no such model or module, or the output cannot be
+            written.
 
     Example:
         ```python
@@ -91,7 +96,7 @@ def consolidate(
         ```
     """
     opened = Checkpoint(checkpoint)
-    names = _weights_of(opened, model)
+    names = weights_below(_weights_of(opened, model), module, opened.directory)
     target = parse_dtype(dtype)
     if verify:
         files = {place.file for key in names.values() for place in _places(opened, key)}
@@ -139,6 +144,30 @@ def save_safetensors(
         tensor = tensors[key]
         sources.append(_Source(Entry(name, tensor.dtype, tuple(tensor.shape)), partial(_give, tensor)))
     return _write(sources, aliases, output, max_shard_size, overwrite, progress)
+
+
+def weights_below(weights: Mapping[str, T], module: str | None, source: str) -> dict[str, T]:
+    """The weights of one module, under the names that they have in it.
+
+    Args:
+        weights: anything by the names of weights.
+        module: the module's name; all weights as they are if None.
+        source: where they come from, for the message.
+
+    Raises:
+        CheckpointError: no weight is in a module of that name.
+    """
+    if module is None:
+        return dict(weights)
+    prefix = f"{module}."
+    found = {name.removeprefix(prefix): value for name, value in weights.items() if name.startswith(prefix)}
+    if not found:
+        holders = sorted({name.split(".")[0] for name in weights if "." in name})
+        raise CheckpointError(
+            f"{source} holds no weights of a module {module!r}. Its outermost modules: {', '.join(holders) or 'none'}."
+            f"{nearest(module, holders)}"
+        )
+    return found
 
 
 def _weights_of(checkpoint: Checkpoint, model: int | None) -> dict[str, str]:

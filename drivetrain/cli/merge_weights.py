@@ -11,6 +11,7 @@ import click
 @click.option("--max-shard-size", default="5GB", show_default=True, help="Bytes in a file at most, such as 500MB.")
 @click.option("--dtype", default=None, help="Convert floating-point weights, such as to bfloat16.")
 @click.option("--model", type=click.IntRange(min=0), default=None, help="Which model, where several were saved.")
+@click.option("--module", default=None, help="Write the weights of this module alone, by their names in it.")
 @click.option("--overwrite", is_flag=True, help="Write into a directory that holds something already.")
 @click.option("--no-verify", is_flag=True, help="Do not check the checkpoint's files against its manifest first.")
 def merge_weights(
@@ -19,6 +20,7 @@ def merge_weights(
     max_shard_size: str,
     dtype: str | None,
     model: int | None,
+    module: str | None,
     overwrite: bool,
     no_verify: bool,
 ) -> None:
@@ -31,7 +33,10 @@ def merge_weights(
     from drivetrain.strategies.deepspeed.native import merge_native, native_folder
 
     if native_folder(checkpoint) is not None:
-        for path in merge_native(checkpoint, output, max_shard_size, dtype, overwrite=overwrite, progress=True):
+        files = merge_native(
+            checkpoint, output, max_shard_size, dtype, module=module, overwrite=overwrite, progress=True
+        )
+        for path in files:
             click.echo(path)
         return
     files = consolidate(
@@ -40,6 +45,7 @@ def merge_weights(
         max_shard_size,
         dtype,
         model=model,
+        module=module,
         overwrite=overwrite,
         verify=not no_verify,
         progress=True,

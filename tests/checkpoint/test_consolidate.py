@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,9 @@ from drivetrain.checkpoint.export import parse_size
 from drivetrain.cli.main import cli
 from drivetrain.runtime.state import PartialState
 from tests.checkpoint.states import alone, assert_same, run_state, write
-from tests.pool import run_in_processes
+from tests.pool import ROOT, run_in_processes
+
+TRANSFORMERS = ROOT / ".venv-bench" / "bin" / "python"
 
 
 def model_state() -> dict[str, Any]:
@@ -175,6 +178,78 @@ def test_one_of_several_models_is_chosen(tmp_path: Path) -> None:
     save_run_state(tmp_path / "none", {"epoch": 1}, {}, alone())
     with pytest.raises(CheckpointError, match="holds no model"):
         consolidate(tmp_path / "none", tmp_path / "other")
+
+
+def test_one_module_is_written_by_its_own_names(tmp_path: Path) -> None:
+    save(tmp_path / "one")
+    consolidate(tmp_path / "one", tmp_path / "out", module="layers")
+    own = {name.removeprefix("layers."): value for name, value in model_state().items() if name.startswith("layers.")}
+    assert_same(read(tmp_path / "out"), own)
+    arguments = ["merge-weights", str(tmp_path / "one"), str(tmp_path / "inner"), "--module", "layers.3"]
+    assert CliRunner().invoke(cli, arguments, catch_exceptions=False).exit_code == 0
+    assert_same(read(tmp_path / "inner"), {"weight": model_state()["layers.3.weight"]})
+    with pytest.raises(CheckpointError, match=r"no weights of a module 'layer'.* head, layers.* Did you mean 'layers'"):
+        consolidate(tmp_path / "one", tmp_path / "other", module="layer")
+
+
+IN_TRANSFORMERS = """
+import sys
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+from drivetrain import Accelerator, Task, Trainer, consolidate
+
+root = sys.argv[1]
+sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+config = LlamaConfig(vocab_size=64, num_key_value_heads=2, **sizes)
+
+
+class Language(Task):
+    def __init__(self):
+        super().__init__()
+        self.net = LlamaForCausalLM(config)
+
+    def training_step(self, batch, batch_idx):
+        return self.net(batch, labels=batch).loss
+
+    def configure_optimizers(self):
+        return torch.optim.AdamW(self.parameters())
+
+
+def check(model, directory):
+    config.save_pretrained(directory)
+    loaded, told = LlamaForCausalLM.from_pretrained(directory, output_loading_info=True)
+    assert not any(told.values()), told
+    tokens = torch.arange(12)[None]
+    assert torch.equal(loaded(tokens).logits, model.eval()(tokens).logits)
+
+
+accelerator = Accelerator(cpu=True)
+model = accelerator.prepare(LlamaForCausalLM(config))
+accelerator.save_state(f"{root}/engine")
+assert len(consolidate(f"{root}/engine", f"{root}/several", max_shard_size="20KB")) > 1
+check(model, f"{root}/several")
+
+task = Language()
+quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False, "enable_model_summary": False}
+trainer = Trainer(accelerator="cpu", max_steps=1, **quiet)
+trainer.fit(task, torch.utils.data.DataLoader(torch.randint(64, (4, 12)), batch_size=4))
+trainer.save_checkpoint(f"{root}/trained")
+consolidate(f"{root}/trained", f"{root}/one", module="net")
+check(task.net, f"{root}/one")
+"""
+
+
+@pytest.mark.skipif(not TRANSFORMERS.exists(), reason="transformers is not installed in .venv-bench (make bench)")
+def test_transformers_opens_what_an_accelerator_and_a_trainer_saved(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [str(TRANSFORMERS), "-c", IN_TRANSFORMERS, str(tmp_path)],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        cwd=tmp_path,
+        env={"PYTHONPATH": str(ROOT), "PATH": "/usr/bin:/bin", "HOME": str(tmp_path), "HF_HUB_OFFLINE": "1"},
+    )
+    assert done.returncode == 0, done.stderr
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
-from drivetrain.checkpoint.export import parse_dtype, save_safetensors
+from drivetrain.checkpoint.export import parse_dtype, save_safetensors, weights_below
 from drivetrain.runtime.errors import CheckpointError
 from drivetrain.strategies.deepspeed.engine import TrainedModel
 from drivetrain.strategies.deepspeed.package import require_deepspeed
@@ -97,6 +97,7 @@ def merge_native(
     max_shard_size: int | str = "5GB",
     dtype: str | None = None,
     *,
+    module: str | None = None,
     overwrite: bool = False,
     progress: bool = False,
 ) -> list[str]:
@@ -107,6 +108,7 @@ def merge_native(
         output: the directory to write to.
         max_shard_size: bytes in a file at most.
         dtype: what floating-point weights are converted to; 32 bits if None.
+        module: write the weights of this module alone, under the names that they have in it.
         overwrite: whether to write into a directory that holds something already.
         progress: whether to show a progress bar.
 
@@ -114,7 +116,7 @@ def merge_native(
         The paths of the safetensors files.
     """
     target = parse_dtype(dtype)
-    weights = whole_weights(directory)
+    weights = weights_below(whole_weights(directory), module, os.fspath(directory))
     if target is not None:
         weights = {name: value.to(target) if value.is_floating_point() else value for name, value in weights.items()}
     return save_safetensors(weights, output, max_shard_size, overwrite=overwrite, progress=progress)
