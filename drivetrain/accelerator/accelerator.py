@@ -382,10 +382,10 @@ class Accelerator(StateSaving, EngineStatus):
         size = self.accumulation.size
         if weight is not None or self._weighted.pending:
             loss = self.precision.scale(self._weigh(loss, weight))
-            self.accumulation.note_backward()
+            self.accumulation.mark_backward()
         elif size > 1:
             loss = self.precision.scale(loss / size)
-            self.accumulation.note_backward()
+            self.accumulation.mark_backward()
         else:
             loss = self.precision.scale(loss)
         self.strategy.backward(loss, **kwargs)

@@ -75,7 +75,7 @@ class AccumulationWindow:
         if self._count == 0:
             self.size = num_steps
 
-    def note_backward(self) -> None:
+    def mark_backward(self) -> None:
         """Note that gradients of the current window have been computed."""
         self.holds_gradients = self._entered
 

@@ -57,7 +57,7 @@ class NumberedCheckpoints:
             raise CheckpointError(f"There is no checkpoint under {self._folder()} yet. Name one: load_state('path').")
         return self._path(numbers[-1])
 
-    def note_written(self, directory: Path, pending: checkpoint.PendingSave) -> None:
+    def record_written(self, directory: Path, pending: checkpoint.PendingSave) -> None:
         """Count one, and remove the oldest beyond the limit as soon as it is there."""
         if directory != self._path(self._configuration.iteration):
             return
@@ -70,7 +70,7 @@ class NumberedCheckpoints:
         for number in self._numbers()[:-limit]:
             checkpoint.remove_checkpoint(self._path(number))
 
-    def note_loaded(self, directory: Path) -> None:
+    def record_loaded(self, directory: Path) -> None:
         """Go on counting after the one that was loaded."""
         number = _NUMBERED.fullmatch(directory.name)
         if self.enabled and number and directory.resolve() == self._path(int(number[1])).resolve():

@@ -134,7 +134,7 @@ class StateSaving(ProcessControl):
             directory, shared, own, self.state, block=block, extra=extra, optimizers=optimizers
         )
         if output_dir is None:
-            self._numbered.note_written(Path(directory), pending)
+            self._numbered.record_written(Path(directory), pending)
         return directory
 
     def load_state(self, input_dir: str | os.PathLike[str] | None = None) -> None:
@@ -153,7 +153,7 @@ class StateSaving(ProcessControl):
         models = list(self._models)
         for hook in self._state_hooks.on_load:
             hook(models, directory)
-        in_shards = self.strategy.reads_shards and not self.strategy.whole_window
+        in_shards = self.strategy.reads_shards and not self.strategy.schedules_microbatches
         later = ("models", "optimizers") if in_shards else ()
         shared, own = self.read_checkpoint_around(directory, later)
         here: dict[str, Sequence[Any]] = {
@@ -196,7 +196,7 @@ class StateSaving(ProcessControl):
             item.load_state_dict(state)
         self.precision.load_state_dict(shared["precision"])
         self.restore_random_state(own)
-        self._numbered.note_loaded(Path(directory))
+        self._numbered.record_loaded(Path(directory))
 
     def registered_state(self) -> list[dict[str, Any]]:
         """The state of what `register_for_checkpointing` was given."""

@@ -7,7 +7,7 @@ import statistics
 from collections import deque
 from typing import TYPE_CHECKING, Any
 
-from drivetrain.callbacks.guard import Guard
+from drivetrain.callbacks.guards.guard import Guard
 from drivetrain.runtime.errors import ConfigurationError
 
 if TYPE_CHECKING:

@@ -9,15 +9,15 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
-from drivetrain.callbacks import checkpoint_folder as folder
-from drivetrain.callbacks.agreement import decide_on_main_process
+from drivetrain.callbacks.checkpoint import folder
+from drivetrain.callbacks.monitoring.agreement import decide_on_main_process
 from drivetrain.callbacks.base import Callback
-from drivetrain.callbacks.checkpoint_options import check_intervals, check_options
-from drivetrain.callbacks.checkpoint_policy import BestK, CheckpointName
-from drivetrain.callbacks.checkpoint_writer import CheckpointWriter, Decision
-from drivetrain.callbacks.kept_checkpoints import KeptCheckpoints
-from drivetrain.callbacks.monitor import missing_metric_message, monitored_value
-from drivetrain.callbacks.step_timer import StepTimer
+from drivetrain.callbacks.checkpoint.options import check_intervals, check_options
+from drivetrain.callbacks.checkpoint.policy import BestK, CheckpointName
+from drivetrain.callbacks.checkpoint.writer import CheckpointWriter, Decision
+from drivetrain.callbacks.checkpoint.kept import KeptCheckpoints
+from drivetrain.callbacks.monitoring.monitor import missing_metric_message, monitored_value
+from drivetrain.callbacks.display.step_timer import StepTimer
 from drivetrain.runtime.assembly import all_arrive
 from drivetrain.runtime.durations import parse_duration
 from drivetrain.runtime.errors import CheckpointError, ConfigurationError, DrivetrainError
@@ -405,7 +405,7 @@ class ModelCheckpoint(Callback):
         self.current_score = decision.score
         self._writer.save(trainer, self.dirpath, decision, self.save_weights_only)
         if self.verbose:
-            self._tell(trainer, decision)
+            self._report_decision(trainer, decision)
 
     def _decide(self, trainer: Trainer) -> Decision:
         """Say what is to be done now; called by the main process alone, changes nothing."""
@@ -454,7 +454,7 @@ class ModelCheckpoint(Callback):
                     f"says nan. Logged so far: {', '.join(map(repr, sorted(metrics))) or 'nothing'}."
                 )
 
-    def _tell(self, trainer: Trainer, decision: Decision) -> None:
+    def _report_decision(self, trainer: Trainer, decision: Decision) -> None:
         where = f"Epoch {trainer.current_epoch}, step {trainer.global_step}"
         score = "" if decision.score is None else f" with {self.monitor} = {decision.score:.6g}"
         if decision.path is not None:

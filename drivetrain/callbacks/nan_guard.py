@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from drivetrain.callbacks.guard import Guard
+from drivetrain.callbacks.guards.guard import Guard
 from drivetrain.runtime.collectives import reduce
 from drivetrain.runtime.errors import ConfigurationError
 from drivetrain.runtime.logging import get_logger

@@ -42,9 +42,9 @@ _EXPORTS = {
     "list_checkpoints": "drivetrain.checkpoint.discovery",
     "load_run_state": "drivetrain.checkpoint.load",
     "newest_checkpoint": "drivetrain.checkpoint.discovery",
-    "remove_checkpoint": "drivetrain.checkpoint.run_state",
+    "remove_checkpoint": "drivetrain.checkpoint.entry_points",
     "save_queue": "drivetrain.checkpoint.queue",
-    "save_run_state": "drivetrain.checkpoint.run_state",
+    "save_run_state": "drivetrain.checkpoint.entry_points",
     "save_safetensors": "drivetrain.checkpoint.export",
 }
 
@@ -83,6 +83,8 @@ if TYPE_CHECKING:
     from drivetrain.checkpoint.discovery import FoundCheckpoint as FoundCheckpoint
     from drivetrain.checkpoint.discovery import list_checkpoints as list_checkpoints
     from drivetrain.checkpoint.discovery import newest_checkpoint as newest_checkpoint
+    from drivetrain.checkpoint.entry_points import remove_checkpoint as remove_checkpoint
+    from drivetrain.checkpoint.entry_points import save_run_state as save_run_state
     from drivetrain.checkpoint.export import consolidate as consolidate
     from drivetrain.checkpoint.export import save_safetensors as save_safetensors
     from drivetrain.checkpoint.load import Checkpoint as Checkpoint
@@ -92,7 +94,5 @@ if TYPE_CHECKING:
     from drivetrain.checkpoint.queue import PendingSave as PendingSave
     from drivetrain.checkpoint.queue import SaveQueue as SaveQueue
     from drivetrain.checkpoint.queue import save_queue as save_queue
-    from drivetrain.checkpoint.run_state import remove_checkpoint as remove_checkpoint
-    from drivetrain.checkpoint.run_state import save_run_state as save_run_state
     from drivetrain.checkpoint.save import extra_place as extra_place
     from drivetrain.checkpoint.writer_record import clean_stale as clean_stale

@@ -239,7 +239,7 @@ class _Requests(NamedTuple):
                 wanted = indices if batched else indices[0]
                 yield (epoch, wanted) if seeded else wanted
         if length is not None and info is not None:
-            order.note_end(info.index + 1, info.last)
+            order.record_end(info.index + 1, info.last)
 
 
 def _nothing() -> Iterator[Any]:

@@ -121,7 +121,7 @@ class IndexOrder:
         except (TypeError, NotImplementedError):
             return None
 
-    def note_end(self, batches: int, was_last: bool) -> None:
+    def record_end(self, batches: int, was_last: bool) -> None:
         """Be told at the end of an epoch how many batches there were, and whether the last one was known as such."""
         if batches and not was_last:
             logger.warning_once(

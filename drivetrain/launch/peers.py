@@ -54,7 +54,7 @@ class Peers:
         self._machine = machine
         self._machines = machines
         self._prefix = f"drivetrain/attempt{attempt}"
-        self._next_look = 0.0
+        self._next_poll = 0.0
         self._beats = 0
         self._last_signs = {peer: (-1, time.monotonic()) for peer in range(machines) if peer != machine}
 
@@ -88,9 +88,9 @@ class Peers:
     def is_time_to_look(self) -> bool:
         """Whether it is time to ask the store again; it is asked once in a while only, and given a sign of life."""
         now = time.monotonic()
-        if self._machines == 1 or now < self._next_look:
+        if self._machines == 1 or now < self._next_poll:
             return False
-        self._next_look = now + _LOOK_INTERVAL
+        self._next_poll = now + _LOOK_INTERVAL
         self._beats += 1
         self._write("alive", str(self._beats))
         return True

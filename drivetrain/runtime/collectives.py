@@ -94,10 +94,10 @@ def gather_rows(data: Any, keep: int) -> Any:
     state = PartialState()
     rows: list[int] = []
 
-    def note_rows(leaf: Tensor) -> None:
+    def record_rows(leaf: Tensor) -> None:
         rows.append(leaf.size(0) if leaf.dim() else keep)
 
-    recursively_apply(note_rows, data, error_on_other_type=True)
+    recursively_apply(record_rows, data, error_on_other_type=True)
     # A rank that cannot take part tells the others, which would otherwise wait for it.
     count = keep if keep >= 0 and all(size >= keep for size in rows) else -1
     counts = _exchange_integers([count], state)
@@ -240,11 +240,11 @@ def pad_across_processes(tensor: Any, dim: int = 0, pad_index: float = 0, pad_fi
         verify_operation("pad_across_processes", tensor, ignore="sizes")
     sizes: list[int] = []
 
-    def note_size(leaf: Tensor) -> None:
+    def record_size(leaf: Tensor) -> None:
         if -leaf.dim() <= dim < leaf.dim():
             sizes.append(leaf.size(dim))
 
-    recursively_apply(note_size, tensor, error_on_other_type=True)
+    recursively_apply(record_size, tensor, error_on_other_type=True)
     longest = iter([max(column) for column in zip(*_exchange_integers(sizes, state), strict=True)])
 
     def pad(leaf: Tensor) -> Tensor:

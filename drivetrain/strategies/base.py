@@ -59,16 +59,16 @@ class Strategy(ABC):
         data_ranks: for each data shard, in their order, the rank whose rows stand for it; None where every rank does.
         value_ranks: the ranks whose logged values together are those of the global batch, each counted once; None
             where all are.
-        whole_window: whether the strategy must see all micro-batches of a step at once, as a pipeline does.
-        runs_steps: whether this process runs the task's steps to their end, rather than a part of the model only.
+        schedules_microbatches: whether the strategy must see all micro-batches of a step at once, as a pipeline does.
+        computes_loss: whether this process runs the task's steps to their end, rather than a part of the model only.
         reads_shards: whether it can take a checkpoint's tensors straight into this process's shards.
-        pads_evaluation: whether every process must see as many evaluation batches, since its forward is collective.
+        needs_even_batches: whether every process must see as many evaluation batches, since its forward is collective.
     """
 
     name: ClassVar[str]
-    whole_window: bool = False
+    schedules_microbatches: bool = False
     reads_shards: ClassVar[bool] = False
-    pads_evaluation: ClassVar[bool] = False
+    needs_even_batches: ClassVar[bool] = False
 
     device: torch.device
     kind: DeviceKind
@@ -76,7 +76,7 @@ class Strategy(ABC):
     data_shard: DataShard
     data_ranks: tuple[int, ...] | None = None
     value_ranks: tuple[int, ...] | None = None
-    runs_steps: bool = True
+    computes_loss: bool = True
 
     # processes
 
@@ -226,7 +226,7 @@ class Strategy(ABC):
     def drop_held_gradients(self, model: nn.Module) -> None:
         """Forget those gradients, of a window that did not end."""
 
-    def loss_of_nothing(self, task: nn.Module) -> torch.Tensor:
+    def zero_loss(self, task: nn.Module) -> torch.Tensor:
         """A loss with gradients of zero, for a batch that a task leaves out while its peers wait for gradients.
 
         Raises:

@@ -12,9 +12,9 @@ from drivetrain.accelerator import Accelerator
 from drivetrain.callbacks import Callback, EarlyStopping, ModelCheckpoint
 from drivetrain.strategies import Strategy
 from drivetrain.trackers import Tracker
-from drivetrain.trainer.logged_value import Value
-from drivetrain.trainer.logged_values import LoggedValues
-from drivetrain.trainer.progress import Progress
+from drivetrain.trainer.metrics.logged_value import Value
+from drivetrain.trainer.metrics.logged_values import LoggedValues
+from drivetrain.trainer.state.progress import Progress
 
 if TYPE_CHECKING:
     from drivetrain.trainer.optimizers import TaskOptimizer

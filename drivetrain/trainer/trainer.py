@@ -26,25 +26,25 @@ from drivetrain.runtime.seeds import set_seed
 from drivetrain.strategies import StepModule, Strategy
 from drivetrain.strategies.precision import Precision
 from drivetrain.trackers import Tracker
-from drivetrain.trainer import arguments
-from drivetrain.trainer.checkpoint_state import SavedRun, run_state
+from drivetrain.trainer import options
+from drivetrain.trainer.state.saved_run import SavedRun, run_state
 from drivetrain.trainer.data_module import DataModule
-from drivetrain.trainer.evaluation_loop import EvaluationLoop
-from drivetrain.trainer.fit_loop import FitLoop, training_batches
+from drivetrain.trainer.loops.evaluation_loop import EvaluationLoop
+from drivetrain.trainer.loops.fit_loop import FitLoop, training_batches
 from drivetrain.trainer.hooks import Hooks, call_setup_hooks, call_teardown_hooks
-from drivetrain.trainer.loaders import LoaderSource
-from drivetrain.trainer.log_scopes import NOWHERE, SAVING
-from drivetrain.trainer.logged_value import EpochValue, to_numbers
-from drivetrain.trainer.logged_values import LoggedValues
-from drivetrain.trainer.optimization_step import OptimizationStep
+from drivetrain.trainer.loops.loader_source import LoaderSource
+from drivetrain.trainer.metrics.log_scopes import NOWHERE, SAVING
+from drivetrain.trainer.metrics.logged_value import EpochValue, to_numbers
+from drivetrain.trainer.metrics.logged_values import LoggedValues
+from drivetrain.trainer.loops.optimization_step import OptimizationStep
 from drivetrain.trainer.optimizers import SchedulerConfig, TaskOptimizer, parse_configured_optimizers
-from drivetrain.trainer.prediction_loop import PredictionLoop
-from drivetrain.trainer.progress import Progress
-from drivetrain.trainer.report import print_results
-from drivetrain.trainer.resume import find_checkpoint, save_for_resume
+from drivetrain.trainer.loops.prediction_loop import PredictionLoop
+from drivetrain.trainer.state.progress import Progress
+from drivetrain.trainer.metrics.results_table import print_results
+from drivetrain.trainer.state.resume import find_checkpoint, save_for_resume
 from drivetrain.trainer.schedulers import step_epoch_schedulers, step_step_schedulers
 from drivetrain.trainer.status import TrainerStatus
-from drivetrain.trainer.stopping import Interruption
+from drivetrain.trainer.loops.run_control import Interruption
 from drivetrain.trainer.task import Task
 
 
@@ -138,14 +138,14 @@ class Trainer(TrainerStatus):
         default_root_dir: str | os.PathLike[str] | None = None,
         seed: int | None = None,
     ) -> None:
-        arguments.check_limits(
+        options.check_limits(
             limit_train_batches=limit_train_batches,
             limit_val_batches=limit_val_batches,
             limit_test_batches=limit_test_batches,
             limit_predict_batches=limit_predict_batches,
             overfit_batches=overfit_batches,
         )
-        arguments.check_counts(
+        options.check_counts(
             max_epochs=(max_epochs, -1),
             min_epochs=(min_epochs, 0),
             max_steps=(max_steps, -1),
@@ -156,10 +156,10 @@ class Trainer(TrainerStatus):
             accumulate_grad_batches=(accumulate_grad_batches, 1),
             reload_dataloaders_every_n_epochs=(reload_dataloaders_every_n_epochs, 0),
         )
-        self.gradient_clip_algorithm = arguments.check_clipping(gradient_clip_val, gradient_clip_algorithm)
-        self.val_check_interval = arguments.check_validation_interval(val_check_interval)
+        self.gradient_clip_algorithm = options.check_clipping(gradient_clip_val, gradient_clip_algorithm)
+        self.val_check_interval = options.check_validation_interval(val_check_interval)
         self.max_time = parse_duration(max_time, "max_time")
-        self.accelerator = arguments.make_accelerator(
+        self.accelerator = options.make_accelerator(
             accelerator, strategy, devices, num_nodes, precision, accumulate_grad_batches, sync_batchnorm
         )
         self.strategy.note_arguments(
@@ -169,7 +169,7 @@ class Trainer(TrainerStatus):
         )
         if seed is not None:
             set_seed(seed)
-        arguments.set_determinism(deterministic, benchmark)
+        options.set_determinism(deterministic, benchmark)
 
         runs = int(fast_dev_run)
         if runs:
@@ -197,8 +197,8 @@ class Trainer(TrainerStatus):
         self.reload_dataloaders_every_n_epochs = reload_dataloaders_every_n_epochs
         self.default_root_dir = os.fspath(default_root_dir or Path.cwd())
 
-        self.loggers = [] if quiet else arguments.make_loggers(logger, self.default_root_dir)
-        self.callbacks = arguments.make_callbacks(
+        self.loggers = [] if quiet else options.make_loggers(logger, self.default_root_dir)
+        self.callbacks = options.make_callbacks(
             callbacks,
             checkpointing=False if quiet else enable_checkpointing,
             progress_bar=False if barebones else enable_progress_bar,
@@ -263,7 +263,7 @@ class Trainer(TrainerStatus):
         """
         if isinstance(train_dataloaders, DataModule):
             train_dataloaders, datamodule = None, train_dataloaders
-        arguments.check_task(model, train_dataloaders, val_dataloaders, datamodule)
+        options.check_task(model, train_dataloaders, val_dataloaders, datamodule)
         if resume is not None and ckpt_path is not None:
             raise ConfigurationError(f"resume={resume!r} and ckpt_path={ckpt_path!r} mean the same; give one.")
         self._attach(model, datamodule, "fit")
@@ -297,11 +297,11 @@ class Trainer(TrainerStatus):
         self._set_up(task, "fit")
         with self.strategy.init_context():
             task.configure_model()
-        arguments.check_training_step(task, self.accumulate_grad_batches, self.gradient_clip_val)
+        options.check_training_step(task, self.accumulate_grad_batches, self.gradient_clip_val)
         directory = find_checkpoint(self, resume)
         saved = None if directory is None else SavedRun(self, directory)
         if saved is not None:
-            saved.tell()
+            saved.restore_early()
         self._configure_optimizers(task)
         self._place(task, [optimizer.optimizer for optimizer in self.task_optimizers])
         assert self.model is not None
@@ -378,7 +378,7 @@ class Trainer(TrainerStatus):
         verb = "validate" if stage == "validation" else "test"
         if isinstance(dataloaders, DataModule):
             dataloaders, datamodule = None, dataloaders
-        task = arguments.check_evaluation(self.task if model is None else model, stage, verb)
+        task = options.check_evaluation(self.task if model is None else model, stage, verb)
         self._attach(task, datamodule or (self.datamodule if model is None and dataloaders is None else None), verb)
         source = LoaderSource(self, task, kind, dataloaders, self.datamodule)
         try:
@@ -429,7 +429,7 @@ class Trainer(TrainerStatus):
         """
         if isinstance(dataloaders, DataModule):
             dataloaders, datamodule = None, dataloaders
-        task = arguments.check_evaluation(self.task if model is None else model, "predict", "predict")
+        task = options.check_evaluation(self.task if model is None else model, "predict", "predict")
         self._attach(
             task, datamodule or (self.datamodule if model is None and dataloaders is None else None), "predict"
         )
@@ -464,7 +464,7 @@ class Trainer(TrainerStatus):
         self.logged.enter(NOWHERE)
 
     def _set_up(self, task: Task, stage: str) -> None:
-        self.callbacks = arguments.with_task_callbacks(self.callbacks, task.configure_callbacks())
+        self.callbacks = options.with_task_callbacks(self.callbacks, task.configure_callbacks())
         self.hooks = Hooks(self, task)
         owners = [owner for owner in (self.datamodule, task) if owner is not None]
         if any(type(owner).prepare_data not in (DataModule.prepare_data, Task.prepare_data) for owner in owners):
@@ -573,7 +573,7 @@ class Trainer(TrainerStatus):
 
     def _after_manual_step(self) -> None:
         if self._step is not None:
-            self._step.note_manual_step()
+            self._step.mark_stepped()
 
     def clip_gradients(
         self, optimizer: Optimizer, gradient_clip_val: float | None = None, gradient_clip_algorithm: str | None = None

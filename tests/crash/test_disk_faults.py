@@ -134,12 +134,12 @@ def test_a_call_that_fails_on_one_process_is_told_on_all_and_harms_nothing(
         assert sites & sites_in(*WRITTEN_BY) == sites_in(*WRITTEN_BY) - NOT_IN_A_SAVE
 
 
-KEEPING = sites_in("callbacks/checkpoint_folder.py") | NOT_IN_A_SAVE
+KEEPING = sites_in("callbacks/checkpoint/folder.py") | NOT_IN_A_SAVE
 HARMLESS = {
-    Site("callbacks/checkpoint_folder.py", "_link_or_copy", "link"),  # copied instead
+    Site("callbacks/checkpoint/folder.py", "_link_or_copy", "link"),  # copied instead
     Site("checkpoint/storage.py", "remove", "rename"),  # the old one stays, with a warning
 }
-WAY_BACK = {Site("callbacks/checkpoint_folder.py", "_put_back", "rename")}
+WAY_BACK = {Site("callbacks/checkpoint/folder.py", "_put_back", "rename")}
 
 
 class FailAtEachCall(Callback):
@@ -163,12 +163,12 @@ class FailAtEachCall(Callback):
             return
         step, site = trainer.global_step, self.faults.disarm()
         if step:
-            self._look(step, site)
+            self._poll(step, site)
         if step and step % 2 == 0:
             self.failed.append(site)
         self.faults.arm((step + 1) // 2 if step % 2 else 0, self.error)
 
-    def _look(self, step: int, site: Site | None) -> None:
+    def _poll(self, step: int, site: Site | None) -> None:
         names = sorted(os.listdir(self.folder))
         steps = {name: Checkpoint(self.folder / name).manifest.step for name in names}  # none of them is half there
         was_told = site is not None and site not in HARMLESS

@@ -215,7 +215,7 @@ def evaluated() -> list[bool]:
     # In evaluation nothing is exchanged, so one process may evaluate alone.
     if accelerator.is_main_process:
         strategy.evaluation_model(model)(torch.ones(1, 1))
-    return [strategy.unwrap(model) is module, strategy.evaluation_model(model) is module, not strategy.pads_evaluation]
+    return [strategy.unwrap(model) is module, strategy.evaluation_model(model) is module, not strategy.needs_even_batches]
 
 
 def test_evaluation_needs_no_peers():

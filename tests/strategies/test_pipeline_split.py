@@ -10,10 +10,10 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from drivetrain import ConfigurationError
-from drivetrain.strategies.parallel.pipeline_schedule import SCHEDULES, rank_of_stage, schedule_kind
-from drivetrain.strategies.parallel.pipeline_split import choose_splits, find_pipelined, lay_out
-from drivetrain.strategies.parallel.pipeline_stage import Call, StageModule
-from drivetrain.strategies.parallel.pipeline_trace import ModelOutline, TensorShape
+from drivetrain.strategies.parallel.pipeline.schedule import SCHEDULES, rank_of_stage, schedule_kind
+from drivetrain.strategies.parallel.pipeline.split import choose_splits, find_pipelined, lay_out
+from drivetrain.strategies.parallel.pipeline.stage import Call, StageModule
+from drivetrain.strategies.parallel.pipeline.trace import ModelOutline, TensorShape
 from tests.conformance.language_model import GPT, LENGTH, WIDTH
 from tests.trainer.tasks import Weight
 

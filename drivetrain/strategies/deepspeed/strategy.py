@@ -77,7 +77,7 @@ class DeepSpeed(EngineStates):
         self.zero_init = self.stage == 3 if zero_init is None else zero_init and self.stage == 3
         self.moe_layers = list(moe_layers)
         self.shared_memory = shared_memory
-        self.pads_evaluation = self.stage == 3  # type: ignore[misc]
+        self.needs_even_batches = self.stage == 3  # type: ignore[misc]
         self._arguments: dict[str, tuple[str, Any]] = {}
         self._precision: Precision | None = None
         self._membership: Membership | None = None
@@ -196,7 +196,7 @@ class DeepSpeed(EngineStates):
         dummy = standing_in_for(optimizer)
         if dummy is not None:
             dummy.attach(scheduler)
-        engine.register_forward_hook(lambda *_: self._note_forward(trained))
+        engine.register_forward_hook(lambda *_: self._record_forward(trained))
         self._trained.append(trained)
         return engine, [trained.optimizer]
 
@@ -258,11 +258,11 @@ class DeepSpeed(EngineStates):
         trained = self._find(model)
         return nullcontext() if enabled or trained is None else _within_window(trained.engine)
 
-    def loss_of_nothing(self, task: nn.Module) -> torch.Tensor:
+    def zero_loss(self, task: nn.Module) -> torch.Tensor:
         """Refuse at stage 3, where the peers' backward gathers over all processes."""
         if self.stage == 3:
             refuse_left_out_batch(task, self.environment.rank)
-        return super().loss_of_nothing(task)
+        return super().zero_loss(task)
 
     def backward(self, loss: torch.Tensor, **kwargs: Any) -> None:
         """Let the engine differentiate a loss that is divided by the window's micro-batches already."""
@@ -289,7 +289,7 @@ class DeepSpeed(EngineStates):
                 ) from error
             raise
 
-    def _note_forward(self, trained: TrainedModel) -> None:
+    def _record_forward(self, trained: TrainedModel) -> None:
         if torch.is_grad_enabled():
             self._forwards += 1
             trained.forwards = self._forwards

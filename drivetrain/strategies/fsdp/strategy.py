@@ -73,7 +73,7 @@ class FSDP(ModelDivision, ShardedState):
     """
 
     name = "fsdp"
-    pads_evaluation = True
+    needs_even_batches = True
     reads_shards = True
 
     def __init__(
@@ -264,7 +264,7 @@ class FSDP(ModelDivision, ShardedState):
         """Forget the gradients of an open window."""
         dividing.drop_held_gradients(model)
 
-    def loss_of_nothing(self, task: nn.Module) -> torch.Tensor:
+    def zero_loss(self, task: nn.Module) -> torch.Tensor:
         """Refuse: the peers' backward gathers over all processes, which only a backward can answer."""
         refuse_left_out_batch(task, self.environment.rank)
 

@@ -43,7 +43,7 @@ from drivetrain.strategies.parallel.tensor import (
 from drivetrain.strategies.precision import Precision
 
 if TYPE_CHECKING:
-    from drivetrain.strategies.parallel.pipeline import Pipeline
+    from drivetrain.strategies.parallel.pipeline.pipeline import Pipeline
 
 MicroBatch = TypeVar("MicroBatch")
 Output = TypeVar("Output")
@@ -110,7 +110,7 @@ class Parallel(FSDP):
         }
         _check_options(self.sizes, tp_plan, loss_parallel, self._pipeline_options, options)
         super().__init__(**options)
-        self.whole_window = pp > 1
+        self.schedules_microbatches = pp > 1
         self.mesh: DeviceMesh | None = None
         self.pipeline: Pipeline | None = None
         self._units_of_all: list[nn.Module] = []
@@ -158,7 +158,7 @@ class Parallel(FSDP):
             self.sequence = SequenceShard(cp.get_group(), cp.get_local_rank(), cp.size(), self.cp_load_balance)
             self._attention = self._make_attention(self.sequence, cp)
         if self.pp_mesh is not None:
-            from drivetrain.strategies.parallel.pipeline import Pipeline
+            from drivetrain.strategies.parallel.pipeline.pipeline import Pipeline
 
             self.pipeline = Pipeline(self, **self._pipeline_options)
 
@@ -225,7 +225,7 @@ class Parallel(FSDP):
             else:
                 self._rewrite_blocks(stage)
         if self.pipeline is not None:
-            self.pipeline.built()
+            self.pipeline.build_schedule()
         dividing.take_shards_on_load(model)
         self.unwrap(model).__dict__["_placed_as"] = (model, self.sizes)
         return model

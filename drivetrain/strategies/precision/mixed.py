@@ -106,7 +106,7 @@ class Float16Mixed(MixedPrecision):
 
     def prepare_optimizer(self, optimizer: Optimizer) -> None:
         """Watch an optimizer, to know which of its steps the scaler let through."""
-        optimizer.register_step_post_hook(self._note_step)
+        optimizer.register_step_post_hook(self._record_step)
 
     def scale(self, loss: torch.Tensor) -> torch.Tensor:
         """Multiply a loss by the scale, after bringing the scale up to date with the step before."""
@@ -156,7 +156,7 @@ class Float16Mixed(MixedPrecision):
         self.scaler.step(optimizer)
         return self._stepped[id(optimizer)]
 
-    def _note_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    def _record_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         # A fused optimizer is called also on overflow and skips by itself: it is then told so by `found_inf`.
         found = getattr(optimizer, "found_inf", None)
         self._stepped[id(optimizer)] = found is None or not bool(found)

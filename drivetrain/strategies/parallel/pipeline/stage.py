@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from drivetrain.runtime.errors import ConfigurationError
-from drivetrain.strategies.parallel.pipeline_split import StageLayout
-from drivetrain.strategies.parallel.pipeline_trace import Cut, Plan, TensorShape
+from drivetrain.strategies.parallel.pipeline.split import StageLayout
+from drivetrain.strategies.parallel.pipeline.trace import Cut, Plan, TensorShape
 
 # What a module's call runs in place of its hooks and forward; `nn.Module.compile` sets it too.
 CALL = "_compiled_call_impl"

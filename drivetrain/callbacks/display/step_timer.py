@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 
-from drivetrain.callbacks.agreement import decide_on_main_process
+from drivetrain.callbacks.monitoring.agreement import decide_on_main_process
 
 
 class StepTimer:
@@ -35,10 +35,10 @@ class StepTimer:
         """Whether the time has gone by; called by all processes with the same step."""
         if step < self._ask_at:
             return False
-        due, self._ask_at = decide_on_main_process(lambda: self._look(step))
+        due, self._ask_at = decide_on_main_process(lambda: self._poll(step))
         return due
 
-    def _look(self, step: int) -> tuple[bool, int]:
+    def _poll(self, step: int) -> tuple[bool, int]:
         now = time.monotonic()
         pace = (now - self._asked) / max(1, step - self._asked_step)
         self._asked, self._asked_step = now, step

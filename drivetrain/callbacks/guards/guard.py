@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from drivetrain.callbacks.base import Callback
-from drivetrain.callbacks.monitor import missing_metric_message
-from drivetrain.callbacks.rollback import check_can_roll_back, newest_good_checkpoint
+from drivetrain.callbacks.monitoring.monitor import missing_metric_message
+from drivetrain.callbacks.guards.rollback import check_can_roll_back, newest_good_checkpoint
 from drivetrain.runtime.collectives import gather_object, reduce
 from drivetrain.runtime.errors import ConfigurationError, DrivetrainError, nearest
 from drivetrain.runtime.logging import get_logger
@@ -157,7 +157,7 @@ class Guard(Callback):
         if self.every_n_steps > 1:
             return None
         # Known before the step, so that no parameter is spoilt whatever is done about it.
-        return False if self._look(trainer) else None
+        return False if self._poll(trainer) else None
 
     def on_train_batch_end(self, trainer: Trainer, task: Task, outputs: Any, batch: Any, batch_idx: int) -> None:
         if trainer.progress.batches_in_epoch <= batch_idx:
@@ -166,14 +166,14 @@ class Guard(Callback):
             self._watch(trainer, task)
         self._forget_step()
         if len(self._watched) >= self.every_n_steps:
-            self._look(trainer)
+            self._poll(trainer)
 
     def on_train_epoch_end(self, trainer: Trainer, task: Task) -> None:
-        self._look(trainer)
+        self._poll(trainer)
 
     def is_state_sound(self, trainer: Trainer, task: Task) -> bool:
         if not self._is_tripped:
-            self._look(trainer)
+            self._poll(trainer)
         return not self._is_tripped
 
     def _watch(self, trainer: Trainer, task: Task) -> None:
@@ -202,7 +202,7 @@ class Guard(Callback):
 
     # what is done about it
 
-    def _look(self, trainer: Trainer) -> bool:
+    def _poll(self, trainer: Trainer) -> bool:
         """Read what was taken down, on all processes, and act. Returns whether anything was wrong."""
         watched, self._watched = self._watched, []
         if not watched or self._is_tripped:

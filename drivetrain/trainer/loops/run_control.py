@@ -119,13 +119,13 @@ class Interruption:
         if self.requested:
             raise KeyboardInterrupt
         self.requested = True
-        self._tell()
+        self._record_signal()
 
     def _preempt(self, number: int, frame: FrameType | None) -> None:
         self.preempted = True
-        self._tell()
+        self._record_signal()
 
-    def _tell(self) -> None:
+    def _record_signal(self) -> None:
         if self._on_request is not None:
             self._on_request()
 

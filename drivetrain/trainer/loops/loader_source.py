@@ -93,7 +93,7 @@ class LoaderSource:
         raw = self.raw()
         if raw is None:
             return []
-        tail = TailPolicy.WHOLE if self._trainer.strategy.pads_evaluation else TailPolicy.UNEVEN
+        tail = TailPolicy.WHOLE if self._trainer.strategy.needs_even_batches else TailPolicy.UNEVEN
         several = list(raw) if isinstance(raw, list | tuple) and _are_loaders(raw) else [raw]
         if isinstance(raw, Mapping):
             several = list(raw.values())

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from drivetrain.trainer.log_scopes import LogScope
+from drivetrain.trainer.metrics.log_scopes import LogScope
 
 FOLD_AFTER = 64
 """Values of one name that are kept before they are added up on the device."""

@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 
 from drivetrain.strategies.base import StateDict
 from drivetrain.strategies.fsdp.parameters import gather
-from drivetrain.strategies.parallel.pipeline_split import StageLayout
+from drivetrain.strategies.parallel.pipeline.split import StageLayout
 
 
 class StageState:

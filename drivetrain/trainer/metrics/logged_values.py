@@ -13,9 +13,9 @@ from torch import Tensor, nn
 
 from drivetrain.runtime.collectives import gather_object
 from drivetrain.runtime.errors import ConfigurationError, nearest
-from drivetrain.trainer.log_scopes import NOWHERE, TRAIN_STEP, LogScope
-from drivetrain.trainer.logged_value import REDUCTIONS, Arguments, EpochValue, LoggedValue, Reduction, Value
-from drivetrain.trainer.metric_sync import compute_over_processes
+from drivetrain.trainer.metrics.log_scopes import NOWHERE, TRAIN_STEP, LogScope
+from drivetrain.trainer.metrics.logged_value import REDUCTIONS, Arguments, EpochValue, LoggedValue, Reduction, Value
+from drivetrain.trainer.metrics.metric_sync import compute_over_processes
 
 _COMBINE: dict[str, Callable[[list[float]], float]] = {"sum": sum, "max": max, "min": min}
 _METRIC_PATH = 7  # among the arguments

@@ -16,7 +16,7 @@ from torch.distributed.pipelining.stage import _PipelineStageBase, _RecvInfo
 
 from drivetrain.runtime.errors import ConfigurationError, nearest
 from drivetrain.runtime.logging import get_logger
-from drivetrain.strategies.parallel.pipeline_trace import Plan, TensorShape
+from drivetrain.strategies.parallel.pipeline.trace import Plan, TensorShape
 
 try:
     from torch.distributed.pipelining._utils import _TensorMeta

@@ -10,7 +10,7 @@ from torch import nn
 
 from drivetrain import checkpoint
 from drivetrain.strategies import Strategy
-from drivetrain.trainer.metric_state import merged_metric_states
+from drivetrain.trainer.metrics.metric_states import merged_metric_states
 
 _NOTHING: dict[str, Any] = {"random": None, "logged": None, "metrics": {}}
 

@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from drivetrain.runtime.errors import ConfigurationError
-from drivetrain.strategies.parallel.pipeline_split import StageLayout, is_within
+from drivetrain.strategies.parallel.pipeline.split import StageLayout, is_within
 
 
 @dataclass(frozen=True)

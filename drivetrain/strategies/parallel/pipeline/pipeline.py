@@ -23,11 +23,11 @@ from drivetrain.runtime.nested import send_to_device
 from drivetrain.runtime.seeds import isolated_random_state, sample_seed, seed_all_generators
 from drivetrain.strategies.base import StateDict, StepModule
 from drivetrain.strategies.parallel.mesh import MeshPlace
-from drivetrain.strategies.parallel.pipeline_schedule import ScheduledStage, Scheduler, rank_of_stage, schedule_kind
-from drivetrain.strategies.parallel.pipeline_split import StageLayout, choose_splits, find_pipelined, lay_out
-from drivetrain.strategies.parallel.pipeline_stage import CALL, Call, StageModule
-from drivetrain.strategies.parallel.pipeline_state import StageState
-from drivetrain.strategies.parallel.pipeline_trace import ModelOutline, Plan, signature_of
+from drivetrain.strategies.parallel.pipeline.schedule import ScheduledStage, Scheduler, rank_of_stage, schedule_kind
+from drivetrain.strategies.parallel.pipeline.split import StageLayout, choose_splits, find_pipelined, lay_out
+from drivetrain.strategies.parallel.pipeline.stage import CALL, Call, StageModule
+from drivetrain.strategies.parallel.pipeline.stage_state import StageState
+from drivetrain.strategies.parallel.pipeline.trace import ModelOutline, Plan, signature_of
 from drivetrain.strategies.precision import Precision
 
 if TYPE_CHECKING:
@@ -110,7 +110,7 @@ class Pipeline:
             )
         self._last_rank = rank_of_stage(self._kind, self._count - 1, self._ranks)
         self._own = [s for s in range(self._count) if rank_of_stage(self._kind, s, self._ranks) == self._rank]
-        strategy.runs_steps = self._rank == self._last_rank
+        strategy.computes_loss = self._rank == self._last_rank
         if strategy.data_ranks is not None and strategy.value_ranks is not None:
             strategy.data_ranks = self._at_last_stage(strategy.data_ranks)
             strategy.value_ranks = self._at_last_stage(strategy.value_ranks)
@@ -184,7 +184,7 @@ class Pipeline:
             return choose_splits(self._whole, self._count)
         return [path.removeprefix(f"{name}.") if name else path for path in self._split]
 
-    def built(self) -> None:
+    def build_schedule(self) -> None:
         """Make the schedule, once the stages' modules are sharded and placed."""
         self.put_back()
         self._stages = [
@@ -219,7 +219,7 @@ class Pipeline:
             setattr(self, name, getattr(other, name))
         self.state.group = self._group
         self._bare = bare
-        self.built()
+        self.build_schedule()
 
     def put_back(self) -> None:
         """Show the model the parameters that its stages hold for it."""
@@ -301,7 +301,7 @@ class Pipeline:
         def finishing(index: int) -> Callable[[Any], Tensor]:
             def finish(output: Any) -> Tensor:
                 with self._seeded(seeds[index]):
-                    outputs[index], loss = self._lose(step_fn, microbatches[index], output)
+                    outputs[index], loss = self._compute_loss(step_fn, microbatches[index], output)
                 return loss
 
             return finish
@@ -330,7 +330,7 @@ class Pipeline:
             "the one that it calls with pp_module=."
         )
 
-    def _lose(self, step_fn: Callable[..., Output], microbatch: Any, output: Any) -> tuple[Output, Tensor]:
+    def _compute_loss(self, step_fn: Callable[..., Output], microbatch: Any, output: Any) -> tuple[Output, Tensor]:
         """Run the task's step with what came out of the pipeline; return its result and the loss to go back from."""
         self._loss = None
         with self._answering(lambda *args, **kwargs: output):
@@ -378,7 +378,7 @@ class Pipeline:
 
     def evaluate(self, step: Callable[..., Any], *args: Any) -> Any:
         """Run a step whose call of the model goes through all stages, forward only."""
-        last = self._strategy.runs_steps
+        last = self._strategy.computes_loss
         with self._answering(self._forward_only):
             try:
                 result = step(*args) if last else step(*args, probe=True)
@@ -408,7 +408,7 @@ class Pipeline:
                     sends += [dist.isend(t.detach(), group=self._group, group_dst=to) for t in handed_over]
         for send in sends:
             send.wait()
-        if self._strategy.runs_steps:
+        if self._strategy.computes_loss:
             return output
         raise _Caught
 
@@ -427,7 +427,7 @@ class Pipeline:
 
     def share(self, result: Any) -> Any:
         """What the process with the last stage passes, on every process of the pipeline."""
-        runs = self._strategy.runs_steps
+        runs = self._strategy.computes_loss
         boxed = [send_to_device(result, torch.device("cpu")) if runs else None]
         source = dist.get_global_rank(self._group, self._last_rank)
         dist.broadcast_object_list(boxed, src=source, group=self._group, device=self._strategy.device)

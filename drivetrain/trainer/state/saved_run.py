@@ -11,8 +11,8 @@ from drivetrain.data import PreparedLoader
 from drivetrain.runtime.errors import CheckpointError
 from drivetrain.trackers.base import plain
 from drivetrain.trainer.hooks import is_overridden
-from drivetrain.trainer.metric_state import metric_states, restore_metric_states
-from drivetrain.trainer.process_state import layout_of, taken_over
+from drivetrain.trainer.metrics.metric_states import metric_states, restore_metric_states
+from drivetrain.trainer.state.process_entry import layout_of, taken_over
 from drivetrain.trainer.task import Task
 
 if TYPE_CHECKING:
@@ -77,7 +77,7 @@ class SavedRun:
 
     def __init__(self, trainer: Trainer, directory: str) -> None:
         self._trainer, self._directory = trainer, directory
-        self._in_shards = self._nobody_looks()
+        self._in_shards = self._reads_in_shards()
         later = _IN_SHARDS if self._in_shards else ()
         self._state, self._own = trainer.accelerator.read_checkpoint_around(directory, later)
         layout = layout_of(trainer.strategy)
@@ -88,12 +88,12 @@ class SavedRun:
                 f"{directory} was written by Accelerator.save_state; load it with Accelerator.load_state."
             )
 
-    def _nobody_looks(self) -> bool:
+    def _reads_in_shards(self) -> bool:
         """Whether each process can read its shards alone: no hook wants to see the whole weights before."""
         trainer = self._trainer
         return (
             trainer.strategy.reads_shards
-            and not trainer.strategy.whole_window
+            and not trainer.strategy.schedules_microbatches
             and not is_overridden(trainer.task, Task, "on_load_checkpoint")
             and not any(is_overridden(each, Callback, "on_load_checkpoint") for each in trainer.callbacks)
         )
@@ -124,7 +124,7 @@ class SavedRun:
         self._trainer.task.on_load_checkpoint(self._state)
         self.restore_weights()
 
-    def tell(self) -> None:
+    def restore_early(self) -> None:
         """Let the task and the callbacks see the checkpoint, before the optimizers are built."""
         trainer, state = self._trainer, self._state
         assert trainer.task is not None

@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING, Any
 
 from drivetrain.data import BatchInfo, CombinedLoader, PreparedLoader
 from drivetrain.runtime.errors import ConfigurationError, DataError
-from drivetrain.trainer.checkpoint_state import SavedRun
-from drivetrain.trainer.evaluation_loop import EvaluationLoop
-from drivetrain.trainer.loaders import LoaderSource, batches_to_run, length_of
-from drivetrain.trainer.log_scopes import MONITORING, TRAIN_END, TRAIN_EPOCH, TRAIN_STEP
-from drivetrain.trainer.logged_value import to_numbers
-from drivetrain.trainer.optimization_step import EpochSkipped, MicroBatch, OptimizationStep
-from drivetrain.trainer.stopping import StopAgreement, raise_lost_save
+from drivetrain.trainer.state.saved_run import SavedRun
+from drivetrain.trainer.loops.evaluation_loop import EvaluationLoop
+from drivetrain.trainer.loops.loader_source import LoaderSource, batches_to_run, length_of
+from drivetrain.trainer.metrics.log_scopes import MONITORING, TRAIN_END, TRAIN_EPOCH, TRAIN_STEP
+from drivetrain.trainer.metrics.logged_value import to_numbers
+from drivetrain.trainer.loops.optimization_step import EpochSkipped, MicroBatch, OptimizationStep
+from drivetrain.trainer.loops.run_control import StopAgreement, raise_lost_save
 
 if TYPE_CHECKING:
     from drivetrain.trainer.trainer import Trainer
@@ -58,8 +58,8 @@ class FitLoop:
         self._started = time.monotonic()
         self._validated_at = self._started
         self._next_log: float = 0
-        self._next_look: float = 0
-        self._next_talk: float = 0
+        self._next_poll: float = 0
+        self._next_agreement: float = 0
         self._restored: SavedRun | None = None
         self._finished: BatchInfo | None = None  # of the last window that was finished in this pass
         self._origin: dict[str, Any] | None = None  # where a resumed pass began
@@ -115,7 +115,7 @@ class FitLoop:
             self._hooks.call("on_train_epoch_start")
         trainer.logged.enter(TRAIN_STEP)
         if saved is not None:
-            self._go_on(saved)
+            self._resume_epoch(saved)
             if progress.epoch_is_ending:
                 self._close_epoch()
                 return
@@ -132,8 +132,8 @@ class FitLoop:
                     trainer.saves.check()  # several processes agree on it first
                 if trainer.rollback_path is not None:
                     return
-                if progress.global_step >= self._next_look or progress.total_batches >= self._next_talk:
-                    self._look()
+                if progress.global_step >= self._next_poll or progress.total_batches >= self._next_agreement:
+                    self._poll()
                 if progress.batches_in_epoch >= next_validation:
                     next_validation = self._next_validation()
                     self._validate(at_end=self._is_last(window))
@@ -158,14 +158,14 @@ class FitLoop:
         """Go back to a checkpoint in the midst of the run."""
         trainer = self._trainer
         saved = SavedRun(trainer, path)
-        saved.tell()
+        saved.restore_early()
         saved.restore_weights()
         saved.restore_training()
         trainer.rollback_path = None
         trainer.should_stop = trainer.should_stop_agreed = False
         self._restored = saved
 
-    def _go_on(self, saved: SavedRun) -> None:
+    def _resume_epoch(self, saved: SavedRun) -> None:
         """Take up what the checkpoint kept of this process, and validate if that was next."""
         progress = self._progress
         # Last of all: what hooks drew and logged on the way here must not count.
@@ -212,22 +212,22 @@ class FitLoop:
         trainer, step = self._trainer, self._progress.global_step
         every = trainer.log_every_n_steps
         self._next_log = (step // every + 1) * every if every and trainer.loggers else FOREVER
-        self._next_look = min(self._next_log, trainer.max_steps if trainer.max_steps >= 0 else FOREVER)
+        self._next_poll = min(self._next_log, trainer.max_steps if trainer.max_steps >= 0 else FOREVER)
         # Not counted in steps, of which there may be none: all may overflow, or be left out.
-        self._next_talk = self._agreement.next_batch if self._watches() else FOREVER
+        self._next_agreement = self._agreement.next_batch if self._watches() else FOREVER
 
     def _watches(self) -> bool:
         """Whether clocks or peers may have something to say between validations."""
         trainer = self._trainer
         return trainer.world_size > 1 or trainer.max_time is not None or self._validate_after is not None
 
-    def _look(self) -> None:
+    def _poll(self) -> None:
         """Write what is due, and see whether to stop or validate."""
         trainer, progress = self._trainer, self._progress
         step = progress.global_step
         if step >= self._next_log:
             self.write_due_values()
-        if progress.total_batches >= self._next_talk:
+        if progress.total_batches >= self._next_agreement:
             now = time.monotonic()
             late = trainer.max_time is not None and now - self._started >= trainer.max_time.total_seconds()
             due = self._validate_after is not None and now - self._validated_at >= self._validate_after.total_seconds()
@@ -258,9 +258,9 @@ class FitLoop:
             return False
         if trainer.interrupted or trainer.preempted or trainer.stopped_by_time:
             return True
-        return 0 <= trainer.max_steps <= self._progress.global_step or self._has_done_the_least()
+        return 0 <= trainer.max_steps <= self._progress.global_step or self._minimum_reached()
 
-    def _has_done_the_least(self) -> bool:
+    def _minimum_reached(self) -> bool:
         trainer = self._trainer
         epochs = self._progress.epoch + (self._progress.batches_in_epoch >= self._limit)
         return epochs >= (trainer.min_epochs or 0) and self._progress.global_step >= (trainer.min_steps or 0)
@@ -294,14 +294,14 @@ class FitLoop:
             self._step_epoch_schedulers()
         trainer.task.on_validation_model_zero_grad()
         trainer.stage = "validate"
-        self._validation.run(on_results=self._note_validation)
+        self._validation.run(on_results=self._record_validation)
         trainer.stage = "train"
         self._validated_at = time.monotonic()
         trainer.batch, trainer.batch_info = batch, info
         trainer.logged.enter(TRAIN_STEP)
         self._agree_now()
 
-    def _note_validation(self) -> None:
+    def _record_validation(self) -> None:
         """Count a validation once its results are there: a checkpoint that its last hooks write includes it."""
         self._progress.validations += 1
         self._progress.validated_at = self._progress.total_batches
@@ -406,7 +406,7 @@ class FitLoop:
             return True
         if self._limit == 0:
             return True
-        return trainer.should_stop and self._has_done_the_least()
+        return trainer.should_stop and self._minimum_reached()
 
     # the loader
 

@@ -11,10 +11,10 @@ import torch
 from torch import nn
 
 from drivetrain.data import PreparedLoader
-from drivetrain.trainer.loaders import LoaderSource, limits_of, own_batches
-from drivetrain.trainer.log_scopes import TEST_EPOCH, TEST_STEP, VALIDATE_EPOCH, VALIDATE_STEP, LogScope
-from drivetrain.trainer.logged_value import EpochValue, to_numbers
-from drivetrain.trainer.optimization_step import bind_evaluation_step, nothing_counts
+from drivetrain.trainer.loops.loader_source import LoaderSource, limits_of, own_batches
+from drivetrain.trainer.metrics.log_scopes import TEST_EPOCH, TEST_STEP, VALIDATE_EPOCH, VALIDATE_STEP, LogScope
+from drivetrain.trainer.metrics.logged_value import EpochValue, to_numbers
+from drivetrain.trainer.loops.optimization_step import bind_evaluation_step, muted_logging
 from drivetrain.trainer.task import Task
 
 if TYPE_CHECKING:
@@ -121,7 +121,7 @@ class EvaluationLoop:
             info = loader.current
             trainer.batch, trainer.batch_info = batch, info
             if info is not None and info.real_rows == 0:
-                self._keep_company(batch, index, extra)
+                self._run_padding(batch, index, extra)
             else:
                 for hook in on_start:
                     hook(batch, index, position)
@@ -132,9 +132,9 @@ class EvaluationLoop:
                 break
         trainer.batch = trainer.batch_info = None
 
-    def _keep_company(self, batch: Any, index: int, extra: tuple[int, ...]) -> None:
+    def _run_padding(self, batch: Any, index: int, extra: tuple[int, ...]) -> None:
         """Run a batch made of padding, so that peers' collectives have their partner; nothing of it counts."""
-        with nothing_counts(self._trainer.logged, self._task):
+        with muted_logging(self._trainer.logged, self._task):
             self._step(batch, index, *extra)
 
 

@@ -7,7 +7,7 @@ import os
 from dataclasses import dataclass, field
 from typing import Any
 
-from drivetrain.callbacks.checkpoint_policy import BestK
+from drivetrain.callbacks.checkpoint.policy import BestK
 
 
 @dataclass
@@ -44,9 +44,9 @@ class KeptCheckpoints:
         self.beside = "" if among_best else path
         if among_best:
             self.doomed += self.best.add(path, score)
-        self.note_newest(path, is_whole)
+        self.record_newest(path, is_whole)
 
-    def note_newest(self, path: str, is_whole: bool = True) -> None:
+    def record_newest(self, path: str, is_whole: bool = True) -> None:
         """Let a checkpoint be the newest; where a run can go on from it, those for the meantime go."""
         self.newest = path
         if is_whole:

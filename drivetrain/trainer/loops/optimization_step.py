@@ -19,8 +19,8 @@ from drivetrain.runtime.nested import send_to_device
 from drivetrain.strategies import StepModule
 from drivetrain.strategies.precision import Precision, overrides
 from drivetrain.trainer.hooks import Hooks, is_overridden
-from drivetrain.trainer.logged_values import LoggedValues
-from drivetrain.trainer.metric_state import untouched_metrics
+from drivetrain.trainer.metrics.logged_values import LoggedValues
+from drivetrain.trainer.metrics.metric_states import untouched_metrics
 from drivetrain.trainer.task import Task
 
 if TYPE_CHECKING:
@@ -69,7 +69,7 @@ class OptimizationStep:
         self._precision = precision
         self._forward_backward = strategy.forward_backward
         self._optimizer_step = strategy.optimizer_step
-        stands_in = trainer.world_size > 1 and task.automatic_optimization and not strategy.whole_window
+        stands_in = trainer.world_size > 1 and task.automatic_optimization and not strategy.schedules_microbatches
         step = self._with_stand_in(task.training_step) if stands_in else task.training_step
         self._training_step = bind_step(model, step, precision)
         self._scale = precision.scale if overrides(precision, "scale") else None
@@ -79,7 +79,7 @@ class OptimizationStep:
         self._clips = trainer.gradient_clip_val is not None or is_overridden(task, Task, "configure_gradient_clipping")
         # A loader that is not sharded gives each process a whole batch, which counts as it is.
         self._processes = strategy.data_shard.count if trainer.use_distributed_sampler else 1
-        self._strategy, self._whole_window = strategy, strategy.whole_window
+        self._strategy, self._schedules_microbatches = strategy, strategy.schedules_microbatches
         self._weighted = WeightedMean(strategy)
         self._is_weighted: bool | None = None
         self._stood_in = False
@@ -93,7 +93,7 @@ class OptimizationStep:
         self._on_after_backward = hooks.find("on_after_backward")
         self._on_gradients_ready = hooks.find("on_gradients_ready")
         self._on_before_step = hooks.find("on_before_optimizer_step")
-        if self._whole_window:
+        if self._schedules_microbatches:
             self._check_whole_window()
         self._window_size = 1
         self._remaining = 1
@@ -121,7 +121,7 @@ class OptimizationStep:
             self._weighted.discard()  # of a step that broke off
         if self._by_closure:
             outputs, stepped = self._run_by_closure(window)
-        elif self._whole_window:
+        elif self._schedules_microbatches:
             outputs = self._run_whole_window(window)
             stepped = self._step_all()
         else:
@@ -139,7 +139,7 @@ class OptimizationStep:
             self._end_batch(outputs[-1], window[-1])
         return stepped
 
-    def note_manual_step(self) -> None:
+    def mark_stepped(self) -> None:
         """Note that a task that optimizes by hand has stepped."""
         self._stepped = True
 
@@ -159,7 +159,7 @@ class OptimizationStep:
             own_outputs = self._forward_backward(self._model, self._run_microbatch, window)
         outputs: list[Any]
         outputs, calls = strategy.share(([_detached(output) for output in own_outputs], calls))
-        if not strategy.runs_steps:
+        if not strategy.computes_loss:
             outputs = send_to_device(outputs, strategy.device)
             trainer.logged.replay(calls, self._task)
             self._is_weighted = any(isinstance(output, Mapping) and "weight" in output for output in outputs)
@@ -234,7 +234,7 @@ class OptimizationStep:
         except RuntimeError as error:
             self._explain(loss, error)
             raise
-        if self._on_after_backward and not self._whole_window:
+        if self._on_after_backward and not self._schedules_microbatches:
             for hook in self._on_after_backward:
                 hook()
 
@@ -327,7 +327,7 @@ class OptimizationStep:
     def _decide_weighted(self, output: Any) -> bool:
         """Whether losses come with weights. All processes find out together, since a window ends with a collective."""
         weight = output.get("weight") if isinstance(output, Mapping) else None
-        if self._whole_window:  # not all processes are here; the others are told with the outputs
+        if self._schedules_microbatches:  # not all processes are here; the others are told with the outputs
             return weight is not None
         return self._weighted.decide(weight)
 
@@ -376,7 +376,7 @@ class OptimizationStep:
 
         They must come from the output of the forward, by which DDP learns what takes part in the backward.
         """
-        nothing = self._trainer.strategy.loss_of_nothing
+        nothing = self._trainer.strategy.zero_loss
 
         def step_or_stand_in(*args: Any) -> Any:
             output = step(*args)
@@ -405,7 +405,7 @@ class OptimizationStep:
             )
 
     def _probed(self, batch: Any, index: int) -> Any:
-        with nothing_counts(self._trainer.logged, self._task):
+        with muted_logging(self._trainer.logged, self._task):
             return self._training_step(batch, index)
 
     def _end_batch(self, output: Any, microbatch: MicroBatch) -> None:
@@ -433,7 +433,7 @@ class OptimizationStep:
 
 
 @contextmanager
-def nothing_counts(logged: LoggedValues, task: Task) -> Iterator[None]:
+def muted_logging(logged: LoggedValues, task: Task) -> Iterator[None]:
     """Let nothing of what the body logs and feeds to metrics count."""
     before = logged.skips
     logged.skips = True
@@ -479,13 +479,13 @@ def bind_evaluation_step(
     """
     strategy, logged = trainer.strategy, trainer.logged
     called = strategy.evaluation_model(model)
-    if not strategy.whole_window:
+    if not strategy.schedules_microbatches:
         return bind_step(called, step, trainer.accelerator.precision)
 
     def step_or_probe(*args: Any, probe: bool = False) -> Any:
         if not probe:
             return step(*args)
-        with nothing_counts(logged, task):
+        with muted_logging(logged, task):
             return step(*args)
 
     bound = bind_step(called, step_or_probe, trainer.accelerator.precision)
@@ -494,7 +494,7 @@ def bind_evaluation_step(
         with logged.recorded() as calls:
             output = bound(*args)
         output, calls = strategy.share((output, calls))
-        if not strategy.runs_steps:
+        if not strategy.computes_loss:
             output = send_to_device(output, strategy.device)
             if not logged.skips:
                 logged.replay(calls, task)

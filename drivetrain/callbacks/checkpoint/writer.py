@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from drivetrain import checkpoint
-from drivetrain.callbacks import checkpoint_folder as folder
-from drivetrain.callbacks.agreement import decide_on_main_process
-from drivetrain.callbacks.kept_checkpoints import KeptCheckpoints
+from drivetrain.callbacks.checkpoint import folder
+from drivetrain.callbacks.monitoring.agreement import decide_on_main_process
+from drivetrain.callbacks.checkpoint.kept import KeptCheckpoints
 from drivetrain.runtime.errors import CheckpointError
 from drivetrain.runtime.logging import get_logger
 
@@ -111,7 +111,7 @@ class CheckpointWriter:
         if decision.path is not None:
             self.kept.add(decision.path, decision.score, decision.among_best, is_whole=not weights_only)
         else:
-            self.kept.note_newest(target, is_whole=not weights_only)
+            self.kept.record_newest(target, is_whole=not weights_only)
         if decision.last is not None:
             self.kept.last = decision.last
         after = _Once(lambda: self._follow_up(directory, decision))

@@ -1,0 +1,1 @@
+"""When `ModelCheckpoint` saves, where to, and what it keeps."""

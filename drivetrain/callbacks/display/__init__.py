@@ -1,0 +1,1 @@
+"""How progress is measured and shown."""

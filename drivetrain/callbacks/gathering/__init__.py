@@ -1,0 +1,1 @@
+"""Where gathered evaluation samples are kept."""

@@ -1,0 +1,1 @@
+"""What the callbacks that guard a run against bad steps share."""

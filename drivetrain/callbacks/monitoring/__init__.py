@@ -1,0 +1,1 @@
+"""Reading a logged value, and agreeing on it with the other processes."""

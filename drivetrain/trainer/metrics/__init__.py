@@ -1,0 +1,1 @@
+"""What tasks log: kept, reduced over an epoch and over processes."""

@@ -1,0 +1,1 @@
+"""What of a training run goes into a checkpoint, and back."""
