@@ -26,6 +26,9 @@ from drivetrain.runtime.state import PartialState
 
 SHARED_FILE = "state.json"
 
+LOSS_IS_FINITE = "loss_is_finite"
+"""The entry of the shared state, or of its driver's, that is False where a loss before the save was not finite."""
+
 
 def process_file(rank: int) -> str:
     """The file of what is one process's own."""
@@ -104,6 +107,9 @@ class Save:
         for what, tree in (("shared", shared), ("own", own)):
             if not isinstance(tree, dict) or not all(isinstance(key, str) for key in tree):
                 raise CheckpointError(f"The {what} state to save is no dict with text as keys; give it as one.")
+        driver = shared.get("driver")
+        entries = (shared, driver if isinstance(driver, dict) else {})
+        self._finite_loss = not any(each.get(LOSS_IS_FINITE) is False for each in entries)
         self._shared, tensors = pack(shared)
         self._own, own_tensors = pack(own, f"process/{self._peers.rank}")
         self._held_by_peers = [key for key, tensor in tensors.items() if tensor.is_meta]
@@ -196,7 +202,7 @@ class Save:
         if self._extra is not None:
             files.update(self._extra_files(place, files))
         self._check_all_here(place, files)
-        manifest = Manifest(files, self._peers.size, self.step, time.time(), self._data)
+        manifest = Manifest(files, self._peers.size, self.step, time.time(), self._data, self._finite_loss)
         self._storage.publish(place, self.directory, self._token, memoryview(manifest.to_bytes()))
 
     def _adopt(self, extra: str, place: str) -> None:
