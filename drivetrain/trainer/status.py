@@ -17,7 +17,7 @@ from drivetrain.trainer.metrics.logged_values import LoggedValues
 from drivetrain.trainer.state.progress import Progress
 
 if TYPE_CHECKING:
-    from drivetrain.trainer.optimizers import TaskOptimizer
+    from drivetrain.accelerator import PreparedOptimizer
     from drivetrain.trainer.task import Task
 
 
@@ -30,7 +30,7 @@ class TrainerStatus:
     logged: LoggedValues
     progress: Progress
     task: Task | None
-    task_optimizers: list[TaskOptimizer]
+    task_optimizers: list[PreparedOptimizer]
     stage: str | None
     sanity_checking: bool
     should_stop: bool

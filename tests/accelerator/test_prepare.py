@@ -81,7 +81,10 @@ def twice() -> list[bool]:
     return [
         all(a is b for a, b in zip(once, again, strict=True)),
         all(a is b for a, b in zip(once, raw, strict=False)),
-        len(accelerator._models) == len(accelerator._optimizers) == len(accelerator._schedulers) == 1,
+        len(accelerator.prepared.models)
+        == len(accelerator.prepared.optimizers)
+        == len(accelerator.prepared.schedulers)
+        == 1,
         sum(type(module).__name__ == "DistributedDataParallel" for module in once[0].modules())
         == (accelerator.num_processes > 1),
     ]
