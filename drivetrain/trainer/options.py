@@ -240,16 +240,16 @@ def make_callbacks(
     for callback in callbacks:
         if not isinstance(callback, Callback):
             raise ConfigurationError(f"callbacks holds {_named(callback)}; give instances of drivetrain.Callback.")
-    has_checkpoint = any(isinstance(callback, ModelCheckpoint) for callback in callbacks)
-    if has_checkpoint and checkpointing is False and not quiet:
+    saving = [callback for callback in callbacks if callback.saves_checkpoints]
+    if saving and checkpointing is False and not quiet:
         raise ConfigurationError(
-            "enable_checkpointing=False, but callbacks holds a ModelCheckpoint. Remove one of the two."
+            f"enable_checkpointing=False, but callbacks holds {_named(saving[0])}. Remove one of the two."
         )
     if quiet:
-        callbacks = [callback for callback in callbacks if not isinstance(callback, ModelCheckpoint)]
-    elif checkpointing is not False and not has_checkpoint:
+        callbacks = [callback for callback in callbacks if not callback.saves_checkpoints]
+    elif checkpointing is not False and not saving:
         callbacks.append(ModelCheckpoint())
-    if progress_bar is not False and not any(getattr(c, "is_progress_bar", False) for c in callbacks):
+    if progress_bar is not False and not any(callback.is_progress_bar for callback in callbacks):
         callbacks.append(TQDMProgressBar())
     if summary is not False and not any(isinstance(callback, ModelSummary) for callback in callbacks):
         callbacks.append(ModelSummary())
@@ -268,7 +268,7 @@ def with_task_callbacks(callbacks: list[Callback], added: Any) -> list[Callback]
 
 def checkpoints_last(callbacks: list[Callback]) -> list[Callback]:
     """Callbacks in order, those that write checkpoints last, so that they save what the others have become."""
-    return sorted(callbacks, key=lambda callback: isinstance(callback, ModelCheckpoint))
+    return sorted(callbacks, key=lambda callback: callback.saves_checkpoints)
 
 
 def _refuse_twins(callbacks: list[Callback]) -> None:

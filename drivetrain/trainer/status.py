@@ -104,7 +104,7 @@ class TrainerStatus:
         if not self.is_global_zero:
             return
         bar = self.progress_bar_callback
-        if bar is not None and hasattr(bar, "print"):
+        if bar is not None:
             bar.print(*args, **kwargs)
         else:
             builtins.print(*args, **kwargs)
@@ -190,6 +190,6 @@ class TrainerStatus:
         return found
 
     @property
-    def progress_bar_callback(self) -> Any:
-        """The progress bar: the first callback that says it is one."""
-        return next((callback for callback in self.callbacks if getattr(callback, "is_progress_bar", False)), None)
+    def progress_bar_callback(self) -> Callback | None:
+        """The first callback that is a progress bar."""
+        return next((callback for callback in self.callbacks if callback.is_progress_bar), None)
