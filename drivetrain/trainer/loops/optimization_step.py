@@ -137,6 +137,7 @@ class OptimizationStep:
                 trainer.update_step_schedulers()
         if self._on_batch_end:
             self._end_batch(outputs[-1], window[-1])
+        trainer.logged.skips = False
         return stepped
 
     def mark_stepped(self) -> None:
@@ -186,16 +187,15 @@ class OptimizationStep:
         trainer.batch = batch
         if probe:
             return self._probed(batch, index)
-        if self._on_batch_start and self._announces and microbatch is not self._announced:
-            self._announce(microbatch)
         weight = 1.0 / self._window_size
         if self._processes > 1:
             weight *= self._share_of_rows(info)
+        trainer.logged.skips = not weight  # also in the hooks around the step
+        if self._on_batch_start and self._announces and microbatch is not self._announced:
+            self._announce(microbatch)
         if weight:
-            trainer.logged.skips = False
             output = self._training_step(batch, index)
         else:
-            trainer.logged.skips = True
             with untouched_metrics(self._task):
                 output = self._training_step(batch, index)
         if self._automatic:
