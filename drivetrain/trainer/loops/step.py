@@ -13,9 +13,10 @@ from drivetrain.accelerator.step import StepHooks
 from drivetrain.data import BatchInfo
 from drivetrain.strategies import StepModule
 from drivetrain.trainer.hooks import Hooks, is_overridden
-from drivetrain.trainer.loops.binding import bind_step, muted_logging
+from drivetrain.trainer.loops.binding import bind_step
 from drivetrain.trainer.loops.stand_in import StandIn, presence_of
 from drivetrain.trainer.loops.step_output import StepOutput, detached
+from drivetrain.trainer.metrics.metric_states import untouched_metrics
 from drivetrain.trainer.task import Task
 
 if TYPE_CHECKING:
@@ -73,7 +74,7 @@ class PlainStep:
         self._engine.weights.in_use = None
         self._engine.drive(self._step_hooks(hooks))
         self._remaining = 1
-        self._has_gradients = self._took_part = self._is_padding = False
+        self._has_gradients = self._took_part = False
 
     def _step_hooks(self, hooks: Hooks) -> StepHooks:
         trainer, task = self._trainer, self._task
@@ -120,16 +121,16 @@ class PlainStep:
         trainer = self._trainer
         trainer.batch_info = info
         trainer.batch = batch
+        share = 1.0 if self._shards == 1 else self._share_of_rows(info)
+        self._logged.skips = share == 0.0  # also in the hooks around a batch that only stands in
         if self._on_batch_start:
             self._announce(micro_batch)
         if self._engine.window.size > 1:
             self._engine.window.advance_planned()
-        share = 1.0 if self._shards == 1 else self._share_of_rows(info)
-        self._is_padding = share == 0.0
         if share:
             output = self._training_step(batch, index)
         else:
-            with muted_logging(self._logged, self._task):
+            with untouched_metrics(self._task):
                 output = self._training_step(batch, index)
         loss = output if isinstance(output, Tensor) else self._output.loss_of(output)
         if loss is not None:
@@ -184,16 +185,13 @@ class PlainStep:
                 self._trainer.update_step_schedulers()
         if self._on_batch_end:
             self._end_batch(output, window[-1])
+        self._logged.skips = False
         return stepped
 
     def _end_batch(self, output: Any, micro_batch: MicroBatch) -> None:
         outputs = detached(output)
-        muted, self._logged.skips = self._logged.skips, self._logged.skips or self._is_padding
-        try:
-            for hook in self._on_batch_end:
-                hook(outputs, micro_batch.batch, micro_batch.batch_idx)
-        finally:
-            self._logged.skips = muted
+        for hook in self._on_batch_end:
+            hook(outputs, micro_batch.batch, micro_batch.batch_idx)
 
     def _share_of_rows(self, info: BatchInfo) -> float:
         """What this process's mean loss counts for, so that the mean over processes is that of the global batch."""
