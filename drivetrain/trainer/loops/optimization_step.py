@@ -389,10 +389,7 @@ class OptimizationStep:
         """What this process's mean loss counts for, so that the mean over processes is that of the global batch."""
         if self._processes == 1:
             return 1.0
-        rows, total = info.real_rows, info.global_rows
-        if rows is None or not total:
-            return 1.0
-        return rows * self._processes / total
+        return info.share(self._processes)
 
     def _check_whole_window(self) -> None:
         """Refuse what needs to run forward and backward by itself."""
