@@ -85,6 +85,6 @@ class ClosureStep(PlainStep):
         for output, micro_batch in zip(outputs, window, strict=True):
             loss = self._output.loss_of(output)
             if loss is not None:
-                share = 1.0 if self._shards == 1 else self._share_of_rows(micro_batch.info)
+                share = 1.0 if self._shards == 1 else micro_batch.info.share(self._shards)
                 total = total + loss.detach() * (share / len(window))
         return total

@@ -92,7 +92,7 @@ class ScheduledStep(PlainStep):
                 return self._training_step(batch, index)
         if self._engine.window.size > 1:
             self._engine.window.advance_planned()
-        share = 1.0 if self._shards == 1 else self._share_of_rows(info)
+        share = 1.0 if self._shards == 1 else info.share(self._shards)
         if share:
             output = self._training_step(batch, index)
         else:

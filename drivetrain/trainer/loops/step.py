@@ -121,7 +121,7 @@ class PlainStep:
         trainer = self._trainer
         trainer.batch_info = info
         trainer.batch = batch
-        share = 1.0 if self._shards == 1 else self._share_of_rows(info)
+        share = 1.0 if self._shards == 1 else info.share(self._shards)
         self._logged.skips = share == 0.0  # also in the hooks around a batch that only stands in
         if self._on_batch_start:
             self._announce(micro_batch)
@@ -192,13 +192,6 @@ class PlainStep:
         outputs = detached(output)
         for hook in self._on_batch_end:
             hook(outputs, micro_batch.batch, micro_batch.batch_idx)
-
-    def _share_of_rows(self, info: BatchInfo) -> float:
-        """What this process's mean loss counts for, so that the mean over processes is that of the global batch."""
-        rows, total = info.real_rows, info.global_rows
-        if rows is None or not total:
-            return 1.0
-        return rows * self._shards / total
 
     def _clip(self, optimizer: Optimizer) -> None:
         trainer = self._trainer
