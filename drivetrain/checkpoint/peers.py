@@ -110,7 +110,7 @@ def _exchange(collective: Callable[..., Any], *args: Any, **kwargs: Any) -> None
 
 def _own_group(state: PartialState) -> Any:
     """A gloo group that only checkpoints use, made once: their collectives must not mix with the training's."""
-    shared = PartialState._shared
+    shared = PartialState.registry()
     if _GROUP not in shared:
         shared[_GROUP] = dist.new_group(backend="gloo")
         state.before_leaving(lambda: shared.pop(_GROUP, None))
