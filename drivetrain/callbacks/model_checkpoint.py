@@ -10,15 +10,15 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 
 from drivetrain.callbacks.checkpoint import folder
-from drivetrain.callbacks.monitoring.agreement import decide_on_main_process
+from drivetrain.callbacks.support.agreement import decide_on_main_process
 from drivetrain.callbacks.base import Callback
 from drivetrain.callbacks.checkpoint.restored import RestoredState, number
 from drivetrain.callbacks.checkpoint.options import check_intervals, check_options
 from drivetrain.callbacks.checkpoint.policy import BestK, CheckpointName
 from drivetrain.callbacks.checkpoint.writer import CheckpointWriter, Decision
 from drivetrain.callbacks.checkpoint.kept import KeptCheckpoints
-from drivetrain.callbacks.monitoring.monitor import missing_metric_message, monitored_value
-from drivetrain.callbacks.display.step_timer import StepTimer
+from drivetrain.callbacks.support.monitored_metric import missing_metric_message, monitored_value
+from drivetrain.callbacks.checkpoint.step_timer import StepTimer
 from drivetrain.checkpoint.save import LOSS_IS_FINITE
 from drivetrain.runtime.assembly import all_arrive
 from drivetrain.runtime.durations import parse_duration

@@ -12,7 +12,7 @@ from typing import Any
 from torch.distributed.checkpoint.storage import WriteResult
 
 from drivetrain.checkpoint.copying import Copying
-from drivetrain.checkpoint.division import Division, check_values, divide, outline_of
+from drivetrain.checkpoint.global_plan import GlobalPlan, check_values, outline_of, plan_globally
 from drivetrain.checkpoint.manifest import WRITER_FILE, Manifest, check_replaceable, encoded
 from drivetrain.checkpoint.peers import Failure, Peers
 from drivetrain.checkpoint.shards import FOLDER, SafetensorsWriter, SnapshotPlanner
@@ -57,10 +57,10 @@ class Save:
         step: the optimizer step, for the manifest.
         storage: where to; found from `directory` if None.
         extra: a local directory whose content becomes part of the checkpoint, and which goes; from `extra_place`.
-        known: the `division` of an earlier save, to be used again where the tensors are of the same shapes.
+        known: the `plan` of an earlier save, to be used again where the tensors are of the same shapes.
 
     Attributes:
-        division: who writes which tensor.
+        plan: who writes which tensor.
 
     Raises:
         CheckpointError: on any process the state holds something that cannot be saved; raised on all.
@@ -75,7 +75,7 @@ class Save:
         step: int | None = None,
         storage: Storage | None = None,
         extra: str | None = None,
-        known: Division | None = None,
+        known: GlobalPlan | None = None,
     ) -> None:
         self._state = state
         self._extra = extra
@@ -87,12 +87,12 @@ class Save:
         self.directory = os.fspath(directory)
         self._held_by_peers: list[str] = []
         outline = self._peers.attempt(lambda: self._prepare(shared, own, storage))
-        division, self._token = divide(self._peers, self.planner, outline, self._held_by_peers, known)
-        if isinstance(division, Failure):
+        plan, self._token = plan_globally(self._peers, self.planner, outline, self._held_by_peers, known)
+        if isinstance(plan, Failure):
             if self._extra is not None and self._peers.is_main:
                 LocalStorage().discard(self._extra)
-            self._peers.fail(division, f"The checkpoint {self.directory} was not written")
-        self.division = division
+            self._peers.fail(plan, f"The checkpoint {self.directory} was not written")
+        self.plan = plan
 
     def _prepare(self, shared: Any, own: Any, storage: Storage | None) -> Hashable:
         """Take the trees apart and say which tensors there are here."""
@@ -129,7 +129,7 @@ class Save:
         Returns:
             What `run` copies first, and the caller must finish before those tensors change; None after a failure.
         """
-        sources = {item.index: self.planner.resolve_data(item) for item in self.division.plan.items}
+        sources = {item.index: self.planner.resolve_data(item) for item in self.plan.local.items}
         staged = self._peers.attempt(lambda: buffer.copy(sources, self._state.kind, may_wait))
         # What the copies stand for may change or go now.
         self.planner.state_dict = {}
@@ -179,7 +179,7 @@ class Save:
         name = process_file(self._peers.rank)
         files[name] = self._write_json(place, name, self._own)
         writer = SafetensorsWriter(self._storage, place, self._peers.rank)
-        results = writer.write_data(self.division.plan, self.planner).wait()
+        results = writer.write_data(self.plan.local, self.planner).wait()
         self._storage.touch(self._storage.join(place, WRITER_FILE))
         return _Written({**files, **writer.files}, results)
 
@@ -193,9 +193,9 @@ class Save:
             )
 
     def _publish(self, place: str, written: list[_Written]) -> None:
-        assert self.division.metadata is not None
+        assert self.plan.metadata is not None
         writer = SafetensorsWriter(self._storage, place, self._peers.rank)
-        writer.finish(self.division.metadata, [one.results for one in written])
+        writer.finish(self.plan.metadata, [one.results for one in written])
         files = dict(writer.files)
         for one in written:
             files.update(one.files)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from drivetrain import checkpoint
 from drivetrain.callbacks.checkpoint import folder
-from drivetrain.callbacks.monitoring.agreement import decide_on_main_process
+from drivetrain.callbacks.support.agreement import decide_on_main_process
 from drivetrain.callbacks.checkpoint.kept import KeptCheckpoints
 from drivetrain.runtime.errors import CheckpointError
 from drivetrain.runtime.logging import get_logger
