@@ -9,7 +9,13 @@ import torch
 
 from drivetrain.callbacks.support.agreement import decide_on_main_process
 from drivetrain.callbacks.base import Callback
-from drivetrain.callbacks.support.monitored_metric import check_mode, is_better, missing_metric_message, monitored_value
+from drivetrain.callbacks.support.monitored_metric import (
+    check_mode,
+    find_typo,
+    is_better,
+    missing_metric_message,
+    monitored_value,
+)
 from drivetrain.runtime.errors import ConfigurationError
 from drivetrain.runtime.logging import get_logger
 
@@ -131,6 +137,14 @@ class EarlyStopping(Callback):
 
     def teardown(self, trainer: Trainer, task: Task, stage: str) -> None:
         self._fitting = False
+
+    def on_sanity_check_end(self, trainer: Trainer, task: Task) -> None:
+        if self._fitting:
+            typo = decide_on_main_process(lambda: find_typo(trainer.logged.names("validate"), self.monitor, "EarlyStopping"))
+            if typo is not None and self.strict:
+                raise ConfigurationError(typo)
+            if typo is not None:
+                logger.warning(typo)
 
     def on_train_epoch_end(self, trainer: Trainer, task: Task) -> None:
         if self._fitting and self._checks_epoch_end:

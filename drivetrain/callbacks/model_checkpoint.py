@@ -17,7 +17,7 @@ from drivetrain.callbacks.checkpoint.options import check_intervals, check_optio
 from drivetrain.callbacks.checkpoint.policy import BestK, CheckpointName
 from drivetrain.callbacks.checkpoint.writer import CheckpointWriter, Decision
 from drivetrain.callbacks.checkpoint.kept import KeptCheckpoints
-from drivetrain.callbacks.support.monitored_metric import missing_metric_message, monitored_value
+from drivetrain.callbacks.support.monitored_metric import find_typo, missing_metric_message, monitored_value
 from drivetrain.callbacks.checkpoint.step_timer import StepTimer
 from drivetrain.checkpoint.save import LOSS_IS_FINITE
 from drivetrain.runtime.assembly import all_arrive
@@ -296,6 +296,12 @@ class ModelCheckpoint(Callback):
         # After an exception peers may be gone, and a save that waits for them would never end.
         self._writer.abandon(wait=trainer.world_size == 1)
         self._fitting = self._training = False
+
+    def on_sanity_check_end(self, trainer: Trainer, task: Task) -> None:
+        if self.monitor is not None and self._fitting:
+            typo = decide_on_main_process(lambda: find_typo(trainer.logged.names("validate"), str(self.monitor), "ModelCheckpoint"))
+            if typo is not None:
+                raise ConfigurationError(typo)
 
     def on_train_start(self, trainer: Trainer, task: Task) -> None:
         if not self._is_resumed:

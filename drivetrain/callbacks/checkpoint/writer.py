@@ -251,8 +251,8 @@ class CheckpointWriter:
 def _with_way_out(error: CheckpointError) -> CheckpointError:
     """The error of a save, such as a full disk, with what may be done about it."""
     return type(error)(
-        f"{error} The checkpoints before this one are intact. Make room, or let the run continue without this one: "
-        "ModelCheckpoint(on_save_error='warn')."
+        f"{error} The checkpoints before this one are intact. With ModelCheckpoint(on_save_error='warn') a run "
+        "continues where a checkpoint cannot be written."
     )
 
 
