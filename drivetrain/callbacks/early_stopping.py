@@ -37,7 +37,7 @@ class EarlyStopping(Callback):
         monitor: The name of the metric, as logged.
         min_delta: An improvement smaller than or equal to this does not count.
         patience: How many checks in a row may pass without improvement. Counts checks, not epochs: with
-            ``Trainer(check_val_every_n_epoch=2)`` and a patience of 3, training goes on for 6 epochs.
+            ``Trainer(check_val_every_n_epoch=2)`` and a patience of 3, training continues for 6 epochs.
         verbose: Log each improvement.
         mode: ``"min"`` where lower is better, ``"max"`` where higher is.
         strict: Raise if the metric was not logged. With False the check is left out, with a warning.
@@ -178,7 +178,7 @@ class EarlyStopping(Callback):
         return value
 
     def _judge(self, value: float) -> tuple[bool, str]:
-        """Take a value into account. Returns whether to stop, and what there is to say."""
+        """Take a value into account. Returns whether to stop, and a message."""
         name = self.monitor
         if self.check_finite and not math.isfinite(value):
             return True, f"Stopping: {name} = {value} is not finite. The best value was {self._best:.6g}."

@@ -45,11 +45,11 @@ class ModelCheckpoint(Callback):
     only once it is durable.
 
     Args:
-        dirpath: Where to save, also a URL that fsspec knows; ``<log_dir>/checkpoints`` by default, or, without a
+        dirpath: Where to save, also a URL of a file system of fsspec; ``<log_dir>/checkpoints`` by default, or, without a
             logger that has a directory, ``<default_root_dir>/checkpoints``.
         filename: The name, such as ``"{epoch}-{val_loss:.3f}"`` with names of logged metrics, ``epoch`` and
             ``step``. ``"{epoch}-{step}"`` by default.
-        monitor: The metric that says which checkpoints are best. Without it the newest are kept. Of equal ones the
+        monitor: The metric by which checkpoints are best. Without it the newest are kept. Of equal ones the
             older counts as better; NaN is never among the best.
         verbose: Log each save.
         save_last: Keep a checkpoint called ``last`` as well: True or ``"copy"`` for a checkpoint of its own, whose
@@ -61,7 +61,7 @@ class ModelCheckpoint(Callback):
         auto_insert_metric_name: Write ``epoch=3`` into the name rather than ``3``.
         every_n_train_steps: Save every so many optimizer steps.
         train_time_interval: Save each time so much time has gone by, on the main process's clock: a timedelta, a dict
-            of its arguments or ``"DD:HH:MM:SS"``. A resumed run goes on with the interval that was under way when its
+            of its arguments or ``"DD:HH:MM:SS"``. A resumed run continues the interval that was under way when its
             checkpoint was written; the time that nothing ran does not count.
         every_n_epochs: Save every so many epochs; 1 by default if no other interval is given.
         save_on_train_epoch_end: Save at the end of the training epoch (True) or after each validation
@@ -74,8 +74,8 @@ class ModelCheckpoint(Callback):
             several processes where all of them raise within a few seconds.
         total_limit: Keep at most so many checkpoints in the directory, also of earlier runs: the oldest go. The best
             ones by `monitor`, ``last`` and the newest count, but always stay.
-        async_save: Write in the background while training goes on; one save at a time.
-        on_save_error: ``"raise"``, or ``"warn"`` to log the error, such as a full disk, and go on with the run.
+        async_save: Write in the background while training continues; one save at a time.
+        on_save_error: ``"raise"``, or ``"warn"`` to log the error, such as a full disk, and continue the run.
             Either way the checkpoints before stay as they are.
 
     Attributes:
@@ -396,7 +396,7 @@ class ModelCheckpoint(Callback):
             reason: What the name begins with: ``preempted-step=<n>``.
 
         Returns:
-            The path of the checkpoint to go on from: this one or, where it could not be saved and errors only warn,
+            The path of the checkpoint to resume from: this one or, where it could not be saved and errors only warn,
             the newest before it; an empty text where there is none.
 
         Raises:
@@ -428,7 +428,7 @@ class ModelCheckpoint(Callback):
             self._report_decision(trainer, decision)
 
     def _decide(self, trainer: Trainer) -> Decision:
-        """Say what is to be done now; called by the main process alone, changes nothing."""
+        """Decide what is to be done now; called by the main process alone, changes nothing."""
         kept, metrics = self._writer.kept, trainer.callback_metrics
         decision = Decision(score=self._score(trainer, metrics))
         decision.among_best = kept.best.wants(decision.score)

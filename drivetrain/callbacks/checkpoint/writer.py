@@ -54,7 +54,7 @@ class CheckpointWriter:
         kept: the account.
         links: whether ``last`` is a link.
         limit: how many checkpoints the directory may hold; None for any number.
-        in_background: whether training goes on while one is written.
+        in_background: whether training continues while one is written.
         forgives: whether errors are logged instead of raised.
     """
 
@@ -70,11 +70,11 @@ class CheckpointWriter:
 
     @property
     def is_idle(self) -> bool:
-        """Whether nothing is being written, and no error is left to tell."""
+        """Whether nothing is being written, and no error is left to report."""
         return self._in_flight is None
 
     def get_ready(self, trainer: Trainer, weights_only: bool) -> None:
-        """Get memory for the first copy while training goes on. The optimizers have their state by now.
+        """Get memory for the first copy while training continues. The optimizers have their state by now.
 
         Args:
             trainer: the trainer.
@@ -105,7 +105,7 @@ class CheckpointWriter:
         if target is None:
             return
         if trainer.saves is not None:
-            trainer.saves.finish()  # what somebody else saves tells its own error, which is not forgiven here
+            trainer.saves.finish()  # what others save reports its own error, which is not forgiven here
         before = self.kept.copy()
         # The account is part of the checkpoint, so it is brought up to date first.
         if decision.path is not None:
@@ -196,7 +196,7 @@ class CheckpointWriter:
             self._finish(flight.after, forgive)
 
     def abandon(self, wait: bool) -> None:
-        """Let go of what is being written, without a word to other processes.
+        """Leave what is being written to itself, without an exchange with other processes.
 
         Args:
             wait: whether to wait until it is done.

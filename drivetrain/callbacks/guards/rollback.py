@@ -25,7 +25,7 @@ def check_can_roll_back(trainer: Trainer, owner: str) -> None:
 def newest_good_checkpoint(trainer: Trainer) -> str | None:
     """The newest checkpoint of this run that a run can resume from, or None; called by all processes.
 
-    All that the run has saved are good: nothing is saved while a callback says that the state is not sound.
+    All that the run has saved are good: nothing is saved while a callback finds the state unsound.
     """
     savers = _savers(trainer)
     for saver in savers:

@@ -70,7 +70,7 @@ def _without_numbers(name: str) -> str:
 
 
 def missing_metric_message(metrics: Mapping[str, Any], monitor: str, owner: str) -> str:
-    """Say that a metric is not there, which ones are, and what to do."""
+    """The message that a metric is not there: which ones are, and what to do."""
     if metrics:
         there = f"Logged so far: {', '.join(map(repr, sorted(metrics)))}.{nearest(monitor, metrics)}"
     else:
