@@ -72,7 +72,7 @@ class Callback:
         """The name of this callback's state in a checkpoint: unique among the callbacks of one Trainer.
 
         The class's name here. A class of which one Trainer may hold several objects adds the arguments that
-        tell them apart, see `build_state_key`.
+        distinguish them, see `build_state_key`.
         """
         return self.build_state_key()
 

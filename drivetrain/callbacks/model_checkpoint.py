@@ -15,9 +15,10 @@ from drivetrain.callbacks.base import Callback
 from drivetrain.callbacks.checkpoint.restored import RestoredState, number
 from drivetrain.callbacks.checkpoint.options import check_intervals, check_options
 from drivetrain.callbacks.checkpoint.policy import BestK, CheckpointName
-from drivetrain.callbacks.checkpoint.writer import CheckpointWriter, Decision
+from drivetrain.callbacks.checkpoint.decision import decide
+from drivetrain.callbacks.checkpoint.writer import CheckpointWriter
 from drivetrain.callbacks.checkpoint.kept import KeptCheckpoints
-from drivetrain.callbacks.support.monitored_metric import find_typo, missing_metric_message, monitored_value
+from drivetrain.callbacks.support.monitored_metric import find_typo
 from drivetrain.callbacks.checkpoint.step_timer import StepTimer
 from drivetrain.checkpoint.save import LOSS_IS_FINITE
 from drivetrain.runtime.assembly import all_arrive
@@ -155,14 +156,10 @@ class ModelCheckpoint(Callback):
         self._dirpath_is_given = dirpath is not None
         self._root = ""  # the run's default directory
         self._own_places: list[str] = []  # where runs of this script save by default
-        self._fitting = self._training = False
-        self._is_resumed = False
-        self._fits = 0
-        self._validations = 0
-        self._judged = 0  # how many of these came before the last epoch's end
-        self._last_step = 0
-        self._waits_for_validation = False
-        self._gets_ready = False
+        self._fitting = self._training = self._is_resumed = False
+        self._fits = self._last_step = self._validations = 0
+        self._judged = 0  # how many validations came before the last epoch's end
+        self._waits_for_validation = self._gets_ready = False
         self._timer: StepTimer | None = None
         self._elapsed = 0.0  # seconds of the interval under way, in the run before
 
@@ -420,70 +417,16 @@ class ModelCheckpoint(Callback):
             callback.settle()  # one save at a time, and each error where it belongs
         if not _is_sound(trainer, task):
             return
-        decision = decide_on_main_process(lambda: self._decide(trainer))
+        kept = self._writer.kept
+        decision = decide_on_main_process(lambda: decide(self, kept, self._name, trainer, self._validations > 0))
         self._last_step = trainer.global_step
         self.current_score = decision.score
         self._writer.save(trainer, self.dirpath, decision, self.save_weights_only)
         if self.verbose:
-            self._report_decision(trainer, decision)
-
-    def _decide(self, trainer: Trainer) -> Decision:
-        """Decide what is to be done now; called by the main process alone, changes nothing."""
-        kept, metrics = self._writer.kept, trainer.callback_metrics
-        decision = Decision(score=self._score(trainer, metrics))
-        decision.among_best = kept.best.wants(decision.score)
-        if decision.among_best or self.save_last == "link":
-            name = self._name.format(trainer.current_epoch, trainer.global_step, metrics)
-            self._warn_of_unknown_fields(metrics)
-            # A name is used again only for a checkpoint that goes anyway.
-            going = [kept.beside, *kept.passing, *kept.doomed, *(kept.best.displaced() if decision.among_best else ())]
-            decision.path = self._path(name, own=going)
-        if self.save_last:
-            decision.last = self._path(self.CHECKPOINT_NAME_LAST, own=(kept.last,))
-        return decision
-
-    def _path(self, name: str, own: Sequence[str]) -> str:
-        """Return the path for a name: a free one, or one of this run's own, to be replaced."""
-        path = os.path.join(self.dirpath or "", name)
-        if not self.enable_version_counter:
-            return path + self.FILE_EXTENSION
-        return folder.free_path(path, self.FILE_EXTENSION, own)
-
-    def _score(self, trainer: Trainer, metrics: Any) -> float | None:
-        if self.monitor is None:
-            return None
-        score = monitored_value(metrics, self.monitor)
-        if score is None:
-            message = missing_metric_message(metrics, self.monitor, "ModelCheckpoint")
-            is_early = self.every_n_epochs == 0 or trainer.check_val_every_n_epoch != 1
-            if self._validations or not is_early:
-                raise ConfigurationError(message)
-            logger.warning_once(f"{message} There was no validation yet, so nothing is kept for now.")
-        elif score != score:
-            logger.warning(
-                f"ModelCheckpoint: {self.monitor} is NaN at step {trainer.global_step}. Such a model is not "
-                "kept among the best."
-            )
-        return score
-
-    def _warn_of_unknown_fields(self, metrics: Any) -> None:
-        for name in self._name.fields:
-            if name not in metrics and name not in ("epoch", "step"):
-                logger.warning_once(
-                    f"ModelCheckpoint(filename={self.filename!r}): there is no metric {name!r}, so the name "
-                    f"says nan. Logged so far: {', '.join(map(repr, sorted(metrics))) or 'nothing'}."
-                )
-
-    def _report_decision(self, trainer: Trainer, decision: Decision) -> None:
-        where = f"Epoch {trainer.current_epoch}, step {trainer.global_step}"
-        score = "" if decision.score is None else f" with {self.monitor} = {decision.score:.6g}"
-        if decision.path is not None:
-            logger.info(f"{where}: saved {decision.path}{score}.")
-        else:
-            logger.info(f"{where}: not among the best {self.save_top_k}{score}.")
+            decision.report(self, trainer)
 
 
 def _is_sound(trainer: Trainer, task: Task) -> bool:
-    """Ask all callbacks whether what is there now is worth saving; all, since they may talk to their peers."""
+    """Ask all callbacks whether what is there now is worth saving; all, since they may exchange something with their peers."""
     answers = [callback.is_state_sound(trainer, task) for callback in trainer.callbacks]
     return all(answers)

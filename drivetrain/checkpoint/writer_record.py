@@ -95,7 +95,7 @@ def _is_alive(storage: LocalStorage, place: str) -> bool:
         return _is_recent(storage, path, OTHER_HOST_PATIENCE)
     try:
         process = psutil.Process(pid)
-        # A later process may have the same number, but not the same start. Clocks are adjusted, so not exactly the same.
+        # A later process may have the same number, but not the same start; clocks are adjusted, so not exactly.
         same = abs(process.create_time() - started) < 2.0
         return same and process.status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:

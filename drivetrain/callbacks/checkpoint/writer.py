@@ -11,6 +11,7 @@ from torch import Tensor
 
 from drivetrain import checkpoint
 from drivetrain.callbacks.checkpoint import folder
+from drivetrain.callbacks.checkpoint.decision import Decision
 from drivetrain.callbacks.support.agreement import decide_on_main_process
 from drivetrain.callbacks.checkpoint.kept import KeptCheckpoints
 from drivetrain.runtime.errors import CheckpointError
@@ -21,28 +22,6 @@ if TYPE_CHECKING:
     from drivetrain.trainer.trainer import Trainer
 
 logger = get_logger(__name__)
-
-
-@dataclass
-class Decision:
-    """What is to be saved now, the same on all processes.
-
-    Attributes:
-        score: the monitored value.
-        path: save here, under a name of its own.
-        among_best: whether that one is kept for its score.
-        last: let this name stand for it too, or save here where there is no `path`.
-    """
-
-    score: float | None = None
-    path: str | None = None
-    among_best: bool = False
-    last: str | None = None
-
-    @property
-    def target(self) -> str | None:
-        """Where the state is written."""
-        return self.path or self.last
 
 
 class CheckpointWriter:
