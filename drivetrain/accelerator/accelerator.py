@@ -36,7 +36,7 @@ from drivetrain.accelerator.handlers import (
     find_handler,
     handler_options,
 )
-from drivetrain.accelerator.metrics import Sharers, gather_real_rows
+from drivetrain.accelerator.metrics import gather_real_rows
 from drivetrain.accelerator.optimizer import PreparedOptimizer, parameters_of, unwrap_optimizer
 from drivetrain.accelerator.plugins import (
     DeepSpeedPlugin,
@@ -65,7 +65,8 @@ from drivetrain.runtime.nested import send_to_device
 from drivetrain.runtime.seeds import recorded_seed
 from drivetrain.runtime.state import PartialState
 from drivetrain.strategies import Strategy
-from drivetrain.strategies.base import move_optimizer_state
+from drivetrain.strategies.base import Given, RunOptions, move_optimizer_state
+from drivetrain.strategies.capabilities import Join
 from drivetrain.strategies.precision import Precision, overrides
 from drivetrain.strategies.precision.mixed import MixedPrecision
 
@@ -159,18 +160,18 @@ class Accelerator(StateSaving, EngineStatus):
         self.state.before_leaving(self.strategy.teardown)
         self.precision = make_precision(mixed_precision, handlers)
         self.precision.setup(self.state.kind)
-        self.strategy.check_precision(self.precision)
+        accumulation = make_accumulation(gradient_accumulation_steps, gradient_accumulation_plugin)
+        steps = Given("Accelerator(gradient_accumulation_steps)", accumulation.num_steps)
+        self.strategy.check(RunOptions(self.precision, steps))
 
         self.active_loaders = ActiveLoaders()
         self._models: list[nn.Module] = []
         self._optimizers: list[PreparedOptimizer] = []
         self.accumulation = AccumulationWindow(
-            make_accumulation(gradient_accumulation_steps, gradient_accumulation_plugin),
+            accumulation,
             self.active_loaders,
             HeldGradients(self._models, self._optimizers, self.strategy),
         )
-        steps = self.accumulation.plugin.num_steps
-        self.strategy.note_arguments("Accelerator", gradient_accumulation_steps=("gradient_accumulation_steps", steps))
         self._weighted = WeightedMean(self.strategy)
         self.precision.hold_scale_while(lambda: self.accumulation.holds_gradients)
         self._schedulers: list[PreparedScheduler] = []
@@ -321,7 +322,7 @@ class Accelerator(StateSaving, EngineStatus):
         moves = self.device_placement if device_placement is None else device_placement
         prepared = prepare_loader(
             data_loader,
-            shard=shard or self.strategy.data_shard,
+            shard=shard or self.strategy.topology.data_shard,
             place=place or (self._default_place() if moves else None),
             device=(self.kind, self.device) if moves else None,
             config=self.dataloader_config,
@@ -365,7 +366,7 @@ class Accelerator(StateSaving, EngineStatus):
     def _without_sync(self, models: Iterable[nn.Module]) -> Iterator[None]:
         with ExitStack() as stack:
             for model in models:
-                stack.enter_context(self.strategy.gradient_sync(model, enabled=False))
+                stack.enter_context(self.strategy.gradients.sync(model, enabled=False))
             yield
 
     def backward(self, loss: torch.Tensor, *, weight: torch.Tensor | float | None = None, **kwargs: Any) -> None:
@@ -438,7 +439,7 @@ class Accelerator(StateSaving, EngineStatus):
         given = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
         if self._clips_unscaled:
             self._unscale_owners(given)
-        return self.strategy.clip_grad_norm_(given, max_norm, norm_type)
+        return self.strategy.gradients.clip_norm(given, max_norm, norm_type)
 
     def clip_grad_value_(self, parameters: torch.Tensor | Iterable[torch.Tensor], clip_value: float) -> None:
         """Clamp every gradient to [-clip_value, clip_value], where a window ends."""
@@ -448,7 +449,7 @@ class Accelerator(StateSaving, EngineStatus):
         given = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
         if self._clips_unscaled:
             self._unscale_owners(given)
-        self.strategy.clip_grad_value_(given, clip_value)
+        self.strategy.gradients.clip_value(given, clip_value)
 
     def _unscale_owners(self, parameters: list[torch.Tensor]) -> None:
         """Unscale the optimizers that hold any of the parameters: the others may have no gradients yet."""
@@ -495,7 +496,8 @@ class Accelerator(StateSaving, EngineStatus):
         for loader in changed:
             loader.tail = TailPolicy.COMPLETE if even_batches else TailPolicy.UNEVEN
         try:
-            with self.strategy.join(joinables):
+            join = self.strategy.capability(Join)
+            with nullcontext() if join is None else join.joined(joinables):
                 yield
         finally:
             for loader, tail in zip(changed, before, strict=True):
@@ -529,8 +531,7 @@ class Accelerator(StateSaving, EngineStatus):
         if isinstance(loader, SkippingLoader):
             loader = loader.whole
         source = self.active_loaders if loader is None else loader
-        sharers = Sharers(self.num_processes, self.process_index, self.strategy.data_ranks)
-        return gather_real_rows(input_data, source, sharers, use_gather_object)
+        return gather_real_rows(input_data, source, self.strategy.topology, use_gather_object)
 
     def reduce(self, tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
         """Combine tensors of all processes elementwise: `"sum"`, `"mean"`, `"max"`, `"min"` or `"none"`."""
@@ -569,7 +570,7 @@ class Accelerator(StateSaving, EngineStatus):
 
     def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, Any]:
         """All parameters and buffers under their canonical names, whole, on the CPU, on the main process."""
-        return self.strategy.full_state_dict(model)
+        return self.strategy.state.full(model)
 
     def adopt_model(self, model: nn.Module) -> None:
         """Take a model that the strategy has prepared already into account, as that of a Trainer."""

@@ -9,7 +9,7 @@ from torch import nn
 
 from drivetrain.accelerator.optimizer import PreparedOptimizer, parameters_of
 from drivetrain.strategies import Strategy
-from drivetrain.strategies.base import local_part
+from drivetrain.strategies.gradients import local_part
 
 
 class HeldGradients:
@@ -34,7 +34,7 @@ class HeldGradients:
         parameters = {id(parameter): parameter for owner in owners for parameter in owner}
         gradients = [local_part(parameter.grad) for parameter in parameters.values() if parameter.grad is not None]
         for model in self._models:
-            gradients.extend(self._strategy.held_gradients(model))
+            gradients.extend(self._strategy.gradients.held(model))
         if gradients:
             torch._foreach_mul_(gradients, factor)
 
@@ -48,7 +48,7 @@ class HeldGradients:
     def discard_abandoned(self) -> None:
         """Clear what such a loop left behind, unless its user has stepped with it or cleared it."""
         for model in self._models:
-            self._strategy.drop_held_gradients(model)
+            self._strategy.gradients.discard(model)
         for optimizer in self._optimizers:
             if optimizer.holds_abandoned:
                 optimizer.holds_abandoned = False

@@ -24,6 +24,7 @@ from drivetrain.runtime.exit_codes import RESUME_EXIT_CODE
 from drivetrain.runtime.nested import find_batch_size
 from drivetrain.runtime.seeds import set_seed
 from drivetrain.strategies import StepModule, Strategy
+from drivetrain.strategies.base import Given, RunOptions
 from drivetrain.strategies.precision import Precision
 from drivetrain.trackers import Tracker
 from drivetrain.trainer import options
@@ -162,10 +163,12 @@ class Trainer(TrainerStatus):
         self.accelerator = options.make_accelerator(
             accelerator, strategy, devices, num_nodes, precision, accumulate_grad_batches, sync_batchnorm
         )
-        self.strategy.note_arguments(
-            "Trainer",
-            gradient_accumulation_steps=("accumulate_grad_batches", accumulate_grad_batches),
-            gradient_clipping=("gradient_clip_val", gradient_clip_val),
+        self.strategy.check(
+            RunOptions(
+                self.accelerator.precision,
+                Given("Trainer(accumulate_grad_batches)", accumulate_grad_batches),
+                Given("Trainer(gradient_clip_val)", gradient_clip_val),
+            )
         )
         if seed is not None:
             set_seed(seed)
@@ -207,7 +210,7 @@ class Trainer(TrainerStatus):
         )
 
         self.progress = Progress()
-        self.logged = LoggedValues(self._find_batch_size, self.accelerator.strategy.value_ranks)
+        self.logged = LoggedValues(self._find_batch_size, self.strategy.topology)
         self.interruption = Interruption()
         self.batch: Any = None
         self.batch_info: BatchInfo | None = None
@@ -312,7 +315,7 @@ class Trainer(TrainerStatus):
         if saved is not None:
             saved.restore_training()
         self._log_hyper_parameters(task)
-        training_model = self.strategy.training_model(self.model, task.automatic_optimization)
+        training_model = self.strategy.view(self.model, "train" if task.automatic_optimization else "manual")
         self._step = OptimizationStep(self, task, training_model, self.hooks)
         validation = self._make_validation(task, self.model, validating)
         if saved is None:
@@ -563,7 +566,7 @@ class Trainer(TrainerStatus):
         assert self.model is not None
         loss = self.accelerator.precision.scale(loss)
         self.hooks.call("on_before_backward", loss)
-        self.strategy.before_manual_backward(self.model, loss)
+        self.strategy.gradients.prepare_backward(self.model, loss)
         self.task.backward(loss, *args, **kwargs)
         self.hooks.call("on_after_backward")
 
@@ -583,9 +586,9 @@ class Trainer(TrainerStatus):
             return
         inner = optimizer.optimizer if isinstance(optimizer, TaskOptimizer) else optimizer
         if gradient_clip_algorithm == "value":
-            self.strategy.clip_grad_value_(parameters_of(inner), gradient_clip_val)
+            self.strategy.gradients.clip_value(parameters_of(inner), gradient_clip_val)
         else:
-            self.strategy.clip_grad_norm_(parameters_of(inner), gradient_clip_val)
+            self.strategy.gradients.clip_norm(parameters_of(inner), gradient_clip_val)
 
     def update_step_schedulers(self) -> None:
         """Step the schedulers that follow optimizer steps."""

@@ -142,7 +142,7 @@ def test_parameters_that_others_use_are_reduced_where_asked(here):
 
 
 def test_an_optimizer_prepared_apart_from_its_model_is_refused(here):
-    assert "AdamW holds parameters as they were before the model was divided" in here["refuses_stale_parameters"]
+    assert "AdamW holds parameters as they were before the model was sharded" in here["refuses_stale_parameters"]
 
 
 def test_other_methods_than_forward_gather_too(here):
@@ -220,6 +220,6 @@ def test_one_process_is_enough():
     trainer = quiet_trainer("fsdp")
     task = NetTask()
     trainer.fit(task, loader(8))
-    state = trainer.strategy.full_state_dict(trainer.model)
+    state = trainer.strategy.state.full(trainer.model)
     assert fsdp_runs.gap(state, fsdp_runs.plain_task(1)) < EXACT
     assert torch.equal(state["net.scale"], torch.tensor([2.0]))

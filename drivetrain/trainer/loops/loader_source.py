@@ -133,7 +133,7 @@ class LoaderSource:
             return None
         before, transfer, after = owners
         default = self._trainer.accelerator._default_place() or (lambda batch: batch)
-        device = self._trainer.strategy.device
+        device = self._trainer.strategy.topology.device
 
         def place(batch: Any) -> Any:
             if before is not None:

@@ -78,7 +78,7 @@ class OptimizationStep:
         self._zero_grad = self._choose_zero_grad(hooks)
         self._clips = trainer.gradient_clip_val is not None or is_overridden(task, Task, "configure_gradient_clipping")
         # A loader that is not sharded gives each process a whole batch, which counts as it is.
-        self._processes = strategy.data_shard.count if trainer.use_distributed_sampler else 1
+        self._processes = strategy.topology.data_shard.count if trainer.use_distributed_sampler else 1
         self._strategy, self._schedules_microbatches = strategy, strategy.schedules_microbatches
         self._weighted = WeightedMean(strategy)
         self._is_weighted: bool | None = None
@@ -158,9 +158,9 @@ class OptimizationStep:
         with trainer.logged.recorded() as calls:
             own_outputs = self._forward_backward(self._model, self._run_microbatch, window)
         outputs: list[Any]
-        outputs, calls = strategy.share(([_detached(output) for output in own_outputs], calls))
-        if not strategy.computes_loss:
-            outputs = send_to_device(outputs, strategy.device)
+        outputs, calls = strategy.topology.share(([_detached(output) for output in own_outputs], calls))
+        if not strategy.topology.computes_loss:
+            outputs = send_to_device(outputs, strategy.topology.device)
             trainer.logged.replay(calls, self._task)
             self._is_weighted = any(isinstance(output, Mapping) and "weight" in output for output in outputs)
         for microbatch in window:
@@ -364,7 +364,7 @@ class OptimizationStep:
 
     def _loss_of_window(self, outputs: list[Any], window: Sequence[MicroBatch]) -> Tensor:
         """The loss that the gradients of a window are those of; this process's part of it where there are several."""
-        total = torch.zeros((), device=self._trainer.strategy.device)
+        total = torch.zeros((), device=self._trainer.strategy.topology.device)
         for output, microbatch in zip(outputs, window, strict=True):
             loss = self._loss_of(output)
             if loss is not None:
@@ -376,7 +376,7 @@ class OptimizationStep:
 
         They must come from the output of the forward, by which DDP learns what takes part in the backward.
         """
-        nothing = self._trainer.strategy.zero_loss
+        nothing = self._trainer.strategy.gradients.zero_loss
 
         def step_or_stand_in(*args: Any) -> Any:
             output = step(*args)
@@ -478,7 +478,7 @@ def bind_evaluation_step(
         step: the task's method.
     """
     strategy, logged = trainer.strategy, trainer.logged
-    called = strategy.evaluation_model(model)
+    called = strategy.view(model, "evaluate")
     if not strategy.schedules_microbatches:
         return bind_step(called, step, trainer.accelerator.precision)
 
@@ -493,9 +493,9 @@ def bind_evaluation_step(
     def shared_step(*args: Any) -> Any:
         with logged.recorded() as calls:
             output = bound(*args)
-        output, calls = strategy.share((output, calls))
-        if not strategy.computes_loss:
-            output = send_to_device(output, strategy.device)
+        output, calls = strategy.topology.share((output, calls))
+        if not strategy.topology.computes_loss:
+            output = send_to_device(output, strategy.topology.device)
             if not logged.skips:
                 logged.replay(calls, task)
         return output
