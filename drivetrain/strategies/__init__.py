@@ -2,7 +2,7 @@
 
 from drivetrain.strategies.base import Strategy
 from drivetrain.strategies.ddp import DDP
-from drivetrain.strategies.registry import available_strategies, register_strategy, resolve_strategy
+from drivetrain.strategies.registry import available_strategies, register_strategy, resolve_ddp, resolve_strategy
 from drivetrain.strategies.single import Single
 from drivetrain.strategies.step_module import StepModule
 
@@ -13,5 +13,6 @@ __all__ = [
     "Strategy",
     "available_strategies",
     "register_strategy",
+    "resolve_ddp",
     "resolve_strategy",
 ]

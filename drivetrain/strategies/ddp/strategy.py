@@ -86,7 +86,7 @@ class DDP(Strategy):
     def setup(self, state: PartialState) -> None:
         """Take this process's place among its peers."""
         super().setup(state)
-        self.gradients = ReducedGradients()
+        self.gradients = ReducedGradients(self.topology.device, self.wrapper_options["find_unused_parameters"])
         self.state = CopiedState(self.topology, self.unwrap)
         if self.sync_batchnorm and self.topology.kind.name == "cpu":
             raise ConfigurationError("sync_batchnorm=True needs GPUs: torch's SyncBatchNorm has no CPU kernel.")
@@ -104,6 +104,9 @@ class DDP(Strategy):
         options = dict(self.wrapper_options)
         if isinstance(model, StepModule) and model.partial_backwards:
             options["find_unused_parameters"] = True
+        elif isinstance(model, StepModule):
+            first = next(parameter for parameter in model.parameters() if parameter.requires_grad)
+            model.presence = nn.Parameter(torch.zeros((), dtype=first.dtype, device=first.device))
         wrapped = DistributedDataParallel(model, **options)
         if isinstance(self.comm_hook, str):
             register_communication_hook(wrapped, self.comm_hook, self.comm_hook_options)
@@ -181,7 +184,15 @@ class DDP(Strategy):
 
 
 class ReducedGradients(Gradients):
-    """Gradients that backward averages over processes, bucket by bucket."""
+    """Gradients that backward averages over processes, bucket by bucket.
+
+    Args:
+        device: where this process's tensors live.
+        finds_unused: whether DDP looks for parameters that take no part in a loss.
+    """
+
+    def __init__(self, device: torch.device, finds_unused: bool) -> None:
+        self._device, self._finds_unused = device, finds_unused
 
     def sync(self, model: nn.Module, enabled: bool) -> AbstractContextManager[Any]:
         """Skip the averaging of gradients in a context."""
@@ -192,6 +203,13 @@ class ReducedGradients(Gradients):
             # reducing in every micro-batch of that one window gives the same gradients.
             return nullcontext()
         return model.no_sync()
+
+    def zero_loss(self, task: nn.Module) -> torch.Tensor:
+        """A loss with gradients of zero; of no parameter at all where DDP looks for those that take no part.
+
+        A parameter that no process used has no gradient then, as in one process, rather than one of zero to decay by.
+        """
+        return torch.zeros((), device=self._device) if self._finds_unused else super().zero_loss(task)
 
     def prepare_backward(self, model: nn.Module, loss: torch.Tensor) -> None:
         """Let the reducer find the parameters that the coming backward uses, as DDP's own forward would."""

@@ -67,4 +67,4 @@ class DistributedDataParallel(parallel.DistributedDataParallel):
         module: nn.Module = self.module
         bare = module.task if isinstance(module, StepModule) else module
         names = {id(parameter): name for name, parameter in bare.named_parameters()}
-        return [names.get(id(parameter), "?") for parameter in chosen]
+        return [names[id(parameter)] for parameter in chosen if id(parameter) in names]
