@@ -1,23 +1,27 @@
-"""Checking the Trainer's arguments, and building what they ask for."""
+"""The Trainer's options: checked, and what they ask for built."""
 
 from __future__ import annotations
 
 import math
+import os
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
 from datetime import timedelta
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Generic, TypeVar, overload
 
 import torch
 
 from drivetrain.accelerator import Accelerator
 from drivetrain.callbacks import Callback, ModelCheckpoint, ModelSummary, TQDMProgressBar
+from drivetrain.callbacks.stage import Stage
 from drivetrain.launch import already_launched, relaunch_script
 from drivetrain.runtime.devices import detect_device_kind, get_device_kind
 from drivetrain.runtime.durations import parse_duration
 from drivetrain.runtime.environment import ProcessEnvironment
 from drivetrain.runtime.errors import ConfigurationError, LaunchError, nearest
-from drivetrain.runtime.seeds import make_deterministic
+from drivetrain.runtime.seeds import make_deterministic, set_seed
 from drivetrain.strategies import DDP, Strategy
 from drivetrain.strategies.precision import Precision
 from drivetrain.trackers import CSVLogger, Tracker, resolve_trackers
@@ -25,33 +29,157 @@ from drivetrain.trainer.data_module import DataModule
 from drivetrain.trainer.optimizers import has_own_optimizer_step
 from drivetrain.trainer.task import Task
 
+if TYPE_CHECKING:
+    from drivetrain.trainer.trainer import Trainer
+
+T = TypeVar("T")
+
 CLIPPING = ("norm", "value")
+ON_INTERRUPT = ("raise", "return")
 
 
-def check_limits(**limits: int | float | None) -> None:
-    """Raise unless every limit is a whole number of batches or a fraction."""
-    for name, value in limits.items():
-        if value is None:
-            continue
-        whole = isinstance(value, int) and not isinstance(value, bool) and value >= 0
-        fraction = isinstance(value, float) and 0.0 <= value <= 1.0
-        if not (whole or fraction):
+@dataclass(frozen=True)
+class TrainerOptions:
+    """How long, how much and how often a Trainer trains; see `Trainer` for each. All are checked here.
+
+    Raises:
+        ConfigurationError: an option cannot be; the message says what can.
+    """
+
+    max_epochs: int = 1000
+    min_epochs: int | None = None
+    max_steps: int = -1
+    min_steps: int | None = None
+    max_time: timedelta | None = None
+    limit_train_batches: int | float | None = None
+    limit_val_batches: int | float | None = None
+    limit_test_batches: int | float | None = None
+    limit_predict_batches: int | float | None = None
+    overfit_batches: int | float = 0.0
+    val_check_interval: int | float | timedelta | None = None
+    check_val_every_n_epoch: int | None = 1
+    num_sanity_val_steps: int = 2
+    log_every_n_steps: int = 50
+    accumulate_grad_batches: int = 1
+    gradient_clip_val: int | float | None = None
+    gradient_clip_algorithm: str | None = None
+    inference_mode: bool = True
+    use_distributed_sampler: bool = True
+    detect_anomaly: bool = False
+    barebones: bool = False
+    fast_dev_run: int | bool = False
+    reload_dataloaders_every_n_epochs: int = 0
+    default_root_dir: str = "."
+    on_interrupt: str = "raise"
+
+    def __post_init__(self) -> None:
+        for name in _LIMITS:
+            _check_limit(name, getattr(self, name))
+        for name, least in _COUNTS.items():
+            _check_count(name, getattr(self, name), least)
+        check_clipping(self.gradient_clip_val, self.gradient_clip_algorithm)
+        check_validation_interval(self.val_check_interval)
+        if self.on_interrupt not in ON_INTERRUPT:
             raise ConfigurationError(
-                f"{name}={value!r}: give a whole number of batches (10), or a fraction from 0.0 to 1.0 (0.25)."
+                f"on_interrupt={self.on_interrupt!r}: give 'raise' to end the script at Ctrl-C once the run has saved, "
+                f"or 'return' to return from fit().{nearest(str(self.on_interrupt), ON_INTERRUPT)}"
             )
 
+    @classmethod
+    def from_arguments(cls, given: Mapping[str, Any]) -> TrainerOptions:
+        """The options that the Trainer's arguments mean.
 
-def check_counts(**counts: tuple[int | None, int]) -> None:
-    """Raise unless every count is None or a whole number of at least its bound."""
-    for name, (value, least) in counts.items():
-        if value is None:
-            continue
-        if not isinstance(value, int) or isinstance(value, bool) or value < least:
-            raise ConfigurationError(f"{name}={value!r}: give a whole number of at least {least}.")
+        Args:
+            given: the arguments by name, others among them.
+        """
+        chosen = {each.name: given[each.name] for each in fields(cls) if given[each.name] is not None}
+        chosen["val_check_interval"] = check_validation_interval(given["val_check_interval"])
+        chosen["check_val_every_n_epoch"] = given["check_val_every_n_epoch"]
+        chosen["max_time"] = parse_duration(given["max_time"], "max_time")
+        chosen["default_root_dir"] = os.fspath(given["default_root_dir"] or Path.cwd())
+        options = cls(**chosen)
+        if given["max_epochs"] is None and (options.max_steps >= 0 or options.max_time is not None):
+            options = replace(options, max_epochs=-1)
+        if given["barebones"]:
+            options = replace(options, num_sanity_val_steps=0, log_every_n_steps=0)
+        return options._for_development(int(given["fast_dev_run"])) if given["fast_dev_run"] else options
+
+    def _for_development(self, runs: int) -> TrainerOptions:
+        """The same, for so many batches of everything."""
+        limits = dict.fromkeys(_LIMITS[:4], runs)
+        return replace(
+            self,
+            max_epochs=1,
+            max_steps=runs,
+            num_sanity_val_steps=0,
+            log_every_n_steps=0 if self.barebones else 1,
+            val_check_interval=None,
+            check_val_every_n_epoch=1,
+            **limits,  # type: ignore[arg-type]
+        )
+
+    @property
+    def is_quiet(self) -> bool:
+        """Whether nothing is written: no trackers, no checkpoints."""
+        return bool(self.fast_dev_run) or self.barebones
 
 
-def check_clipping(value: float | None, algorithm: str | None) -> str | None:
-    """Raise unless clipping makes sense; returns the algorithm."""
+_LIMITS = ("limit_train_batches", "limit_val_batches", "limit_test_batches", "limit_predict_batches", "overfit_batches")
+_COUNTS = {
+    "max_epochs": -1,
+    "min_epochs": 0,
+    "max_steps": -1,
+    "min_steps": 0,
+    "check_val_every_n_epoch": 1,
+    "num_sanity_val_steps": -1,
+    "log_every_n_steps": 0,
+    "accumulate_grad_batches": 1,
+    "reload_dataloaders_every_n_epochs": 0,
+}
+
+
+class Option(Generic[T]):
+    """An attribute of the Trainer that is one of its options; what is written to it is checked."""
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self._name = name
+
+    @overload
+    def __get__(self, trainer: None, owner: type) -> Option[T]: ...
+    @overload
+    def __get__(self, trainer: Trainer, owner: type) -> T: ...
+    def __get__(self, trainer: Trainer | None, owner: type) -> Option[T] | T:
+        if trainer is None:
+            return self
+        value: T = getattr(trainer.options, self._name)
+        return value
+
+    def __set__(self, trainer: Trainer, value: T) -> None:
+        trainer.change_options(**{self._name: value})
+
+
+def _check_limit(name: str, value: Any) -> None:
+    """Raise unless a limit is a whole number of batches or a fraction."""
+    if value is None:
+        return
+    whole = isinstance(value, int) and not isinstance(value, bool) and value >= 0
+    fraction = isinstance(value, float) and 0.0 <= value <= 1.0
+    if not (whole or fraction):
+        raise ConfigurationError(
+            f"{name}={value!r}: give a whole number of batches (10), or a fraction from 0.0 to 1.0 (0.25)."
+        )
+
+
+def _check_count(name: str, value: Any, least: int) -> None:
+    """Raise unless a count is None or a whole number of at least its bound."""
+    if value is None:
+        return
+    if not isinstance(value, int) or isinstance(value, bool) or value < least:
+        raise ConfigurationError(f"{name}={value!r}: give a whole number of at least {least}.")
+
+
+def check_clipping(value: float | None, algorithm: str | None) -> None:
+    """Raise unless clipping makes sense."""
     if algorithm is not None and algorithm not in CLIPPING:
         raise ConfigurationError(
             f"gradient_clip_algorithm={algorithm!r}: allowed are {', '.join(CLIPPING)}."
@@ -59,7 +187,6 @@ def check_clipping(value: float | None, algorithm: str | None) -> str | None:
         )
     if value is not None and (not isinstance(value, int | float) or math.isnan(value) or value < 0):
         raise ConfigurationError(f"gradient_clip_val={value!r}: give a number of at least 0, or None.")
-    return algorithm
 
 
 def check_validation_interval(interval: Any) -> int | float | timedelta | None:
@@ -111,14 +238,14 @@ def check_training_step(task: Task, accumulate: int, clip: float | None) -> None
         )
 
 
-def check_evaluation(task: Any, stage: str, verb: str) -> Task:
+def check_evaluation(task: Any, stage: Stage) -> Task:
     """Raise unless a task can be evaluated; returns it."""
     if task is None:
-        raise ConfigurationError(f"{verb}() without a model needs a fit() before it. Pass the task.")
+        raise ConfigurationError(f"{stage.verb}() without a model needs a fit() before it. Pass the task.")
     if not isinstance(task, Task):
-        raise ConfigurationError(f"Trainer.{verb} takes a Task, got a {type(task).__name__}.")
-    step = f"{stage}_step"
-    if stage != "predict" and getattr(type(task), step) is getattr(Task, step):
+        raise ConfigurationError(f"Trainer.{stage.verb} takes a Task, got a {type(task).__name__}.")
+    step = stage.step_name
+    if stage is not Stage.PREDICT and getattr(type(task), step) is getattr(Task, step):
         raise ConfigurationError(f"{type(task).__name__} has no {step}. Define {step}(self, batch, batch_idx).")
     return task
 
@@ -132,7 +259,7 @@ def make_accelerator(
     accumulate: int,
     sync_batchnorm: bool,
 ) -> Accelerator:
-    """The engine to run on: the one given, or a new one, after starting the script anew where processes are missing."""
+    """The engine to run on: the one given, or a new one, after starting the script again where processes are missing."""
     if isinstance(accelerator, Accelerator):
         changed = [
             name
@@ -209,8 +336,10 @@ def _start_processes(kind: str | None, devices: int | str, num_nodes: int) -> No
         )
 
 
-def set_determinism(deterministic: bool | str | None, benchmark: bool | None) -> None:
-    """Set torch's switches as asked."""
+def set_randomness(seed: int | None, deterministic: bool | str | None, benchmark: bool | None) -> None:
+    """Seed everything, and set torch's switches, as asked."""
+    if seed is not None:
+        set_seed(seed)
     if deterministic not in (None, True, False, "warn"):
         raise ConfigurationError(f"deterministic={deterministic!r}: allowed are True, False and 'warn'.")
     if deterministic:
@@ -230,13 +359,19 @@ def make_loggers(given: Tracker | Iterable[Tracker] | bool | None, root: str) ->
 
 
 def make_callbacks(
-    given: Callback | Sequence[Callback] | None,
-    checkpointing: bool | None,
-    progress_bar: bool | None,
-    summary: bool | None,
-    quiet: bool,
+    given: Callback | Sequence[Callback] | None, arguments: Mapping[str, Any], options: TrainerOptions
 ) -> list[Callback]:
-    """The callbacks given and the usual ones beside them; those that write checkpoints come last."""
+    """The callbacks given and the usual ones beside them; those that write checkpoints come last.
+
+    Args:
+        given: the callbacks.
+        arguments: the Trainer's arguments, which say what is added.
+        options: the Trainer's options.
+    """
+    quiet = options.is_quiet
+    checkpointing = False if quiet else arguments["enable_checkpointing"]
+    progress_bar = False if options.barebones else arguments["enable_progress_bar"]
+    summary = False if options.barebones else arguments["enable_model_summary"]
     callbacks = [given] if isinstance(given, Callback) else list(given or [])
     for callback in callbacks:
         if not isinstance(callback, Callback):

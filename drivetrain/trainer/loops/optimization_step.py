@@ -150,7 +150,7 @@ class OptimizationStep:
         """
         trainer, strategy = self._trainer, self._strategy
         for microbatch in window:
-            trainer.batch, trainer.batch_info = microbatch.batch, microbatch.info
+            trainer.current.batch, trainer.current.batch_info = microbatch.batch, microbatch.info
             self._announce(microbatch)
         self._announces = False
         self._has_gradients = True
@@ -164,13 +164,13 @@ class OptimizationStep:
             trainer.logged.replay(calls, self._task)
             self._is_weighted = any(isinstance(output, Mapping) and "weight" in output for output in outputs)
         for microbatch in window:
-            trainer.batch, trainer.batch_info = microbatch.batch, microbatch.info
+            trainer.current.batch, trainer.current.batch_info = microbatch.batch, microbatch.info
             for hook in self._on_after_backward:
                 hook()
         for output, microbatch in zip(outputs[:-1], window[:-1], strict=True):
-            trainer.batch, trainer.batch_info = microbatch.batch, microbatch.info
+            trainer.current.batch, trainer.current.batch_info = microbatch.batch, microbatch.info
             self._end_batch(output, microbatch)
-        trainer.batch, trainer.batch_info = window[-1].batch, window[-1].info
+        trainer.current.batch, trainer.current.batch_info = window[-1].batch, window[-1].info
         return outputs
 
     def _run_microbatch(self, microbatch: MicroBatch, probe: bool = False) -> Any:
@@ -182,8 +182,8 @@ class OptimizationStep:
         """
         batch, index, info = microbatch
         trainer = self._trainer
-        trainer.batch_info = info
-        trainer.batch = batch
+        trainer.current.batch_info = info
+        trainer.current.batch = batch
         if probe:
             return self._probed(batch, index)
         if self._on_batch_start and self._announces and microbatch is not self._announced:
@@ -273,7 +273,7 @@ class OptimizationStep:
         outputs: list[Any] = []
         before = self._trainer.progress.global_step
         stepped = False
-        self._trainer.batch, self._trainer.batch_info = window[0].batch, window[0].info
+        self._trainer.current.batch, self._trainer.current.batch_info = window[0].batch, window[0].info
         self._announce(window[0])
         self._announced = window[0]
         for position, optimizer in enumerate(self._trainer.task_optimizers):
