@@ -1,4 +1,4 @@
-"""What a task, a data module or a callback defines that would never be called, found when `fit` begins."""
+"""What is wrong with a task, a data module or a callback, found before anything runs."""
 
 from __future__ import annotations
 
@@ -7,10 +7,12 @@ import inspect
 from typing import TYPE_CHECKING, Any
 
 from drivetrain.callbacks import Callback
+from drivetrain.callbacks.stage import Stage
 from drivetrain.runtime.errors import ConfigurationError
 from drivetrain.runtime.logging import get_logger
 from drivetrain.trainer.data_module import DataModule
 from drivetrain.trainer.hooks import is_overridden
+from drivetrain.trainer.optimizers import has_own_optimizer_step
 from drivetrain.trainer.task import Task
 
 if TYPE_CHECKING:
@@ -49,6 +51,51 @@ _HOOKS_OF_LIGHTNING_1 = {
     "tbptt_split_batch": "training_step, over the parts of the batch with automatic_optimization = False",
     "get_progress_bar_dict": "self.log(..., prog_bar=True)",
 }
+
+
+def check_task(task: Any, train: Any, val: Any, data: Any) -> None:
+    """Raise unless a task can be fitted."""
+    if not isinstance(task, Task):
+        raise ConfigurationError(
+            f"Trainer.fit takes a Task, got {described(task)}. Subclass drivetrain.Task and pass an instance."
+        )
+    if data is not None and not isinstance(data, DataModule):
+        raise ConfigurationError(f"datamodule must be a DataModule, got a {type(data).__name__}.")
+    if data is not None and (train is not None or val is not None):
+        raise ConfigurationError("Give loaders or a datamodule, not both.")
+
+
+def check_training_step(task: Task, accumulate: int, clip: float | None) -> None:
+    """Raise where a task cannot train, or not with these arguments of the Trainer."""
+    if type(task).training_step is Task.training_step:
+        raise ConfigurationError(
+            f"{type(task).__name__} has no training_step. Define training_step(self, batch, batch_idx) and return "
+            "the loss."
+        )
+    if not task.automatic_optimization and has_own_optimizer_step(task):
+        raise ConfigurationError(
+            f"{type(task).__name__} overrides optimizer_step but has automatic_optimization = False, so it would never "
+            "be called. Step the optimizers in training_step."
+        )
+    if not task.automatic_optimization and (accumulate > 1 or clip):
+        given = f"accumulate_grad_batches={accumulate}" if accumulate > 1 else f"gradient_clip_val={clip}"
+        raise ConfigurationError(
+            f"Trainer({given}) has no effect on {type(task).__name__}, which optimizes by hand "
+            "(automatic_optimization = False). Step every so many batches, or call self.clip_gradients, in "
+            "training_step."
+        )
+
+
+def check_evaluation(task: Any, stage: Stage) -> Task:
+    """Raise unless a task can be evaluated; returns it."""
+    if task is None:
+        raise ConfigurationError(f"{stage.verb}() without a model needs a fit() before it. Pass the task.")
+    if not isinstance(task, Task):
+        raise ConfigurationError(f"Trainer.{stage.verb} takes a Task, got a {type(task).__name__}.")
+    step = stage.step_name
+    if stage is not Stage.PREDICT and getattr(type(task), step) is getattr(Task, step):
+        raise ConfigurationError(f"{type(task).__name__} has no {step}. Define {step}(self, batch, batch_idx).")
+    return task
 
 
 def check_hooks(trainer: Trainer, task: Task, data: DataModule | None) -> None:
@@ -130,3 +177,8 @@ def warn_of_rare_logging(trainer: Trainer, steps: float) -> None:
             f"The run takes {steps:.0f} optimizer steps, fewer than log_every_n_steps={every}, so trackers get no "
             f"values of single steps. Give Trainer(log_every_n_steps={max(1, int(steps) // 10)}), say, to see them."
         )
+
+
+def described(value: Any) -> str:
+    """A value in an error message: a class, or an object of one."""
+    return f"the class {value.__name__}" if isinstance(value, type) else f"a {type(value).__name__}"

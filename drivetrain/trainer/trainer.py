@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
@@ -25,7 +24,7 @@ from drivetrain.runtime.keywords import refuse_unknown
 from drivetrain.strategies import StepModule, Strategy
 from drivetrain.strategies.precision import Precision
 from drivetrain.trackers import Tracker
-from drivetrain.trainer import options
+from drivetrain.trainer import building, task_checks
 from drivetrain.trainer.data_module import DataModule
 from drivetrain.trainer.hooks import Hooks, call_setup_hooks, call_teardown_hooks
 from drivetrain.trainer.loops.current_run import CurrentRun
@@ -42,7 +41,7 @@ from drivetrain.trainer.metrics.logged_values import LoggedValues
 from drivetrain.trainer.metrics.results_table import print_results
 from drivetrain.trainer.metrics.tracker_log import TrackerLog
 from drivetrain.trainer.optimizers import SchedulerConfig, TaskOptimizer, parse_configured_optimizers
-from drivetrain.trainer.options import Option, TrainerOptions
+from drivetrain.trainer.options import OptionAttributes, TrainerOptions
 from drivetrain.trainer.run_report import run_report
 from drivetrain.trainer.schedulers import step_epoch_schedulers, step_step_schedulers
 from drivetrain.trainer.state.progress import Progress
@@ -50,12 +49,11 @@ from drivetrain.trainer.state.resume import find_checkpoint
 from drivetrain.trainer.state.saved_run import SavedRun, run_state
 from drivetrain.trainer.status import TrainerStatus
 from drivetrain.trainer.task import Task
-from drivetrain.trainer.task_checks import check_hooks, warn_of_rare_logging, warn_of_unused_validation
 
 R = TypeVar("R")
 
 
-class Trainer(TrainerStatus):
+class Trainer(OptionAttributes, TrainerStatus):
     """Runs a `Task` on any hardware.
 
     Args:
@@ -152,7 +150,7 @@ class Trainer(TrainerStatus):
         given = dict(locals())
         refuse_unknown(unknown, Trainer)
         self.options = TrainerOptions.from_arguments(given)
-        self.accelerator = options.make_accelerator(
+        self.accelerator = building.make_accelerator(
             accelerator, strategy, devices, num_nodes, precision, accumulate_grad_batches, sync_batchnorm
         )
         self.strategy.note_arguments(
@@ -160,9 +158,9 @@ class Trainer(TrainerStatus):
             gradient_accumulation_steps=("accumulate_grad_batches", accumulate_grad_batches),
             gradient_clipping=("gradient_clip_val", gradient_clip_val),
         )
-        options.set_randomness(seed, deterministic, benchmark)
-        self.loggers = [] if self.options.is_quiet else options.make_loggers(logger, self.default_root_dir)
-        self.callbacks = options.make_callbacks(callbacks, given, self.options)
+        building.set_randomness(seed, deterministic, benchmark)
+        self.loggers = [] if self.options.is_quiet else building.make_loggers(logger, self.default_root_dir)
+        self.callbacks = building.make_callbacks(callbacks, given, self.options)
         self._start()
 
     def _start(self) -> None:
@@ -185,41 +183,8 @@ class Trainer(TrainerStatus):
         self._step: OptimizationStep | None = None
         self.hooks: Hooks
 
-    # options that may be changed between two runs
-
-    max_epochs = Option[int]()
-    min_epochs = Option["int | None"]()
-    max_steps = Option[int]()
-    min_steps = Option["int | None"]()
-    max_time = Option["timedelta | None"]()
-    limit_train_batches = Option["int | float | None"]()
-    limit_val_batches = Option["int | float | None"]()
-    limit_test_batches = Option["int | float | None"]()
-    limit_predict_batches = Option["int | float | None"]()
-    overfit_batches = Option["int | float"]()
-    val_check_interval = Option["int | float | timedelta | None"]()
-    check_val_every_n_epoch = Option["int | None"]()
-    num_sanity_val_steps = Option[int]()
-    log_every_n_steps = Option[int]()
-    accumulate_grad_batches = Option[int]()
-    gradient_clip_val = Option["int | float | None"]()
-    gradient_clip_algorithm = Option["str | None"]()
-    inference_mode = Option[bool]()
-    use_distributed_sampler = Option[bool]()
-    detect_anomaly = Option[bool]()
-    barebones = Option[bool]()
-    fast_dev_run = Option["int | bool"]()
-    reload_dataloaders_every_n_epochs = Option[int]()
-    default_root_dir = Option[str]()
-    on_interrupt = Option[str]()
-
     def change_options(self, **changed: Any) -> None:
-        """Change options as writing the attribute of that name does; each is checked.
-
-        Args:
-            **changed: names and values.
-        """
-        self.options = replace(self.options, **changed)
+        super().change_options(**changed)
         self.control.options = self.options
 
     # the four verbs
@@ -257,7 +222,7 @@ class Trainer(TrainerStatus):
         refuse_unknown(unknown, self.fit)
         if isinstance(train_dataloaders, DataModule):
             train_dataloaders, datamodule = None, train_dataloaders
-        options.check_task(model, train_dataloaders, val_dataloaders, datamodule)
+        task_checks.check_task(model, train_dataloaders, val_dataloaders, datamodule)
         if resume is not None and ckpt_path is not None:
             raise ConfigurationError(f"resume={resume!r} and ckpt_path={ckpt_path!r} mean the same; give one.")
         self._attach(model, datamodule, Stage.TRAIN)
@@ -291,7 +256,7 @@ class Trainer(TrainerStatus):
         self._set_up(task, Stage.TRAIN)
         with self.strategy.init_context():
             task.configure_model()
-        options.check_training_step(task, self.accumulate_grad_batches, self.gradient_clip_val)
+        task_checks.check_training_step(task, self.accumulate_grad_batches, self.gradient_clip_val)
         directory = find_checkpoint(self, resume)
         saved = None if directory is None else SavedRun(self, directory)
         if saved is not None:
@@ -315,7 +280,7 @@ class Trainer(TrainerStatus):
         task.train()
         self.current.stage = Stage.TRAIN
         batches = TrainingBatches(self, training)
-        warn_of_rare_logging(self, self.estimated_stepping_batches)
+        task_checks.warn_of_rare_logging(self, self.estimated_stepping_batches)
         self.fit_loop = FitLoop(self, self._step, batches, validation, EpochHealth(self, task))
         if saved is not None:
             self.fit_loop.resume_from(saved)
@@ -417,7 +382,7 @@ class Trainer(TrainerStatus):
         """Set up, place the task, run a loop over its data, and tear down."""
         if isinstance(dataloaders, DataModule):
             dataloaders, datamodule = None, dataloaders
-        task = options.check_evaluation(self.task if model is None else model, stage)
+        task = task_checks.check_evaluation(self.task if model is None else model, stage)
         if datamodule is None and model is None and dataloaders is None:
             datamodule = self.datamodule
         self._attach(task, datamodule, stage)
@@ -453,10 +418,10 @@ class Trainer(TrainerStatus):
         self.logged.enter(NOWHERE)
 
     def _set_up(self, task: Task, stage: Stage) -> None:
-        self.callbacks = options.with_task_callbacks(self.callbacks, task.configure_callbacks())
+        self.callbacks = building.with_task_callbacks(self.callbacks, task.configure_callbacks())
         self.hooks = Hooks(self, task)
         if stage is Stage.TRAIN:
-            check_hooks(self, task, self.datamodule)
+            task_checks.check_hooks(self, task, self.datamodule)
             guarded = any(callback.guards_values for callback in self.callbacks)
             self.finiteness = Finiteness(is_watched=not (guarded or self.barebones))
         owners = [owner for owner in (self.datamodule, task) if owner is not None]
@@ -520,7 +485,7 @@ class Trainer(TrainerStatus):
         if self.limit_val_batches == 0:
             return None
         if not self.barebones:
-            warn_of_unused_validation(task, source.is_defined())
+            task_checks.warn_of_unused_validation(task, source.is_defined())
         if not source.is_defined() or type(task).validation_step is Task.validation_step:
             return None
         limit = self.overfit_batches or self.limit_val_batches
