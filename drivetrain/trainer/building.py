@@ -15,7 +15,7 @@ from drivetrain.runtime.devices import detect_device_kind, get_device_kind
 from drivetrain.runtime.environment import ProcessEnvironment
 from drivetrain.runtime.errors import ConfigurationError, LaunchError
 from drivetrain.runtime.seeds import make_deterministic, set_seed
-from drivetrain.strategies import DDP, Strategy
+from drivetrain.strategies import Strategy, resolve_ddp
 from drivetrain.strategies.precision import Precision
 from drivetrain.trackers import CSVLogger, Tracker, resolve_trackers
 from drivetrain.trainer.options import TrainerOptions
@@ -52,9 +52,7 @@ def make_accelerator(
     kind = None if accelerator == "auto" else get_device_kind(accelerator)
     _start_processes(kind.name if kind else None, devices, num_nodes)
     if sync_batchnorm:
-        if strategy not in ("auto", "ddp"):
-            raise ConfigurationError(f"sync_batchnorm=True goes with strategy='ddp', not with {strategy!r}.")
-        strategy = DDP(sync_batchnorm=True) if ProcessEnvironment.detect().is_distributed else strategy
+        strategy = resolve_ddp(strategy, ProcessEnvironment.detect(), "sync_batchnorm=True", sync_batchnorm=True)
     return Accelerator(
         strategy=strategy,
         mixed_precision=str(precision) if isinstance(precision, int) else precision,

@@ -19,12 +19,12 @@ from drivetrain.trainer.metrics.logged_values import LoggedValues
 from drivetrain.trainer.state.progress import Progress
 
 if TYPE_CHECKING:
+    from drivetrain.accelerator import PreparedOptimizer
     from drivetrain.trainer.loops.current_run import CurrentRun
     from drivetrain.trainer.loops.fit_loop import FitLoop
     from drivetrain.trainer.loops.health import Finiteness
     from drivetrain.trainer.loops.run_control import RunControl, StopReason
     from drivetrain.trainer.metrics.tracker_log import TrackerLog
-    from drivetrain.trainer.optimizers import TaskOptimizer
     from drivetrain.trainer.task import Task
 
 
@@ -37,7 +37,7 @@ class TrainerStatus:
     logged: LoggedValues
     progress: Progress
     task: Task | None
-    task_optimizers: list[TaskOptimizer]
+    task_optimizers: list[PreparedOptimizer]
     control: RunControl
     current: CurrentRun
     tracker_log: TrackerLog

@@ -12,7 +12,6 @@ from drivetrain.runtime.errors import ConfigurationError
 from drivetrain.runtime.logging import get_logger
 from drivetrain.trainer.data_module import DataModule
 from drivetrain.trainer.hooks import is_overridden
-from drivetrain.trainer.optimizers import has_own_optimizer_step
 from drivetrain.trainer.task import Task
 
 if TYPE_CHECKING:
@@ -72,7 +71,7 @@ def check_training_step(task: Task, accumulate: int, clip: float | None) -> None
             f"{type(task).__name__} has no training_step. Define training_step(self, batch, batch_idx) and return "
             "the loss."
         )
-    if not task.automatic_optimization and has_own_optimizer_step(task):
+    if not task.automatic_optimization and type(task).optimizer_step is not Task.optimizer_step:
         raise ConfigurationError(
             f"{type(task).__name__} overrides optimizer_step but has automatic_optimization = False, so it would never "
             "be called. Step the optimizers in training_step."

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from drivetrain import checkpoint
-from drivetrain.accelerator import Accelerator
-from drivetrain.accelerator.optimizer import parameters_of
+from drivetrain.accelerator import Accelerator, PreparedOptimizer
+from drivetrain.accelerator.step import StepHooks
 from drivetrain.callbacks import Callback
 from drivetrain.callbacks.stage import Stage
 from drivetrain.runtime.errors import ConfigurationError
@@ -32,7 +32,7 @@ from drivetrain.trainer.loops.evaluation_loop import EvaluationLoop
 from drivetrain.trainer.loops.fit_loop import FitLoop
 from drivetrain.trainer.loops.health import EpochHealth, Finiteness
 from drivetrain.trainer.loops.loader_source import LoaderSource
-from drivetrain.trainer.loops.optimization_step import OptimizationStep
+from drivetrain.trainer.loops.choose_step import choose_step
 from drivetrain.trainer.loops.prediction_loop import PredictionLoop
 from drivetrain.trainer.loops.run_control import RunControl, calling_function
 from drivetrain.trainer.loops.training_batches import TrainingBatches, epoch_length
@@ -40,7 +40,7 @@ from drivetrain.trainer.metrics.log_scopes import NOWHERE, SAVING
 from drivetrain.trainer.metrics.logged_values import LoggedValues
 from drivetrain.trainer.metrics.results_table import print_results
 from drivetrain.trainer.metrics.tracker_log import TrackerLog
-from drivetrain.trainer.optimizers import SchedulerConfig, TaskOptimizer, parse_configured_optimizers
+from drivetrain.trainer.optimizers import SchedulerConfig, parse_configured_optimizers
 from drivetrain.trainer.options import OptionAttributes, TrainerOptions
 from drivetrain.trainer.run_report import run_report
 from drivetrain.trainer.schedulers import step_epoch_schedulers, step_step_schedulers
@@ -171,7 +171,7 @@ class Trainer(OptionAttributes, TrainerStatus):
         self.logged = LoggedValues(self.current.find_batch_size, self.strategy.value_ranks)
         self.tracker_log = TrackerLog(self)
         self.finiteness = Finiteness(is_watched=False)
-        self.task_optimizers: list[TaskOptimizer] = []
+        self.task_optimizers: list[PreparedOptimizer] = []
         self.lr_scheduler_configs: list[SchedulerConfig] = []
         self.steps_schedulers = False
         self.task: Task | None = None
@@ -180,7 +180,6 @@ class Trainer(OptionAttributes, TrainerStatus):
         self.fit_loop: FitLoop | None = None
         self.saves: checkpoint.SaveQueue | None = None
         self._training: LoaderSource | None = None
-        self._step: OptimizationStep | None = None
         self.hooks: Hooks
 
     def change_options(self, **changed: Any) -> None:
@@ -261,8 +260,7 @@ class Trainer(OptionAttributes, TrainerStatus):
         saved = None if directory is None else SavedRun(self, directory)
         if saved is not None:
             saved.restore_early()
-        self._configure_optimizers(task)
-        self._place(task, [optimizer.optimizer for optimizer in self.task_optimizers])
+        self._place(task, self._configure_optimizers(task))
         assert self.model is not None
         if saved is not None:
             saved.restore_weights()
@@ -272,7 +270,7 @@ class Trainer(OptionAttributes, TrainerStatus):
             saved.restore_training()
         self.tracker_log.write_hyper_parameters(task)
         training_model = self.strategy.training_model(self.model, task.automatic_optimization)
-        self._step = OptimizationStep(self, task, training_model, self.hooks)
+        step = choose_step(self, task, training_model)
         validation = self._make_validation(task, self.model, validating)
         if saved is None:
             self._sanity_check(validation)
@@ -281,7 +279,7 @@ class Trainer(OptionAttributes, TrainerStatus):
         self.current.stage = Stage.TRAIN
         batches = TrainingBatches(self, training)
         task_checks.warn_of_rare_logging(self, self.estimated_stepping_batches)
-        self.fit_loop = FitLoop(self, self._step, batches, validation, EpochHealth(self, task))
+        self.fit_loop = FitLoop(self, step, batches, validation, EpochHealth(self, task))
         if saved is not None:
             self.fit_loop.resume_from(saved)
         self.fit_loop.run()
@@ -434,6 +432,8 @@ class Trainer(OptionAttributes, TrainerStatus):
 
     def _detach(self, task: Task, stage: Stage) -> None:
         self.logged.enter(NOWHERE)
+        self.accelerator.step.drive(StepHooks())
+        self.accelerator.accumulation.end_planned()
         self.current.leave_batch()
         call_teardown_hooks(self, task, self.datamodule, stage.verb)
         for tracker in self.loggers:
@@ -453,33 +453,35 @@ class Trainer(OptionAttributes, TrainerStatus):
             for tracker in self.loggers:
                 tracker.finalize("interrupted" if isinstance(error, KeyboardInterrupt) else "failed")
 
-    def _configure_optimizers(self, task: Task) -> None:
+    def _configure_optimizers(self, task: Task) -> list[Optimizer]:
         optimizers, self.lr_scheduler_configs = parse_configured_optimizers(task.configure_optimizers())
         if not optimizers and task.automatic_optimization:
             raise ConfigurationError(
                 f"{type(task).__name__}.configure_optimizers returned no optimizer. Return one, or set "
                 "automatic_optimization = False to train by hand."
             )
-        self.steps_schedulers = any(config.interval == "step" for config in self.lr_scheduler_configs)
-        for optimizer in optimizers:
-            self.accelerator.precision.prepare_optimizer(optimizer)
-        self.task_optimizers = [
-            TaskOptimizer(optimizer, self.accelerator, self._before_manual_step, self._after_manual_step)
-            for optimizer in optimizers
-        ]
+        # A task that optimizes by hand steps its schedulers by hand, too.
+        by_step = any(config.interval == "step" for config in self.lr_scheduler_configs)
+        self.steps_schedulers = task.automatic_optimization and by_step
+        return optimizers
 
     def _place(self, task: Task, optimizers: list[Optimizer]) -> None:
+        """Let the engine prepare the task with its optimizers and schedulers, in the place of those of a fit before."""
+        engine = self.accelerator
+        for known in [model for model in engine.prepared.models if self.strategy.unwrap(model) is task]:
+            engine.unwrap_model(known, keep_fp32_wrapper=False)  # whose steps open the precision themselves
+            engine.prepared.forget_model(known)
         wrapped = StepModule(task, partial_backwards=not task.automatic_optimization)
-        self.model, stepped = self.strategy.prepare(wrapped, optimizers, self.accelerator.precision)
-        for optimizer, new in zip(self.task_optimizers, stepped, strict=True):
-            optimizer.optimizer = new
-        self.accelerator.adopt_model(self.model)
+        self.model, *prepared = engine.prepare(wrapped, *optimizers) if optimizers else [engine.prepare(wrapped)]
+        self.task_optimizers = prepared
+        for config in self.lr_scheduler_configs:
+            engine.prepare_scheduler(config.scheduler, steps_per_call=1)
 
     def _place_for_evaluation(self, task: Task) -> None:
         if self.model is None or self.strategy.unwrap(self.model) is not task:
             with self.strategy.init_context():
                 task.configure_model()
-            self.model = self.strategy.place(StepModule(task), self.accelerator.precision)
+            self.model = self.accelerator.prepare_model(StepModule(task), evaluation_mode=True)
 
     def _make_validation(self, task: Task, model: nn.Module, source: LoaderSource) -> EvaluationLoop | None:
         if self.limit_val_batches == 0:
@@ -503,35 +505,6 @@ class Trainer(OptionAttributes, TrainerStatus):
 
     # what steps and loops ask for
 
-    def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
-        """A backward that a task runs by itself."""
-        assert self.task is not None
-        assert self.model is not None
-        loss = self.accelerator.precision.scale(loss)
-        self.hooks.call("on_before_backward", loss)
-        self.strategy.before_manual_backward(self.model, loss)
-        self.task.backward(loss, *args, **kwargs)
-        self.hooks.call("on_after_backward")
-
-    def _before_manual_step(self, optimizer: Optimizer) -> None:
-        if self._step is not None:
-            self._step.before_step(optimizer)
-
-    def _after_manual_step(self) -> None:
-        if self._step is not None:
-            self._step.mark_stepped()
-
-    def clip_gradients(
-        self, optimizer: Optimizer, gradient_clip_val: float | None = None, gradient_clip_algorithm: str | None = None
-    ) -> None:
-        """Clip an optimizer's gradients, by norm over all shards (the default) or by value."""
-        if gradient_clip_val is None:
-            return
-        inner = optimizer.optimizer if isinstance(optimizer, TaskOptimizer) else optimizer
-        if gradient_clip_algorithm == "value":
-            self.strategy.clip_grad_value_(parameters_of(inner), gradient_clip_val)
-        else:
-            self.strategy.clip_grad_norm_(parameters_of(inner), gradient_clip_val)
 
     def update_step_schedulers(self) -> None:
         """Step the schedulers that follow optimizer steps."""

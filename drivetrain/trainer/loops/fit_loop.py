@@ -9,7 +9,7 @@ from drivetrain.data import CombinedLoader, PreparedLoader
 from drivetrain.runtime.errors import DataError
 from drivetrain.trainer.loops.evaluation_loop import EvaluationLoop
 from drivetrain.trainer.loops.health import EpochHealth
-from drivetrain.trainer.loops.optimization_step import EpochSkipped, OptimizationStep
+from drivetrain.trainer.loops.step import EpochSkipped, PlainStep
 from drivetrain.trainer.loops.training_batches import TrainingBatches
 from drivetrain.trainer.loops.validation_schedule import ValidationSchedule
 from drivetrain.trainer.metrics.log_scopes import MONITORING, TRAIN_END, TRAIN_EPOCH, TRAIN_STEP
@@ -37,7 +37,7 @@ class FitLoop:
     def __init__(
         self,
         trainer: Trainer,
-        step: OptimizationStep,
+        step: PlainStep,
         batches: TrainingBatches,
         validation: EvaluationLoop | None,
         health: EpochHealth,

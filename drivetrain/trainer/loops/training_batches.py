@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from drivetrain.data import BatchInfo, CombinedLoader, PreparedLoader
 from drivetrain.trainer.loops.loader_source import LoaderSource, batches_to_run, length_of
-from drivetrain.trainer.loops.optimization_step import MicroBatch
+from drivetrain.trainer.loops.step import MicroBatch
 
 if TYPE_CHECKING:
     from drivetrain.trainer.state.saved_run import SavedRun
