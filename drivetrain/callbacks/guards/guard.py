@@ -143,7 +143,7 @@ class Guard(Callback):
         self._watched.clear()
         self._is_tripped = False
         self._skips_in_a_row = 0
-        trainer.batches_to_skip.update(self.skipped)
+        trainer.skip_batches(self.skipped)
 
     def on_train_batch_start(self, trainer: Trainer, task: Task, batch: Any, batch_idx: int) -> None:
         self._batches.append(batch_idx)

@@ -26,7 +26,7 @@ class ClosureStep(PlainStep):
     def run(self, window: Sequence[MicroBatch]) -> bool:
         """Run one step; the closure may run the micro-batches several times, their batch hooks once."""
         self._begin(window)
-        self._trainer.batch, self._trainer.batch_info = window[0].batch, window[0].info
+        self._current.batch, self._current.batch_info = window[0].batch, window[0].info
         self._announced, self._repeats = None, False
         self._announce(window[0])
         self._announced = window[0]

@@ -57,7 +57,7 @@ class PlainStep:
         accelerator = trainer.accelerator
         strategy = accelerator.strategy
         self._trainer, self._task, self._model = trainer, task, model
-        self._progress, self._logged = trainer.progress, trainer.logged
+        self._progress, self._logged, self._current = trainer.progress, trainer.logged, trainer.current
         self._engine = accelerator.step
         self._optimizers = [optimizer.optimizer for optimizer in trainer.task_optimizers]
         self._forward_backward = strategy.forward_backward
@@ -118,9 +118,8 @@ class PlainStep:
     def run_micro_batch(self, micro_batch: MicroBatch) -> Any:
         """Forward and backward of one micro-batch, with the hooks around them."""
         batch, index, info = micro_batch
-        trainer = self._trainer
-        trainer.batch_info = info
-        trainer.batch = batch
+        self._current.batch_info = info
+        self._current.batch = batch
         share = 1.0 if self._shards == 1 else info.share(self._shards)
         self._logged.skips = share == 0.0  # also in the hooks around a batch that only stands in
         if self._on_batch_start:
