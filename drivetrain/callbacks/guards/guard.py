@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from drivetrain.callbacks.base import Callback
-from drivetrain.callbacks.monitoring.monitor import missing_metric_message
+from drivetrain.callbacks.support.monitored_metric import missing_metric_message
 from drivetrain.callbacks.guards.rollback import check_can_roll_back, newest_good_checkpoint
 from drivetrain.runtime.collectives import gather_object, reduce
 from drivetrain.runtime.errors import ConfigurationError, DrivetrainError, nearest
