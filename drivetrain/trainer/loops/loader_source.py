@@ -115,6 +115,7 @@ class LoaderSource:
             place=self._placing(index),
             shard=None if self._trainer.use_distributed_sampler else DataShard(0, 1),
         )
+        prepared.agrees_on_rows = self._kind == "train"
         if length_of(loader) == 0:  # not the prepared one: a process may get none of the few batches that there are
             raise DataError(f"The {self._kind} loader is empty: {_describe(loader)}.")
         return prepared
@@ -132,7 +133,7 @@ class LoaderSource:
         if not any(owners) and not casts:
             return None
         before, transfer, after = owners
-        default = self._trainer.accelerator._default_place() or (lambda batch: batch)
+        default = self._trainer.accelerator.default_placement() or (lambda batch: batch)
         device = self._trainer.strategy.device
 
         def place(batch: Any) -> Any:
