@@ -161,7 +161,7 @@ class EarlyStopping(Callback):
             return
         stop, message = self._judge(value)
         if stop:
-            trainer.should_stop = True
+            trainer.request_stop(f"EarlyStopping: {message.removeprefix('Stopping: ').rstrip('.')}")
             self.stopped_epoch = trainer.current_epoch
             self.stopping_reason_message = message
         if message and (stop or self.verbose):

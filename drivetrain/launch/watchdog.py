@@ -25,7 +25,7 @@ _POLL_INTERVAL = 0.02
 _BUSY = 0.01  # share of the time that a main thread computes in, from which on it counts as busy
 _CPU_NOISE = 0.05  # seconds of CPU time that are no progress
 # Torch raises after its own time-out: the report comes a little earlier, and short time-outs are left to torch.
-_BEFORE_TIMEOUT, _SHORTEST_TIMEOUT = 15.0, 60.0
+BEFORE_TIMEOUT, _SHORTEST_TIMEOUT = 15.0, 60.0
 _STOPPED = {psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP}
 
 
@@ -205,7 +205,7 @@ class Watchdog:
             timeout = progress.sign.timeout
             if self._alone or timeout is None or timeout < _SHORTEST_TIMEOUT:
                 return False
-            limit = timeout - _BEFORE_TIMEOUT
+            limit = timeout - BEFORE_TIMEOUT
         return self._clock - progress.since >= limit
 
     def _ask_for_stacks(self, ranks: list[int]) -> dict[int, Stack | None]:

@@ -96,7 +96,7 @@ class RankLogger(_Adapter):
             if turn == rank:
                 self.logger.log(level, msg, *args, **kwargs)
             if in_order:
-                _take_turns()
+                _wait_for_others()
 
     def warning_once(self, msg: object, *args: object, **kwargs: Any) -> None:
         """Log a warning the first time that this logger is given this message with these arguments."""
@@ -146,7 +146,7 @@ def _parse_level(level: str | int, source: str) -> int:
     return int(getattr(logging, name))
 
 
-def _take_turns() -> None:
+def _wait_for_others() -> None:
     """Wait for all processes; also without a `PartialState`, where the script made the process group."""
     state = PartialState.existing()
     if state is not None:

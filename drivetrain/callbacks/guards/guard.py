@@ -143,7 +143,7 @@ class Guard(Callback):
         self._watched.clear()
         self._is_tripped = False
         self._skips_in_a_row = 0
-        trainer.batches_to_skip.update(self.skipped)
+        trainer.skip_batches(self.skipped)
 
     def on_train_batch_start(self, trainer: Trainer, task: Task, batch: Any, batch_idx: int) -> None:
         self._batches.append(batch_idx)
@@ -190,14 +190,14 @@ class Guard(Callback):
     def _value(self, trainer: Trainer) -> Tensor:
         if self.monitor == LOSS:
             if not self._losses:
-                return torch.zeros((), device=trainer.strategy.device)  # this process had nothing to learn from
+                return torch.zeros((), device=trainer.strategy.topology.device)  # this process had nothing to learn from
             # An optimizer may ask for the gradients of a step several times.
             losses = self._losses if self._is_manual else self._losses[-len(self._batches) :]
             return losses[0].float() if len(losses) == 1 else torch.stack(losses).float().sum()
         metrics = trainer.callback_metrics
         if self.monitor not in metrics:
             raise ConfigurationError(missing_metric_message(metrics, self.monitor, type(self).__name__))
-        return torch.as_tensor(metrics[self.monitor], dtype=torch.float32, device=trainer.strategy.device)
+        return torch.as_tensor(metrics[self.monitor], dtype=torch.float32, device=trainer.strategy.topology.device)
 
     def _forget_step(self) -> None:
         self._losses.clear()
