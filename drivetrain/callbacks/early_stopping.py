@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
-from drivetrain.callbacks.monitoring.agreement import decide_on_main_process
+from drivetrain.callbacks.support.agreement import decide_on_main_process
 from drivetrain.callbacks.base import Callback
-from drivetrain.callbacks.monitoring.monitor import check_mode, is_better, missing_metric_message, monitored_value
+from drivetrain.callbacks.support.monitored_metric import check_mode, is_better, missing_metric_message, monitored_value
 from drivetrain.runtime.errors import ConfigurationError
 from drivetrain.runtime.logging import get_logger
 

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from drivetrain.callbacks.monitoring.agreement import decide_on_main_process
+from drivetrain.callbacks.support.agreement import decide_on_main_process
 from drivetrain.callbacks.base import Callback
-from drivetrain.callbacks.gathering.sample_store import (
+from drivetrain.callbacks.support.sample_store import (
     Part,
     Samples,
     collect,
@@ -162,7 +162,7 @@ class EvaluationGather(Callback):
             real_rows_on_cpu(predictions, rows, keep, "predictions"),
             None if targets is None else real_rows_on_cpu(targets, rows, keep, "targets"),
         )
-        shard = trainer.strategy.data_shard.index
+        shard = trainer.strategy.topology.data_shard.index
         self._parts.append(Part(dataloader_idx, batch_idx, shard, kept))
 
     def _pick(self, outputs: Any, batch: Any, stage: str) -> tuple[Any, Any]:

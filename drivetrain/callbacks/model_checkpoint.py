@@ -10,14 +10,16 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 
 from drivetrain.callbacks.checkpoint import folder
-from drivetrain.callbacks.monitoring.agreement import decide_on_main_process
+from drivetrain.callbacks.support.agreement import decide_on_main_process
 from drivetrain.callbacks.base import Callback
+from drivetrain.callbacks.checkpoint.restored import RestoredState, number
 from drivetrain.callbacks.checkpoint.options import check_intervals, check_options
 from drivetrain.callbacks.checkpoint.policy import BestK, CheckpointName
 from drivetrain.callbacks.checkpoint.writer import CheckpointWriter, Decision
 from drivetrain.callbacks.checkpoint.kept import KeptCheckpoints
-from drivetrain.callbacks.monitoring.monitor import missing_metric_message, monitored_value
-from drivetrain.callbacks.display.step_timer import StepTimer
+from drivetrain.callbacks.support.monitored_metric import missing_metric_message, monitored_value
+from drivetrain.callbacks.checkpoint.step_timer import StepTimer
+from drivetrain.checkpoint.save import LOSS_IS_FINITE
 from drivetrain.runtime.assembly import all_arrive
 from drivetrain.runtime.durations import parse_duration
 from drivetrain.runtime.errors import CheckpointError, ConfigurationError, DrivetrainError
@@ -149,10 +151,10 @@ class ModelCheckpoint(Callback):
         self.current_score: float | None = None
         kept = KeptCheckpoints(BestK(save_top_k, mode, by_score=monitor is not None))
         self._writer = CheckpointWriter(kept, save_last == "link", total_limit, async_save, on_save_error == "warn")
-        self._elsewhere = ("", float("nan"))  # the best of an earlier run that saved in another directory
         self._name = CheckpointName(filename or "{epoch}-{step}", auto_insert_metric_name)
         self._dirpath_is_given = dirpath is not None
         self._root = ""  # the run's default directory
+        self._own_places: list[str] = []  # where runs of this script save by default
         self._fitting = self._training = False
         self._is_resumed = False
         self._fits = 0
@@ -169,7 +171,7 @@ class ModelCheckpoint(Callback):
     @property
     def best_model_path(self) -> str:
         """The path of the best checkpoint; without `monitor` of the newest."""
-        return self._writer.kept.best.best or self._elsewhere[0]
+        return self._writer.kept.best.best
 
     @property
     def best_model_score(self) -> Tensor | None:
@@ -177,7 +179,7 @@ class ModelCheckpoint(Callback):
         if self.monitor is None or not self.best_model_path:
             return None
         best = self._writer.kept.best
-        return torch.tensor(best.scores[best.best] if best.best else self._elsewhere[1])
+        return torch.tensor(best.scores[best.best])
 
     @property
     def best_k_models(self) -> dict[str, float]:
@@ -226,10 +228,9 @@ class ModelCheckpoint(Callback):
     def state_dict(self) -> dict[str, Any]:
         score = self.best_model_score
         return {
-            **self._writer.kept.state_dict(),
+            **self._writer.kept.state_dict(self.dirpath or ""),
             "dirpath": self.dirpath,
             "below_root": folder.relative(self.dirpath, self._root),
-            "best_model_path": self.best_model_path,
             "best_model_score": None if score is None else float(score),
             "current_score": self.current_score,
             "validations": self._validations,
@@ -240,25 +241,35 @@ class ModelCheckpoint(Callback):
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        score = state_dict["best_model_score"]
-        self._elsewhere = (state_dict["best_model_path"], float("nan") if score is None else score)
-        self.current_score = state_dict["current_score"]
-        self._validations, self._judged = state_dict["validations"], state_dict["judged"]
-        self._last_step = state_dict["last_step"]
-        self._waits_for_validation = state_dict["waits_for_validation"]
-        self._elapsed = state_dict.get("elapsed", 0.0)
+        state = RestoredState.of(state_dict)
+        self.current_score = number(state_dict, "current_score", float, optional=True)
+        self._validations, self._judged = number(state_dict, "validations", int), number(state_dict, "judged", int)
+        self._last_step = number(state_dict, "last_step", int)
+        self._waits_for_validation = number(state_dict, "waits_for_validation", bool)
+        self._elapsed = number(state_dict, "elapsed", float, optional=True) or 0.0
         self._is_resumed = True
-        old = state_dict["dirpath"]
         if not self._dirpath_is_given and self._root:
-            below = state_dict["below_root"]
-            self.dirpath = decide_on_main_process(lambda: folder.continued(self.dirpath, old, self._root, below))
-        if decide_on_main_process(lambda: folder.is_same(self.dirpath, old, state_dict["newest_model_path"])):
-            self._writer.kept.load_state_dict(state_dict, old, self.dirpath or old)
-        else:
-            logger.warning(
-                f"The run to resume saved in {old}, this one saves in {self.dirpath}: the checkpoints there stay as "
-                "they are and do not count among the best ones of this run."
+            self.dirpath = decide_on_main_process(
+                lambda: folder.continued(self.dirpath, state, self._root, self._own_places)
             )
+        directory = self.dirpath
+        if directory is None or not decide_on_main_process(lambda: folder.is_same(directory, state)):
+            logger.warning(
+                f"The run to resume saved in {state.saved_in}, this one saves in {directory}: the checkpoints there "
+                "stay as they are and do not count among the best ones of this run."
+            )
+            return
+        outside = decide_on_main_process(lambda: folder.leading_outside(directory, state))
+        if outside:
+            logger.warning(
+                f"{', '.join(sorted(outside))} in {directory} lead outside of it, so they do not count among the "
+                "checkpoints of this run and stay as they are."
+            )
+        self._writer.kept.restore(state.without(outside), directory)
+
+    def on_save_checkpoint(self, trainer: Trainer, task: Task, checkpoint: dict[str, Any]) -> None:
+        if not getattr(trainer, LOSS_IS_FINITE, True):
+            checkpoint[LOSS_IS_FINITE] = False  # marks the manifest, too: such a checkpoint is resumed from last
 
     # when
 
@@ -267,6 +278,7 @@ class ModelCheckpoint(Callback):
         if not self._fitting:
             return
         self._root = os.path.abspath(trainer.default_root_dir)
+        self._own_places = folder.default_places(trainer.loggers, self._root)
         if self.dirpath is None:
             root = decide_on_main_process(lambda: trainer.log_dir or trainer.default_root_dir)
             self.dirpath = os.path.join(root, "checkpoints")

@@ -94,7 +94,7 @@ class NaNGuard(Guard):
     def is_state_sound(self, trainer: Trainer, task: Task) -> bool:
         if not super().is_state_sound(trainer, task):
             return False
-        like = torch.zeros((), device=trainer.strategy.device)
+        like = torch.zeros((), device=trainer.strategy.topology.device)
         trained = [parameter for parameter in task.parameters() if parameter.requires_grad]
         statistics = [buffer for buffer in task.buffers() if buffer.is_floating_point()]
         # A buffer may hold infinities by intent, as attention masks do; NaN never is.

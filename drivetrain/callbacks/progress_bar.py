@@ -8,7 +8,7 @@ from time import perf_counter
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from drivetrain.callbacks.base import Callback
-from drivetrain.callbacks.display.progress_display import Display, Stage, make_display, to_numbers
+from drivetrain.callbacks.support.progress_display import Display, Stage, make_display, to_numbers
 from drivetrain.runtime.errors import ConfigurationError
 
 if TYPE_CHECKING:

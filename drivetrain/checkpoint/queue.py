@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from drivetrain.checkpoint.copying import Copying
-from drivetrain.checkpoint.division import Division
+from drivetrain.checkpoint.global_plan import GlobalPlan
 from drivetrain.checkpoint.save import Save
 from drivetrain.checkpoint.staging import ALIGNMENT, StagingBuffer, address_of
 from drivetrain.checkpoint.storage import Storage
@@ -118,7 +118,7 @@ class SaveQueue:
     def __init__(self, state: PartialState) -> None:
         self._state = state
         self._buffer = StagingBuffer()
-        self._division: Division | None = None
+        self._plan: GlobalPlan | None = None
         self._running: PendingSave | None = None
         self._late: Copying | None = None
         self._watched: weakref.WeakSet[Optimizer] = weakref.WeakSet()
@@ -169,8 +169,8 @@ class SaveQueue:
             CheckpointError: it cannot be written, or the one before could not be; raised on all processes.
         """
         self.finish()
-        save = Save(directory, shared, own, self._state, step, storage, extra, self._division)
-        self._division = save.division
+        save = Save(directory, shared, own, self._state, step, storage, extra, self._plan)
+        self._plan = save.plan
         pending = PendingSave(save.directory)
         if block:
             save.run()
@@ -291,8 +291,8 @@ def _report(reference: weakref.ref[SaveQueue]) -> None:
 
 def save_queue(state: PartialState) -> SaveQueue:
     """The queue of this process: one for all, so that two saves never meet."""
-    queue: SaveQueue | None = state.get_shared(_SHARED_NAME)
-    if queue is None:
-        queue = SaveQueue(state)
-        state.set_shared(_SHARED_NAME, queue)
+    shared = PartialState.registry()
+    if _SHARED_NAME not in shared:
+        shared[_SHARED_NAME] = SaveQueue(state)
+    queue: SaveQueue = shared[_SHARED_NAME]
     return queue

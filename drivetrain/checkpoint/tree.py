@@ -134,6 +134,11 @@ def described_array(tensor: Tensor) -> np.ndarray[Any, Any]:
     return np.broadcast_to(torch.zeros((), dtype=tensor.dtype).numpy(), tuple(tensor.shape))
 
 
+def is_tagged(packed: dict[str, Any]) -> bool:
+    """Whether a packed dict stands for something else than a dict."""
+    return len(packed) == 1 and next(iter(packed)) in _WORDS - {"__dict__"}
+
+
 def subtree(packed: Any, *path: str | int) -> Any:
     """The part of a packed tree at a path of plain keys, or None."""
     for part in path:

@@ -30,6 +30,8 @@ class ReadyBatchesReader:
         counted: Whether rows are counted also where there is one process, since its batches are shared later.
     """
 
+    finds_rows = False
+
     def __init__(self, batches: Iterable[Any], layout: Layout, counted: bool = False) -> None:
         self._batches = batches
         self._counted = counted
@@ -148,9 +150,17 @@ def _steps(pairs: Iterator[Pair], layout: Layout) -> Iterator[list[Pair | None]]
                 continue
             batch = share_of_batches(batches, counts, share, head)
             rows = share.stop - share.start + share.padding
-            step.append((batch, BatchInfo(index, _rows(rows, share, known), share.padding, total, last, consumed)))
+            info = BatchInfo(index, _rows(rows, share, known), share.padding, total, last, consumed)
+            if not known:
+                info.weights = whole_batches(share.padding, len(group))
+            step.append((batch, info))
         yield step
         index += 1
+
+
+def whole_batches(padding: int, real: int) -> tuple[int, int]:
+    """What counts in place of rows that cannot be found: each real batch of the step as much as any other."""
+    return int(not padding), real
 
 
 def _rows(rows: int, share: Share, known: bool) -> int | None:

@@ -8,7 +8,8 @@ from typing import Any
 from drivetrain.data.batch_info import BatchInfo
 from drivetrain.runtime.errors import CheckpointError, ConfigurationError, DataError, nearest
 
-_Pairs = Generator[tuple[Any, int | None], None, None]
+_Known = list[BatchInfo | None]  # of each loader that a batch comes from
+_Pairs = Generator[tuple[Any, _Known], None, None]
 MODES = ("min_size", "max_size_cycle", "max_size", "sequential")
 
 
@@ -85,8 +86,8 @@ class CombinedLoader:
         except (TypeError, NotImplementedError):
             length = None
         try:
-            for batch, rows, last in _with_last(batches, self._index, length):
-                self.current = BatchInfo(self._index, rows, 0, None, last, None)
+            for batch, known, last in _with_last(batches, self._index, length):
+                self.current = _info_of(known, self._index, last)
                 self._index += 1
                 yield batch
             self._begun = False
@@ -132,7 +133,7 @@ class CombinedLoader:
             if self._ended[position]:
                 continue
             for batch in loader:
-                yield batch, _rows(loader)
+                yield batch, [_current(loader)]
             self._ended[position] = True
 
     def _side_by_side(self) -> _Pairs:
@@ -149,12 +150,12 @@ class CombinedLoader:
                     batches.append(batch)
                 if all(ended):
                     return
-                known = {
-                    _rows(loader)
+                known = [
+                    _current(loader)
                     for loader, over in zip(self.loaders, ended, strict=True)
                     if not over or self.mode == "max_size_cycle"
-                }
-                yield self._structured(batches), known.pop() if len(known) == 1 else None
+                ]
+                yield self._structured(batches), known
         finally:
             for iterator in iterators:
                 if hasattr(iterator, "close"):
@@ -186,14 +187,14 @@ class CombinedLoader:
         return tuple(batches) if isinstance(self.iterables, tuple) else batches
 
 
-def _with_last(pairs: _Pairs, index: int, length: int | None) -> Iterator[tuple[Any, int | None, bool]]:
-    """Each batch with its rows and whether it is the last; one batch of look-ahead only where the length is unknown."""
+def _with_last(pairs: _Pairs, index: int, length: int | None) -> Iterator[tuple[Any, _Known, bool]]:
+    """Each batch, what is known about it, and whether it is the last; one is read ahead where the length is unknown."""
     if length is not None:
-        for batch, rows in pairs:
+        for batch, known in pairs:
             index += 1
-            yield batch, rows, index == length
+            yield batch, known, index == length
         return
-    ahead: tuple[Any, int | None] | None = None
+    ahead: tuple[Any, _Known] | None = None
     for pair in pairs:
         if ahead is not None:
             yield *ahead, False
@@ -202,6 +203,31 @@ def _with_last(pairs: _Pairs, index: int, length: int | None) -> Iterator[tuple[
         yield *ahead, True
 
 
-def _rows(loader: Any) -> int | None:
+def _current(loader: Any) -> BatchInfo | None:
     info = getattr(loader, "current", None)
-    return info.rows if isinstance(info, BatchInfo) else None
+    return info if isinstance(info, BatchInfo) else None
+
+
+def _info_of(known: _Known, index: int, last: bool) -> BatchInfo:
+    """What is known about a combined batch, out of what is known about its parts.
+
+    Parts of different sizes, or of which only some stand in, count by the rows of all of them together.
+    """
+    parts = [info for info in known if info is not None]
+    if len(parts) < len(known) or not parts:
+        return BatchInfo(index, None, 0, None, last, None)
+    first = parts[0]
+    if all(
+        (info.rows, info.padding, info.global_rows, info.weights)
+        == (first.rows, first.padding, first.global_rows, first.weights)
+        for info in parts
+    ):
+        return BatchInfo(index, first.rows, first.padding, first.global_rows, last, None, first.weights)
+    counts = [info.weights or (info.real_rows, info.global_rows) for info in parts]
+    own, total = [mine for mine, _ in counts], [everyone for _, everyone in counts]
+    weights = None if None in own or None in total else (sum(filter(None, own)), sum(filter(None, total)))
+    if all(info.is_padding for info in parts):
+        rows = sum(info.padding for info in parts)
+        return BatchInfo(index, rows, rows, None, last, None, weights)
+    sizes = {info.rows for info in parts}
+    return BatchInfo(index, sizes.pop() if len(sizes) == 1 else None, 0, None, last, None, weights)

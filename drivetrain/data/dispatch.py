@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from drivetrain.data.batch_info import BatchInfo
-from drivetrain.data.batches import Pair, own_pairs, share_pairs
+from drivetrain.data.batches import Pair, own_pairs, share_pairs, whole_batches
 from drivetrain.data.order import Position
 from drivetrain.data.randomness import EpochStart
 from drivetrain.data.reading import Opened, Reader, do_nothing
@@ -47,6 +47,8 @@ class DispatchReader:
         layout: How the batches are shared.
         batches: How many batches there are; called for the length.
     """
+
+    finds_rows = False
 
     def __init__(self, make_reader: Callable[[], Reader], layout: Layout, batches: Callable[[], int]) -> None:
         self.layout = layout
@@ -187,6 +189,9 @@ class _Exchange:
         if not present:
             return None, bool(more), bool(final)
         info = BatchInfo(number, _known(rows), padding, _known(global_rows), bool(last), _known(consumed))
+        if info.global_rows is None:
+            everyone = zip(numbers[_COMMON::_EACH], numbers[_COMMON + 2 :: _EACH], strict=True)
+            info.weights = whole_batches(padding, sum(there and not padded for there, padded in everyone))
         return (batches[index], info), bool(more), bool(final)
 
 

@@ -143,6 +143,7 @@ class StreamReader:
     def __init__(self, loader: DataLoader[Any], layout: Layout, seed: int | None) -> None:
         self._loader = loader
         size = loader.batch_size
+        self.finds_rows = size is None
         self.layout = layout._replace(batch_size=1 if size is None else size)
         self.layout.check()
         self._sharded = self.layout.shard.count > 1
@@ -199,7 +200,7 @@ class StreamReader:
             separate.settle()
         steps = position.batches // self.layout.group_size
         pairs = self._pairs(records, steps)
-        return Opened(pairs if self._loader.batch_size is not None else with_rows_found(pairs), start, close)
+        return Opened(with_rows_found(pairs, alone=not self._sharded) if self.finds_rows else pairs, start, close)
 
     def _pairs(self, records: Iterator[Record], skipped: int) -> Iterator[tuple[Any, BatchInfo]]:
         """The batches, each with what is known about it; one is read ahead, to know the last."""

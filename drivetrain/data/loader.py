@@ -7,6 +7,7 @@ from typing import Any
 
 from torch.utils.data import DistributedSampler
 
+from drivetrain.data.agreement import with_rows_of_all
 from drivetrain.data.batch_info import ActiveLoaders, BatchInfo
 from drivetrain.data.configuration import TailPolicy
 from drivetrain.data.order import Position, SeedableSampler
@@ -14,6 +15,7 @@ from drivetrain.data.randomness import EpochStart, find_generators, generator_st
 from drivetrain.data.reading import Opened, Reader
 from drivetrain.data.sharding import Layout
 from drivetrain.runtime.errors import CheckpointError, ConfigurationError
+from drivetrain.runtime.state import PartialState
 
 Place = Callable[[Any], Any]
 
@@ -30,6 +32,8 @@ class PreparedLoader:
         current: What is known about the batch that was handed out last; None outside of a loop.
         active: Where loaders that are being iterated are listed.
         advanced: The time, by the clock of `active`, at which the last batch was handed out.
+        agrees_on_rows: Exchange the rows of each step's batches where they are known only once these are read, as with
+            `batch_size=None`. All processes must then iterate together.
     """
 
     def __init__(
@@ -45,6 +49,7 @@ class PreparedLoader:
         self.active = active
         self.current: BatchInfo | None = None
         self.advanced = 0
+        self.agrees_on_rows = False
         self._reader = reader
         self._layout = layout
         self._place = place
@@ -65,12 +70,15 @@ class PreparedLoader:
         self._resume = self._reached = None
         self._exhausted = False
         opened = self._reader.open(self._epoch, position)
+        shards = self._layout.shard.count
+        if self.agrees_on_rows and self._reader.finds_rows and shards > 1:
+            opened = opened._replace(pairs=with_rows_of_all(opened.pairs, shards))
         self._start = opened.start
         return self._batches(opened)
 
     def _batches(self, opened: Opened) -> Iterator[Any]:
         """The loop that every batch goes through."""
-        place, tick = self._place, self.active.tick
+        place, tick = self._place, PartialState().heartbeat.beating(self.active.tick)
         self.active.enter(self)
         try:
             if place is None:

@@ -66,6 +66,7 @@ class MapReader:
         self._loader = loader
         self.order = IndexOrder(loader)
         self._alone = alone
+        self.finds_rows = not self.order.batched or not loader.in_order
         distributed = self.order.distributed_sampler
         self._replicas = 1
         if distributed is not None:
@@ -131,8 +132,8 @@ class MapReader:
         self._stream.begin = _nothing
         self._workers_are_there = self._workers_stay
         pairs: Iterator[tuple[Any, BatchInfo]] = zip(batches, iter(infos.popleft, None), strict=False)
-        if not self.order.batched or not self._loader.in_order:
-            pairs = with_rows_found(pairs)
+        if self.finds_rows:
+            pairs = with_rows_found(pairs, alone=not sharded and self._replicas == 1)
         return Opened(pairs, start, close)
 
     def _open_apart(
@@ -233,8 +234,6 @@ class _Requests(NamedTuple):
                 if replicas > 1:  # the sampler has sharded: its samples are this process's only
                     consumed += len(indices) * replicas
                     info.consumed, info.global_rows = consumed, None
-                if not batched:
-                    info.global_rows = None
                 note(info)
                 wanted = indices if batched else indices[0]
                 yield (epoch, wanted) if seeded else wanted

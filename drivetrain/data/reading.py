@@ -33,9 +33,11 @@ class Reader(Protocol):
 
     Attributes:
         layout: How batches are shared; may be changed between iterations.
+        finds_rows: Whether the rows of a batch are known only once it is read, and then to this process only.
     """
 
     layout: Layout
+    finds_rows: bool
 
     def open(self, epoch: int, position: Position) -> Opened:
         """Begin an iteration over an epoch, at a position of it."""
@@ -69,14 +71,19 @@ def rebuilt(loader: DataLoader[Any], dataset: Any, **changes: Any) -> DataLoader
     return DataLoader(dataset, **{**options, **changes})
 
 
-def with_rows_found(pairs: Iterator[tuple[Any, BatchInfo]]) -> Iterator[tuple[Any, BatchInfo]]:
-    """Take the number of rows from each batch, where the order of the indices does not tell it.
+def with_rows_found(pairs: Iterator[tuple[Any, BatchInfo]], alone: bool) -> Iterator[tuple[Any, BatchInfo]]:
+    """Take the number of rows from each batch, where it does not follow from the order of the indices.
 
     A batch of padding whose rows cannot be found counts as one row.
+
+    Args:
+        pairs: The batches, each with what is known about it.
+        alone: Whether no other process has a batch in the same step; else the rows of all are not known.
     """
     for batch, info in pairs:
-        whole_padding = info.padding > 0 and info.padding == info.rows
+        is_padding = info.is_padding
         info.rows = batch_size_or_none(batch)
-        if whole_padding:
+        if is_padding:
             info.rows = info.padding = info.rows or 1
+        info.global_rows = info.rows if alone else None
         yield batch, info

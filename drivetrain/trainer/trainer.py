@@ -22,6 +22,7 @@ from drivetrain.runtime.errors import ConfigurationError
 from drivetrain.runtime.exit_codes import RESUME_EXIT_CODE
 from drivetrain.runtime.keywords import refuse_unknown
 from drivetrain.strategies import StepModule, Strategy
+from drivetrain.strategies.base import Given, RunOptions
 from drivetrain.strategies.precision import Precision
 from drivetrain.trackers import Tracker
 from drivetrain.trainer import building, task_checks
@@ -154,10 +155,12 @@ class Trainer(OptionAttributes, TrainerStatus):
         self.accelerator = building.make_accelerator(
             accelerator, strategy, devices, num_nodes, precision, accumulate_grad_batches, sync_batchnorm
         )
-        self.strategy.note_arguments(
-            "Trainer",
-            gradient_accumulation_steps=("accumulate_grad_batches", accumulate_grad_batches),
-            gradient_clipping=("gradient_clip_val", gradient_clip_val),
+        self.strategy.check(
+            RunOptions(
+                self.accelerator.precision,
+                Given("Trainer(accumulate_grad_batches)", accumulate_grad_batches),
+                Given("Trainer(gradient_clip_val)", gradient_clip_val),
+            )
         )
         building.set_randomness(seed, deterministic, benchmark)
         self.loggers = [] if self.options.is_quiet else building.make_loggers(logger, self.default_root_dir)
@@ -169,7 +172,7 @@ class Trainer(OptionAttributes, TrainerStatus):
         self.progress = Progress()
         self.current = CurrentRun()
         self.control = RunControl(self.progress, self.options, self.world_size)
-        self.logged = LoggedValues(self.current.find_batch_size, self.strategy.value_ranks)
+        self.logged = LoggedValues(self.current.find_batch_size, self.strategy.topology)
         self.tracker_log = TrackerLog(self)
         self.finiteness = Finiteness(is_watched=False)
         self.task_run = TaskRun(self)
@@ -262,7 +265,7 @@ class Trainer(OptionAttributes, TrainerStatus):
         if saved is not None:
             saved.restore_training()
         self.tracker_log.write_hyper_parameters(task)
-        training_model = self.strategy.training_model(model, task.automatic_optimization)
+        training_model = self.strategy.view(model, "train" if task.automatic_optimization else "manual")
         step = choose_step(self, task, training_model)
         validation = make_validation(self, task, model, validating)
         if saved is None:

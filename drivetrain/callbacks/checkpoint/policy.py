@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from drivetrain.callbacks.monitoring.monitor import is_better
+from drivetrain.callbacks.support.monitored_metric import is_better
 from drivetrain.runtime.errors import ConfigurationError
 
 _FIELD = re.compile(r"\{([^{}:]+)(:[^{}]*)?\}")

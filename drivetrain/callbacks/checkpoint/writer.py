@@ -11,7 +11,7 @@ from torch import Tensor
 
 from drivetrain import checkpoint
 from drivetrain.callbacks.checkpoint import folder
-from drivetrain.callbacks.monitoring.agreement import decide_on_main_process
+from drivetrain.callbacks.support.agreement import decide_on_main_process
 from drivetrain.callbacks.checkpoint.kept import KeptCheckpoints
 from drivetrain.runtime.errors import CheckpointError
 from drivetrain.runtime.logging import get_logger
@@ -219,8 +219,8 @@ class CheckpointWriter:
             removed = decide_on_main_process(after.run)
         except CheckpointError as error:
             if not (self._forgives or forgive):
-                raise
-            logger.error(f"ModelCheckpoint: {error} The run goes on.")
+                raise _with_way_out(error) from error
+            logger.error(f"ModelCheckpoint: {error} The run continues.")
             return
         for path in removed:
             self.kept.forget(path)
@@ -245,8 +245,16 @@ class CheckpointWriter:
     def _take_back(self, before: KeptCheckpoints, error: CheckpointError, forgive: bool = False) -> None:
         self.kept = before
         if not (self._forgives or forgive):
-            raise error
-        logger.error(f"ModelCheckpoint: {error} The run goes on; the checkpoints before this one are intact.")
+            raise _with_way_out(error) from error
+        logger.error(f"ModelCheckpoint: {error} The run continues; the checkpoints before this one are intact.")
+
+
+def _with_way_out(error: CheckpointError) -> CheckpointError:
+    """The error of a save, such as a full disk, with what may be done about it."""
+    return type(error)(
+        f"{error} The checkpoints before this one are intact. Make room, or let the run continue without this one: "
+        "ModelCheckpoint(on_save_error='warn')."
+    )
 
 
 def _log_failure(pending: PendingSave) -> None:

@@ -81,10 +81,10 @@ class ClosureStep(PlainStep):
 
     def _loss_of_window(self, outputs: list[Any], window: Sequence[MicroBatch]) -> Tensor:
         """The loss that the gradients of a window are those of; this process's part of it where there are several."""
-        total = torch.zeros((), device=self._trainer.strategy.device)
+        total = torch.zeros((), device=self._trainer.strategy.topology.device)
         for output, micro_batch in zip(outputs, window, strict=True):
             loss = self._output.loss_of(output)
             if loss is not None:
-                share = 1.0 if self._shards == 1 else self._share_of_rows(micro_batch.info)
+                share = 1.0 if self._shards == 1 else micro_batch.info.share(self._shards)
                 total = total + loss.detach() * (share / len(window))
         return total

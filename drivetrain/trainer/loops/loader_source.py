@@ -110,6 +110,7 @@ class LoaderSource:
             place=self._placing(index),
             shard=None if self._trainer.use_distributed_sampler else DataShard(0, 1),
         )
+        prepared.agrees_on_rows = self._stage is Stage.TRAIN
         if length_of(loader) == 0:  # not the prepared one: a process may get none of the few batches that there are
             raise DataError(f"The {self._stage.loader} loader is empty: {_describe(loader)}.")
         return prepared
@@ -128,7 +129,7 @@ class LoaderSource:
             return None
         before, transfer, after = owners
         default = self._trainer.accelerator.default_placement() or (lambda batch: batch)
-        device = self._trainer.strategy.device
+        device = self._trainer.strategy.topology.device
 
         def place(batch: Any) -> Any:
             if before is not None:

@@ -54,9 +54,9 @@ class ScheduledStep(PlainStep):
         with logged.recorded() as calls:
             own = self._forward_backward(self._model, self.run_micro_batch, window)
         outputs: list[Any]
-        outputs, calls = strategy.share(([detached(output) for output in own], calls))
-        if not strategy.computes_loss:
-            outputs = send_to_device(outputs, strategy.device)
+        outputs, calls = strategy.topology.share(([detached(output) for output in own], calls))
+        if not strategy.topology.computes_loss:
+            outputs = send_to_device(outputs, strategy.topology.device)
             logged.replay(calls, self._task)
             if any(self._output.has_weight(output) for output in outputs):
                 self._is_weighted = self._engine.weights.in_use = True
@@ -92,7 +92,7 @@ class ScheduledStep(PlainStep):
                 return self._training_step(batch, index)
         if self._engine.window.size > 1:
             self._engine.window.advance_planned()
-        share = 1.0 if self._shards == 1 else self._share_of_rows(info)
+        share = 1.0 if self._shards == 1 else info.share(self._shards)
         if share:
             output = self._training_step(batch, index)
         else:

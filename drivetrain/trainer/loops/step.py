@@ -69,7 +69,7 @@ class PlainStep:
         self._output = StepOutput(type(task).__name__)
         self._zero_grad = choose_zero_grad(trainer, task, self._optimizers, hooks)
         # A loader that is not sharded gives each process a whole batch, which counts as it is.
-        self._shards = strategy.data_shard.count if trainer.use_distributed_sampler else 1
+        self._shards = strategy.topology.data_shard.count if trainer.use_distributed_sampler else 1
         self._is_weighted: bool | None = None
         self._on_batch_start = hooks.find("on_train_batch_start")
         self._on_batch_end = hooks.find("on_train_batch_end")
@@ -122,7 +122,7 @@ class PlainStep:
         batch, index, info = micro_batch
         self._current.batch_info = info
         self._current.batch = batch
-        share = 1.0 if self._shards == 1 else self._share_of_rows(info)
+        share = 1.0 if self._shards == 1 else info.share(self._shards)
         self._logged.skips = share == 0.0  # also in the hooks around a batch that only stands in
         if self._on_batch_start:
             self._announce(micro_batch)
@@ -194,13 +194,6 @@ class PlainStep:
         for hook in self._on_batch_end:
             hook(outputs, micro_batch.batch, micro_batch.batch_idx)
 
-    def _share_of_rows(self, info: BatchInfo) -> float:
-        """What this process's mean loss counts for, so that the mean over processes is that of the global batch."""
-        rows, total = info.real_rows, info.global_rows
-        if rows is None or not total:
-            return 1.0
-        return rows * self._shards / total
-
     def _clip(self, optimizer: Optimizer) -> None:
         trainer = self._trainer
         self._task.configure_gradient_clipping(optimizer, trainer.gradient_clip_val, trainer.gradient_clip_algorithm)
@@ -213,7 +206,7 @@ class ManualStep(PlainStep):
         trainer, task, model = self._trainer, self._task, self._trainer.model
         return StepHooks(
             run_backward=task.backward if is_overridden(task, Task, "backward") else None,
-            prepare_backward=partial(trainer.strategy.before_manual_backward, model),  # type: ignore[arg-type]
+            prepare_backward=partial(trainer.strategy.gradients.prepare_backward, model),  # type: ignore[arg-type]
             before_backward=hooks.find("on_before_backward"),
             after_backward=hooks.find("on_after_backward"),
             before_step=hooks.find("on_before_optimizer_step"),

@@ -2,35 +2,31 @@
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
-from weakref import WeakSet
+from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 from torch import nn
-from torch.distributed.algorithms.join import Join
-from torch.nn.parallel import DistributedDataParallel
+from torch.distributed.algorithms.join import Join as TorchJoin
 from torch.optim import Optimizer
 
 from drivetrain.runtime.collectives import broadcast
 from drivetrain.runtime.errors import ConfigurationError, nearest
 from drivetrain.runtime.state import PartialState
-from drivetrain.strategies.base import StateDict, StepModule, Strategy
-from drivetrain.strategies.communication_hooks import (
+from drivetrain.strategies.base import Capability, MicroBatch, Output, Strategy, View
+from drivetrain.strategies.capabilities import Join
+from drivetrain.strategies.ddp.communication_hooks import (
     COMMUNICATION_HOOKS,
     register_communication_hook,
     register_function_hook,
 )
+from drivetrain.strategies.ddp.wrapper import BROADCAST_BUFFERS, DistributedDataParallel
+from drivetrain.strategies.gradients import Gradients
+from drivetrain.strategies.model_state import ModelState, StateDict, with_buffers_of_rank_0
 from drivetrain.strategies.precision import Precision
-
-# Torch 2.13 warns at the old name.
-_BROADCAST_BUFFERS = (
-    "forward_sync_buffers"
-    if "forward_sync_buffers" in inspect.signature(DistributedDataParallel).parameters
-    else "broadcast_buffers"
-)
+from drivetrain.strategies.step_module import StepModule
 
 
 class DDP(Strategy):
@@ -80,16 +76,19 @@ class DDP(Strategy):
             "gradient_as_bucket_view": gradient_as_bucket_view,
         }
         if not broadcast_buffers:
-            self.wrapper_options[_BROADCAST_BUFFERS] = False
+            self.wrapper_options[BROADCAST_BUFFERS] = False
         self.comm_hook = comm_hook
         self.comm_hook_options = dict(comm_hook_options or {})
         self.sync_batchnorm = sync_batchnorm
         self._wrapped: WeakSet[DistributedDataParallel] = WeakSet()
+        self._stepped: WeakKeyDictionary[Optimizer, tuple[DistributedDataParallel, ...]] = WeakKeyDictionary()
 
     def setup(self, state: PartialState) -> None:
         """Take this process's place among its peers."""
         super().setup(state)
-        if self.sync_batchnorm and self.kind.name == "cpu":
+        self.gradients = ReducedGradients(self.topology.device, self.wrapper_options["find_unused_parameters"])
+        self.state = CopiedState(self.topology, self.unwrap)
+        if self.sync_batchnorm and self.topology.kind.name == "cpu":
             raise ConfigurationError("sync_batchnorm=True needs GPUs: torch's SyncBatchNorm has no CPU kernel.")
 
     def prepare(
@@ -98,7 +97,7 @@ class DDP(Strategy):
         """Place a model and wrap it; one without trainable parameters, or without peers, stays bare."""
         model, prepared = super().prepare(model, optimizers, precision, move)
         trainable = any(parameter.requires_grad for parameter in model.parameters())
-        if not (self.environment.is_distributed and trainable):
+        if not (self.topology.environment.is_distributed and trainable):
             return model, prepared
         if self.sync_batchnorm:
             model = nn.SyncBatchNorm.convert_sync_batchnorm(model)  # type: ignore[no-untyped-call]
@@ -114,6 +113,7 @@ class DDP(Strategy):
         elif self.comm_hook is not None:
             register_function_hook(wrapped, self.comm_hook, self.comm_hook_options.get("state"))
         self._wrapped.add(wrapped)
+        self._stepped.clear()
         return wrapped, prepared
 
     def unwrap(self, model: nn.Module) -> nn.Module:
@@ -123,31 +123,78 @@ class DDP(Strategy):
             bare = super().unwrap(bare.module)
         return bare
 
-    def before_evaluation(self, model: nn.Module) -> None:
-        """Give all processes rank 0's buffers.
+    def view(self, model: nn.Module, stage: View) -> nn.Module:
+        """The DDP module; the one inside where nothing is reduced by its forward.
 
-        Each process's batch statistics have moved on by its own last batch; those of rank 0 are the ones that
-        the next training step and a checkpoint take.
+        In evaluation processes may have different numbers of batches, so nothing is exchanged. Where the task runs
+        backward within its step, DDP's forward would prepare for it too early.
         """
-        if isinstance(model, DistributedDataParallel) and self.wrapper_options.get(_BROADCAST_BUFFERS, True):
+        if not isinstance(model, DistributedDataParallel):
+            return model
+        if stage == "evaluate" and self.wrapper_options.get(BROADCAST_BUFFERS, True):
+            # Each process's batch statistics are those of its own last batch; rank 0's are what the next training
+            # step and a checkpoint take.
             broadcast(list(self.unwrap(model).buffers()))
+        inner: nn.Module = model.module
+        return model if stage == "train" else inner
 
-    def evaluation_model(self, model: nn.Module) -> nn.Module:
-        """The module inside: processes may have different numbers of evaluation batches, so nothing is exchanged."""
-        return model.module if isinstance(model, DistributedDataParallel) else model
+    # one optimizer step
 
-    def training_model(self, model: nn.Module, automatic: bool) -> nn.Module:
-        """The DDP module; the one inside where the task runs backward within its step, before DDP could prepare."""
-        return model if automatic else self.evaluation_model(model)
+    def forward_backward(
+        self, model: nn.Module, step_fn: Callable[[MicroBatch], Output], microbatches: Sequence[MicroBatch]
+    ) -> list[Output]:
+        """Run forward and backward over a window; raise before peers wait for gradients that are not computed."""
+        outputs = super().forward_backward(model, step_fn, microbatches)
+        if isinstance(model, DistributedDataParallel):
+            model.require_reduced()
+        return outputs
 
-    def before_manual_backward(self, model: nn.Module, loss: torch.Tensor) -> None:
-        """Tell the reducer which parameters the coming backward uses, as DDP's own forward would."""
-        if isinstance(model, DistributedDataParallel) and model.require_backward_grad_sync:
-            model.reducer.prepare_for_forward()
-            model.reducer._rebuild_buckets()
-            model.reducer.prepare_for_backward([loss])
+    def optimizer_step(
+        self, optimizer: Optimizer, precision: Precision, closure: Callable[[], Any] | None = None
+    ) -> bool:
+        """Step an optimizer, once all of its gradients are known to be reduced."""
+        for wrapped in self._stepped_by(optimizer):
+            wrapped.require_reduced()
+        return super().optimizer_step(optimizer, precision, closure)
 
-    def gradient_sync(self, model: nn.Module, enabled: bool) -> AbstractContextManager[Any]:
+    def _stepped_by(self, optimizer: Optimizer) -> tuple[DistributedDataParallel, ...]:
+        """The wrapped modules whose parameters an optimizer holds."""
+        known = self._stepped.get(optimizer)
+        if known is None:
+            held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+            known = tuple(one for one in self._wrapped if any(id(p) in held for p in one.parameters()))
+            self._stepped[optimizer] = known
+        return known
+
+    def capability(self, kind: type[Capability]) -> Capability | None:
+        """Processes may have different numbers of batches."""
+        return _Join() if kind is Join else None  # type: ignore[return-value]
+
+    def teardown(self) -> None:
+        """Free the reducers, also of modules that the user still holds.
+
+        A reducer that is destroyed after its process group waits for gloo's thread while holding the GIL,
+        which that thread needs: about one two-process run in 40 hung at exit so (torch 2.13).
+        """
+        for wrapped in self._wrapped:
+            wrapped.__dict__.pop("reducer", None)
+            wrapped.__dict__.pop("logger", None)
+        self._wrapped.clear()
+        self._stepped.clear()
+
+
+class ReducedGradients(Gradients):
+    """Gradients that backward averages over processes, bucket by bucket.
+
+    Args:
+        device: where this process's tensors live.
+        finds_unused: whether DDP looks for parameters that take no part in a loss.
+    """
+
+    def __init__(self, device: torch.device, finds_unused: bool) -> None:
+        self._device, self._finds_unused = device, finds_unused
+
+    def sync(self, model: nn.Module, enabled: bool) -> AbstractContextManager[Any]:
         """Skip the averaging of gradients in a context."""
         if enabled or not isinstance(model, DistributedDataParallel):
             return nullcontext()
@@ -162,34 +209,28 @@ class DDP(Strategy):
 
         A parameter that no process used has no gradient then, as in one process, rather than one of zero to decay by.
         """
-        if self.wrapper_options["find_unused_parameters"]:
-            return torch.zeros((), device=self.device)
-        return super().zero_loss(task)
+        return torch.zeros((), device=self._device) if self._finds_unused else super().zero_loss(task)
 
-    def join(self, models: Sequence[nn.Module]) -> AbstractContextManager[Any]:
-        """Torch's `Join` over the DDP modules: those that ran out shadow the others' collectives."""
+    def prepare_backward(self, model: nn.Module, loss: torch.Tensor) -> None:
+        """Let the reducer find the parameters that the coming backward uses, as DDP's own forward would."""
+        if isinstance(model, DistributedDataParallel) and model.require_backward_grad_sync:
+            model.reducer.prepare_for_forward()
+            model.reducer._rebuild_buckets()
+            model.reducer.prepare_for_backward([loss])
+
+
+class CopiedState(ModelState):
+    """The state of a model that every process has a copy of."""
+
+    def model(self, model: nn.Module) -> StateDict:
+        """Parameters, and rank 0's buffers."""
+        state = super().model(model)
+        return with_buffers_of_rank_0(self.unwrap(model), state) if self.topology.environment.is_distributed else state
+
+
+class _Join(Join):
+    """Torch's `Join` over the DDP modules: processes that ran out shadow the collectives of the others."""
+
+    def joined(self, models: Sequence[nn.Module]) -> AbstractContextManager[Any]:
         joinables = [model for model in models if isinstance(model, DistributedDataParallel)]
-        return Join(joinables) if joinables else nullcontext()  # type: ignore[arg-type]
-
-    def model_state(self, model: nn.Module) -> StateDict:
-        """Parameters, and rank 0's buffers: a checkpoint may take each tensor from another process.
-
-        Buffers such as running means differ between processes until the next forward sends rank 0's to all.
-        """
-        state = super().model_state(model)
-        if self.environment.is_distributed:
-            for name, _ in self.unwrap(model).named_buffers():
-                if name in state:
-                    state[name] = broadcast(state[name].detach().clone())
-        return state
-
-    def teardown(self) -> None:
-        """Free the reducers, also of modules that the user still holds.
-
-        A reducer that is destroyed after its process group waits for gloo's thread while holding the GIL,
-        which that thread needs: about one two-process run in 40 hung at exit so (torch 2.13).
-        """
-        for wrapped in self._wrapped:
-            wrapped.__dict__.pop("reducer", None)
-            wrapped.__dict__.pop("logger", None)
-        self._wrapped.clear()
+        return TorchJoin(joinables) if joinables else nullcontext()  # type: ignore[arg-type]

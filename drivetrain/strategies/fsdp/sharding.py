@@ -1,9 +1,9 @@
-"""Dividing one module with `fully_shard`, and what that needs around it."""
+"""Sharding one module with `fully_shard`, and what that needs around it."""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -18,13 +18,13 @@ from torch.utils._pytree import tree_leaves
 from drivetrain.strategies.fsdp.blocks import BlockForward
 from drivetrain.strategies.fsdp.parameters import shard_like
 
-DIVISION = "_division"
-_UNITS = "_units_of_division"
+UNIT_SHARDING = "_unit_sharding"
+_UNITS = "_sharded_units"
 
 
 @dataclass(frozen=True)
-class Division:
-    """How a unit is divided, so that a copy of it can be too.
+class UnitSharding:
+    """How a unit is sharded, so that a copy of it can be too.
 
     Attributes:
         mesh: over what: (shard,) or (replicate, shard).
@@ -32,7 +32,7 @@ class Division:
         offload: where shards live between uses.
         reshard_after_forward: whether it is freed between forward and backward.
         outermost: whether it is called from outside, not from within another unit.
-        whole: parameters inside that are not divided.
+        whole: parameters inside that are not sharded.
         reduce_unused: whether parameters that a backward did not reach are reduced too, as zeros.
     """
 
@@ -44,10 +44,10 @@ class Division:
     whole: frozenset[nn.Parameter] = field(default_factory=frozenset)
     reduce_unused: bool = False
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Division:
+    def __deepcopy__(self, memo: dict[int, Any]) -> UnitSharding:
         return self
 
-    def for_outermost(self, whole: frozenset[nn.Parameter] | None = None, frees: bool = False) -> Division:
+    def for_outermost(self, whole: frozenset[nn.Parameter] | None = None, frees: bool = False) -> UnitSharding:
         """The same for a unit that is called from outside.
 
         Args:
@@ -59,27 +59,27 @@ class Division:
         return replace(self, outermost=True, reshard_after_forward=resharding, whole=whole)
 
 
-def divide(unit: nn.Module, division: Division) -> None:
-    """Divide what of a module no unit inside it has taken."""
+def shard_unit(unit: nn.Module, unit_sharding: UnitSharding) -> None:
+    """Shard what of a module no unit inside it has taken."""
     fully_shard(
         unit,
-        mesh=division.mesh,
-        reshard_after_forward=division.reshard_after_forward,
-        mp_policy=division.mixed_precision,
-        offload_policy=division.offload,
-        ignored_params=set(division.whole) or None,
+        mesh=unit_sharding.mesh,
+        reshard_after_forward=unit_sharding.reshard_after_forward,
+        mp_policy=unit_sharding.mixed_precision,
+        offload_policy=unit_sharding.offload,
+        ignored_params=set(unit_sharding.whole) or None,
     )
-    unit.__dict__[DIVISION] = division
+    unit.__dict__[UNIT_SHARDING] = unit_sharding
     # Torch makes this class for the unit's own, with a __deepcopy__ that raises.
     type(unit).__deepcopy__ = _copy_unit  # type: ignore[attr-defined]
-    if division.reduce_unused:
+    if unit_sharding.reduce_unused:
         unit.set_reduce_scatter_unused_params(True)  # type: ignore[operator]
-    if division.outermost:
+    if unit_sharding.outermost:
         unit.register_forward_pre_hook(_allocate_outside_inference, prepend=True)
         unit.register_forward_hook(_free_after_evaluation)
 
 
-def divided_modules(model: nn.Module) -> Sequence[FSDPModule]:
+def sharded_units(model: nn.Module) -> Sequence[FSDPModule]:
     """The units of a model, itself among them."""
     known: tuple[FSDPModule, ...] | None = model.__dict__.get(_UNITS)
     if known is not None:
@@ -88,18 +88,18 @@ def divided_modules(model: nn.Module) -> Sequence[FSDPModule]:
 
 
 def remember_units(model: nn.Module) -> None:
-    """Spare each step the walk over all modules, now that nothing more will be divided."""
-    model.__dict__[_UNITS] = tuple(divided_modules(model))
+    """Spare each step the walk over all modules, now that nothing more will be sharded."""
+    model.__dict__[_UNITS] = tuple(sharded_units(model))
 
 
-def is_divided(model: nn.Module) -> bool:
-    """Whether any part of a model is divided already."""
+def is_sharded(model: nn.Module) -> bool:
+    """Whether any part of a model is sharded already."""
     return any(isinstance(module, FSDPModule) for module in model.modules())
 
 
-def free_gathered(model: nn.Module) -> None:
+def reshard_units(model: nn.Module) -> None:
     """Free whatever is gathered at the moment, so that the model's parameters are its shards."""
-    for module in divided_modules(model):
+    for module in sharded_units(model):
         module.reshard()
 
 
@@ -112,8 +112,8 @@ def _allocate_outside_inference(module: nn.Module, args: Any) -> None:
     if not torch.is_inference_mode_enabled():
         return
     with torch.inference_mode(False), torch.no_grad():
-        for unit in divided_modules(module):
-            if any(not hasattr(one, "_unsharded_param") for one in _sharded_parameters(unit)):
+        for unit in sharded_units(module):
+            if any(not hasattr(one, "_unsharded_param") for one in _records_of(unit)):
                 unit.unshard()
                 unit.reshard()
 
@@ -134,13 +134,13 @@ def _takes_gradients(output: Any) -> bool:
     return any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in tree_leaves(output))
 
 
-def _sharded_parameters(unit: Any) -> list[Any]:
+def _records_of(unit: Any) -> list[Any]:
     state = unit._get_fsdp_state()
     return [one for group in state._fsdp_param_groups for one in group.fsdp_params]
 
 
 def set_shard(one: Any, local: Tensor) -> None:
-    """Give one divided parameter its local shard.
+    """Give one sharded parameter its local shard.
 
     Args:
         one: torch's own record of the parameter.
@@ -155,9 +155,9 @@ def set_shard(one: Any, local: Tensor) -> None:
 
 
 def allocate(model: nn.Module) -> None:
-    """Give every divided parameter that is still on the meta device memory for its shard, without values."""
-    for unit in divided_modules(model):
-        for one in _sharded_parameters(unit):
+    """Give every sharded parameter that is still on the meta device memory for its shard, without values."""
+    for unit in sharded_units(model):
+        for one in _records_of(unit):
             if one.sharded_param.is_meta:
                 local = one.sharded_param.to_local()
                 device = "cpu" if one.offload_to_cpu else one.device
@@ -169,8 +169,8 @@ def allocate(model: nn.Module) -> None:
 
 def held_gradients(model: nn.Module) -> Iterator[Tensor]:
     """The gradients that units hold whole and have not reduced yet."""
-    for unit in divided_modules(model):
-        for one in _sharded_parameters(unit):
+    for unit in sharded_units(model):
+        for one in _records_of(unit):
             if one.unsharded_accumulated_grad is not None:
                 yield one.unsharded_accumulated_grad
             unsharded = getattr(one, "_unsharded_param", None)
@@ -178,10 +178,10 @@ def held_gradients(model: nn.Module) -> Iterator[Tensor]:
                 yield unsharded.grad
 
 
-def drop_held_gradients(model: nn.Module) -> None:
+def discard_held_gradients(model: nn.Module) -> None:
     """Forget the gradients that units hold whole, of a window that did not end."""
-    for unit in divided_modules(model):
-        for one in _sharded_parameters(unit):
+    for unit in sharded_units(model):
+        for one in _records_of(unit):
             one.unsharded_accumulated_grad = None
             if getattr(one, "_unsharded_param", None) is not None:
                 one._unsharded_param.grad = None
@@ -210,45 +210,45 @@ def _take_shards(module: nn.Module, state: dict[str, Any], prefix: str, *rest: A
 
 def _copy_unit(unit: nn.Module, memo: dict[int, Any]) -> nn.Module:
     own_class = type(unit).__mro__[type(unit)._orig_cls_mro_index]  # type: ignore[attr-defined]
-    return copy_divided(unit, unit, own_class, memo)
+    return copy_sharded(unit, unit, own_class, memo)
 
 
-def copy_divided(module: nn.Module, unit: nn.Module, own_class: type[nn.Module], memo: dict[int, Any]) -> nn.Module:
-    """Copy a divided module, as `copy.deepcopy` would a plain one: the copy is divided in the same way.
+def copy_sharded(module: nn.Module, unit: nn.Module, own_class: type[nn.Module], memo: dict[int, Any]) -> nn.Module:
+    """Copy a sharded module, as `copy.deepcopy` would a plain one: the copy is sharded in the same way.
 
     Args:
         module: what to copy.
         unit: the unit that has the shards of what no unit inside `module` has: itself, or what is wrapped around it.
-        own_class: its class before it was divided.
+        own_class: its class before it was sharded.
         memo: what `copy.deepcopy` has copied so far.
     """
-    free_gathered(unit)
-    division: Division = unit.__dict__[DIVISION]
-    before = _sharded_parameters(unit)
+    reshard_units(unit)
+    unit_sharding: UnitSharding = unit.__dict__[UNIT_SHARDING]
+    before = _records_of(unit)
     for one in before:
         whole = torch.empty(one.sharded_param.shape, dtype=one.sharded_param.dtype, device="meta")
         memo[id(one.sharded_param)] = nn.Parameter(whole, requires_grad=one.sharded_param.requires_grad)
-    twin = _copy_undivided(module, own_class, memo)
+    twin = _copy_unsharded(module, own_class, memo)
     forward = module.__dict__.get("forward")
     if isinstance(forward, BlockForward):
         forward.again_for(twin)
-    whole_ones = frozenset(memo[id(p)] for p in division.whole if id(p) in memo)
-    divide(twin, division.for_outermost(whole_ones))
-    for one, new in zip(before, _sharded_parameters(twin), strict=True):
+    whole_ones = frozenset(memo[id(p)] for p in unit_sharding.whole if id(p) in memo)
+    shard_unit(twin, unit_sharding.for_outermost(whole_ones))
+    for one, new in zip(before, _records_of(twin), strict=True):
         set_shard(new, one.sharded_param.detach().to_local().clone())
         memo[id(one.sharded_param)] = new.sharded_param
     return twin
 
 
-def _copy_undivided(module: nn.Module, own_class: type[nn.Module], memo: dict[int, Any]) -> nn.Module:
+def _copy_unsharded(module: nn.Module, own_class: type[nn.Module], memo: dict[int, Any]) -> nn.Module:
     twin: nn.Module = own_class.__new__(own_class)
     memo[id(module)] = twin
     twin.__dict__.update(copy.deepcopy(_own_state(module), memo))
     return twin
 
 
-class DividedInside:
-    """Takes the place of `__deepcopy__` of a module that is divided with what is wrapped around it.
+class ShardedInside:
+    """Takes the place of `__deepcopy__` of a module that is sharded with what is wrapped around it.
 
     Args:
         module: the module.
@@ -259,19 +259,19 @@ class DividedInside:
         self.module, self.outer = module, outer
 
     def __call__(self, memo: dict[int, Any]) -> nn.Module:
-        if id(self.outer) in memo:  # which is being copied, and divides what is inside of it
-            return _copy_undivided(self.module, type(self.module), memo)
-        return copy_divided(self.module, self.outer, type(self.module), memo)
+        if id(self.outer) in memo:  # which is being copied, and shards what is inside of it
+            return _copy_unsharded(self.module, type(self.module), memo)
+        return copy_sharded(self.module, self.outer, type(self.module), memo)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return type(None), ()  # what is pickled is not divided any more
+        return type(None), ()  # what is pickled is not sharded any more
 
 
 def _own_state(module: nn.Module) -> dict[str, Any]:
-    """What of a module's attributes are its own, not those of its being divided."""
+    """What of a module's attributes are its own, not those of its being sharded."""
     found: Any = module.__getstate__() if hasattr(type(module), "__getstate__") else None  # type: ignore[no-untyped-call]
     state: dict[str, Any] = dict(found if isinstance(found, dict) else module.__dict__)
-    for key in (STATE_KEY, REGISTRY_KEY, DIVISION, _UNITS, "__deepcopy__"):
+    for key in (STATE_KEY, REGISTRY_KEY, UNIT_SHARDING, _UNITS, "__deepcopy__"):
         state.pop(key, None)
     if isinstance(state.get("forward"), BlockForward):
         del state["forward"]
@@ -282,7 +282,7 @@ def _own_state(module: nn.Module) -> dict[str, Any]:
 
 
 def _is_torchs(hook: Any) -> bool:
-    """Whether a hook came with the division."""
+    """Whether a hook came with the sharding."""
     function = getattr(hook, "hook", hook)  # torch wraps some
     function = getattr(function, "__func__", function)
     return getattr(function, "__module__", "").startswith("torch.distributed.fsdp") or function in (
@@ -304,10 +304,3 @@ def prefetch(units: Sequence[FSDPModule], forward: int, backward: int) -> None:
             unit.set_modules_to_forward_prefetch(list(units[index + 1 : index + 1 + forward]))
         if backward:
             unit.set_modules_to_backward_prefetch(list(reversed(units[max(0, index - backward) : index])))
-
-
-def divided_parameters(models: Iterable[nn.Module]) -> Iterator[Any]:
-    """Torch's record of each divided parameter."""
-    for model in models:
-        for unit in divided_modules(model):
-            yield from _sharded_parameters(unit)

@@ -32,16 +32,16 @@ def train(steps: int, turned: bool, state: dict[str, Any] | None = None) -> dict
     model, optimizer = accelerator.prepare(module, groups(module, turned))
     strategy = accelerator.strategy
     if state is not None:
-        strategy.load_model_state(model, state["model"])
-        strategy.load_optimizer_state(model, optimizer.optimizer, state["optimizer"])
+        strategy.state.load_model(model, state["model"])
+        strategy.state.load_optimizer(model, optimizer.optimizer, state["optimizer"])
     for step in range(steps):
         optimizer.zero_grad()
         x = torch.full((1, 3), 1.0 + (0 if state is None else 10) + step)
         accelerator.backward(model(x).square().sum())
         optimizer.step()
     return {
-        "model": {name: value.clone() for name, value in strategy.model_state(model).items()},
-        "optimizer": strategy.optimizer_state(model, optimizer.optimizer),
+        "model": {name: value.clone() for name, value in strategy.state.model(model).items()},
+        "optimizer": strategy.state.optimizer(model, optimizer.optimizer),
     }
 
 
@@ -54,7 +54,7 @@ def straight(steps: int) -> dict[str, Any]:
         optimizer.zero_grad()
         accelerator.backward(model(torch.full((1, 3), value)).square().sum())
         optimizer.step()
-    return {"model": accelerator.strategy.model_state(model)}
+    return {"model": accelerator.strategy.state.model(model)}
 
 
 @pytest.mark.parametrize(("writers", "readers"), [(2, 1), (1, 2), (2, 2)])
@@ -77,15 +77,15 @@ def test_groups_of_other_parameters_are_refused():
     accelerator = Accelerator(cpu=True)
     strategy = accelerator.strategy
     model = model_of(0)
-    saved = strategy.optimizer_state(model, groups(model))
+    saved = strategy.state.optimizer(model, groups(model))
     with pytest.raises(CheckpointError, match=r"2 group\(s\) here, 2 saved"):
-        strategy.load_optimizer_state(model, groups(model, other=True), saved)
+        strategy.state.load_optimizer(model, groups(model, other=True), saved)
     with pytest.raises(CheckpointError, match=r"1 group\(s\) here, 2 saved; not in the checkpoint: \[\]"):
-        strategy.load_optimizer_state(model, torch.optim.AdamW(model.parameters()), saved)
+        strategy.state.load_optimizer(model, torch.optim.AdamW(model.parameters()), saved)
 
 
 def test_a_parameter_that_is_not_the_model_s_cannot_be_named():
     accelerator = Accelerator(cpu=True)
     loose = torch.optim.SGD([nn.Parameter(torch.zeros(3))], lr=0.1)
     with pytest.raises(CheckpointError, match=r"SGD holds a parameter of shape \(3,\) that is not the model's"):
-        accelerator.strategy.optimizer_state(model_of(0), loose)
+        accelerator.strategy.state.optimizer(model_of(0), loose)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 
-from drivetrain.callbacks.monitoring.agreement import decide_on_main_process
+from drivetrain.callbacks.support.agreement import decide_on_main_process
 
 
 class StepTimer:
