@@ -539,13 +539,17 @@ class Trainer(TrainerStatus):
         return EvaluationLoop(self, task, model, "validation", source, limit, name)
 
     def _sanity_check(self, validation: EvaluationLoop | None) -> None:
-        if validation is None or self.num_sanity_val_steps == 0:
+        if validation is None:
+            return
+        validation.load()  # here in any case: making loaders may draw random numbers
+        if self.num_sanity_val_steps == 0:
             return
         self.stage, self.sanity_checking = "validate", True
         self.logged.start(("validate",))
-        self.hooks.call("on_sanity_check_start")
-        validation.run(at_most=None if self.num_sanity_val_steps < 0 else self.num_sanity_val_steps, keep=False)
-        self.hooks.call("on_sanity_check_end")
+        with validation.undone():
+            self.hooks.call("on_sanity_check_start")
+            validation.run(at_most=None if self.num_sanity_val_steps < 0 else self.num_sanity_val_steps, keep=False)
+            self.hooks.call("on_sanity_check_end")
         self.sanity_checking = False
 
     # what steps and loops ask for

@@ -12,7 +12,7 @@ from drivetrain.data import BatchInfo, CombinedLoader, PreparedLoader
 from drivetrain.runtime.errors import ConfigurationError, DataError
 from drivetrain.trainer.state.saved_run import SavedRun
 from drivetrain.trainer.loops.evaluation_loop import EvaluationLoop
-from drivetrain.trainer.loops.loader_source import LoaderSource, batches_to_run, length_of
+from drivetrain.trainer.loops.loader_source import LoaderSource, batches_to_run, check_equal_lengths, length_of
 from drivetrain.trainer.metrics.log_scopes import MONITORING, TRAIN_END, TRAIN_EPOCH, TRAIN_STEP
 from drivetrain.trainer.metrics.logged_value import to_numbers
 from drivetrain.trainer.loops.optimization_step import EpochSkipped, MicroBatch, OptimizationStep
@@ -187,7 +187,7 @@ class FitLoop:
         if index >= limit or self._progress.batches_are_done:
             return
         window: list[MicroBatch] = []
-        for batch in loader:
+        for batch in loader.iterate(limit, together=True):
             info = loader.current
             assert info is not None  # a batch is always known to its loader
             if skips and (self._progress.epoch, index) in skips:
@@ -421,6 +421,7 @@ class FitLoop:
         """Work out how many batches an epoch has, and after how many to validate."""
         trainer = self._trainer
         self._limit = training_batches(trainer, self._loader)
+        check_equal_lengths(self._limit, "training")
         trainer.num_training_batches = self._limit
         interval: Any = trainer.val_check_interval
         self._validate_every, self._validate_after = FOREVER, None

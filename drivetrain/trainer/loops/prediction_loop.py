@@ -45,7 +45,7 @@ class PredictionLoop:
         """
         trainer, hooks = self._trainer, self._trainer.hooks
         loaders = self._source.prepare_evaluation()
-        limits = limits_of(loaders, trainer.limit_predict_batches, "limit_predict_batches")
+        limits = limits_of(loaders, trainer.limit_predict_batches, "limit_predict_batches", self._strategy.needs_even_batches)
         trainer.num_evaluation_batches["predict"] = own_batches(loaders, limits)
         results: list[Any] = []
         self._strategy.before_evaluation(self._model)
@@ -69,7 +69,7 @@ class PredictionLoop:
         outputs: list[Any] = []
         if trainer.limit_predict_batches == 0:
             return outputs  # asked for; a process that merely has no batch still takes part in opening the loader
-        for index, batch in enumerate(loader):
+        for index, batch in enumerate(loader.iterate(limit, together=self._strategy.needs_even_batches)):
             info = loader.current
             trainer.batch, trainer.batch_info = batch, info
             for hook in hooks.find("on_predict_batch_start"):
