@@ -13,8 +13,8 @@ from torch.optim import Optimizer
 from drivetrain import checkpoint
 from drivetrain.accelerator.checkpoints import NumberedCheckpoints
 from drivetrain.accelerator.control import ProcessControl
-from drivetrain.accelerator.optimizer import PreparedOptimizer, parameters_of
-from drivetrain.accelerator.scheduler import PreparedScheduler
+from drivetrain.accelerator.optimizer import PreparedOptimizer
+from drivetrain.accelerator.prepared import Prepared, parameters_of
 from drivetrain.accelerator.state_hooks import HookHandle, LoadHook, SaveHook, StateHooks
 from drivetrain.data import (
     PreparedLoader,
@@ -30,11 +30,7 @@ class StateSaving(ProcessControl):
 
     strategy: Strategy
     precision: Precision
-    _models: list[nn.Module]
-    _optimizers: list[PreparedOptimizer]
-    _schedulers: list[PreparedScheduler]
-    _loaders: list[PreparedLoader]
-    _registered: list[Any]
+    prepared: Prepared
     _numbered: NumberedCheckpoints
     _state_hooks: StateHooks
 
@@ -50,7 +46,7 @@ class StateSaving(ProcessControl):
                     f"{type(item).__name__} cannot be registered for checkpointing: it needs state_dict() and "
                     "load_state_dict(state)."
                 )
-        self._registered.extend(objects)
+        self.prepared.registered.extend(objects)
 
     def save_model(
         self,
@@ -126,10 +122,10 @@ class StateSaving(ProcessControl):
         if self._state_hooks.on_save:
             extra = checkpoint.extra_place(directory, self.state)
             for hook in self._state_hooks.on_save:
-                hook(list(self._models), shared["models"], extra)
+                hook(list(self.prepared.models), shared["models"], extra)
             self.wait_for_everyone()
         own = self._process_state()
-        optimizers = [optimizer.optimizer for optimizer in self._optimizers]
+        optimizers = [optimizer.optimizer for optimizer in self.prepared.optimizers]
         pending = checkpoint.save_run_state(
             directory, shared, own, self.state, block=block, extra=extra, optimizers=optimizers
         )
@@ -150,7 +146,7 @@ class StateSaving(ProcessControl):
         """
         directory = os.fspath(self._numbered.latest() if input_dir is None else input_dir)
         self.save_queue.finish()
-        models = list(self._models)
+        models = list(self.prepared.models)
         for hook in self._state_hooks.on_load:
             hook(models, directory)
         in_shards = self.strategy.reads_shards and not self.strategy.schedules_microbatches
@@ -158,9 +154,9 @@ class StateSaving(ProcessControl):
         shared, own = self.read_checkpoint_around(directory, later)
         here: dict[str, Sequence[Any]] = {
             "models": models,
-            "optimizers": self._optimizers,
-            "schedulers": self._schedulers,
-            "registered": self._registered,
+            "optimizers": self.prepared.optimizers,
+            "schedulers": self.prepared.schedulers,
+            "registered": self.prepared.registered,
         }
         for kind, objects in here.items():
             if kind not in shared:
@@ -174,7 +170,7 @@ class StateSaving(ProcessControl):
                     f"The checkpoint at {directory} holds {len(shared[kind])} {what}, but here are {len(objects)}. "
                     "Prepare and register the same objects, in the same order, before load_state."
                 )
-        owners = [self._owner(optimizer) for optimizer in self._optimizers]
+        owners = [self._owner(optimizer) for optimizer in self.prepared.optimizers]
         if in_shards:
             into = [self.strategy.model_state(model) for model in models]
             shared |= self.read_checkpoint(directory, {"models": into}, only=["models"])[0]
@@ -186,13 +182,13 @@ class StateSaving(ProcessControl):
                 for owner, saved in zip(owners, shared["optimizers"], strict=True)
             ]
             shared |= self.read_checkpoint(directory, {"optimizers": into}, only=["optimizers"])[0]
-        for owner, optimizer, state in zip(owners, self._optimizers, shared["optimizers"], strict=True):
+        for owner, optimizer, state in zip(owners, self.prepared.optimizers, shared["optimizers"], strict=True):
             self.strategy.load_optimizer_state(owner, optimizer.optimizer, state)
-        for scheduler, state in zip(self._schedulers, shared["schedulers"], strict=True):
+        for scheduler, state in zip(self.prepared.schedulers, shared["schedulers"], strict=True):
             scheduler.load_state_dict(state)
-        for loader, state in zip(self._loaders, shared["loaders"], strict=False):
+        for loader, state in zip(self.prepared.loaders, shared["loaders"], strict=False):
             loader.load_state_dict(state)
-        for item, state in zip(self._registered, shared["registered"], strict=True):
+        for item, state in zip(self.prepared.registered, shared["registered"], strict=True):
             item.load_state_dict(state)
         self.precision.load_state_dict(shared["precision"])
         self.restore_random_state(own)
@@ -200,7 +196,7 @@ class StateSaving(ProcessControl):
 
     def registered_state(self) -> list[dict[str, Any]]:
         """The state of what `register_for_checkpointing` was given."""
-        return [item.state_dict() for item in self._registered]
+        return [item.state_dict() for item in self.prepared.registered]
 
     def load_registered_state(self, states: Sequence[dict[str, Any]]) -> None:
         """Give what was registered its state back.
@@ -208,12 +204,12 @@ class StateSaving(ProcessControl):
         Raises:
             CheckpointError: another number of objects was registered when it was saved.
         """
-        if len(states) != len(self._registered):
+        if len(states) != len(self.prepared.registered):
             raise CheckpointError(
-                f"The checkpoint holds {len(states)} registered objects, but {len(self._registered)} are registered "
-                "now. Call register_for_checkpointing with the same ones, in the same order."
+                f"The checkpoint holds {len(states)} registered objects, but here are {len(self.prepared.registered)}. "
+                "Call register_for_checkpointing with the same ones, in the same order."
             )
-        for item, state in zip(self._registered, states, strict=True):
+        for item, state in zip(self.prepared.registered, states, strict=True):
             item.load_state_dict(state)
 
     def write_checkpoint(
@@ -288,14 +284,14 @@ class StateSaving(ProcessControl):
 
     def _shared_state(self) -> dict[str, Any]:
         return {
-            "models": [self.strategy.model_state(model) for model in self._models],
+            "models": [self.strategy.model_state(model) for model in self.prepared.models],
             "optimizers": [
                 self.strategy.optimizer_state(self._owner(optimizer), optimizer.optimizer)
-                for optimizer in self._optimizers
+                for optimizer in self.prepared.optimizers
             ],
-            "schedulers": [scheduler.state_dict() for scheduler in self._schedulers],
-            "loaders": [_position_of(loader) for loader in self._loaders],
-            "registered": [item.state_dict() for item in self._registered],
+            "schedulers": [scheduler.state_dict() for scheduler in self.prepared.schedulers],
+            "loaders": [_position_of(loader) for loader in self.prepared.loaders],
+            "registered": [item.state_dict() for item in self.prepared.registered],
             "precision": self.precision.state_dict(),
         }
 
@@ -305,7 +301,7 @@ class StateSaving(ProcessControl):
     def _owner(self, optimizer: PreparedOptimizer) -> nn.Module:
         """The prepared model whose parameters an optimizer holds; all of them, where it holds several models'."""
         held = {id(parameter) for parameter in parameters_of(optimizer)}
-        owners = [model for model in self._models if any(id(p) in held for p in model.parameters())]
+        owners = [model for model in self.prepared.models if any(id(p) in held for p in model.parameters())]
         if len(owners) == 1:
             return owners[0]
         return nn.ModuleList(self.strategy.unwrap(model) for model in owners)

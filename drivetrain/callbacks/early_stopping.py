@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
@@ -60,6 +60,8 @@ class EarlyStopping(Callback):
         trainer = Trainer(callbacks=[EarlyStopping("val_loss", patience=5)])
         ```
     """
+
+    runs_last_at_epoch_end: ClassVar[bool] = True
 
     def __init__(
         self,
@@ -145,7 +147,7 @@ class EarlyStopping(Callback):
             return
         stop, message = self._judge(value)
         if stop:
-            trainer.should_stop = True
+            trainer.request_stop(f"EarlyStopping: {message.removeprefix('Stopping: ').rstrip('.')}")
             self.stopped_epoch = trainer.current_epoch
             self.stopping_reason_message = message
         if message and (stop or self.verbose):

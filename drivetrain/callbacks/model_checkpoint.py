@@ -98,6 +98,8 @@ class ModelCheckpoint(Callback):
 
     CHECKPOINT_NAME_LAST: ClassVar[str] = "last"
     FILE_EXTENSION: ClassVar[str] = ".ckpt"
+    saves_checkpoints: ClassVar[bool] = True
+    runs_last_at_epoch_end: ClassVar[bool] = True
 
     def __init__(
         self,
@@ -384,6 +386,7 @@ class ModelCheckpoint(Callback):
         """
         if self._fitting and trainer.task is not None:
             self._save_now(trainer, trainer.task, f"{reason}-step={trainer.global_step}", is_passing=True)
+            self._last_step = trainer.global_step  # nothing of an epoch that is not over is saved once more
         return self.newest_model_path
 
     def _save_now(self, trainer: Trainer, task: Task, name: str, is_passing: bool) -> None:

@@ -140,6 +140,7 @@ class Timer(Callback):
 
     def _stop(self, trainer: Trainer) -> None:
         self._end = None
-        trainer.should_stop = True  # the loop agrees with the other processes about the step
+        # The loop agrees with the other processes about the step.
+        trainer.request_stop(f"Timer: the time is over after {self.time_elapsed():.0f} s of training")
         if self.verbose:
             logger.info(f"Timer: the time is over after {self.time_elapsed():.0f} s of training.")

@@ -291,7 +291,7 @@ def _report(reference: weakref.ref[SaveQueue]) -> None:
 
 def save_queue(state: PartialState) -> SaveQueue:
     """The queue of this process: one for all, so that two saves never meet."""
-    shared = PartialState._shared
+    shared = PartialState.registry()
     if _SHARED_NAME not in shared:
         shared[_SHARED_NAME] = SaveQueue(state)
     queue: SaveQueue = shared[_SHARED_NAME]

@@ -23,6 +23,7 @@ from drivetrain.data.randomness import (
 from drivetrain.data.reading import Opened, Reader
 from drivetrain.data.sharding import Layout
 from drivetrain.runtime.errors import CheckpointError, ConfigurationError
+from drivetrain.runtime.state import PartialState
 
 Place = Callable[[Any], Any]
 
@@ -131,7 +132,7 @@ class PreparedLoader:
 
     def _batches(self, opened: Opened) -> Iterator[Any]:
         """The loop that every batch goes through."""
-        place, tick = self._place, self.active.tick
+        place, tick = self._place, PartialState().heartbeat.beating(self.active.tick)
         self.active.enter(self)
         try:
             if place is None:

@@ -20,6 +20,8 @@ from torch.distributed.elastic.multiprocessing.api import SubprocessContext
 from drivetrain.launch.peers import Peers, agree_on_counts
 from drivetrain.launch.ranks import STOP_PATIENCE, LocalRanks
 from drivetrain.launch.report import RankFailure, first_failure
+from drivetrain.launch.watchdog import RankReport, Watchdog
+from drivetrain.runtime.heartbeat import HEARTBEAT_VARIABLE
 
 PREEMPTION_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 FORWARDED_SIGNALS = (signal.SIGINT, *PREEMPTION_SIGNALS, signal.SIGHUP, signal.SIGQUIT)
@@ -38,6 +40,7 @@ class RankAgent(LocalElasticAgent):
             gone), and with the number of that restart.
         on_resize: called when the number of machines has changed, with the old one and the new one.
         on_interrupt: called when the first Ctrl-C has been passed on.
+        watchdog: finds ranks that make no progress; None where nothing shall.
         arguments: those of torch's agent.
     """
 
@@ -51,6 +54,7 @@ class RankAgent(LocalElasticAgent):
         on_restart: Callable[[RankFailure | None, int], None],
         on_resize: Callable[[int, int], None],
         on_interrupt: Callable[[], None],
+        watchdog: Watchdog | None = None,
         **options: Any,
     ) -> None:
         super().__init__(spec, *arguments, **options)
@@ -60,6 +64,7 @@ class RankAgent(LocalElasticAgent):
         self._on_restart = on_restart
         self._on_resize = on_resize
         self._on_interrupt = on_interrupt
+        self._watchdog = watchdog
         self._attempt = -1  # number of restarts so far, the same on every machine
         self._failed_attempts = 0
         self._machines = 0
@@ -147,6 +152,8 @@ class RankAgent(LocalElasticAgent):
         super()._set_local_rank_env(worker_env, *arguments)
         # Torch counts failures of this machine alone.
         worker_env["TORCHELASTIC_RESTART_COUNT"] = str(self._attempt)
+        if self._watchdog is not None:
+            worker_env[HEARTBEAT_VARIABLE] = self._watchdog.path(int(worker_env["LOCAL_RANK"] or 0))
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         in_main_thread = threading.current_thread() is threading.main_thread()
@@ -160,6 +167,9 @@ class RankAgent(LocalElasticAgent):
             context.error_files,
             tell_all=self._tell_all,
         )
+        if self._watchdog is not None:
+            global_ranks = {worker.local_rank: worker.global_rank for worker in worker_group.workers}
+            self._watchdog.start(self._ranks.pids, global_ranks, self.world_size)
         self.preempted = False
         self._watching, self._stopping = True, False
         if in_main_thread:
@@ -177,6 +187,11 @@ class RankAgent(LocalElasticAgent):
                 self._stopping = True
                 self._stop_peers(ranks.alive())
                 return self._failed()
+            if self._watchdog is not None and peers.stacks_wanted():
+                peers.give_stacks(self._watchdog.describe(self._watchdog.report(ranks.alive())))
+        watchdog = self._watchdog if not ranks.someone_failed() else None
+        if watchdog is not None and (reports := watchdog.poll(ranks.alive())) is not None:
+            return self._end_hang(watchdog, reports)
         if ranks.someone_failed():
             self._stopping = True
             ranks.see_who_dies()
@@ -242,6 +257,15 @@ class RankAgent(LocalElasticAgent):
     def _stop_peers(self, locals_: Any) -> None:
         """End ranks that another's failure leaves alone: at once where they start again, else asking them first."""
         self._running()[0].stop(locals_, patience=0.0 if self._remaining_restarts else STOP_PATIENCE)
+
+    def _end_hang(self, watchdog: Watchdog, reports: list[RankReport]) -> RunResult:
+        """End all ranks, of which one makes no progress."""
+        ranks, peers = self._running()
+        self._stopping = True
+        ranks.hang = watchdog.failure(reports, peers.collect_stacks(watchdog.describe(reports)))
+        peers.publish(ranks.hang)
+        self._stop_peers(ranks.alive())
+        return self._failed()
 
     def _end_preempted(self) -> RunResult:
         """One rank has saved and ended. The others, who agreed on the step, get the time to do the same."""

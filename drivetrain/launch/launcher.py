@@ -24,6 +24,7 @@ from drivetrain.launch.options import DEFAULT_PORT, LaunchOptions
 from drivetrain.launch.peers import LOST_AFTER
 from drivetrain.launch.plan import LaunchPlan
 from drivetrain.launch.report import RankFailure, describe
+from drivetrain.launch.watchdog import Watchdog
 from drivetrain.runtime.errors import ConfigurationError, LaunchError
 from drivetrain.runtime.exit_codes import RESUME_EXIT_CODE
 
@@ -45,8 +46,8 @@ def launch_script(options: LaunchOptions, script: str, args: Sequence[str] = ())
 
     Returns:
         0; the exit code of the first rank that failed; 128 + the number of the signal that ended it; the same for
-        a signal that ended the launcher (130 for Ctrl-C); or 75, `RESUME_EXIT_CODE`, where the run was preempted
-        and has saved its state, so that it can be started again.
+        a signal that ended the launcher (130 for Ctrl-C); 124, `HANG_EXIT_CODE`, where a rank made no progress; or 75,
+        `RESUME_EXIT_CODE`, where the run was preempted and has saved its state, so that it can be started again.
 
     Raises:
         ConfigurationError: the script is not there, or the options do not fit this machine.
@@ -63,9 +64,10 @@ def launch_script(options: LaunchOptions, script: str, args: Sequence[str] = ())
     with (
         _quiet_loggers(enabled=not options.debug),
         _log_directory(options) as log_directory,
+        _watchdog(options) as watchdog,
         plan.environment(),
     ):
-        return _run(options, plan, entrypoint, arguments, log_directory)
+        return _run(options, plan, entrypoint, arguments, log_directory, watchdog)
 
 
 def _command(options: LaunchOptions, script: str, args: Sequence[str]) -> tuple[str, list[str]]:
@@ -80,7 +82,14 @@ def _command(options: LaunchOptions, script: str, args: Sequence[str]) -> tuple[
     return entrypoint, [argument.replace("$", "$$") for argument in arguments]
 
 
-def _run(options: LaunchOptions, plan: LaunchPlan, entrypoint: str, arguments: list[str], log_directory: str) -> int:
+def _run(
+    options: LaunchOptions,
+    plan: LaunchPlan,
+    entrypoint: str,
+    arguments: list[str],
+    log_directory: str,
+    watchdog: Watchdog | None,
+) -> int:
     parameters = _rendezvous(options)
     try:
         handler = get_rendezvous_handler(parameters)
@@ -108,6 +117,7 @@ def _run(options: LaunchOptions, plan: LaunchPlan, entrypoint: str, arguments: l
         on_restart=lambda failure, number: _say_restart(options, agent, failure, number),
         on_resize=lambda old, new: _say(f"going on with {new} machine(s) instead of {old}."),
         on_interrupt=lambda: _say("interrupted: the processes are ending; Ctrl-C again kills them."),
+        watchdog=watchdog,
     )
     try:
         return _watch(options, parameters, agent, handler)
@@ -132,7 +142,7 @@ def _watch(
         failure = agent.first_failure()
         if failure is None:
             raise LaunchError(_unexplained(agent))
-        _write(_described(failure, agent))
+        _write(_described(options, failure, agent))
         return failure.status
     except (KeyboardInterrupt, SignalException) as stop:
         shut_down = False
@@ -164,7 +174,7 @@ def _after_signal(options: LaunchOptions, agent: RankAgent) -> int:
         return 0  # through before it had to stop
     failure = agent.first_failure()
     if failure is not None and failure.text:
-        _write(_described(failure, agent))
+        _write(_described(options, failure, agent))
     return 128 + agent.received
 
 
@@ -191,13 +201,13 @@ def _unexplained(agent: RankAgent) -> str:
     return "The processes were stopped, and none of them said why."
 
 
-def _described(failure: RankFailure, agent: RankAgent) -> str:
+def _described(options: LaunchOptions, failure: RankFailure, agent: RankAgent) -> str:
     early = agent.ended_early()
     then = ""
     if early:
         ranks = ", ".join(str(rank) for rank in early)
         then = f"Already ended, with exit code 0: rank {ranks}. All others were stopped."
-    return describe(failure, agent.world_size, then=then)
+    return describe(failure, agent.world_size, then=then, debug=options.compares_calls)
 
 
 def _rendezvous(options: LaunchOptions) -> RendezvousParameters:
@@ -257,6 +267,18 @@ def _log_directory(options: LaunchOptions) -> Iterator[str]:
         return
     with tempfile.TemporaryDirectory(prefix="drivetrain_", ignore_cleanup_errors=True) as directory:
         yield directory
+
+
+@contextmanager
+def _watchdog(options: LaunchOptions) -> Iterator[Watchdog | None]:
+    """What finds ranks that make no progress, with a directory in memory for their heartbeats."""
+    limit = options.hang_limit
+    if limit == 0:
+        yield None
+        return
+    memory = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
+    with tempfile.TemporaryDirectory(prefix="drivetrain_", dir=memory, ignore_cleanup_errors=True) as directory:
+        yield Watchdog(directory, limit, debug=options.compares_calls)
 
 
 @contextmanager

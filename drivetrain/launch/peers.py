@@ -16,6 +16,7 @@ from drivetrain.launch.report import RankFailure, first_failure
 LOST_AFTER = 30.0  # seconds without a sign of life after which a machine counts as gone
 _LOOK_INTERVAL = 1.0  # seconds between two questions to the store while all is well
 _SETTLE = 2.5  # seconds in which machines that see one failure write theirs, or that they have none
+_STACKS_TIME = 4.0  # seconds that other machines have to ask their ranks for their stacks
 _FAREWELL = 3.0  # seconds that the machine that serves the store waits for the others to have read
 
 
@@ -84,6 +85,43 @@ class Peers:
             # Not a failure by itself: machine 0 may be through and gone while others still write files.
             self._machines = 1
             return False
+
+    def collect_stacks(self, own: str) -> str:
+        """What all machines know of their ranks, after asking them, a few seconds at most.
+
+        Args:
+            own: The lines about this machine's ranks.
+        """
+        if self._machines == 1:
+            return own
+        self._write("stacks", own)
+        self._write_for_all("stacks_wanted")
+        found = [own]
+        try:
+            deadline = time.monotonic() + _STACKS_TIME
+            while not self._store.check(self._keys("stacks")) and time.monotonic() < deadline:
+                time.sleep(0.05)
+            found = []
+            for machine, key in enumerate(self._keys("stacks")):
+                here = self._store.check([key])
+                found.append(self._store.get(key).decode() if here else f"  machine {machine} did not answer.")
+        except RuntimeError:
+            pass  # the machine that serves the store is gone
+        return "\n".join(found)
+
+    def stacks_wanted(self) -> bool:
+        """Whether another machine asks for the stacks of this one's ranks, which it was not given yet."""
+        if self._machines == 1:
+            return False
+        try:
+            asked = self._store.check([f"{self._prefix}/stacks_wanted"])
+            return bool(asked) and not self._store.check([f"{self._prefix}/stacks/{self._machine}"])
+        except RuntimeError:
+            return False
+
+    def give_stacks(self, own: str) -> None:
+        """Answer a machine that asks for stacks."""
+        self._write("stacks", own)
 
     def is_time_to_look(self) -> bool:
         """Whether it is time to ask the store again; it is asked once in a while only, and given a sign of life."""

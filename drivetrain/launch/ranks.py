@@ -54,6 +54,12 @@ class LocalRanks:
         self._last_look = time.time()
         self.endings: dict[int, Ending] = {}
         self.stopped: set[int] = set()
+        self.hang: RankFailure | None = None  # what the watchdog found
+
+    @property
+    def pids(self) -> dict[int, int]:
+        """Process ids, by local rank."""
+        return {local: process.pid for local, process in self._processes.items()}
 
     # watching
 
@@ -97,7 +103,7 @@ class LocalRanks:
 
     def failures(self) -> list[RankFailure]:
         """The ranks that failed by themselves."""
-        failures = []
+        failures = [self.hang] if self.hang is not None else []
         for local, process in self._processes.items():
             ending, record = self.endings.get(local), self._record(local)
             if ending is not None and ending.exit_code == 0:

@@ -24,6 +24,7 @@ from types import CodeType, ModuleType
 from typing import Any
 
 from drivetrain.launch.report import ERROR_FILE_VARIABLE, write_record
+from drivetrain.runtime.heartbeat import answer_launcher
 
 AFFINITY_VARIABLE = "DRIVETRAIN_CPU_AFFINITY"
 _INTERRUPTED = 128 + signal.SIGINT
@@ -47,6 +48,7 @@ def main() -> int:
             stream.reconfigure(line_buffering=True, write_through=False)
     with contextlib.suppress(OSError, ValueError, io.UnsupportedOperation):
         faulthandler.enable()
+    answer_launcher()
     # Registered before the script has registered anything, so it runs after all of the script's exit handlers.
     atexit.register(_leave_process_group, rank_process)
     sys.argv = [target, *arguments]

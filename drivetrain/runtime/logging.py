@@ -96,7 +96,7 @@ class RankLogger(_Adapter):
             if turn == rank:
                 self.logger.log(level, msg, *args, **kwargs)
             if in_order:
-                barrier()
+                _take_turns()
 
     def warning_once(self, msg: object, *args: object, **kwargs: Any) -> None:
         """Log a warning the first time that this logger is given this message with these arguments."""
@@ -146,12 +146,20 @@ def _parse_level(level: str | int, source: str) -> int:
     return int(getattr(logging, name))
 
 
+def _take_turns() -> None:
+    """Wait for all processes; also without a `PartialState`, where the script made the process group."""
+    state = PartialState.existing()
+    if state is not None:
+        state.wait_for_everyone()
+    else:
+        barrier()
+
+
 def _rank_and_world_size() -> tuple[int, int]:
     """This process among its peers; starts nothing, and lets no broken environment break a log line."""
-    environment = PartialState._shared.get("environment")
-    if environment is None:
-        try:
-            environment = ProcessEnvironment.detect()
-        except DrivetrainError:
-            return 0, 1
+    state = PartialState.existing()
+    try:
+        environment = state.environment if state is not None else ProcessEnvironment.detect()
+    except DrivetrainError:
+        return 0, 1
     return environment.rank, environment.world_size

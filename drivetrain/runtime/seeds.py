@@ -50,10 +50,11 @@ def set_seed(seed: int, device_specific: bool = False, deterministic: bool | Lit
     base = _checked_seed(seed)
     if deterministic is not False:
         make_deterministic(deterministic)
-    PartialState._shared["seed"] = base
+    PartialState.registry()["seed"] = base
     own = base
     if device_specific:
-        environment = PartialState._shared.get("environment") or ProcessEnvironment.detect()
+        state = PartialState.existing()
+        environment = state.environment if state is not None else ProcessEnvironment.detect()
         own = (base + environment.rank) % (MAX_SEED + 1)
     random.seed(own)
     np.random.seed(own)
@@ -64,7 +65,7 @@ def set_seed(seed: int, device_specific: bool = False, deterministic: bool | Lit
 
 def recorded_seed() -> int | None:
     """The seed that `set_seed` was last given in this process; None before its first call."""
-    seed: int | None = PartialState._shared.get("seed")
+    seed: int | None = PartialState.registry().get("seed")
     return seed
 
 

@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 
 from drivetrain import FSDP, Accelerator, Callback, Task, Trainer
 from tests.pool import run_in_processes
-from tests.strategies.fsdp_runs import (
+from tests.strategies.fsdp_models import (
     NetTask,
     gap,
     loader,

@@ -174,7 +174,8 @@ class CheckpointWriter:
         if self._forgives or trainer.world_size == 1:
             self.settle()
         else:
-            trainer.should_stop = True  # they agree on the step to stop at, and raise when training is over
+            # They agree on the step to stop at, and raise when training is over.
+            trainer.request_stop("ModelCheckpoint: a checkpoint could not be written in the background")
 
     def settle(self, forgive: bool = False) -> None:
         """Wait until what is being written is done.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -62,6 +62,9 @@ class Guard(Callback):
         max_skips: After so many steps in a row that were left out the run ends with an error.
         every_n_steps: Look at the values only every so many steps: until then they stay on the device.
     """
+
+    runs_last_at_epoch_end: ClassVar[bool] = True
+    guards_values: ClassVar[bool] = True
 
     def __init__(self, monitor: str, action: str, max_rollbacks: int, max_skips: int, every_n_steps: int) -> None:
         name = type(self).__name__
@@ -140,7 +143,7 @@ class Guard(Callback):
         self._watched.clear()
         self._is_tripped = False
         self._skips_in_a_row = 0
-        trainer.batches_to_skip.update(self.skipped)
+        trainer.skip_batches(self.skipped)
 
     def on_train_batch_start(self, trainer: Trainer, task: Task, batch: Any, batch_idx: int) -> None:
         self._batches.append(batch_idx)

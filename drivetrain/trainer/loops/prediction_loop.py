@@ -7,13 +7,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from drivetrain.callbacks.stage import Stage
 from drivetrain.data import BatchInfo, PreparedLoader
 from drivetrain.runtime.collectives import gather_object
 from drivetrain.runtime.nested import recursively_apply, send_to_device
-from drivetrain.trainer.loops.evaluation_loop import _evaluating, loader_argument
+from drivetrain.trainer.loops.evaluation_loop import evaluating, loader_argument
 from drivetrain.trainer.loops.loader_source import LoaderSource, limits_of, own_batches
 from drivetrain.trainer.metrics.log_scopes import PREDICT
-from drivetrain.trainer.loops.optimization_step import bind_evaluation_step
+from drivetrain.trainer.loops.binding import bind_evaluation_step
 from drivetrain.trainer.task import Task
 
 if TYPE_CHECKING:
@@ -45,11 +46,12 @@ class PredictionLoop:
         """
         trainer, hooks = self._trainer, self._trainer.hooks
         loaders = self._source.prepare_evaluation()
-        limits = limits_of(loaders, trainer.limit_predict_batches, "limit_predict_batches", self._strategy.needs_even_batches)
-        trainer.num_evaluation_batches["predict"] = own_batches(loaders, limits)
+        even = self._strategy.needs_even_batches
+        limits = limits_of(loaders, trainer.limit_predict_batches, "limit_predict_batches", even)
+        trainer.current.evaluation_batches[Stage.PREDICT] = own_batches(loaders, limits)
         results: list[Any] = []
         self._strategy.before_evaluation(self._model)
-        with _evaluating(self._task, "predict", trainer):
+        with evaluating(self._task, Stage.PREDICT):
             trainer.logged.enter(PREDICT)
             hooks.call("on_predict_start")
             hooks.call("on_predict_epoch_start")
@@ -63,7 +65,7 @@ class PredictionLoop:
         return results[0] if len(results) == 1 else results
 
     def _run_loader(self, loader: PreparedLoader, limit: float, dataloader_idx: int | None) -> list[Any]:
-        trainer, hooks = self._trainer, self._trainer.hooks
+        trainer, hooks, current = self._trainer, self._trainer.hooks, self._trainer.current
         extra = loader_argument(self._task.predict_step, dataloader_idx)
         position = dataloader_idx or 0
         outputs: list[Any] = []
@@ -71,7 +73,7 @@ class PredictionLoop:
             return outputs  # asked for; a process that merely has no batch still takes part in opening the loader
         for index, batch in enumerate(loader.iterate(limit, together=self._strategy.needs_even_batches)):
             info = loader.current
-            trainer.batch, trainer.batch_info = batch, info
+            current.batch, current.batch_info = batch, info
             for hook in hooks.find("on_predict_batch_start"):
                 hook(batch, index, position)
             output = self._step(batch, index, *extra)
@@ -81,7 +83,7 @@ class PredictionLoop:
                 outputs.append(_real_rows(send_to_device(output, torch.device("cpu")), info))
             if index + 1 >= limit:
                 break
-        trainer.batch = trainer.batch_info = None
+        current.leave_batch()
         if trainer.world_size == 1 or not self._keep:
             return outputs
         everyone = gather_object([outputs])

@@ -51,8 +51,8 @@ def run_state(trainer: Trainer, weights_only: bool = False) -> tuple[dict[str, A
             "callbacks": {c.state_key: found for c in trainer.callbacks if (found := c.state_dict())},
             "trackers": [tracker.state_dict() for tracker in trainer.loggers] if trainer.is_global_zero else [],
             "registered": trainer.accelerator.registered_state(),
-            # A run that was only made to end, by a signal, is to go on where it is resumed.
-            "should_stop": trainer.should_stop_agreed and not (trainer.preempted or trainer.interrupted),
+            # A run that a signal or a limit has ended continues where it is resumed, perhaps with another limit.
+            "should_stop": trainer.control.stops_for_good,
             "datamodule": trainer.datamodule.state_dict() if trainer.datamodule is not None else {},
         }
     for callback in trainer.callbacks:
@@ -168,7 +168,7 @@ class SavedRun:
         trainer.accelerator.precision.load_state_dict(state["precision"])
         trainer.accelerator.load_registered_state(state["registered"])
         trainer.progress.load_state_dict(state["progress"])
-        trainer.should_stop = trainer.should_stop_agreed = bool(state["should_stop"])
+        trainer.control.resume_stop(bool(state["should_stop"]))
         if trainer.is_global_zero:
             for tracker, saved in zip(trainer.loggers, state["trackers"], strict=False):
                 tracker.load_state_dict(saved)
