@@ -18,6 +18,7 @@ from drivetrain.runtime.collectives import gather
 from drivetrain.runtime.errors import ConfigurationError
 from drivetrain.runtime.nested import recursively_apply, send_to_device
 from drivetrain.runtime.state import PartialState
+from drivetrain.trainer.data_hooks import DataHooks
 from drivetrain.trainer.hyper_parameters import HyperParameters, constructor_arguments, select_hyper_parameters
 from drivetrain.trainer.task_hooks import TaskHooks
 
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
     from drivetrain.trainer.trainer import Trainer
 
 
-class Task(TaskHooks):
+class Task(DataHooks, TaskHooks):
     """A model together with how it is trained, validated, tested and used.
 
     Subclass it, override `training_step` and `configure_optimizers`, and hand it to `Trainer.fit`.
@@ -370,53 +371,12 @@ class Task(TaskHooks):
         else:
             scheduler.step(metric)
 
-    # batches on their way to the device
-
-    def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
-        """Change a batch before it is moved to the device."""
-        return batch
-
-    def transfer_batch_to_device(self, batch: Any, device: torch.device, dataloader_idx: int) -> Any:
-        """Move a batch to the device."""
-        return send_to_device(batch, device)
-
-    def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
-        """Change a batch after it was moved to the device."""
-        return batch
-
-    # loaders, where there is no DataModule
-
-    def prepare_data(self) -> None:
-        """Download or unpack; called on the first process of each machine only."""
-
-    def setup(self, stage: str) -> None:
-        """Called on every process before `stage`."""
-
-    def teardown(self, stage: str) -> None:
-        """Called on every process after `stage`."""
-
     def configure_model(self) -> None:
         """Build large modules here, under the strategy's context, rather than in the constructor."""
 
     def configure_callbacks(self) -> Any:
         """Callbacks that belong to the task; they replace the trainer's of the same type."""
         return []
-
-    def train_dataloader(self) -> Any:
-        """The loader or loaders to train on."""
-        return None
-
-    def val_dataloader(self) -> Any:
-        """The loader or loaders to validate on."""
-        return None
-
-    def test_dataloader(self) -> Any:
-        """The loader or loaders to test on."""
-        return None
-
-    def predict_dataloader(self) -> Any:
-        """The loader or loaders to predict on."""
-        return None
 
     # hyper-parameters and checkpoints
 
