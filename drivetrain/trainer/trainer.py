@@ -271,13 +271,13 @@ class Trainer(OptionAttributes, TrainerStatus):
         self.tracker_log.write_hyper_parameters(task)
         training_model = self.strategy.training_model(self.model, task.automatic_optimization)
         step = choose_step(self, task, training_model)
+        batches = TrainingBatches(self, training)
         validation = self._make_validation(task, self.model, validating)
         if saved is None:
             self._sanity_check(validation)
         self.logged.start((Stage.TRAIN, Stage.VALIDATE))
-        task.train()
+        task_checks.warn_of_evaluation_mode(task)
         self.current.stage = Stage.TRAIN
-        batches = TrainingBatches(self, training)
         task_checks.warn_of_rare_logging(self, self.estimated_stepping_batches)
         self.fit_loop = FitLoop(self, step, batches, validation, EpochHealth(self, task))
         if saved is not None:
