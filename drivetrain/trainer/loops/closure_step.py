@@ -81,7 +81,7 @@ class ClosureStep(PlainStep):
 
     def _loss_of_window(self, outputs: list[Any], window: Sequence[MicroBatch]) -> Tensor:
         """The loss that the gradients of a window are those of; this process's part of it where there are several."""
-        total = torch.zeros((), device=self._trainer.strategy.device)
+        total = torch.zeros((), device=self._trainer.strategy.topology.device)
         for output, micro_batch in zip(outputs, window, strict=True):
             loss = self._output.loss_of(output)
             if loss is not None:

@@ -14,6 +14,7 @@ from drivetrain.callbacks.stage import Stage
 from drivetrain.data import PreparedLoader
 from drivetrain.data.randomness import kept_generators
 from drivetrain.runtime.seeds import isolated_random_state
+from drivetrain.strategies.capabilities import PlainEvaluation, evaluation_context
 from drivetrain.trainer.loops.loader_source import LoaderSource, limits_of, own_batches
 from drivetrain.trainer.metrics.log_scopes import TEST_EPOCH, TEST_STEP, VALIDATE_EPOCH, VALIDATE_STEP, LogScope
 from drivetrain.trainer.metrics.logged_value import EpochValue, to_numbers
@@ -58,7 +59,7 @@ class EvaluationLoop:
         self._loaders: list[PreparedLoader] | None = None
         self._limits: list[float] = []
         self._strategy, self._model = trainer.strategy, model
-        self._step = bind_evaluation_step(trainer, task, model, getattr(task, stage.step_name))
+        self._step: Callable[..., Any]
         self._in_step, self._in_epoch = _SCOPES[stage]
 
     def load(self) -> list[PreparedLoader]:
@@ -105,12 +106,12 @@ class EvaluationLoop:
         trainer, hooks, stage = self._trainer, self._hooks, self._stage
         loaders = self.load()
         limits = [min(limit, FOREVER if at_most is None else at_most) for limit in self._limits]
-        self._strategy.before_evaluation(self._model)
+        self._step = bind_evaluation_step(trainer, self._task, self._model, getattr(self._task, stage.step_name))
         with evaluating(self._task, stage):
             trainer.logged.enter(self._in_epoch)
             hooks.call(stage.hook_name("start"))
             hooks.call(stage.hook_name("epoch_start"))
-            with torch.inference_mode() if trainer.inference_mode else torch.no_grad():
+            with evaluation_context(self._strategy.capability(PlainEvaluation), trainer.inference_mode):
                 for index, (loader, limit) in enumerate(zip(loaders, limits, strict=True)):
                     self._run_loader(loader, limit, index if len(loaders) > 1 else None, keep)
             trainer.logged.enter(self._in_epoch)

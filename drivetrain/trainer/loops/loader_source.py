@@ -128,7 +128,7 @@ class LoaderSource:
             return None
         before, transfer, after = owners
         default = self._trainer.accelerator.default_placement() or (lambda batch: batch)
-        device = self._trainer.strategy.device
+        device = self._trainer.strategy.topology.device
 
         def place(batch: Any) -> Any:
             if before is not None:

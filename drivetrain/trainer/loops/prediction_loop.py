@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -11,6 +12,7 @@ from drivetrain.callbacks.stage import Stage
 from drivetrain.data import BatchInfo, PreparedLoader
 from drivetrain.runtime.collectives import gather_object
 from drivetrain.runtime.nested import recursively_apply, send_to_device
+from drivetrain.strategies.capabilities import PlainEvaluation, evaluation_context
 from drivetrain.trainer.loops.evaluation_loop import evaluating, loader_argument
 from drivetrain.trainer.loops.loader_source import LoaderSource, limits_of, own_batches
 from drivetrain.trainer.metrics.log_scopes import PREDICT
@@ -35,7 +37,7 @@ class PredictionLoop:
     def __init__(self, trainer: Trainer, task: Task, model: nn.Module, source: LoaderSource, keep: bool) -> None:
         self._trainer, self._task, self._source, self._keep = trainer, task, source, keep
         self._strategy, self._model = trainer.strategy, model
-        self._step = bind_evaluation_step(trainer, task, model, task.predict_step)
+        self._step: Callable[..., Any]
 
     def run(self) -> list[Any]:
         """Predict.
@@ -50,12 +52,12 @@ class PredictionLoop:
         limits = limits_of(loaders, trainer.limit_predict_batches, "limit_predict_batches", even)
         trainer.current.evaluation_batches[Stage.PREDICT] = own_batches(loaders, limits)
         results: list[Any] = []
-        self._strategy.before_evaluation(self._model)
+        self._step = bind_evaluation_step(trainer, self._task, self._model, self._task.predict_step)
         with evaluating(self._task, Stage.PREDICT):
             trainer.logged.enter(PREDICT)
             hooks.call("on_predict_start")
             hooks.call("on_predict_epoch_start")
-            with torch.inference_mode() if trainer.inference_mode else torch.no_grad():
+            with evaluation_context(self._strategy.capability(PlainEvaluation), trainer.inference_mode):
                 for index, (loader, limit) in enumerate(zip(loaders, limits, strict=True)):
                     results.append(self._run_loader(loader, limit, index if len(loaders) > 1 else None))
             hooks.call("on_predict_epoch_end")
@@ -86,9 +88,7 @@ class PredictionLoop:
         current.leave_batch()
         if trainer.world_size == 1 or not self._keep:
             return outputs
-        everyone = gather_object([outputs])
-        if self._strategy.data_ranks is not None:
-            everyone = [everyone[rank] for rank in self._strategy.data_ranks]
+        everyone = self._strategy.topology.select(gather_object([outputs]), rows=True)
         longest = max(len(each) for each in everyone)
         return [
             each[turn] for turn in range(longest) for each in everyone if turn < len(each) and each[turn] is not None

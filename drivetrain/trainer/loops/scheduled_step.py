@@ -54,9 +54,9 @@ class ScheduledStep(PlainStep):
         with logged.recorded() as calls:
             own = self._forward_backward(self._model, self.run_micro_batch, window)
         outputs: list[Any]
-        outputs, calls = strategy.share(([detached(output) for output in own], calls))
-        if not strategy.computes_loss:
-            outputs = send_to_device(outputs, strategy.device)
+        outputs, calls = strategy.topology.share(([detached(output) for output in own], calls))
+        if not strategy.topology.computes_loss:
+            outputs = send_to_device(outputs, strategy.topology.device)
             logged.replay(calls, self._task)
             if any(self._output.has_weight(output) for output in outputs):
                 self._is_weighted = self._engine.weights.in_use = True
