@@ -136,7 +136,8 @@ class Task(DataHooks, TaskHooks):
             value: a scalar tensor, a number, or a torchmetrics object (computed and reset each epoch).
             prog_bar: show it in the progress bar.
             logger: give it to the trackers; yes if None.
-            on_step: show each step's value; by default in training steps.
+            on_step: show and write each step's value; by default in training steps. In validation and test steps it is
+                written for each batch, as the main process has it, against the number of batches evaluated before.
             on_epoch: reduce over the epoch; by default in validation, test and at the end of epochs. Means weigh
                 each value by its batch's real rows, over all processes. With both, the names get `_step` and `_epoch`.
             reduce_fx: `"mean"`, `"sum"`, `"max"`, `"min"`, or a function of the stacked values.
