@@ -216,7 +216,7 @@ def entries_of(tree: Any, path: str) -> dict[str, Any]:
 
 
 def compare_states(wanted: Mapping[str, Any], saved: Mapping[str, Any]) -> LoadReport:
-    """Say how the tensors of two flat state dicts differ, such as a model's own and one that was loaded.
+    """Compare the tensors of two flat state dicts differ, such as a model's own and one that was loaded.
 
     Args:
         wanted: what is to be filled.

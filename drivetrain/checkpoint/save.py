@@ -95,7 +95,7 @@ class Save:
         self.plan = plan
 
     def _prepare(self, shared: Any, own: Any, storage: Storage | None) -> Hashable:
-        """Take the trees apart and say which tensors there are here."""
+        """Take the trees apart and outline which tensors there are here."""
         found, self.directory = storage_of(self.directory)
         self._storage = storage or found
         if self._extra is not None and not isinstance(self._storage, LocalStorage):
@@ -120,7 +120,7 @@ class Save:
         return outline_of(tensors, self._held_by_peers)
 
     def stage(self, buffer: StagingBuffer, may_wait: Collection[int] = ()) -> Copying | None:
-        """Copy what this process writes, so that training may go on. A failure is told by `run`.
+        """Copy what this process writes, so that training may continue. A failure is raised by `run`.
 
         Args:
             buffer: memory for the copies.
