@@ -6,7 +6,7 @@ import inspect
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -16,6 +16,7 @@ from drivetrain import checkpoint
 from drivetrain.accelerator.prepared import parameters_of
 from drivetrain.runtime.collectives import gather
 from drivetrain.runtime.errors import ConfigurationError
+from drivetrain.runtime.keywords import refuse_unknown
 from drivetrain.runtime.nested import recursively_apply, send_to_device
 from drivetrain.runtime.state import PartialState
 from drivetrain.trainer.data_hooks import DataHooks
@@ -128,6 +129,7 @@ class Task(DataHooks, TaskHooks):
         batch_size: int | None = None,
         metric_attribute: str | None = None,
         rank_zero_only: bool = False,
+        **unknown: NoReturn,
     ) -> None:
         """Log a value. It stays on its device until something shows or writes it.
 
@@ -154,6 +156,8 @@ class Task(DataHooks, TaskHooks):
             ConfigurationError: the value is no scalar, the name has another meaning already, or there is no step or
                 epoch that it could belong to.
         """
+        if unknown:
+            refuse_unknown(unknown, self.log)
         trainer = self._trainer
         if trainer is None:
             return  # a step tried out by hand, without a trainer
@@ -262,7 +266,7 @@ class Task(DataHooks, TaskHooks):
         else:
             self._trainer.print(*args, **kwargs)
 
-    def all_gather(self, data: Any, group: Any = None, sync_grads: bool = False) -> Any:
+    def all_gather(self, data: Any, group: Any = None, sync_grads: bool = False, **unknown: NoReturn) -> Any:
         """Stack tensors of all processes along a new first dimension; the tensors themselves in a world of one.
 
         Args:
@@ -270,6 +274,7 @@ class Task(DataHooks, TaskHooks):
             group: accepted for tasks that move over; all processes take part.
             sync_grads: not supported; use `torch.distributed.nn` where gradients must flow.
         """
+        refuse_unknown(unknown, self.all_gather)
         if sync_grads:
             raise ConfigurationError("all_gather(sync_grads=True) is not supported; use torch.distributed.nn.")
         if PartialState().num_processes == 1:
@@ -278,12 +283,14 @@ class Task(DataHooks, TaskHooks):
 
     # training by hand
 
-    def optimizers(self, use_pl_optimizer: bool = True) -> Any:
+    def optimizers(self, use_pl_optimizer: bool = True, **unknown: NoReturn) -> Any:
         """The optimizer, or the list of them.
 
         Args:
             use_pl_optimizer: False gives the bare ones, which know nothing of precision.
         """
+        if unknown:
+            refuse_unknown(unknown, self.optimizers)
         chosen = [o if use_pl_optimizer else o.optimizer for o in self.trainer.task_optimizers]
         return chosen[0] if len(chosen) == 1 else chosen
 
@@ -318,8 +325,11 @@ class Task(DataHooks, TaskHooks):
         optimizer: Optimizer,
         gradient_clip_val: float | None = None,
         gradient_clip_algorithm: str | None = None,
+        **unknown: NoReturn,
     ) -> None:
         """Clip an optimizer's gradients, by norm (the default) or by value."""
+        if unknown:
+            refuse_unknown(unknown, self.clip_gradients)
         if gradient_clip_val is None:
             return
         engine, parameters = self.trainer.accelerator, parameters_of(optimizer)
@@ -386,7 +396,9 @@ class Task(DataHooks, TaskHooks):
         """What `save_hyperparameters` kept."""
         return self._hparams
 
-    def save_hyperparameters(self, *args: Any, ignore: Any = None, frame: Any = None, logger: bool = True) -> None:
+    def save_hyperparameters(
+        self, *args: Any, ignore: Any = None, frame: Any = None, logger: bool = True, **unknown: NoReturn
+    ) -> None:
         """Remember the constructor's arguments, for trackers and checkpoints; call it in `__init__`.
 
         Args:
@@ -395,6 +407,7 @@ class Task(DataHooks, TaskHooks):
             frame: the constructor's frame; found if None.
             logger: whether trackers get them.
         """
+        refuse_unknown(unknown, self.save_hyperparameters)
         if frame is None:
             current = inspect.currentframe()
             frame = current.f_back if current is not None else None
