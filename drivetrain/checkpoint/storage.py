@@ -54,8 +54,8 @@ class Storage(ABC):
         """Open a file for reading.
 
         Args:
-            path: the file.
-            once: whether it is not soon read again here, so that there is no use in caching it.
+            path: The file.
+            once: Whether it is not soon read again here, so that there is no use in caching it.
         """
 
     @abstractmethod
@@ -94,8 +94,8 @@ class Storage(ABC):
         """Choose where a checkpoint is written until it is published.
 
         Args:
-            directory: the checkpoint's final directory.
-            token: distinguishes this write from others.
+            directory: The checkpoint's final directory.
+            token: Distinguishes this write from others.
 
         Returns:
             That place, and what its files' names begin with in the published directory.
@@ -348,7 +348,7 @@ def storage_of(path: str | os.PathLike[str]) -> tuple[Storage, str]:
     """The storage that a path is on, and the path as that storage takes it.
 
     Args:
-        path: a local path, `file://...`, or a URL of a file system of fsspec, such as `s3://bucket/run` or `memory://run`.
+        path: A local path, `file://...`, or a URL of a file system of fsspec, such as `s3://bucket/run` or `memory://run`.
     """
     text = os.fspath(path)
     match = _URL.match(text)
