@@ -23,6 +23,14 @@ def epoch_length(trainer: Trainer, loader: PreparedLoader | CombinedLoader) -> f
     return batches_to_run(length_of(loader), limit, name)
 
 
+def estimate_steps(trainer: Trainer, loader: PreparedLoader | CombinedLoader) -> float:
+    """Optimizer steps that `fit` takes; infinite where this is not known."""
+    batches = epoch_length(trainer, loader)
+    epochs = FOREVER if trainer.max_epochs < 0 else trainer.max_epochs
+    steps = FOREVER if FOREVER in (batches, epochs) else -(-batches // trainer.accumulate_grad_batches) * epochs
+    return min(steps, trainer.max_steps) if trainer.max_steps >= 0 else steps
+
+
 class TrainingBatches:
     """The training batches of one epoch after the other.
 
