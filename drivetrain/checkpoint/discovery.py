@@ -6,9 +6,10 @@ import os
 from dataclasses import dataclass
 
 from drivetrain.checkpoint.load import Checkpoint
+from drivetrain.checkpoint.locations import storage_of
 from drivetrain.checkpoint.manifest import Manifest
 from drivetrain.checkpoint.peers import Failure, Peers
-from drivetrain.checkpoint.storage import LocalStorage, Storage, storage_of
+from drivetrain.checkpoint.storage import LocalStorage, Storage
 from drivetrain.checkpoint.writer_record import clean_stale
 from drivetrain.runtime.errors import CheckpointError
 from drivetrain.runtime.logging import get_logger

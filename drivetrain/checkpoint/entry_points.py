@@ -10,10 +10,11 @@ from torch.optim import Optimizer
 
 from drivetrain.checkpoint.discovery import whole_beside
 from drivetrain.checkpoint.load import Checkpoint, Verify
+from drivetrain.checkpoint.locations import storage_of
 from drivetrain.checkpoint.manifest import check_is_checkpoint
 from drivetrain.checkpoint.peers import Failure, Peers
 from drivetrain.checkpoint.queue import PendingSave, save_queue
-from drivetrain.checkpoint.storage import Storage, storage_of
+from drivetrain.checkpoint.storage import Storage
 from drivetrain.runtime.errors import CheckpointError
 from drivetrain.runtime.state import PartialState
 

@@ -13,11 +13,12 @@ from torch.distributed.checkpoint.storage import WriteResult
 
 from drivetrain.checkpoint.copying import Copying
 from drivetrain.checkpoint.global_plan import GlobalPlan, check_values, outline_of, plan_globally
+from drivetrain.checkpoint.locations import storage_of
 from drivetrain.checkpoint.manifest import WRITER_FILE, Manifest, check_replaceable, encoded
 from drivetrain.checkpoint.peers import Failure, Peers
 from drivetrain.checkpoint.shards import FOLDER, SafetensorsWriter, SnapshotPlanner
 from drivetrain.checkpoint.staging import StagingBuffer
-from drivetrain.checkpoint.storage import NO_FILE, LocalStorage, Storage, storage_of
+from drivetrain.checkpoint.storage import NO_FILE, LocalStorage, Storage
 from drivetrain.checkpoint.tensor_file import FileDigest, write_file
 from drivetrain.checkpoint.tree import pack
 from drivetrain.checkpoint.writer_record import clean_stale, this_writer
