@@ -20,8 +20,6 @@ DATA_FOLDER = "data-"
 NO_FILE = -1
 """Stands for the size of what is no plain file, such as a link: it may lead anywhere."""
 
-# pathlib makes one slash of two, so a URL that went through a Path is known by one as well.
-
 
 class Reader(Protocol):
     """A file open for reading, unbuffered."""
@@ -53,8 +51,8 @@ class Storage(ABC):
         """Open a file for reading.
 
         Args:
-            path: the file.
-            once: whether it is not soon read again here, so that there is no use in caching it.
+            path: The file.
+            once: Whether it is not soon read again here, so that there is no use in caching it.
         """
 
     @abstractmethod
@@ -93,8 +91,8 @@ class Storage(ABC):
         """Choose where a checkpoint is written until it is published.
 
         Args:
-            directory: the checkpoint's final directory.
-            token: distinguishes this write from others.
+            directory: The checkpoint's final directory.
+            token: Distinguishes this write from others.
 
         Returns:
             That place, and what its files' names begin with in the published directory.
