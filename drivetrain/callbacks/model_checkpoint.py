@@ -15,9 +15,10 @@ from drivetrain.callbacks.base import Callback
 from drivetrain.callbacks.checkpoint.restored import RestoredState, number
 from drivetrain.callbacks.checkpoint.options import check_intervals, check_options
 from drivetrain.callbacks.checkpoint.policy import BestK, CheckpointName
-from drivetrain.callbacks.checkpoint.writer import CheckpointWriter, Decision
+from drivetrain.callbacks.checkpoint.decision import decide
+from drivetrain.callbacks.checkpoint.writer import CheckpointWriter
 from drivetrain.callbacks.checkpoint.kept import KeptCheckpoints
-from drivetrain.callbacks.support.monitored_metric import missing_metric_message, monitored_value
+from drivetrain.callbacks.support.monitored_metric import find_typo
 from drivetrain.callbacks.checkpoint.step_timer import StepTimer
 from drivetrain.checkpoint.save import LOSS_IS_FINITE
 from drivetrain.runtime.assembly import all_arrive
@@ -45,11 +46,11 @@ class ModelCheckpoint(Callback):
     only once it is durable.
 
     Args:
-        dirpath: Where to save, also a URL that fsspec knows; ``<log_dir>/checkpoints`` by default, or, without a
+        dirpath: Where to save, also a URL of a file system of fsspec; ``<log_dir>/checkpoints`` by default, or, without a
             logger that has a directory, ``<default_root_dir>/checkpoints``.
         filename: The name, such as ``"{epoch}-{val_loss:.3f}"`` with names of logged metrics, ``epoch`` and
             ``step``. ``"{epoch}-{step}"`` by default.
-        monitor: The metric that says which checkpoints are best. Without it the newest are kept. Of equal ones the
+        monitor: The metric by which checkpoints are best. Without it the newest are kept. Of equal ones the
             older counts as better; NaN is never among the best.
         verbose: Log each save.
         save_last: Keep a checkpoint called ``last`` as well: True or ``"copy"`` for a checkpoint of its own, whose
@@ -61,7 +62,7 @@ class ModelCheckpoint(Callback):
         auto_insert_metric_name: Write ``epoch=3`` into the name rather than ``3``.
         every_n_train_steps: Save every so many optimizer steps.
         train_time_interval: Save each time so much time has gone by, on the main process's clock: a timedelta, a dict
-            of its arguments or ``"DD:HH:MM:SS"``. A resumed run goes on with the interval that was under way when its
+            of its arguments or ``"DD:HH:MM:SS"``. A resumed run continues the interval that was under way when its
             checkpoint was written; the time that nothing ran does not count.
         every_n_epochs: Save every so many epochs; 1 by default if no other interval is given.
         save_on_train_epoch_end: Save at the end of the training epoch (True) or after each validation
@@ -74,8 +75,8 @@ class ModelCheckpoint(Callback):
             several processes where all of them raise within a few seconds.
         total_limit: Keep at most so many checkpoints in the directory, also of earlier runs: the oldest go. The best
             ones by `monitor`, ``last`` and the newest count, but always stay.
-        async_save: Write in the background while training goes on; one save at a time.
-        on_save_error: ``"raise"``, or ``"warn"`` to log the error, such as a full disk, and go on with the run.
+        async_save: Write in the background while training continues; one save at a time.
+        on_save_error: ``"raise"``, or ``"warn"`` to log the error, such as a full disk, and continue the run.
             Either way the checkpoints before stay as they are.
 
     Attributes:
@@ -155,14 +156,10 @@ class ModelCheckpoint(Callback):
         self._dirpath_is_given = dirpath is not None
         self._root = ""  # the run's default directory
         self._own_places: list[str] = []  # where runs of this script save by default
-        self._fitting = self._training = False
-        self._is_resumed = False
-        self._fits = 0
-        self._validations = 0
-        self._judged = 0  # how many of these came before the last epoch's end
-        self._last_step = 0
-        self._waits_for_validation = False
-        self._gets_ready = False
+        self._fitting = self._training = self._is_resumed = False
+        self._fits = self._last_step = self._validations = 0
+        self._judged = 0  # how many validations came before the last epoch's end
+        self._waits_for_validation = self._gets_ready = False
         self._timer: StepTimer | None = None
         self._elapsed = 0.0  # seconds of the interval under way, in the run before
 
@@ -297,6 +294,12 @@ class ModelCheckpoint(Callback):
         self._writer.abandon(wait=trainer.world_size == 1)
         self._fitting = self._training = False
 
+    def on_sanity_check_end(self, trainer: Trainer, task: Task) -> None:
+        if self.monitor is not None and self._fitting:
+            typo = decide_on_main_process(lambda: find_typo(trainer.logged.names("validate"), str(self.monitor), "ModelCheckpoint"))
+            if typo is not None:
+                raise ConfigurationError(typo)
+
     def on_train_start(self, trainer: Trainer, task: Task) -> None:
         if not self._is_resumed:
             self._last_step = trainer.global_step
@@ -390,7 +393,7 @@ class ModelCheckpoint(Callback):
             reason: What the name begins with: ``preempted-step=<n>``.
 
         Returns:
-            The path of the checkpoint to go on from: this one or, where it could not be saved and errors only warn,
+            The path of the checkpoint to resume from: this one or, where it could not be saved and errors only warn,
             the newest before it; an empty text where there is none.
 
         Raises:
@@ -415,70 +418,16 @@ class ModelCheckpoint(Callback):
             callback.settle()  # one save at a time, and each error where it belongs
         if not _is_sound(trainer, task):
             return
-        decision = decide_on_main_process(lambda: self._decide(trainer))
+        kept = self._writer.kept
+        decision = decide_on_main_process(lambda: decide(self, kept, self._name, trainer, self._validations > 0))
         self._last_step = trainer.global_step
         self.current_score = decision.score
         self._writer.save(trainer, self.dirpath, decision, self.save_weights_only)
         if self.verbose:
-            self._report_decision(trainer, decision)
-
-    def _decide(self, trainer: Trainer) -> Decision:
-        """Say what is to be done now; called by the main process alone, changes nothing."""
-        kept, metrics = self._writer.kept, trainer.callback_metrics
-        decision = Decision(score=self._score(trainer, metrics))
-        decision.among_best = kept.best.wants(decision.score)
-        if decision.among_best or self.save_last == "link":
-            name = self._name.format(trainer.current_epoch, trainer.global_step, metrics)
-            self._warn_of_unknown_fields(metrics)
-            # A name is used again only for a checkpoint that goes anyway.
-            going = [kept.beside, *kept.passing, *kept.doomed, *(kept.best.displaced() if decision.among_best else ())]
-            decision.path = self._path(name, own=going)
-        if self.save_last:
-            decision.last = self._path(self.CHECKPOINT_NAME_LAST, own=(kept.last,))
-        return decision
-
-    def _path(self, name: str, own: Sequence[str]) -> str:
-        """Return the path for a name: a free one, or one of this run's own, to be replaced."""
-        path = os.path.join(self.dirpath or "", name)
-        if not self.enable_version_counter:
-            return path + self.FILE_EXTENSION
-        return folder.free_path(path, self.FILE_EXTENSION, own)
-
-    def _score(self, trainer: Trainer, metrics: Any) -> float | None:
-        if self.monitor is None:
-            return None
-        score = monitored_value(metrics, self.monitor)
-        if score is None:
-            message = missing_metric_message(metrics, self.monitor, "ModelCheckpoint")
-            is_early = self.every_n_epochs == 0 or trainer.check_val_every_n_epoch != 1
-            if self._validations or not is_early:
-                raise ConfigurationError(message)
-            logger.warning_once(f"{message} There was no validation yet, so nothing is kept for now.")
-        elif score != score:
-            logger.warning(
-                f"ModelCheckpoint: {self.monitor} is NaN at step {trainer.global_step}. Such a model is not "
-                "kept among the best."
-            )
-        return score
-
-    def _warn_of_unknown_fields(self, metrics: Any) -> None:
-        for name in self._name.fields:
-            if name not in metrics and name not in ("epoch", "step"):
-                logger.warning_once(
-                    f"ModelCheckpoint(filename={self.filename!r}): there is no metric {name!r}, so the name "
-                    f"says nan. Logged so far: {', '.join(map(repr, sorted(metrics))) or 'nothing'}."
-                )
-
-    def _report_decision(self, trainer: Trainer, decision: Decision) -> None:
-        where = f"Epoch {trainer.current_epoch}, step {trainer.global_step}"
-        score = "" if decision.score is None else f" with {self.monitor} = {decision.score:.6g}"
-        if decision.path is not None:
-            logger.info(f"{where}: saved {decision.path}{score}.")
-        else:
-            logger.info(f"{where}: not among the best {self.save_top_k}{score}.")
+            decision.report(self, trainer)
 
 
 def _is_sound(trainer: Trainer, task: Task) -> bool:
-    """Ask all callbacks whether what is there now is worth saving; all, since they may talk to their peers."""
+    """Ask all callbacks whether what is there now is worth saving; all, since they may exchange something with their peers."""
     answers = [callback.is_state_sound(trainer, task) for callback in trainer.callbacks]
     return all(answers)

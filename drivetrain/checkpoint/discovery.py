@@ -6,9 +6,10 @@ import os
 from dataclasses import dataclass
 
 from drivetrain.checkpoint.load import Checkpoint
+from drivetrain.checkpoint.locations import storage_of
 from drivetrain.checkpoint.manifest import Manifest
 from drivetrain.checkpoint.peers import Failure, Peers
-from drivetrain.checkpoint.storage import LocalStorage, Storage, storage_of
+from drivetrain.checkpoint.storage import LocalStorage, Storage
 from drivetrain.checkpoint.writer_record import clean_stale
 from drivetrain.runtime.errors import CheckpointError
 from drivetrain.runtime.logging import get_logger
@@ -128,7 +129,7 @@ def _is_whole(one: FoundCheckpoint, storage: Storage | None) -> bool:
 
 
 def whole_beside(directory: str | os.PathLike[str], storage: Storage | None = None) -> str:
-    """Say which checkpoint beside a damaged one is whole, the newest first. On one process.
+    """Find the newest whole checkpoint beside a damaged one. On one process.
 
     Args:
         directory: the damaged one.

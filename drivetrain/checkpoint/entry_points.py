@@ -10,10 +10,11 @@ from torch.optim import Optimizer
 
 from drivetrain.checkpoint.discovery import whole_beside
 from drivetrain.checkpoint.load import Checkpoint, Verify
+from drivetrain.checkpoint.locations import storage_of
 from drivetrain.checkpoint.manifest import check_is_checkpoint
 from drivetrain.checkpoint.peers import Failure, Peers
 from drivetrain.checkpoint.queue import PendingSave, save_queue
-from drivetrain.checkpoint.storage import Storage, storage_of
+from drivetrain.checkpoint.storage import Storage
 from drivetrain.runtime.errors import CheckpointError
 from drivetrain.runtime.state import PartialState
 
@@ -44,7 +45,7 @@ def save_run_state(
         storage: where to; found from `directory` if None.
         extra: a local directory whose content becomes part of the checkpoint; from `extra_place`.
         optimizers: those whose state nothing but their `step()` changes: unless `block` is set, it is copied while
-            training goes on, and the next step of any of them waits for what is left.
+            training continues, and the next step of any of them waits for what is left.
 
     Returns:
         The save: done where `block` is true, else to be waited for.

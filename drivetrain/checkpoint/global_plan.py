@@ -64,7 +64,7 @@ def plan_globally(
 
     Args:
         peers: the processes.
-        planner: knows this process's tensors.
+        planner: has this process's tensors.
         outline: of them; a failure is reported to all.
         elsewhere: keys of the tensors that only peers have.
         known: the plan of the time before.

@@ -13,10 +13,11 @@ from torch import Tensor
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 
 from drivetrain.checkpoint.errors import DamagedCheckpointError
+from drivetrain.checkpoint.locations import storage_of
 from drivetrain.checkpoint.manifest import Manifest, decoded, read_manifest, verified_bytes
 from drivetrain.checkpoint.save import SHARED_FILE, process_file
 from drivetrain.checkpoint.shards import INDEX, SafetensorsReader
-from drivetrain.checkpoint.storage import LocalStorage, Storage, storage_of
+from drivetrain.checkpoint.storage import LocalStorage, Storage
 from drivetrain.checkpoint.stream import verify_file
 from drivetrain.checkpoint.tensor_file import run_parallel
 from drivetrain.checkpoint.tree import is_tagged, pack, tensor_keys, unpack
@@ -216,7 +217,7 @@ def entries_of(tree: Any, path: str) -> dict[str, Any]:
 
 
 def compare_states(wanted: Mapping[str, Any], saved: Mapping[str, Any]) -> LoadReport:
-    """Say how the tensors of two flat state dicts differ, such as a model's own and one that was loaded.
+    """Compare the tensors of two flat state dicts differ, such as a model's own and one that was loaded.
 
     Args:
         wanted: what is to be filled.

@@ -13,11 +13,12 @@ from torch.distributed.checkpoint.storage import WriteResult
 
 from drivetrain.checkpoint.copying import Copying
 from drivetrain.checkpoint.global_plan import GlobalPlan, check_values, outline_of, plan_globally
+from drivetrain.checkpoint.locations import storage_of
 from drivetrain.checkpoint.manifest import WRITER_FILE, Manifest, check_replaceable, encoded
 from drivetrain.checkpoint.peers import Failure, Peers
 from drivetrain.checkpoint.shards import FOLDER, SafetensorsWriter, SnapshotPlanner
 from drivetrain.checkpoint.staging import StagingBuffer
-from drivetrain.checkpoint.storage import NO_FILE, LocalStorage, Storage, storage_of
+from drivetrain.checkpoint.storage import NO_FILE, LocalStorage, Storage
 from drivetrain.checkpoint.tensor_file import FileDigest, write_file
 from drivetrain.checkpoint.tree import pack
 from drivetrain.checkpoint.writer_record import clean_stale, this_writer
@@ -95,7 +96,7 @@ class Save:
         self.plan = plan
 
     def _prepare(self, shared: Any, own: Any, storage: Storage | None) -> Hashable:
-        """Take the trees apart and say which tensors there are here."""
+        """Take the trees apart and outline which tensors there are here."""
         found, self.directory = storage_of(self.directory)
         self._storage = storage or found
         if self._extra is not None and not isinstance(self._storage, LocalStorage):
@@ -120,7 +121,7 @@ class Save:
         return outline_of(tensors, self._held_by_peers)
 
     def stage(self, buffer: StagingBuffer, may_wait: Collection[int] = ()) -> Copying | None:
-        """Copy what this process writes, so that training may go on. A failure is told by `run`.
+        """Copy what this process writes, so that training may continue. A failure is raised by `run`.
 
         Args:
             buffer: memory for the copies.

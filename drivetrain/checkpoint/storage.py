@@ -21,7 +21,6 @@ NO_FILE = -1
 """Stands for the size of what is no plain file, such as a link: it may lead anywhere."""
 
 # pathlib makes one slash of two, so a URL that went through a Path is known by one as well.
-_URL = re.compile(r"^([A-Za-z][A-Za-z0-9+.\-]+):/+")
 
 
 class Reader(Protocol):
@@ -31,10 +30,10 @@ class Reader(Protocol):
         """Fill the buffer, or as much of it as there is; returns how much."""
 
     def seek(self, offset: int, /) -> int:
-        """Go on reading from there."""
+        """Continue reading from there."""
 
     def close(self) -> None:
-        """Let go of the file."""
+        """Close the file."""
 
 
 class Storage(ABC):
@@ -91,11 +90,11 @@ class Storage(ABC):
 
     @abstractmethod
     def place_for(self, directory: str, token: str) -> tuple[str, str]:
-        """Say where a checkpoint is written until it is published.
+        """Choose where a checkpoint is written until it is published.
 
         Args:
             directory: the checkpoint's final directory.
-            token: tells this write from others.
+            token: distinguishes this write from others.
 
         Returns:
             That place, and what its files' names begin with in the published directory.
@@ -119,10 +118,10 @@ class Storage(ABC):
 
     @abstractmethod
     def remove(self, directory: str) -> None:
-        """Remove a checkpoint that nobody needs any more; it is no checkpoint from the first moment on."""
+        """Remove a checkpoint that is not needed any more; it is no checkpoint from the first moment on."""
 
     def touch(self, path: str) -> None:
-        """Say that a write still goes on, where the storage keeps times."""
+        """Mark a write as alive, where the storage keeps times."""
 
     # names
 
@@ -342,22 +341,3 @@ class _LocalSink:
 
     def _named(self, error: OSError) -> OSError:
         return OSError(error.errno, error.strerror or str(error), self._path)
-
-
-def storage_of(path: str | os.PathLike[str]) -> tuple[Storage, str]:
-    """The storage that a path is on, and the path as that storage takes it.
-
-    Args:
-        path: a local path, `file://...`, or a URL that fsspec knows, such as `s3://bucket/run` or `memory://run`.
-    """
-    text = os.fspath(path)
-    match = _URL.match(text)
-    if match is None:
-        return LocalStorage(), os.path.abspath(os.path.expanduser(text))
-    protocol, rest = match[1], text[match.end() :].rstrip("/")
-    if protocol in ("file", "local"):
-        return LocalStorage(), "/" + rest
-    from drivetrain.checkpoint.remote import FsspecStorage
-
-    url = f"{protocol}://{rest}"
-    return FsspecStorage(url), url

@@ -1,6 +1,6 @@
 """Taking tensors out of nested state, so that what remains is JSON, and putting them back.
 
-A packed tree is plain JSON. What JSON has no word for is a dict with one key that says what it is:
+A packed tree is plain JSON. What JSON has no word for is a dict with one key that names its kind:
 
 | in the state | packed |
 |---|---|
@@ -323,7 +323,7 @@ def _check(tensor: Tensor, path: str) -> None:
 def _identity(tensor: Tensor) -> tuple[Any, ...] | None:
     """What two tensors that are one and the same have in common; None where that cannot be known.
 
-    Shards are never told to be the same: a process whose shard is empty could not see it, and all must agree.
+    Shards never count as the same: a process whose shard is empty could not see it, and all must agree.
     """
     if isinstance(tensor, DTensor) or type(tensor) is not Tensor or tensor.numel() == 0 or tensor.is_meta:
         return None

@@ -1,4 +1,4 @@
-"""Which checkpoints to keep and what to call them; knows nothing of how they are stored."""
+"""Which checkpoints to keep and what to call them; independent of how they are stored."""
 
 from __future__ import annotations
 

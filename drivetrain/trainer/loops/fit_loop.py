@@ -13,6 +13,7 @@ from drivetrain.trainer.loops.step import EpochSkipped, PlainStep
 from drivetrain.trainer.loops.training_batches import TrainingBatches
 from drivetrain.trainer.loops.validation_schedule import ValidationSchedule
 from drivetrain.trainer.metrics.log_scopes import MONITORING, TRAIN_END, TRAIN_EPOCH, TRAIN_STEP
+from drivetrain.trainer.schedulers import step_epoch_schedulers
 from drivetrain.trainer.state.progress import Phase
 from drivetrain.trainer.state.resume import save_for_resume
 from drivetrain.trainer.state.saved_run import SavedRun
@@ -52,7 +53,7 @@ class FitLoop:
         self._next_poll: float = 0
         self._next_agreement: float = 0
         self._restored: SavedRun | None = None
-        self._is_saved = False
+        self._has_trained = self._is_saved = False
 
     @property
     def loader(self) -> PreparedLoader | CombinedLoader:
@@ -79,13 +80,11 @@ class FitLoop:
         self._schedule.restart_clock()
         trainer.logged.enter(TRAIN_EPOCH)
         self._hooks.call("on_train_start")
-        trained = False
         while not control.is_done(self._batches.limit, is_resuming=self._restored is not None):
-            trained = True
             self.run_epoch()
             if control.rollback_path is not None:
                 self._roll_back(control.rollback_path)
-        control.finish(trained)
+        control.finish(self._has_trained)
         if control.ends_to_be_resumed and not self._is_saved:
             self._save_for_resume()
         if control.preempted:
@@ -98,6 +97,7 @@ class FitLoop:
         trainer, progress, control, batches = self._trainer, self._progress, self._control, self._batches
         if not self._begin_epoch():
             return
+        self._has_trained = True
         windows = batches.windows()
         next_validation = self._schedule.next_batch()
         finished = skipped = False
@@ -226,7 +226,7 @@ class FitLoop:
         trainer.tracker_log.finish_epoch(Stage.TRAIN)
         self._health.end_epoch()
         if finished:
-            trainer.update_epoch_schedulers(plateau=True)
+            step_epoch_schedulers(trainer, plateau=True)
             progress.phase = Phase.CLOSING
         trainer.logged.enter(MONITORING)
         for hook in self._hooks.find_late("on_train_epoch_end"):
@@ -249,4 +249,4 @@ class FitLoop:
         """Step the schedulers that follow epochs and watch no value; once, before the epoch's last validation."""
         if self._progress.phase < Phase.SCHEDULED:
             self._progress.phase = Phase.SCHEDULED
-            self._trainer.update_epoch_schedulers(plateau=False)
+            step_epoch_schedulers(self._trainer, plateau=False)
