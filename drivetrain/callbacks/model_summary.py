@@ -47,7 +47,7 @@ def summarize(model: nn.Module, max_depth: int = 1, strategy: Strategy | None = 
     Args:
         model: The model.
         max_depth: How deep to look; -1 for all modules.
-        strategy: What the model was sharded by, if anything: all of it counts.
+        strategy: What shards the model, if anything: all of it counts.
     """
     state = None if strategy is None else strategy.state
     rows = [

@@ -94,7 +94,7 @@ class Timer(Callback):
         return {"time_elapsed": {stage: self.time_elapsed(stage) for stage in STAGES}}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        if "train" not in self._started:  # else a rollback, and the time has gone by all the same
+        if "train" not in self._started:  # else a rollback, and the time has gone by nevertheless
             self._elapsed.update(state_dict["time_elapsed"])
 
     def on_train_start(self, trainer: Trainer, task: Task) -> None:

@@ -98,7 +98,7 @@ def _flag(*names: str, section: str, **settings: Any) -> Callable[[Command], Com
     "--nnodes",
     section="Several machines",
     metavar="N or MIN:MAX",
-    help="Machines that take part. Default: 1. With 1:2, the run goes on when one of two dies or comes.",
+    help="Machines that take part. Default: 1. With 1:2, the run continues when one of two dies or comes.",
 )
 @_option("--machine_rank", type=int, section="Several machines", help="Which one this is, from 0.")
 @_option("--main_process_ip", section="Several machines", metavar="ADDRESS", help="Address of machine 0.")

@@ -34,13 +34,13 @@ DEFAULT_PORT = 29500  # where machines meet when no port is named, as with torch
 
 @dataclass(frozen=True)
 class LaunchOptions:
-    """How many processes to start, where, and what to tell them.
+    """How many processes to start, where, and with which settings.
 
     Args:
         num_processes: processes over all machines together; None starts one per accelerator that is
             visible, or one where there is none.
         num_machines: machines that take part; the same command runs on each. `"1:2"` for at least one and at most
-            two: the run goes on when one dies or comes, and `num_processes` counts those of two.
+            two: the run continues when one dies or comes, and `num_processes` counts those of two.
         machine_rank: which of them this one is, 0 to `num_machines` - 1.
         main_process_ip: address of machine 0; needed for more than one machine.
         main_process_port: port on machine 0; a free one (on one machine) or 29500 if None.
@@ -179,7 +179,7 @@ class LaunchOptions:
 
     @property
     def hang_limit(self) -> float | None:
-        """Seconds without progress that are a hang: `hang_timeout`, or what the environment says; None if neither.
+        """Seconds without progress that are a hang: `hang_timeout`, or the environment's; None if neither.
 
         Raises:
             ConfigurationError: the variable's value is no number of seconds.

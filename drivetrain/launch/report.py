@@ -1,7 +1,7 @@
 """How a rank's failure reaches the user: the record that the rank leaves, and what the launcher shows.
 
 The record has the layout of torch elastic's error files, so tools that read those read these too, with our
-own fields beside: elastic keeps whole seconds only, too coarse to tell which rank failed first.
+own fields beside: elastic keeps whole seconds only, too coarse to order failures.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ class FailureRecord:
         text: a traceback, or the message given to `sys.exit`.
         timestamp: seconds since the epoch.
         exit_code: what it was about to end with; its exit handlers may still have kept it until it was killed.
-        final: whether the rank certainly ends with it; a script that writes elastic's own record may go on.
+        final: whether the rank certainly ends with it; a script that writes elastic's own record may continue.
     """
 
     text: str
@@ -138,7 +138,7 @@ def describe(failure: RankFailure, world_size: int, *, then: str = "", advise: b
     Args:
         failure: the first one.
         world_size: processes of the run.
-        then: what became of the others; a sentence that says they were stopped if empty.
+        then: what became of the others; a sentence that they were stopped if empty.
         advise: whether to name the likely cause, and what to do.
         debug: whether the processes compare their calls before each collective, so that this need not be advised.
 

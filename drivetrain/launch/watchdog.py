@@ -25,7 +25,7 @@ _POLL_INTERVAL = 0.02
 _BUSY = 0.01  # share of the time that a main thread computes in, from which on it counts as busy
 _CPU_NOISE = 0.05  # seconds of CPU time that are no progress
 # Torch raises after its own time-out: the report comes a little earlier, and short time-outs are left to torch.
-_BEFORE_TIMEOUT, _SHORTEST_TIMEOUT = 15.0, 60.0
+BEFORE_TIMEOUT, _SHORTEST_TIMEOUT = 15.0, 60.0
 _STOPPED = {psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP}
 
 
@@ -60,7 +60,7 @@ class RankReport:
     Attributes:
         rank: Global rank.
         pid: Process id.
-        status: What the system says of the process, such as `"sleeping"` or `"stopped"`.
+        status: The state of the process, such as `"sleeping"` or `"stopped"`.
         idle: Seconds without progress.
         stack: Its stack; None where it did not answer.
     """
@@ -178,7 +178,7 @@ class Watchdog:
 
         Args:
             reports: Those on this machine's ranks.
-            text: What is known of the ranks of all machines.
+            text: The lines about the ranks of all machines.
         """
         worst = max(reports, key=lambda report: report.idle)
         limit = f"--hang_timeout {self.limit:g}" if self.limit is not None else "the default of --hang_timeout"
@@ -205,7 +205,7 @@ class Watchdog:
             timeout = progress.sign.timeout
             if self._alone or timeout is None or timeout < _SHORTEST_TIMEOUT:
                 return False
-            limit = timeout - _BEFORE_TIMEOUT
+            limit = timeout - BEFORE_TIMEOUT
         return self._clock - progress.since >= limit
 
     def _ask_for_stacks(self, ranks: list[int]) -> dict[int, Stack | None]:
@@ -254,7 +254,7 @@ def _status(pid: int) -> str:
 
 
 def _main_thread_time(pid: int) -> float:
-    """Seconds of CPU time of a process's main thread; of the whole process where the system does not say."""
+    """Seconds of CPU time of a process's main thread; of the whole process where the system does not give it."""
     try:
         with open(f"/proc/{pid}/task/{pid}/stat", encoding="ascii", errors="replace") as file:
             # After the name in brackets, which may hold spaces: state is field 3, user and system time 14 and 15.
@@ -270,7 +270,7 @@ def _main_thread_time(pid: int) -> float:
 
 
 def _catches(pid: int, number: int) -> bool:
-    """Whether a process handles a signal, whose default would end it. Where the system does not say, it is believed."""
+    """Whether a process handles a signal, whose default would end it. True where the system does not show it."""
     try:
         with open(f"/proc/{pid}/status", encoding="ascii", errors="replace") as file:
             masks = [line.split()[1] for line in file if line.startswith("SigCgt:")]

@@ -137,7 +137,7 @@ class CallComparison:
 def call_collective(
     operation: str, state: PartialState, function: Callable[..., Any], *args: Any, **kwargs: Any
 ) -> None:
-    """Run a collective; where it fails, say on which rank and why that usually is.
+    """Run a collective; where it fails, raise an error with the rank and the usual cause.
 
     Args:
         operation: The collective's name for the message.

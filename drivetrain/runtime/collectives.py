@@ -34,7 +34,7 @@ _REDUCTIONS = {
 }
 
 # What is combined in another dtype than its own: half precision for its range, the others because backends
-# do not know them.
+# do not support them.
 _REDUCED_AS = {
     torch.float16: torch.float32,
     torch.bfloat16: torch.float32,
@@ -81,7 +81,7 @@ def gather_rows(data: Any, keep: int) -> Any:
     Args:
         data: A nested structure of tensors with at least `keep` rows each, with the same shapes on all
             processes but for the number of rows. A tensor without dimensions counts as one row of its own,
-            whatever `keep` says.
+            whatever `keep` is.
         keep: How many rows of this process's tensors are real, from 0.
 
     Returns:
@@ -89,7 +89,7 @@ def gather_rows(data: Any, keep: int) -> Any:
 
     Raises:
         DataError: If the structure holds something that is not a tensor.
-        CollectiveError: If on any process a tensor has fewer rows than `keep` says. Every process raises it.
+        CollectiveError: If on any process a tensor has fewer rows than `keep`. Every process raises it.
     """
     state = PartialState()
     rows: list[int] = []
@@ -100,7 +100,7 @@ def gather_rows(data: Any, keep: int) -> Any:
     recursively_apply(record_rows, data, error_on_other_type=True)
     if state.use_distributed and state.debug:
         verify_operation("gather_rows", data, state, ignore="rows")
-    # A rank that cannot take part tells the others, which would otherwise wait for it.
+    # A rank that cannot take part informs the others, which would otherwise wait for it.
     count = keep if keep >= 0 and all(size >= keep for size in rows) else -1
     counts = _exchange_integers([count], state)
     if any(each[0] < 0 for each in counts):

@@ -1,4 +1,4 @@
-"""Exit codes with which a rank tells its launcher, and the launcher its scheduler, more than that it failed."""
+"""Exit codes by which a rank informs its launcher, and the launcher its scheduler, of more than a failure."""
 
 from __future__ import annotations
 

@@ -42,7 +42,7 @@ class Heartbeat:
 
     @classmethod
     def attach(cls) -> Heartbeat:
-        """Count for the launcher that started this very process, or for nobody."""
+        """Count for the launcher that started this very process, or where no launcher reads it."""
         path = os.environ.get(HEARTBEAT_VARIABLE)
         if not path:
             return cls()

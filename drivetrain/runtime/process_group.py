@@ -125,7 +125,7 @@ def leave_process_group(store: Store, patience: timedelta) -> None:
 
 
 def leaving_key(rank: int) -> str:
-    """The key under which a rank says in the store that it ends."""
+    """The key under which a rank records in the store that it ends."""
     return f"leaving/{rank}"
 
 

@@ -161,7 +161,7 @@ class PartialState:
         return self._shared.get("store")
 
     def before_leaving(self, callback: Callable[[], None]) -> None:
-        """Call `callback` once before the process group is destroyed, to let go of what depends on it."""
+        """Call `callback` once before the process group is destroyed, to release what depends on it."""
         self._shared.setdefault("leaving", []).append(callback)
 
     def _release(self) -> None:
@@ -170,7 +170,7 @@ class PartialState:
             callback()
 
     def _leave(self) -> None:
-        """At exit: let go of everything and leave the group, without waiting for peers after an exception."""
+        """At exit: release everything and leave the group, without waiting for peers after an exception."""
         store = self._shared.pop("store", None)
         if store is not None:
             self._release()
@@ -252,7 +252,7 @@ class PartialState:
     def main_process_first(self) -> Iterator[None]:
         """Run the body on the main process first, then on the others.
 
-        The others are released also when the body raises on the main process, so that nobody
+        The others are released also when the body raises on the main process, so that none
         waits for a process that is gone.
         """
         with self._first(self.is_main_process, "main_process_first"):
@@ -276,7 +276,7 @@ class PartialState:
 
     @contextmanager
     def split_between_processes(self, inputs: Any, apply_padding: bool = False) -> Iterator[Any]:
-        """Give each process its contiguous part of `inputs`; the first get one more where it does not divide.
+        """Give each process its contiguous part of `inputs`; the first get one more where the length is no multiple.
 
         Args:
             inputs: a list, tuple, tensor, array, Hugging Face dataset, anything else with a length and

@@ -6,7 +6,7 @@ import builtins
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from drivetrain.accelerator import Accelerator
 from drivetrain.callbacks import Callback, EarlyStopping, ModelCheckpoint
@@ -25,7 +25,11 @@ if TYPE_CHECKING:
     from drivetrain.trainer.loops.health import Finiteness
     from drivetrain.trainer.loops.run_control import RunControl, StopReason
     from drivetrain.trainer.metrics.tracker_log import TrackerLog
+    from drivetrain.trainer.data_module import DataModule
+    from drivetrain.trainer.hooks import Hooks
+    from drivetrain.trainer.optimizers import SchedulerConfig
     from drivetrain.trainer.task import Task
+    from drivetrain.trainer.task_run import TaskRun
 
 
 class TrainerStatus:
@@ -36,8 +40,7 @@ class TrainerStatus:
     loggers: list[Tracker]
     logged: LoggedValues
     progress: Progress
-    task: Task | None
-    task_optimizers: list[PreparedOptimizer]
+    task_run: TaskRun
     control: RunControl
     current: CurrentRun
     tracker_log: TrackerLog
@@ -64,6 +67,39 @@ class TrainerStatus:
     def global_step(self) -> int:
         """Optimizer steps taken so far."""
         return self.progress.global_step
+
+    # the task
+
+    @property
+    def task(self) -> Task | None:
+        """The task of the run, or of the last one."""
+        return self.task_run.task
+
+    @property
+    def datamodule(self) -> DataModule | None:
+        """The data module of the run, or of the last one."""
+        return self.task_run.datamodule
+
+    @property
+    def model(self) -> nn.Module | None:
+        """What the strategy made of the task; None before the first run has placed it."""
+        return self.task_run.model
+
+    @property
+    def hooks(self) -> Hooks:
+        """The overridden hooks of the callbacks and the task."""
+        assert self.task_run.hooks is not None
+        return self.task_run.hooks
+
+    @property
+    def task_optimizers(self) -> list[PreparedOptimizer]:
+        """The optimizers as the engine has prepared them, which a task steps."""
+        return self.task_run.optimizers
+
+    @property
+    def lr_scheduler_configs(self) -> list[SchedulerConfig]:
+        """The learning-rate schedulers, and when each steps."""
+        return self.task_run.schedulers
 
     @property
     def optimizers(self) -> list[Any]:

@@ -29,14 +29,14 @@ from drivetrain.trainer import building, task_checks
 from drivetrain.trainer.data_module import DataModule
 from drivetrain.trainer.hooks import Hooks, call_setup_hooks, call_teardown_hooks
 from drivetrain.trainer.loops.current_run import CurrentRun
-from drivetrain.trainer.loops.evaluation_loop import EvaluationLoop
+from drivetrain.trainer.loops.evaluation_run import evaluate, evaluate_logged, make_validation, run_sanity_check
 from drivetrain.trainer.loops.fit_loop import FitLoop
 from drivetrain.trainer.loops.health import EpochHealth, Finiteness
 from drivetrain.trainer.loops.loader_source import LoaderSource
 from drivetrain.trainer.loops.choose_step import choose_step
 from drivetrain.trainer.loops.prediction_loop import PredictionLoop
 from drivetrain.trainer.loops.run_control import RunControl, calling_function
-from drivetrain.trainer.loops.training_batches import TrainingBatches, epoch_length
+from drivetrain.trainer.loops.training_batches import TrainingBatches, estimate_steps
 from drivetrain.trainer.metrics.log_scopes import NOWHERE, SAVING
 from drivetrain.trainer.metrics.logged_values import LoggedValues
 from drivetrain.trainer.metrics.results_table import print_results
@@ -50,6 +50,7 @@ from drivetrain.trainer.state.resume import find_checkpoint
 from drivetrain.trainer.state.saved_run import SavedRun, run_state
 from drivetrain.trainer.status import TrainerStatus
 from drivetrain.trainer.task import Task
+from drivetrain.trainer.task_run import TaskRun
 
 R = TypeVar("R")
 
@@ -174,16 +175,10 @@ class Trainer(OptionAttributes, TrainerStatus):
         self.logged = LoggedValues(self.current.find_batch_size, self.strategy.topology)
         self.tracker_log = TrackerLog(self)
         self.finiteness = Finiteness(is_watched=False)
-        self.task_optimizers: list[PreparedOptimizer] = []
-        self.lr_scheduler_configs: list[SchedulerConfig] = []
-        self.steps_schedulers = False
-        self.task: Task | None = None
-        self.datamodule: DataModule | None = None
-        self.model: nn.Module | None = None
+        self.task_run = TaskRun(self)
         self.fit_loop: FitLoop | None = None
         self.saves: checkpoint.SaveQueue | None = None
         self._training: LoaderSource | None = None
-        self.hooks: Hooks
 
     def change_options(self, **changed: Any) -> None:
         super().change_options(**changed)
@@ -227,7 +222,7 @@ class Trainer(OptionAttributes, TrainerStatus):
         task_checks.check_task(model, train_dataloaders, val_dataloaders, datamodule)
         if resume is not None and ckpt_path is not None:
             raise ConfigurationError(f"resume={resume!r} and ckpt_path={ckpt_path!r} mean the same; give one.")
-        self._attach(model, datamodule, Stage.TRAIN)
+        self.task_run.attach(model, datamodule, Stage.TRAIN)
         self.control.begin()
         self.logged.forget_results()
         training = self._training = LoaderSource(self, model, Stage.TRAIN, train_dataloaders, datamodule)
@@ -237,25 +232,24 @@ class Trainer(OptionAttributes, TrainerStatus):
                 self._fit(model, training, validating, ckpt_path if resume is None else resume)
         except BaseException as error:
             self.control.record_exception(error)
-            self._on_exception(model, error)
+            self.task_run.report_exception(model, error)
             if not self.interrupted:
                 raise
         finally:
-            self._detach(model, Stage.TRAIN)
-            self._report()
+            self.task_run.tear_down(model, Stage.TRAIN)
+            if self.is_global_zero and not self.barebones:
+                self.print(run_report(self))
         if self.preempted:
             sys.exit(RESUME_EXIT_CODE)
         if self.interrupted and self.on_interrupt == "raise":
             raise KeyboardInterrupt
 
-    def _report(self) -> None:
-        """Print how the run ended."""
-        if self.is_global_zero and not self.barebones:
-            self.print(run_report(self))
-
     def _fit(self, task: Task, training: LoaderSource, validating: LoaderSource, resume: Any) -> None:
         """Fit, in the order of hooks that the documentation promises."""
-        self._set_up(task, Stage.TRAIN)
+        self.task_run.set_up(task, Stage.TRAIN)
+        task_checks.check_hooks(self, task, self.datamodule)
+        guarded = any(callback.guards_values for callback in self.callbacks)
+        self.finiteness = Finiteness(is_watched=not (guarded or self.barebones))
         with self.strategy.init_context():
             task.configure_model()
         task_checks.check_training_step(task, self.accumulate_grad_batches, self.gradient_clip_val)
@@ -263,8 +257,7 @@ class Trainer(OptionAttributes, TrainerStatus):
         saved = None if directory is None else SavedRun(self, directory)
         if saved is not None:
             saved.restore_early()
-        self._place(task, self._configure_optimizers(task))
-        assert self.model is not None
+        model = self.task_run.place(task, self.task_run.configure_optimizers(task))
         if saved is not None:
             saved.restore_weights()
         self.progress.begin_epoch(self.progress.epoch)
@@ -272,11 +265,11 @@ class Trainer(OptionAttributes, TrainerStatus):
         if saved is not None:
             saved.restore_training()
         self.tracker_log.write_hyper_parameters(task)
-        training_model = self.strategy.view(self.model, "train" if task.automatic_optimization else "manual")
+        training_model = self.strategy.view(model, "train" if task.automatic_optimization else "manual")
         step = choose_step(self, task, training_model)
-        validation = self._make_validation(task, self.model, validating)
+        validation = make_validation(self, task, model, validating)
         if saved is None:
-            self._sanity_check(validation)
+            run_sanity_check(self, validation)
         self.logged.start((Stage.TRAIN, Stage.VALIDATE))
         task.train()
         self.current.stage = Stage.TRAIN
@@ -313,7 +306,7 @@ class Trainer(OptionAttributes, TrainerStatus):
             For each loader, its logged values by name.
         """
         refuse_unknown(unknown, self.validate)
-        return self._evaluate_logged(Stage.VALIDATE, model, dataloaders, datamodule, ckpt_path, verbose)
+        return evaluate_logged(self, Stage.VALIDATE, model, dataloaders, datamodule, ckpt_path, verbose)
 
     def test(
         self,
@@ -326,7 +319,7 @@ class Trainer(OptionAttributes, TrainerStatus):
     ) -> list[dict[str, float]]:
         """Evaluate on the test data; see `validate`."""
         refuse_unknown(unknown, self.test)
-        return self._evaluate_logged(Stage.TEST, model, dataloaders, datamodule, ckpt_path, verbose)
+        return evaluate_logged(self, Stage.TEST, model, dataloaders, datamodule, ckpt_path, verbose)
 
     def predict(
         self,
@@ -354,168 +347,15 @@ class Trainer(OptionAttributes, TrainerStatus):
         def predict(task: Task, placed: nn.Module, source: LoaderSource) -> list[Any]:
             return PredictionLoop(self, task, placed, source, return_predictions).run()
 
-        return self._evaluate(Stage.PREDICT, model, dataloaders, datamodule, ckpt_path, predict)
+        return evaluate(self, Stage.PREDICT, model, dataloaders, datamodule, ckpt_path, predict)
 
-    def _evaluate_logged(
-        self, stage: Stage, model: Any, dataloaders: Any, datamodule: Any, ckpt_path: Any, verbose: bool
-    ) -> list[dict[str, float]]:
-        """Validate or test."""
+    def adopt_callbacks(self, added: Any) -> None:
+        """Take a task's callbacks, which replace those of the same type.
 
-        def evaluate(task: Task, placed: nn.Module, source: LoaderSource) -> list[dict[str, float]]:
-            self.logged.start((stage,))
-            limit = getattr(self, stage.limit_name)
-            return EvaluationLoop(self, task, placed, stage, source, limit, stage.limit_name).run_alone()
-
-        results = self._evaluate(stage, model, dataloaders, datamodule, ckpt_path, evaluate)
-        if verbose and self.is_global_zero:
-            print_results(stage.verb, results)
-        return results
-
-    def _evaluate(
-        self,
-        stage: Stage,
-        model: Any,
-        dataloaders: Any,
-        datamodule: DataModule | None,
-        ckpt_path: str | os.PathLike[str] | None,
-        run: Callable[[Task, nn.Module, LoaderSource], list[R]],
-    ) -> list[R]:
-        """Set up, place the task, run a loop over its data, and tear down."""
-        if isinstance(dataloaders, DataModule):
-            dataloaders, datamodule = None, dataloaders
-        task = task_checks.check_evaluation(self.task if model is None else model, stage)
-        if datamodule is None and model is None and dataloaders is None:
-            datamodule = self.datamodule
-        self._attach(task, datamodule, stage)
-        source = LoaderSource(self, task, stage, dataloaders, datamodule)
-        try:
-            self._set_up(task, stage)
-            if not source.is_defined():
-                raise ConfigurationError(
-                    f"{stage.verb}() has no data: pass dataloaders, or give the task or a DataModule a "
-                    f"{stage.loader_name}()."
-                )
-            self._place_for_evaluation(task)
-            if ckpt_path is not None:
-                SavedRun(self, find_checkpoint(self, ckpt_path) or "").restore_for_evaluation()
-            assert self.model is not None
-            self.current.stage = stage
-            return run(task, self.model, source)
-        except BaseException as error:
-            self._on_exception(task, error)
-            raise
-        finally:
-            self._detach(task, stage)
-
-    # before and after
-
-    def _attach(self, task: Task, data: DataModule | None, stage: Stage) -> None:
-        if not isinstance(task, Task):
-            raise ConfigurationError(f"Trainer.{stage.verb} takes a Task, got a {type(task).__name__}.")
-        self.task, self.datamodule = task, data
-        task.trainer = self
-        if data is not None:
-            data.trainer = self
-        self.logged.enter(NOWHERE)
-
-    def _set_up(self, task: Task, stage: Stage) -> None:
-        self.callbacks = building.with_task_callbacks(self.callbacks, task.configure_callbacks())
-        self.hooks = Hooks(self, task)
-        if stage is Stage.TRAIN:
-            task_checks.check_hooks(self, task, self.datamodule)
-            guarded = any(callback.guards_values for callback in self.callbacks)
-            self.finiteness = Finiteness(is_watched=not (guarded or self.barebones))
-        owners = [owner for owner in (self.datamodule, task) if owner is not None]
-        if any(type(owner).prepare_data not in (DataModule.prepare_data, Task.prepare_data) for owner in owners):
-            if self.accelerator.is_local_main_process:
-                for owner in owners:
-                    owner.prepare_data()
-            self.accelerator.wait_for_everyone()
-        call_setup_hooks(self, task, self.datamodule, stage.verb)
-
-    def _detach(self, task: Task, stage: Stage) -> None:
-        self.logged.enter(NOWHERE)
-        self.accelerator.step.drive(StepHooks())
-        self.accelerator.accumulation.end_planned()
-        self.current.leave_batch()
-        call_teardown_hooks(self, task, self.datamodule, stage.verb)
-        for tracker in self.loggers:
-            if self.is_global_zero:
-                tracker.save()
-        if self.fit_loop is not None:
-            self.accelerator.forget_loader(self.fit_loop.loader)
-        self.current.leave_stage()
-
-    def _on_exception(self, task: Task, error: BaseException) -> None:
-        for callback in self.callbacks:
-            callback.on_exception(self, task, error)
-        task.on_exception(error)
-        if self.datamodule is not None:
-            self.datamodule.on_exception(error)
-        if self.is_global_zero:
-            for tracker in self.loggers:
-                tracker.finalize("interrupted" if isinstance(error, KeyboardInterrupt) else "failed")
-
-    def _configure_optimizers(self, task: Task) -> list[Optimizer]:
-        optimizers, self.lr_scheduler_configs = parse_configured_optimizers(task.configure_optimizers())
-        if not optimizers and task.automatic_optimization:
-            raise ConfigurationError(
-                f"{type(task).__name__}.configure_optimizers returned no optimizer. Return one, or set "
-                "automatic_optimization = False to train by hand."
-            )
-        # A task that optimizes by hand steps its schedulers by hand, too.
-        by_step = any(config.interval == "step" for config in self.lr_scheduler_configs)
-        self.steps_schedulers = task.automatic_optimization and by_step
-        return optimizers
-
-    def _place(self, task: Task, optimizers: list[Optimizer]) -> None:
-        """Let the engine prepare the task with its optimizers and schedulers, in the place of those of a fit before."""
-        engine = self.accelerator
-        for known in [model for model in engine.prepared.models if self.strategy.unwrap(model) is task]:
-            engine.unwrap_model(known, keep_fp32_wrapper=False)  # whose steps open the precision themselves
-            engine.prepared.forget_model(known)
-        wrapped = StepModule(task, partial_backwards=not task.automatic_optimization)
-        self.model, *prepared = engine.prepare(wrapped, *optimizers) if optimizers else [engine.prepare(wrapped)]
-        self.task_optimizers = prepared
-        for config in self.lr_scheduler_configs:
-            engine.prepare_scheduler(config.scheduler, steps_per_call=1)
-
-    def _place_for_evaluation(self, task: Task) -> None:
-        if self.model is None or self.strategy.unwrap(self.model) is not task:
-            with self.strategy.init_context():
-                task.configure_model()
-            self.model = self.accelerator.prepare_model(StepModule(task), evaluation_mode=True)
-
-    def _make_validation(self, task: Task, model: nn.Module, source: LoaderSource) -> EvaluationLoop | None:
-        if self.limit_val_batches == 0:
-            return None
-        if not self.barebones:
-            task_checks.warn_of_unused_validation(task, source.is_defined())
-        if not source.is_defined() or type(task).validation_step is Task.validation_step:
-            return None
-        limit = self.overfit_batches or self.limit_val_batches
-        name = "overfit_batches" if self.overfit_batches else Stage.VALIDATE.limit_name
-        return EvaluationLoop(self, task, model, Stage.VALIDATE, source, limit, name)
-
-    def _sanity_check(self, validation: EvaluationLoop | None) -> None:
-        if validation is None or self.num_sanity_val_steps == 0:
-            return
-        with self.current.within(Stage.VALIDATE, sanity_checking=True):
-            self.logged.start((Stage.VALIDATE,))
-            self.hooks.call("on_sanity_check_start")
-            validation.run(at_most=None if self.num_sanity_val_steps < 0 else self.num_sanity_val_steps, keep=False)
-            self.hooks.call("on_sanity_check_end")
-
-    # what steps and loops ask for
-
-
-    def update_step_schedulers(self) -> None:
-        """Step the schedulers that follow optimizer steps."""
-        step_step_schedulers(self)
-
-    def update_epoch_schedulers(self, plateau: bool) -> None:
-        """Step the schedulers that follow epochs: those that watch a value, or the others."""
-        step_epoch_schedulers(self, plateau)
+        Args:
+            added: one or several callbacks.
+        """
+        self.callbacks = building.with_task_callbacks(self.callbacks, added)
 
     def log_metrics(self, values: Mapping[str, float], step: int | None = None) -> None:
         """Give numbers to the trackers; only the main process does anything.
@@ -565,12 +405,7 @@ class Trainer(OptionAttributes, TrainerStatus):
         """
         if self._training is None:
             raise ConfigurationError("estimated_stepping_batches is known within fit() only.")
-        batches = epoch_length(self, self._training.prepare_training())
-        epochs = float("inf") if self.max_epochs < 0 else self.max_epochs
-        steps = (
-            float("inf") if float("inf") in (batches, epochs) else -(-batches // self.accumulate_grad_batches) * epochs
-        )
-        return min(steps, self.max_steps) if self.max_steps >= 0 else steps
+        return estimate_steps(self, self._training.prepare_training())
 
     # ending and rolling back
 

@@ -13,6 +13,7 @@ from drivetrain.trainer.loops.step import EpochSkipped, PlainStep
 from drivetrain.trainer.loops.training_batches import TrainingBatches
 from drivetrain.trainer.loops.validation_schedule import ValidationSchedule
 from drivetrain.trainer.metrics.log_scopes import MONITORING, TRAIN_END, TRAIN_EPOCH, TRAIN_STEP
+from drivetrain.trainer.schedulers import step_epoch_schedulers
 from drivetrain.trainer.state.progress import Phase
 from drivetrain.trainer.state.resume import save_for_resume
 from drivetrain.trainer.state.saved_run import SavedRun
@@ -226,7 +227,7 @@ class FitLoop:
         trainer.tracker_log.finish_epoch(Stage.TRAIN)
         self._health.end_epoch()
         if finished:
-            trainer.update_epoch_schedulers(plateau=True)
+            step_epoch_schedulers(trainer, plateau=True)
             progress.phase = Phase.CLOSING
         trainer.logged.enter(MONITORING)
         for hook in self._hooks.find_late("on_train_epoch_end"):
@@ -249,4 +250,4 @@ class FitLoop:
         """Step the schedulers that follow epochs and watch no value; once, before the epoch's last validation."""
         if self._progress.phase < Phase.SCHEDULED:
             self._progress.phase = Phase.SCHEDULED
-            self._trainer.update_epoch_schedulers(plateau=False)
+            step_epoch_schedulers(self._trainer, plateau=False)

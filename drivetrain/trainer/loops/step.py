@@ -17,6 +17,7 @@ from drivetrain.trainer.loops.binding import bind_step
 from drivetrain.trainer.loops.stand_in import StandIn, presence_of
 from drivetrain.trainer.loops.step_output import StepOutput, detached
 from drivetrain.trainer.metrics.metric_states import untouched_metrics
+from drivetrain.trainer.schedulers import step_step_schedulers
 from drivetrain.trainer.task import Task
 
 if TYPE_CHECKING:
@@ -58,6 +59,7 @@ class PlainStep:
         strategy = accelerator.strategy
         self._trainer, self._task, self._model = trainer, task, model
         self._progress, self._logged, self._current = trainer.progress, trainer.logged, trainer.current
+        self._steps_schedulers = trainer.task_run.steps_schedulers
         self._engine = accelerator.step
         self._optimizers = [optimizer.optimizer for optimizer in trainer.task_optimizers]
         self._forward_backward = strategy.forward_backward
@@ -180,8 +182,8 @@ class PlainStep:
         progress.total_batches += len(window)
         if stepped:
             progress.global_step += 1
-            if self._trainer.steps_schedulers:
-                self._trainer.update_step_schedulers()
+            if self._steps_schedulers:
+                step_step_schedulers(self._trainer)
         if self._on_batch_end:
             self._end_batch(output, window[-1])
         self._logged.skips = False

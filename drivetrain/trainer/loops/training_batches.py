@@ -6,7 +6,7 @@ from collections.abc import Generator
 from typing import TYPE_CHECKING, Any
 
 from drivetrain.data import BatchInfo, CombinedLoader, PreparedLoader
-from drivetrain.trainer.loops.loader_source import LoaderSource, batches_to_run, length_of
+from drivetrain.trainer.loops.loader_source import LoaderSource, batches_to_run, check_equal_lengths, length_of
 from drivetrain.trainer.loops.step import MicroBatch
 
 if TYPE_CHECKING:
@@ -21,6 +21,14 @@ def epoch_length(trainer: Trainer, loader: PreparedLoader | CombinedLoader) -> f
     limit = trainer.overfit_batches or trainer.limit_train_batches
     name = "overfit_batches" if trainer.overfit_batches else "limit_train_batches"
     return batches_to_run(length_of(loader), limit, name)
+
+
+def estimate_steps(trainer: Trainer, loader: PreparedLoader | CombinedLoader) -> float:
+    """Optimizer steps that `fit` takes; infinite where this is not known."""
+    batches = epoch_length(trainer, loader)
+    epochs = FOREVER if trainer.max_epochs < 0 else trainer.max_epochs
+    steps = FOREVER if FOREVER in (batches, epochs) else -(-batches // trainer.accumulate_grad_batches) * epochs
+    return min(steps, trainer.max_steps) if trainer.max_steps >= 0 else steps
 
 
 class TrainingBatches:
@@ -75,7 +83,7 @@ class TrainingBatches:
         if index >= limit or progress.batches_are_done:
             return
         window: list[MicroBatch] = []
-        for batch in loader:
+        for batch in loader.iterate(limit, together=True):
             info = loader.current
             assert info is not None  # a batch is always known to its loader
             if skips and (progress.epoch, index) in skips:
@@ -109,3 +117,4 @@ class TrainingBatches:
     def _take(self, loader: PreparedLoader | CombinedLoader) -> None:
         self.loader = loader
         self.limit = self._trainer.current.training_batches = epoch_length(self._trainer, loader)
+        check_equal_lengths(self.limit, "training")

@@ -266,6 +266,11 @@ class LoggedValues:
                     values[entry.name] = entry.last
         return values
 
+    def names(self, stage: str) -> set[str]:
+        """Every name under which this process has logged since the stage began, whether the values count or not."""
+        entries = self._tables[stage].values()
+        return {name for entry in entries for name in (entry.name, entry.step_name, entry.epoch_name)}
+
     def bar_values(self) -> dict[str, Value]:
         """What the progress bar shows, not yet turned into numbers."""
         return {**self._bar, **self.step_values(for_bar=True)}

@@ -89,6 +89,11 @@ def _default_directory(trainer: Trainer) -> Path:
 
 
 def _newest(directories: list[str]) -> str | None:
-    """The newest good checkpoint of several directories: the one of the most steps."""
+    """The newest good checkpoint of several directories: the one of the most steps, of those after finite losses."""
     found = [path for path in map(checkpoint.newest_checkpoint, directories) if path is not None]
-    return max(found, key=lambda path: checkpoint.Checkpoint(path).manifest.step or 0, default=None)
+
+    def rank(path: str) -> tuple[bool, int]:
+        manifest = checkpoint.Checkpoint(path).manifest
+        return manifest.finite_loss, manifest.step or 0
+
+    return max(found, key=rank, default=None)

@@ -129,7 +129,7 @@ def _joined(values: Sequence[Any]) -> Any:
 
 
 def write_samples(samples: Samples, path: str | os.PathLike[str]) -> None:
-    """Write samples to a file, whose extension says how.
+    """Write samples to a file, in the format of its extension.
 
     Args:
         samples: The samples.
@@ -156,7 +156,7 @@ def writer_for(path: str | os.PathLike[str]) -> Callable[[Samples, Path], None]:
     if extension not in _WRITERS:
         raise ConfigurationError(
             f"EvaluationGather(path={os.fspath(path)!r}): a file {extension or 'without extension'} cannot be "
-            f"written. The extension says how to write: {', '.join(_WRITERS)}."
+            f"written. The extension chooses the format: {', '.join(_WRITERS)}."
         )
     return _WRITERS[extension]
 

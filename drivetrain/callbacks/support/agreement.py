@@ -1,4 +1,4 @@
-"""Decisions that all processes must take alike: taken on the main process, told to the others."""
+"""Decisions that all processes must take alike: taken on the main process, sent to the others."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ T = TypeVar("T")
 def decide_on_main_process(decide: Callable[[], T]) -> T:
     """Call a function on the main process and return its result on every process.
 
-    What it raises is raised on every process, so that nobody waits for a process that is gone.
+    What it raises is raised on every process, so that no process waits for one that is gone.
 
     Args:
         decide: What to call; its result must be possible to pickle.

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import difflib
 import math
-from collections.abc import Mapping
+import re
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from drivetrain.runtime.errors import ConfigurationError, nearest
@@ -35,8 +37,40 @@ def monitored_value(metrics: Mapping[str, Any], monitor: str) -> float | None:
     return None if value is None else float(value)
 
 
+def find_typo(logged: Collection[str], monitor: str, owner: str) -> str | None:
+    """What is wrong with the name of a metric where a sanity check has logged one that is spelled nearly like it.
+
+    A metric that only training logs, or only a later validation, is no typo, so a name that is merely missing passes.
+
+    Args:
+        logged: the names that the sanity check has logged.
+        monitor: the name to find.
+        owner: the callback that monitors it.
+
+    Returns:
+        The message, or None.
+    """
+    if monitor in logged or "train" in monitor:
+        return None
+    alike = difflib.get_close_matches(monitor, sorted(logged), n=1, cutoff=_TYPO)
+    if not alike or _without_numbers(alike[0]) == _without_numbers(monitor):
+        return None
+    return (
+        f"{owner}(monitor={monitor!r}): the sanity check has logged {', '.join(map(repr, sorted(logged)))}. Did you "
+        f"mean {alike[0]!r}? If {monitor!r} is logged later, leave the sanity check out: "
+        "Trainer(num_sanity_val_steps=0)."
+    )
+
+
+_TYPO = 0.85  # 'val_los' for 'val_loss' has 0.93, 'train_loss' 0.67
+
+
+def _without_numbers(name: str) -> str:
+    return re.sub(r"\d+", "0", name)
+
+
 def missing_metric_message(metrics: Mapping[str, Any], monitor: str, owner: str) -> str:
-    """Say that a metric is not there, which ones are, and what to do."""
+    """The message that a metric is not there: which ones are, and what to do."""
     if metrics:
         there = f"Logged so far: {', '.join(map(repr, sorted(metrics)))}.{nearest(monitor, metrics)}"
     else:

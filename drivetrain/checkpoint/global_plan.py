@@ -16,28 +16,28 @@ from drivetrain.checkpoint.peers import Failure, Peers
 from drivetrain.checkpoint.shards import SnapshotPlanner
 from drivetrain.runtime.errors import CheckpointError
 
-_ANEW = "anew"
+_PLAN_AGAIN = "plan again"
 
 
 @dataclass(frozen=True)
-class Division:
+class GlobalPlan:
     """What all processes have agreed on.
 
     Attributes:
-        token: tells it from others; the same on all processes.
+        token: distinguishes it from others; the same on all processes.
         outline: what it was made for, see `outline_of`.
-        plan: what this process writes.
+        local: what this process writes.
         metadata: on rank 0 where every part of every tensor belongs; None elsewhere.
     """
 
     token: str
     outline: Hashable
-    plan: SavePlan
+    local: SavePlan
     metadata: Metadata | None
 
 
 def outline_of(tensors: Mapping[str, Tensor], elsewhere: Sequence[str]) -> Hashable:
-    """All that a division depends on; None where that cannot be told.
+    """All that a plan depends on; None where that cannot be found out.
 
     Args:
         tensors: what this process has.
@@ -50,27 +50,27 @@ def outline_of(tensors: Mapping[str, Tensor], elsewhere: Sequence[str]) -> Hasha
         elif type(tensor) is DTensor:
             outline.append((key, tensor.dtype, tensor.shape, tensor.placements, tensor.device_mesh))
         else:
-            return None  # it may divide itself as it likes
+            return None  # it may shard itself as it likes
     return (tuple(outline), tuple(elsewhere))
 
 
-def divide(
-    peers: Peers, planner: SnapshotPlanner, outline: Hashable | Failure, elsewhere: list[str], known: Division | None
-) -> tuple[Division | Failure, str]:
+def plan_globally(
+    peers: Peers, planner: SnapshotPlanner, outline: Hashable | Failure, elsewhere: list[str], known: GlobalPlan | None
+) -> tuple[GlobalPlan | Failure, str]:
     """Let rank 0 decide who writes what: a tensor that all have is written once. Call it on all processes.
 
-    Where no process has other tensors than at the time before, they only tell each other so: with thousands of tensors
+    Where no process has other tensors than at the time before, that is all they exchange: with thousands of tensors
     making plans and sending them takes longer than copying does.
 
     Args:
         peers: the processes.
-        planner: knows this process's tensors.
-        outline: of them; a failure is told to all.
+        planner: has this process's tensors.
+        outline: of them; a failure is reported to all.
         elsewhere: keys of the tensors that only peers have.
-        known: the division of the time before.
+        known: the plan of the time before.
 
     Returns:
-        The division, or the first failure of any process; and a token for this save.
+        The plan, or the first failure of any process; and a token for this save.
     """
     proposal: Any = outline
     if not isinstance(outline, Failure):
@@ -79,7 +79,7 @@ def divide(
         else:
             proposal = peers.attempt(planner.create_local_plan)
     answer, token = _ask(peers, planner, proposal, elsewhere)
-    if answer == _ANEW:
+    if answer == _PLAN_AGAIN:
         if not isinstance(proposal, SavePlan):
             proposal = peers.attempt(planner.create_local_plan)
         answer, token = _ask(peers, planner, proposal, elsewhere)
@@ -89,14 +89,14 @@ def divide(
         assert known is not None
         return known, token
     metadata = planner.metadata if peers.is_main else None
-    return Division(token, outline, planner.finish_plan(answer), metadata), token
+    return GlobalPlan(token, outline, planner.finish_plan(answer), metadata), token
 
 
 def _ask(peers: Peers, planner: SnapshotPlanner, proposal: Any, elsewhere: list[str]) -> tuple[Any, str]:
-    """Tell rank 0 a plan, a known division's token or a failure.
+    """Send rank 0 a local plan, a known plan's token or a failure.
 
     Returns:
-        This process's share, None for that of the known division, `_ANEW` or a failure; and a token for this save.
+        This process's share, None for that of the known plan, `_PLAN_AGAIN` or a failure; and a token for this save.
     """
     proposals = peers.gather(proposal)
     answers: list[Any] | None = None
@@ -116,7 +116,7 @@ def _decide(peers: Peers, planner: SnapshotPlanner, proposals: list[Any], elsewh
         made = peers.attempt(lambda: _shares(planner, proposals, elsewhere))
         return made if isinstance(made, list) else [made] * peers.size
     same = all(one == proposals[0] for one in proposals)
-    return [None if same else _ANEW] * peers.size
+    return [None if same else _PLAN_AGAIN] * peers.size
 
 
 def _shares(planner: SnapshotPlanner, plans: list[SavePlan], elsewhere: list[str]) -> list[SavePlan]:

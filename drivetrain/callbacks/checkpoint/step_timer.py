@@ -1,14 +1,14 @@
-"""A clock that all processes read alike, though only one of them looks at it."""
+"""A clock of the main process that all processes follow."""
 
 from __future__ import annotations
 
 import time
 
-from drivetrain.callbacks.monitoring.agreement import decide_on_main_process
+from drivetrain.callbacks.support.agreement import decide_on_main_process
 
 
 class StepTimer:
-    """Tells every so many seconds of the main process's clock, on all processes at the same step.
+    """Is due every so many seconds of the main process's clock, on all processes at the same step.
 
     The processes ask each other only about halfway to the next time, again halfway of what is left, and so
     on: a few times in all, not at every step.

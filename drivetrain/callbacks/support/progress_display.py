@@ -79,10 +79,10 @@ class Display(Protocol):
         """Show how far a stage is."""
 
     def finish(self, stage: Stage, values: Mapping[str, float]) -> None:
-        """Show how a stage ended; it may be opened anew under another title."""
+        """Show how a stage ended; it may be opened again under another title."""
 
     def close(self, stage: Stage) -> None:
-        """Let go of a stage."""
+        """Show a stage no longer."""
 
     def write(self, text: str) -> None:
         """Print text without breaking what is shown."""
@@ -119,7 +119,7 @@ class BarDisplay:
         )
 
     def _width(self) -> dict[str, Any]:
-        """Follow the terminal's width, unless it says that it has none, as in some containers."""
+        """Follow the terminal's width, unless it reports none, as in some containers."""
         try:
             known = os.get_terminal_size(sys.stdout.fileno()).columns > 0
         except (OSError, ValueError):

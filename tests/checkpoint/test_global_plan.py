@@ -1,4 +1,4 @@
-"""Who writes which tensor is agreed on once, and anew whenever any process has other tensors."""
+"""Who writes which tensor is agreed on once, and again whenever any process has other tensors."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from tests.pool import run_in_processes
 
 
 def token(state: PartialState) -> str:
-    division = save_queue(state)._division
-    assert division is not None
-    return division.token
+    plan = save_queue(state)._plan
+    assert plan is not None
+    return plan.token
 
 
 def tensors(add: float = 0.0) -> dict[str, Tensor]:
@@ -36,12 +36,12 @@ def test_a_state_of_the_same_shapes_is_planned_once(
     planned: list[int] = []
     plan = SnapshotPlanner.create_local_plan
     monkeypatch.setattr(SnapshotPlanner, "create_local_plan", lambda self: planned.append(1) or plan(self))
-    before = save_queue(alone())._division
+    before = save_queue(alone())._plan
     for number in range(3):
         shared = {"tensors": tensors(number), "number": number, "other": [number] * number}
         save_run_state(tmp_path / str(number), shared, {"x": torch.full((2,), number)}, alone(), block=block).wait(60)
     assert len(planned) == 1
-    assert save_queue(alone())._division is not before
+    assert save_queue(alone())._plan is not before
     for number in range(3):
         shared, own = load_run_state(tmp_path / str(number), alone())
         assert_same(shared, {"tensors": tensors(number), "number": number, "other": [number] * number})
@@ -58,7 +58,7 @@ CHANGES: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("change", CHANGES)
-def test_any_other_state_is_planned_anew(change: str, tmp_path: Path) -> None:
+def test_any_other_state_is_planned_again(change: str, tmp_path: Path) -> None:
     save_run_state(tmp_path / "one", tensors(), {}, alone())
     first = token(alone())
     state = {**tensors(), **CHANGES[change]}
@@ -85,15 +85,15 @@ def save_in_turn(root: str) -> list[tuple[str, int]]:
     plan = SnapshotPlanner.create_local_plan
     SnapshotPlanner.create_local_plan = lambda self: planned.append(1) or plan(self)  # type: ignore[method-assign]
 
-    def divided(value: float, placement: Any) -> Tensor:
+    def sharded(value: float, placement: Any) -> Tensor:
         return distribute_tensor(torch.arange(10.0) + value, mesh, [placement])
 
     cases: list[tuple[Any, Any]] = [
-        ({**tensors(), "d": divided(0, Shard(0))}, {"x": torch.zeros(2)}),
-        ({**tensors(1), "d": divided(1, Shard(0))}, {"x": torch.ones(2)}),  # the same shapes
-        ({**tensors(2), "d": divided(2, Shard(0))}, {"x": torch.ones(2 + rank)}),  # other ones on rank 1 only
-        ({**tensors(3), "d": divided(3, Replicate())}, {"x": torch.ones(2 + rank)}),  # another placement
-        ({**tensors(4), "d": divided(4, Replicate())}, {"x": torch.zeros(2 + rank)}),
+        ({**tensors(), "d": sharded(0, Shard(0))}, {"x": torch.zeros(2)}),
+        ({**tensors(1), "d": sharded(1, Shard(0))}, {"x": torch.ones(2)}),  # the same shapes
+        ({**tensors(2), "d": sharded(2, Shard(0))}, {"x": torch.ones(2 + rank)}),  # other ones on rank 1 only
+        ({**tensors(3), "d": sharded(3, Replicate())}, {"x": torch.ones(2 + rank)}),  # another placement
+        ({**tensors(4), "d": sharded(4, Replicate())}, {"x": torch.zeros(2 + rank)}),
     ]
     seen = []
     for number, (shared, own) in enumerate(cases):
@@ -103,7 +103,7 @@ def save_in_turn(root: str) -> list[tuple[str, int]]:
     return seen
 
 
-def test_processes_plan_anew_where_any_of_them_has_other_tensors(tmp_path: Path) -> None:
+def test_processes_plan_again_where_any_of_them_has_other_tensors(tmp_path: Path) -> None:
     results = run_in_processes(save_in_turn, 2, args=(str(tmp_path),))
     assert results[0] == results[1]
     tokens, planned = zip(*results[0], strict=True)
