@@ -300,7 +300,7 @@ def measure(name: str, rows: int, block: int, rounds: int) -> dict[str, Any]:
         callbacks=[keeping],
         barebones=True,
     )
-    shard = trainer.strategy.data_shard
+    shard = trainer.strategy.topology.data_shard
     whole: Batch = make_batch(rows)
     if name == "CP":
         whole = (*whole, torch.arange(LENGTH).expand(rows, -1))

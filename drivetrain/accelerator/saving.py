@@ -65,7 +65,7 @@ class StateSaving(ProcessControl):
             max_shard_size: bytes in a file at most, such as `"5GB"`.
             safe_serialization: accepted; weights are never pickled.
         """
-        weights = self.strategy.full_state_dict(model)
+        weights = self.strategy.state.full(model)
         if self.is_main_process:
             checkpoint.save_safetensors(weights, save_directory, max_shard_size)
         self.wait_for_everyone()
@@ -149,7 +149,7 @@ class StateSaving(ProcessControl):
         models = list(self.prepared.models)
         for hook in self._state_hooks.on_load:
             hook(models, directory)
-        in_shards = self.strategy.reads_shards and not self.strategy.schedules_microbatches
+        in_shards = self.strategy.state.reads_shards and not self.strategy.schedules_microbatches
         later = ("models", "optimizers") if in_shards else ()
         shared, own = self.read_checkpoint_around(directory, later)
         here: dict[str, Sequence[Any]] = {
@@ -172,18 +172,18 @@ class StateSaving(ProcessControl):
                 )
         owners = [self._owner(optimizer) for optimizer in self.prepared.optimizers]
         if in_shards:
-            into = [self.strategy.model_state(model) for model in models]
+            into = [self.strategy.state.model(model) for model in models]
             shared |= self.read_checkpoint(directory, {"models": into}, only=["models"])[0]
         for model, state in zip(models, shared["models"], strict=True):
-            self.strategy.load_model_state(model, state)
+            self.strategy.state.load_model(model, state)
         if in_shards:
             into = [
-                self.strategy.optimizer_targets(owner, saved)
+                self.strategy.state.optimizer_targets(owner, saved)
                 for owner, saved in zip(owners, shared["optimizers"], strict=True)
             ]
             shared |= self.read_checkpoint(directory, {"optimizers": into}, only=["optimizers"])[0]
         for owner, optimizer, state in zip(owners, self.prepared.optimizers, shared["optimizers"], strict=True):
-            self.strategy.load_optimizer_state(owner, optimizer.optimizer, state)
+            self.strategy.state.load_optimizer(owner, optimizer.optimizer, state)
         for scheduler, state in zip(self.prepared.schedulers, shared["schedulers"], strict=True):
             scheduler.load_state_dict(state)
         for loader, state in zip(self.prepared.loaders, shared["loaders"], strict=False):
@@ -284,9 +284,9 @@ class StateSaving(ProcessControl):
 
     def _shared_state(self) -> dict[str, Any]:
         return {
-            "models": [self.strategy.model_state(model) for model in self.prepared.models],
+            "models": [self.strategy.state.model(model) for model in self.prepared.models],
             "optimizers": [
-                self.strategy.optimizer_state(self._owner(optimizer), optimizer.optimizer)
+                self.strategy.state.optimizer(self._owner(optimizer), optimizer.optimizer)
                 for optimizer in self.prepared.optimizers
             ],
             "schedulers": [scheduler.state_dict() for scheduler in self.prepared.schedulers],

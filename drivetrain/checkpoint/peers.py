@@ -71,7 +71,7 @@ class Peers:
         return received[0]
 
     def agree(self, failure: Failure | None) -> Failure | None:
-        """Let all processes know the first failure of any."""
+        """Share the first failure of any process with all."""
         if self._group is None:
             return failure
         failures: list[Any] = [None] * self.size
@@ -111,7 +111,7 @@ def reason_of(error: BaseException) -> str:
 
 
 def _exchange(collective: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
-    """Call a collective, in whose midst a peer may be lost."""
+    """Call a collective, during which a peer may be lost."""
     try:
         collective(*args, **kwargs)
     except (RuntimeError, ValueError) as error:

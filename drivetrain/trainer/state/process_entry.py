@@ -17,8 +17,8 @@ _NOTHING: dict[str, Any] = {"random": None, "logged": None, "metrics": {}}
 
 def layout_of(strategy: Strategy) -> list[Any]:
     """How processes share the data, the same on all: what one has kept belongs to its place in it."""
-    ranks = strategy.value_ranks
-    return [strategy.data_shard.count, None if ranks is None else list(ranks)]
+    topology = strategy.topology
+    return [topology.data_shard.count, None if topology.value_ranks is None else list(topology.value_ranks)]
 
 
 def taken_over(directory: str, strategy: Strategy, task: nn.Module) -> dict[str, Any]:
@@ -38,7 +38,7 @@ def taken_over(directory: str, strategy: Strategy, task: nn.Module) -> dict[str,
     first = written.own(0)
     _, ranks = first.get("layout", [None, None])
     there = range(written.manifest.world_size) if ranks is None else ranks
-    position, count = _place_among(strategy)
+    position, count = strategy.topology.value_place
     states = [written.own(each) for each in there[position::count]]
     if not states:
         return {**_NOTHING, "logged": {**first["logged"], "train": []}}
@@ -47,14 +47,6 @@ def taken_over(directory: str, strategy: Strategy, task: nn.Module) -> dict[str,
         "logged": {**states[0]["logged"], "train": _merged([state["logged"]["train"] for state in states])},
         "metrics": merged_metric_states(task, [state["metrics"] for state in states]),
     }
-
-
-def _place_among(strategy: Strategy) -> tuple[int, int]:
-    """This process's number among those whose values count; that of a process whose batch it shares, where not."""
-    rank, here = strategy.environment.rank, strategy.value_ranks
-    if here is None:
-        return rank, strategy.environment.world_size
-    return here.index(rank) if rank in here else strategy.data_shard.index, len(here)
 
 
 def _merged(tables: Sequence[Sequence[Mapping[str, Any]]]) -> list[dict[str, Any]]:

@@ -37,13 +37,13 @@ def run_state(trainer: Trainer, weights_only: bool = False) -> tuple[dict[str, A
     state: dict[str, Any] = {
         "epoch": trainer.current_epoch,
         "global_step": trainer.global_step,
-        "state_dict": strategy.model_state(trainer.model),
+        "state_dict": strategy.state.model(trainer.model),
         "hyper_parameters": plain(dict(task.hparams)),
     }
     if not weights_only:
         model = trainer.model
         state |= {
-            "optimizer_states": [strategy.optimizer_state(model, optimizer) for optimizer in trainer.optimizers],
+            "optimizer_states": [strategy.state.optimizer(model, optimizer) for optimizer in trainer.optimizers],
             "lr_schedulers": [config.scheduler.state_dict() for config in trainer.lr_scheduler_configs],
             "precision": trainer.accelerator.precision.state_dict(),
             "progress": trainer.progress.state_dict(),
@@ -51,8 +51,8 @@ def run_state(trainer: Trainer, weights_only: bool = False) -> tuple[dict[str, A
             "callbacks": {c.state_key: found for c in trainer.callbacks if (found := c.state_dict())},
             "trackers": [tracker.state_dict() for tracker in trainer.loggers] if trainer.is_global_zero else [],
             "registered": trainer.accelerator.registered_state(),
-            # A run that was only made to end, by a signal, is to go on where it is resumed.
-            "should_stop": trainer.should_stop_agreed and not (trainer.preempted or trainer.interrupted),
+            # A run that a signal or a limit has ended continues where it is resumed, perhaps with another limit.
+            "should_stop": trainer.control.stops_for_good,
             "datamodule": trainer.datamodule.state_dict() if trainer.datamodule is not None else {},
         }
     for callback in trainer.callbacks:
@@ -92,7 +92,7 @@ class SavedRun:
         """Whether each process can read its shards alone: no hook wants to see the whole weights before."""
         trainer = self._trainer
         return (
-            trainer.strategy.reads_shards
+            trainer.strategy.state.reads_shards
             and not trainer.strategy.schedules_microbatches
             and not is_overridden(trainer.task, Task, "on_load_checkpoint")
             and not any(is_overridden(each, Callback, "on_load_checkpoint") for each in trainer.callbacks)
@@ -102,7 +102,7 @@ class SavedRun:
         """The model's state, read into the model itself where each process reads its shards."""
         trainer = self._trainer
         if self._in_shards:
-            into = {"state_dict": trainer.strategy.model_state(cast("nn.Module", trainer.model))}
+            into = {"state_dict": trainer.strategy.state.model(cast("nn.Module", trainer.model))}
             self._state |= trainer.accelerator.read_checkpoint(self._directory, into, only=list(into))[0]
         weights: dict[str, Any] = self._state["state_dict"]
         return weights
@@ -111,7 +111,7 @@ class SavedRun:
         trainer, states = self._trainer, self._state["optimizer_states"]
         if self._in_shards:
             assert trainer.model is not None
-            targets = [trainer.strategy.optimizer_targets(trainer.model, saved) for saved in states]
+            targets = [trainer.strategy.state.optimizer_targets(trainer.model, saved) for saved in states]
             read = trainer.accelerator.read_checkpoint(
                 self._directory, {"optimizer_states": targets}, only=["optimizer_states"]
             )
@@ -145,7 +145,7 @@ class SavedRun:
     def restore_weights(self) -> None:
         """Give the placed model its weights."""
         assert self._trainer.model is not None
-        self._trainer.strategy.load_model_state(self._trainer.model, self._weights())
+        self._trainer.strategy.state.load_model(self._trainer.model, self._weights())
         self._state.pop("state_dict")
 
     def restore_training(self) -> None:
@@ -161,14 +161,14 @@ class SavedRun:
                     f"{self._directory} holds {len(state[key])} {kind}(s), but configure_optimizers made {len(here)}."
                 )
         for optimizer, saved in zip(trainer.optimizers, self._optimizer_states(), strict=True):
-            trainer.strategy.load_optimizer_state(trainer.model, optimizer, saved)
+            trainer.strategy.state.load_optimizer(trainer.model, optimizer, saved)
             optimizer._opt_called = True  # it has stepped before the break; schedulers warn otherwise
         for config, saved in zip(trainer.lr_scheduler_configs, state["lr_schedulers"], strict=True):
             config.scheduler.load_state_dict(saved)
         trainer.accelerator.precision.load_state_dict(state["precision"])
         trainer.accelerator.load_registered_state(state["registered"])
         trainer.progress.load_state_dict(state["progress"])
-        trainer.should_stop = trainer.should_stop_agreed = bool(state["should_stop"])
+        trainer.control.resume_stop(bool(state["should_stop"]))
         if trainer.is_global_zero:
             for tracker, saved in zip(trainer.loggers, state["trackers"], strict=False):
                 tracker.load_state_dict(saved)
@@ -197,7 +197,7 @@ class SavedRun:
         assert trainer.task is not None
         if own is None:
             own = taken_over(self._directory, trainer.strategy, trainer.task)
-        trainer.logged.load_state_dict(own["logged"], trainer.strategy.device)
+        trainer.logged.load_state_dict(own["logged"], trainer.strategy.topology.device)
         restore_metric_states(trainer.task, own["metrics"])
         trainer.accelerator.restore_random_state(own)
 

@@ -1,0 +1,119 @@
+"""The training batches of an epoch: one window for each optimizer step, and where in the data a run is."""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+from typing import TYPE_CHECKING, Any
+
+from drivetrain.data import BatchInfo, CombinedLoader, PreparedLoader
+from drivetrain.trainer.loops.loader_source import LoaderSource, batches_to_run, length_of
+from drivetrain.trainer.loops.step import MicroBatch
+
+if TYPE_CHECKING:
+    from drivetrain.trainer.state.saved_run import SavedRun
+    from drivetrain.trainer.trainer import Trainer
+
+FOREVER = float("inf")
+
+
+def epoch_length(trainer: Trainer, loader: PreparedLoader | CombinedLoader) -> float:
+    """Batches of this process in an epoch; infinite where this is not known."""
+    limit = trainer.overfit_batches or trainer.limit_train_batches
+    name = "overfit_batches" if trainer.overfit_batches else "limit_train_batches"
+    return batches_to_run(length_of(loader), limit, name)
+
+
+def estimate_steps(trainer: Trainer, loader: PreparedLoader | CombinedLoader) -> float:
+    """Optimizer steps that `fit` takes; infinite where this is not known."""
+    batches = epoch_length(trainer, loader)
+    epochs = FOREVER if trainer.max_epochs < 0 else trainer.max_epochs
+    steps = FOREVER if FOREVER in (batches, epochs) else -(-batches // trainer.accumulate_grad_batches) * epochs
+    return min(steps, trainer.max_steps) if trainer.max_steps >= 0 else steps
+
+
+class TrainingBatches:
+    """The training batches of one epoch after the other.
+
+    Args:
+        trainer: the trainer, whose limits count.
+        source: where the loaders come from.
+
+    Attributes:
+        loader: the prepared training loader.
+        limit: batches of this process in an epoch; infinite where this is not known.
+        finished: the last batch of the last window that was finished in this pass over the data.
+    """
+
+    def __init__(self, trainer: Trainer, source: LoaderSource) -> None:
+        self._trainer, self._source = trainer, source
+        self._progress = trainer.progress
+        self.finished: BatchInfo | None = None
+        self._origin: dict[str, Any] | None = None  # where a resumed pass began
+        self.limit: float = FOREVER
+        self.loader: PreparedLoader | CombinedLoader
+        self._take(source.prepare_training())
+
+    def reload(self) -> bool:
+        """Make the loader again, where it is to be in this epoch. Returns whether it was."""
+        every, progress = self._trainer.reload_dataloaders_every_n_epochs, self._progress
+        if not (every and progress.epoch and progress.epoch % every == 0 and not progress.batches_in_epoch):
+            return False
+        self._trainer.accelerator.forget_loader(self.loader)
+        self._take(self._source.prepare_training(again=True))
+        return True
+
+    def begin_epoch(self, saved: SavedRun | None) -> None:
+        """Go to the epoch's first batch, or to the one that comes next after a checkpoint.
+
+        Args:
+            saved: the checkpoint, if this is the epoch that it was written in.
+        """
+        self.finished = self._origin = None
+        if saved is None:
+            self.loader.set_epoch(self._progress.epoch)
+        else:
+            saved.restore_loader(self.loader)
+            self._origin = self.loader.state_dict()
+
+    def windows(self) -> Generator[list[MicroBatch], None, None]:
+        """The epoch's micro-batches, as many as make one optimizer step at a time."""
+        loader, limit, size = self.loader, self.limit, self._trainer.accumulate_grad_batches
+        skips, progress = self._trainer.control.batches_to_skip, self._progress
+        index = progress.batches_in_epoch
+        if index >= limit or progress.batches_are_done:
+            return
+        window: list[MicroBatch] = []
+        for batch in loader:
+            info = loader.current
+            assert info is not None  # a batch is always known to its loader
+            if skips and (progress.epoch, index) in skips:
+                index += 1
+                progress.batches_in_epoch = index
+                progress.total_batches += 1
+                continue
+            window.append(MicroBatch(batch, index, info))
+            index += 1
+            if len(window) == size or info.last or index == limit:
+                yield window
+                window = []
+                if index >= limit:
+                    return
+        if window:
+            yield window
+
+    def is_last(self, window: list[MicroBatch]) -> bool:
+        """Whether an epoch ends with these micro-batches."""
+        return window[-1].info.last or self._progress.batches_in_epoch >= self.limit
+
+    def position(self) -> dict[str, Any]:
+        """Where in the data the run is: after the last window that was finished, also during another."""
+        reached, done = self.loader.reached, self._progress.batches_in_epoch
+        if self._progress.batches_are_done or reached is None or reached.index < done:
+            return self.loader.state_dict()
+        if self.finished is not None and self.finished.index == done - 1:
+            return self.loader.state_after(self.finished)
+        return self.loader.state_after(None) if self._origin is None else self._origin
+
+    def _take(self, loader: PreparedLoader | CombinedLoader) -> None:
+        self.loader = loader
+        self.limit = self._trainer.current.training_batches = epoch_length(self._trainer, loader)
