@@ -44,9 +44,9 @@ from drivetrain.accelerator.plugins import (
     ParallelismConfig,
     strategy_of_plugins,
 )
+from drivetrain.accelerator.run_state import RunState
 from drivetrain.accelerator.saving import StateSaving
 from drivetrain.accelerator.scheduler import PreparedScheduler
-from drivetrain.accelerator.state_hooks import StateHooks
 from drivetrain.accelerator.status import EngineStatus
 from drivetrain.accelerator.weighted_mean import WeightedMean
 from drivetrain.data import (
@@ -145,8 +145,6 @@ class Accelerator(StateSaving, EngineStatus):
         check_handlers(handlers)
         self.state = PartialState(cpu, device=device, **handler_options(find_handler(handlers, InitProcessGroupKwargs)))
         self.project_configuration = make_project(project_dir, project_config)
-        self._numbered = NumberedCheckpoints(self.project_configuration, self.state)
-        self._state_hooks = StateHooks()
         self.device_placement = device_placement
         self.dataloader_config = make_dataloader_config(split_batches, dataloader_config)
         self.rng_types = list(rng_types or ["generator"])
@@ -175,7 +173,16 @@ class Accelerator(StateSaving, EngineStatus):
         self.precision.hold_scale_while(lambda: self.accumulation.holds_gradients)
         self._schedulers: list[PreparedScheduler] = []
         self._loaders: list[PreparedLoader] = []
-        self._registered: list[Any] = []
+        self.run_state = RunState(
+            self.state,
+            self.strategy,
+            self.precision,
+            NumberedCheckpoints(self.project_configuration, self.state),
+            self._models,
+            self._optimizers,
+            self._schedulers,
+            self._loaders,
+        )
         self._clips_unscaled = overrides(self.precision, "unscale")
         self._trigger = False
 

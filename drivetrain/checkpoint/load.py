@@ -106,7 +106,7 @@ class Checkpoint:
         """Read what all processes share.
 
         Args:
-            only: the top-level entries to read; all if None.
+            only: the top-level entries to read, or paths of two names such as `"engine/models"`; all if None.
             into: some of its top-level entries, with tensors that are filled in place; they may be sharded DTensors.
             strict: whether tensors that are missing, left over or of another shape under those entries are an error.
 
@@ -115,7 +115,7 @@ class Checkpoint:
         """
         packed = self.packed()
         if only is not None:
-            packed = {name: value for name, value in packed.items() if name in only}
+            packed = _part_of(packed, only)
         targets = self._targets(into)
         report = self._compare(packed, targets, into or {})
         if strict and not report.fits:
@@ -207,7 +207,8 @@ def load_run_state(
             process that reads alone.
         into: some of the shared state's top-level entries, with tensors that are filled in place; they may be sharded.
         strict: whether tensors missing, left over or of another shape under those entries are an error.
-        only: the shared state's top-level entries to read; all if None. Files that hold none of them are not read.
+        only: the shared state's top-level entries to read, or paths of two names such as `"engine/models"`; all if
+            None. Files that hold none of them are not read.
         verify: `"hash"` checks the SHA-256 of every file, `"size"` their sizes only, as after `newest_checkpoint`.
         storage: where it is; found from `directory` if None.
 
@@ -262,6 +263,18 @@ def compare_states(wanted: Mapping[str, Any], saved: Mapping[str, Any]) -> LoadR
             if isinstance(value, Tensor) and isinstance(saved.get(name), Tensor) and saved[name].shape != value.shape
         ],
     )
+
+
+def _part_of(packed: Mapping[str, Any], only: Collection[str]) -> dict[str, Any]:
+    """Some entries of a packed state, each named by its key or by the path of an entry within one."""
+    part: dict[str, Any] = {}
+    for path in only:
+        head, _, rest = path.partition("/")
+        if path in packed:
+            part[path] = packed[path]
+        elif rest and isinstance(packed.get(head), dict) and rest in packed[head]:
+            part.setdefault(head, {})[rest] = packed[head][rest]
+    return part
 
 
 def _listed(names: list[str]) -> str:

@@ -6,6 +6,7 @@ import os
 import sys
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +15,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from drivetrain import checkpoint
-from drivetrain.accelerator import Accelerator
+from drivetrain.accelerator import Accelerator, PreparedScheduler
 from drivetrain.accelerator.optimizer import parameters_of
+from drivetrain.accelerator.run_state import Moment
 from drivetrain.callbacks import Callback
 from drivetrain.data import BatchInfo
 from drivetrain.runtime.durations import parse_duration
@@ -27,7 +29,7 @@ from drivetrain.strategies import StepModule, Strategy
 from drivetrain.strategies.precision import Precision
 from drivetrain.trackers import Tracker
 from drivetrain.trainer import options
-from drivetrain.trainer.state.saved_run import SavedRun, run_state
+from drivetrain.trainer.state.saved_run import SavedRun, moment_of, save_run
 from drivetrain.trainer.data_module import DataModule
 from drivetrain.trainer.loops.evaluation_loop import EvaluationLoop
 from drivetrain.trainer.loops.fit_loop import FitLoop, training_batches
@@ -321,6 +323,7 @@ class Trainer(TrainerStatus):
         task.train()
         self.stage = "train"
         self.fit_loop = FitLoop(self, self._step, training, validation)
+        self.accelerator.run_state.moment = partial(moment_of, self)
         if saved is not None:
             self.fit_loop.resume_from(saved)
         self.fit_loop.run()
@@ -481,6 +484,7 @@ class Trainer(TrainerStatus):
         for tracker in self.loggers:
             if self.is_global_zero:
                 tracker.save()
+        self.accelerator.run_state.moment = Moment
         if self.fit_loop is not None:
             self.accelerator.forget_loader(self.fit_loop.loader)
         self.stage, self.sanity_checking = None, False
@@ -523,6 +527,13 @@ class Trainer(TrainerStatus):
         for optimizer, new in zip(self.task_optimizers, stepped, strict=True):
             optimizer.optimizer = new
         self.accelerator.adopt_model(self.model)
+        # TEMPORARY
+        self.accelerator._models[:] = [self.model]
+        self.accelerator._optimizers[:] = self.task_optimizers
+        self.accelerator._schedulers[:] = [
+            PreparedScheduler(config.scheduler, self.task_optimizers, self.accelerator.accumulation)
+            for config in self.lr_scheduler_configs
+        ]
 
     def _place_for_evaluation(self, task: Task) -> None:
         if self.model is None or self.strategy.unwrap(self.model) is not task:
@@ -651,12 +662,9 @@ class Trainer(TrainerStatus):
         if self.fit_loop is not None and self.stage in ("train", "validate"):
             self.fit_loop.write_due_values()
         with self.logged.forbidden(SAVING):
-            shared, own = run_state(self, weights_only)
-        if not block:
-            self.saves = checkpoint.save_queue(self.accelerator.state)
-        return self.accelerator.write_checkpoint(
-            filepath, shared, own, step=self.global_step, block=block, optimizers=self.optimizers
-        )
+            if not block:
+                self.saves = self.accelerator.save_queue
+            return save_run(self, filepath, weights_only, block)
 
     @property
     def estimated_stepping_batches(self) -> float:

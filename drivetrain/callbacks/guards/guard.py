@@ -63,6 +63,8 @@ class Guard(Callback):
         every_n_steps: Look at the values only every so many steps: until then they stay on the device.
     """
 
+    saves_within_steps = False
+
     def __init__(self, monitor: str, action: str, max_rollbacks: int, max_skips: int, every_n_steps: int) -> None:
         name = type(self).__name__
         if action not in ACTIONS:

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 from drivetrain.data import BatchInfo, CombinedLoader, PreparedLoader
 from drivetrain.runtime.errors import ConfigurationError, DataError
-from drivetrain.trainer.state.saved_run import SavedRun
+from drivetrain.trainer.state.committed import Committed, saves_within_steps
+from drivetrain.trainer.state.saved_run import SavedRun, at_start_of
 from drivetrain.trainer.loops.evaluation_loop import EvaluationLoop
 from drivetrain.trainer.loops.loader_source import LoaderSource, batches_to_run, length_of
 from drivetrain.trainer.metrics.log_scopes import MONITORING, TRAIN_END, TRAIN_EPOCH, TRAIN_STEP
@@ -44,6 +45,8 @@ class FitLoop:
     def __init__(
         self, trainer: Trainer, step: OptimizationStep, source: LoaderSource, validation: EvaluationLoop | None
     ) -> None:
+        task = trainer.task
+        assert task is not None
         self._trainer = trainer
         self._step = step
         self._source = source
@@ -62,7 +65,10 @@ class FitLoop:
         self._next_agreement: float = 0
         self._restored: SavedRun | None = None
         self._finished: BatchInfo | None = None  # of the last window that was finished in this pass
-        self._origin: dict[str, Any] | None = None  # where a resumed pass began
+        self._origin: dict[str, Any] | None = None  # where this pass began
+        self._marked: dict[str, Any] | None = None  # where the open step began, of loaders that cannot look back
+        self._marks_steps = trainer.accumulate_grad_batches > 1 or saves_within_steps(trainer)
+        self.committed = Committed(task, trainer.logged, trainer.progress)
         self._written_at = -1
         self._size_up()
 
@@ -86,14 +92,29 @@ class FitLoop:
         trainer.logged.enter(TRAIN_END)
         self._hooks.call("on_train_end")
 
-    def position(self) -> dict[str, Any]:
-        """Where in the data the run is: after the last window that was finished, also in the midst of another."""
-        reached, done = self._loader.reached, self._progress.batches_in_epoch
-        if self._progress.batches_are_done or reached is None or reached.index < done:
+    def positions(self) -> list[dict[str, Any]]:
+        """Where in the data the last finished step left each loader that the training data consist of."""
+        position = self._position()
+        loaders: list[dict[str, Any]] = position.get("loaders", [position])
+        return loaders
+
+    def combined_position(self) -> dict[str, Any] | None:
+        """What a combination of loaders keeps beside their positions; None where there is one loader."""
+        position = self._position()
+        return {name: position[name] for name in ("index", "ended")} if "loaders" in position else None
+
+    def _position(self) -> dict[str, Any]:
+        done = self._progress.batches_in_epoch
+        if self._progress.batches_are_done:
+            return self._loader.state_dict()
+        if self._marked is not None and self.committed.is_open:
+            return self._marked
+        reached = self._loader.reached
+        if reached is not None and reached.index < done:
             return self._loader.state_dict()
         if self._finished is not None and self._finished.index == done - 1:
             return self._loader.state_after(self._finished)
-        return self._loader.state_after(None) if self._origin is None else self._origin
+        return at_start_of(self._loader.state_dict(), self._progress.epoch) if self._origin is None else self._origin
 
     def resume_from(self, saved: SavedRun) -> None:
         """Let the first epoch begin where a checkpoint left it."""
@@ -109,7 +130,8 @@ class FitLoop:
             self._loader.set_epoch(progress.epoch)
         else:
             saved.restore_loader(self._loader)
-            self._origin = self._loader.state_dict()
+        start = self._loader.state_dict()
+        self._origin = at_start_of(start, progress.epoch) if saved is None else start
         trainer.logged.enter(TRAIN_EPOCH)
         if not progress.epoch_is_ending:
             self._hooks.call("on_train_epoch_start")
@@ -144,6 +166,7 @@ class FitLoop:
                 finished = True
         except EpochSkipped:
             finished = skipped = True
+            self.committed.release()
         finally:
             windows.close()
             trainer.batch_info = trainer.batch = None
@@ -186,6 +209,7 @@ class FitLoop:
         index = self._progress.batches_in_epoch
         if index >= limit or self._progress.batches_are_done:
             return
+        self._mark()
         window: list[MicroBatch] = []
         for batch in loader:
             info = loader.current
@@ -202,8 +226,16 @@ class FitLoop:
                 window = []
                 if index >= limit:
                     return
+                if self._marks_steps:
+                    self._mark()
         if window:
             yield window
+
+    def _mark(self) -> None:
+        """Remember where this process stands before a step or a validation."""
+        self.committed.mark()
+        # A combination knows only where it is now.
+        self._marked = self._loader.state_dict() if isinstance(self._loader, CombinedLoader) else None
 
     # what a step does not have to know
 
@@ -292,6 +324,7 @@ class FitLoop:
         batch, info = trainer.batch, trainer.batch_info
         if at_end:
             self._step_epoch_schedulers()
+        self._mark()
         trainer.task.on_validation_model_zero_grad()
         trainer.stage = "validate"
         self._validation.run(on_results=self._record_validation)
@@ -376,6 +409,7 @@ class FitLoop:
     def _close_epoch(self) -> None:
         """Turn to the next epoch."""
         self._progress.begin_epoch(self._progress.epoch + 1)
+        self._finished = self._origin = None
         self._agree_now()
 
     def _step_epoch_schedulers(self) -> None:
