@@ -8,9 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.pool import ROOT
-
-PACKAGE = ROOT / "drivetrain"
+from drivetrain.strategies import available_strategies
+from tests.house import PACKAGE, House, dotted, running_code
 
 # The rooms that talk to devices and process groups.
 MAY_NAME_BACKENDS = {"runtime", "strategies", "data", "checkpoint"}
@@ -29,7 +28,25 @@ ALLOWED = {
     )
 }
 
-KINDS_OF_STRATEGY = ("DDP", "DistributedDataParallel", "FSDP", "DeepSpeed", "Megatron", "XLA", "Single")
+
+def strategy_classes() -> set[str]:
+    """The names of `Strategy`'s subclasses in the package, at any depth."""
+    bases = {
+        node.name: {dotted(base).rpartition(".")[2] for base in node.bases}
+        for module in House().modules
+        for node in module.definitions
+        if isinstance(node, ast.ClassDef)
+    }
+    found = {"Strategy"}
+    while more := {name for name, above in bases.items() if above & found} - found:
+        found |= more
+    return found - {"Strategy"}
+
+
+# The classes of strategies, and those of other packages that give one away.
+KINDS_OF_STRATEGY = (*sorted(strategy_classes()), "DistributedDataParallel", "FullyShardedDataParallel")
+# "auto" is what stands for no choice.
+NAMES_OF_STRATEGIES = set(available_strategies()) - {"auto"}
 
 
 def room_of(path: Path) -> str:
@@ -42,23 +59,6 @@ def modules() -> list[Path]:
 
 def name_of(path: Path) -> str:
     return str(path.relative_to(PACKAGE))
-
-
-def dotted(node: ast.expr) -> str:
-    """Spell `a.b.c` of an attribute chain; empty for anything else."""
-    if isinstance(node, ast.Attribute):
-        base = dotted(node.value)
-        return f"{base}.{node.attr}" if base else ""
-    return node.id if isinstance(node, ast.Name) else ""
-
-
-def running_code(node: ast.AST) -> Iterator[ast.AST]:
-    """Walk a tree, leaving out what only type checkers see."""
-    for child in ast.iter_child_nodes(node):
-        if isinstance(child, ast.If) and dotted(child.test).endswith("TYPE_CHECKING"):
-            continue
-        yield child
-        yield from running_code(child)
 
 
 def torch_names(tree: ast.AST) -> Iterator[tuple[int, str]]:
@@ -86,19 +86,45 @@ def named_backends(source: str, room: str) -> list[str]:
 
 
 def strategy_ladders(source: str) -> list[str]:
-    """Questions about which strategy is in use: isinstance over kinds, comparisons of its name."""
+    """Questions about which strategy is in use: of which class it is, what its name is or begins with."""
     found = []
     for node in running_code(ast.parse(source)):
-        if isinstance(node, ast.Call) and dotted(node.func) == "isinstance" and len(node.args) == 2:
-            kinds = node.args[1].elts if isinstance(node.args[1], ast.Tuple) else [node.args[1]]
-            names = [dotted(kind).rsplit(".", 1)[-1] for kind in kinds]
+        if isinstance(node, ast.Call) and dotted(node.func) in ("isinstance", "issubclass") and len(node.args) == 2:
+            names = [dotted(kind).rpartition(".")[2] for kind in alternatives(node.args[1])]
             if any(name.startswith(KINDS_OF_STRATEGY) for name in names):
-                found.append(f"line {node.lineno}: isinstance(..., {', '.join(names)})")
+                found.append(f"line {node.lineno}: {dotted(node.func)}(..., {', '.join(names)})")
         if isinstance(node, ast.Compare):
             for side in (node.left, *node.comparators):
                 name = dotted(side)
                 if name.endswith(("strategy.name", "distributed_type")):
                     found.append(f"line {node.lineno}: compares {name}")
+                found += [f"line {node.lineno}: compares with {name!r}" for name in named_strategies(side)]
+        if isinstance(node, ast.MatchValue):
+            found += [f"line {node.lineno}: matches {name!r}" for name in named_strategies(node.value)]
+        if isinstance(node, ast.Call) and getattr(node.func, "attr", "") in ("startswith", "endswith"):
+            names = [name for argument in node.args for name in named_strategies(argument)]
+            found += [f"line {node.lineno}: begins or ends with {name!r}" for name in names]
+    return found
+
+
+def alternatives(node: ast.expr) -> list[ast.expr]:
+    """The members of `(A, B)`, `[A, B]`, `{A, B}` or `A | B`; else the expression itself."""
+    if isinstance(node, (ast.Tuple, ast.List, ast.Set)):
+        return node.elts
+    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.BitOr):
+        return [*alternatives(node.left), *alternatives(node.right)]
+    return [node]
+
+
+def named_strategies(node: ast.expr) -> list[str]:
+    """The names of strategies, and names of their classes, that an expression spells or takes from the class."""
+    found = []
+    for each in alternatives(node):
+        owner, _, attribute = dotted(each).rpartition(".")
+        if isinstance(each, ast.Constant) and each.value in (NAMES_OF_STRATEGIES | set(KINDS_OF_STRATEGY)):
+            found.append(str(each.value))
+        if dotted(each) in KINDS_OF_STRATEGY or (attribute == "name" and owner in KINDS_OF_STRATEGY):
+            found.append(dotted(each))
     return found
 
 
@@ -125,7 +151,7 @@ def test_nothing_outside_strategies_asks_which_one_is_in_use(path: Path) -> None
         ("import torch\ntorch.accelerator.current_device_index()", []),
     ],
 )
-def test_the_look_for_backends_finds_them(source: str, found: list[str]) -> None:
+def test_named_backends_are_found(source: str, found: list[str]) -> None:
     assert named_backends(source, "trainer") == found
 
 
@@ -134,10 +160,22 @@ def test_the_look_for_backends_finds_them(source: str, found: list[str]) -> None
     [
         ("isinstance(strategy, DDPStrategy)", 1),
         ("isinstance(model, (Tensor, torch.nn.parallel.DistributedDataParallel))", 1),
-        ("self.strategy.name == 'ddp'", 1),
+        ("self.strategy.name == other", 1),
+        ("isinstance(strategy, Parallel)", 1),
+        ("isinstance(strategy, FSDP | Single)", 1),
+        ("issubclass(kind, DeepSpeed)", 1),
+        ("type(strategy) is Parallel", 1),
+        ("type(strategy).__name__ == 'Parallel'", 1),
+        ("strategy not in ('auto', 'ddp')", 1),
+        ("spec == 'deepspeed_stage_2'", 1),
+        ("spec == DDP.name", 1),
+        ("name.startswith('deepspeed')", 1),
+        ("match spec:\n    case 'fsdp': pass", 1),
         ("isinstance(strategy, Strategy)", 0),
+        ("strategy != 'auto'", 0),
         ("log(strategy.name)", 0),
+        ("FSDP(cpu_offload=True)", 0),
     ],
 )
-def test_the_look_for_ladders_finds_them(source: str, count: int) -> None:
+def test_ladders_over_strategies_are_found(source: str, count: int) -> None:
     assert len(strategy_ladders(source)) == count

@@ -37,18 +37,19 @@ from drivetrain.accelerator.handlers import (
     handler_options,
 )
 from drivetrain.accelerator.metrics import Sharers, gather_real_rows
-from drivetrain.accelerator.optimizer import PreparedOptimizer, parameters_of, unwrap_optimizer
+from drivetrain.accelerator.optimizer import PreparedOptimizer, unwrap_optimizer
 from drivetrain.accelerator.plugins import (
     DeepSpeedPlugin,
     FullyShardedDataParallelPlugin,
     ParallelismConfig,
     strategy_of_plugins,
 )
+from drivetrain.accelerator.prepared import Prepared, parameters_of
 from drivetrain.accelerator.run_state import RunState
 from drivetrain.accelerator.saving import StateSaving
 from drivetrain.accelerator.scheduler import PreparedScheduler
 from drivetrain.accelerator.status import EngineStatus
-from drivetrain.accelerator.weighted_mean import WeightedMean
+from drivetrain.accelerator.step import OptimizerStep
 from drivetrain.data import (
     ActiveLoaders,
     DataLoaderConfiguration,
@@ -64,9 +65,9 @@ from drivetrain.runtime.errors import ConfigurationError
 from drivetrain.runtime.nested import send_to_device
 from drivetrain.runtime.seeds import recorded_seed
 from drivetrain.runtime.state import PartialState
-from drivetrain.strategies import Strategy
+from drivetrain.strategies import StepModule, Strategy
 from drivetrain.strategies.base import move_optimizer_state
-from drivetrain.strategies.precision import Precision, overrides
+from drivetrain.strategies.precision import Precision
 from drivetrain.strategies.precision.mixed import MixedPrecision
 
 
@@ -160,30 +161,23 @@ class Accelerator(StateSaving, EngineStatus):
         self.strategy.check_precision(self.precision)
 
         self.active_loaders = ActiveLoaders()
-        self._models: list[nn.Module] = []
-        self._optimizers: list[PreparedOptimizer] = []
+        self.prepared = Prepared()
         self.accumulation = AccumulationWindow(
             make_accumulation(gradient_accumulation_steps, gradient_accumulation_plugin),
             self.active_loaders,
-            HeldGradients(self._models, self._optimizers, self.strategy),
+            HeldGradients(self.prepared, self.strategy),
         )
         steps = self.accumulation.plugin.num_steps
         self.strategy.note_arguments("Accelerator", gradient_accumulation_steps=("gradient_accumulation_steps", steps))
-        self._weighted = WeightedMean(self.strategy)
+        self.step = OptimizerStep(self.strategy, self.precision, self.prepared, self.accumulation)
         self.precision.hold_scale_while(lambda: self.accumulation.holds_gradients)
-        self._schedulers: list[PreparedScheduler] = []
-        self._loaders: list[PreparedLoader] = []
         self.run_state = RunState(
             self.state,
             self.strategy,
             self.precision,
             NumberedCheckpoints(self.project_configuration, self.state),
-            self._models,
-            self._optimizers,
-            self._schedulers,
-            self._loaders,
+            self.prepared,
         )
-        self._clips_unscaled = overrides(self.precision, "unscale")
         self._trigger = False
 
     # prepare
@@ -250,17 +244,21 @@ class Accelerator(StateSaving, EngineStatus):
         device_placement: bool | None = None,
         evaluation_mode: bool = False,
     ) -> tuple[nn.Module, list[Optimizer]]:
-        for known in self._models:
-            if model is known or model is self.strategy.unwrap(known):
+        for known in self.prepared.models:
+            if model is known:
                 return known, optimizers
-        wrap_forward(model, self.precision)
+            if model is self.strategy.unwrap(known):
+                wrap_forward(model, self.precision)
+                return known, optimizers
+        if not isinstance(model, StepModule):  # whose steps open the precision themselves
+            wrap_forward(model, self.precision)
         move = self.device_placement if device_placement is None else device_placement
         if evaluation_mode:
             return self.strategy.place(model, self.precision, move), optimizers
         prepared, stepped = self.strategy.prepare(
             model, [unwrap_optimizer(optimizer) for optimizer in optimizers], self.precision, move
         )
-        self._models.append(prepared)
+        self.prepared.models.append(prepared)
         rewrapped = [
             given if isinstance(given, PreparedOptimizer) and given.optimizer is new else new
             for given, new in zip(optimizers, stepped, strict=True)
@@ -271,33 +269,41 @@ class Accelerator(StateSaving, EngineStatus):
         """Prepare one optimizer, so that it steps where accumulation windows end."""
         if isinstance(optimizer, PreparedOptimizer):
             return optimizer
-        for known in self._optimizers:
+        for known in self.prepared.optimizers:
             if known.optimizer is optimizer:
                 return known
         move_optimizer_state(optimizer)
         self.precision.prepare_optimizer(optimizer)
-        prepared = PreparedOptimizer(optimizer, self)
-        self._optimizers.append(prepared)
+        prepared = PreparedOptimizer(optimizer, self.step, self.prepared, self.strategy)
+        self.prepared.optimizers.append(prepared)
         return prepared
 
-    def prepare_scheduler(self, scheduler: Any) -> PreparedScheduler:
-        """Prepare one learning-rate scheduler, so that it steps when its optimizer does."""
+    def prepare_scheduler(self, scheduler: Any, *, steps_per_call: int | None = None) -> PreparedScheduler:
+        """Prepare one learning-rate scheduler, so that it steps when its optimizer does.
+
+        Args:
+            scheduler: The scheduler.
+            steps_per_call: How often it steps for one optimizer step; as `step_scheduler_per_process` asks if None.
+        """
         if isinstance(scheduler, PreparedScheduler):
             return scheduler
-        for known in self._schedulers:
+        for known in self.prepared.schedulers:
             if known.scheduler is scheduler:
                 return known
         own = unwrap_optimizer(scheduler.optimizer) if hasattr(scheduler, "optimizer") else None
-        followed = [optimizer for optimizer in self._optimizers if optimizer.optimizer is own] or self._optimizers
-        per_process = self.step_scheduler_per_process and not self.split_batches
+        followed = [
+            optimizer for optimizer in self.prepared.optimizers if optimizer.optimizer is own
+        ] or self.prepared.optimizers
+        if steps_per_call is None:
+            steps_per_call = self.num_processes if self.step_scheduler_per_process and not self.split_batches else 1
         prepared = PreparedScheduler(
             scheduler,
             followed,
             self.accumulation,
-            steps_per_call=self.num_processes if per_process else 1,
+            steps_per_call=steps_per_call,
             with_optimizer=self.step_scheduler_with_optimizer,
         )
-        self._schedulers.append(prepared)
+        self.prepared.schedulers.append(prepared)
         return prepared
 
     def prepare_data_loader(
@@ -329,23 +335,23 @@ class Accelerator(StateSaving, EngineStatus):
         prepared = prepare_loader(
             data_loader,
             shard=shard or self.strategy.data_shard,
-            place=place or (self._default_place() if moves else None),
+            place=place or (self.default_placement() if moves else None),
             device=(self.kind, self.device) if moves else None,
             config=self.dataloader_config,
             tail=tail,
             seed=recorded_seed(),
             active=self.active_loaders,
         )
-        self._loaders.append(prepared)
+        self.prepared.loaders.append(prepared)
         return prepared
 
     def forget_loader(self, loader: Any) -> None:
         """Let go of a prepared loader, so that it is no part of the run's state any more."""
         for inner in getattr(loader, "loaders", [loader]):
-            self._loaders[:] = [known for known in self._loaders if known is not inner]
+            self.prepared.loaders[:] = [known for known in self.prepared.loaders if known is not inner]
 
-    def _default_place(self) -> Callable[[Any], Any] | None:
-        """Moves a batch to the device; None on the CPU, where loaders make their batches anyway."""
+    def default_placement(self) -> Callable[[Any], Any] | None:
+        """The function that moves a batch to the device; None on the CPU, where loaders make their batches."""
         if self.kind.name == "cpu":
             return None
         device, non_blocking = self.device, self.dataloader_config.non_blocking or self.kind.supports_streams
@@ -362,7 +368,7 @@ class Accelerator(StateSaving, EngineStatus):
         self.accumulation.advance()
         if self.accumulation.sync_gradients or self.accumulation.plugin.sync_each_batch:
             return nullcontext()
-        return self._without_sync(models or tuple(self._models))
+        return self._without_sync(models or tuple(self.prepared.models))
 
     def no_sync(self, model: nn.Module | None) -> AbstractContextManager[None]:
         """Context in which the model's gradients are not reduced over processes."""
@@ -379,57 +385,23 @@ class Accelerator(StateSaving, EngineStatus):
         """Compute gradients: the loss is divided by the window's micro-batches, scaled, and differentiated.
 
         With `weight`, the gradients that clipping and the optimizer see are those of the weighted mean over all
-        micro-batches of the window and all processes. Say it for every micro-batch, once for each.
+        micro-batches of the window and all processes. Give it for every micro-batch, once for each.
 
         Args:
-            loss: the mean loss of this micro-batch, a scalar; with `weight` the sum of its losses.
-            weight: what that sum weighs: the number of tokens, say.
-            **kwargs: for `Tensor.backward`.
+            loss: The mean loss of this micro-batch, a scalar; with `weight` the sum of its losses.
+            weight: What that sum weighs: the number of tokens, say.
+            **kwargs: Arguments of `Tensor.backward`.
         """
-        size = self.accumulation.size
-        if weight is not None or self._weighted.pending:
-            loss = self.precision.scale(self._weigh(loss, weight))
-            self.accumulation.mark_backward()
-        elif size > 1:
-            loss = self.precision.scale(loss / size)
-            self.accumulation.mark_backward()
-        else:
-            loss = self.precision.scale(loss)
-        self.strategy.backward(loss, **kwargs)
-
-    def _weigh(self, loss: torch.Tensor, weight: torch.Tensor | float | None) -> torch.Tensor:
-        if not self.accumulation.holds_gradients:
-            self._weighted.discard()  # of a loop that was left before its step
-        if weight is None:
-            raise ConfigurationError(
-                "This window has losses with a weight and losses without. Give accelerator.backward(loss, weight=...) "
-                "one for every micro-batch."
-            )
-        if self._weighted.in_use is None:
-            self._weighted.decide(weight)
-        self.accumulation.weighted = True
-        return self._weighted.part(loss, weight)
-
-    def finish_gradients(self) -> None:
-        """Turn the gradients of a window's sums into those of their weighted mean, where it ends; else nothing."""
-        if self._weighted.pending and self.accumulation.sync_gradients:
-            inner = [optimizer.optimizer for optimizer in self._optimizers]
-            self._weighted.finish([(model, self._held_by(model, inner)) for model in self._models])
-
-    def _held_by(self, model: nn.Module, optimizers: Sequence[Optimizer]) -> list[Optimizer]:
-        own = {id(parameter) for parameter in model.parameters()}
-        return [one for one in optimizers if any(id(parameter) in own for parameter in parameters_of(one))]
+        self.step.backward(loss, weight, **kwargs)
 
     def unscale_gradients(self, optimizer: Optimizer | Sequence[Optimizer] | None = None) -> None:
         """Bring gradients back to their true size, before reading or clipping them.
 
         Args:
-            optimizer: one or several prepared optimizers; all if None.
+            optimizer: One or several prepared optimizers; all if None.
         """
-        self.finish_gradients()
-        chosen = self._optimizers if optimizer is None else optimizer
-        for one in [chosen] if isinstance(chosen, Optimizer) else chosen:
-            self.precision.unscale(unwrap_optimizer(one))
+        chosen = self.prepared.optimizers if optimizer is None else optimizer
+        self.step.unscale(unwrap_optimizer(one) for one in ([chosen] if isinstance(chosen, Optimizer) else chosen))
 
     def clip_grad_norm_(
         self, parameters: torch.Tensor | Iterable[torch.Tensor], max_norm: float, norm_type: float = 2.0
@@ -439,30 +411,11 @@ class Accelerator(StateSaving, EngineStatus):
         Returns:
             The total norm before clipping; None within a window, where nothing is clipped.
         """
-        if not self.accumulation.sync_gradients:
-            return None
-        self.finish_gradients()
-        given = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
-        if self._clips_unscaled:
-            self._unscale_owners(given)
-        return self.strategy.clip_grad_norm_(given, max_norm, norm_type)
+        return self.step.clip_norm(parameters, max_norm, norm_type)
 
     def clip_grad_value_(self, parameters: torch.Tensor | Iterable[torch.Tensor], clip_value: float) -> None:
         """Clamp every gradient to [-clip_value, clip_value], where a window ends."""
-        if not self.accumulation.sync_gradients:
-            return
-        self.finish_gradients()
-        given = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
-        if self._clips_unscaled:
-            self._unscale_owners(given)
-        self.strategy.clip_grad_value_(given, clip_value)
-
-    def _unscale_owners(self, parameters: list[torch.Tensor]) -> None:
-        """Unscale the optimizers that hold any of the parameters: the others may have no gradients yet."""
-        wanted = {id(parameter) for parameter in parameters}
-        for optimizer in self._optimizers:
-            if any(id(parameter) in wanted for parameter in parameters_of(optimizer)):
-                self.precision.unscale(optimizer.optimizer)
+        self.step.clip_value(parameters, clip_value)
 
     def autocast(self, autocast_handler: AutocastKwargs | None = None) -> AbstractContextManager[Any]:
         """The precision's context, for computations outside a prepared model, such as a loss.
@@ -497,7 +450,7 @@ class Accelerator(StateSaving, EngineStatus):
 
     @contextmanager
     def _joined(self, joinables: Sequence[nn.Module], even_batches: bool | None) -> Iterator[None]:
-        changed = [loader for loader in self._loaders if even_batches is not None]
+        changed = [loader for loader in self.prepared.loaders if even_batches is not None]
         before = [loader.tail for loader in changed]
         for loader in changed:
             loader.tail = TailPolicy.COMPLETE if even_batches else TailPolicy.UNEVEN
@@ -578,11 +531,6 @@ class Accelerator(StateSaving, EngineStatus):
         """All parameters and buffers under their canonical names, whole, on the CPU, on the main process."""
         return self.strategy.full_state_dict(model)
 
-    def adopt_model(self, model: nn.Module) -> None:
-        """Take a model that the strategy has prepared already into account, as that of a Trainer."""
-        if not any(model is known for known in self._models):
-            self._models.append(model)
-
     def skip_first_batches(self, dataloader: Any, num_batches: int = 0) -> SkippingLoader:
         """A view of a loader that leaves out the first batches, without reading their data; for a resumed epoch.
 
@@ -599,10 +547,9 @@ class Accelerator(StateSaving, EngineStatus):
         Returns:
             A None for each object: `model, optimizer = accelerator.free_memory(model, optimizer)`.
         """
-        for loader in self._loaders:
+        for loader in self.prepared.loaders:
             self.active_loaders.leave(loader)
-        for group in (self._models, self._optimizers, self._schedulers, self._loaders):
-            group.clear()
+        self.prepared.clear()
         self.accumulation.reset()
         freed: list[None] = [None for _ in objects]
         del objects

@@ -1,4 +1,4 @@
-"""Counting the micro-batches of an accumulation window in a loop that the user writes."""
+"""The accumulation window: which micro-batch is this, how many does an optimizer step hold, and is this the last."""
 
 from __future__ import annotations
 
@@ -10,29 +10,32 @@ from drivetrain.data import ActiveLoaders, PreparedLoader
 
 
 class AccumulationWindow:
-    """Which micro-batch of the window is this, how many does the window hold, and is this the last.
+    """Counts the micro-batches of optimizer steps, for a raw loop and for a driver that plans its windows.
 
-    The count belongs to the loop over one loader: when that loop ends, however it ends, the next
-    window starts afresh.
+    A raw loop enters each micro-batch by `advance`, and the end of its loader ends the window. A driver that has the
+    micro-batches of a step at hand says how many there are (`begin`) and enters each by `advance_planned`. The count
+    belongs to the loop over one loader: when that loop ends, however it ends, the next window starts from zero.
 
     Args:
-        plugin: the options.
-        active: the loaders that are being iterated.
-        gradients: what accumulates.
+        plugin: The options.
+        active: The loaders that are being iterated.
+        gradients: What accumulates.
 
     Attributes:
-        plugin: the options.
-        sync_gradients: whether the current micro-batch ends a window, so that optimizers step.
-        size: micro-batches of the current window: fewer than `num_steps` where the loader ends before.
-        holds_gradients: whether a backward of the current window's earlier or present micro-batches has run, so
+        plugin: The options.
+        sync_gradients: Whether the current micro-batch ends a window, so that optimizers step.
+        size: Micro-batches of the current window: fewer than `num_steps` where the loader ends before.
+        planned: Whether a driver has said how many micro-batches the current window holds.
+        holds_gradients: Whether a backward of the current window's earlier or present micro-batches has run, so
             that clearing gradients now would lose some of it.
-        weighted: whether the window's losses say what they weigh, so that no gradient was divided by `size`.
+        weighted: Whether the window's losses have weights, so that no gradient was divided by `size`.
     """
 
     def __init__(self, plugin: GradientAccumulationPlugin, active: ActiveLoaders, gradients: HeldGradients) -> None:
         self.plugin = plugin
         self.sync_gradients = True
         self.size = plugin.num_steps
+        self.planned = False
         self._active = active
         self._gradients = gradients
         self.holds_gradients = self.weighted = False
@@ -43,15 +46,13 @@ class AccumulationWindow:
         active.on_leave.append(self._loop_ended)
 
     def advance(self) -> None:
-        """Enter the next micro-batch."""
+        """Enter the next micro-batch of a raw loop."""
         loader = self._active.innermost
         info = loader.current if loader is not None and self.plugin.sync_with_dataloader else None
         if self._count == 0:
-            if self._abandoned:
-                self._abandoned = False
-                self._gradients.discard_abandoned()
+            self._discard_abandoned()
             self._loader = loader
-            self.holds_gradients = self.weighted = False
+            self.holds_gradients = self.weighted = self.planned = False
             self.size = self.plugin.num_steps
             if loader is not None and info is not None:
                 remaining = loader.remaining
@@ -68,6 +69,34 @@ class AccumulationWindow:
                 self.size = self._count
             self._count = 0
 
+    def begin(self, size: int) -> None:
+        """Open a window of a known number of micro-batches.
+
+        Args:
+            size: How many micro-batches the optimizer step holds.
+        """
+        if self._abandoned:
+            self._discard_abandoned()
+        self.size = size
+        self.planned = self.sync_gradients = True
+        self.holds_gradients = self.weighted = False
+        self._count = 0
+
+    def advance_planned(self) -> None:
+        """Enter the next micro-batch of a window that `begin` has opened."""
+        self._count += 1
+        self._entered = True
+        self.sync_gradients = self._count == self.size
+        if self.sync_gradients:
+            self._count = 0
+
+    def end_planned(self) -> None:
+        """Leave the windows that a driver planned; gradients that no step was taken with are discarded."""
+        if self._count and self.holds_gradients:
+            self._abandoned = True
+            self._gradients.abandon()
+        self.reset()
+
     def set_steps(self, num_steps: int) -> None:
         """Change how many micro-batches a window holds, from the next window on."""
         plugin = self.plugin
@@ -76,8 +105,13 @@ class AccumulationWindow:
             self.size = num_steps
 
     def mark_backward(self) -> None:
-        """Note that gradients of the current window have been computed."""
+        """Record that gradients of the current window have been computed."""
         self.holds_gradients = self._entered
+
+    def _discard_abandoned(self) -> None:
+        if self._abandoned:
+            self._abandoned = False
+            self._gradients.discard_abandoned()
 
     def _loop_ended(self, loader: PreparedLoader) -> None:
         if loader is self._loader and self.plugin.sync_with_dataloader:
@@ -90,6 +124,6 @@ class AccumulationWindow:
         """Let the next micro-batch begin a window."""
         self._count = 0
         self.sync_gradients = True
-        self.holds_gradients = self._entered = False
+        self.holds_gradients = self._entered = self.planned = False
         self.size = self.plugin.num_steps
         self._loader = None

@@ -26,7 +26,7 @@ from drivetrain.data import (
 )
 from drivetrain.runtime.errors import ConfigurationError
 from drivetrain.runtime.state import PartialState
-from drivetrain.strategies import DDP, Strategy, resolve_strategy
+from drivetrain.strategies import Strategy, resolve_ddp, resolve_strategy
 from drivetrain.strategies.precision import Float16Mixed, Precision, resolve_precision
 from drivetrain.strategies.precision.mixed import MixedPrecision
 
@@ -44,13 +44,7 @@ def make_strategy(spec: str | Strategy, state: PartialState, options: Distribute
     """The strategy asked for, with DDP's options in Accelerate's holder."""
     if options is None:
         return resolve_strategy(spec, state.environment)
-    if spec not in ("auto", "ddp"):
-        raise ConfigurationError(
-            f"DistributedDataParallelKwargs are options of strategy='ddp', but strategy={spec!r} was given."
-        )
-    if not state.use_distributed:
-        return resolve_strategy("auto", state.environment)
-    return DDP(**options.strategy_options())
+    return resolve_ddp(spec, state.environment, "DistributedDataParallelKwargs", **options.strategy_options())
 
 
 def make_precision(spec: str | Precision | None, handlers: Sequence[Any]) -> Precision:

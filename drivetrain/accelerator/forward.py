@@ -12,6 +12,23 @@ from drivetrain.runtime.nested import recursively_apply
 from drivetrain.strategies.precision import Precision, overrides
 
 
+def under_precision(function: Callable[..., Any], precision: Precision) -> Callable[..., Any]:
+    """A function that runs in a precision's forward context; itself where the precision has none.
+
+    Args:
+        function: What computes.
+        precision: The number formats.
+    """
+    if not overrides(precision, "forward_context"):
+        return function
+
+    def step_in_precision(*args: Any, **kwargs: Any) -> Any:
+        with precision.forward_context():
+            return function(*args, **kwargs)
+
+    return step_in_precision
+
+
 class PrecisionForward:
     """Takes the place of a module's `forward`: casts inputs, opens the precision's context, returns 32-bit outputs.
 
@@ -26,15 +43,13 @@ class PrecisionForward:
         self.forward = forward
         self.precision = precision
         self._casts_inputs = overrides(precision, "convert_batch")
+        self._compute = under_precision(forward, precision)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if self._casts_inputs:
             args, kwargs = self.precision.convert_batch((args, kwargs))
-            with self.precision.forward_context():
-                return self.forward(*args, **kwargs)
-        with self.precision.forward_context():
-            outputs = self.forward(*args, **kwargs)
-        return recursively_apply(torch.Tensor.float, outputs, test_type=_is_half)
+            return self._compute(*args, **kwargs)
+        return recursively_apply(torch.Tensor.float, self._compute(*args, **kwargs), test_type=_is_half)
 
     @staticmethod
     def remove(model: nn.Module) -> None:

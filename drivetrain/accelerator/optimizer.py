@@ -2,36 +2,43 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import inspect
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch.optim import Optimizer
 
+from drivetrain.accelerator.prepared import Prepared, parameters_of
+from drivetrain.strategies import Strategy
+
 if TYPE_CHECKING:
-    from drivetrain.accelerator.accelerator import Accelerator
+    from drivetrain.accelerator.step import OptimizerStep
 
 
 class PreparedOptimizer(Optimizer):
     """What `Accelerator.prepare` returns for an optimizer; everything else is the optimizer's own.
 
     Args:
-        optimizer: the user's optimizer, also found under `.optimizer`.
-        accelerator: the engine that it steps through.
+        optimizer: The user's optimizer, also found under `.optimizer`.
+        step: The engine's step, which it is a part of.
+        prepared: The models that it is prepared beside.
+        strategy: Reduces their gradients over processes.
 
     Attributes:
-        step_was_skipped: whether the last step was skipped on overflow.
-        spent: whether the gradients held have been stepped with.
-        holds_abandoned: whether they are those of a window whose loop was left before its step.
+        needs_closure: Whether it cannot step without a closure, as L-BFGS.
+        step_was_skipped: Whether the last step was skipped on overflow.
+        spent: Whether the gradients held have been stepped with.
+        holds_abandoned: Whether they are those of a window whose loop was left before its step.
     """
 
-    def __init__(self, optimizer: Optimizer, accelerator: Accelerator) -> None:
+    def __init__(self, optimizer: Optimizer, step: OptimizerStep, prepared: Prepared, strategy: Strategy) -> None:
         # Not Optimizer.__init__: parameters, state and defaults are those of the optimizer inside.
         self.optimizer = optimizer
-        self._step = accelerator.strategy.optimizer_step
-        self._precision = accelerator.precision
-        self._window = accelerator.accumulation
-        self._finish_gradients = accelerator.finish_gradients
+        self.needs_closure = _needs_closure(optimizer)
+        self._engine_step = step.step
+        self._window = step.window
+        self._prepared, self._strategy = prepared, strategy
         self.step_was_skipped = False
         self.spent = False
         self.holds_abandoned = False
@@ -84,14 +91,42 @@ class PreparedOptimizer(Optimizer):
             self.spent = self.holds_abandoned = False
             self.optimizer.zero_grad(set_to_none)
 
-    def step(self, closure: Callable[[], Any] | None = None) -> None:  # type: ignore[override]
-        """Step, where a window ends."""
-        if self._window.sync_gradients:
-            if self._window.weighted:
-                self._finish_gradients()
-            self.step_was_skipped = not self._step(self.optimizer, self._precision, closure)
-            self.spent = True
-            self.holds_abandoned = False
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Step, where a window ends.
+
+        Args:
+            closure: Computes gradients first; None where they are there already.
+
+        Returns:
+            What the closure returned.
+        """
+        return self._engine_step(self, closure)
+
+    @contextmanager
+    def toggle_model(self, sync_grad: bool = True) -> Iterator[None]:
+        """Let only this optimizer's parameters take gradients in the body, as for one side of a GAN.
+
+        Args:
+            sync_grad: Whether gradients are reduced over processes in the body.
+        """
+        mine = {id(parameter) for parameter in parameters_of(self)}
+        models = self._prepared.models
+        others = [
+            (parameter, parameter.requires_grad)
+            for model in models
+            for parameter in model.parameters()
+            if id(parameter) not in mine
+        ]
+        for parameter, _ in others:
+            parameter.requires_grad_(False)
+        try:
+            with ExitStack() as stack:
+                for model in [] if sync_grad else models:
+                    stack.enter_context(self._strategy.gradient_sync(model, enabled=False))
+                yield
+        finally:
+            for parameter, required in others:
+                parameter.requires_grad_(required)
 
     def train(self) -> Any:
         """Switch to training, for schedule-free optimizers."""
@@ -121,6 +156,7 @@ def unwrap_optimizer(optimizer: Optimizer) -> Optimizer:
     return optimizer.optimizer if isinstance(optimizer, PreparedOptimizer) else optimizer
 
 
-def parameters_of(optimizer: Optimizer) -> list[torch.Tensor]:
-    """All parameters of an optimizer, group by group."""
-    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+def _needs_closure(optimizer: Optimizer) -> bool:
+    """Whether an optimizer, such as L-BFGS, cannot step without one."""
+    parameter = inspect.signature(type(optimizer).step).parameters.get("closure")
+    return parameter is not None and parameter.default is inspect.Parameter.empty

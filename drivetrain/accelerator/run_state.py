@@ -12,9 +12,9 @@ from torch import nn
 
 from drivetrain import checkpoint
 from drivetrain.accelerator.checkpoints import NumberedCheckpoints
-from drivetrain.accelerator.optimizer import PreparedOptimizer, parameters_of
+from drivetrain.accelerator.optimizer import PreparedOptimizer
+from drivetrain.accelerator.prepared import Prepared, parameters_of
 from drivetrain.accelerator.saved_engine import SavedEngine
-from drivetrain.accelerator.scheduler import PreparedScheduler
 from drivetrain.accelerator.state_hooks import StateHooks
 from drivetrain.data import PreparedLoader
 from drivetrain.runtime.errors import ConfigurationError
@@ -49,13 +49,10 @@ class RunState:
         strategy: gives and takes the state of models and optimizers.
         precision: its scaler is part of the state.
         numbered: the checkpoints that have a number instead of a name.
-        models: the prepared models, as the engine lists them.
-        optimizers: the prepared optimizers, as the engine lists them.
-        schedulers: the prepared schedulers, as the engine lists them.
-        loaders: the prepared loaders, as the engine lists them.
+        prepared: what the engine has prepared, and what was registered.
 
     Attributes:
-        registered: further objects that are saved and loaded.
+        prepared: what the engine has prepared, and what was registered.
         hooks: functions of the user's that run before `save_state` and `load_state`.
         moment: gives the moment that a save describes; set by a driver that may save within a step.
     """
@@ -66,14 +63,9 @@ class RunState:
         strategy: Strategy,
         precision: Precision,
         numbered: NumberedCheckpoints,
-        models: list[nn.Module],
-        optimizers: list[PreparedOptimizer],
-        schedulers: list[PreparedScheduler],
-        loaders: list[PreparedLoader],
+        prepared: Prepared,
     ) -> None:
-        self.strategy, self.precision = strategy, precision
-        self.models, self.optimizers, self.schedulers, self.loaders = models, optimizers, schedulers, loaders
-        self.registered: list[Any] = []
+        self.strategy, self.precision, self.prepared = strategy, precision, prepared
         self.hooks = StateHooks()
         self.moment: Callable[[], Moment] = Moment
         self._state, self._numbered = state, numbered
@@ -91,7 +83,7 @@ class RunState:
                     f"{type(item).__name__} cannot be registered for checkpointing: it needs state_dict() and "
                     "load_state_dict(state)."
                 )
-        self.registered.extend(objects)
+        self.prepared.registered.extend(objects)
 
     @property
     def saves(self) -> checkpoint.SaveQueue:
@@ -108,28 +100,29 @@ class RunState:
             moment: the moment that the save describes; from `self.moment` if None.
         """
         strategy, classes = self.strategy, self.classes()
-        states = [strategy.model_state(model) for model in self.models]
+        states = [strategy.model_state(model) for model in self.prepared.models]
         if weights_only:
             return {"models": states, "classes": {"models": classes["models"]}}
         positions = (moment or self.moment()).loaders
+        here = self.prepared
         return {
             "models": states,
-            "optimizers": [strategy.optimizer_state(self.owner(one), one.optimizer) for one in self.optimizers],
-            "schedulers": [scheduler.state_dict() for scheduler in self.schedulers],
-            "loaders": [_position_of(loader) for loader in self.loaders] if positions is None else list(positions),
-            "registered": [item.state_dict() for item in self.registered],
+            "optimizers": [strategy.optimizer_state(self.owner(one), one.optimizer) for one in here.optimizers],
+            "schedulers": [scheduler.state_dict() for scheduler in here.schedulers],
+            "loaders": [_position_of(one) for one in here.loaders] if positions is None else list(positions),
+            "registered": [item.state_dict() for item in here.registered],
             "precision": self.precision.state_dict(),
             "classes": classes,
         }
 
     def classes(self) -> dict[str, list[str | None]]:
         """The names of the classes of what is prepared and registered, as the user chose them; None if unknown."""
-        bare = [self.strategy.unwrap(model) for model in self.models]
+        bare = [self.strategy.unwrap(model) for model in self.prepared.models]
         return {
             "models": [self.strategy.own_type(model).__name__ for model in bare],
-            "optimizers": [class_chosen(one.optimizer) for one in self.optimizers],
-            "schedulers": [class_chosen(one.scheduler) for one in self.schedulers],
-            "registered": [type(item).__name__ for item in self.registered],
+            "optimizers": [class_chosen(one.optimizer) for one in self.prepared.optimizers],
+            "schedulers": [class_chosen(one.scheduler) for one in self.prepared.schedulers],
+            "registered": [type(item).__name__ for item in self.prepared.registered],
         }
 
     def write(
@@ -164,7 +157,7 @@ class RunState:
         shared = {"engine": engine, "driver": {**{name: self._kept[name] for name in kept}, **driver}, "kept": kept}
         random = (moment or self.moment()).random or RandomState.capture()
         process = {"engine": {"random": random.state_dict()}, "driver": dict(own or {})}
-        optimizers = [one.optimizer for one in self.optimizers]
+        optimizers = [one.optimizer for one in self.prepared.optimizers]
         return checkpoint.save_run_state(
             directory, shared, process, self._state, step=step, block=block, extra=extra, optimizers=optimizers
         )
@@ -176,7 +169,7 @@ class RunState:
         if self.hooks.on_save:
             extra = checkpoint.extra_place(directory, self._state)
             for hook in self.hooks.on_save:
-                hook(list(self.models), engine["models"], extra)
+                hook(list(self.prepared.models), engine["models"], extra)
             self._state.wait_for_everyone()
         pending = self.write(directory, engine, block=block, extra=extra)
         if output_dir is None:
@@ -209,7 +202,7 @@ class RunState:
         """Restore the engine's part, with the user's hooks; see `Accelerator.load_state`."""
         directory = os.fspath(self._numbered.latest() if input_dir is None else input_dir)
         self.saves.finish()
-        models = list(self.models)
+        models = list(self.prepared.models)
         for hook in self.hooks.on_load:
             hook(models, directory)
         saved = self.open(directory)
@@ -227,7 +220,7 @@ class RunState:
     def owner(self, optimizer: PreparedOptimizer) -> nn.Module:
         """The prepared model whose parameters an optimizer holds; all of them, where it holds several models'."""
         held = {id(parameter) for parameter in parameters_of(optimizer)}
-        owners = [model for model in self.models if any(id(p) in held for p in model.parameters())]
+        owners = [model for model in self.prepared.models if any(id(p) in held for p in model.parameters())]
         if len(owners) == 1:
             return owners[0]
         return nn.ModuleList(self.strategy.unwrap(model) for model in owners)

@@ -106,10 +106,10 @@ class SavedEngine:
         """
         run = self._run
         here: dict[str, Sequence[Any]] = {
-            "models": run.models if models is None else models,
-            "optimizers": run.optimizers,
-            "schedulers": run.schedulers,
-            "registered": run.registered,
+            "models": run.prepared.models if models is None else models,
+            "optimizers": run.prepared.optimizers,
+            "schedulers": run.prepared.schedulers,
+            "registered": run.prepared.registered,
         }
         self.refuse_weights_only()
         saved_classes, classes = self.engine.get("classes", {}), run.classes()
@@ -136,7 +136,7 @@ class SavedEngine:
         Args:
             models: those to restore; all that are prepared if None.
         """
-        strategy, models = self._run.strategy, self._run.models if models is None else models
+        strategy, models = self._run.strategy, self._run.prepared.models if models is None else models
         if self._in_shards:
             self._read_into("models", [strategy.model_state(model) for model in models])
         for model, state in zip(models, self.engine["models"], strict=True):
@@ -145,11 +145,11 @@ class SavedEngine:
     def restore_optimizers(self) -> None:
         """Give the optimizers their state."""
         run = self._run
-        owners = [run.owner(optimizer) for optimizer in run.optimizers]
+        owners = [run.owner(optimizer) for optimizer in run.prepared.optimizers]
         if self._in_shards:
             saved = zip(owners, self.engine["optimizers"], strict=True)
             self._read_into("optimizers", [run.strategy.optimizer_targets(owner, state) for owner, state in saved])
-        for owner, optimizer, state in zip(owners, run.optimizers, self.engine["optimizers"], strict=True):
+        for owner, optimizer, state in zip(owners, run.prepared.optimizers, self.engine["optimizers"], strict=True):
             run.strategy.load_optimizer_state(owner, optimizer.optimizer, state)
 
     def _read_into(self, kind: str, states: list[Any]) -> None:
@@ -158,12 +158,12 @@ class SavedEngine:
 
     def restore_schedulers(self) -> None:
         """Give the schedulers their state."""
-        for scheduler, state in zip(self._run.schedulers, self.engine["schedulers"], strict=True):
+        for scheduler, state in zip(self._run.prepared.schedulers, self.engine["schedulers"], strict=True):
             scheduler.load_state_dict(state)
 
     def restore_registered(self) -> None:
         """Give the registered objects their state."""
-        for item, state in zip(self._run.registered, self.engine["registered"], strict=True):
+        for item, state in zip(self._run.prepared.registered, self.engine["registered"], strict=True):
             item.load_state_dict(state)
 
     def restore_precision(self) -> None:
@@ -172,7 +172,7 @@ class SavedEngine:
 
     def restore_loaders(self) -> None:
         """Let each loader's next iteration begin where the run was; those that were not saved begin as they are."""
-        for loader, position in zip(self._run.loaders, self.engine["loaders"], strict=False):
+        for loader, position in zip(self._run.prepared.loaders, self.engine["loaders"], strict=False):
             loader.load_state_dict(position)
 
     def restore_random(self) -> None:

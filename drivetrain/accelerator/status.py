@@ -8,7 +8,7 @@ from drivetrain.accelerator.accumulation import AccumulationWindow
 from drivetrain.accelerator.handlers import (
     ProjectConfiguration,
 )
-from drivetrain.accelerator.optimizer import PreparedOptimizer
+from drivetrain.accelerator.prepared import Prepared
 from drivetrain.data import (
     DataLoaderConfiguration,
 )
@@ -25,7 +25,7 @@ class EngineStatus:
     accumulation: AccumulationWindow
     dataloader_config: DataLoaderConfiguration
     project_configuration: ProjectConfiguration
-    _optimizers: list[PreparedOptimizer]
+    prepared: Prepared
 
     @property
     def mixed_precision(self) -> str:
@@ -77,7 +77,7 @@ class EngineStatus:
     @property
     def optimizer_step_was_skipped(self) -> bool:
         """Whether the last step of any optimizer was skipped on overflow."""
-        return any(optimizer.step_was_skipped for optimizer in self._optimizers)
+        return any(optimizer.step_was_skipped for optimizer in self.prepared.optimizers)
 
     @property
     def project_dir(self) -> str | None:

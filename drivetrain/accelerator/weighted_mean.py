@@ -29,6 +29,7 @@ class WeightedMean:
         self._strategy = strategy
         self._divisor = 1.0
         self._weights: list[Tensor] = []
+        self._expected = False
         self.in_use: bool | None = None
 
     def decide(self, weight: Tensor | float | None) -> bool:
@@ -68,11 +69,17 @@ class WeightedMean:
     @property
     def pending(self) -> bool:
         """Whether there are gradients of sums that `finish` has not been called for."""
-        return bool(self._weights)
+        return self._expected or bool(self._weights)
+
+    def expect(self) -> None:
+        """Begin a window whose losses have weights, be it on other processes only."""
+        self._weights.clear()
+        self._expected = True
 
     def discard(self) -> None:
         """Forget the weights of a window that never came to its step."""
         self._weights.clear()
+        self._expected = False
 
     def finish(self, parts: Iterable[tuple[nn.Module, Sequence[Optimizer]]]) -> None:
         """Divide the window's gradients by the weight of all its micro-batches; call it on all processes.
@@ -87,7 +94,7 @@ class WeightedMean:
         factor = torch.where(total > 0, self._divisor / total, torch.zeros_like(total)).float()
         for model, optimizers in parts:
             self._strategy.scale_gradients(model, optimizers, factor)
-        self._weights.clear()
+        self.discard()
 
     def _checked(self, weight: Tensor | float) -> Tensor:
         device = self._strategy.device

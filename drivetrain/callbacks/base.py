@@ -1,7 +1,8 @@
-"""The base of all callbacks: what happens around the loop, told as named moments."""
+"""The base of all callbacks: what happens around the loop, as named moments."""
 
 from __future__ import annotations
 
+import builtins
 from typing import TYPE_CHECKING, Any, ClassVar
 
 if TYPE_CHECKING:
@@ -38,8 +39,31 @@ class Callback:
         ```
     """
 
+    # What the Trainer asks of a callback, each a class attribute to override.
+
     runs_last_at_epoch_end: ClassVar[bool] = False
-    """Whether `on_train_epoch_end` waits until the task and other callbacks have logged what they log there."""
+    """Whether `on_train_epoch_end` waits until the task and other callbacks have logged what they log there: for
+    callbacks that read logged values. Nothing can be logged in such a hook."""
+
+    saves_checkpoints: ClassVar[bool] = False
+    """Whether this callback writes checkpoints: it then comes after all others, whose state it saves, and the Trainer
+    adds no `ModelCheckpoint` of its own."""
+
+    is_progress_bar: ClassVar[bool] = False
+    """Whether this callback shows the progress of a run: the Trainer then adds no bar of its own, and `Trainer.print`
+    prints through the callback's `print`."""
+
+    guards_values: ClassVar[bool] = False
+    """Whether this callback acts on losses that are not finite, so that the Trainer need not warn of them."""
+
+    def print(self, *args: Any, **kwargs: Any) -> None:
+        """Print without breaking what this callback shows; called where `is_progress_bar` is set.
+
+        Args:
+            *args: What to print.
+            **kwargs: As for the built-in `print`.
+        """
+        builtins.print(*args, **kwargs)
 
     saves_within_steps: bool = True
     """Whether a hook that runs within a step (`on_train_batch_start`, `on_before_backward`, `on_exception`, ...) may

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
@@ -60,6 +60,8 @@ class EarlyStopping(Callback):
         trainer = Trainer(callbacks=[EarlyStopping("val_loss", patience=5)])
         ```
     """
+
+    runs_last_at_epoch_end: ClassVar[bool] = True
 
     def __init__(
         self,

@@ -98,6 +98,8 @@ class ModelCheckpoint(Callback):
 
     CHECKPOINT_NAME_LAST: ClassVar[str] = "last"
     FILE_EXTENSION: ClassVar[str] = ".ckpt"
+    saves_checkpoints: ClassVar[bool] = True
+    runs_last_at_epoch_end: ClassVar[bool] = True
 
     def __init__(
         self,

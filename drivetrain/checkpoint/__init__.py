@@ -40,7 +40,7 @@ _EXPORTS = {
     "describe_run_state": "drivetrain.checkpoint.describe",
     "extra_place": "drivetrain.checkpoint.save",
     "list_checkpoints": "drivetrain.checkpoint.discovery",
-    "load_run_state": "drivetrain.checkpoint.load",
+    "load_run_state": "drivetrain.checkpoint.entry_points",
     "newest_checkpoint": "drivetrain.checkpoint.discovery",
     "remove_checkpoint": "drivetrain.checkpoint.entry_points",
     "save_queue": "drivetrain.checkpoint.queue",
@@ -83,6 +83,7 @@ if TYPE_CHECKING:
     from drivetrain.checkpoint.discovery import FoundCheckpoint as FoundCheckpoint
     from drivetrain.checkpoint.discovery import list_checkpoints as list_checkpoints
     from drivetrain.checkpoint.discovery import newest_checkpoint as newest_checkpoint
+    from drivetrain.checkpoint.entry_points import load_run_state as load_run_state
     from drivetrain.checkpoint.entry_points import remove_checkpoint as remove_checkpoint
     from drivetrain.checkpoint.entry_points import save_run_state as save_run_state
     from drivetrain.checkpoint.export import consolidate as consolidate
@@ -90,7 +91,6 @@ if TYPE_CHECKING:
     from drivetrain.checkpoint.load import Checkpoint as Checkpoint
     from drivetrain.checkpoint.load import LoadReport as LoadReport
     from drivetrain.checkpoint.load import compare_states as compare_states
-    from drivetrain.checkpoint.load import load_run_state as load_run_state
     from drivetrain.checkpoint.queue import PendingSave as PendingSave
     from drivetrain.checkpoint.queue import SaveQueue as SaveQueue
     from drivetrain.checkpoint.queue import save_queue as save_queue

@@ -7,7 +7,11 @@ from typing import Any
 
 import torch
 
-from drivetrain.checkpoint.load import Checkpoint
+from drivetrain.checkpoint.discovery import whole_beside
+from drivetrain.checkpoint.errors import DamagedCheckpointError
+from drivetrain.checkpoint.load import Checkpoint, entries_of
+from drivetrain.checkpoint.save import SHARED_FILE
+from drivetrain.checkpoint.shards import INDEX
 from drivetrain.checkpoint.tree import unpack
 
 
@@ -23,11 +27,20 @@ def describe_run_state(directory: str | os.PathLike[str]) -> Any:
     Raises:
         CheckpointError: there is no complete checkpoint.
     """
-    checkpoint = Checkpoint(directory, verify="size")
+    try:
+        return _described(Checkpoint(directory, verify="size"))
+    except DamagedCheckpointError as error:
+        raise DamagedCheckpointError(f"{error}{whole_beside(directory)}") from error
+
+
+def _described(checkpoint: Checkpoint) -> dict[str, Any]:
     described = checkpoint.tensors.tensors()
+    path = checkpoint.tensors.path_of(SHARED_FILE)
 
     def without_values(key: str) -> torch.Tensor:
+        if key not in described:
+            raise DamagedCheckpointError(f"{path} is damaged: {INDEX} does not have its tensor {key}.")
         one = described[key]
         return torch.empty(one.size, dtype=one.properties.dtype, device="meta")
 
-    return unpack(checkpoint.packed(), without_values)
+    return entries_of(unpack(checkpoint.packed(), without_values, path), path)

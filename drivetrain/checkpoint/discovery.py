@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from drivetrain.checkpoint.load import Checkpoint
 from drivetrain.checkpoint.manifest import Manifest
 from drivetrain.checkpoint.peers import Failure, Peers
-from drivetrain.checkpoint.storage import MANIFEST, LocalStorage, Storage, storage_of
+from drivetrain.checkpoint.storage import LocalStorage, Storage, storage_of
 from drivetrain.checkpoint.writer_record import clean_stale
 from drivetrain.runtime.errors import CheckpointError
 from drivetrain.runtime.logging import get_logger
@@ -26,12 +26,14 @@ class FoundCheckpoint:
         step: the optimizer step at which it was written, if known.
         saved_at: when, in seconds since the epoch.
         world_size: how many processes wrote it.
+        finite_loss: whether every loss since the save before was finite.
     """
 
     path: str
     step: int | None
     saved_at: float
     world_size: int
+    finite_loss: bool = True
 
 
 def list_checkpoints(
@@ -55,9 +57,8 @@ def list_checkpoints(
         if name.startswith("."):
             continue
         path = storage.join(base, name)
-        names = storage.sizes(path)
-        if MANIFEST not in names and not any("tensors/" in file for file in names):
-            continue  # some other directory
+        if not storage.resembles_checkpoint(path):
+            continue
         try:
             manifest = Checkpoint(path, "size", storage).manifest
         except CheckpointError as error:
@@ -77,12 +78,15 @@ def newest_checkpoint(
 ) -> str | None:
     """The newest complete checkpoint in a directory; a damaged one is passed over with a warning.
 
+    One that was saved after a loss that was not finite is passed over as well, as long as there is an older one of
+    which that is not so: its weights may be spoilt. Where there is none, it is returned with a warning.
+
     Args:
         root: the directory or URL that the checkpoints are in.
         verify: whether every file's SHA-256 is checked, not only its size. The checkpoint may then be loaded with
             `verify="size"`.
-        state: this process among its peers, all of which must call it: the main process looks, and tells the others.
-            None for a process that looks alone.
+        state: this process among its peers, all of which must call it: the main process searches, and all get the
+            same answer. None for a process that searches alone.
         storage: where it is; found from `root` if None.
 
     Returns:
@@ -94,25 +98,64 @@ def newest_checkpoint(
         answer = peers.attempt(lambda: _newest(root, verify, storage))
     answer = peers.scatter([answer] * peers.size if peers.is_main else None)
     if isinstance(answer, Failure):
-        peers.fail(answer, f"The checkpoints in {os.fspath(root)} could not be looked through")
+        peers.fail(answer, f"The checkpoints in {os.fspath(root)} could not be searched")
     return answer
 
 
 def _newest(root: str | os.PathLike[str], verify: bool, storage: Storage | None) -> str | None:
-    for one in list_checkpoints(root, storage=storage):
-        if not verify:
-            return one.path
-        try:
-            Checkpoint(one.path, storage=storage).verify()
-        except CheckpointError as error:
-            logger.warning(f"Passing over {one.path}: {error}")
+    found = list_checkpoints(root, storage=storage)
+    for one in [each for each in found if each.finite_loss] + [each for each in found if not each.finite_loss]:
+        if verify and not _is_whole(one, storage):
             continue
+        if not one.finite_loss:
+            logger.warning(f"{one.path} was saved after a loss that was not finite, and there is no other whole one.")
+        elif not found[0].finite_loss and _age(found[0]) < _age(one):
+            logger.warning(
+                f"Passing over {found[0].path}: it was saved after a loss that was not finite. Resuming from "
+                f"{one.path}; name the other one to resume from it all the same."
+            )
         return one.path
     return None
 
 
+def _is_whole(one: FoundCheckpoint, storage: Storage | None) -> bool:
+    try:
+        Checkpoint(one.path, storage=storage).verify()
+    except CheckpointError as error:
+        logger.warning(f"Passing over {one.path}: {error}")
+        return False
+    return True
+
+
+def whole_beside(directory: str | os.PathLike[str], storage: Storage | None = None) -> str:
+    """Say which checkpoint beside a damaged one is whole, the newest first. On one process.
+
+    Args:
+        directory: the damaged one.
+        storage: where it is; found from `directory` if None.
+
+    Returns:
+        A sentence for the message about the damage, after a blank.
+    """
+    found, path = storage_of(directory)
+    storage = storage or found
+    try:
+        others = [
+            one
+            for one in list_checkpoints(storage.parent(path), storage=storage, warn=False)
+            if storage.name(one.path) != storage.name(path)
+        ]
+        for one in others:
+            if _is_whole(one, storage):
+                step = "" if one.step is None else f" (step {one.step})"
+                return f" The newest whole checkpoint beside it is {one.path}{step}."
+    except (OSError, CheckpointError):
+        return ""  # it must not hide what is wrong
+    return " No other checkpoint beside it is whole." if others else ""
+
+
 def _found(path: str, manifest: Manifest) -> FoundCheckpoint:
-    return FoundCheckpoint(path, manifest.step, manifest.saved_at, manifest.world_size)
+    return FoundCheckpoint(path, manifest.step, manifest.saved_at, manifest.world_size, manifest.finite_loss)
 
 
 def _age(one: FoundCheckpoint) -> tuple[float, float]:

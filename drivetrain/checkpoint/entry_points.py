@@ -1,13 +1,17 @@
-"""The plain entry points: save the state of a run, and remove what was saved."""
+"""The plain entry points: save the state of a run, load it, and remove what was saved."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 from torch.optim import Optimizer
 
+from drivetrain.checkpoint.discovery import whole_beside
+from drivetrain.checkpoint.load import Checkpoint, Verify
+from drivetrain.checkpoint.manifest import check_is_checkpoint
+from drivetrain.checkpoint.peers import Failure, Peers
 from drivetrain.checkpoint.queue import PendingSave, save_queue
 from drivetrain.checkpoint.storage import Storage, storage_of
 from drivetrain.runtime.errors import CheckpointError
@@ -56,18 +60,87 @@ def save_run_state(
     )
 
 
+def load_run_state(
+    directory: str | os.PathLike[str],
+    state: PartialState | None = None,
+    *,
+    into: Mapping[str, Any] | None = None,
+    strict: bool = True,
+    only: Collection[str] | None = None,
+    verify: Verify = "hash",
+    storage: Storage | None = None,
+) -> tuple[Any, Any | None]:
+    """Read a checkpoint. Nothing in it is ever unpickled.
+
+    Args:
+        directory: the checkpoint's directory or URL.
+        state: this process among its peers, all of which must call it; an error of one is raised on all. None for a
+            process that reads alone.
+        into: some of the shared state's top-level entries, with tensors that are filled in place; they may be sharded.
+        strict: whether tensors missing, left over or of another shape under those entries are an error.
+        only: the shared state's top-level entries to read, or paths of two names such as `"engine/models"`; all if
+            None. Files that hold none of them are not read.
+        verify: `"hash"` checks the SHA-256 of every file, `"size"` their sizes only, as after `newest_checkpoint`.
+        storage: where it is; found from `directory` if None.
+
+    Returns:
+        What all processes share, and this process's own part; None where as many processes did not write it.
+
+    Raises:
+        CheckpointError: there is no complete checkpoint, a file is damaged, or it is that of another model. Where it
+            is damaged, the message names the newest one beside it that is whole.
+
+    Example:
+        ```python
+        from drivetrain import PartialState
+        from drivetrain.checkpoint import load_run_state, save_run_state
+
+        state = PartialState()
+        save_run_state("checkpoints/step_7", {"epoch": 1}, {"seen": 28}, state, step=7)
+        shared, own = load_run_state("checkpoints/step_7", state)
+        ```
+    """
+    peers = Peers(state)
+
+    def read() -> tuple[Any, Any | None]:
+        checkpoint = Checkpoint(directory, verify, storage, once=state is None or state.num_processes == 1)
+        shared, _ = checkpoint.shared(into, strict, only)
+        same_world = state is not None and checkpoint.manifest.world_size == state.num_processes
+        own = checkpoint.own(peers.rank) if same_world else None
+        if verify == "hash" and only is None:
+            checkpoint.verify(checkpoint.tensors.unread())
+        return shared, own
+
+    result = peers.attempt(read)
+    failure = peers.agree(result if isinstance(result, Failure) else None)
+    if failure is not None:
+        advice = ""
+        if failure.is_damage:
+            found = whole_beside(directory, storage) if peers.is_main else ""
+            advice = peers.scatter([found] * peers.size if peers.is_main else None)
+        peers.fail(failure, f"The checkpoint {os.fspath(directory)} could not be loaded", advice)
+    assert not isinstance(result, Failure)
+    return result
+
+
 def remove_checkpoint(directory: str | os.PathLike[str], *, storage: Storage | None = None) -> None:
     """Remove a checkpoint, on one process. Nothing is found under its name from the first moment on.
+
+    Only a directory with a `MANIFEST.json` of ours is removed, or a link to one; never anything else.
 
     Args:
         directory: the checkpoint's directory or URL; nothing happens where there is none.
         storage: where it is; found from `directory` if None.
 
     Raises:
-        CheckpointError: it could not be removed.
+        CheckpointError: it could not be removed, or is no checkpoint.
     """
     found, path = storage_of(directory)
+    storage = storage or found
     try:
-        (storage or found).remove(path)
+        if not storage.exists(path):
+            return
+        check_is_checkpoint(storage, path, "is not removed")
+        storage.remove(path)
     except OSError as error:
         raise CheckpointError(f"{path} could not be removed: {error}.") from error

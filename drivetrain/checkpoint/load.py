@@ -12,17 +12,16 @@ import torch
 from torch import Tensor
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 
+from drivetrain.checkpoint.errors import DamagedCheckpointError
 from drivetrain.checkpoint.manifest import Manifest, decoded, read_manifest, verified_bytes
-from drivetrain.checkpoint.peers import Failure, Peers
 from drivetrain.checkpoint.save import SHARED_FILE, process_file
-from drivetrain.checkpoint.shards import SafetensorsReader
+from drivetrain.checkpoint.shards import INDEX, SafetensorsReader
 from drivetrain.checkpoint.storage import LocalStorage, Storage, storage_of
 from drivetrain.checkpoint.stream import verify_file
 from drivetrain.checkpoint.tensor_file import run_parallel
 from drivetrain.checkpoint.tree import pack, tensor_keys, unpack
 from drivetrain.checkpoint.writer_record import replaced_beside
 from drivetrain.runtime.errors import CheckpointError
-from drivetrain.runtime.state import PartialState
 
 Verify = Literal["hash", "size"]
 
@@ -95,10 +94,11 @@ class Checkpoint:
         """Where it is."""
         return self._storage
 
-    def packed(self, name: str = SHARED_FILE) -> Any:
+    def packed(self, name: str = SHARED_FILE) -> dict[str, Any]:
         """A tree of plain values as it is in its file, with references to tensors."""
         path = self.tensors.path_of(name)
-        return decoded(verified_bytes(self._storage, self.directory, self.manifest, name), path)
+        packed = decoded(verified_bytes(self._storage, self.directory, self.manifest, name), path)
+        return entries_of(packed, path)
 
     def shared(
         self, into: Mapping[str, Any] | None = None, strict: bool = True, only: Collection[str] | None = None
@@ -123,17 +123,17 @@ class Checkpoint:
                 f"{self.directory} holds the state of another model: {report}. Build the model as in the run that "
                 "wrote it, or load with strict=False."
             )
-        return self._tree(packed, targets), report
+        return self._tree(packed, targets, SHARED_FILE), report
 
     def own(self, rank: int) -> Any:
         """Read what was one process's own."""
-        return self._tree(self.packed(process_file(rank)), {})
+        return self._tree(self.packed(process_file(rank)), {}, process_file(rank))
 
     def verify(self, names: list[str] | None = None) -> None:
         """Check the SHA-256 of files.
 
         Args:
-            names: which ones; all if None.
+            names: which ones; all if None, and then also that the index and the trees are such as checkpoints hold.
 
         Raises:
             CheckpointError: one is damaged; it is named.
@@ -143,21 +143,34 @@ class Checkpoint:
             for name in (self.manifest.files if names is None else names)
         ]
         run_parallel(jobs, workers=os.cpu_count() or 1)
+        if names is None:
+            self.tensors.check_headers()
+            for name in (SHARED_FILE, *(process_file(rank) for rank in range(self.manifest.world_size))):
+                self._keys(self.packed(name), name)
 
-    def _tree(self, packed: Any, targets: dict[str, Tensor]) -> Any:
+    def _keys(self, packed: Any, name: str) -> list[str]:
+        """The keys of a tree's tensors, all of which the index has."""
+        keys, described = tensor_keys(packed, self.tensors.path_of(name)), self.tensors.tensors()
+        for key in keys:
+            if key not in described:
+                raise DamagedCheckpointError(
+                    f"{self.tensors.path_of(name)} is damaged: {INDEX} does not have its tensor {key}."
+                )
+        return keys
+
+    def _tree(self, packed: Any, targets: dict[str, Tensor], name: str) -> Any:
         """Put a tree together, reading its tensors into the targets or new ones."""
         described = self.tensors.tensors()
         tensors: dict[str, Tensor] = {}
-        for key in tensor_keys(packed):
-            if key not in described:
-                raise CheckpointError(f"{self.directory}: the index of its tensors does not have {key}.")
+        for key in self._keys(packed, name):
             one = described[key]
             target = targets.get(key)
             fits = target is not None and target.shape == one.size
             tensors[key] = target if target is not None and fits else torch.empty(one.size, dtype=one.properties.dtype)
         # One on the meta device stands for what a peer holds, and reads.
         self._read({key: tensor for key, tensor in tensors.items() if not tensor.is_meta})
-        return unpack(packed, tensors.__getitem__)
+        path = self.tensors.path_of(name)
+        return entries_of(unpack(packed, tensors.__getitem__, path), path)
 
     def _read(self, tensors: dict[str, Tensor]) -> None:
         planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
@@ -177,7 +190,7 @@ class Checkpoint:
     def _compare(self, packed: Any, targets: dict[str, Tensor], into: Mapping[str, Any]) -> LoadReport:
         described = self.tensors.tensors()
         heads = tuple(f"{key}/" for key in into)
-        saved = [key for key in tensor_keys(packed) if key.startswith(heads)] if heads else []
+        saved = [key for key in self._keys(packed, SHARED_FILE) if key.startswith(heads)] if heads else []
         return LoadReport(
             [key for key in targets if key not in described],
             [key for key in saved if key not in targets],
@@ -189,62 +202,16 @@ class Checkpoint:
         )
 
 
-def load_run_state(
-    directory: str | os.PathLike[str],
-    state: PartialState | None = None,
-    *,
-    into: Mapping[str, Any] | None = None,
-    strict: bool = True,
-    only: Collection[str] | None = None,
-    verify: Verify = "hash",
-    storage: Storage | None = None,
-) -> tuple[Any, Any | None]:
-    """Read a checkpoint. Nothing in it is ever unpickled.
+def entries_of(tree: Any, path: str) -> dict[str, Any]:
+    """What a file of a checkpoint holds, which is a dict; anything else is refused.
 
     Args:
-        directory: the checkpoint's directory or URL.
-        state: this process among its peers, all of which must call it; an error of one is raised on all. None for a
-            process that reads alone.
-        into: some of the shared state's top-level entries, with tensors that are filled in place; they may be sharded.
-        strict: whether tensors missing, left over or of another shape under those entries are an error.
-        only: the shared state's top-level entries to read, or paths of two names such as `"engine/models"`; all if
-            None. Files that hold none of them are not read.
-        verify: `"hash"` checks the SHA-256 of every file, `"size"` their sizes only, as after `newest_checkpoint`.
-        storage: where it is; found from `directory` if None.
-
-    Returns:
-        What all processes share, and this process's own part; None where as many processes did not write it.
-
-    Raises:
-        CheckpointError: there is no complete checkpoint, a file is damaged, or it is that of another model.
-
-    Example:
-        ```python
-        from drivetrain import PartialState
-        from drivetrain.checkpoint import load_run_state, save_run_state
-
-        state = PartialState()
-        save_run_state("checkpoints/step_7", {"epoch": 1}, {"seen": 28}, state, step=7)
-        shared, own = load_run_state("checkpoints/step_7", state)
-        ```
+        tree: what it holds.
+        path: the file's path.
     """
-    peers = Peers(state)
-
-    def read() -> tuple[Any, Any | None]:
-        checkpoint = Checkpoint(directory, verify, storage, once=state is None or state.num_processes == 1)
-        shared, _ = checkpoint.shared(into, strict, only)
-        same_world = state is not None and checkpoint.manifest.world_size == state.num_processes
-        own = checkpoint.own(peers.rank) if same_world else None
-        if verify == "hash" and only is None:
-            checkpoint.verify(checkpoint.tensors.unread())
-        return shared, own
-
-    result = peers.attempt(read)
-    failure = peers.agree(result if isinstance(result, Failure) else None)
-    if failure is not None:
-        peers.fail(failure, f"The checkpoint {os.fspath(directory)} could not be loaded")
-    assert not isinstance(result, Failure)
-    return result
+    if type(tree) is not dict:
+        raise DamagedCheckpointError(f"{path} is damaged: it holds a {type(tree).__name__}, not named entries.")
+    return tree
 
 
 def compare_states(wanted: Mapping[str, Any], saved: Mapping[str, Any]) -> LoadReport:

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from drivetrain.checkpoint.storage import DATA_FOLDER, MANIFEST, Storage
+from drivetrain.checkpoint.errors import DamagedCheckpointError
+from drivetrain.checkpoint.storage import DATA_FOLDER, MANIFEST, NO_FILE, Storage
 from drivetrain.checkpoint.tensor_file import FileDigest
 from drivetrain.runtime.errors import CheckpointError
 
@@ -27,6 +30,7 @@ class Manifest:
         step: the optimizer step at which it was written, if known.
         saved_at: when, in seconds since the epoch.
         data: the folder that the files are in; empty where they are beside the manifest.
+        finite_loss: whether every loss since the save before was finite; without, the weights may be spoilt.
         version: the version of the format.
     """
 
@@ -35,6 +39,7 @@ class Manifest:
     step: int | None = None
     saved_at: float = 0.0
     data: str = ""
+    finite_loss: bool = True
     version: int = VERSION
 
     def to_bytes(self) -> bytes:
@@ -46,6 +51,7 @@ class Manifest:
             "step": self.step,
             "saved_at": self.saved_at,
             "data": self.data,
+            "finite_loss": self.finite_loss,
             "files": {name: {"size": one.size, "sha256": one.sha256} for name, one in sorted(self.files.items())},
         }
         return _spelled({**content, "checksum": _checksum(content)})
@@ -64,11 +70,11 @@ class Manifest:
         try:
             content = json.loads(raw)
             if not isinstance(content, dict) or content.get("format") != FORMAT:
-                raise CheckpointError(f"{where} is not the manifest of a drivetrain checkpoint.")
+                raise DamagedCheckpointError(f"{where} is not the manifest of a drivetrain checkpoint.")
             version = content["version"]
             damaged = content.pop("checksum", None) != _checksum(content)
             if damaged or raw != _spelled({**content, "checksum": _checksum(content)}):
-                raise CheckpointError(f"{where} is damaged: its content does not match its checksum.")
+                raise DamagedCheckpointError(f"{where} is damaged: its content does not match its checksum.")
             if version not in _READERS:
                 raise CheckpointError(
                     f"{where} says version {version!r} of the format; this drivetrain reads versions up to {VERSION}. "
@@ -76,12 +82,37 @@ class Manifest:
                 )
             return _READERS[version](content)
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-            raise CheckpointError(f"{where} is damaged: {error!r}.") from error
+            reason = error if type(error) is ValueError else repr(error)
+            raise DamagedCheckpointError(f"{where} is damaged: {reason}.") from error
 
 
 def _read_version_1(content: dict[str, Any]) -> Manifest:
     files = {name: FileDigest(one["size"], one["sha256"]) for name, one in content["files"].items()}
-    return Manifest(files, content["world_size"], content["step"], content["saved_at"], content["data"], 1)
+    for name, digest in files.items():
+        if not _is_inside(name):
+            raise ValueError(f"it lists {name!r}, which is no name of a file within the checkpoint")
+        if not (_is_count(digest.size) and isinstance(digest.sha256, str) and _SHA256.fullmatch(digest.sha256)):
+            raise ValueError(f"{name} has no size and SHA-256 there")
+    world_size, step, saved_at, data = (content[key] for key in ("world_size", "step", "saved_at", "data"))
+    if data != "" and not (isinstance(data, str) and _DATA.fullmatch(data)):
+        raise ValueError(f"it names {data!r} as the folder of its files")
+    fits = _is_count(world_size) and world_size > 0 and (step is None or _is_count(step))
+    if not fits or not (_is_count(saved_at) or (type(saved_at) is float and math.isfinite(saved_at))):
+        raise ValueError(f"world_size={world_size!r}, step={step!r} or saved_at={saved_at!r} is not what it should be")
+    return Manifest(files, world_size, step, saved_at, data, content.get("finite_loss", True) is True, version=1)
+
+
+_SHA256 = re.compile(r"[0-9a-f]{64}")
+_DATA = re.compile(rf"{DATA_FOLDER}[0-9a-zA-Z]+")
+
+
+def _is_count(value: Any) -> bool:
+    return type(value) is int and 0 <= value < 2**63
+
+
+def _is_inside(name: str) -> bool:
+    """Whether this is the name of a file within a directory, as checkpoints spell it, wherever it is."""
+    return "\0" not in name and not any(part in ("", ".", "..") for part in name.split("/"))
 
 
 # A reader for every version ever written.
@@ -95,50 +126,95 @@ def read_manifest(storage: Storage, directory: str) -> Manifest:
         CheckpointError: there is no complete checkpoint, or a file is missing, left over or of another size.
     """
     path = storage.join(directory, MANIFEST)
+    found = storage.sizes(directory)
     try:
+        if found.get(MANIFEST) == NO_FILE:
+            raise DamagedCheckpointError(f"{path} is a link or a device, and no checkpoint holds such.")
         raw = storage.read(path)
     except FileNotFoundError:
         what = "there is no such directory" if not storage.is_directory(directory) else f"{MANIFEST} is missing"
-        raise CheckpointError(
+        raise DamagedCheckpointError(
             f"There is no complete checkpoint at {directory}: {what}. Give the directory that save_state or "
             "ModelCheckpoint wrote."
         ) from None
     except OSError as error:
-        raise CheckpointError(f"{path} cannot be read: {error}.") from error
+        raise DamagedCheckpointError(f"{path} cannot be read: {error}.") from error
     manifest = Manifest.from_bytes(raw, path)
-    _compare(storage, directory, manifest)
+    _compare(storage, directory, manifest, found)
     return manifest
 
 
-def _compare(storage: Storage, directory: str, manifest: Manifest) -> None:
+def _compare(storage: Storage, directory: str, manifest: Manifest, found: dict[str, int]) -> None:
     listed = {storage.join(manifest.data, name): digest for name, digest in manifest.files.items()}
-    found = storage.sizes(directory)
+    for name in sorted(found):
+        if found[name] == NO_FILE:
+            raise DamagedCheckpointError(
+                f"{storage.join(directory, name)} is a link or a device, and no checkpoint holds such. Put the file "
+                "that it leads to there, or remove it."
+            )
     for name, digest in listed.items():
         path = storage.join(directory, name)
         if name not in found:
-            raise CheckpointError(f"{path} is missing, though {MANIFEST} lists it.")
+            raise DamagedCheckpointError(f"{path} is missing, though {MANIFEST} lists it.")
         if found[name] != digest.size:
-            raise CheckpointError(f"{path} has {found[name]} bytes, but {MANIFEST} says {digest.size}.")
+            raise DamagedCheckpointError(f"{path} has {found[name]} bytes, but {MANIFEST} says {digest.size}.")
     for name in sorted(found):
         if name in listed or name == MANIFEST:
             continue
         if manifest.data and name.startswith(DATA_FOLDER) and not name.startswith(f"{manifest.data}/"):
-            continue  # a write that was broken off, or one that goes on
-        raise CheckpointError(
+            continue  # a write that was broken off, or one under way
+        raise DamagedCheckpointError(
             f"{storage.join(directory, name)} does not belong to the checkpoint: {MANIFEST} does not list it. "
             "Remove it if you put it there."
         )
+
+
+def check_is_checkpoint(storage: Storage, directory: str, what: str) -> None:
+    """Refuse a directory without a manifest of ours, whole or not: it holds something else.
+
+    Args:
+        storage: where it is.
+        directory: the directory.
+        what: what does not happen to it, for the message.
+
+    Raises:
+        CheckpointError: it is no checkpoint.
+    """
+    path = storage.join(directory, MANIFEST)
+    try:
+        content = decoded(storage.read(path), path)
+    except (OSError, CheckpointError):
+        content = None
+    if not isinstance(content, dict) or content.get("format") != FORMAT:
+        raise CheckpointError(f"{directory} {what}: it is no checkpoint, as it has no {MANIFEST} of drivetrain's.")
+
+
+def check_replaceable(storage: Storage, directory: str) -> None:
+    """Refuse to let a checkpoint take the place of something that is none; nothing and an empty directory are.
+
+    Raises:
+        CheckpointError: there is something else.
+    """
+    if not storage.exists(directory) or storage.is_link(directory):
+        return
+    try:
+        check_is_checkpoint(storage, directory, "is not replaced by a checkpoint")
+    except CheckpointError:
+        # A remote write that was broken off leaves a folder of data.
+        is_free = all(name.startswith(DATA_FOLDER) for name in storage.sizes(directory))
+        if not (is_free and storage.is_directory(directory)):
+            raise
 
 
 def verified_bytes(storage: Storage, directory: str, manifest: Manifest, name: str) -> bytes:
     """Read a small file of a checkpoint whole and check its SHA-256."""
     path = storage.join(directory, manifest.data, name)
     if name not in manifest.files:
-        raise CheckpointError(f"{path} is missing: {MANIFEST} does not list it.")
+        raise DamagedCheckpointError(f"{path} is missing: {MANIFEST} does not list it.")
     try:
         raw = storage.read(path)
     except OSError as error:
-        raise CheckpointError(f"{path} cannot be read: {error}.") from error
+        raise DamagedCheckpointError(f"{path} cannot be read: {error}.") from error
     check_digest(path, FileDigest(len(raw), hashlib.sha256(raw).hexdigest()), manifest.files[name])
     return raw
 
@@ -146,7 +222,7 @@ def verified_bytes(storage: Storage, directory: str, manifest: Manifest, name: s
 def check_digest(path: str, found: FileDigest, listed: FileDigest) -> None:
     """Raise where a file is not what the manifest says."""
     if found != listed:
-        raise CheckpointError(
+        raise DamagedCheckpointError(
             f"{path} is damaged: its {found.size} bytes have the SHA-256 {found.sha256[:12]}…, but {MANIFEST} says "
             f"{listed.size} bytes with {str(listed.sha256)[:12]}…."
         )
@@ -155,9 +231,13 @@ def check_digest(path: str, found: FileDigest, listed: FileDigest) -> None:
 def decoded(raw: bytes, path: str) -> Any:
     """Parse a JSON file of a checkpoint."""
     try:
-        return json.loads(raw)
+        return json.loads(raw, parse_constant=_refused_constant)
     except (ValueError, RecursionError) as error:
-        raise CheckpointError(f"{path} is not JSON: {error}.") from error
+        raise DamagedCheckpointError(f"{path} is not JSON: {error}.") from error
+
+
+def _refused_constant(name: str) -> Any:
+    raise ValueError(f"{name} is no number of JSON's")
 
 
 def encoded(content: Any) -> bytes:

@@ -8,6 +8,7 @@ from typing import Any, NoReturn, TypeVar
 
 import torch.distributed as dist
 
+from drivetrain.checkpoint.errors import DamagedCheckpointError
 from drivetrain.runtime.errors import CheckpointError
 from drivetrain.runtime.state import PartialState
 
@@ -18,10 +19,17 @@ _GROUP = "checkpoint_group"
 
 @dataclass(frozen=True)
 class Failure:
-    """What went wrong on one process, for the others to raise too."""
+    """What went wrong on one process, for the others to raise too.
+
+    Attributes:
+        rank: of the process.
+        reason: what went wrong.
+        is_damage: whether a checkpoint is not whole.
+    """
 
     rank: int
     reason: str
+    is_damage: bool = False
 
 
 class Peers:
@@ -76,19 +84,21 @@ class Peers:
             return work()
         except BaseException as error:
             self._cause = error
-            return Failure(self.rank, reason_of(error))
+            return Failure(self.rank, reason_of(error), isinstance(error, DamagedCheckpointError))
 
-    def fail(self, failure: Failure, what: str) -> NoReturn:
+    def fail(self, failure: Failure, what: str, advice: str = "") -> NoReturn:
         """Raise, on each process, what one of them met.
 
         Args:
             failure: what was agreed on.
             what: what could not be done.
+            advice: what to do.
         """
         if self._cause is not None and not isinstance(self._cause, Exception):
             raise self._cause  # a Ctrl-C stays one
         where = f"rank {failure.rank}: " if self.size > 1 else ""
-        raise CheckpointError(f"{what}: {where}{failure.reason}") from self._cause
+        kind = DamagedCheckpointError if failure.is_damage else CheckpointError
+        raise kind(f"{what}: {where}{failure.reason}{advice}") from self._cause
 
 
 def reason_of(error: BaseException) -> str:
@@ -110,8 +120,9 @@ def _exchange(collective: Callable[..., Any], *args: Any, **kwargs: Any) -> None
 
 def _own_group(state: PartialState) -> Any:
     """A gloo group that only checkpoints use, made once: their collectives must not mix with the training's."""
-    shared = PartialState._shared
-    if _GROUP not in shared:
-        shared[_GROUP] = dist.new_group(backend="gloo")
-        state.before_leaving(lambda: shared.pop(_GROUP, None))
-    return shared[_GROUP]
+    group = state.get_shared(_GROUP)
+    if group is None:
+        group = dist.new_group(backend="gloo")
+        state.set_shared(_GROUP, group)
+        state.before_leaving(lambda: state.remove_shared(_GROUP))
+    return group

@@ -291,8 +291,8 @@ def _report(reference: weakref.ref[SaveQueue]) -> None:
 
 def save_queue(state: PartialState) -> SaveQueue:
     """The queue of this process: one for all, so that two saves never meet."""
-    shared = PartialState._shared
-    if _SHARED_NAME not in shared:
-        shared[_SHARED_NAME] = SaveQueue(state)
-    queue: SaveQueue = shared[_SHARED_NAME]
+    queue: SaveQueue | None = state.get_shared(_SHARED_NAME)
+    if queue is None:
+        queue = SaveQueue(state)
+        state.set_shared(_SHARED_NAME, queue)
     return queue

@@ -13,11 +13,11 @@ from torch.distributed.checkpoint.storage import WriteResult
 
 from drivetrain.checkpoint.copying import Copying
 from drivetrain.checkpoint.division import Division, check_values, divide, outline_of
-from drivetrain.checkpoint.manifest import WRITER_FILE, Manifest, encoded
+from drivetrain.checkpoint.manifest import WRITER_FILE, Manifest, check_replaceable, encoded
 from drivetrain.checkpoint.peers import Failure, Peers
 from drivetrain.checkpoint.shards import FOLDER, SafetensorsWriter, SnapshotPlanner
 from drivetrain.checkpoint.staging import StagingBuffer
-from drivetrain.checkpoint.storage import LocalStorage, Storage, storage_of
+from drivetrain.checkpoint.storage import NO_FILE, LocalStorage, Storage, storage_of
 from drivetrain.checkpoint.tensor_file import FileDigest, write_file
 from drivetrain.checkpoint.tree import pack
 from drivetrain.checkpoint.writer_record import clean_stale, this_writer
@@ -99,6 +99,11 @@ class Save:
             raise CheckpointError(
                 f"{self.directory}: hooks that write files of their own need a local checkpoint directory."
             )
+        if self._peers.is_main:
+            check_replaceable(self._storage, self.directory)
+        for what, tree in (("shared", shared), ("own", own)):
+            if not isinstance(tree, dict) or not all(isinstance(key, str) for key in tree):
+                raise CheckpointError(f"The {what} state to save is no dict with text as keys; give it as one.")
         self._shared, tensors = pack(shared)
         self._own, own_tensors = pack(own, f"process/{self._peers.rank}")
         self._held_by_peers = [key for key, tensor in tensors.items() if tensor.is_meta]
@@ -204,7 +209,11 @@ class Save:
     def _extra_files(self, place: str, known: dict[str, FileDigest]) -> dict[str, FileDigest]:
         """Make durable, and list, the files that hooks wrote."""
         assert isinstance(self._storage, LocalStorage)
-        names = [name for name in self._storage.sizes(place) if name not in known]
+        sizes = self._storage.sizes(place)
+        names = [name for name in sizes if name not in known]
+        for name in names:
+            if sizes[name] == NO_FILE:
+                raise CheckpointError(f"A hook wrote {name} as a link or a device; a checkpoint holds files only.")
         return {name: self._storage.settle(os.path.join(place, name)) for name in names}
 
     def _check_all_here(self, place: str, files: dict[str, FileDigest]) -> None:

@@ -76,9 +76,18 @@ def in_schema(shared: Mapping[str, Any]) -> dict[str, Any]:
 
     Args:
         shared: All entries of a checkpoint, or some; packed or not.
+
+    Raises:
+        CheckpointError: An entry is of another kind than the schema's.
     """
     if "engine" in shared:
-        return {"driver": {}, "kept": [], **shared}
+        found = {"driver": {}, "kept": [], **shared}
+        for name, kind in (("engine", Mapping), ("driver", Mapping), ("kept", list)):
+            if not isinstance(found[name], kind):
+                raise CheckpointError(
+                    f"The checkpoint is not the state of a run: its entry {name!r} is a {type(found[name]).__name__}."
+                )
+        return found
     driver = dict(shared)
     engine: dict[str, Any] = {}
     if "state_dict" in shared:

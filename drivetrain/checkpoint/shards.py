@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -17,16 +16,16 @@ import torch
 from torch import Tensor
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import (
-    ChunkStorageMetadata,
     Metadata,
     MetadataIndex,
-    TensorProperties,
     TensorStorageMetadata,
 )
 from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem, SavePlan, SavePlanner, WriteItem
 from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, WriteResult
 from torch.futures import Future
 
+from drivetrain.checkpoint.errors import DamagedCheckpointError
+from drivetrain.checkpoint.index import Part, Place, TensorIndex, check_header, entry_name
 from drivetrain.checkpoint.manifest import Manifest, decoded, encoded, verified_bytes
 from drivetrain.checkpoint.storage import Storage
 from drivetrain.checkpoint.stream import FileStream
@@ -40,7 +39,6 @@ from drivetrain.checkpoint.tensor_file import (
     run_parallel,
     write_file,
 )
-from drivetrain.runtime.errors import CheckpointError
 
 FOLDER = "tensors"
 INDEX = f"{FOLDER}/index.json"
@@ -50,14 +48,7 @@ _SMALLEST_SPLIT = 64 << 20
 _LARGEST_FILE = 2 << 30
 _FILES_AT_ONCE = 4
 
-
-@dataclass(frozen=True)
-class Place:
-    """Where one part of a tensor lies."""
-
-    file: str
-    start: int
-    nbytes: int
+_HEADER_START = 8  # bytes that hold the length of a file's header
 
 
 class SnapshotPlanner(DefaultSavePlanner):
@@ -167,23 +158,21 @@ class SafetensorsReader(StorageReader):
     ) -> None:
         self._storage, self._directory, self._manifest = storage, directory, manifest
         self._hashes, self._once = hashes, once
-        self._places: dict[MetadataIndex, Place] = {}
-        self._parts: dict[MetadataIndex, tuple[torch.dtype, torch.Size]] = {}
-        self._metadata: Metadata | None = None
+        self._found: TensorIndex | None = None
         self._read_files: set[str] = set()
 
-    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """Read the index."""
-        if self._metadata is None:
+    @property
+    def index(self) -> TensorIndex:
+        """The index of all tensors, read and checked when it is first needed."""
+        if self._found is None:
             path = self.path_of(INDEX)
-            index = decoded(verified_bytes(self._storage, self._directory, self._manifest, INDEX), path)
-            try:
-                self._metadata = Metadata(
-                    {key: self._described(key, one, path) for key, one in index["tensors"].items()}
-                )
-            except (KeyError, TypeError, ValueError, AttributeError) as error:
-                raise CheckpointError(f"{path} is damaged: {error!r}.") from error
-        return self._metadata
+            content = decoded(verified_bytes(self._storage, self._directory, self._manifest, INDEX), path)
+            self._found = TensorIndex(content, self._manifest, path)
+        return self._found
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        """The tensors as the planners want them described."""
+        return self.index.metadata
 
     def tensors(self) -> dict[str, TensorStorageMetadata]:
         """Every tensor by key, with its dtype, its size and its parts."""
@@ -195,7 +184,7 @@ class SafetensorsReader(StorageReader):
 
     def place_of(self, key: str, offsets: torch.Size) -> Place:
         """Where a part of a tensor lies."""
-        return self._places[MetadataIndex(key, offsets)]
+        return self.index.part(MetadataIndex(key, offsets)).place
 
     def path_of(self, name: str) -> str:
         """The path of a file that the manifest names."""
@@ -207,26 +196,52 @@ class SafetensorsReader(StorageReader):
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         """Read what a plan asks for, several files at once."""
-        wanted: dict[str, dict[Place, list[ReadItem]]] = defaultdict(lambda: defaultdict(list))
+        wanted: dict[str, dict[Part, list[ReadItem]]] = defaultdict(lambda: defaultdict(list))
         for item in plan.items:
-            place = self._places[item.storage_index]
-            if place.nbytes:
-                wanted[place.file][place].append(item)
+            part = self.index.part(item.storage_index)
+            if part.place.nbytes:
+                wanted[part.place.file][part].append(item)
         self._read_files.update(wanted)
-        jobs = [partial(self._read_file, name, places, planner) for name, places in sorted(wanted.items())]
+        jobs = [partial(self._read_file, name, parts, planner) for name, parts in sorted(wanted.items())]
         run_parallel(jobs, workers=_workers())
         future: Future[None] = Future()
         future.set_result(None)
         return future
 
-    def _read_file(self, name: str, places: dict[Place, list[ReadItem]], planner: LoadPlanner) -> None:
-        path = self.path_of(name)
-        with FileStream(self._storage, path, self._manifest.files[name], self._hashes, self._once) as stream:
-            for place in sorted(places, key=lambda one: one.start):
-                self._read_part(stream, place, places[place], planner)
+    def check_headers(self, names: Sequence[str] | None = None) -> None:
+        """Compare the headers of files with the index; where tensors are read, that is done on the way.
 
-    def _read_part(self, stream: FileStream, place: Place, items: list[ReadItem], planner: LoadPlanner) -> None:
-        dtype, sizes = self._parts[items[0].storage_index]
+        Args:
+            names: which files; all that the index names if None.
+        """
+        described = self.index.files()
+        for name in described if names is None else names:
+            path = self.path_of(name)
+            with FileStream(self._storage, path, self._manifest.files[name], hashes=False) as stream:
+                self._check_header(stream, path, name, described.get(name, []))
+
+    def _check_header(self, stream: FileStream, path: str, name: str, parts: Sequence[Part]) -> None:
+        size = self._manifest.files[name].size
+        start = bytearray(_HEADER_START)
+        if size >= _HEADER_START:
+            stream.read(0, memoryview(start))
+        length = int.from_bytes(start, "little")
+        if not 0 < length <= size - _HEADER_START:
+            raise DamagedCheckpointError(f"{path} is damaged: it does not begin with a header.")
+        header = bytearray(length)
+        stream.read(_HEADER_START, memoryview(header))
+        check_header(bytes(header), _HEADER_START + length, parts, path)
+
+    def _read_file(self, name: str, wanted: dict[Part, list[ReadItem]], planner: LoadPlanner) -> None:
+        path = self.path_of(name)
+        parts = sorted(wanted, key=lambda part: part.place.start)
+        with FileStream(self._storage, path, self._manifest.files[name], self._hashes, self._once) as stream:
+            self._check_header(stream, path, name, parts)
+            for part in parts:
+                self._read_part(stream, part, wanted[part], planner)
+
+    def _read_part(self, stream: FileStream, found: Part, items: list[ReadItem], planner: LoadPlanner) -> None:
+        place, dtype, sizes = found.place, found.entry.dtype, torch.Size(found.entry.shape)
         targets = [planner.resolve_tensor(item).detach() for item in items]
         direct = len(items) == 1 and targets[0].shape == sizes and _takes_bytes(targets[0], dtype)
         if direct:
@@ -241,23 +256,6 @@ class SafetensorsReader(StorageReader):
                 target.copy_(part)
         for item, target in zip(items, targets, strict=True):
             planner.commit_tensor(item, target)
-
-    def _described(self, key: str, one: dict[str, Any], path: str) -> TensorStorageMetadata:
-        dtype = getattr(torch, one["dtype"], None)
-        if not isinstance(dtype, torch.dtype):
-            raise CheckpointError(f"{path} says that {key} has the dtype {one['dtype']!r}, which torch does not know.")
-        chunks = []
-        for chunk in one["chunks"]:
-            part = ChunkStorageMetadata(torch.Size(chunk["offsets"]), torch.Size(chunk["sizes"]))
-            place = Place(chunk["file"], chunk["start"], chunk["nbytes"])
-            listed = self._manifest.files.get(place.file)
-            fits = listed is not None and place.start >= 0 and place.start + place.nbytes <= listed.size
-            if not fits or part.sizes.numel() * dtype.itemsize != place.nbytes:
-                raise CheckpointError(f"{path} is damaged: {key} cannot lie where it says, in {place.file}.")
-            index = MetadataIndex(key, part.offsets)
-            self._places[index], self._parts[index] = place, (dtype, part.sizes)
-            chunks.append(part)
-        return TensorStorageMetadata(TensorProperties(dtype), torch.Size(one["size"]), chunks)
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         pass
@@ -285,14 +283,12 @@ def _takes_bytes(target: Tensor, dtype: torch.dtype) -> bool:
 def _entry_of(item: WriteItem) -> Entry:
     data = item.tensor_data
     assert data is not None
-    sizes, key = tuple(data.chunk.sizes), item.index.fqn
-    if sizes != tuple(data.size):
-        key += "@" + ",".join(str(offset) for offset in data.chunk.offsets)
-    return Entry(key, data.properties.dtype, sizes)
+    name = entry_name(item.index.fqn, data.size, data.chunk.offsets, data.chunk.sizes)
+    return Entry(name, data.properties.dtype, tuple(data.chunk.sizes))
 
 
 def _files_of(items: Sequence[WriteItem]) -> list[list[WriteItem]]:
-    """Divide a process's items into files of about the same size."""
+    """Spread a process's items over files of about the same size."""
     sizes = [_entry_of(item).nbytes for item in items]
     limit = min(_LARGEST_FILE, max(_SMALLEST_SPLIT, -(-sum(sizes) // _FILES_AT_ONCE)))
     files: list[list[WriteItem]] = []

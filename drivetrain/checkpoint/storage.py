@@ -6,6 +6,7 @@ import hashlib
 import os
 import re
 import shutil
+import stat
 from abc import ABC, abstractmethod
 from typing import Protocol, cast
 
@@ -15,6 +16,9 @@ from drivetrain.checkpoint.tensor_file import BLOCK, FileDigest, Sink
 MANIFEST = "MANIFEST.json"
 DATA_FOLDER = "data-"
 """What the folders begin with that a checkpoint's files lie in where nothing can be renamed."""
+
+NO_FILE = -1
+"""Stands for the size of what is no plain file, such as a link: it may lead anywhere."""
 
 # pathlib makes one slash of two, so a URL that went through a Path is known by one as well.
 _URL = re.compile(r"^([A-Za-z][A-Za-z0-9+.\-]+):/+")
@@ -40,7 +44,10 @@ class Storage(ABC):
 
     @abstractmethod
     def sizes(self, directory: str) -> dict[str, int]:
-        """Every file below a directory, by its name relative to it, with its size; empty where there is none."""
+        """Every file below a directory, by its name relative to it, with its size; empty where there is none.
+
+        A link, or whatever else is no plain file, has the size `NO_FILE`, and what it leads to is left out.
+        """
 
     @abstractmethod
     def open(self, path: str, once: bool = False) -> Reader:
@@ -62,6 +69,19 @@ class Storage(ABC):
     @abstractmethod
     def is_directory(self, path: str) -> bool:
         """Whether there is a directory."""
+
+    def exists(self, path: str) -> bool:
+        """Whether there is anything of this name."""
+        return self.is_directory(path)
+
+    def is_link(self, path: str) -> bool:
+        """Whether there is a symbolic link of this name."""
+        return False
+
+    def resembles_checkpoint(self, directory: str) -> bool:
+        """Whether a directory looks like a checkpoint, whole or not."""
+        names = self.sizes(directory)
+        return MANIFEST in names or any("tensors/" in name for name in names)
 
     @abstractmethod
     def modified(self, path: str) -> float:
@@ -127,10 +147,13 @@ class LocalStorage(Storage):
 
     def sizes(self, directory: str) -> dict[str, int]:
         found = {}
-        for folder, _, names in os.walk(directory):
-            for name in names:
+        for folder, folders, names in os.walk(directory):
+            links = (name for name in folders if os.path.islink(os.path.join(folder, name)))
+            for name in (*names, *links):
                 path = os.path.join(folder, name)
-                found[os.path.relpath(path, directory).replace(os.sep, "/")] = os.lstat(path).st_size
+                status = os.lstat(path)
+                size = status.st_size if stat.S_ISREG(status.st_mode) else NO_FILE
+                found[os.path.relpath(path, directory).replace(os.sep, "/")] = size
         return found
 
     def open(self, path: str, once: bool = False) -> Reader:
@@ -149,6 +172,16 @@ class LocalStorage(Storage):
 
     def is_directory(self, path: str) -> bool:
         return os.path.isdir(path)
+
+    def exists(self, path: str) -> bool:
+        return os.path.lexists(path)
+
+    def is_link(self, path: str) -> bool:
+        return os.path.islink(path)
+
+    def resembles_checkpoint(self, directory: str) -> bool:
+        # Anything may be beside checkpoints, and much of it.
+        return self.exists(self.join(directory, MANIFEST)) or self.is_directory(self.join(directory, "tensors"))
 
     def modified(self, path: str) -> float:
         try:

@@ -6,10 +6,10 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from queue import SimpleQueue
 
+from drivetrain.checkpoint.errors import DamagedCheckpointError
 from drivetrain.checkpoint.manifest import check_digest
 from drivetrain.checkpoint.storage import Reader, Storage
 from drivetrain.checkpoint.tensor_file import BLOCK, FileDigest, Hasher, blocks_of
-from drivetrain.runtime.errors import CheckpointError
 
 
 class FileStream:
@@ -21,7 +21,7 @@ class FileStream:
         try:
             self._file: Reader = storage.open(path, once)
         except OSError as error:
-            raise CheckpointError(f"{path} cannot be read: {error}.") from error
+            raise DamagedCheckpointError(f"{path} cannot be read: {error}.") from error
         self._hasher = Hasher() if hashes else None
         self._free: SimpleQueue[memoryview] | None = None
 
@@ -74,9 +74,9 @@ class FileStream:
             try:
                 count = self._file.readinto(block)
             except OSError as error:
-                raise CheckpointError(f"{self._path} cannot be read: {error}.") from error
+                raise DamagedCheckpointError(f"{self._path} cannot be read: {error}.") from error
             if not count:
-                raise CheckpointError(f"{self._path} ends too early: it should have {self._listed.size} bytes.")
+                raise DamagedCheckpointError(f"{self._path} ends too early: it should have {self._listed.size} bytes.")
             block = block[count:]
         self._position += size
 

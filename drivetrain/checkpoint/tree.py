@@ -29,6 +29,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from drivetrain.checkpoint.errors import DamagedCheckpointError
 from drivetrain.runtime.errors import CheckpointError
 
 _SEQUENCES: dict[type, str] = {
@@ -59,38 +60,78 @@ def pack(tree: Any, prefix: str = "") -> tuple[Any, dict[str, Tensor]]:
     return packer.pack(tree, prefix), packer.tensors
 
 
-def unpack(packed: Any, tensor_of: Callable[[str], Tensor]) -> Any:
-    """Put a tree together again.
+def unpack(packed: Any, tensor_of: Callable[[str], Tensor], source: str = "The state") -> Any:
+    """Put a tree together again. Only what `pack` may have written is taken.
 
     Args:
         packed: what `pack` made.
         tensor_of: gives the tensor of a key.
+        source: where the tree comes from, for messages.
+
+    Raises:
+        DamagedCheckpointError: something in the tree is nothing that `pack` writes.
     """
+    try:
+        return _unpacked(packed, tensor_of)
+    except RecursionError:
+        raise DamagedCheckpointError(f"{source} is damaged: it is nested too deeply.") from None
+    except _NotWritten as error:
+        raise DamagedCheckpointError(
+            f"{source} is damaged: {error}, which is not what a checkpoint writes there."
+        ) from error
+
+
+def _unpacked(packed: Any, tensor_of: Callable[[str], Tensor]) -> Any:
     if isinstance(packed, list):
-        return [unpack(item, tensor_of) for item in packed]
+        return [_unpacked(item, tensor_of) for item in packed]
     if not isinstance(packed, dict):
         return packed
     if len(packed) == 1:
         ((word, content),) = packed.items()
+        if word in _WORDS:
+            return _unpacked_word(word, content, tensor_of)
+    return {key: _unpacked(value, tensor_of) for key, value in packed.items()}
+
+
+def _unpacked_word(word: str, content: Any, tensor_of: Callable[[str], Tensor]) -> Any:
+    """What stands under one of the words that JSON does not have."""
+    try:
         if word == "__tensor__":
-            return tensor_of(content)
+            return tensor_of(_text(content))
         if word == "__ndarray__":
-            return tensor_of(content).numpy()
+            return _array_of(tensor_of(_text(content)))
         if word in _PAIRED:
-            pairs = [(unpack(key, tensor_of), unpack(value, tensor_of)) for key, value in content]
-            return _PAIRED[word](pairs)
+            pairs = [_pair(each) for each in _list(content)]
+            return _PAIRED[word]([(_unpacked(key, tensor_of), _unpacked(value, tensor_of)) for key, value in pairs])
         if word in _LISTED:
-            return _LISTED[word](unpack(item, tensor_of) for item in content)
-        if word in _WRITTEN:
-            return _WRITTEN[word](content)
-    return {key: unpack(value, tensor_of) for key, value in packed.items()}
+            return _LISTED[word](_unpacked(item, tensor_of) for item in _list(content))
+        return _WRITTEN[word](content)
+    except (TypeError, ValueError, KeyError) as error:  # such as a list as a key, or a dtype that torch has not
+        raise _NotWritten(f"it holds {{{word!r}: {_shown(content)}}}") from error
 
 
-def tensor_keys(packed: Any) -> list[str]:
-    """The keys of the tensors that a packed tree refers to, each once, in order."""
+class _NotWritten(Exception):
+    """Something that `pack` never writes."""
+
+
+def tensor_keys(packed: Any, source: str = "The state") -> list[str]:
+    """The keys of the tensors that a packed tree refers to, each once, in order.
+
+    Args:
+        packed: what `pack` made.
+        source: where the tree comes from, for messages.
+
+    Raises:
+        DamagedCheckpointError: something in the tree is nothing that `pack` writes.
+    """
     found: dict[str, None] = {}
-    unpack(packed, lambda key: found.setdefault(key, None) or _NO_TENSOR)
+    unpack(packed, lambda key: found.setdefault(key, None) or _NO_TENSOR, source)
     return list(found)
+
+
+def described_array(tensor: Tensor) -> np.ndarray[Any, Any]:
+    """An array of a tensor's shape and dtype that takes no memory."""
+    return np.broadcast_to(torch.zeros((), dtype=tensor.dtype).numpy(), tuple(tensor.shape))
 
 
 def subtree(packed: Any, *path: str | int) -> Any:
@@ -106,13 +147,73 @@ def subtree(packed: Any, *path: str | int) -> Any:
 _NO_TENSOR = torch.empty(0)
 
 
-def _dict_of(pairs: Iterable[tuple[Any, Any]]) -> dict[Any, Any]:
-    return dict(pairs)
+# Every dtype that a dense tensor may have, and nothing else that torch has a name for.
+DTYPES: dict[str, torch.dtype] = {
+    str(value).removeprefix("torch."): value
+    for value in vars(torch).values()
+    if isinstance(value, torch.dtype) and not str(value).startswith(("torch.q", "torch.bits"))
+}
+"""Dtypes by name."""
+
+_NOT_FINITE = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
+
+
+def _text(content: Any) -> str:
+    if type(content) is not str:
+        raise TypeError("not text")
+    return content
+
+
+def _list(content: Any) -> list[Any]:
+    if type(content) is not list:
+        raise TypeError("not a list")
+    return content
+
+
+def _pair(content: Any) -> tuple[Any, Any]:
+    key, value = _list(content)
+    return key, value
+
+
+def _array_of(tensor: Tensor) -> np.ndarray[Any, Any]:
+    return described_array(tensor) if tensor.is_meta else tensor.numpy()
+
+
+def _counter_of(pairs: list[tuple[Any, Any]]) -> Counter[Any]:
+    if not all(isinstance(count, int | float) for _, count in pairs):
+        raise TypeError("not numbers")
+    return Counter(dict(pairs))
+
+
+def _complex_of(parts: Any) -> complex:
+    real, imaginary = _pair(parts)
+    return complex(float(_text(real)), float(_text(imaginary)))
+
+
+def _device_of(name: Any) -> torch.device:
+    try:
+        return torch.device(_text(name))
+    except RuntimeError as error:
+        raise ValueError(str(error)) from None
+
+
+def _path_of(text: Any) -> Path:
+    if "\0" in _text(text):
+        raise ValueError("a null byte")
+    return Path(text)
+
+
+def _shown(content: Any) -> str:
+    shown = repr(content) if not isinstance(content, list | dict) else type(content).__name__
+    return shown if len(shown) <= _LONGEST_SHOWN else f"{shown[:_LONGEST_SHOWN]}..."
+
+
+_LONGEST_SHOWN = 60
 
 
 _PAIRED: dict[str, Callable[[list[tuple[Any, Any]]], Any]] = {
-    "__dict__": _dict_of,
-    "__counter__": lambda pairs: Counter(dict(pairs)),
+    "__dict__": dict,
+    "__counter__": _counter_of,
 }
 _LISTED: dict[str, Callable[[Iterable[Any]], Any]] = {
     "__tuple__": tuple,
@@ -121,14 +222,14 @@ _LISTED: dict[str, Callable[[Iterable[Any]], Any]] = {
     "__deque__": deque,
 }
 _WRITTEN: dict[str, Callable[[Any], Any]] = {
-    "__bytes__": lambda text: base64.b64decode(text.encode("ascii")),
-    "__float__": float,
-    "__complex__": lambda parts: complex(float(parts[0]), float(parts[1])),
-    "__dtype__": lambda name: getattr(torch, name),
-    "__device__": torch.device,
-    "__path__": Path,
+    "__bytes__": lambda text: base64.b64decode(_text(text).encode("ascii"), validate=True),
+    "__float__": lambda name: _NOT_FINITE[_text(name)],
+    "__complex__": _complex_of,
+    "__dtype__": lambda name: DTYPES[_text(name)],
+    "__device__": _device_of,
+    "__path__": _path_of,
 }
-_WORDS = {"__tensor__", "__ndarray__", *_PAIRED, *_LISTED, *_WRITTEN}
+_WORDS = frozenset({"__tensor__", "__ndarray__", *_PAIRED, *_LISTED, *_WRITTEN})
 
 
 class _Packer:

@@ -148,7 +148,7 @@ def _parse_level(level: str | int, source: str) -> int:
 
 def _rank_and_world_size() -> tuple[int, int]:
     """This process among its peers; starts nothing, and lets no broken environment break a log line."""
-    environment = PartialState._shared.get("environment")
+    environment = PartialState.get_shared("environment")
     if environment is None:
         try:
             environment = ProcessEnvironment.detect()

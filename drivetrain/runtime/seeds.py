@@ -50,10 +50,10 @@ def set_seed(seed: int, device_specific: bool = False, deterministic: bool | Lit
     base = _checked_seed(seed)
     if deterministic is not False:
         make_deterministic(deterministic)
-    PartialState._shared["seed"] = base
+    PartialState.set_shared("seed", base)
     own = base
     if device_specific:
-        environment = PartialState._shared.get("environment") or ProcessEnvironment.detect()
+        environment = PartialState.get_shared("environment") or ProcessEnvironment.detect()
         own = (base + environment.rank) % (MAX_SEED + 1)
     random.seed(own)
     np.random.seed(own)
@@ -64,7 +64,7 @@ def set_seed(seed: int, device_specific: bool = False, deterministic: bool | Lit
 
 def recorded_seed() -> int | None:
     """The seed that `set_seed` was last given in this process; None before its first call."""
-    seed: int | None = PartialState._shared.get("seed")
+    seed: int | None = PartialState.get_shared("seed")
     return seed
 
 

@@ -129,6 +129,26 @@ class PartialState:
         """Whether the process's state has been found."""
         return "environment" in self._shared
 
+    @classmethod
+    def get_shared(cls, name: str, default: Any = None) -> Any:
+        """What this process keeps under a name, such as a queue of which there is one; finds and starts nothing.
+
+        Args:
+            name: the name, also `"environment"`, `"seed"` and `"store"`.
+            default: what to return where there is nothing.
+        """
+        return cls._shared.get(name, default)
+
+    @classmethod
+    def set_shared(cls, name: str, value: Any) -> None:
+        """Keep one object for the whole process, for as long as the state lasts."""
+        cls._shared[name] = value
+
+    @classmethod
+    def remove_shared(cls, name: str) -> None:
+        """Forget what is kept under a name, if anything."""
+        cls._shared.pop(name, None)
+
     def before_leaving(self, callback: Callable[[], None]) -> None:
         """Call `callback` once before the process group is destroyed, to let go of what depends on it."""
         self._shared.setdefault("leaving", []).append(callback)

@@ -2,7 +2,7 @@
 
 from drivetrain.strategies.base import StepModule, Strategy
 from drivetrain.strategies.ddp import DDP
-from drivetrain.strategies.registry import available_strategies, register_strategy, resolve_strategy
+from drivetrain.strategies.registry import available_strategies, register_strategy, resolve_ddp, resolve_strategy
 from drivetrain.strategies.single import Single
 
 __all__ = [
@@ -12,5 +12,6 @@ __all__ = [
     "Strategy",
     "available_strategies",
     "register_strategy",
+    "resolve_ddp",
     "resolve_strategy",
 ]

@@ -105,6 +105,9 @@ class DDP(Strategy):
         options = dict(self.wrapper_options)
         if isinstance(model, StepModule) and model.partial_backwards:
             options["find_unused_parameters"] = True
+        elif isinstance(model, StepModule):
+            first = next(parameter for parameter in model.parameters() if parameter.requires_grad)
+            model.presence = nn.Parameter(torch.zeros((), dtype=first.dtype, device=first.device))
         wrapped = DistributedDataParallel(model, **options)
         if isinstance(self.comm_hook, str):
             register_communication_hook(wrapped, self.comm_hook, self.comm_hook_options)
@@ -153,6 +156,15 @@ class DDP(Strategy):
             # reducing in every micro-batch of that one window gives the same gradients.
             return nullcontext()
         return model.no_sync()
+
+    def zero_loss(self, task: nn.Module) -> torch.Tensor:
+        """A loss with gradients of zero; of no parameter at all where DDP looks for those that take no part.
+
+        A parameter that no process used has no gradient then, as in one process, rather than one of zero to decay by.
+        """
+        if self.wrapper_options["find_unused_parameters"]:
+            return torch.zeros((), device=self.device)
+        return super().zero_loss(task)
 
     def join(self, models: Sequence[nn.Module]) -> AbstractContextManager[Any]:
         """Torch's `Join` over the DDP modules: those that ran out shadow the others' collectives."""

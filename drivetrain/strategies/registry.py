@@ -97,3 +97,22 @@ def resolve_strategy(spec: Any, environment: ProcessEnvironment) -> Strategy:
             f"{nearest(name, available_strategies())} Another one can be added with drivetrain.register_strategy."
         )
     return _STRATEGIES[name]()
+
+
+def resolve_ddp(spec: Any, environment: ProcessEnvironment, given: str, **options: Any) -> Strategy:
+    """Turn a name into a strategy where arguments that only DDP takes are given beside it.
+
+    Args:
+        spec: `"auto"` or `"ddp"`.
+        environment: this process among its peers.
+        given: those arguments as the user wrote them, for the message.
+        options: of `DDP`; one process needs none of them.
+
+    Raises:
+        ConfigurationError: another strategy was asked for.
+    """
+    if spec not in ("auto", DDP.name):
+        raise ConfigurationError(
+            f"{given}: options of strategy={DDP.name!r}, but strategy={spec!r} was given. Leave one of the two out."
+        )
+    return DDP(**options) if environment.is_distributed else resolve_strategy("auto", environment)

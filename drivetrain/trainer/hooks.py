@@ -51,22 +51,22 @@ class Hooks:
             hook(*args)
 
     def find_early(self, name: str) -> tuple[Hook, ...]:
-        """The hooks of callbacks that need no logged value, and then the task's."""
-        return (*self._of_callbacks(name, watching=False), *self._of_task(name))
+        """The hooks of callbacks that do not run last, and then the task's."""
+        return (*self._of_callbacks(name, late=False), *self._of_task(name))
 
     def find_late(self, name: str) -> tuple[Hook, ...]:
-        """The hooks of callbacks that watch or show logged values, which the early ones may still log."""
-        return self._of_callbacks(name, watching=True)
+        """The hooks of callbacks that set `runs_last_at_epoch_end`: they read what the early ones may still log."""
+        return self._of_callbacks(name, late=True)
 
     def _collect(self, name: str) -> tuple[Hook, ...]:
         callbacks = [c for c in self._trainer.callbacks if is_overridden(c, Callback, name)]
         return (*(self._bind(callback, name) for callback in callbacks), *self._of_task(name))
 
-    def _of_callbacks(self, name: str, watching: bool) -> tuple[Hook, ...]:
+    def _of_callbacks(self, name: str, late: bool) -> tuple[Hook, ...]:
         return tuple(
             self._bind(callback, name)
             for callback in self._trainer.callbacks
-            if is_overridden(callback, Callback, name) and watches_metric(callback) is watching
+            if is_overridden(callback, Callback, name) and callback.runs_last_at_epoch_end is late
         )
 
     def _of_task(self, name: str) -> tuple[Hook, ...]:
@@ -76,11 +76,6 @@ class Hooks:
 
     def _bind(self, callback: Callback, name: str) -> Hook:
         return partial(getattr(callback, name), self._trainer, self._task)
-
-
-def watches_metric(callback: Callback) -> bool:
-    """Whether a callback decides by a logged value, as checkpointing and early stopping do, or says that it is late."""
-    return hasattr(callback, "monitor") or callback.runs_last_at_epoch_end
 
 
 def call_setup_hooks(trainer: Trainer, task: Task, data: DataModule | None, stage: str) -> None:

@@ -2,20 +2,14 @@
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
-from drivetrain.accelerator import Accelerator, PreparedOptimizer
 from drivetrain.runtime.errors import ConfigurationError, nearest
-
-if TYPE_CHECKING:
-    from drivetrain.trainer.task import Task
 
 _ALLOWED = (
     "an optimizer; a list of optimizers; a pair of lists (optimizers, schedulers); "
@@ -148,91 +142,3 @@ def _describe(value: Any) -> str:
     if isinstance(value, list | tuple):
         return f"a {type(value).__name__} of {[type(item).__name__ for item in value]}"
     return f"a {type(value).__name__}"
-
-
-class TaskOptimizer(PreparedOptimizer):
-    """What a task gets from `self.optimizers()`, and in `optimizer_step`.
-
-    Args:
-        optimizer: the user's optimizer.
-        accelerator: the engine that it steps through.
-        before_step: called with the optimizer before each step.
-        after_step: called after each step.
-    """
-
-    def __init__(
-        self,
-        optimizer: Optimizer,
-        accelerator: Accelerator,
-        before_step: Callable[[Optimizer], None],
-        after_step: Callable[[], None],
-    ) -> None:
-        super().__init__(optimizer, accelerator)
-        self._before_step = before_step
-        self._after_step = after_step
-        self._accelerator = accelerator
-        self.needs_closure = _needs_closure(optimizer)
-
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        """Clear gradients."""
-        self.optimizer.zero_grad(set_to_none)
-
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Step.
-
-        Args:
-            closure: computes gradients first, as the one that `Task.optimizer_step` is given; None where they are
-                there already.
-
-        Returns:
-            What the closure returned.
-        """
-        if self.needs_closure and closure is not None:
-            self.step_was_skipped = not self._step(self.optimizer, self._precision, closure)
-            self._after_step()
-            return None
-        result = None if closure is None else closure()
-        if closure is None:
-            self._before_step(self.optimizer)
-        self.step_was_skipped = not self._step(self.optimizer, self._precision)
-        self._after_step()
-        return result
-
-    @contextmanager
-    def toggle_model(self, sync_grad: bool = True) -> Iterator[None]:
-        """Let only this optimizer's parameters take gradients in the body, as for one side of a GAN.
-
-        Args:
-            sync_grad: whether gradients are reduced over processes in the body.
-        """
-        mine = {id(parameter) for group in self.param_groups for parameter in group["params"]}
-        others = [
-            (parameter, parameter.requires_grad)
-            for model in self._accelerator._models
-            for parameter in model.parameters()
-            if id(parameter) not in mine
-        ]
-        for parameter, _ in others:
-            parameter.requires_grad_(False)
-        try:
-            if sync_grad:
-                yield
-            else:
-                with self._accelerator._without_sync(self._accelerator._models):
-                    yield
-        finally:
-            for parameter, required in others:
-                parameter.requires_grad_(required)
-
-
-def _needs_closure(optimizer: Optimizer) -> bool:
-    """Whether an optimizer, such as L-BFGS, cannot step without one."""
-    parameter = inspect.signature(type(optimizer).step).parameters.get("closure")
-    return parameter is not None and parameter.default is inspect.Parameter.empty
-
-
-def has_own_optimizer_step(task: Task) -> bool:
-    """Whether a task overrides `optimizer_step`."""
-    from drivetrain.trainer.task import Task as Base
-
-    return type(task).optimizer_step is not Base.optimizer_step

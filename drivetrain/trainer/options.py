@@ -18,11 +18,10 @@ from drivetrain.runtime.durations import parse_duration
 from drivetrain.runtime.environment import ProcessEnvironment
 from drivetrain.runtime.errors import ConfigurationError, LaunchError, nearest
 from drivetrain.runtime.seeds import make_deterministic
-from drivetrain.strategies import DDP, Strategy
+from drivetrain.strategies import Strategy, resolve_ddp
 from drivetrain.strategies.precision import Precision
 from drivetrain.trackers import CSVLogger, Tracker, resolve_trackers
 from drivetrain.trainer.data_module import DataModule
-from drivetrain.trainer.optimizers import has_own_optimizer_step
 from drivetrain.trainer.task import Task
 
 CLIPPING = ("norm", "value")
@@ -97,7 +96,7 @@ def check_training_step(task: Task, accumulate: int, clip: float | None) -> None
             f"{type(task).__name__} has no training_step. Define training_step(self, batch, batch_idx) and return "
             "the loss."
         )
-    if not task.automatic_optimization and has_own_optimizer_step(task):
+    if not task.automatic_optimization and type(task).optimizer_step is not Task.optimizer_step:
         raise ConfigurationError(
             f"{type(task).__name__} overrides optimizer_step but has automatic_optimization = False, so it would never "
             "be called. Step the optimizers in training_step."
@@ -153,9 +152,7 @@ def make_accelerator(
     kind = None if accelerator == "auto" else get_device_kind(accelerator)
     _start_processes(kind.name if kind else None, devices, num_nodes)
     if sync_batchnorm:
-        if strategy not in ("auto", "ddp"):
-            raise ConfigurationError(f"sync_batchnorm=True goes with strategy='ddp', not with {strategy!r}.")
-        strategy = DDP(sync_batchnorm=True) if ProcessEnvironment.detect().is_distributed else strategy
+        strategy = resolve_ddp(strategy, ProcessEnvironment.detect(), "sync_batchnorm=True", sync_batchnorm=True)
     return Accelerator(
         strategy=strategy,
         mixed_precision=str(precision) if isinstance(precision, int) else precision,
@@ -241,16 +238,16 @@ def make_callbacks(
     for callback in callbacks:
         if not isinstance(callback, Callback):
             raise ConfigurationError(f"callbacks holds {_named(callback)}; give instances of drivetrain.Callback.")
-    has_checkpoint = any(isinstance(callback, ModelCheckpoint) for callback in callbacks)
-    if has_checkpoint and checkpointing is False and not quiet:
+    saving = [callback for callback in callbacks if callback.saves_checkpoints]
+    if saving and checkpointing is False and not quiet:
         raise ConfigurationError(
-            "enable_checkpointing=False, but callbacks holds a ModelCheckpoint. Remove one of the two."
+            f"enable_checkpointing=False, but callbacks holds {_named(saving[0])}. Remove one of the two."
         )
     if quiet:
-        callbacks = [callback for callback in callbacks if not isinstance(callback, ModelCheckpoint)]
-    elif checkpointing is not False and not has_checkpoint:
+        callbacks = [callback for callback in callbacks if not callback.saves_checkpoints]
+    elif checkpointing is not False and not saving:
         callbacks.append(ModelCheckpoint())
-    if progress_bar is not False and not any(getattr(c, "is_progress_bar", False) for c in callbacks):
+    if progress_bar is not False and not any(callback.is_progress_bar for callback in callbacks):
         callbacks.append(TQDMProgressBar())
     if summary is not False and not any(isinstance(callback, ModelSummary) for callback in callbacks):
         callbacks.append(ModelSummary())
@@ -269,7 +266,7 @@ def with_task_callbacks(callbacks: list[Callback], added: Any) -> list[Callback]
 
 def checkpoints_last(callbacks: list[Callback]) -> list[Callback]:
     """Callbacks in order, those that write checkpoints last, so that they save what the others have become."""
-    return sorted(callbacks, key=lambda callback: isinstance(callback, ModelCheckpoint))
+    return sorted(callbacks, key=lambda callback: callback.saves_checkpoints)
 
 
 def _refuse_twins(callbacks: list[Callback]) -> None:

@@ -27,6 +27,8 @@ def step_epoch_schedulers(trainer: Trainer, plateau: bool) -> None:
         trainer: the trainer.
         plateau: step those that watch a value, which is known only when validation is over; or the others.
     """
+    if trainer.task is None or not trainer.task.automatic_optimization:
+        return  # who optimizes by hand steps schedulers by hand
     epoch = trainer.current_epoch + 1
     for config in trainer.lr_scheduler_configs:
         if config.interval == "epoch" and config.reduce_on_plateau is plateau and epoch % config.frequency == 0:

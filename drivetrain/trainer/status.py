@@ -17,7 +17,7 @@ from drivetrain.trainer.metrics.logged_values import LoggedValues
 from drivetrain.trainer.state.progress import Progress
 
 if TYPE_CHECKING:
-    from drivetrain.trainer.optimizers import TaskOptimizer
+    from drivetrain.accelerator import PreparedOptimizer
     from drivetrain.trainer.task import Task
 
 
@@ -30,7 +30,7 @@ class TrainerStatus:
     logged: LoggedValues
     progress: Progress
     task: Task | None
-    task_optimizers: list[TaskOptimizer]
+    task_optimizers: list[PreparedOptimizer]
     stage: str | None
     sanity_checking: bool
     should_stop: bool
@@ -104,7 +104,7 @@ class TrainerStatus:
         if not self.is_global_zero:
             return
         bar = self.progress_bar_callback
-        if bar is not None and hasattr(bar, "print"):
+        if bar is not None:
             bar.print(*args, **kwargs)
         else:
             builtins.print(*args, **kwargs)
@@ -190,6 +190,6 @@ class TrainerStatus:
         return found
 
     @property
-    def progress_bar_callback(self) -> Any:
-        """The progress bar: the first callback that says it is one."""
-        return next((callback for callback in self.callbacks if getattr(callback, "is_progress_bar", False)), None)
+    def progress_bar_callback(self) -> Callback | None:
+        """The first callback that is a progress bar."""
+        return next((callback for callback in self.callbacks if callback.is_progress_bar), None)

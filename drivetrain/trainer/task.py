@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from drivetrain import checkpoint
+from drivetrain.accelerator.prepared import parameters_of
 from drivetrain.checkpoint.schema import EVERY_PLACE_OF_MODELS, in_schema
 from drivetrain.runtime.collectives import gather
 from drivetrain.runtime.errors import CheckpointError, ConfigurationError
@@ -296,7 +297,8 @@ class Task(TaskHooks):
             raise ConfigurationError(
                 "manual_backward() is for tasks with automatic_optimization = False; this one returns its loss."
             )
-        self.trainer.backward(loss, *args, **kwargs)
+        named = dict(zip(("gradient", "retain_graph", "create_graph"), args, strict=False))
+        self.trainer.accelerator.backward(loss, **named, **kwargs)
 
     def toggle_optimizer(self, optimizer: Any) -> None:
         """Let only this optimizer's parameters take gradients, until `untoggle_optimizer`."""
@@ -317,7 +319,13 @@ class Task(TaskHooks):
         gradient_clip_algorithm: str | None = None,
     ) -> None:
         """Clip an optimizer's gradients, by norm (the default) or by value."""
-        self.trainer.clip_gradients(optimizer, gradient_clip_val, gradient_clip_algorithm)
+        if gradient_clip_val is None:
+            return
+        engine, parameters = self.trainer.accelerator, parameters_of(optimizer)
+        if gradient_clip_algorithm == "value":
+            engine.clip_grad_value_(parameters, gradient_clip_val)
+        else:
+            engine.clip_grad_norm_(parameters, gradient_clip_val)
 
     # what the trainer does in each step; override to do it otherwise
 

@@ -15,9 +15,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from drivetrain import checkpoint
-from drivetrain.accelerator import Accelerator, PreparedScheduler
-from drivetrain.accelerator.optimizer import parameters_of
+from drivetrain.accelerator import Accelerator, PreparedOptimizer
 from drivetrain.accelerator.run_state import Moment
+from drivetrain.accelerator.step import StepHooks
 from drivetrain.callbacks import Callback
 from drivetrain.data import BatchInfo
 from drivetrain.runtime.durations import parse_duration
@@ -38,8 +38,8 @@ from drivetrain.trainer.loops.loader_source import LoaderSource
 from drivetrain.trainer.metrics.log_scopes import NOWHERE, SAVING
 from drivetrain.trainer.metrics.logged_value import EpochValue, to_numbers
 from drivetrain.trainer.metrics.logged_values import LoggedValues
-from drivetrain.trainer.loops.optimization_step import OptimizationStep
-from drivetrain.trainer.optimizers import SchedulerConfig, TaskOptimizer, parse_configured_optimizers
+from drivetrain.trainer.loops.choose_step import choose_step
+from drivetrain.trainer.optimizers import SchedulerConfig, parse_configured_optimizers
 from drivetrain.trainer.loops.prediction_loop import PredictionLoop
 from drivetrain.trainer.state.progress import Progress
 from drivetrain.trainer.metrics.results_table import print_results
@@ -213,7 +213,7 @@ class Trainer(TrainerStatus):
         self.interruption = Interruption()
         self.batch: Any = None
         self.batch_info: BatchInfo | None = None
-        self.task_optimizers: list[TaskOptimizer] = []
+        self.task_optimizers: list[PreparedOptimizer] = []
         self.lr_scheduler_configs: list[SchedulerConfig] = []
         self.steps_schedulers = False
         self.num_training_batches: float = 0
@@ -225,12 +225,12 @@ class Trainer(TrainerStatus):
         self.task: Task | None = None
         self.datamodule: DataModule | None = None
         self.model: nn.Module | None = None
+        self._fitted: nn.Module | None = None  # what the engine has prepared for the last fit
         self.fit_loop: FitLoop | None = None
         self._training: LoaderSource | None = None
         self.saves: checkpoint.SaveQueue | None = None
         self.rollback_path: str | None = None
         self.batches_to_skip: set[tuple[int, int]] = set()
-        self._step: OptimizationStep | None = None
         self._logged_values: dict[str, float] = {}
         self.hooks: Hooks
 
@@ -304,8 +304,7 @@ class Trainer(TrainerStatus):
         saved = None if directory is None else SavedRun(self, directory)
         if saved is not None:
             saved.restore_early()
-        self._configure_optimizers(task)
-        self._place(task, [optimizer.optimizer for optimizer in self.task_optimizers])
+        self._place(task, self._configure_optimizers(task))
         assert self.model is not None
         if saved is not None:
             saved.restore_weights()
@@ -315,14 +314,14 @@ class Trainer(TrainerStatus):
             saved.restore_training()
         self._log_hyper_parameters(task)
         training_model = self.strategy.training_model(self.model, task.automatic_optimization)
-        self._step = OptimizationStep(self, task, training_model, self.hooks)
+        step = choose_step(self, task, training_model)
         validation = self._make_validation(task, self.model, validating)
         if saved is None:
             self._sanity_check(validation)
         self.logged.start(("train", "validate"))
         task.train()
         self.stage = "train"
-        self.fit_loop = FitLoop(self, self._step, training, validation)
+        self.fit_loop = FitLoop(self, step, training, validation)
         self.accelerator.run_state.moment = partial(moment_of, self)
         if saved is not None:
             self.fit_loop.resume_from(saved)
@@ -479,6 +478,8 @@ class Trainer(TrainerStatus):
 
     def _detach(self, task: Task, stage: str) -> None:
         self.logged.enter(NOWHERE)
+        self.accelerator.step.drive(StepHooks())
+        self.accelerator.accumulation.end_planned()
         self.batch = self.batch_info = None
         call_teardown_hooks(self, task, self.datamodule, stage)
         for tracker in self.loggers:
@@ -506,40 +507,37 @@ class Trainer(TrainerStatus):
             for tracker in self.loggers:
                 tracker.finalize("interrupted" if isinstance(error, KeyboardInterrupt) else "failed")
 
-    def _configure_optimizers(self, task: Task) -> None:
+    def _configure_optimizers(self, task: Task) -> list[Optimizer]:
         optimizers, self.lr_scheduler_configs = parse_configured_optimizers(task.configure_optimizers())
         if not optimizers and task.automatic_optimization:
             raise ConfigurationError(
                 f"{type(task).__name__}.configure_optimizers returned no optimizer. Return one, or set "
                 "automatic_optimization = False to train by hand."
             )
-        self.steps_schedulers = any(config.interval == "step" for config in self.lr_scheduler_configs)
-        for optimizer in optimizers:
-            self.accelerator.precision.prepare_optimizer(optimizer)
-        self.task_optimizers = [
-            TaskOptimizer(optimizer, self.accelerator, self._before_manual_step, self._after_manual_step)
-            for optimizer in optimizers
-        ]
+        # A task that optimizes by hand steps its schedulers by hand, too.
+        by_step = any(config.interval == "step" for config in self.lr_scheduler_configs)
+        self.steps_schedulers = task.automatic_optimization and by_step
+        return optimizers
 
     def _place(self, task: Task, optimizers: list[Optimizer]) -> None:
+        """Let the engine prepare the task with its optimizers and schedulers, in the place of those of a fit before."""
+        engine = self.accelerator
+        before = [one for one in engine.prepared.models if one is self._fitted or self.strategy.unwrap(one) is task]
+        for known in before:
+            engine.unwrap_model(known, keep_fp32_wrapper=False)  # whose steps open the precision themselves
+            engine.prepared.forget_model(known)
         wrapped = StepModule(task, partial_backwards=not task.automatic_optimization)
-        self.model, stepped = self.strategy.prepare(wrapped, optimizers, self.accelerator.precision)
-        for optimizer, new in zip(self.task_optimizers, stepped, strict=True):
-            optimizer.optimizer = new
-        self.accelerator.adopt_model(self.model)
-        # TEMPORARY
-        self.accelerator._models[:] = [self.model]
-        self.accelerator._optimizers[:] = self.task_optimizers
-        self.accelerator._schedulers[:] = [
-            PreparedScheduler(config.scheduler, self.task_optimizers, self.accelerator.accumulation)
-            for config in self.lr_scheduler_configs
-        ]
+        self.model, *prepared = engine.prepare(wrapped, *optimizers) if optimizers else [engine.prepare(wrapped)]
+        self._fitted = self.model
+        self.task_optimizers = prepared
+        for config in self.lr_scheduler_configs:
+            engine.prepare_scheduler(config.scheduler, steps_per_call=1)
 
     def _place_for_evaluation(self, task: Task) -> None:
         if self.model is None or self.strategy.unwrap(self.model) is not task:
             with self.strategy.init_context():
                 task.configure_model()
-            self.model = self.strategy.place(StepModule(task), self.accelerator.precision)
+            self.model = self.accelerator.prepare_model(StepModule(task), evaluation_mode=True)
 
     def _make_validation(self, task: Task, model: nn.Module, source: LoaderSource) -> EvaluationLoop | None:
         defined = source.is_defined() and type(task).validation_step is not Task.validation_step
@@ -567,36 +565,6 @@ class Trainer(TrainerStatus):
         if info is not None and info.rows is not None:
             return info.rows - info.padding
         return find_batch_size(self.batch)
-
-    def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
-        """A backward that a task runs by itself."""
-        assert self.task is not None
-        assert self.model is not None
-        loss = self.accelerator.precision.scale(loss)
-        self.hooks.call("on_before_backward", loss)
-        self.strategy.before_manual_backward(self.model, loss)
-        self.task.backward(loss, *args, **kwargs)
-        self.hooks.call("on_after_backward")
-
-    def _before_manual_step(self, optimizer: Optimizer) -> None:
-        if self._step is not None:
-            self._step.before_step(optimizer)
-
-    def _after_manual_step(self) -> None:
-        if self._step is not None:
-            self._step.mark_stepped()
-
-    def clip_gradients(
-        self, optimizer: Optimizer, gradient_clip_val: float | None = None, gradient_clip_algorithm: str | None = None
-    ) -> None:
-        """Clip an optimizer's gradients, by norm over all shards (the default) or by value."""
-        if gradient_clip_val is None:
-            return
-        inner = optimizer.optimizer if isinstance(optimizer, TaskOptimizer) else optimizer
-        if gradient_clip_algorithm == "value":
-            self.strategy.clip_grad_value_(parameters_of(inner), gradient_clip_val)
-        else:
-            self.strategy.clip_grad_norm_(parameters_of(inner), gradient_clip_val)
 
     def update_step_schedulers(self) -> None:
         """Step the schedulers that follow optimizer steps."""

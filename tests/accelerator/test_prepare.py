@@ -78,10 +78,11 @@ def twice() -> list[bool]:
     once = accelerator.prepare(*made)
     again = accelerator.prepare(*once)
     raw = accelerator.prepare(*made[:3])
+    held = accelerator.prepared
     return [
         all(a is b for a, b in zip(once, again, strict=True)),
         all(a is b for a, b in zip(once, raw, strict=False)),
-        len(accelerator._models) == len(accelerator._optimizers) == len(accelerator._schedulers) == 1,
+        all(len(kind) == 1 for kind in (held.models, held.optimizers, held.schedulers)),
         sum(type(module).__name__ == "DistributedDataParallel" for module in once[0].modules())
         == (accelerator.num_processes > 1),
     ]

@@ -1,125 +1,308 @@
-"""DeepSpeed beside one plain process: checkpoints, stand-ins, partitioned building, and what is refused."""
+"""DeepSpeed beside one plain process: stand-ins, partitioned building, clipping, and what is refused."""
 
 from __future__ import annotations
 
-from importlib.util import find_spec
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from click.testing import CliRunner
-from safetensors.torch import load_file
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.data import DataLoader
 
-from drivetrain import DeepSpeed
-from drivetrain.cli.main import cli
+from drivetrain import DDP, Accelerator, Callback, ConfigurationError, DeepSpeed, DummyOptim, DummyScheduler, Task, Trainer
+from drivetrain.runtime.collectives import gather_object
 from tests.launch.launching import launch, write_script
 from tests.pool import ProcessesFailed, run_in_processes
-from tests.strategies.fsdp_runs import NetTask, loader
+from tests.shared_runs import SharedRuns
+from tests.strategies import fsdp_models
+from tests.strategies.deepspeed_models import (
+    EXACT,
+    NEEDS_DEEPSPEED,
+    ROWS,
+    STAGES,
+    Loop,
+    NetTask,
+    adamw,
+    assert_all_below,
+    data,
+    fitted,
+    furthest,
+    net,
+    whole_weights,
+)
 from tests.strategies.quiet import quiet_trainer
 
-pytestmark = [
-    pytest.mark.sharded,
-    pytest.mark.skipif(
-        find_spec("deepspeed") is None, reason="deepspeed is missing: pip install 'drivetrain[deepspeed]'"
-    ),
-]
+pytestmark = NEEDS_DEEPSPEED
 
-# What sums in another order may differ by.
-EXACT = 2e-6
-
-
-@pytest.fixture(scope="module")
-def directory(tmp_path_factory):
-    return tmp_path_factory.mktemp("deepspeed")
-
-
-@pytest.fixture(scope="module")
-def everyone(directory):
-    from tests.strategies.deepspeed_runs import RUNS, run_all
-
-    return run_in_processes(run_all, 2, args=(list(RUNS), str(directory)), timeout=240)
+runs = SharedRuns(__name__, timeout=240)
 
 
 @pytest.fixture
-def result_of(everyone):
-    def find(name: str) -> Any:
-        for rank, results in enumerate(everyone):
-            succeeded, value = results[name]
-            assert succeeded, f"rank {rank}:\n{value}"
-        return everyone[0][name][1]
-
-    return find
+def result_of() -> Callable[[Callable[..., Any]], Any]:
+    return lambda run: runs.of(run)[0]
 
 
-def assert_all_below(gaps: dict[Any, float], limit: float) -> None:
-    assert {name: gap for name, gap in gaps.items() if not gap <= limit} == {}
-
-
-def test_a_run_goes_on_exactly_under_the_same_stage_or_another_or_ddp(result_of):
-    gaps = result_of("resume_under_any_stage")
-    assert len(gaps) >= 16
-    assert_all_below(gaps, EXACT)
-
-
-def test_a_run_goes_on_exactly_with_its_master_weights(result_of):
-    assert_all_below(result_of("resume_with_master_weights"), 0.0)
-
-
-def test_deepspeeds_own_checkpoints_go_on_exactly(result_of):
-    assert_all_below({stage: gap for stage, (gap, _) in result_of("native_checkpoints").items()}, 0.0)
-
-
-@pytest.mark.parametrize("stage", ["0", "1", "2", "3"])
-def test_weights_come_out_of_deepspeeds_own_checkpoints(result_of, directory, tmp_path, stage):
-    _, expected = result_of("native_checkpoints")[stage]
-    arguments = ["merge-weights", str(directory / "native_checkpoints" / stage), str(tmp_path / "out")]
-    assert CliRunner().invoke(cli, arguments, catch_exceptions=False).exit_code == 0
-    found = load_file(tmp_path / "out" / "model.safetensors")
-    for name in found:
-        torch.testing.assert_close(found[name], expected[name], rtol=0, atol=0)
-    # Tied weights are written once; a count of batches is none.
-    assert expected.keys() - found.keys() <= {"tied.weight", "norm.num_batches_tracked"}
+@runs
+def built_in_parts(directory: Path) -> dict[str, Any]:
+    """A model made in `configure_model` under ZeRO-3: taken apart where it is made; trained, and evaluated alone."""
+    task = NetTask(build=False)
+    one, weights = fitted(DeepSpeed(3), task)
+    _, expected = fitted(DeepSpeed(3))
+    alone, other = NetTask(build=False), quiet_trainer(DeepSpeed(3))
+    path = directory / "weights.ckpt"
+    one.save_checkpoint(path)
+    evaluation = DataLoader(data(3), batch_size=3)
+    loss = one.validate(task, evaluation, verbose=False)[0]["val_loss"]
+    again = other.validate(alone, evaluation, ckpt_path=path, verbose=False)[0]["val_loss"]
+    return {"partitioned": task.partitioned, "gap": furthest(weights, expected), "losses": (loss, again)}
 
 
 def test_zero_3_takes_parameters_apart_where_they_are_made(result_of):
-    found = result_of("built_in_parts")
+    found = result_of(built_in_parts)
     assert all(found["partitioned"])
     assert found["gap"] <= EXACT
     assert found["losses"][0] == pytest.approx(found["losses"][1], abs=EXACT)
 
 
+@runs
+def optimizer_of_the_configuration(directory: Path) -> dict[str, Any]:
+    """`DummyOptim` and `DummyScheduler`, against the same built by hand."""
+    config = {
+        "optimizer": {"type": "AdamW", "params": {"lr": "auto", "weight_decay": "auto"}},
+        "scheduler": {
+            "type": "WarmupLR",
+            "params": {
+                "warmup_num_steps": "auto",
+                "warmup_max_lr": "auto",
+                "warmup_min_lr": 0.001,
+                "warmup_type": "linear",
+            },
+        },
+    }
+
+    def stand_ins(model: nn.Module) -> Any:
+        optimizer = DummyOptim([p for p in model.parameters() if p.requires_grad], lr=1e-2, weight_decay=0.01)
+        return [optimizer], [DummyScheduler(optimizer, warmup_num_steps=4)]
+
+    def by_hand(model: nn.Module) -> Any:
+        optimizer = adamw(model)
+        # DeepSpeed's makes two steps at the lowest rate: it counts its own steps from the first one on.
+        rates = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.1 + 0.9 * max(0, step - 1) / 4)
+        return [optimizer], [{"scheduler": rates, "interval": "step"}]
+
+    found = {}
+    for stage in (1, 3):
+        one, weights = fitted(DeepSpeed(stage, config=config), NetTask(stand_ins))
+        _, expected = fitted(DeepSpeed(stage), NetTask(by_hand))
+        found[stage] = (furthest(weights, expected), one.optimizers[0].param_groups[0]["lr"])
+    return found
+
+
 def test_optimizer_and_scheduler_of_the_configuration(result_of):
-    for gap, lr in result_of("optimizer_of_the_configuration").values():
+    for gap, lr in result_of(optimizer_of_the_configuration).values():
         assert gap <= EXACT
         assert lr == pytest.approx(1e-2 * (0.1 + 0.9 * 3 / 4))  # after four steps
 
 
+@runs
+def clipped_by_the_configuration(directory: Path) -> dict[int, float]:
+    """`gradient_clipping` in the configuration, against the Trainer's."""
+    found = {}
+    for stage in STAGES:
+        _, weights = fitted(DeepSpeed(stage, gradient_clipping=0.1))
+        _, expected = fitted(DeepSpeed(stage), gradient_clip_val=0.1)
+        found[stage] = furthest(weights, expected)
+    return found
+
+
 def test_the_configurations_clipping_is_the_trainers(result_of):
-    assert_all_below(result_of("clipped_by_the_configuration"), 0.0)
+    assert_all_below(result_of(clipped_by_the_configuration), 0.0)
+
+
+@runs
+def clipped_by_value(directory: Path) -> dict[int, float]:
+    found = {}
+    _, expected = fitted("ddp", gradient_clip_val=0.01, gradient_clip_algorithm="value")
+    for stage in STAGES:
+        _, weights = fitted(DeepSpeed(stage), gradient_clip_val=0.01, gradient_clip_algorithm="value")
+        found[stage] = furthest(weights, expected)
+    return found
 
 
 def test_gradients_are_clipped_by_value(result_of):
-    assert_all_below(result_of("clipped_by_value"), EXACT)
+    assert_all_below(result_of(clipped_by_value), EXACT)
+
+
+class Veto(Callback):
+    """Leaves out the second step, whose gradients must then count for nothing."""
+
+    def __init__(self) -> None:
+        self.seen = 0
+
+    def on_gradients_ready(self, trainer: Trainer, task: Task) -> bool:
+        self.seen += 1
+        return self.seen != 2
+
+
+@runs
+def a_step_left_out(directory: Path) -> dict[str, float]:
+    found = {}
+    _, expected = fitted("ddp", callbacks=[Veto()], accumulate_grad_batches=2)
+    for stage in STAGES:
+        _, weights = fitted(DeepSpeed(stage), callbacks=[Veto()], accumulate_grad_batches=2)
+        found[str(stage)] = furthest(weights, expected)
+    _, weights = fitted(DeepSpeed(2, offload_optimizer="cpu"), callbacks=[Veto()], accumulate_grad_batches=2)
+    found["2, offloaded"] = furthest(weights, expected)
+    return found
 
 
 def test_gradients_of_a_step_left_out_count_for_nothing(result_of):
-    assert_all_below(result_of("a_step_left_out"), EXACT)
+    assert_all_below(result_of(a_step_left_out), EXACT)
+
+
+@runs
+def fitted_twice(directory: Path) -> dict[int, float]:
+    found = {}
+    for stage in STAGES:
+        task = NetTask()
+        one, _ = fitted(DeepSpeed(stage), task)
+        one.fit(task, DataLoader(data(4), batch_size=ROWS))
+        weights = whole_weights(one)
+        task = NetTask()
+        one, _ = fitted("ddp", task)
+        one.fit(task, DataLoader(data(4), batch_size=ROWS))
+        found[stage] = furthest(weights, whole_weights(one))
+    return found
 
 
 def test_a_model_can_be_fitted_again(result_of):
-    assert_all_below(result_of("fitted_twice"), EXACT)
+    assert_all_below(result_of(fitted_twice), EXACT)
+
+
+class Mixture(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts = nn.ModuleList(nn.Linear(7, 7) for _ in range(2))
+
+    def forward(self, x: Tensor, which: int) -> Tensor:
+        return self.experts[which](x)
+
+
+class MixtureTask(Task):
+    """Each process sends its rows to another expert."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(5)
+        self.tail, self.mixture, self.head = nn.Linear(7, 7), Mixture(), nn.Linear(7, 5)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        x = self.mixture(F.gelu(self.tail(batch[0])), (self.trainer.global_rank + batch_idx) % 2)
+        return F.cross_entropy(self.head(x), batch[1])
+
+    def configure_optimizers(self) -> Any:
+        return adamw(self)
+
+
+@runs
+def mixture_of_experts(directory: Path) -> float:
+    _, weights = fitted(DeepSpeed(3, moe_layers=["Mixture"]), MixtureTask())
+    _, expected = fitted(DDP(find_unused_parameters=True), MixtureTask())
+    return furthest(weights, expected)
 
 
 def test_experts_that_only_some_processes_use(result_of):
-    assert result_of("mixture_of_experts") <= EXACT
+    assert result_of(mixture_of_experts) <= EXACT
+
+
+@runs
+def two_models(directory: Path) -> dict[int, float]:
+    """Each with an optimizer of its own, and one loss over both."""
+
+    def train(strategy: Any) -> dict[str, Tensor]:
+        accelerator = Accelerator(cpu=True, strategy=strategy)
+        torch.manual_seed(5)
+        models = [nn.Linear(7, 6), nn.Linear(6, 5)]
+        optimizers = [torch.optim.AdamW(model.parameters(), lr=1e-2) for model in models]
+        loader = DataLoader(data(4), batch_size=ROWS)
+        first, second, one, other, loader = accelerator.prepare(*models, *optimizers, loader)
+        for x, y in loader:
+            accelerator.backward(F.cross_entropy(second(F.gelu(first(x))), y))
+            norm = accelerator.clip_grad_norm_([*first.parameters(), *second.parameters()], 0.1)
+            for optimizer in (one, other):
+                optimizer.step()
+                optimizer.zero_grad()
+        states = [gather_object([accelerator.get_state_dict(model)])[0] for model in (first, second)]
+        weights = {f"{n}.{name}": value for n, state in enumerate(states) for name, value in state.items()}
+        return weights | {"norm": norm}
+
+    expected = train("ddp")
+    return {stage: furthest(train(DeepSpeed(stage)), expected) for stage in (1, 2, 3)}
 
 
 def test_several_models_have_an_engine_each(result_of):
-    assert_all_below(result_of("two_models"), EXACT)
+    assert_all_below(result_of(two_models), EXACT)
+
+
+@runs
+def unshared_buffers(directory: Path) -> bool:
+    """Each process's batch statistics differ; what is evaluated and saved is rank 0's on all."""
+    loop = Loop(DeepSpeed(2)).train(2)
+    own = loop.accelerator.unwrap_model(loop.model).norm.running_mean.clone()
+    means = gather_object([own])
+    saved = gather_object([loop.weights()["norm.running_mean"]])
+    return not torch.equal(means[0], means[1]) and torch.equal(saved[0], saved[1]) and torch.equal(saved[0], means[0])
 
 
 def test_evaluation_and_checkpoints_see_rank_0s_buffers(result_of):
-    assert result_of("unshared_buffers")
+    assert result_of(unshared_buffers)
+
+
+@runs
+def refusals(directory: Path) -> dict[str, str]:
+    def message(call: Callable[[], Any]) -> str:
+        try:
+            call()
+        except ConfigurationError as error:
+            return str(error)
+        return "nothing was raised"
+
+    def two_optimizers(model: nn.Module) -> Any:
+        return [torch.optim.SGD(model.embed.parameters(), lr=0.1), torch.optim.SGD(model.head.parameters(), lr=0.1)]
+
+    def two_models_at_stage_0() -> None:
+        accelerator = Accelerator(cpu=True, strategy=DeepSpeed(0))
+        models = [nn.Linear(7, 6), nn.Linear(6, 5)]
+        first, second, *_ = accelerator.prepare(*models, *[torch.optim.SGD(m.parameters(), lr=0.1) for m in models])
+        accelerator.backward(second(first(torch.ones(2, 7))).sum())
+
+    def unprepared() -> None:
+        accelerator = Accelerator(cpu=True, strategy=DeepSpeed(1))
+        accelerator.prepare(net())
+        accelerator.prepare(torch.optim.SGD(net().parameters(), lr=0.1)).step()
+
+    def clipped_otherwise() -> None:
+        loop = Loop(DeepSpeed(1, gradient_clipping=1.0))
+        loop.train(1)
+
+    return {
+        "fp16": message(lambda: quiet_trainer("deepspeed", precision="fp16")),
+        "fp16-true": message(lambda: quiet_trainer("deepspeed", precision="16-true")),
+        "64": message(lambda: quiet_trainer("deepspeed", precision="64")),
+        "zero option": message(lambda: quiet_trainer(DeepSpeed(2, overlap_com=True))),
+        "accumulation": message(lambda: fitted(DeepSpeed(config={"gradient_accumulation_steps": 4}))),
+        "clipping": message(lambda: fitted(DeepSpeed(gradient_clipping=1.0), gradient_clip_val=0.5)),
+        "clipping in a loop": message(clipped_otherwise),
+        "two optimizers": message(lambda: fitted(DeepSpeed(1), NetTask(two_optimizers))),
+        "L-BFGS": message(lambda: fitted(DeepSpeed(1), NetTask(lambda m: torch.optim.LBFGS(m.head.parameters())))),
+        "unprepared": message(unprepared),
+        "two models at stage 0": message(two_models_at_stage_0),
+        "moe": message(lambda: fitted(DeepSpeed(3, moe_layers=["Mixtur"]), MixtureTask())),
+        "nvme": message(lambda: quiet_trainer(DeepSpeed(2, offload_optimizer="nvme", nvme_path=directory))),
+    }
 
 
 @pytest.mark.parametrize(
@@ -141,11 +324,11 @@ def test_evaluation_and_checkpoints_see_rank_0s_buffers(result_of):
     ],
 )
 def test_what_cannot_work_is_refused(result_of, case, message):
-    assert message in result_of("refusals")[case]
+    assert message in result_of(refusals)[case]
 
 
 def fit_with_a_step_left_out() -> None:
-    quiet_trainer(DeepSpeed(stage=3)).fit(NetTask(skipped=0), loader())
+    quiet_trainer(DeepSpeed(stage=3)).fit(fsdp_models.NetTask(skipped=0), fsdp_models.loader())
 
 
 def test_a_step_left_out_on_one_process_is_refused_at_stage_3():

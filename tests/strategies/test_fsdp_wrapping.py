@@ -7,7 +7,7 @@ from torch import nn
 
 from drivetrain import ConfigurationError
 from drivetrain.strategies.fsdp.wrapping import units_of, without_tied_across
-from tests.strategies.fsdp_runs import Block, Net
+from tests.strategies.fsdp_models import Block, Net
 
 
 def names(model, units):

@@ -103,7 +103,7 @@ class Broken(Exception):
 class BreakOff(Callback):
     """Saves at one moment of the run and ends it there."""
 
-    monitor = "late, as those that save are"
+    runs_last_at_epoch_end = True  # as those that save
 
     def __init__(self, moment: str, step: int, path: str) -> None:
         self.moment, self.step, self.path = moment, step, path

@@ -129,6 +129,29 @@ def test_a_reduction_of_ones_own_sees_each_real_batch_once(logged_epochs: list[l
         assert values["count"] == 5
 
 
+class LoggingAtTheEnd(Weight):
+    """Logs the number of batches in hooks around the step, where a stand-in must not count either."""
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        self.log("started", 1.0, on_step=False, on_epoch=True, reduce_fx="sum")
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.log("ended", 1.0, on_step=False, on_epoch=True, reduce_fx="sum")
+
+
+def validated_after_a_stand_in(accumulate: int) -> dict[str, float]:
+    task = LoggingAtTheEnd()
+    every = dict(val_check_interval=2, max_epochs=2, accumulate_grad_batches=accumulate)
+    trainer = fitted(task, rows([1.0, 2.0, 3.0]), rows([1.0, 2.0]), **every)
+    return {name: float(value) for name, value in trainer.callback_metrics.items()}
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_a_stand_in_mutes_its_own_batch_only(accumulate: int) -> None:
+    for values in run_in_processes(validated_after_a_stand_in, 2, args=(accumulate,)):
+        assert values == {"val_loss": 1.5, "started": 3.0, "ended": 3.0}
+
+
 def test_a_mean_of_many_steps_keeps_its_digits() -> None:
     class Tiny(Weight):
         def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:

@@ -19,9 +19,9 @@ WAY = [
     ("Trainer", "_fit"),
     ("FitLoop", "run"),
     ("FitLoop", "run_epoch"),
-    ("OptimizationStep", "run"),
+    ("PlainStep", "run"),
     ("Strategy", "forward_backward"),
-    ("OptimizationStep", "_run_microbatch"),
+    ("PlainStep", "run_micro_batch"),
 ]
 
 

@@ -270,7 +270,7 @@ def test_callbacks_that_watch_a_value_see_what_the_task_logs_at_the_end_of_the_e
     seen: list[Any] = []
 
     class Watching(Callback):
-        monitor = "late"
+        runs_last_at_epoch_end = True
 
         def on_train_epoch_end(self, trainer: Trainer, task: Task) -> None:
             seen.append(("watching", float(trainer.callback_metrics["late"])))
@@ -289,6 +289,31 @@ def test_callbacks_that_watch_a_value_see_what_the_task_logs_at_the_end_of_the_e
 
     quiet([Watching(), Other()]).fit(Late(), rows([1.0]))
     assert seen == [("other", False), ("watching", 3.0)]
+
+
+def test_a_callback_may_have_an_attribute_monitor_that_means_something_else() -> None:
+    class Watchdog(Callback):
+        monitor = "a heart-rate monitor"
+
+        def on_train_epoch_end(self, trainer: Trainer, task: Task) -> None:
+            task.log("beats", 60.0)
+
+    trainer = quiet(Watchdog())
+    task = Line()
+    task.calls = []
+    trainer.fit(task, rows([1.0]))
+    assert float(trainer.callback_metrics["beats"]) == 60.0
+
+
+def test_a_callback_of_ones_own_that_saves_checkpoints_comes_last_and_replaces_the_default(tmp_path: Path) -> None:
+    class Saver(Callback):
+        saves_checkpoints = True
+
+    class Other(Callback):
+        pass
+
+    trainer = quiet([Saver(), Other()], enable_checkpointing=True, default_root_dir=tmp_path)
+    assert [type(callback).__name__ for callback in trainer.callbacks] == ["Other", "Saver"]
 
 
 def test_a_hook_that_a_callback_does_not_override_is_not_called_at_all() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -63,6 +63,8 @@ class Guard(Callback):
         every_n_steps: Look at the values only every so many steps: until then they stay on the device.
     """
 
+    runs_last_at_epoch_end: ClassVar[bool] = True
+    guards_values: ClassVar[bool] = True
     saves_within_steps = False
 
     def __init__(self, monitor: str, action: str, max_rollbacks: int, max_skips: int, every_n_steps: int) -> None:

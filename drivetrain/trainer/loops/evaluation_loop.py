@@ -14,7 +14,7 @@ from drivetrain.data import PreparedLoader
 from drivetrain.trainer.loops.loader_source import LoaderSource, limits_of, own_batches
 from drivetrain.trainer.metrics.log_scopes import TEST_EPOCH, TEST_STEP, VALIDATE_EPOCH, VALIDATE_STEP, LogScope
 from drivetrain.trainer.metrics.logged_value import EpochValue, to_numbers
-from drivetrain.trainer.loops.optimization_step import bind_evaluation_step, muted_logging
+from drivetrain.trainer.loops.binding import bind_evaluation_step, muted_logging
 from drivetrain.trainer.task import Task
 
 if TYPE_CHECKING:

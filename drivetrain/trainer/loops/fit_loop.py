@@ -16,7 +16,7 @@ from drivetrain.trainer.loops.evaluation_loop import EvaluationLoop
 from drivetrain.trainer.loops.loader_source import LoaderSource, batches_to_run, length_of
 from drivetrain.trainer.metrics.log_scopes import MONITORING, TRAIN_END, TRAIN_EPOCH, TRAIN_STEP
 from drivetrain.trainer.metrics.logged_value import to_numbers
-from drivetrain.trainer.loops.optimization_step import EpochSkipped, MicroBatch, OptimizationStep
+from drivetrain.trainer.loops.step import EpochSkipped, MicroBatch, PlainStep
 from drivetrain.trainer.loops.run_control import StopAgreement, raise_lost_save
 
 if TYPE_CHECKING:
@@ -43,7 +43,7 @@ class FitLoop:
     """
 
     def __init__(
-        self, trainer: Trainer, step: OptimizationStep, source: LoaderSource, validation: EvaluationLoop | None
+        self, trainer: Trainer, step: PlainStep, source: LoaderSource, validation: EvaluationLoop | None
     ) -> None:
         task = trainer.task
         assert task is not None

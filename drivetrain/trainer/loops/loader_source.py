@@ -132,7 +132,7 @@ class LoaderSource:
         if not any(owners) and not casts:
             return None
         before, transfer, after = owners
-        default = self._trainer.accelerator._default_place() or (lambda batch: batch)
+        default = self._trainer.accelerator.default_placement() or (lambda batch: batch)
         device = self._trainer.strategy.device
 
         def place(batch: Any) -> Any:

@@ -13,7 +13,7 @@ from drivetrain.runtime.nested import recursively_apply, send_to_device
 from drivetrain.trainer.loops.evaluation_loop import _evaluating, loader_argument
 from drivetrain.trainer.loops.loader_source import LoaderSource, limits_of, own_batches
 from drivetrain.trainer.metrics.log_scopes import PREDICT
-from drivetrain.trainer.loops.optimization_step import bind_evaluation_step
+from drivetrain.trainer.loops.binding import bind_evaluation_step
 from drivetrain.trainer.task import Task
 
 if TYPE_CHECKING:

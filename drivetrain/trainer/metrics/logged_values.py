@@ -37,6 +37,11 @@ class LoggedValues:
     Args:
         find_batch_size: gives the rows of the current batch that are real; called only where a mean needs it.
         value_ranks: the ranks whose values together are those of the global batch; all if None.
+
+    Attributes:
+        scope: from where values are logged now.
+        dataloader_idx: the number of the loader that is evaluated, where there are several.
+        skips: whether values are left out, since they come from a batch that only stands in; until `enter`.
     """
 
     def __init__(self, find_batch_size: Callable[[], int], value_ranks: Sequence[int] | None = None) -> None:
@@ -55,20 +60,22 @@ class LoggedValues:
     # where we are
 
     def enter(self, scope: LogScope, dataloader_idx: int | None = None) -> None:
-        """Say from where values are logged from now on."""
+        """Set from where values are logged from now on; whatever was muted belongs to the scope before."""
         self.scope = scope
         self.dataloader_idx = dataloader_idx
+        self.skips = False
         self._current = self._by_loader.setdefault((scope.stage, dataloader_idx), {})
 
     @contextmanager
     def forbidden(self, scope: LogScope) -> Iterator[None]:
-        """Let nothing be logged in the body; then go on as before."""
-        before = self.scope, self.dataloader_idx
+        """Let nothing be logged in the body; afterwards everything is as before."""
+        before, skips = (self.scope, self.dataloader_idx), self.skips
         self.enter(scope)
         try:
             yield
         finally:
             self.enter(*before)
+            self.skips = skips
 
     def log(self, name: str, value: Any, arguments: Arguments, batch_size: float | None) -> None:
         """Keep one value.

@@ -115,7 +115,7 @@ def _take_back(state: dict[str, Any], engine: dict[str, Any], number: int) -> di
 
 def _number_of_model(trainer: Trainer) -> int:
     """Which of the engine's models is the task."""
-    models = trainer.accelerator.run_state.models
+    models = trainer.accelerator.prepared.models
     return next((number for number, model in enumerate(models) if model is trainer.model), 0)
 
 

@@ -1,0 +1,246 @@
+"""One optimizer step: weigh, scale, backward, unscale, clip, step. Every driver of the engine runs it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from drivetrain.accelerator.accumulation import AccumulationWindow
+from drivetrain.accelerator.optimizer import PreparedOptimizer
+from drivetrain.accelerator.prepared import Prepared
+from drivetrain.accelerator.weighted_mean import WeightedMean
+from drivetrain.runtime.errors import ConfigurationError
+from drivetrain.strategies import Strategy
+from drivetrain.strategies.precision import Precision, overrides
+
+
+@dataclass(frozen=True)
+class StepHooks:
+    """What a driver runs around the parts of a step; the engine pays for none that is empty.
+
+    Attributes:
+        run_backward: Takes the place of the strategy's backward: called with the loss, weighed and scaled.
+        prepare_backward: Called with the loss right before the backward.
+        before_backward: Called with the loss, weighed and scaled.
+        after_backward: Called after each backward.
+        gradients_ready: Called once the gradients of a window are complete; any that returns False leaves the step out.
+        before_step: Called with each bare optimizer before it steps, its gradients unscaled.
+        clip: Called with each bare optimizer after `before_step`.
+    """
+
+    run_backward: Callable[..., Any] | None = None
+    prepare_backward: Callable[[Tensor], Any] | None = None
+    before_backward: tuple[Callable[[Tensor], Any], ...] = ()
+    after_backward: tuple[Callable[[], Any], ...] = ()
+    gradients_ready: tuple[Callable[[], Any], ...] = ()
+    before_step: tuple[Callable[[Optimizer], Any], ...] = ()
+    clip: Callable[[Optimizer], Any] | None = None
+
+
+class OptimizerStep:
+    """The step of everything that an engine has prepared.
+
+    A raw loop runs its parts through `Accelerator.backward`, `clip_grad_norm_` and a prepared optimizer's `step`; the
+    Trainer's loop runs `backward` for each micro-batch and `step_all`. Both run the same code.
+
+    Args:
+        strategy: Runs the backward and steps optimizers over the processes.
+        precision: Scales losses and unscales gradients.
+        prepared: The models and optimizers.
+        window: The accumulation window that micro-batches belong to.
+
+    Attributes:
+        window: The accumulation window.
+        weights: What the losses of the window weigh, where that was given.
+        stepped: Whether any optimizer has stepped since a driver set this to False; a step skipped on overflow is none.
+    """
+
+    def __init__(
+        self, strategy: Strategy, precision: Precision, prepared: Prepared, window: AccumulationWindow
+    ) -> None:
+        self.window = window
+        self.weights = WeightedMean(strategy)
+        self.stepped = False
+        self._strategy, self._precision, self._prepared = strategy, precision, prepared
+        self._optimizer_step = strategy.optimizer_step
+        self._scale = precision.scale if overrides(precision, "scale") else None
+        self._unscale = precision.unscale if overrides(precision, "unscale") else None
+        self.drive(StepHooks())
+
+    def drive(self, hooks: StepHooks) -> None:
+        """Run a driver's hooks in every step from now on; `StepHooks()` ends that."""
+        self._hooks = hooks
+        self._run_backward = hooks.run_backward or self._strategy.backward
+        self._prepare_backward = hooks.prepare_backward
+        self._before_backward, self._after_backward = hooks.before_backward, hooks.after_backward
+        self._prepares = bool(hooks.before_step) or hooks.clip is not None
+
+    def backward(self, loss: Tensor, weight: Tensor | float | None = None, share: float = 1.0, **kwargs: Any) -> None:
+        """Weigh the loss of one micro-batch, scale it, and compute its gradients.
+
+        Args:
+            loss: The mean loss of the micro-batch, a scalar; with `weight` the sum of its losses.
+            weight: What that sum weighs, such as a number of tokens.
+            share: What the micro-batch counts for beside those of the other processes; 0 for a stand-in, whose
+                gradients count for nothing.
+            **kwargs: Arguments of `Tensor.backward`.
+
+        Raises:
+            ConfigurationError: The window has losses with a weight and losses without.
+        """
+        size = self.window.size
+        if weight is not None or self.weights.pending:
+            loss = self._weigh(loss, weight, share)
+        elif share != 1.0:
+            loss = loss * (share / size)
+        elif size > 1:
+            loss = loss / size
+        if self._scale is not None:
+            loss = self._scale(loss)
+        if size > 1 or weight is not None:
+            self.window.mark_backward()
+        for hook in self._before_backward:
+            hook(loss)
+        if self._prepare_backward is not None:
+            self._prepare_backward(loss)
+        self._run_backward(loss, **kwargs)
+        for after in self._after_backward:
+            after()
+
+    def _weigh(self, loss: Tensor, weight: Tensor | float | None, share: float) -> Tensor:
+        if not self.window.planned and not self.window.holds_gradients:
+            self.weights.discard()  # of a loop that was left before its step
+        if weight is None:
+            raise ConfigurationError(
+                "This window has losses with a weight and losses without. Give accelerator.backward(loss, weight=...) "
+                "one for every micro-batch."
+            )
+        if self.weights.in_use is None:
+            self.weights.decide(weight)
+        self.window.weighted = True
+        return self.weights.part(loss, weight, counts=share != 0.0)
+
+    def finish_gradients(self) -> None:
+        """Turn the gradients of a window's sums into those of their weighted mean, where it ends; else nothing."""
+        if self.weights.pending and self.window.sync_gradients:
+            prepared = self._prepared
+            self.weights.finish([(model, prepared.optimizers_of(model)) for model in prepared.models])
+
+    def is_vetoed(self) -> bool:
+        """Whether a driver's hook wants the step left out. All are called: they may run collectives."""
+        verdicts = [hook() for hook in self._hooks.gradients_ready]
+        return any(verdict is False for verdict in verdicts)
+
+    def prepare_step(self, optimizer: Optimizer) -> None:
+        """Unscale the gradients of a bare optimizer, and run what the driver wants before the step."""
+        if self._unscale is not None:
+            self._unscale(optimizer)
+        for hook in self._hooks.before_step:
+            hook(optimizer)
+        if self._hooks.clip is not None:
+            self._hooks.clip(optimizer)
+
+    def step_all(self) -> bool:
+        """Step every optimizer with the gradients of the window.
+
+        Returns:
+            Whether all stepped: not where a hook refused, or gradients overflowed.
+        """
+        if self.weights.pending:
+            self.finish_gradients()
+        if self._hooks.gradients_ready and self.is_vetoed():
+            return False
+        stepped = True
+        for prepared in self._prepared.optimizers:
+            optimizer = prepared.optimizer
+            if self._prepares:
+                self.prepare_step(optimizer)
+            done = self._optimizer_step(optimizer, self._precision)
+            prepared.step_was_skipped = not done
+            prepared.spent = True
+            stepped = stepped and done
+        return stepped
+
+    def step(self, prepared: PreparedOptimizer, closure: Callable[[], Any] | None = None) -> Any:
+        """Step one optimizer; within a window, nothing.
+
+        Args:
+            prepared: The optimizer.
+            closure: Computes gradients and returns the loss; run once, unless the optimizer runs it by itself as
+                L-BFGS does.
+
+        Returns:
+            What the closure returned, where it was run once.
+        """
+        if not self.window.sync_gradients:
+            return None
+        optimizer = prepared.optimizer
+        result: Any = None
+        if closure is not None and prepared.needs_closure:
+            done = self._optimizer_step(optimizer, self._precision, self._prepared_closure(optimizer, closure))
+        else:
+            if closure is not None:
+                with torch.enable_grad():
+                    result = closure()
+            if self.weights.pending:
+                self.finish_gradients()
+            if self._prepares:
+                self.prepare_step(optimizer)
+            done = self._optimizer_step(optimizer, self._precision)
+        prepared.step_was_skipped = not done
+        prepared.spent = True
+        prepared.holds_abandoned = False
+        self.stepped = self.stepped or done
+        return result
+
+    def _prepared_closure(self, optimizer: Optimizer, closure: Callable[[], Any]) -> Callable[[], Any]:
+        """A closure whose gradients are complete and clipped whenever the optimizer reads them."""
+
+        def compute_gradients() -> Any:
+            result = closure()
+            self.finish_gradients()
+            if self._prepares:
+                self.prepare_step(optimizer)
+            return result
+
+        return compute_gradients
+
+    # parts that a loop may run by itself
+
+    def unscale(self, optimizers: Iterable[Optimizer]) -> None:
+        """Bring gradients of bare optimizers to their true size."""
+        self.finish_gradients()
+        for optimizer in optimizers:
+            self._precision.unscale(optimizer)
+
+    def clip_norm(self, parameters: Iterable[Tensor], max_norm: float, norm_type: float = 2.0) -> Tensor | None:
+        """Scale gradients down to a total norm of at most `max_norm`, where a window ends.
+
+        Returns:
+            The total norm before clipping, over all shards; None within a window.
+        """
+        given = self._complete(parameters)
+        return None if given is None else self._strategy.clip_grad_norm_(given, max_norm, norm_type)
+
+    def clip_value(self, parameters: Iterable[Tensor], clip_value: float) -> None:
+        """Clamp every gradient to [-clip_value, clip_value], where a window ends."""
+        given = self._complete(parameters)
+        if given is not None:
+            self._strategy.clip_grad_value_(given, clip_value)
+
+    def _complete(self, parameters: Iterable[Tensor]) -> list[Tensor] | None:
+        """The parameters, their gradients complete and at their true size; None within a window."""
+        if not self.window.sync_gradients:
+            return None
+        self.finish_gradients()
+        given = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+        if self._unscale is not None:
+            # Only the optimizers that hold any of them: the others may have no gradients yet.
+            for optimizer in self._prepared.owners_of(given):
+                self._unscale(optimizer)
+        return given

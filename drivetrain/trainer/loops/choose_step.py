@@ -1,0 +1,38 @@
+"""Which kind of step a task takes, chosen once before the loop."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from torch import nn
+
+from drivetrain.trainer.hooks import is_overridden
+from drivetrain.trainer.loops.closure_step import ClosureStep
+from drivetrain.trainer.loops.scheduled_step import ScheduledStep, refuse_unscheduled
+from drivetrain.trainer.loops.step import ManualStep, PlainStep
+from drivetrain.trainer.task import Task
+
+if TYPE_CHECKING:
+    from drivetrain.trainer.trainer import Trainer
+
+
+def choose_step(trainer: Trainer, task: Task, model: nn.Module) -> PlainStep:
+    """The step of a task under this trainer's strategy and with these optimizers.
+
+    Args:
+        trainer: The trainer.
+        task: Its task.
+        model: What the strategy made of the task: the module to call.
+
+    Raises:
+        ConfigurationError: The strategy cannot run such a task.
+    """
+    by_closure = task.automatic_optimization and (
+        is_overridden(task, Task, "optimizer_step") or any(o.needs_closure for o in trainer.task_optimizers)
+    )
+    if trainer.strategy.schedules_microbatches:
+        refuse_unscheduled(task, trainer.strategy, by_closure)
+        return ScheduledStep(trainer, task, model, trainer.hooks)
+    if not task.automatic_optimization:
+        return ManualStep(trainer, task, model, trainer.hooks)
+    return (ClosureStep if by_closure else PlainStep)(trainer, task, model, trainer.hooks)

@@ -1,0 +1,90 @@
+"""The step of a task whose optimizer computes the gradients, by a closure."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from drivetrain.runtime.collectives import reduce
+from drivetrain.runtime.errors import ConfigurationError
+from drivetrain.trainer.loops.step import MicroBatch, PlainStep
+
+
+class StepVetoed(Exception):
+    """The step is left out, although an optimizer has begun it."""
+
+
+class ClosureStep(PlainStep):
+    """Lets the task's own `optimizer_step`, or an optimizer such as L-BFGS, decide when gradients are computed."""
+
+    _announced: MicroBatch | None = None
+    _repeats = False  # whether the closure runs the window's micro-batches once more
+
+    def run(self, window: Sequence[MicroBatch]) -> bool:
+        """Run one step; the closure may run the micro-batches several times, their batch hooks once."""
+        self._begin(window)
+        self._trainer.batch, self._trainer.batch_info = window[0].batch, window[0].info
+        self._announced, self._repeats = None, False
+        self._announce(window[0])
+        self._announced = window[0]
+        outputs: list[Any] = []
+        stepped = self._run_optimizers(window, outputs)
+        if not outputs:
+            raise ConfigurationError(
+                f"{type(self._task).__name__}.optimizer_step never ran its optimizer_closure, so no loss was computed. "
+                "Call optimizer.step(closure=optimizer_closure), or optimizer_closure() yourself."
+            )
+        self._repeats = False
+        return self._finish(window, outputs[-1], stepped)
+
+    def _run_optimizers(self, window: Sequence[MicroBatch], outputs: list[Any]) -> bool:
+        stepped = False
+        for position, optimizer in enumerate(self._trainer.task_optimizers):
+
+            def compute_gradients(needs_closure: bool = optimizer.needs_closure, position: int = position) -> Any:
+                if position == 0 or not outputs:
+                    self._compute(window, outputs)
+                loss = self._loss_of_window(outputs, window)
+                # Searching along a line, every process must see the same.
+                return reduce(loss) if needs_closure else loss
+
+            self._engine.stepped = False
+            try:
+                self._task.optimizer_step(
+                    self._trainer.current_epoch, window[-1].batch_idx, optimizer, compute_gradients
+                )
+            except StepVetoed:
+                return stepped
+            stepped = stepped or self._engine.stepped
+        return stepped
+
+    def _compute(self, window: Sequence[MicroBatch], outputs: list[Any]) -> None:
+        self._begin(window)
+        self._repeats = bool(outputs)
+        outputs[:] = self._forward_backward(self._model, self.run_micro_batch, window)
+        if not (self._has_gradients and self._counts()):
+            raise StepVetoed
+        self._engine.finish_gradients()
+        if self._engine.is_vetoed():
+            raise StepVetoed
+
+    def _announce(self, micro_batch: MicroBatch) -> None:
+        if not self._repeats and micro_batch is not self._announced:
+            super()._announce(micro_batch)
+
+    def _end_batch(self, output: Any, micro_batch: MicroBatch) -> None:
+        if not self._repeats:
+            super()._end_batch(output, micro_batch)
+
+    def _loss_of_window(self, outputs: list[Any], window: Sequence[MicroBatch]) -> Tensor:
+        """The loss that the gradients of a window are those of; this process's part of it where there are several."""
+        total = torch.zeros((), device=self._trainer.strategy.device)
+        for output, micro_batch in zip(outputs, window, strict=True):
+            loss = self._output.loss_of(output)
+            if loss is not None:
+                share = 1.0 if self._shards == 1 else self._share_of_rows(micro_batch.info)
+                total = total + loss.detach() * (share / len(window))
+        return total

@@ -1,0 +1,268 @@
+"""One optimizer step of a task: its micro-batches and hooks around the engine's step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from drivetrain.accelerator.step import StepHooks
+from drivetrain.data import BatchInfo
+from drivetrain.strategies import StepModule
+from drivetrain.trainer.hooks import Hooks, is_overridden
+from drivetrain.trainer.loops.binding import bind_step
+from drivetrain.trainer.loops.stand_in import StandIn, presence_of
+from drivetrain.trainer.loops.step_output import StepOutput, detached
+from drivetrain.trainer.metrics.metric_states import untouched_metrics
+from drivetrain.trainer.task import Task
+
+if TYPE_CHECKING:
+    from drivetrain.trainer.trainer import Trainer
+
+SKIP_EPOCH = -1
+
+
+class MicroBatch(NamedTuple):
+    """One batch on its way into a step.
+
+    Attributes:
+        batch: What the loader gave.
+        batch_idx: Its number in the epoch.
+        info: What the loader recorded about it.
+    """
+
+    batch: Any
+    batch_idx: int
+    info: BatchInfo
+
+
+class EpochSkipped(Exception):
+    """`on_train_batch_start` asked to leave out the rest of the epoch."""
+
+
+class PlainStep:
+    """The step of a task whose loss the Trainer differentiates; all that can be decided before the loop is decided here.
+
+    Args:
+        trainer: The trainer.
+        task: Its task.
+        model: What the strategy made of the task: the module to call.
+        hooks: The overridden hooks.
+    """
+
+    def __init__(self, trainer: Trainer, task: Task, model: nn.Module, hooks: Hooks) -> None:
+        accelerator = trainer.accelerator
+        strategy = accelerator.strategy
+        self._trainer, self._task, self._model = trainer, task, model
+        self._progress, self._logged = trainer.progress, trainer.logged
+        self._engine = accelerator.step
+        self._optimizers = [optimizer.optimizer for optimizer in trainer.task_optimizers]
+        self._forward_backward = strategy.forward_backward
+        self._stand_in = self._choose_stand_in(model)
+        step = task.training_step if self._stand_in is None else self._stand_in.replacing(task.training_step)
+        self._training_step = bind_step(model, step, accelerator.precision)
+        self._output = StepOutput(type(task).__name__)
+        self._zero_grad = choose_zero_grad(trainer, task, self._optimizers, hooks)
+        # A loader that is not sharded gives each process a whole batch, which counts as it is.
+        self._shards = strategy.data_shard.count if trainer.use_distributed_sampler else 1
+        self._is_weighted: bool | None = None
+        self._on_batch_start = hooks.find("on_train_batch_start")
+        self._on_batch_end = hooks.find("on_train_batch_end")
+        self._engine.weights.in_use = None
+        self._engine.drive(self._step_hooks(hooks))
+        self._remaining = 1
+        self._has_gradients = self._took_part = False
+
+    def _step_hooks(self, hooks: Hooks) -> StepHooks:
+        trainer, task = self._trainer, self._task
+        clips = trainer.gradient_clip_val is not None or is_overridden(task, Task, "configure_gradient_clipping")
+        return StepHooks(
+            run_backward=task.backward if is_overridden(task, Task, "backward") else None,
+            before_backward=hooks.find("on_before_backward"),
+            after_backward=hooks.find("on_after_backward"),
+            gradients_ready=hooks.find("on_gradients_ready"),
+            before_step=hooks.find("on_before_optimizer_step"),
+            clip=self._clip if clips else None,
+        )
+
+    def _choose_stand_in(self, model: nn.Module) -> StandIn | None:
+        return StandIn(self._trainer.strategy, self._task, model) if self._trainer.world_size > 1 else None
+
+    def run(self, window: Sequence[MicroBatch]) -> bool:
+        """Run one step.
+
+        Args:
+            window: Its micro-batches.
+
+        Returns:
+            Whether the optimizers stepped: not where all micro-batches were left out, or gradients overflowed.
+
+        Raises:
+            EpochSkipped: A hook asked to leave out the rest of the epoch.
+        """
+        self._begin(window)
+        outputs = self._forward_backward(self._model, self.run_micro_batch, window)
+        stepped = self._has_gradients and self._counts() and self._engine.step_all()
+        return self._finish(window, outputs[-1], stepped)
+
+    def _begin(self, window: Sequence[MicroBatch]) -> None:
+        self._remaining = size = len(window)
+        self._has_gradients = self._took_part = False
+        self._engine.window.begin(size)
+        if self._is_weighted:
+            self._engine.weights.expect()
+
+    def run_micro_batch(self, micro_batch: MicroBatch) -> Any:
+        """Forward and backward of one micro-batch, with the hooks around them."""
+        batch, index, info = micro_batch
+        trainer = self._trainer
+        trainer.batch_info = info
+        trainer.batch = batch
+        share = 1.0 if self._shards == 1 else self._share_of_rows(info)
+        self._logged.skips = share == 0.0  # also in the hooks around a batch that only stands in
+        if self._on_batch_start:
+            self._announce(micro_batch)
+        if self._engine.window.size > 1:
+            self._engine.window.advance_planned()
+        if share:
+            output = self._training_step(batch, index)
+        else:
+            with untouched_metrics(self._task):
+                output = self._training_step(batch, index)
+        loss = output if isinstance(output, Tensor) else self._output.loss_of(output)
+        if loss is not None:
+            self._differentiate(loss, output, share)
+        self._remaining -= 1
+        if self._on_batch_end and self._remaining:
+            self._end_batch(output, micro_batch)
+        return output
+
+    def _announce(self, micro_batch: MicroBatch) -> None:
+        for hook in self._on_batch_start:
+            if hook(micro_batch.batch, micro_batch.batch_idx) == SKIP_EPOCH:
+                raise EpochSkipped
+
+    def _differentiate(self, loss: Tensor, output: Any, share: float) -> None:
+        """Give a loss, its weight and what it counts for to the engine."""
+        stands_in = self._stand_in is not None and self._stand_in.stood_in
+        if self._is_weighted is None:
+            self._is_weighted = self._decide_weighted(output)
+        weight: Tensor | float | None = None
+        if self._is_weighted:
+            weight = 0.0 if stands_in else self._output.weight_of(output)
+        elif loss is not output and self._output.has_weight(output):
+            self._output.refuse_weight()
+        if not self._has_gradients:
+            self._has_gradients = True
+            self._zero_grad()
+        if not stands_in and share:
+            self._took_part = True
+        try:
+            self._engine.backward(loss, weight, share)
+        except RuntimeError as error:
+            self._output.explain(loss, error)
+            raise
+
+    def _decide_weighted(self, output: Any) -> bool:
+        """Whether losses come with weights. All processes find out together, since a window ends with a collective."""
+        return self._engine.weights.decide(output["weight"] if self._output.has_weight(output) else None)
+
+    def _counts(self) -> bool:
+        """Whether any process had a batch that was not left out."""
+        return self._took_part or (self._stand_in is not None and self._stand_in.anyone_took_part())
+
+    def _finish(self, window: Sequence[MicroBatch], output: Any, stepped: bool) -> bool:
+        """Count the step, schedule, and end its last batch."""
+        progress = self._progress
+        progress.batches_in_epoch = window[-1].batch_idx + 1
+        progress.total_batches += len(window)
+        if stepped:
+            progress.global_step += 1
+            if self._trainer.steps_schedulers:
+                self._trainer.update_step_schedulers()
+        if self._on_batch_end:
+            self._end_batch(output, window[-1])
+        self._logged.skips = False
+        return stepped
+
+    def _end_batch(self, output: Any, micro_batch: MicroBatch) -> None:
+        outputs = detached(output)
+        for hook in self._on_batch_end:
+            hook(outputs, micro_batch.batch, micro_batch.batch_idx)
+
+    def _share_of_rows(self, info: BatchInfo) -> float:
+        """What this process's mean loss counts for, so that the mean over processes is that of the global batch."""
+        rows, total = info.real_rows, info.global_rows
+        if rows is None or not total:
+            return 1.0
+        return rows * self._shards / total
+
+    def _clip(self, optimizer: Optimizer) -> None:
+        trainer = self._trainer
+        self._task.configure_gradient_clipping(optimizer, trainer.gradient_clip_val, trainer.gradient_clip_algorithm)
+
+
+class ManualStep(PlainStep):
+    """The step of a task that runs backwards and steps its optimizers itself, in `training_step`."""
+
+    def _step_hooks(self, hooks: Hooks) -> StepHooks:
+        trainer, task, model = self._trainer, self._task, self._trainer.model
+        return StepHooks(
+            run_backward=task.backward if is_overridden(task, Task, "backward") else None,
+            prepare_backward=partial(trainer.strategy.before_manual_backward, model),  # type: ignore[arg-type]
+            before_backward=hooks.find("on_before_backward"),
+            after_backward=hooks.find("on_after_backward"),
+            before_step=hooks.find("on_before_optimizer_step"),
+        )
+
+    def _choose_stand_in(self, model: nn.Module) -> StandIn | None:
+        return None
+
+    def run(self, window: Sequence[MicroBatch]) -> bool:
+        """Run the task's step, and count it if it stepped any optimizer."""
+        self._begin(window)
+        self._engine.stepped = False
+        outputs = self._forward_backward(self._model, self.run_micro_batch, window)
+        return self._finish(window, outputs[-1], self._engine.stepped)
+
+    def _differentiate(self, loss: Tensor, output: Any, share: float) -> None:
+        """Nothing: the task did it."""
+
+
+def choose_zero_grad(trainer: Trainer, task: Task, optimizers: list[Optimizer], hooks: Hooks) -> Callable[[], None]:
+    """The cheapest way of clearing gradients that does all that was asked for.
+
+    Args:
+        trainer: The trainer.
+        task: Its task.
+        optimizers: The bare optimizers.
+        hooks: The overridden hooks.
+    """
+    before = hooks.find("on_before_zero_grad")
+    own = is_overridden(task, Task, "optimizer_zero_grad")
+    special = any(type(optimizer).zero_grad is not Optimizer.zero_grad for optimizer in optimizers)
+    presence = presence_of(trainer.model)
+    if not (before or own or special):
+        return partial(_drop_gradients, optimizers, presence)
+
+    def zero_grad() -> None:
+        _drop_gradients([], presence)
+        for optimizer in optimizers:
+            for hook in before:
+                hook(optimizer)
+            task.optimizer_zero_grad(trainer.current_epoch, trainer.progress.batches_in_epoch, optimizer)
+
+    return zero_grad
+
+
+def _drop_gradients(optimizers: list[Optimizer], presence: nn.Parameter | None) -> None:
+    """What `zero_grad()` does, without its bookkeeping for profilers."""
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                parameter.grad = None
+    if presence is not None:
+        presence.grad = None

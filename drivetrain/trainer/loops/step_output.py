@@ -1,0 +1,87 @@
+"""What a task's `training_step` returned: its loss, what that weighs, and what is refused."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor
+
+from drivetrain.runtime.errors import ConfigurationError
+
+
+class StepOutput:
+    """Reads what one task's `training_step` returns.
+
+    Args:
+        task_name: The task's class, for errors.
+    """
+
+    def __init__(self, task_name: str) -> None:
+        self._step = f"{task_name}.training_step"
+
+    def loss_of(self, output: Any) -> Tensor | None:
+        """The loss; None where the batch is left out.
+
+        Raises:
+            ConfigurationError: It is something else.
+        """
+        if isinstance(output, Tensor):
+            return output
+        if isinstance(output, Mapping) and isinstance(output.get("loss"), Tensor):
+            loss: Tensor = output["loss"]
+            return loss
+        if output is None:
+            return None
+        given = f"a dict with the keys {sorted(map(str, output))}" if isinstance(output, Mapping) else repr(output)[:80]
+        raise ConfigurationError(
+            f"{self._step} returned {given}. Return the loss as a scalar tensor, a dict with it under 'loss', or None "
+            "to leave the batch out."
+        )
+
+    def has_weight(self, output: Any) -> bool:
+        """Whether a loss came with a weight."""
+        return isinstance(output, Mapping) and "weight" in output
+
+    def weight_of(self, output: Any) -> Tensor | float:
+        """What a loss weighs.
+
+        Raises:
+            ConfigurationError: There is no weight, but losses before came with one.
+        """
+        if self.has_weight(output):
+            weight: Tensor | float = output["weight"]
+            return weight
+        raise ConfigurationError(
+            f"{self._step} returned a loss without a weight, after one with a weight. Return {{'loss': sum, 'weight': "
+            "tokens} for every batch, or None to leave one out."
+        )
+
+    def refuse_weight(self) -> None:
+        """Raise for a loss with a weight, after losses without."""
+        raise ConfigurationError(
+            f"{self._step} returned a loss with a weight, after one without. Return {{'loss': sum, 'weight': tokens}} "
+            "for every batch, or for none."
+        )
+
+    def explain(self, loss: Tensor, error: RuntimeError | None = None) -> None:
+        """Raise in our words what torch means where it cannot differentiate a loss; return where it can."""
+        if loss.numel() != 1:
+            raise ConfigurationError(
+                f"{self._step} returned a tensor of shape {tuple(loss.shape)}. Return one number, such as loss.mean()."
+            ) from error
+        if not loss.requires_grad:
+            raise ConfigurationError(
+                f"{self._step} returned a loss that depends on no parameter that can be trained, so nothing can be "
+                "learned from it. Compute it from the task's modules, without detach(), item() or no_grad(); or return "
+                "None to leave the batch out."
+            ) from error
+
+
+def detached(output: Any) -> Any:
+    """What hooks see of a step's output: a dict with the loss, nothing that holds the graph."""
+    if isinstance(output, Tensor):
+        return {"loss": output.detach()}
+    if isinstance(output, Mapping):
+        return {key: value.detach() if isinstance(value, Tensor) else value for key, value in output.items()}
+    return output
