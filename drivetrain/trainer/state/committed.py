@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from drivetrain.callbacks import Callback
 from drivetrain.runtime.seeds import RandomState
@@ -31,9 +33,9 @@ _WITHIN_STEPS = (
 class Committed:
     """Gives a save the state of the last finished step, also where it is made within the next one or a validation.
 
-    What the open step has drawn, logged and given to metrics is so never saved: a resumed run does that step again.
-    The start is marked by the loop. A mark is cheap for logged values, and copies the states of the random generators
-    and of the metrics.
+    What the open step has drawn, logged, given to metrics and written to buffers is so never saved: a resumed run does
+    that step again. The start is marked by the loop. A mark costs next to nothing for logged values, and copies the
+    states of the random generators, the metrics and the buffers.
 
     Args:
         task: the task, whose metrics are found.
@@ -44,10 +46,12 @@ class Committed:
     def __init__(self, task: nn.Module, logged: LoggedValues, progress: Progress) -> None:
         self._task, self._logged, self._progress = task, logged, progress
         self._metrics = find_metrics(task)
+        self._buffers = _saved_buffers(task)
         self._marked: tuple[int, int] | None = None
         self._random: RandomState | None = None
         self._logged_mark: Any = None
         self._metric_states: dict[str, Any] = {}
+        self._buffer_values: list[Tensor] = []
 
     def mark(self) -> None:
         """Remember the present state: a step or a validation begins."""
@@ -56,11 +60,12 @@ class Committed:
         self._random = RandomState.capture()
         self._logged_mark = self._logged.mark()
         self._metric_states = metric_states(self._metrics)
+        self._buffer_values = [buffer.detach().clone() for buffer in self._buffers]
 
     def release(self) -> None:
         """Forget the mark: the present state is that of a finished step."""
         self._marked = self._random = self._logged_mark = None
-        self._metric_states = {}
+        self._metric_states, self._buffer_values = {}, []
 
     @property
     def is_open(self) -> bool:
@@ -73,11 +78,38 @@ class Committed:
         """The random state of the last finished step; None where that is the present one."""
         return self._random if self.is_open else None
 
+    @contextmanager
+    def buffers_restored(self) -> Iterator[None]:
+        """Give the task's buffers, such as batch statistics, the values of the last finished step in the body."""
+        if not self.is_open:
+            yield
+            return
+        present = [buffer.detach().clone() for buffer in self._buffers]
+        self._fill_buffers(self._buffer_values)
+        try:
+            yield
+        finally:
+            self._fill_buffers(present)
+
+    def _fill_buffers(self, values: list[Tensor]) -> None:
+        for buffer, value in zip(self._buffers, values, strict=True):
+            buffer.data.copy_(value)  # by .data: the backward under way must not take them for changed
+
     def state_dict(self) -> dict[str, Any]:
         """What this process had logged, and what its metrics had seen."""
         if self.is_open:
             return {"logged": self._logged.state_dict(self._logged_mark), "metrics": self._metric_states}
         return {"logged": self._logged.state_dict(), "metrics": metric_states(find_metrics(self._task))}
+
+
+def _saved_buffers(task: nn.Module) -> list[Tensor]:
+    """The buffers of a task that are part of its state dict."""
+    return [
+        buffer
+        for module in task.modules()
+        for name, buffer in module._buffers.items()
+        if buffer is not None and name not in module._non_persistent_buffers_set
+    ]
 
 
 def saves_within_steps(trainer: Trainer) -> bool:

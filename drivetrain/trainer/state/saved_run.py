@@ -59,20 +59,20 @@ def save_run(
         raise CheckpointError(
             "There is nothing to save yet: a checkpoint can be written once fit() has placed the task."
         )
-    run = trainer.accelerator.run_state
-    moment = moment_of(trainer)
-    engine = run.engine(weights_only, moment)
-    number = _number_of_model(trainer)
-    state = _for_hooks(engine, number, _entries(trainer, task, weights_only))
-    for callback in trainer.callbacks:
-        callback.on_save_checkpoint(trainer, task, state)
-    task.on_save_checkpoint(state)
-    driver = _take_back(state, engine, number)
-    own: dict[str, Any] = {"layout": layout_of(trainer.strategy)}
-    if not weights_only:
-        committed = trainer.fit_loop.committed if trainer.fit_loop is not None else None
-        own |= (committed or Committed(task, trainer.logged, trainer.progress)).state_dict()
-    return run.write(directory, engine, driver, own, step=trainer.global_step, block=block, moment=moment)
+    loop, run = trainer.fit_loop, trainer.accelerator.run_state
+    committed = Committed(task, trainer.logged, trainer.progress) if loop is None else loop.committed
+    moment, number = moment_of(trainer), _number_of_model(trainer)
+    with committed.buffers_restored():
+        engine = run.engine(weights_only, moment)
+        state = _for_hooks(engine, number, _entries(trainer, task, weights_only))
+        for callback in trainer.callbacks:
+            callback.on_save_checkpoint(trainer, task, state)
+        task.on_save_checkpoint(state)
+        driver = _take_back(state, engine, number)
+        own: dict[str, Any] = {"layout": layout_of(trainer.strategy)}
+        if not weights_only:
+            own |= committed.state_dict()
+        return run.write(directory, engine, driver, own, step=trainer.global_step, block=block, moment=moment)
 
 
 def _entries(trainer: Trainer, task: Task, weights_only: bool) -> dict[str, Any]:
