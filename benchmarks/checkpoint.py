@@ -21,7 +21,7 @@ import sys
 import tempfile
 import threading
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from time import perf_counter
@@ -29,6 +29,7 @@ from typing import Any
 
 import click
 import torch
+from tables import as_table
 from timing import version_of
 from torch import Tensor, nn
 
@@ -370,7 +371,7 @@ def show(results: list[dict[str, Any]]) -> None:
     )
     rows = []
     for one in results:
-        for prefix, name in (("base_", "  torch.save + fsync, beside it"), ("", one["name"])):
+        for prefix, name in (("base_", "torch.save + fsync, beside it"), ("", one["name"])):
             median = {key: statistics.median(one[prefix + key]) for key in ("blocked", "longer", "durable", "bytes")}
             cells = (
                 f"{median['blocked']:.3f}",
@@ -382,8 +383,8 @@ def show(results: list[dict[str, Any]]) -> None:
                 f"{median['bytes'] / 1e9:.3f}",
                 f"{max(one[prefix + 'memory']) / one['state']:.2f}x",
             )
-            rows.append((name, cells))
-    show_table("saving", columns, rows)
+            rows.append((name, *cells))
+    print(as_table(["saving", *(f"{column}:" for column in columns)], rows), end="\n\n")
     columns, rows = ("s", "of keeping", "of freeing", "s, warm", "of keeping", "of freeing"), []
     for one in results:
         cells = ()
@@ -394,14 +395,8 @@ def show(results: list[dict[str, Any]]) -> None:
                 f"{ratio(one, load, f'keep_{kind}'):.2f}x",
                 f"{ratio(one, load, f'free_{kind}'):.2f}x",
             )
-        rows.append((one["name"], cells))
-    show_table("loading", columns, rows)
-
-
-def show_table(title: str, columns: Sequence[str], rows: Sequence[tuple[str, Sequence[str]]]) -> None:
-    print(f"\n{title:<38}" + "".join(f"{column:>15}" for column in columns))
-    for name, cells in rows:
-        print(f"{name:<38}" + "".join(f"{cell:>15}" for cell in cells))
+        rows.append((one["name"], *cells))
+    print(as_table(["loading", *(f"{column}:" for column in columns)], rows))
 
 
 @click.command()

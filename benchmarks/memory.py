@@ -11,9 +11,7 @@ from __future__ import annotations
 
 import gc
 import json
-import subprocess
 import sys
-import tempfile
 import warnings
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -21,6 +19,8 @@ from typing import Any
 
 import click
 import torch
+from processes import measure_in_processes
+from tables import as_table
 from torch import Tensor
 from torch.utils.data import DataLoader, TensorDataset
 from transformer import LAYERS, LanguageModel, make_batch, make_model, tensor_parallel_plan
@@ -150,19 +150,6 @@ def measure(name: str, processes: int, layers: int) -> list[dict[str, int]]:
 # comparing
 
 
-def measure_in_processes(name: str, processes: int, layers: int) -> dict[str, int]:
-    """Measure under the launcher; the process that holds most."""
-    with tempfile.TemporaryDirectory() as folder:
-        file = Path(folder) / "counts.json"
-        launch = [sys.executable, "-m", "drivetrain", "launch", "--cpu", "--num_processes", str(processes)]
-        arguments = ["--measure", name, "--layers", str(layers), "--json", str(file)]
-        done = subprocess.run([*launch, __file__, *arguments], capture_output=True, text=True, timeout=300)
-        if done.returncode:
-            raise click.ClickException(f"{name} on {processes} process(es) failed:\n{done.stdout}{done.stderr}")
-        each: list[dict[str, int]] = json.loads(file.read_text())
-    return max(each, key=lambda counts: sum(counts.values()))
-
-
 def share_of(results: list[dict[str, Any]], result: dict[str, Any]) -> float | None:
     """What one process holds, in terms of what it would with the strategy on one process; None if not measured."""
     alone = "FSDP" if result["name"] == "TP x FSDP" else result["name"]
@@ -172,17 +159,12 @@ def share_of(results: list[dict[str, Any]], result: dict[str, Any]) -> float | N
     return None
 
 
-def as_table(results: list[dict[str, Any]]) -> str:
-    lines = [
-        f"| | processes | {' | '.join(ROLES)} | sum, MB | of one process |",
-        "|---|---:|" + "---:|" * (len(ROLES) + 2),
-    ]
+def rows_of(results: list[dict[str, Any]]) -> Iterator[list[str]]:
+    """The cells of each result."""
     for each in results:
         share = share_of(results, each)
-        figures = " | ".join(f"{each[role] / 1e6:.1f}" for role in ROLES)
-        shown = "" if share is None else f"{share:.3f}"
-        lines.append(f"| {each['name']} | {each['processes']} | {figures} | {each['total'] / 1e6:.1f} | {shown} |")
-    return "\n".join(lines)
+        sizes = [f"{each[role] / 1e6:.1f}" for role in (*ROLES, "total")]
+        yield [each["name"], str(each["processes"]), *sizes, "" if share is None else f"{share:.3f}"]
 
 
 @click.command()
@@ -206,7 +188,8 @@ def main(
     for name in only or STRATEGIES:
         for count in processes:
             if count in STRATEGIES[name]:
-                counts = measure_in_processes(name, count, layers)
+                each = measure_in_processes(__file__, name, count, layers=layers)
+                counts = max(each, key=lambda counts: sum(counts.values()))  # of the process that holds most
                 results.append({"name": name, "processes": count, **counts, "total": sum(counts.values())})
                 print(f"{name} on {count}: {results[-1]['total'] / 1e6:.1f} MB", file=sys.stderr, flush=True)
     millions = sum(parameter.numel() for parameter in make_model(layers).parameters()) / 1e6
@@ -214,7 +197,8 @@ def main(
         f"{millions:.1f} M parameters in 32 bits, AdamW; MB on the process that holds most. "
         f"torch {torch.__version__}.\n"
     )
-    print(as_table(results))
+    columns = ["", "processes:", *(f"{role}:" for role in ROLES), "sum, MB:", "of one process:"]
+    print(as_table(columns, rows_of(results)))
     if json_file is not None:
         json_file.write_text(json.dumps({"torch": torch.__version__, "results": results}, indent=2))
     missed = []

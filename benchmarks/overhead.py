@@ -25,6 +25,7 @@ from typing import Any
 import click
 import torch
 import torch.nn.functional as F
+from tables import as_table
 from timing import Clock, Comparison, compare, on_terminal, quietly, version_of, without_garbage_collection
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
@@ -278,20 +279,18 @@ def measure_with(
     return measure
 
 
-def as_table(results: list[Comparison], versions: dict[str, str], data: str, clock: str, steps: int) -> str:
+def report(results: list[Comparison], versions: dict[str, str], data: str, clock: str, steps: int) -> str:
     bare = statistics.median(each for result in results for each in result.base)
-    lines = [
+    conditions = (
         f"Bare loop: {bare:.0f} µs a step. {len(results[0].own)} rounds of {steps} steps, batches from a {data}, "
-        f"{clock} time. torch {torch.__version__}, Python {platform.python_version()}.",
-        "",
-        "| | version | added to a step, µs | ± | times the bare loop |",
-        "|---|---|---:|---:|---:|",
-    ]
-    lines += [
-        f"| {each.name} | {versions[each.name]} | {each.added:.1f} | {each.spread:.1f} | {each.ratio:.2f} |"
+        f"{clock} time. torch {torch.__version__}, Python {platform.python_version()}."
+    )
+    columns = ["", "version", "added to a step, µs:", "±:", "times the bare loop:"]
+    rows = [
+        [each.name, versions[each.name], f"{each.added:.1f}", f"{each.spread:.1f}", f"{each.ratio:.2f}"]
         for each in results
     ]
-    return "\n".join(lines)
+    return f"{conditions}\n\n{as_table(columns, rows)}"
 
 
 @click.command()
@@ -326,7 +325,7 @@ def main(
         versions[name] = version_of(DISTRIBUTIONS.get(module, module))
         chosen[name] = measure_with(run, batches, warmup, steps, now)
     results = compare(measure_with(bare_loop, batches, warmup, steps, now), chosen, rounds)
-    print(as_table(results, versions, data, clock, steps))
+    print(report(results, versions, data, clock, steps))
     if json_file is not None:
         figures = [{**each.as_dict(), "version": versions[each.name], "unit": "µs per step"} for each in results]
         conditions = {"torch": torch.__version__, "data": data, "clock": clock}

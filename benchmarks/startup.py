@@ -17,6 +17,7 @@ import sys
 from pathlib import Path
 
 import click
+from tables import as_table
 from timing import Comparison, compare, version_of
 
 HEAVY = ("torchvision", "transformers", "tensorboard", "torchmetrics", "matplotlib", "pandas", "sklearn", "sympy")
@@ -98,7 +99,7 @@ def main(rounds: int, clock: str, only: tuple[str, ...], json_file: Path | None)
         loaded[name] = run_fresh(code, clock)[1]
         chosen[name] = lambda code=code: run_fresh(code, clock)[0]
     results = compare(lambda: run_fresh("import torch", clock)[0], chosen, rounds)
-    print(as_table(results, versions, loaded, clock))
+    print(report(results, versions, loaded, clock))
     if json_file is not None:
         figures = [
             {**each.as_dict(), "version": versions[each.name], "unit": "ms", "loaded": loaded[each.name]}
@@ -107,21 +108,22 @@ def main(rounds: int, clock: str, only: tuple[str, ...], json_file: Path | None)
         json_file.write_text(json.dumps({"clock": clock, "results": figures}, indent=2))
 
 
-def as_table(results: list[Comparison], versions: dict[str, str], loaded: dict[str, list[str]], clock: str) -> str:
+def report(results: list[Comparison], versions: dict[str, str], loaded: dict[str, list[str]], clock: str) -> str:
     bare = statistics.median(each for result in results for each in result.base)
-    lines = [
-        f"`import torch`: {bare:.0f} ms. {len(results[0].own)} rounds in fresh interpreters, {clock} time.",
-        "",
-        "| | version | added to `import torch`, ms | ± | times `import torch` | imported on the way |",
-        "|---|---|---:|---:|---:|---|",
-    ]
-    lines += [
-        f"| {each.name} | {versions[each.name]} | {each.added:.0f} | {each.spread:.0f} | {each.ratio:.2f} "
-        f"| {', '.join(loaded[each.name]) or 'none of the heavy ones'} |"
+    conditions = f"`import torch`: {bare:.0f} ms. {len(results[0].own)} rounds in fresh interpreters, {clock} time."
+    columns = ["", "version", "added to `import torch`, ms:", "±:", "times `import torch`:", "imported on the way"]
+    rows = [
+        [
+            each.name,
+            versions[each.name],
+            f"{each.added:.0f}",
+            f"{each.spread:.0f}",
+            f"{each.ratio:.2f}",
+            ", ".join(loaded[each.name]) or "none of the heavy ones",
+        ]
         for each in results
     ]
-    lines += ["", f"The heavy ones: {', '.join(HEAVY)}."]
-    return "\n".join(lines)
+    return f"{conditions}\n\n{as_table(columns, rows)}\n\nThe heavy ones: {', '.join(HEAVY)}."
 
 
 if __name__ == "__main__":

@@ -11,11 +11,8 @@ benchmarks/README.md.
 from __future__ import annotations
 
 import json
-import os
 import statistics
-import subprocess
 import sys
-import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from time import perf_counter, process_time
@@ -24,6 +21,8 @@ from typing import Any
 import click
 import torch
 import torch.distributed as dist
+from processes import measure_in_processes
+from tables import as_table
 from torch import Tensor, nn
 from torch.nn import functional as F
 from transformer import (
@@ -301,7 +300,7 @@ def measure(name: str, rows: int, block: int, rounds: int) -> dict[str, Any]:
         callbacks=[keeping],
         barebones=True,
     )
-    shard = trainer.strategy.data_shard
+    shard = trainer.strategy.topology.data_shard
     whole: Batch = make_batch(rows)
     if name == "CP":
         whole = (*whole, torch.arange(LENGTH).expand(rows, -1))
@@ -311,25 +310,6 @@ def measure(name: str, rows: int, block: int, rounds: int) -> dict[str, Any]:
     losses = [None if loss is None else float(loss) for loss in (turns.bare_loss, keeping.loss)]
     losses = gather_object([losses])[-1]
     return {"name": name, "bare": turns.bare, "own": turns.own, "losses": losses}
-
-
-def measure_in_processes(name: str, rows: int, block: int, rounds: int) -> dict[str, Any]:
-    """Measure under the launcher."""
-    with tempfile.TemporaryDirectory() as folder:
-        file = Path(folder) / "times.json"
-        launch = [sys.executable, "-m", "drivetrain", "launch", "--cpu", "--num_processes", str(PROCESSES.get(name, 2))]
-        sizes = ["--rows", rows, "--block", block, "--rounds", rounds]
-        arguments = ["--measure", name, "--json", file, *sizes]
-        done = subprocess.run(
-            [*launch, __file__, *map(str, arguments)],
-            capture_output=True,
-            text=True,
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
-        )
-        if done.returncode:
-            raise click.ClickException(f"{name} failed:\n{done.stdout}{done.stderr}")
-        result: dict[str, Any] = json.loads(file.read_text())
-    return {**result, "ratio": ratios(result, 0), "cpu_ratio": ratios(result, 1)}
 
 
 def ratios(result: dict[str, Any], clock: int) -> tuple[float, float]:
@@ -344,13 +324,11 @@ def ratios(result: dict[str, Any], clock: int) -> tuple[float, float]:
     return middle, (high - low) / 2
 
 
-def as_table(results: list[dict[str, Any]]) -> str:
-    lines = ["| | bare, steps/s | drivetrain, steps/s | ratio | ± | by CPU time | ± |", "|---|" + "---:|" * 6]
-    for each in results:
-        bare, own = (1 / statistics.median(wall for wall, _ in each[key]) for key in ("bare", "own"))
-        figures = " | ".join(f"{figure:.3f}" for figure in (*each["ratio"], *each["cpu_ratio"]))
-        lines.append(f"| {each['name']} | {bare:.2f} | {own:.2f} | {figures} |")
-    return "\n".join(lines)
+def cells_of(result: dict[str, Any]) -> list[str]:
+    """A row of the table."""
+    bare, own = (1 / statistics.median(wall for wall, _ in result[key]) for key in ("bare", "own"))
+    figures = [f"{figure:.3f}" for figure in (*result["ratio"], *result["cpu_ratio"])]
+    return [result["name"], f"{bare:.2f}", f"{own:.2f}", *figures]
 
 
 @click.command()
@@ -373,7 +351,8 @@ def main(
         return
     results = []
     for name in only or STRATEGIES:
-        results.append(measure_in_processes(name, rows, block, rounds))
+        result = measure_in_processes(__file__, name, PROCESSES.get(name, 2), rows=rows, block=block, rounds=rounds)
+        results.append({**result, "ratio": ratios(result, 0), "cpu_ratio": ratios(result, 1)})
         bare, own = results[-1]["losses"]
         print(f"{name}: last losses {bare:.6f} and {own:.6f}", file=sys.stderr, flush=True)
     millions = sum(parameter.numel() for parameter in make_model().parameters()) / 1e6
@@ -381,7 +360,8 @@ def main(
         f"A transformer of {millions:.1f} M parameters, width {WIDTH}; {rounds} turns of "
         f"{block} steps each. torch {torch.__version__}.\n"
     )
-    print(as_table(results))
+    columns = ["", "bare, steps/s:", "drivetrain, steps/s:", "ratio:", "±:", "by CPU time:", "±:"]
+    print(as_table(columns, map(cells_of, results)))
     if json_file is not None:
         json_file.write_text(json.dumps({"torch": torch.__version__, "results": results}, indent=2))
     missed = [f"{each['name']} {each['ratio'][0]:.3f}" for each in results if each["ratio"][0] < TARGET]

@@ -178,7 +178,7 @@ def main(strategy: str, devices: int | None, steps: int, batch_size: int, lr: fl
     )
     train, val = load_text()
     trainer.print(f"{len(train):,} characters to train on, {len(val):,} to validate")
-    shards = trainer.strategy.data_shard.count  # not the processes: some may work on the same rows together
+    shards = trainer.strategy.topology.data_shard.count  # not the processes: some may work on the same rows together
     training = DataLoader(Windows(train), batch_size // MICRO_BATCHES // shards, shuffle=True)
     task = CharacterModel(lr)
     trainer.fit(task, training, DataLoader(Windows(val), 32 // shards))

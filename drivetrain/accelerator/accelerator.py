@@ -36,7 +36,7 @@ from drivetrain.accelerator.handlers import (
     find_handler,
     handler_options,
 )
-from drivetrain.accelerator.metrics import Sharers, gather_real_rows
+from drivetrain.accelerator.metrics import gather_real_rows
 from drivetrain.accelerator.optimizer import PreparedOptimizer, unwrap_optimizer
 from drivetrain.accelerator.plugins import (
     DeepSpeedPlugin,
@@ -66,7 +66,8 @@ from drivetrain.runtime.nested import send_to_device
 from drivetrain.runtime.seeds import recorded_seed
 from drivetrain.runtime.state import PartialState
 from drivetrain.strategies import StepModule, Strategy
-from drivetrain.strategies.base import move_optimizer_state
+from drivetrain.strategies.base import Given, RunOptions, move_optimizer_state
+from drivetrain.strategies.capabilities import Join
 from drivetrain.strategies.precision import Precision
 from drivetrain.strategies.precision.mixed import MixedPrecision
 
@@ -158,17 +159,17 @@ class Accelerator(StateSaving, EngineStatus):
         self.state.before_leaving(self.strategy.teardown)
         self.precision = make_precision(mixed_precision, handlers)
         self.precision.setup(self.state.kind)
-        self.strategy.check_precision(self.precision)
+        accumulation = make_accumulation(gradient_accumulation_steps, gradient_accumulation_plugin)
+        steps = Given("Accelerator(gradient_accumulation_steps)", accumulation.num_steps)
+        self.strategy.check(RunOptions(self.precision, steps))
 
         self.active_loaders = ActiveLoaders()
         self.prepared = Prepared()
         self.accumulation = AccumulationWindow(
-            make_accumulation(gradient_accumulation_steps, gradient_accumulation_plugin),
+            accumulation,
             self.active_loaders,
             HeldGradients(self.prepared, self.strategy),
         )
-        steps = self.accumulation.plugin.num_steps
-        self.strategy.note_arguments("Accelerator", gradient_accumulation_steps=("gradient_accumulation_steps", steps))
         self.step = OptimizerStep(self.strategy, self.precision, self.prepared, self.accumulation)
         self.precision.hold_scale_while(lambda: self.accumulation.holds_gradients)
         self.run_state = RunState(
@@ -334,7 +335,7 @@ class Accelerator(StateSaving, EngineStatus):
         moves = self.device_placement if device_placement is None else device_placement
         prepared = prepare_loader(
             data_loader,
-            shard=shard or self.strategy.data_shard,
+            shard=shard or self.strategy.topology.data_shard,
             place=place or (self.default_placement() if moves else None),
             device=(self.kind, self.device) if moves else None,
             config=self.dataloader_config,
@@ -378,7 +379,7 @@ class Accelerator(StateSaving, EngineStatus):
     def _without_sync(self, models: Iterable[nn.Module]) -> Iterator[None]:
         with ExitStack() as stack:
             for model in models:
-                stack.enter_context(self.strategy.gradient_sync(model, enabled=False))
+                stack.enter_context(self.strategy.gradients.sync(model, enabled=False))
             yield
 
     def backward(self, loss: torch.Tensor, *, weight: torch.Tensor | float | None = None, **kwargs: Any) -> None:
@@ -455,7 +456,8 @@ class Accelerator(StateSaving, EngineStatus):
         for loader in changed:
             loader.tail = TailPolicy.COMPLETE if even_batches else TailPolicy.UNEVEN
         try:
-            with self.strategy.join(joinables):
+            join = self.strategy.capability(Join)
+            with nullcontext() if join is None else join.joined(joinables):
                 yield
         finally:
             for loader, tail in zip(changed, before, strict=True):
@@ -489,8 +491,7 @@ class Accelerator(StateSaving, EngineStatus):
         if isinstance(loader, SkippingLoader):
             loader = loader.whole
         source = self.active_loaders if loader is None else loader
-        sharers = Sharers(self.num_processes, self.process_index, self.strategy.data_ranks)
-        return gather_real_rows(input_data, source, sharers, use_gather_object)
+        return gather_real_rows(input_data, source, self.strategy.topology, use_gather_object)
 
     def reduce(self, tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
         """Combine tensors of all processes elementwise: `"sum"`, `"mean"`, `"max"`, `"min"` or `"none"`."""
@@ -529,7 +530,7 @@ class Accelerator(StateSaving, EngineStatus):
 
     def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, Any]:
         """All parameters and buffers under their canonical names, whole, on the CPU, on the main process."""
-        return self.strategy.full_state_dict(model)
+        return self.strategy.state.full(model)
 
     def skip_first_batches(self, dataloader: Any, num_batches: int = 0) -> SkippingLoader:
         """A view of a loader that leaves out the first batches, without reading their data; for a resumed epoch.

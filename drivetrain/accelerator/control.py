@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, TypeVar
 
 import torch
 
 from drivetrain.runtime.state import DistributedType, PartialState
 from drivetrain.strategies import Strategy
+from drivetrain.strategies.capabilities import ContextParallel
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
@@ -120,4 +121,7 @@ class ProcessControl:
             buffer_seq_dims: for each, which dimension is the sequence.
             no_restore_buffers: those that need not be whole again afterwards.
         """
-        return self.strategy.context_parallel(buffers or (), buffer_seq_dims or (), no_restore_buffers or ())
+        capability = self.strategy.capability(ContextParallel)
+        if capability is None:
+            return nullcontext()
+        return capability.split(buffers or (), buffer_seq_dims or (), no_restore_buffers or ())

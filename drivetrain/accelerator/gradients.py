@@ -6,7 +6,7 @@ import torch
 
 from drivetrain.accelerator.prepared import Prepared, parameters_of
 from drivetrain.strategies import Strategy
-from drivetrain.strategies.base import local_part
+from drivetrain.strategies.gradients import local_part
 
 
 class HeldGradients:
@@ -30,7 +30,7 @@ class HeldGradients:
         parameters = {id(parameter): parameter for owner in owners for parameter in owner}
         gradients = [local_part(parameter.grad) for parameter in parameters.values() if parameter.grad is not None]
         for model in self._prepared.models:
-            gradients.extend(self._strategy.held_gradients(model))
+            gradients.extend(self._strategy.gradients.held(model))
         if gradients:
             torch._foreach_mul_(gradients, factor)
 
@@ -44,7 +44,7 @@ class HeldGradients:
     def discard_abandoned(self) -> None:
         """Clear what such a loop left behind, unless its user has stepped with it or cleared it."""
         for model in self._prepared.models:
-            self._strategy.drop_held_gradients(model)
+            self._strategy.gradients.discard(model)
         for optimizer in self._prepared.optimizers:
             if optimizer.holds_abandoned:
                 optimizer.holds_abandoned = False

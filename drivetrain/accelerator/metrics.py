@@ -14,71 +14,53 @@ from drivetrain.data import ActiveLoaders, PreparedLoader
 from drivetrain.runtime import collectives
 from drivetrain.runtime.errors import DataError
 from drivetrain.runtime.nested import honor_type, recursively_apply
-
-
-@dataclasses.dataclass(frozen=True)
-class Sharers:
-    """The processes whose rows together are a global batch.
-
-    Args:
-        count: processes of the run.
-        rank: this one.
-        data_ranks: those whose rows count, in the order of the data; all if None.
-    """
-
-    count: int
-    rank: int
-    data_ranks: tuple[int, ...] | None = None
-
-    @property
-    def counts(self) -> bool:
-        """Whether this process's rows count: not where they only repeat a peer's."""
-        return self.data_ranks is None or self.rank in self.data_ranks
-
-    def gather(self, tensor: Any) -> Any:
-        """Concatenate tensors of the same shape."""
-        everything = collectives.gather(tensor)
-        return everything if self.data_ranks is None else recursively_apply(self._pick, everything)
-
-    def _pick(self, tensor: Tensor) -> Tensor:
-        assert self.data_ranks is not None
-        parts = tensor.chunk(self.count)
-        return torch.cat([parts[rank] for rank in self.data_ranks])
+from drivetrain.strategies.topology import Topology
 
 
 def gather_real_rows(
-    data: Any, source: PreparedLoader | ActiveLoaders, sharers: Sharers, as_objects: bool = False
+    data: Any, source: PreparedLoader | ActiveLoaders, topology: Topology, as_objects: bool = False
 ) -> Any:
     """Gather nested per-sample values of the current batch from all processes.
 
     Args:
         data: nested structure of tensors and of lists that hold one object per sample.
         source: the loader whose batch this is, or the loaders being iterated.
-        sharers: the processes that have a share in it.
+        topology: which processes have a share in it.
         as_objects: gather as objects even where all are tensors.
 
     Returns:
         The real rows in rank order.
     """
-    if sharers.count == 1:
+    if topology.environment.world_size == 1:
         return data
     if as_objects:
-        return _gather_objects(data, source, sharers)
-    return _gather(data, source, sharers)
+        return _gather_objects(data, source, topology)
+    return _gather(data, source, topology)
 
 
-def _gather(data: Any, source: PreparedLoader | ActiveLoaders, sharers: Sharers) -> Any:
+def _gather_same_shape(topology: Topology, data: Any) -> Any:
+    """Concatenate tensors that have the same shape on all processes."""
+    count = topology.environment.world_size
+
+    def pick(tensor: Tensor) -> Tensor:
+        return torch.cat(topology.select(tensor.chunk(count), rows=True))
+
+    everything = collectives.gather(data)
+    return everything if topology.data_ranks is None else recursively_apply(pick, everything)
+
+
+def _gather(data: Any, source: PreparedLoader | ActiveLoaders, topology: Topology) -> Any:
     if _holds_tensors_only(data):
-        return _gather_tensors(data, source, sharers)
+        return _gather_tensors(data, source, topology)
     if isinstance(data, Mapping):
-        values = {key: _gather(value, source, sharers) for key, value in data.items()}
+        values = {key: _gather(value, source, topology) for key, value in data.items()}
         return values if type(data) is dict else type(data)(values)  # type: ignore[call-arg]
     if dataclasses.is_dataclass(data) and not isinstance(data, type):
         parts = {field.name: getattr(data, field.name) for field in dataclasses.fields(data)}
-        return dataclasses.replace(data, **{k: _gather(v, source, sharers) for k, v in parts.items()})
+        return dataclasses.replace(data, **{k: _gather(v, source, topology) for k, v in parts.items()})
     if isinstance(data, list | tuple) and _is_structure(data):
-        return honor_type(data, [_gather(value, source, sharers) for value in data])
-    return _gather_objects(data, source, sharers)
+        return honor_type(data, [_gather(value, source, topology) for value in data])
+    return _gather_objects(data, source, topology)
 
 
 def _is_structure(data: list[Any] | tuple[Any, ...]) -> bool:
@@ -101,9 +83,9 @@ def _holds_tensors_only(data: Any) -> bool:
     return False
 
 
-def _gather_tensors(data: Any, source: PreparedLoader | ActiveLoaders, sharers: Sharers) -> Any:
+def _gather_tensors(data: Any, source: PreparedLoader | ActiveLoaders, topology: Topology) -> Any:
     if _is_even(source):
-        return sharers.gather(data)
+        return _gather_same_shape(topology, data)
     kept: list[int | None] = []  # real rows of each tensor; None for one that is not per-sample
 
     def note(tensor: Tensor) -> None:
@@ -124,21 +106,21 @@ def _gather_tensors(data: Any, source: PreparedLoader | ActiveLoaders, sharers: 
         keep = next(counts)
         result: Tensor
         if next(verdicts) and keep is not None:
-            result = collectives.gather_rows(tensor, keep if sharers.counts else 0)
+            result = collectives.gather_rows(tensor, keep if topology.counts_rows else 0)
         else:
-            result = sharers.gather(tensor)
+            result = _gather_same_shape(topology, tensor)
         return result
 
     return recursively_apply(gather_one, data)
 
 
-def _gather_objects(data: Any, source: PreparedLoader | ActiveLoaders, sharers: Sharers) -> list[Any]:
+def _gather_objects(data: Any, source: PreparedLoader | ActiveLoaders, topology: Topology) -> list[Any]:
     """One object per sample of a list or tensor; of anything else one per process."""
     try:
         if isinstance(data, list | tuple | Tensor) and _matches(source, len(data)):
             data = data[: len(data) - _padding(source, len(data))]
         own = list(data) if isinstance(data, Tensor) and data.dim() else data
-        everyone = collectives.gather_object(own if sharers.counts else [])
+        everyone = collectives.gather_object(own if topology.counts_rows else [])
     except DataError as error:
         everyone = collectives.gather_object([_Ambiguous(error)])
     _raise_what_any_raised(everyone)

@@ -122,7 +122,7 @@ class PreparedOptimizer(Optimizer):
         try:
             with ExitStack() as stack:
                 for model in [] if sync_grad else models:
-                    stack.enter_context(self._strategy.gradient_sync(model, enabled=False))
+                    stack.enter_context(self._strategy.gradients.sync(model, enabled=False))
                 yield
         finally:
             for parameter, required in others:

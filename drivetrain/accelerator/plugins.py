@@ -125,7 +125,7 @@ class DeepSpeedPlugin:
     def strategy(self) -> Strategy:
         """The strategy that these options mean."""
         from drivetrain.strategies.deepspeed import DeepSpeed
-        from drivetrain.strategies.deepspeed.accelerate_keys import arguments_from
+        from drivetrain.strategies.deepspeed.accelerate_config import arguments_from
 
         names = {"transformer_moe_cls_names": "deepspeed_moe_layer_cls_names"}
         leave_out = ("hf_ds_config", "is_train_batch_min")

@@ -21,8 +21,8 @@ from drivetrain.runtime.errors import ConfigurationError
 from drivetrain.runtime.seeds import RandomState
 from drivetrain.runtime.state import PartialState
 from drivetrain.strategies import Strategy
+from drivetrain.strategies.optimizer_names import class_chosen
 from drivetrain.strategies.precision import Precision
-from drivetrain.strategies.state_names import class_chosen
 
 
 @dataclass(frozen=True)
@@ -100,14 +100,14 @@ class RunState:
             moment: the moment that the save describes; from `self.moment` if None.
         """
         strategy, classes = self.strategy, self.classes()
-        states = [strategy.model_state(model) for model in self.prepared.models]
+        states = [strategy.state.model(model) for model in self.prepared.models]
         if weights_only:
             return {"models": states, "classes": {"models": classes["models"]}}
         positions = (moment or self.moment()).loaders
         here = self.prepared
         return {
             "models": states,
-            "optimizers": [strategy.optimizer_state(self.owner(one), one.optimizer) for one in here.optimizers],
+            "optimizers": [strategy.state.optimizer(self.owner(one), one.optimizer) for one in here.optimizers],
             "schedulers": [scheduler.state_dict() for scheduler in here.schedulers],
             "loaders": [_position_of(one) for one in here.loaders] if positions is None else list(positions),
             "registered": [item.state_dict() for item in here.registered],
@@ -119,7 +119,7 @@ class RunState:
         """The names of the classes of what is prepared and registered, as the user chose them; None if unknown."""
         bare = [self.strategy.unwrap(model) for model in self.prepared.models]
         return {
-            "models": [self.strategy.own_type(model).__name__ for model in bare],
+            "models": [self.strategy.state.original_type(model).__name__ for model in bare],
             "optimizers": [class_chosen(one.optimizer) for one in self.prepared.optimizers],
             "schedulers": [class_chosen(one.scheduler) for one in self.prepared.schedulers],
             "registered": [type(item).__name__ for item in self.prepared.registered],
@@ -178,7 +178,7 @@ class RunState:
 
     def export(self, model: nn.Module, directory: str | os.PathLike[str], max_shard_size: int | str) -> None:
         """Write a model's weights as safetensors; see `Accelerator.save_model`."""
-        weights = self.strategy.full_state_dict(model)
+        weights = self.strategy.state.full(model)
         if self._state.is_main_process:
             checkpoint.save_safetensors(weights, directory, max_shard_size)
         self._state.wait_for_everyone()

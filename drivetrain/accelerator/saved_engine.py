@@ -47,7 +47,7 @@ class SavedEngine:
         self.directory = os.fspath(directory)
         self._run, self._state = run, state
         strategy = run.strategy
-        self._in_shards = strategy.reads_shards and not strategy.schedules_microbatches and not whole
+        self._in_shards = strategy.state.reads_shards and not strategy.schedules_microbatches and not whole
         shared, own = self._read_around() if self._in_shards else self._read()
         self._places = find_places(shared)
         shared = in_schema(shared)
@@ -138,9 +138,9 @@ class SavedEngine:
         """
         strategy, models = self._run.strategy, self._run.prepared.models if models is None else models
         if self._in_shards:
-            self._read_into("models", [strategy.model_state(model) for model in models])
+            self._read_into("models", [strategy.state.model(model) for model in models])
         for model, state in zip(models, self.engine["models"], strict=True):
-            strategy.load_model_state(model, state)
+            strategy.state.load_model(model, state)
 
     def restore_optimizers(self) -> None:
         """Give the optimizers their state."""
@@ -148,9 +148,11 @@ class SavedEngine:
         owners = [run.owner(optimizer) for optimizer in run.prepared.optimizers]
         if self._in_shards:
             saved = zip(owners, self.engine["optimizers"], strict=True)
-            self._read_into("optimizers", [run.strategy.optimizer_targets(owner, state) for owner, state in saved])
+            self._read_into(
+                "optimizers", [run.strategy.state.optimizer_targets(owner, state) for owner, state in saved]
+            )
         for owner, optimizer, state in zip(owners, run.prepared.optimizers, self.engine["optimizers"], strict=True):
-            run.strategy.load_optimizer_state(owner, optimizer.optimizer, state)
+            run.strategy.state.load_optimizer(owner, optimizer.optimizer, state)
 
     def _read_into(self, kind: str, states: list[Any]) -> None:
         found, _ = self._read(self._places.into(kind, states), [getattr(self._places, kind)])

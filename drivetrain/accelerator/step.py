@@ -225,13 +225,13 @@ class OptimizerStep:
             The total norm before clipping, over all shards; None within a window.
         """
         given = self._complete(parameters)
-        return None if given is None else self._strategy.clip_grad_norm_(given, max_norm, norm_type)
+        return None if given is None else self._strategy.gradients.clip_norm(given, max_norm, norm_type)
 
     def clip_value(self, parameters: Iterable[Tensor], clip_value: float) -> None:
         """Clamp every gradient to [-clip_value, clip_value], where a window ends."""
         given = self._complete(parameters)
         if given is not None:
-            self._strategy.clip_grad_value_(given, clip_value)
+            self._strategy.gradients.clip_value(given, clip_value)
 
     def _complete(self, parameters: Iterable[Tensor]) -> list[Tensor] | None:
         """The parameters, their gradients complete and at their true size; None within a window."""

@@ -41,12 +41,12 @@ class WeightedMean:
         Returns:
             Whether any process said it.
         """
-        if weight is None and not self._strategy.environment.is_distributed:
+        if weight is None and not self._strategy.topology.environment.is_distributed:
             self.in_use = False  # without reading anything from the device
             return False
         own = self._checked(0.0 if weight is None else weight)
         given = torch.stack([own, torch.full_like(own, weight is not None)])
-        total, givers = self._strategy.sum_over_values(given).tolist()
+        total, givers = self._strategy.topology.sum(given).tolist()
         self.in_use = givers > 0
         self._divisor = _power_of_two(total)
         return self.in_use
@@ -64,7 +64,7 @@ class WeightedMean:
         """
         own = self._checked(weight)
         self._weights.append(own if counts else torch.zeros_like(own))
-        return loss * (self._strategy.averaging_processes() / self._divisor if counts else 0.0)
+        return loss * (self._strategy.topology.averaging_processes / self._divisor if counts else 0.0)
 
     @property
     def pending(self) -> bool:
@@ -87,17 +87,17 @@ class WeightedMean:
         Args:
             parts: what the strategy prepared, and the optimizers that hold its parameters.
         """
-        device = self._strategy.device
+        device = self._strategy.topology.device
         own = torch.stack(self._weights).sum() if self._weights else torch.zeros((), dtype=_wide(device), device=device)
-        total = self._strategy.sum_over_values(own)
+        total = self._strategy.topology.sum(own)
         # Without any weight there is no gradient either.
         factor = torch.where(total > 0, self._divisor / total, torch.zeros_like(total)).float()
         for model, optimizers in parts:
-            self._strategy.scale_gradients(model, optimizers, factor)
+            self._strategy.gradients.scale(model, optimizers, factor)
         self.discard()
 
     def _checked(self, weight: Tensor | float) -> Tensor:
-        device = self._strategy.device
+        device = self._strategy.topology.device
         if not isinstance(weight, Tensor | int | float) or (isinstance(weight, Tensor) and weight.numel() != 1):
             given = f"a tensor of shape {tuple(weight.shape)}" if isinstance(weight, Tensor) else repr(weight)[:80]
             raise ConfigurationError(

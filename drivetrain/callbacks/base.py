@@ -76,12 +76,12 @@ class Callback:
         """The name of this callback's state in a checkpoint: unique among the callbacks of one Trainer.
 
         The class's name here. A class of which one Trainer may hold several objects adds the arguments that
-        tell them apart, see `build_state_key`.
+        distinguish them, see `build_state_key`.
         """
         return self.build_state_key()
 
     def build_state_key(self, **distinguishing: Any) -> str:
-        """Return the class's name, followed by the arguments that tell two objects of this class apart.
+        """Return the class's name, followed by the arguments that distinguish two objects of this class.
 
         Args:
             **distinguishing: Arguments and their values, such as ``monitor="val_loss"``.
@@ -105,7 +105,7 @@ class Callback:
     def is_state_sound(self, trainer: Trainer, task: Task) -> bool:
         """Return whether what would be saved now is worth going back to; asked before `ModelCheckpoint` saves.
 
-        All processes are asked, and must answer alike. Where any callback says False nothing is saved.
+        All processes are asked, and must answer alike. Where any callback returns False nothing is saved.
 
         Args:
             trainer: The Trainer that runs.

@@ -7,9 +7,15 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
-from drivetrain.callbacks.monitoring.agreement import decide_on_main_process
+from drivetrain.callbacks.support.agreement import decide_on_main_process
 from drivetrain.callbacks.base import Callback
-from drivetrain.callbacks.monitoring.monitor import check_mode, is_better, missing_metric_message, monitored_value
+from drivetrain.callbacks.support.monitored_metric import (
+    check_mode,
+    find_typo,
+    is_better,
+    missing_metric_message,
+    monitored_value,
+)
 from drivetrain.runtime.errors import ConfigurationError
 from drivetrain.runtime.logging import get_logger
 
@@ -31,7 +37,7 @@ class EarlyStopping(Callback):
         monitor: The name of the metric, as logged.
         min_delta: An improvement smaller than or equal to this does not count.
         patience: How many checks in a row may pass without improvement. Counts checks, not epochs: with
-            ``Trainer(check_val_every_n_epoch=2)`` and a patience of 3, training goes on for 6 epochs.
+            ``Trainer(check_val_every_n_epoch=2)`` and a patience of 3, training continues for 6 epochs.
         verbose: Log each improvement.
         mode: ``"min"`` where lower is better, ``"max"`` where higher is.
         strict: Raise if the metric was not logged. With False the check is left out, with a warning.
@@ -132,6 +138,14 @@ class EarlyStopping(Callback):
     def teardown(self, trainer: Trainer, task: Task, stage: str) -> None:
         self._fitting = False
 
+    def on_sanity_check_end(self, trainer: Trainer, task: Task) -> None:
+        if self._fitting:
+            typo = decide_on_main_process(lambda: find_typo(trainer.logged.names("validate"), self.monitor, "EarlyStopping"))
+            if typo is not None and self.strict:
+                raise ConfigurationError(typo)
+            if typo is not None:
+                logger.warning(typo)
+
     def on_train_epoch_end(self, trainer: Trainer, task: Task) -> None:
         if self._fitting and self._checks_epoch_end:
             self._check(trainer)
@@ -147,7 +161,7 @@ class EarlyStopping(Callback):
             return
         stop, message = self._judge(value)
         if stop:
-            trainer.should_stop = True
+            trainer.request_stop(f"EarlyStopping: {message.removeprefix('Stopping: ').rstrip('.')}")
             self.stopped_epoch = trainer.current_epoch
             self.stopping_reason_message = message
         if message and (stop or self.verbose):
@@ -164,7 +178,7 @@ class EarlyStopping(Callback):
         return value
 
     def _judge(self, value: float) -> tuple[bool, str]:
-        """Take a value into account. Returns whether to stop, and what there is to say."""
+        """Take a value into account. Returns whether to stop, and a message."""
         name = self.monitor
         if self.check_finite and not math.isfinite(value):
             return True, f"Stopping: {name} = {value} is not finite. The best value was {self._best:.6g}."

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from drivetrain.callbacks.monitoring.agreement import decide_on_main_process
+from drivetrain.callbacks.support.agreement import decide_on_main_process
 from drivetrain.callbacks.base import Callback
-from drivetrain.callbacks.gathering.sample_store import (
+from drivetrain.callbacks.support.sample_store import (
     Part,
     Samples,
     collect,
@@ -44,7 +44,7 @@ class EvaluationGather(Callback):
         targets: The key of the targets. They may be missing where there are no `metrics`.
         metrics: Names and what is logged under them: torchmetrics objects, or functions of all predictions and
             all targets that return a number. A ``MetricCollection`` logs under its own names.
-        path: The file to write; its extension says how: ``.pt``, ``.npz``, ``.csv`` or ``.jsonl``. A relative
+        path: The file to write; its extension chooses the format: ``.pt``, ``.npz``, ``.csv`` or ``.jsonl``. A relative
             path is taken from the Trainer's ``log_dir`` or ``default_root_dir``.
         select: A function of a step's outputs and its batch that returns predictions and targets, for tasks
             that return neither.
@@ -162,7 +162,7 @@ class EvaluationGather(Callback):
             real_rows_on_cpu(predictions, rows, keep, "predictions"),
             None if targets is None else real_rows_on_cpu(targets, rows, keep, "targets"),
         )
-        shard = trainer.strategy.data_shard.index
+        shard = trainer.strategy.topology.data_shard.index
         self._parts.append(Part(dataloader_idx, batch_idx, shard, kept))
 
     def _pick(self, outputs: Any, batch: Any, stage: str) -> tuple[Any, Any]:

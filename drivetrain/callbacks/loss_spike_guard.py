@@ -25,7 +25,7 @@ SMALLEST_SPREAD = 1e-3
 class LossSpikeGuard(Guard):
     """Stops, skips or goes back when the loss is far above its last values.
 
-    How far is told by the modified z-score of Iglewicz and Hoaglin (How to Detect and Handle Outliers, ASQC, 1993),
+    How far is measured by the modified z-score of Iglewicz and Hoaglin (How to Detect and Handle Outliers, ASQC, 1993),
     ``0.6745 * (x - median) / MAD``, where MAD is the median absolute deviation from the median. Neither is moved by
     a few outliers, as mean and standard deviation would be. Only values above the median count, and spikes do not
     enter the window. All processes judge the mean over all of them.
@@ -39,7 +39,7 @@ class LossSpikeGuard(Guard):
             tails.
         action: ``"stop"``, ``"skip"`` or ``"rollback"``, see `NaNGuard`.
         max_rollbacks: After so many of them the run ends with an error.
-        every_n_steps: Look at the values every so many steps; 1 for ``"skip"``.
+        every_n_steps: Read the values every so many steps; 1 for ``"skip"``.
         max_skips: After so many steps in a row that were left out the run ends with an error.
 
     Attributes:
@@ -48,7 +48,7 @@ class LossSpikeGuard(Guard):
 
     Raises:
         ConfigurationError: If an argument is out of range, or cannot go with the run.
-        DrivetrainError: During the run, as `action` says.
+        DrivetrainError: During the run, by `action`.
 
     Example:
         ```python

@@ -10,14 +10,17 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 
 from drivetrain.callbacks.checkpoint import folder
-from drivetrain.callbacks.monitoring.agreement import decide_on_main_process
+from drivetrain.callbacks.support.agreement import decide_on_main_process
 from drivetrain.callbacks.base import Callback
+from drivetrain.callbacks.checkpoint.restored import RestoredState, number
 from drivetrain.callbacks.checkpoint.options import check_intervals, check_options
 from drivetrain.callbacks.checkpoint.policy import BestK, CheckpointName
-from drivetrain.callbacks.checkpoint.writer import CheckpointWriter, Decision
+from drivetrain.callbacks.checkpoint.decision import decide
+from drivetrain.callbacks.checkpoint.writer import CheckpointWriter
 from drivetrain.callbacks.checkpoint.kept import KeptCheckpoints
-from drivetrain.callbacks.monitoring.monitor import missing_metric_message, monitored_value
-from drivetrain.callbacks.display.step_timer import StepTimer
+from drivetrain.callbacks.support.monitored_metric import find_typo
+from drivetrain.callbacks.checkpoint.step_timer import StepTimer
+from drivetrain.checkpoint.save import LOSS_IS_FINITE
 from drivetrain.runtime.assembly import all_arrive
 from drivetrain.runtime.durations import parse_duration
 from drivetrain.runtime.errors import CheckpointError, ConfigurationError, DrivetrainError
@@ -43,11 +46,11 @@ class ModelCheckpoint(Callback):
     only once it is durable.
 
     Args:
-        dirpath: Where to save, also a URL that fsspec knows; ``<log_dir>/checkpoints`` by default, or, without a
+        dirpath: Where to save, also a URL of a file system of fsspec; ``<log_dir>/checkpoints`` by default, or, without a
             logger that has a directory, ``<default_root_dir>/checkpoints``.
         filename: The name, such as ``"{epoch}-{val_loss:.3f}"`` with names of logged metrics, ``epoch`` and
             ``step``. ``"{epoch}-{step}"`` by default.
-        monitor: The metric that says which checkpoints are best. Without it the newest are kept. Of equal ones the
+        monitor: The metric by which checkpoints are best. Without it the newest are kept. Of equal ones the
             older counts as better; NaN is never among the best.
         verbose: Log each save.
         save_last: Keep a checkpoint called ``last`` as well: True or ``"copy"`` for a checkpoint of its own, whose
@@ -59,7 +62,7 @@ class ModelCheckpoint(Callback):
         auto_insert_metric_name: Write ``epoch=3`` into the name rather than ``3``.
         every_n_train_steps: Save every so many optimizer steps.
         train_time_interval: Save each time so much time has gone by, on the main process's clock: a timedelta, a dict
-            of its arguments or ``"DD:HH:MM:SS"``. A resumed run goes on with the interval that was under way when its
+            of its arguments or ``"DD:HH:MM:SS"``. A resumed run continues the interval that was under way when its
             checkpoint was written; the time that nothing ran does not count.
         every_n_epochs: Save every so many epochs; 1 by default if no other interval is given.
         save_on_train_epoch_end: Save at the end of the training epoch (True) or after each validation
@@ -72,8 +75,8 @@ class ModelCheckpoint(Callback):
             several processes where all of them raise within a few seconds.
         total_limit: Keep at most so many checkpoints in the directory, also of earlier runs: the oldest go. The best
             ones by `monitor`, ``last`` and the newest count, but always stay.
-        async_save: Write in the background while training goes on; one save at a time.
-        on_save_error: ``"raise"``, or ``"warn"`` to log the error, such as a full disk, and go on with the run.
+        async_save: Write in the background while training continues; one save at a time.
+        on_save_error: ``"raise"``, or ``"warn"`` to log the error, such as a full disk, and continue the run.
             Either way the checkpoints before stay as they are.
 
     Attributes:
@@ -149,18 +152,14 @@ class ModelCheckpoint(Callback):
         self.current_score: float | None = None
         kept = KeptCheckpoints(BestK(save_top_k, mode, by_score=monitor is not None))
         self._writer = CheckpointWriter(kept, save_last == "link", total_limit, async_save, on_save_error == "warn")
-        self._elsewhere = ("", float("nan"))  # the best of an earlier run that saved in another directory
         self._name = CheckpointName(filename or "{epoch}-{step}", auto_insert_metric_name)
         self._dirpath_is_given = dirpath is not None
         self._root = ""  # the run's default directory
-        self._fitting = self._training = False
-        self._is_resumed = False
-        self._fits = 0
-        self._validations = 0
-        self._judged = 0  # how many of these came before the last epoch's end
-        self._last_step = 0
-        self._waits_for_validation = False
-        self._gets_ready = False
+        self._own_places: list[str] = []  # where runs of this script save by default
+        self._fitting = self._training = self._is_resumed = False
+        self._fits = self._last_step = self._validations = 0
+        self._judged = 0  # how many validations came before the last epoch's end
+        self._waits_for_validation = self._gets_ready = False
         self._timer: StepTimer | None = None
         self._elapsed = 0.0  # seconds of the interval under way, in the run before
 
@@ -169,7 +168,7 @@ class ModelCheckpoint(Callback):
     @property
     def best_model_path(self) -> str:
         """The path of the best checkpoint; without `monitor` of the newest."""
-        return self._writer.kept.best.best or self._elsewhere[0]
+        return self._writer.kept.best.best
 
     @property
     def best_model_score(self) -> Tensor | None:
@@ -177,7 +176,7 @@ class ModelCheckpoint(Callback):
         if self.monitor is None or not self.best_model_path:
             return None
         best = self._writer.kept.best
-        return torch.tensor(best.scores[best.best] if best.best else self._elsewhere[1])
+        return torch.tensor(best.scores[best.best])
 
     @property
     def best_k_models(self) -> dict[str, float]:
@@ -226,10 +225,9 @@ class ModelCheckpoint(Callback):
     def state_dict(self) -> dict[str, Any]:
         score = self.best_model_score
         return {
-            **self._writer.kept.state_dict(),
+            **self._writer.kept.state_dict(self.dirpath or ""),
             "dirpath": self.dirpath,
             "below_root": folder.relative(self.dirpath, self._root),
-            "best_model_path": self.best_model_path,
             "best_model_score": None if score is None else float(score),
             "current_score": self.current_score,
             "validations": self._validations,
@@ -240,25 +238,35 @@ class ModelCheckpoint(Callback):
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        score = state_dict["best_model_score"]
-        self._elsewhere = (state_dict["best_model_path"], float("nan") if score is None else score)
-        self.current_score = state_dict["current_score"]
-        self._validations, self._judged = state_dict["validations"], state_dict["judged"]
-        self._last_step = state_dict["last_step"]
-        self._waits_for_validation = state_dict["waits_for_validation"]
-        self._elapsed = state_dict.get("elapsed", 0.0)
+        state = RestoredState.of(state_dict)
+        self.current_score = number(state_dict, "current_score", float, optional=True)
+        self._validations, self._judged = number(state_dict, "validations", int), number(state_dict, "judged", int)
+        self._last_step = number(state_dict, "last_step", int)
+        self._waits_for_validation = number(state_dict, "waits_for_validation", bool)
+        self._elapsed = number(state_dict, "elapsed", float, optional=True) or 0.0
         self._is_resumed = True
-        old = state_dict["dirpath"]
         if not self._dirpath_is_given and self._root:
-            below = state_dict["below_root"]
-            self.dirpath = decide_on_main_process(lambda: folder.continued(self.dirpath, old, self._root, below))
-        if decide_on_main_process(lambda: folder.is_same(self.dirpath, old, state_dict["newest_model_path"])):
-            self._writer.kept.load_state_dict(state_dict, old, self.dirpath or old)
-        else:
-            logger.warning(
-                f"The run to resume saved in {old}, this one saves in {self.dirpath}: the checkpoints there stay as "
-                "they are and do not count among the best ones of this run."
+            self.dirpath = decide_on_main_process(
+                lambda: folder.continued(self.dirpath, state, self._root, self._own_places)
             )
+        directory = self.dirpath
+        if directory is None or not decide_on_main_process(lambda: folder.is_same(directory, state)):
+            logger.warning(
+                f"The run to resume saved in {state.saved_in}, this one saves in {directory}: the checkpoints there "
+                "stay as they are and do not count among the best ones of this run."
+            )
+            return
+        outside = decide_on_main_process(lambda: folder.leading_outside(directory, state))
+        if outside:
+            logger.warning(
+                f"{', '.join(sorted(outside))} in {directory} lead outside of it, so they do not count among the "
+                "checkpoints of this run and stay as they are."
+            )
+        self._writer.kept.restore(state.without(outside), directory)
+
+    def on_save_checkpoint(self, trainer: Trainer, task: Task, checkpoint: dict[str, Any]) -> None:
+        if not getattr(trainer, LOSS_IS_FINITE, True):
+            checkpoint[LOSS_IS_FINITE] = False  # marks the manifest, too: such a checkpoint is resumed from last
 
     # when
 
@@ -267,6 +275,7 @@ class ModelCheckpoint(Callback):
         if not self._fitting:
             return
         self._root = os.path.abspath(trainer.default_root_dir)
+        self._own_places = folder.default_places(trainer.loggers, self._root)
         if self.dirpath is None:
             root = decide_on_main_process(lambda: trainer.log_dir or trainer.default_root_dir)
             self.dirpath = os.path.join(root, "checkpoints")
@@ -284,6 +293,12 @@ class ModelCheckpoint(Callback):
         # After an exception peers may be gone, and a save that waits for them would never end.
         self._writer.abandon(wait=trainer.world_size == 1)
         self._fitting = self._training = False
+
+    def on_sanity_check_end(self, trainer: Trainer, task: Task) -> None:
+        if self.monitor is not None and self._fitting:
+            typo = decide_on_main_process(lambda: find_typo(trainer.logged.names("validate"), str(self.monitor), "ModelCheckpoint"))
+            if typo is not None:
+                raise ConfigurationError(typo)
 
     def on_train_start(self, trainer: Trainer, task: Task) -> None:
         if not self._is_resumed:
@@ -378,7 +393,7 @@ class ModelCheckpoint(Callback):
             reason: What the name begins with: ``preempted-step=<n>``.
 
         Returns:
-            The path of the checkpoint to go on from: this one or, where it could not be saved and errors only warn,
+            The path of the checkpoint to resume from: this one or, where it could not be saved and errors only warn,
             the newest before it; an empty text where there is none.
 
         Raises:
@@ -386,6 +401,7 @@ class ModelCheckpoint(Callback):
         """
         if self._fitting and trainer.task is not None:
             self._save_now(trainer, trainer.task, f"{reason}-step={trainer.global_step}", is_passing=True)
+            self._last_step = trainer.global_step  # nothing of an epoch that is not over is saved once more
         return self.newest_model_path
 
     def _save_now(self, trainer: Trainer, task: Task, name: str, is_passing: bool) -> None:
@@ -402,70 +418,16 @@ class ModelCheckpoint(Callback):
             callback.settle()  # one save at a time, and each error where it belongs
         if not _is_sound(trainer, task):
             return
-        decision = decide_on_main_process(lambda: self._decide(trainer))
+        kept = self._writer.kept
+        decision = decide_on_main_process(lambda: decide(self, kept, self._name, trainer, self._validations > 0))
         self._last_step = trainer.global_step
         self.current_score = decision.score
         self._writer.save(trainer, self.dirpath, decision, self.save_weights_only)
         if self.verbose:
-            self._report_decision(trainer, decision)
-
-    def _decide(self, trainer: Trainer) -> Decision:
-        """Say what is to be done now; called by the main process alone, changes nothing."""
-        kept, metrics = self._writer.kept, trainer.callback_metrics
-        decision = Decision(score=self._score(trainer, metrics))
-        decision.among_best = kept.best.wants(decision.score)
-        if decision.among_best or self.save_last == "link":
-            name = self._name.format(trainer.current_epoch, trainer.global_step, metrics)
-            self._warn_of_unknown_fields(metrics)
-            # A name is used again only for a checkpoint that goes anyway.
-            going = [kept.beside, *kept.passing, *kept.doomed, *(kept.best.displaced() if decision.among_best else ())]
-            decision.path = self._path(name, own=going)
-        if self.save_last:
-            decision.last = self._path(self.CHECKPOINT_NAME_LAST, own=(kept.last,))
-        return decision
-
-    def _path(self, name: str, own: Sequence[str]) -> str:
-        """Return the path for a name: a free one, or one of this run's own, to be replaced."""
-        path = os.path.join(self.dirpath or "", name)
-        if not self.enable_version_counter:
-            return path + self.FILE_EXTENSION
-        return folder.free_path(path, self.FILE_EXTENSION, own)
-
-    def _score(self, trainer: Trainer, metrics: Any) -> float | None:
-        if self.monitor is None:
-            return None
-        score = monitored_value(metrics, self.monitor)
-        if score is None:
-            message = missing_metric_message(metrics, self.monitor, "ModelCheckpoint")
-            is_early = self.every_n_epochs == 0 or trainer.check_val_every_n_epoch != 1
-            if self._validations or not is_early:
-                raise ConfigurationError(message)
-            logger.warning_once(f"{message} There was no validation yet, so nothing is kept for now.")
-        elif score != score:
-            logger.warning(
-                f"ModelCheckpoint: {self.monitor} is NaN at step {trainer.global_step}. Such a model is not "
-                "kept among the best."
-            )
-        return score
-
-    def _warn_of_unknown_fields(self, metrics: Any) -> None:
-        for name in self._name.fields:
-            if name not in metrics and name not in ("epoch", "step"):
-                logger.warning_once(
-                    f"ModelCheckpoint(filename={self.filename!r}): there is no metric {name!r}, so the name "
-                    f"says nan. Logged so far: {', '.join(map(repr, sorted(metrics))) or 'nothing'}."
-                )
-
-    def _report_decision(self, trainer: Trainer, decision: Decision) -> None:
-        where = f"Epoch {trainer.current_epoch}, step {trainer.global_step}"
-        score = "" if decision.score is None else f" with {self.monitor} = {decision.score:.6g}"
-        if decision.path is not None:
-            logger.info(f"{where}: saved {decision.path}{score}.")
-        else:
-            logger.info(f"{where}: not among the best {self.save_top_k}{score}.")
+            decision.report(self, trainer)
 
 
 def _is_sound(trainer: Trainer, task: Task) -> bool:
-    """Ask all callbacks whether what is there now is worth saving; all, since they may talk to their peers."""
+    """Ask all callbacks whether what is there now is worth saving; all, since they may exchange something with their peers."""
     answers = [callback.is_state_sound(trainer, task) for callback in trainer.callbacks]
     return all(answers)

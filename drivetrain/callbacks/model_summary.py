@@ -10,10 +10,10 @@ from torch.nn.parameter import UninitializedParameter
 
 from drivetrain.callbacks.base import Callback
 from drivetrain.runtime.errors import ConfigurationError
-from drivetrain.strategies.single import Single
 
 if TYPE_CHECKING:
     from drivetrain.strategies import Strategy
+    from drivetrain.strategies.model_state import ModelState
     from drivetrain.trainer.task import Task
     from drivetrain.trainer.trainer import Trainer
 
@@ -47,11 +47,11 @@ def summarize(model: nn.Module, max_depth: int = 1, strategy: Strategy | None = 
     Args:
         model: The model.
         max_depth: How deep to look; -1 for all modules.
-        strategy: What the model was divided among processes by, if anything: all of it counts.
+        strategy: What shards the model, if anything: all of it counts.
     """
-    strategy = strategy or Single()
+    state = None if strategy is None else strategy.state
     rows = [
-        (name, strategy.own_type(module).__name__, _count(module, strategy)[0])
+        (name, (type(module) if state is None else state.original_type(module)).__name__, _count(module, state)[0])
         for name, module in _modules(model, "", max_depth)
     ]
     lines = []
@@ -62,7 +62,7 @@ def summarize(model: nn.Module, max_depth: int = 1, strategy: Strategy | None = 
             lines.append(f"{name:<{widths[0]}}  {kind:<{widths[1]}}  {count:>{widths[2]}}")
         rule = "-" * len(lines[0])
         lines = [lines[0], rule, *lines[1:], rule]
-    total, trainable = _count(model, strategy)
+    total, trainable = _count(model, state)
     lines.append(f"{total:,} parameters, {trainable:,} of them trainable")
     if any(isinstance(parameter, UninitializedParameter) for parameter in model.parameters()):
         lines.append("Lazy modules count from their first forward on.")
@@ -77,10 +77,10 @@ def _modules(model: nn.Module, prefix: str, depth: int) -> Iterator[tuple[str, n
         yield from _modules(module, f"{prefix}{name}.", depth - 1)
 
 
-def _count(model: nn.Module, strategy: Strategy) -> tuple[int, int]:
+def _count(model: nn.Module, state: ModelState | None) -> tuple[int, int]:
     """Elements of all parameters, and of those that are trained."""
     known = (each for each in model.parameters() if not isinstance(each, UninitializedParameter))
-    described = [strategy.describe_parameter(each) for each in known]
+    described = [(p.numel(), p.requires_grad) if state is None else state.describe(p) for p in known]
     return sum(elements for elements, _ in described), sum(elements for elements, trained in described if trained)
 
 

@@ -30,7 +30,7 @@ class NaNGuard(Guard):
     with that. No checkpoint with weights that are not finite is saved while this guard is there.
 
     Under a precision that scales the loss (fp16), gradients that overflow are the scaler's business, which leaves
-    the step out and lowers the scale: `check_gradients` then does nothing, the loss is watched all the same.
+    the step out and lowers the scale: `check_gradients` then does nothing, the loss is still watched.
 
     Args:
         monitor: ``"loss"`` for what `training_step` returns, or the name of a metric that it logs.
@@ -40,7 +40,7 @@ class NaNGuard(Guard):
             checkpoint and leaves the batches out from then on.
         max_rollbacks: After so many of them the run ends with an error.
         check_gradients: Watch the gradients as well: one pass over them in each step. Automatic optimization only.
-        every_n_steps: Look at what was watched every so many steps; 1 for ``"skip"``.
+        every_n_steps: Read what was watched every so many steps; 1 for ``"skip"``.
         max_skips: After so many steps in a row that were left out the run ends with an error.
 
     Attributes:
@@ -49,7 +49,7 @@ class NaNGuard(Guard):
 
     Raises:
         ConfigurationError: If an argument is out of range, or cannot go with the run.
-        DrivetrainError: During the run, as `action` says.
+        DrivetrainError: During the run, by `action`.
 
     Example:
         ```python
@@ -94,7 +94,7 @@ class NaNGuard(Guard):
     def is_state_sound(self, trainer: Trainer, task: Task) -> bool:
         if not super().is_state_sound(trainer, task):
             return False
-        like = torch.zeros((), device=trainer.strategy.device)
+        like = torch.zeros((), device=trainer.strategy.topology.device)
         trained = [parameter for parameter in task.parameters() if parameter.requires_grad]
         statistics = [buffer for buffer in task.buffers() if buffer.is_floating_point()]
         # A buffer may hold infinities by intent, as attention masks do; NaN never is.

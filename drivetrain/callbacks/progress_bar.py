@@ -8,7 +8,7 @@ from time import perf_counter
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from drivetrain.callbacks.base import Callback
-from drivetrain.callbacks.display.progress_display import Display, Stage, make_display, to_numbers
+from drivetrain.callbacks.support.progress_display import Display, Stage, make_display, to_numbers
 from drivetrain.runtime.errors import ConfigurationError
 
 if TYPE_CHECKING:
@@ -21,12 +21,12 @@ _NEVER = math.inf
 class TQDMProgressBar(Callback):
     """Shows epoch, batches, speed and the values logged with ``prog_bar=True``, on the main process.
 
-    On a terminal or in a notebook a bar is redrawn on a clock: between two redraws a batch costs one look at
-    the clock, and logged tensors are read only when they are shown. Where the output goes to a file or a pipe
+    On a terminal or in a notebook a bar is redrawn on a clock: between two redraws a batch reads the clock
+    once, and logged tensors are read only when they are shown. Where the output goes to a file or a pipe
     there is one line for each epoch instead, and one a minute within a long one.
 
     Args:
-        refresh_rate: Redraw only after a number of batches that this divides; 0 turns the bar off.
+        refresh_rate: Redraw only after a multiple of so many batches; 0 turns the bar off.
         process_position: Lines to leave free above the bar, for bars of other processes.
         leave: Leave the bar of each epoch on the screen and begin a new one.
         refresh_seconds: The time between two redraws, in seconds.
@@ -123,7 +123,7 @@ class TQDMProgressBar(Callback):
         of = f"/{last - 1}" if last is not None and last > 0 else ""
         epoch = Stage(f"Epoch {trainer.current_epoch}{of}", [trainer.num_training_batches], is_epoch=True)
         if self._stages and not self.leave:
-            epoch.bar = self._stages.pop().bar  # goes on in its place
+            epoch.bar = self._stages.pop().bar  # continues in its place
         else:
             self._close_stages()
         self._begin(trainer, epoch)

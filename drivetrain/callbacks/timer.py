@@ -94,7 +94,7 @@ class Timer(Callback):
         return {"time_elapsed": {stage: self.time_elapsed(stage) for stage in STAGES}}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        if "train" not in self._started:  # else a rollback, and the time has gone by all the same
+        if "train" not in self._started:  # else a rollback, and the time has gone by nevertheless
             self._elapsed.update(state_dict["time_elapsed"])
 
     def on_train_start(self, trainer: Trainer, task: Task) -> None:
@@ -140,6 +140,7 @@ class Timer(Callback):
 
     def _stop(self, trainer: Trainer) -> None:
         self._end = None
-        trainer.should_stop = True  # the loop agrees with the other processes about the step
+        # The loop agrees with the other processes about the step.
+        trainer.request_stop(f"Timer: the time is over after {self.time_elapsed():.0f} s of training")
         if self.verbose:
             logger.info(f"Timer: the time is over after {self.time_elapsed():.0f} s of training.")

@@ -1,6 +1,6 @@
 """How state reaches disk and comes back: a directory that appears complete or not at all.
 
-What is stable, all of it to be called on every process unless it says otherwise:
+What is stable, all of it to be called on every process unless marked otherwise:
 
 - `save_run_state(directory, shared, own, state, *, step=None, block=True) -> PendingSave`
 - `load_run_state(directory, state=None, *, into=None, strict=True, only=None, verify="hash") -> (shared, own | None)`;
@@ -18,7 +18,7 @@ What is stable, all of it to be called on every process unless it says otherwise
 - `clean_stale(root)` (one process): what dead runs left. Every save and every look for checkpoints does it too.
 - `consolidate(checkpoint, output, max_shard_size="5GB", dtype=None, module=None)` (one process): plain safetensors.
 
-`directory` and `root` are local paths or URLs that fsspec knows. Every failure is a `CheckpointError`.
+`directory` and `root` are local paths or URLs of a file system of fsspec. Every failure is a `CheckpointError`.
 """
 
 from __future__ import annotations

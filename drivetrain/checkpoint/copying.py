@@ -1,4 +1,4 @@
-"""Memory copied to memory in several threads, at once or while something else goes on."""
+"""Memory copied to memory in several threads, at once or beside something else."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Pair = tuple[str, Tensor, Tensor]
 class Copying:
     """Copies that are made by whichever threads come to `finish`, each taking the next piece.
 
-    The C library goes past the caches, which the copy would only evict, and lets go of the GIL; a `copy_` for each
+    The C library goes past the caches, which the copy would only evict, and releases the GIL; a `copy_` for each
     tensor took three times as long (torch 2.13), since its threads also wait for each other after every tensor.
 
     Args:
@@ -71,7 +71,7 @@ class Copying:
                 self._end()
 
     def _end(self) -> None:
-        try:  # before anybody who waits goes on, and may change them
+        try:  # before those that wait continue, and may change them
             self._changed = [name for name, source, version in self._sources if _version(source) != version]
         finally:
             self._sources.clear()

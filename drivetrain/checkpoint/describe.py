@@ -9,7 +9,7 @@ import torch
 
 from drivetrain.checkpoint.discovery import whole_beside
 from drivetrain.checkpoint.errors import DamagedCheckpointError
-from drivetrain.checkpoint.load import Checkpoint, entries_of
+from drivetrain.checkpoint.load import Checkpoint
 from drivetrain.checkpoint.save import SHARED_FILE
 from drivetrain.checkpoint.shards import INDEX
 from drivetrain.checkpoint.tree import unpack
@@ -43,4 +43,5 @@ def _described(checkpoint: Checkpoint) -> dict[str, Any]:
         one = described[key]
         return torch.empty(one.size, dtype=one.properties.dtype, device="meta")
 
-    return entries_of(unpack(checkpoint.packed(), without_values, path), path)
+    tree: dict[str, Any] = unpack(checkpoint.packed(), without_values, path)
+    return tree

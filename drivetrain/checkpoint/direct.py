@@ -29,7 +29,7 @@ def aligned_block() -> memoryview:
     """Memory for a block, such as direct input and output need it.
 
     In huge pages, since a device takes only so many pieces of memory at once: that made a disk three times as fast. A
-    child gets none of it: a fork in the midst of a transfer could part the memory from the transfer, open(2).
+    child gets none of it: a fork during a transfer could part the memory from the transfer, open(2).
     """
     return huge_memory(BLOCK)
 
@@ -133,12 +133,12 @@ class DirectReader:
         return count
 
     def seek(self, offset: int, /) -> int:
-        """Go on reading from there."""
+        """Continue reading from there."""
         self._position = offset
         return offset
 
     def close(self) -> None:
-        """Let go of the file."""
+        """Close the file."""
         if self._descriptor >= 0:
             os.close(self._descriptor)
             self._descriptor = -1
@@ -159,7 +159,7 @@ class DirectReader:
 
 
 def _cached_blocks(descriptor: int) -> list[bool]:
-    """For each block of a file, whether most of it is in the page cache. All, where that cannot be told."""
+    """For each block of a file, whether most of it is in the page cache. All, where that cannot be found out."""
     size = os.fstat(descriptor).st_size
     everything = [True] * -(-size // BLOCK)
     if not _KNOWN or not size:

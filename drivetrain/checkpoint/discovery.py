@@ -128,7 +128,7 @@ def _is_whole(one: FoundCheckpoint, storage: Storage | None) -> bool:
 
 
 def whole_beside(directory: str | os.PathLike[str], storage: Storage | None = None) -> str:
-    """Say which checkpoint beside a damaged one is whole, the newest first. On one process.
+    """Find the newest whole checkpoint beside a damaged one. On one process.
 
     Args:
         directory: the damaged one.

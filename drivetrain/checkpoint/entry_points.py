@@ -44,7 +44,7 @@ def save_run_state(
         storage: where to; found from `directory` if None.
         extra: a local directory whose content becomes part of the checkpoint; from `extra_place`.
         optimizers: those whose state nothing but their `step()` changes: unless `block` is set, it is copied while
-            training goes on, and the next step of any of them waits for what is left.
+            training continues, and the next step of any of them waits for what is left.
 
     Returns:
         The save: done where `block` is true, else to be waited for.

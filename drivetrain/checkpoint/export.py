@@ -99,9 +99,10 @@ def consolidate(
     opened = Checkpoint(checkpoint)
     names = weights_below(_weights_of(opened, model), module, opened.directory)
     target = parse_dtype(dtype)
+    files = sorted({place.file for key in names.values() for place in _places(opened, key)})
+    opened.tensors.check_headers(files)
     if verify:
-        files = {place.file for key in names.values() for place in _places(opened, key)}
-        opened.verify(sorted(files))
+        opened.verify(files)
     sources, aliases = [], {}
     first: dict[str, str] = {}
     for name, key in names.items():
@@ -182,7 +183,9 @@ def _weights_of(checkpoint: Checkpoint, model: int | None) -> dict[str, str]:
         )
     state = models[model or 0]
     found = {
-        name: value["__tensor__"] for name, value in state.items() if isinstance(value, dict) and "__tensor__" in value
+        name: str(value["__tensor__"])
+        for name, value in state.items()
+        if isinstance(value, dict) and "__tensor__" in value
     }
     if not found:
         raise CheckpointError(f"{checkpoint.directory} holds a model without weights.")
@@ -190,7 +193,10 @@ def _weights_of(checkpoint: Checkpoint, model: int | None) -> dict[str, str]:
 
 
 def _places(checkpoint: Checkpoint, key: str) -> Iterator[Any]:
-    for chunk in checkpoint.tensors.tensors()[key].chunks:
+    described = checkpoint.tensors.tensors()
+    if key not in described:
+        raise CheckpointError(f"{checkpoint.directory} is damaged: its index does not have the tensor {key}.")
+    for chunk in described[key].chunks:
         yield checkpoint.tensors.place_of(key, chunk.offsets)
 
 

@@ -3,7 +3,7 @@
 A tensor is made without values and filled from its parts, so parts that leave a gap would let whatever was in memory
 become weights. What is checked: each part lies within its tensor and within a file that the manifest lists, has the
 length that its dtype and sizes need, overlaps no other part in the tensor nor in the file, and all parts of a tensor
-together are the whole tensor. The header of each file that is read then has to say the same, see `check_header`.
+together are the whole tensor. The header of each file that is read then has to agree, see `check_header`.
 """
 
 from __future__ import annotations
@@ -163,12 +163,12 @@ def _entry(key: str, dtype: torch.dtype, size: list[int], offsets: list[int], si
 
 
 def check_header(header: bytes, length: int, parts: Sequence[Part], path: str) -> None:
-    """Compare what the index says of a file with what the file's own header says.
+    """Compare the index's description of a file with the file's own header.
 
     Args:
         header: the header, JSON.
         length: how many bytes come before the tensors.
-        parts: what the index says lies in the file.
+        parts: what lies in the file by the index.
         path: the file's path.
 
     Raises:
@@ -183,7 +183,7 @@ def check_header(header: bytes, length: int, parts: Sequence[Part], path: str) -
         said = entries.get(name) if isinstance(entries, dict) else None
         if said != part.entry.described(part.place.start - length):
             raise DamagedCheckpointError(
-                f"{path} is damaged: its header does not have {name} where the index says that it lies, with that "
+                f"{path} is damaged: its header does not have {name} where it lies by the index, with that "
                 "dtype and shape."
             )
 

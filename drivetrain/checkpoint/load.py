@@ -19,7 +19,7 @@ from drivetrain.checkpoint.shards import INDEX, SafetensorsReader
 from drivetrain.checkpoint.storage import LocalStorage, Storage, storage_of
 from drivetrain.checkpoint.stream import verify_file
 from drivetrain.checkpoint.tensor_file import run_parallel
-from drivetrain.checkpoint.tree import pack, tensor_keys, unpack
+from drivetrain.checkpoint.tree import is_tagged, pack, tensor_keys, unpack
 from drivetrain.checkpoint.writer_record import replaced_beside
 from drivetrain.runtime.errors import CheckpointError
 
@@ -170,7 +170,8 @@ class Checkpoint:
         # One on the meta device stands for what a peer holds, and reads.
         self._read({key: tensor for key, tensor in tensors.items() if not tensor.is_meta})
         path = self.tensors.path_of(name)
-        return entries_of(unpack(packed, tensors.__getitem__, path), path)
+        tree: dict[str, Any] = unpack(packed, tensors.__getitem__, path)
+        return tree
 
     def _read(self, tensors: dict[str, Tensor]) -> None:
         planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
@@ -203,19 +204,19 @@ class Checkpoint:
 
 
 def entries_of(tree: Any, path: str) -> dict[str, Any]:
-    """What a file of a checkpoint holds, which is a dict; anything else is refused.
+    """What a file of a checkpoint holds, which is a packed dict; anything else is refused.
 
     Args:
-        tree: what it holds.
+        tree: what it holds, packed.
         path: the file's path.
     """
-    if type(tree) is not dict:
-        raise DamagedCheckpointError(f"{path} is damaged: it holds a {type(tree).__name__}, not named entries.")
+    if type(tree) is not dict or is_tagged(tree):
+        raise DamagedCheckpointError(f"{path} is damaged: it holds no named entries.")
     return tree
 
 
 def compare_states(wanted: Mapping[str, Any], saved: Mapping[str, Any]) -> LoadReport:
-    """Say how the tensors of two flat state dicts differ, such as a model's own and one that was loaded.
+    """Compare the tensors of two flat state dicts differ, such as a model's own and one that was loaded.
 
     Args:
         wanted: what is to be filled.

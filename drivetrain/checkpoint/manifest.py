@@ -220,7 +220,7 @@ def verified_bytes(storage: Storage, directory: str, manifest: Manifest, name: s
 
 
 def check_digest(path: str, found: FileDigest, listed: FileDigest) -> None:
-    """Raise where a file is not what the manifest says."""
+    """Raise where a file is not what the manifest lists."""
     if found != listed:
         raise DamagedCheckpointError(
             f"{path} is damaged: its {found.size} bytes have the SHA-256 {found.sha256[:12]}…, but {MANIFEST} says "

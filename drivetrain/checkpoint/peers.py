@@ -71,7 +71,7 @@ class Peers:
         return received[0]
 
     def agree(self, failure: Failure | None) -> Failure | None:
-        """Let all processes know the first failure of any."""
+        """Share the first failure of any process with all."""
         if self._group is None:
             return failure
         failures: list[Any] = [None] * self.size
@@ -111,7 +111,7 @@ def reason_of(error: BaseException) -> str:
 
 
 def _exchange(collective: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
-    """Call a collective, in whose midst a peer may be lost."""
+    """Call a collective, during which a peer may be lost."""
     try:
         collective(*args, **kwargs)
     except (RuntimeError, ValueError) as error:
@@ -120,9 +120,8 @@ def _exchange(collective: Callable[..., Any], *args: Any, **kwargs: Any) -> None
 
 def _own_group(state: PartialState) -> Any:
     """A gloo group that only checkpoints use, made once: their collectives must not mix with the training's."""
-    group = state.get_shared(_GROUP)
-    if group is None:
-        group = dist.new_group(backend="gloo")
-        state.set_shared(_GROUP, group)
-        state.before_leaving(lambda: state.remove_shared(_GROUP))
-    return group
+    shared = PartialState.registry()
+    if _GROUP not in shared:
+        shared[_GROUP] = dist.new_group(backend="gloo")
+        state.before_leaving(lambda: shared.pop(_GROUP, None))
+    return shared[_GROUP]

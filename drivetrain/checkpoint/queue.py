@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from drivetrain.checkpoint.copying import Copying
-from drivetrain.checkpoint.division import Division
+from drivetrain.checkpoint.global_plan import GlobalPlan
 from drivetrain.checkpoint.save import Save
 from drivetrain.checkpoint.staging import ALIGNMENT, StagingBuffer, address_of
 from drivetrain.checkpoint.storage import Storage
@@ -39,7 +39,7 @@ class PendingSave:
         self.directory = directory
         self._finished = threading.Event()
         self._error: BaseException | None = None
-        self._told = False
+        self._reported = False
         self._callbacks: list[Callable[[PendingSave], None]] = []
         self._lock = threading.Lock()
 
@@ -64,12 +64,12 @@ class PendingSave:
     def raise_if_failed(self) -> None:
         """Raise the error that it ended with, if it has; returns at once."""
         if self._error is not None:
-            self._told = True
+            self._reported = True
             raise self._error
 
     def claim(self) -> None:
-        """Take it over to tell of its error: `SaveQueue.check` and `finish` keep quiet about it, `wait` does not."""
-        self._told = True
+        """Take over reporting its error: `SaveQueue.check` and `finish` do not raise it, `wait` does."""
+        self._reported = True
 
     def add_done_callback(self, callback: Callable[[PendingSave], None]) -> None:
         """Call `callback(self)` once it is written or has failed; at once where it is done already.
@@ -109,7 +109,7 @@ class SaveQueue:
     """Writes checkpoints one after another, in the background where asked.
 
     Attributes:
-        failed: the save whose error nobody has been told yet, or None: one read tells whether all is well.
+        failed: the save whose error was not raised yet, or None.
 
     Args:
         state: this process among its peers.
@@ -118,7 +118,7 @@ class SaveQueue:
     def __init__(self, state: PartialState) -> None:
         self._state = state
         self._buffer = StagingBuffer()
-        self._division: Division | None = None
+        self._plan: GlobalPlan | None = None
         self._running: PendingSave | None = None
         self._late: Copying | None = None
         self._watched: weakref.WeakSet[Optimizer] = weakref.WeakSet()
@@ -160,7 +160,7 @@ class SaveQueue:
             storage: where to; found from `directory` if None.
             extra: a local directory whose content becomes part of the checkpoint; from `extra_place`.
             optimizers: those whose state nothing but their `step()` changes. Unless `block` is set, it is copied while
-                training goes on, and the next step of any of them waits for what is left.
+                training continues, and the next step of any of them waits for what is left.
 
         Returns:
             The save; done where `block` is true.
@@ -169,8 +169,8 @@ class SaveQueue:
             CheckpointError: it cannot be written, or the one before could not be; raised on all processes.
         """
         self.finish()
-        save = Save(directory, shared, own, self._state, step, storage, extra, self._division)
-        self._division = save.division
+        save = Save(directory, shared, own, self._state, step, storage, extra, self._plan)
+        self._plan = save.plan
         pending = PendingSave(save.directory)
         if block:
             save.run()
@@ -183,7 +183,7 @@ class SaveQueue:
         return pending
 
     def prepare(self, tensors: Iterable[Tensor]) -> None:
-        """Get memory for the first save in the background while training goes on; without, that save waits for it.
+        """Get memory for the first save in the background while training continues; without, that save waits for it.
 
         Args:
             tensors: what is large of what will be saved: all parameters and the state of their optimizers.
@@ -205,7 +205,7 @@ class SaveQueue:
             late.finish(torch.get_num_threads())
 
     def _watch(self, optimizers: Iterable[Optimizer]) -> set[int]:
-        """Have steps wait for copies, and tell the addresses of what they alone change."""
+        """Have steps wait for copies, and return the addresses of what they alone change."""
         addresses: set[int] = set()
         parameters: set[int] = set()
         for optimizer in optimizers:
@@ -227,19 +227,19 @@ class SaveQueue:
 
     @property
     def has_lost(self) -> bool:
-        """Whether a save in the background has failed whose error nobody has been told yet. Raises nothing."""
+        """Whether a save in the background has failed whose error was not raised yet. Raises nothing."""
         failed = self.failed
-        return failed is not None and not failed._told
+        return failed is not None and not failed._reported
 
     def check(self) -> None:
         """Raise the error of a save in the background, if one has failed since. Costs next to nothing."""
         if self.failed is not None:
             failed, self.failed = self.failed, None
-            if not failed._told:  # by its own wait(), or by who claimed it
+            if not failed._reported:  # by its own wait(), or by who claimed it
                 failed.raise_if_failed()
 
     def finish(self) -> None:
-        """Wait for the save in flight, and raise its error if it failed and nobody was told."""
+        """Wait for the save in flight, and raise its error if it failed and that was not raised yet."""
         self.settle()
         if self._running is not None:
             self._running._finished.wait()
@@ -256,7 +256,7 @@ class SaveQueue:
         try:
             save.run()
         except BaseException as raised:
-            # Noted before it counts as done, so that nobody finds it done and nothing wrong.
+            # Noted before it counts as done, so that none finds it done and nothing wrong.
             pending._error = error = raised
             self.failed = pending
         del save
@@ -267,9 +267,9 @@ class SaveQueue:
             self._running._finished.wait()
 
     def report(self) -> None:
-        """At exit: an error that nobody has asked for is at least written down."""
+        """At exit: an error that was never raised is at least logged."""
         self._wait_quietly()
-        if self.failed is not None and not self.failed._told:
+        if self.failed is not None and not self.failed._reported:
             logger.error(f"A checkpoint was lost: {self.failed._error}", main_process_only=False)
 
 
@@ -291,8 +291,8 @@ def _report(reference: weakref.ref[SaveQueue]) -> None:
 
 def save_queue(state: PartialState) -> SaveQueue:
     """The queue of this process: one for all, so that two saves never meet."""
-    queue: SaveQueue | None = state.get_shared(_SHARED_NAME)
-    if queue is None:
-        queue = SaveQueue(state)
-        state.set_shared(_SHARED_NAME, queue)
+    shared = PartialState.registry()
+    if _SHARED_NAME not in shared:
+        shared[_SHARED_NAME] = SaveQueue(state)
+    queue: SaveQueue = shared[_SHARED_NAME]
     return queue

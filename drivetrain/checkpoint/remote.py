@@ -1,4 +1,4 @@
-"""Checkpoints on file systems that fsspec knows, such as object stores."""
+"""Checkpoints on file systems of fsspec, such as object stores."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from drivetrain.runtime.errors import CheckpointError
 
 
 class FsspecStorage(Storage):
-    """Any file system that fsspec knows, such as `s3://` or `memory://`. None of them renames atomically.
+    """Any file system of fsspec, such as `s3://` or `memory://`. None of them renames atomically.
 
     A checkpoint's files lie in a folder of their own for each write, `data-TOKEN`. Its `MANIFEST.json` names that
     folder and is uploaded last: the checkpoint appears, or replaces the one before, by that one file.
 
     Args:
-        url: a path on that file system, which says which one it is.
+        url: a path on that file system, which names it.
 
     Raises:
         CheckpointError: fsspec, or what it needs for this file system, is not installed.

@@ -12,7 +12,7 @@ from typing import Any
 from torch.distributed.checkpoint.storage import WriteResult
 
 from drivetrain.checkpoint.copying import Copying
-from drivetrain.checkpoint.division import Division, check_values, divide, outline_of
+from drivetrain.checkpoint.global_plan import GlobalPlan, check_values, outline_of, plan_globally
 from drivetrain.checkpoint.manifest import WRITER_FILE, Manifest, check_replaceable, encoded
 from drivetrain.checkpoint.peers import Failure, Peers
 from drivetrain.checkpoint.shards import FOLDER, SafetensorsWriter, SnapshotPlanner
@@ -25,6 +25,9 @@ from drivetrain.runtime.errors import CheckpointError
 from drivetrain.runtime.state import PartialState
 
 SHARED_FILE = "state.json"
+
+LOSS_IS_FINITE = "loss_is_finite"
+"""The entry of the shared state, or of its driver's, that is False where a loss before the save was not finite."""
 
 
 def process_file(rank: int) -> str:
@@ -54,10 +57,10 @@ class Save:
         step: the optimizer step, for the manifest.
         storage: where to; found from `directory` if None.
         extra: a local directory whose content becomes part of the checkpoint, and which goes; from `extra_place`.
-        known: the `division` of an earlier save, to be used again where the tensors are of the same shapes.
+        known: the `plan` of an earlier save, to be used again where the tensors are of the same shapes.
 
     Attributes:
-        division: who writes which tensor.
+        plan: who writes which tensor.
 
     Raises:
         CheckpointError: on any process the state holds something that cannot be saved; raised on all.
@@ -72,7 +75,7 @@ class Save:
         step: int | None = None,
         storage: Storage | None = None,
         extra: str | None = None,
-        known: Division | None = None,
+        known: GlobalPlan | None = None,
     ) -> None:
         self._state = state
         self._extra = extra
@@ -84,15 +87,15 @@ class Save:
         self.directory = os.fspath(directory)
         self._held_by_peers: list[str] = []
         outline = self._peers.attempt(lambda: self._prepare(shared, own, storage))
-        division, self._token = divide(self._peers, self.planner, outline, self._held_by_peers, known)
-        if isinstance(division, Failure):
+        plan, self._token = plan_globally(self._peers, self.planner, outline, self._held_by_peers, known)
+        if isinstance(plan, Failure):
             if self._extra is not None and self._peers.is_main:
                 LocalStorage().discard(self._extra)
-            self._peers.fail(division, f"The checkpoint {self.directory} was not written")
-        self.division = division
+            self._peers.fail(plan, f"The checkpoint {self.directory} was not written")
+        self.plan = plan
 
     def _prepare(self, shared: Any, own: Any, storage: Storage | None) -> Hashable:
-        """Take the trees apart and say which tensors there are here."""
+        """Take the trees apart and outline which tensors there are here."""
         found, self.directory = storage_of(self.directory)
         self._storage = storage or found
         if self._extra is not None and not isinstance(self._storage, LocalStorage):
@@ -104,6 +107,9 @@ class Save:
         for what, tree in (("shared", shared), ("own", own)):
             if not isinstance(tree, dict) or not all(isinstance(key, str) for key in tree):
                 raise CheckpointError(f"The {what} state to save is no dict with text as keys; give it as one.")
+        driver = shared.get("driver")
+        entries = (shared, driver if isinstance(driver, dict) else {})
+        self._finite_loss = not any(each.get(LOSS_IS_FINITE) is False for each in entries)
         self._shared, tensors = pack(shared)
         self._own, own_tensors = pack(own, f"process/{self._peers.rank}")
         self._held_by_peers = [key for key, tensor in tensors.items() if tensor.is_meta]
@@ -114,7 +120,7 @@ class Save:
         return outline_of(tensors, self._held_by_peers)
 
     def stage(self, buffer: StagingBuffer, may_wait: Collection[int] = ()) -> Copying | None:
-        """Copy what this process writes, so that training may go on. A failure is told by `run`.
+        """Copy what this process writes, so that training may continue. A failure is raised by `run`.
 
         Args:
             buffer: memory for the copies.
@@ -123,7 +129,7 @@ class Save:
         Returns:
             What `run` copies first, and the caller must finish before those tensors change; None after a failure.
         """
-        sources = {item.index: self.planner.resolve_data(item) for item in self.division.plan.items}
+        sources = {item.index: self.planner.resolve_data(item) for item in self.plan.local.items}
         staged = self._peers.attempt(lambda: buffer.copy(sources, self._state.kind, may_wait))
         # What the copies stand for may change or go now.
         self.planner.state_dict = {}
@@ -173,7 +179,7 @@ class Save:
         name = process_file(self._peers.rank)
         files[name] = self._write_json(place, name, self._own)
         writer = SafetensorsWriter(self._storage, place, self._peers.rank)
-        results = writer.write_data(self.division.plan, self.planner).wait()
+        results = writer.write_data(self.plan.local, self.planner).wait()
         self._storage.touch(self._storage.join(place, WRITER_FILE))
         return _Written({**files, **writer.files}, results)
 
@@ -187,16 +193,16 @@ class Save:
             )
 
     def _publish(self, place: str, written: list[_Written]) -> None:
-        assert self.division.metadata is not None
+        assert self.plan.metadata is not None
         writer = SafetensorsWriter(self._storage, place, self._peers.rank)
-        writer.finish(self.division.metadata, [one.results for one in written])
+        writer.finish(self.plan.metadata, [one.results for one in written])
         files = dict(writer.files)
         for one in written:
             files.update(one.files)
         if self._extra is not None:
             files.update(self._extra_files(place, files))
         self._check_all_here(place, files)
-        manifest = Manifest(files, self._peers.size, self.step, time.time(), self._data)
+        manifest = Manifest(files, self._peers.size, self.step, time.time(), self._data, self._finite_loss)
         self._storage.publish(place, self.directory, self._token, memoryview(manifest.to_bytes()))
 
     def _adopt(self, extra: str, place: str) -> None:

@@ -1,4 +1,4 @@
-"""Copies of tensors that training goes on changing.
+"""Copies of tensors that training continues to change.
 
 What only an optimizer's step changes, its moments above all, is copied while the next forward and backward run, and
 the next step waits for what is left. It is two thirds of what AdamW saves. torchtitan waits with all of its copies in
@@ -74,7 +74,7 @@ class StagingBuffer:
             kind: the kind of device that the tensors will be on.
         """
         if likely > 0 and self._memory is None and self._preparation is None and not _is_pinned(kind):
-            with contextlib.suppress(OSError):  # the copy tells if there is too little
+            with contextlib.suppress(OSError):  # the copy fails if there is too little
                 self._preparation = _Preparation(likely, limit)
 
     def release(self) -> None:
@@ -90,7 +90,7 @@ class StagingBuffer:
         Args:
             tensors: what to copy.
             kind: the kind of device that they are on, or the CPU.
-            may_wait: what `address_of` tells of tensors that nobody changes before `late` of the result has finished.
+            may_wait: `address_of` of tensors that do not change before `late` of the result has finished.
 
         Returns:
             The copies, valid until the next call.

@@ -31,10 +31,10 @@ class Reader(Protocol):
         """Fill the buffer, or as much of it as there is; returns how much."""
 
     def seek(self, offset: int, /) -> int:
-        """Go on reading from there."""
+        """Continue reading from there."""
 
     def close(self) -> None:
-        """Let go of the file."""
+        """Close the file."""
 
 
 class Storage(ABC):
@@ -91,11 +91,11 @@ class Storage(ABC):
 
     @abstractmethod
     def place_for(self, directory: str, token: str) -> tuple[str, str]:
-        """Say where a checkpoint is written until it is published.
+        """Choose where a checkpoint is written until it is published.
 
         Args:
             directory: the checkpoint's final directory.
-            token: tells this write from others.
+            token: distinguishes this write from others.
 
         Returns:
             That place, and what its files' names begin with in the published directory.
@@ -119,10 +119,10 @@ class Storage(ABC):
 
     @abstractmethod
     def remove(self, directory: str) -> None:
-        """Remove a checkpoint that nobody needs any more; it is no checkpoint from the first moment on."""
+        """Remove a checkpoint that is not needed any more; it is no checkpoint from the first moment on."""
 
     def touch(self, path: str) -> None:
-        """Say that a write still goes on, where the storage keeps times."""
+        """Mark a write as alive, where the storage keeps times."""
 
     # names
 
@@ -348,7 +348,7 @@ def storage_of(path: str | os.PathLike[str]) -> tuple[Storage, str]:
     """The storage that a path is on, and the path as that storage takes it.
 
     Args:
-        path: a local path, `file://...`, or a URL that fsspec knows, such as `s3://bucket/run` or `memory://run`.
+        path: a local path, `file://...`, or a URL of a file system of fsspec, such as `s3://bucket/run` or `memory://run`.
     """
     text = os.fspath(path)
     match = _URL.match(text)

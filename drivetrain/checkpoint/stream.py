@@ -93,7 +93,7 @@ def read_ranges(
     Args:
         storage: where the file is.
         path: the file.
-        listed: what the manifest says of it.
+        listed: its size and hash in the manifest.
         ranges: what to read.
         take: is given each block, which is overwritten by the next.
     """

@@ -67,7 +67,7 @@ class Sink(Protocol):
 
 @dataclass(frozen=True)
 class FileDigest:
-    """What a manifest says of one file."""
+    """One file's size and hash in a manifest."""
 
     size: int
     sha256: str
@@ -148,7 +148,7 @@ def blocks_of(data: memoryview, size: int = BLOCK) -> Iterator[memoryview]:
 
 
 class Hasher:
-    """Computes a SHA-256 in a thread of its own, since hashing and input or output both let go of the GIL."""
+    """Computes a SHA-256 in a thread of its own, since hashing and input or output both release the GIL."""
 
     def __init__(self) -> None:
         self._digest = hashlib.sha256()

@@ -1,6 +1,6 @@
 """Taking tensors out of nested state, so that what remains is JSON, and putting them back.
 
-A packed tree is plain JSON. What JSON has no word for is a dict with one key that says what it is:
+A packed tree is plain JSON. What JSON has no word for is a dict with one key that names its kind:
 
 | in the state | packed |
 |---|---|
@@ -132,6 +132,11 @@ def tensor_keys(packed: Any, source: str = "The state") -> list[str]:
 def described_array(tensor: Tensor) -> np.ndarray[Any, Any]:
     """An array of a tensor's shape and dtype that takes no memory."""
     return np.broadcast_to(torch.zeros((), dtype=tensor.dtype).numpy(), tuple(tensor.shape))
+
+
+def is_tagged(packed: dict[str, Any]) -> bool:
+    """Whether a packed dict stands for something else than a dict."""
+    return len(packed) == 1 and next(iter(packed)) in _WORDS - {"__dict__"}
 
 
 def subtree(packed: Any, *path: str | int) -> Any:
@@ -318,7 +323,7 @@ def _check(tensor: Tensor, path: str) -> None:
 def _identity(tensor: Tensor) -> tuple[Any, ...] | None:
     """What two tensors that are one and the same have in common; None where that cannot be known.
 
-    Shards are never told to be the same: a process whose shard is empty could not see it, and all must agree.
+    Shards never count as the same: a process whose shard is empty could not see it, and all must agree.
     """
     if isinstance(tensor, DTensor) or type(tensor) is not Tensor or tensor.numel() == 0 or tensor.is_meta:
         return None

@@ -1,4 +1,4 @@
-"""Who writes a checkpoint, so that what dead runs left behind can be told from what a live one is writing."""
+"""Who writes a checkpoint, so that what dead runs left behind is distinguished from what a live one is writing."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ def _is_alive(storage: LocalStorage, place: str) -> bool:
         return _is_recent(storage, path, OTHER_HOST_PATIENCE)
     try:
         process = psutil.Process(pid)
-        # The start tells the process from a later one that was given its number. Clocks are adjusted, so not exactly.
+        # A later process may have the same number, but not the same start; clocks are adjusted, so not exactly.
         same = abs(process.create_time() - started) < 2.0
         return same and process.status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:

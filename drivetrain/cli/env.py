@@ -23,7 +23,8 @@ _SETTINGS = {
     "DRIVETRAIN_USE_CPU": "run on the CPU",
     "DRIVETRAIN_MIXED_PRECISION": "default number format",
     "DRIVETRAIN_GRADIENT_ACCUMULATION_STEPS": "default micro-batches in a step",
-    "DRIVETRAIN_DEBUG": "collectives check shapes",
+    "DRIVETRAIN_DEBUG": "processes compare their calls before each collective",
+    "DRIVETRAIN_HANG_TIMEOUT": "seconds without progress that are a hang",
     "OMP_NUM_THREADS": "threads of each process",
     "CUDA_VISIBLE_DEVICES": "accelerators that torch may see",
 }
@@ -35,6 +36,7 @@ def env() -> None:
     import drivetrain
     from drivetrain.runtime.devices import available_device_kinds
     from drivetrain.runtime.environment import ProcessEnvironment
+    from drivetrain.runtime.errors import ConfigurationError
 
     _section("Versions")
     _row("drivetrain", drivetrain.__version__)
@@ -52,8 +54,11 @@ def env() -> None:
         _row(kind.name, f"{count}, process groups over {kind.backend}")
 
     _section("Process")
-    place = ProcessEnvironment.detect()
-    _row("rank", f"{place.rank} of {place.world_size} (from {place.source})")
+    try:
+        place = ProcessEnvironment.detect()
+        _row("rank", f"{place.rank} of {place.world_size} (from {place.source})")
+    except ConfigurationError as error:
+        _row("rank", str(error))
 
     _section("Settings")
     for name, meaning in _SETTINGS.items():

@@ -98,7 +98,7 @@ def _flag(*names: str, section: str, **settings: Any) -> Callable[[Command], Com
     "--nnodes",
     section="Several machines",
     metavar="N or MIN:MAX",
-    help="Machines that take part. Default: 1. With 1:2, the run goes on when one of two dies or comes.",
+    help="Machines that take part. Default: 1. With 1:2, the run continues when one of two dies or comes.",
 )
 @_option("--machine_rank", type=int, section="Several machines", help="Which one this is, from 0.")
 @_option("--main_process_ip", section="Several machines", metavar="ADDRESS", help="Address of machine 0.")
@@ -135,10 +135,18 @@ def _flag(*names: str, section: str, **settings: Any) -> Callable[[Command], Com
     help="Time to save and end after SIGTERM, SIGUSR1 or Ctrl-C. Default: 60.",
 )
 @_option(
+    "--hang_timeout",
+    type=float,
+    section="Failures and output",
+    metavar="SECONDS",
+    help="End a run in which a rank makes no progress for so long, and report where each waits; 0 never. "
+    "Default: just before the collectives' own time-out.",
+)
+@_option(
     "--monitor_interval",
     type=float,
     section="Failures and output",
-    help="Seconds between two looks. Default: 0.1.",
+    help="Seconds between two checks of the processes. Default: 0.1.",
 )
 @_option(
     "--log_dir",
@@ -152,7 +160,11 @@ def _flag(*names: str, section: str, **settings: Any) -> Callable[[Command], Com
     section="Failures and output",
     help="Which: 1 stdout, 2 stderr, 3 both, or by local rank: 0:3,1:1. Default: 3 with --log_dir.",
 )
-@_flag("--debug", section="Failures and output", help="Say what is decided, and check shapes in collectives.")
+@_flag(
+    "--debug",
+    section="Failures and output",
+    help="Show what is decided, and compare the calls of all processes before each collective and barrier.",
+)
 @click.argument("script")
 @click.argument("args", nargs=-1, type=click.UNPROCESSED)
 def launch(script: str, args: tuple[str, ...], **flags: Any) -> int:

@@ -65,7 +65,7 @@ def cli() -> None:
 
 
 def main() -> None:
-    """Run the command line and exit; mistakes are told without a traceback."""
+    """Run the command line and exit; mistakes are reported without a traceback."""
     try:
         code = cli(prog_name="drivetrain", standalone_mode=False)
     except click.exceptions.Abort:

@@ -22,12 +22,21 @@ class BatchInfo:
         global_rows: Real rows of all processes in this step; None if unknown.
         last: Whether no batch follows in this epoch.
         consumed: Samples of the epoch that all processes have consumed once this batch is; None if unknown.
+        weights: What counts in place of the real rows of this process and of all, where these are not known or not of
+            one batch; else None.
     """
 
-    __slots__ = ("consumed", "global_rows", "index", "last", "padding", "rows")
+    __slots__ = ("consumed", "global_rows", "index", "last", "padding", "rows", "weights")
 
     def __init__(
-        self, index: int, rows: int | None, padding: int, global_rows: int | None, last: bool, consumed: int | None
+        self,
+        index: int,
+        rows: int | None,
+        padding: int,
+        global_rows: int | None,
+        last: bool,
+        consumed: int | None,
+        weights: tuple[int, int] | None = None,
     ) -> None:
         self.index = index
         self.rows = rows
@@ -35,6 +44,26 @@ class BatchInfo:
         self.global_rows = global_rows
         self.last = last
         self.consumed = consumed
+        self.weights = weights
+
+    def share(self, processes: int) -> float:
+        """What the mean over this batch counts for, so that the mean over processes is that over all their rows.
+
+        Args:
+            processes: How many of them the step's batches are spread over.
+
+        Returns:
+            1.0 where all have as many rows, or nothing is known; 0.0 for a batch that is padding only.
+        """
+        own, total = (self.real_rows, self.global_rows) if self.weights is None else self.weights
+        if own is None or not total:
+            return 0.0 if self.is_padding else 1.0
+        return own * processes / total
+
+    @property
+    def is_padding(self) -> bool:
+        """Whether no row is real: the batch only stands in for one that this process lacks."""
+        return self.padding > 0 and self.padding == self.rows
 
     @property
     def real_rows(self) -> int | None:

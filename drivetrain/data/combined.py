@@ -6,9 +6,12 @@ from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from typing import Any
 
 from drivetrain.data.batch_info import BatchInfo
+from drivetrain.data.loader import PreparedLoader
+from drivetrain.data.reading import least, up_to
 from drivetrain.runtime.errors import CheckpointError, ConfigurationError, DataError, nearest
 
-_Pairs = Generator[tuple[Any, int | None], None, None]
+_Known = list[BatchInfo | None]  # of each loader that a batch comes from
+_Pairs = Generator[tuple[Any, _Known], None, None]
 MODES = ("min_size", "max_size_cycle", "max_size", "sequential")
 
 
@@ -51,6 +54,8 @@ class CombinedLoader:
         self._begun = False
         self._resumes = False
         self._index = 0
+        self._limit: int | None = None
+        self._together = False
 
     def map(self, prepare: Callable[[Any], Any]) -> CombinedLoader:
         """The same combination of what `prepare` makes of each loader."""
@@ -74,19 +79,35 @@ class CombinedLoader:
         return min(lengths) if self.mode == "min_size" else max(lengths)
 
     def __iter__(self) -> Iterator[Any]:
+        return self.iterate()
+
+    def iterate(self, limit: float | None = None, together: bool = False) -> Iterator[Any]:
+        """Iterate as `iter(loader)` does, and end early or in step with the other processes.
+
+        Args:
+            limit: Combined batches, counted from the start of the epoch, after which the iteration ends.
+            together: All processes iterate, each with as many batches; see `PreparedLoader.iterate`.
+        """
         if not self._resumes:
             self._ended = [False] * len(self.loaders)
             self._index = 0
         self._resumes = False
         self._begun = True
+        self._limit = None if limit is None or limit == float("inf") else int(limit)
+        self._together = together
         batches = self._one_after_the_other() if self.mode == "sequential" else self._side_by_side()
         try:
             length: int | None = len(self)
         except (TypeError, NotImplementedError):
             length = None
+        return self._given(batches, least(length, self._limit))
+
+    def _given(self, batches: _Pairs, length: int | None) -> Iterator[Any]:
+        """The batches up to the limit, each with what is known about it in `current`."""
+        before = self._index
         try:
-            for batch, rows, last in _with_last(batches, self._index, length):
-                self.current = BatchInfo(self._index, rows, 0, None, last, None)
+            for batch, known, last in _with_last(up_to(batches, self._limit, before), before, length):
+                self.current = _info_of(known, self._index, last)
                 self._index += 1
                 yield batch
             self._begun = False
@@ -97,8 +118,8 @@ class CombinedLoader:
     def state_dict(self) -> dict[str, Any]:
         """The position: that of every loader, and which of them have ended."""
         return {
-            "index": self._index if self._begun else 0,
-            "ended": list(self._ended) if self._begun else [False] * len(self.loaders),
+            "index": self._index if self._begun or self._resumes else 0,
+            "ended": list(self._ended) if self._begun or self._resumes else [False] * len(self.loaders),
             "loaders": [loader.state_dict() if hasattr(loader, "state_dict") else {} for loader in self.loaders],
         }
 
@@ -131,8 +152,8 @@ class CombinedLoader:
         for position, loader in enumerate(self.loaders):
             if self._ended[position]:
                 continue
-            for batch in loader:
-                yield batch, _rows(loader)
+            for batch in self._begin(loader):
+                yield batch, [_current(loader)]
             self._ended[position] = True
 
     def _side_by_side(self) -> _Pairs:
@@ -149,12 +170,12 @@ class CombinedLoader:
                     batches.append(batch)
                 if all(ended):
                     return
-                known = {
-                    _rows(loader)
+                known = [
+                    _current(loader)
                     for loader, over in zip(self.loaders, ended, strict=True)
                     if not over or self.mode == "max_size_cycle"
-                }
-                yield self._structured(batches), known.pop() if len(known) == 1 else None
+                ]
+                yield self._structured(batches), known
         finally:
             for iterator in iterators:
                 if hasattr(iterator, "close"):
@@ -166,7 +187,7 @@ class CombinedLoader:
             if self.mode == "max_size" and ended[position]:
                 return None, False
             if iterators[position] is None:
-                iterators[position] = iter(loader)
+                iterators[position] = self._begin(loader)
             return next(iterators[position]), False
         except StopIteration:
             ended[position] = True
@@ -174,11 +195,20 @@ class CombinedLoader:
             return None, True
         if self.mode == "max_size" or all(ended):
             return None, all(ended)
-        iterators[position] = iter(loader)
+        iterators[position] = self._begin(loader)
         try:
             return next(iterators[position]), False
         except StopIteration:
             raise DataError(f"Loader {position} of a CombinedLoader is empty, so it cannot be started anew.") from None
+
+    def _begin(self, loader: Any) -> Iterator[Any]:
+        """Begin a pass over one loader, which the combination's limit may cut short."""
+        if not isinstance(loader, PreparedLoader):
+            return iter(loader)
+        limit = self._limit
+        if limit is not None:
+            limit += (loader.consumed_batches if loader.resumes else 0) - self._index
+        return loader.iterate(limit, self._together)
 
     def _structured(self, batches: list[Any]) -> Any:
         if self._names is not None:
@@ -186,14 +216,16 @@ class CombinedLoader:
         return tuple(batches) if isinstance(self.iterables, tuple) else batches
 
 
-def _with_last(pairs: _Pairs, index: int, length: int | None) -> Iterator[tuple[Any, int | None, bool]]:
-    """Each batch with its rows and whether it is the last; one batch of look-ahead only where the length is unknown."""
+def _with_last(
+    pairs: Iterator[tuple[Any, _Known]], index: int, length: int | None
+) -> Iterator[tuple[Any, _Known, bool]]:
+    """Each batch, what is known about it, and whether it is the last; one is read ahead where the length is unknown."""
     if length is not None:
-        for batch, rows in pairs:
+        for batch, known in pairs:
             index += 1
-            yield batch, rows, index == length
+            yield batch, known, index == length
         return
-    ahead: tuple[Any, int | None] | None = None
+    ahead: tuple[Any, _Known] | None = None
     for pair in pairs:
         if ahead is not None:
             yield *ahead, False
@@ -202,6 +234,31 @@ def _with_last(pairs: _Pairs, index: int, length: int | None) -> Iterator[tuple[
         yield *ahead, True
 
 
-def _rows(loader: Any) -> int | None:
+def _current(loader: Any) -> BatchInfo | None:
     info = getattr(loader, "current", None)
-    return info.rows if isinstance(info, BatchInfo) else None
+    return info if isinstance(info, BatchInfo) else None
+
+
+def _info_of(known: _Known, index: int, last: bool) -> BatchInfo:
+    """What is known about a combined batch, out of what is known about its parts.
+
+    Parts of different sizes, or of which only some stand in, count by the rows of all of them together.
+    """
+    parts = [info for info in known if info is not None]
+    if len(parts) < len(known) or not parts:
+        return BatchInfo(index, None, 0, None, last, None)
+    first = parts[0]
+    if all(
+        (info.rows, info.padding, info.global_rows, info.weights)
+        == (first.rows, first.padding, first.global_rows, first.weights)
+        for info in parts
+    ):
+        return BatchInfo(index, first.rows, first.padding, first.global_rows, last, None, first.weights)
+    counts = [info.weights or (info.real_rows, info.global_rows) for info in parts]
+    own, total = [mine for mine, _ in counts], [everyone for _, everyone in counts]
+    weights = None if None in own or None in total else (sum(filter(None, own)), sum(filter(None, total)))
+    if all(info.is_padding for info in parts):
+        rows = sum(info.padding for info in parts)
+        return BatchInfo(index, rows, rows, None, last, None, weights)
+    sizes = {info.rows for info in parts}
+    return BatchInfo(index, sizes.pop() if len(sizes) == 1 else None, 0, None, last, None, weights)

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from drivetrain.data.batch_info import BatchInfo
-from drivetrain.data.batches import Pair, own_pairs, share_pairs
+from drivetrain.data.batches import Pair, own_pairs, share_pairs, whole_batches
 from drivetrain.data.order import Position
 from drivetrain.data.randomness import EpochStart
 from drivetrain.data.reading import Opened, Reader, do_nothing
@@ -48,6 +48,9 @@ class DispatchReader:
         batches: How many batches there are; called for the length.
     """
 
+    finds_rows = False
+    ends_alike = True
+
     def __init__(self, make_reader: Callable[[], Reader], layout: Layout, batches: Callable[[], int]) -> None:
         self.layout = layout
         layout.check()
@@ -58,22 +61,26 @@ class DispatchReader:
     def __len__(self) -> int:
         return self.layout.steps(self._batches())
 
-    def open(self, epoch: int, position: Position) -> Opened:
+    def open(self, epoch: int, position: Position, limit: int | None = None) -> Opened:
         """Begin an iteration over an epoch; on all processes together."""
         if not dist.is_initialized():  # nobody to send to: a shard that is looked at by itself
-            opened = self._own_reader().open(epoch, position)
+            opened = self._own_reader().open(epoch, position, limit)
             pairs = own_pairs(share_pairs(opened.pairs, self.layout), self.layout.shard.index)
             return Opened(pairs, opened.start, opened.close)
         exchange = _Exchange(self.layout)
         if dist.get_rank() != 0:
             return Opened(exchange.receive(), EpochStart.capture([]), do_nothing)
         try:
-            opened = self._own_reader().open(epoch, position)
+            opened = self._own_reader().open(epoch, position, limit)
         except Exception as error:
             exchange.fail(error)
             raise
         steps = share_pairs(opened.pairs, self.layout)
         return Opened(exchange.send(steps), opened.start, opened.close)
+
+    def restart(self) -> None:
+        """Let the next iteration be as the first one."""
+        self._reader = None
 
     def _own_reader(self) -> Reader:
         if self._reader is None:
@@ -187,6 +194,9 @@ class _Exchange:
         if not present:
             return None, bool(more), bool(final)
         info = BatchInfo(number, _known(rows), padding, _known(global_rows), bool(last), _known(consumed))
+        if info.global_rows is None:
+            everyone = zip(numbers[_COMMON::_EACH], numbers[_COMMON + 2 :: _EACH], strict=True)
+            info.weights = whole_batches(padding, sum(there and not padded for there, padded in everyone))
         return (batches[index], info), bool(more), bool(final)
 
 

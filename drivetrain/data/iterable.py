@@ -18,7 +18,7 @@ from drivetrain.data.randomness import (
     set_generator_state,
     several_processes,
 )
-from drivetrain.data.reading import Opened, do_nothing, rebuilt, with_rows_found
+from drivetrain.data.reading import Opened, do_nothing, rebuilt, up_to, with_rows_found
 from drivetrain.data.seeding import ShowUsersDataset, as_is, collate_seed
 from drivetrain.data.sharding import Layout, shard_batches, with_last
 from drivetrain.runtime.errors import ConfigurationError
@@ -143,6 +143,7 @@ class StreamReader:
     def __init__(self, loader: DataLoader[Any], layout: Layout, seed: int | None) -> None:
         self._loader = loader
         size = loader.batch_size
+        self.finds_rows = size is None
         self.layout = layout._replace(batch_size=1 if size is None else size)
         self.layout.check()
         self._sharded = self.layout.shard.count > 1
@@ -166,10 +167,17 @@ class StreamReader:
             worker_init_fn=ShowUsersDataset(self._loader.worker_init_fn),
         )
 
+    ends_alike = False
+
+    def restart(self) -> None:
+        """Let the next iteration be as the first one: with new workers, where these stay."""
+        if self._loader.persistent_workers:
+            self._inner = self._make_inner()
+
     def __len__(self) -> int:
         return self.layout.steps(len(self._loader))
 
-    def open(self, epoch: int, position: Position) -> Opened:
+    def open(self, epoch: int, position: Position, limit: int | None = None) -> Opened:
         """Begin an iteration over an epoch; what comes before the position is read and left out."""
         if self._dataset.layout != self.layout:
             self._dataset.layout = self.layout
@@ -198,8 +206,8 @@ class StreamReader:
                 close = separate.settle
             separate.settle()
         steps = position.batches // self.layout.group_size
-        pairs = self._pairs(records, steps)
-        return Opened(pairs if self._loader.batch_size is not None else with_rows_found(pairs), start, close)
+        pairs = self._pairs(up_to(records, None if limit is None else limit // self.layout.group_size), steps)
+        return Opened(with_rows_found(pairs, alone=not self._sharded) if self.finds_rows else pairs, start, close)
 
     def _pairs(self, records: Iterator[Record], skipped: int) -> Iterator[tuple[Any, BatchInfo]]:
         """The batches, each with what is known about it; one is read ahead, to know the last."""

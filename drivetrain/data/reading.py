@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple, Protocol
+from itertools import islice
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 from torch.utils.data import DataLoader
 
@@ -12,6 +13,8 @@ from drivetrain.data.order import Position
 from drivetrain.data.randomness import EpochStart
 from drivetrain.data.sharding import Layout
 from drivetrain.runtime.nested import batch_size_or_none
+
+Item = TypeVar("Item")
 
 
 class Opened(NamedTuple):
@@ -33,17 +36,44 @@ class Reader(Protocol):
 
     Attributes:
         layout: How batches are shared; may be changed between iterations.
+        finds_rows: Whether the rows of a batch are known only once it is read, and then to this process only.
     """
 
     layout: Layout
+    finds_rows: bool
 
-    def open(self, epoch: int, position: Position) -> Opened:
-        """Begin an iteration over an epoch, at a position of it."""
+    @property
+    def ends_alike(self) -> bool:
+        """Whether processes whose loaders have the same length surely have as many batches."""
+        ...
+
+    def open(self, epoch: int, position: Position, limit: int | None = None) -> Opened:
+        """Begin an iteration over an epoch, at a position of it.
+
+        Args:
+            epoch: The epoch.
+            position: Where in it to begin.
+            limit: The user's batches after which it ends, counted from the start of the epoch; None for all.
+        """
+        ...
+
+    def restart(self) -> None:
+        """Let the next iteration be as the first one: with new workers, where these stay."""
         ...
 
     def __len__(self) -> int:
         """How many batches this process gets in an epoch."""
         ...
+
+
+def up_to(items: Iterator[Item], limit: int | None, skipped: int = 0) -> Iterator[Item]:
+    """The items before a limit, of which `skipped` came before them; nothing is read beyond."""
+    return items if limit is None else islice(items, max(0, limit - skipped))
+
+
+def least(*lengths: int | None) -> int | None:
+    """The smallest of some lengths, of which those that are None are unknown."""
+    return min((length for length in lengths if length is not None), default=None)
 
 
 def do_nothing() -> None:
@@ -69,14 +99,19 @@ def rebuilt(loader: DataLoader[Any], dataset: Any, **changes: Any) -> DataLoader
     return DataLoader(dataset, **{**options, **changes})
 
 
-def with_rows_found(pairs: Iterator[tuple[Any, BatchInfo]]) -> Iterator[tuple[Any, BatchInfo]]:
-    """Take the number of rows from each batch, where the order of the indices does not tell it.
+def with_rows_found(pairs: Iterator[tuple[Any, BatchInfo]], alone: bool) -> Iterator[tuple[Any, BatchInfo]]:
+    """Take the number of rows from each batch, where it does not follow from the order of the indices.
 
     A batch of padding whose rows cannot be found counts as one row.
+
+    Args:
+        pairs: The batches, each with what is known about it.
+        alone: Whether no other process has a batch in the same step; else the rows of all are not known.
     """
     for batch, info in pairs:
-        whole_padding = info.padding > 0 and info.padding == info.rows
+        is_padding = info.is_padding
         info.rows = batch_size_or_none(batch)
-        if whole_padding:
+        if is_padding:
             info.rows = info.padding = info.rows or 1
+        info.global_rows = info.rows if alone else None
         yield batch, info

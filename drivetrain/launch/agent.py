@@ -1,4 +1,4 @@
-"""Torch's elastic agent, taught who failed first, to stop everybody at once and to pass signals on once.
+"""Torch's elastic agent, extended: it finds who failed first, stops all at once and forwards each signal once.
 
 The agent starts each rank in a session of its own, so a Ctrl-C at the terminal reaches the launcher alone and
 is passed on from here: each rank sees it exactly once.
@@ -20,6 +20,8 @@ from torch.distributed.elastic.multiprocessing.api import SubprocessContext
 from drivetrain.launch.peers import Peers, agree_on_counts
 from drivetrain.launch.ranks import STOP_PATIENCE, LocalRanks
 from drivetrain.launch.report import RankFailure, first_failure
+from drivetrain.launch.watchdog import RankReport, Watchdog
+from drivetrain.runtime.heartbeat import HEARTBEAT_VARIABLE
 
 PREEMPTION_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 FORWARDED_SIGNALS = (signal.SIGINT, *PREEMPTION_SIGNALS, signal.SIGHUP, signal.SIGQUIT)
@@ -31,13 +33,14 @@ class RankAgent(LocalElasticAgent):
 
     Args:
         grace_period: seconds that ranks have to save and end once they were asked to, or once one of them has
-            said that the run was preempted.
-        can_shrink: whether the run may go on with fewer machines.
-        tell_all: whether a signal goes to all that a rank has started, too.
+            reported that the run was preempted.
+        can_shrink: whether the run may continue with fewer machines.
+        signal_all: whether a signal also goes to all that a rank has started.
         on_restart: called with the first failure of an attempt that is followed by another (None: a machine is
             gone), and with the number of that restart.
         on_resize: called when the number of machines has changed, with the old one and the new one.
         on_interrupt: called when the first Ctrl-C has been passed on.
+        watchdog: finds ranks that make no progress; None where nothing shall.
         arguments: those of torch's agent.
     """
 
@@ -47,19 +50,21 @@ class RankAgent(LocalElasticAgent):
         *arguments: Any,
         grace_period: float,
         can_shrink: bool,
-        tell_all: bool,
+        signal_all: bool,
         on_restart: Callable[[RankFailure | None, int], None],
         on_resize: Callable[[int, int], None],
         on_interrupt: Callable[[], None],
+        watchdog: Watchdog | None = None,
         **options: Any,
     ) -> None:
         super().__init__(spec, *arguments, **options)
         self._grace_period = grace_period
         self._can_shrink = can_shrink
-        self._tell_all = tell_all
+        self._signal_all = signal_all
         self._on_restart = on_restart
         self._on_resize = on_resize
         self._on_interrupt = on_interrupt
+        self._watchdog = watchdog
         self._attempt = -1  # number of restarts so far, the same on every machine
         self._failed_attempts = 0
         self._machines = 0
@@ -107,7 +112,7 @@ class RankAgent(LocalElasticAgent):
         return self._ranks is not None and self._ranks.all_succeeded()
 
     def restore_signals(self) -> None:
-        """Give the signals back to whoever handled them before."""
+        """Restore the handlers that the signals had before."""
         for number, handler in self._previous_handlers.items():
             signal.signal(number, handler)
         self._previous_handlers.clear()
@@ -115,8 +120,8 @@ class RankAgent(LocalElasticAgent):
     # what torch's agent calls
 
     def _rendezvous(self, worker_group: WorkerGroup) -> None:
-        # Torch keeps where the ranks meet from one round to the next, with the keys of ranks that are dead, and tells
-        # a machine that joins later nothing (seen with 2.13). Forgotten, it makes a fresh store for each round.
+        # Torch keeps where the ranks meet from one round to the next, with the keys of ranks that are dead, and
+        # a machine that joins later does not get it (seen with 2.13). Forgotten, it makes a fresh store for each round.
         worker_group.spec.rdzv_handler._bootstrap_store_info = None  # type: ignore[attr-defined]
         super()._rendezvous(worker_group)
         machine, machines = worker_group.group_rank or 0, worker_group.group_world_size or 1
@@ -147,6 +152,8 @@ class RankAgent(LocalElasticAgent):
         super()._set_local_rank_env(worker_env, *arguments)
         # Torch counts failures of this machine alone.
         worker_env["TORCHELASTIC_RESTART_COUNT"] = str(self._attempt)
+        if self._watchdog is not None:
+            worker_env[HEARTBEAT_VARIABLE] = self._watchdog.path(int(worker_env["LOCAL_RANK"] or 0))
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         in_main_thread = threading.current_thread() is threading.main_thread()
@@ -158,8 +165,11 @@ class RankAgent(LocalElasticAgent):
             {local: handler.proc for local, handler in context.subprocess_handlers.items()},
             {worker.local_rank: worker.global_rank for worker in worker_group.workers},
             context.error_files,
-            tell_all=self._tell_all,
+            signal_all=self._signal_all,
         )
+        if self._watchdog is not None:
+            global_ranks = {worker.local_rank: worker.global_rank for worker in worker_group.workers}
+            self._watchdog.start(self._ranks.pids, global_ranks, self.world_size)
         self.preempted = False
         self._watching, self._stopping = True, False
         if in_main_thread:
@@ -168,18 +178,23 @@ class RankAgent(LocalElasticAgent):
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         ranks, peers = self._running()
-        ranks.look()
-        if self.received is not None and not ranks.someone_failed():
+        ranks.poll()
+        if self.received is not None and not ranks.any_failed():
             return self._end_by_signal(self.received)
-        if peers.is_time_to_look():
+        if peers.is_time_to_poll():
             self.lost_machines = bool(peers.lost())
             if self.lost_machines or peers.failed_elsewhere():
                 self._stopping = True
                 self._stop_peers(ranks.alive())
                 return self._failed()
-        if ranks.someone_failed():
+            if self._watchdog is not None and peers.stacks_wanted():
+                peers.give_stacks(self._watchdog.describe(self._watchdog.report(ranks.alive())))
+        watchdog = self._watchdog if not ranks.any_failed() else None
+        if watchdog is not None and (reports := watchdog.poll(ranks.alive())) is not None:
+            return self._end_hang(watchdog, reports)
+        if ranks.any_failed():
             self._stopping = True
-            ranks.see_who_dies()
+            ranks.await_deaths()
             if ranks.was_preempted():
                 return self._end_preempted()
             failures = ranks.failures()
@@ -189,7 +204,7 @@ class RankAgent(LocalElasticAgent):
             ranks.kill(ranks.alive())
         elif ranks.alive() or not peers.all_done():
             return RunResult(state=WorkerState.HEALTHY)
-        # Torch's own look only now that all have ended: on a failure that it is the first to see, it waits
+        # Torch polls only now that all have ended: on a failure that it is the first to see, it waits
         # half a minute for peers that do not hear SIGTERM.
         self._watching = False
         result: RunResult = super()._monitor_workers(worker_group)
@@ -243,6 +258,15 @@ class RankAgent(LocalElasticAgent):
         """End ranks that another's failure leaves alone: at once where they start again, else asking them first."""
         self._running()[0].stop(locals_, patience=0.0 if self._remaining_restarts else STOP_PATIENCE)
 
+    def _end_hang(self, watchdog: Watchdog, reports: list[RankReport]) -> RunResult:
+        """End all ranks, of which one makes no progress."""
+        ranks, peers = self._running()
+        self._stopping = True
+        ranks.hang = watchdog.failure(reports, peers.collect_stacks(watchdog.describe(reports)))
+        peers.publish(ranks.hang)
+        self._stop_peers(ranks.alive())
+        return self._failed()
+
     def _end_preempted(self) -> RunResult:
         """One rank has saved and ended. The others, who agreed on the step, get the time to do the same."""
         _, peers = self._running()
@@ -252,14 +276,14 @@ class RankAgent(LocalElasticAgent):
             # Asked to by another launcher, because machines have come: torch's loop starts the larger group.
             self._watching = False
             return RunResult(state=WorkerState.HEALTHY)
-        leaving = self.received is not None or (not self._can_shrink and peers.someone_stops())
+        leaving = self.received is not None or (not self._can_shrink and peers.any_stopping())
         return self._give_up() if leaving else self._failed()
 
     def _end_by_signal(self, number: signal.Signals) -> RunResult:
         ranks, peers = self._running()
         self.ended_by_signal = True
-        peers.say_stopping()
-        ranks.tell(ranks.alive(), number)
+        peers.publish_stopping()
+        ranks.forward(ranks.alive(), number)
         if number == signal.SIGINT:
             self._on_interrupt()
         self._await_savers(number)
@@ -269,14 +293,14 @@ class RankAgent(LocalElasticAgent):
     def _save_and_end(self) -> None:
         """Let ranks save and end, because machines have come."""
         ranks, _ = self._running()
-        ranks.tell(ranks.alive(), signal.SIGTERM)
+        ranks.forward(ranks.alive(), signal.SIGTERM)
         self._await_savers(signal.SIGTERM)
 
     def _await_savers(self, number: signal.Signals | None = None) -> None:
         """Wait for ranks that save and end; where one crashes meanwhile, the others cannot, and are ended."""
         ranks, _ = self._running()
-        ranks.wait(ranks.alive(), self._grace_period, until=lambda: ranks.someone_crashed(number))
-        if ranks.someone_crashed(number):
+        ranks.wait(ranks.alive(), self._grace_period, until=lambda: ranks.any_crashed(number))
+        if ranks.any_crashed(number):
             ranks.stop(local for local in ranks.alive() if not ranks.is_failing(local))
             ranks.wait(ranks.alive(), _EXIT_PATIENCE)
         else:
@@ -294,7 +318,7 @@ class RankAgent(LocalElasticAgent):
             signal.signal(number, signal.SIG_IGN if handler == signal.SIG_IGN else self._on_signal)
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
-        """Remember the first signal for the next look; a second Ctrl-C or SIGTERM kills."""
+        """Record the first signal for the next poll; a second Ctrl-C or SIGTERM kills."""
         again = number == signal.SIGTERM and number in self._seen
         self._seen.add(signal.Signals(number))
         again = again or (number == signal.SIGINT and (self.received is not None or self._stopping))

@@ -1,4 +1,4 @@
-"""Starts a script as N processes under torch's elastic agent, and answers for how they end."""
+"""Starts a script as N processes under torch's elastic agent, and turns how they end into an exit code."""
 
 from __future__ import annotations
 
@@ -24,6 +24,7 @@ from drivetrain.launch.options import DEFAULT_PORT, LaunchOptions
 from drivetrain.launch.peers import LOST_AFTER
 from drivetrain.launch.plan import LaunchPlan
 from drivetrain.launch.report import RankFailure, describe
+from drivetrain.launch.watchdog import Watchdog
 from drivetrain.runtime.errors import ConfigurationError, LaunchError
 from drivetrain.runtime.exit_codes import RESUME_EXIT_CODE
 
@@ -40,13 +41,13 @@ def launch_script(options: LaunchOptions, script: str, args: Sequence[str] = ())
 
     Args:
         options: how many processes, where, and with which settings.
-        script: the script's path, or a module's or program's name if the options say so.
+        script: the script's path, or a module's or program's name if the options ask for that.
         args: its arguments, passed on as they are.
 
     Returns:
         0; the exit code of the first rank that failed; 128 + the number of the signal that ended it; the same for
-        a signal that ended the launcher (130 for Ctrl-C); or 75, `RESUME_EXIT_CODE`, where the run was preempted
-        and has saved its state, so that it can be started again.
+        a signal that ended the launcher (130 for Ctrl-C); 124, `HANG_EXIT_CODE`, where a rank made no progress; or 75,
+        `RESUME_EXIT_CODE`, where the run was preempted and has saved its state, so that it can be started again.
 
     Raises:
         ConfigurationError: the script is not there, or the options do not fit this machine.
@@ -55,17 +56,18 @@ def launch_script(options: LaunchOptions, script: str, args: Sequence[str] = ())
     """
     options.check_script(script)
     plan = LaunchPlan.make(options)
-    say = _say if options.debug else _say_nothing
-    say(f"{plan.local_processes} process(es) on this machine, on {plan.kind}")
+    report = _print if options.debug else _ignore
+    report(f"{plan.local_processes} process(es) on this machine, on {plan.kind}")
     for name, value in plan.variables.items():
-        say(f"{name}={value}")
+        report(f"{name}={value}")
     entrypoint, arguments = _command(options, script, args)
     with (
         _quiet_loggers(enabled=not options.debug),
         _log_directory(options) as log_directory,
+        _watchdog(options) as watchdog,
         plan.environment(),
     ):
-        return _run(options, plan, entrypoint, arguments, log_directory)
+        return _run(options, plan, entrypoint, arguments, log_directory, watchdog)
 
 
 def _command(options: LaunchOptions, script: str, args: Sequence[str]) -> tuple[str, list[str]]:
@@ -80,7 +82,14 @@ def _command(options: LaunchOptions, script: str, args: Sequence[str]) -> tuple[
     return entrypoint, [argument.replace("$", "$$") for argument in arguments]
 
 
-def _run(options: LaunchOptions, plan: LaunchPlan, entrypoint: str, arguments: list[str], log_directory: str) -> int:
+def _run(
+    options: LaunchOptions,
+    plan: LaunchPlan,
+    entrypoint: str,
+    arguments: list[str],
+    log_directory: str,
+    watchdog: Watchdog | None,
+) -> int:
     parameters = _rendezvous(options)
     try:
         handler = get_rendezvous_handler(parameters)
@@ -104,10 +113,11 @@ def _run(options: LaunchOptions, plan: LaunchPlan, entrypoint: str, arguments: l
         log_line_prefix_template="[rank${rank}]: ",
         grace_period=options.preemption_grace_period,
         can_shrink=options.min_machines < options.max_machines,
-        tell_all=options.no_python,
-        on_restart=lambda failure, number: _say_restart(options, agent, failure, number),
-        on_resize=lambda old, new: _say(f"going on with {new} machine(s) instead of {old}."),
-        on_interrupt=lambda: _say("interrupted: the processes are ending; Ctrl-C again kills them."),
+        signal_all=options.no_python,
+        on_restart=lambda failure, number: _announce_restart(options, agent, failure, number),
+        on_resize=lambda old, new: _print(f"continuing with {new} machine(s) instead of {old}."),
+        on_interrupt=lambda: _print("interrupted: the processes are ending; Ctrl-C again kills them."),
+        watchdog=watchdog,
     )
     try:
         return _watch(options, parameters, agent, handler)
@@ -123,7 +133,7 @@ def _watch(
     try:
         result = agent.run()
         if agent.ended_by_signal:
-            shut_down = False  # it would close the rendezvous for machines that may go on
+            shut_down = False  # it would close the rendezvous for machines that may continue
             return _after_signal(options, agent)
         if agent.preempted:
             return _resumable()
@@ -132,7 +142,7 @@ def _watch(
         failure = agent.first_failure()
         if failure is None:
             raise LaunchError(_unexplained(agent))
-        _write(_described(failure, agent))
+        _write(_described(options, failure, agent))
         return failure.status
     except (KeyboardInterrupt, SignalException) as stop:
         shut_down = False
@@ -150,11 +160,11 @@ def _watch(
 
 
 def _after_signal(options: LaunchOptions, agent: RankAgent) -> int:
-    """The exit code after the ranks were told to end."""
+    """The exit code after a signal was forwarded to the ranks."""
     assert agent.received is not None
     if agent.overdue:
         ranks = ", ".join(str(rank) for rank in agent.overdue)
-        _say(
+        _print(
             f"{options.preemption_grace_period:g} s after {agent.received.name}, rank {ranks} had not ended and was "
             "killed. Give more time with --preemption_grace_period."
         )
@@ -164,23 +174,23 @@ def _after_signal(options: LaunchOptions, agent: RankAgent) -> int:
         return 0  # through before it had to stop
     failure = agent.first_failure()
     if failure is not None and failure.text:
-        _write(_described(failure, agent))
+        _write(_described(options, failure, agent))
     return 128 + agent.received
 
 
 def _resumable(what: str = "the run was preempted and has saved its state") -> int:
-    _say(f"{what}: start it again, and it goes on (exit code {RESUME_EXIT_CODE}).")
+    _print(f"{what}: start it again to resume (exit code {RESUME_EXIT_CODE}).")
     return RESUME_EXIT_CODE
 
 
-def _say_restart(options: LaunchOptions, agent: RankAgent, failure: RankFailure | None, number: int) -> None:
-    """One line that tells why all is started again, and the traceback where there is one."""
+def _announce_restart(options: LaunchOptions, agent: RankAgent, failure: RankFailure | None, number: int) -> None:
+    """Print why all processes start again, in one line, and the traceback where there is one."""
     count = f" (restart {number} of {options.max_restarts})" if number else ""
     then = f"Starting all processes again{count}."
     if failure is None:
-        _say(f"a machine gave no sign of life for {LOST_AFTER:g} s. {then}")
+        _print(f"a machine gave no sign of life for {LOST_AFTER:g} s. {then}")
     elif failure.exit_code == RESUME_EXIT_CODE:
-        _say(f"the run was preempted and has saved its state. {then}")
+        _print(f"the run was preempted and has saved its state. {then}")
     else:
         _write(describe(failure, agent.world_size, then=then, advise=False))
 
@@ -188,16 +198,16 @@ def _say_restart(options: LaunchOptions, agent: RankAgent, failure: RankFailure 
 def _unexplained(agent: RankAgent) -> str:
     if agent.lost_machines:
         return f"Another machine gave no sign of life for {LOST_AFTER:g} s, so the processes here were stopped."
-    return "The processes were stopped, and none of them said why."
+    return "The processes were stopped, and none of them left a reason."
 
 
-def _described(failure: RankFailure, agent: RankAgent) -> str:
+def _described(options: LaunchOptions, failure: RankFailure, agent: RankAgent) -> str:
     early = agent.ended_early()
     then = ""
     if early:
         ranks = ", ".join(str(rank) for rank in early)
         then = f"Already ended, with exit code 0: rank {ranks}. All others were stopped."
-    return describe(failure, agent.world_size, then=then)
+    return describe(failure, agent.world_size, then=then, debug=options.compares_calls)
 
 
 def _rendezvous(options: LaunchOptions) -> RendezvousParameters:
@@ -209,7 +219,7 @@ def _rendezvous(options: LaunchOptions) -> RendezvousParameters:
     if options.max_machines == 1:
         run, local_address = uuid.uuid4().hex, address or _LOOPBACK
         if not port:
-            # Port 0: the store binds to a free port and tells which, so that two launches never collide.
+            # Port 0: the store binds to a free port and reports it, so that two launches never collide.
             backend, port = "c10d", 0
             settings["is_host"] = True
     if backend == "static":
@@ -260,8 +270,20 @@ def _log_directory(options: LaunchOptions) -> Iterator[str]:
 
 
 @contextmanager
+def _watchdog(options: LaunchOptions) -> Iterator[Watchdog | None]:
+    """What finds ranks that make no progress, with a directory in memory for their heartbeats."""
+    limit = options.hang_limit
+    if limit == 0:
+        yield None
+        return
+    memory = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
+    with tempfile.TemporaryDirectory(prefix="drivetrain_", dir=memory, ignore_cleanup_errors=True) as directory:
+        yield Watchdog(directory, limit, debug=options.compares_calls)
+
+
+@contextmanager
 def _quiet_loggers(*, enabled: bool) -> Iterator[None]:
-    """Keep the agent's messages from the terminal; what matters to the user is said by us."""
+    """Keep the agent's messages from the terminal; what matters to users is printed here."""
     loggers = [logging.getLogger(name) for name in _QUIET_LOGGERS] if enabled else []
     silence = logging.NullHandler()
     for logger in loggers:
@@ -280,9 +302,9 @@ def _write(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
 
-def _say(text: str) -> None:
+def _print(text: str) -> None:
     _write(text if text.startswith("drivetrain: ") else f"drivetrain: {text}")
 
 
-def _say_nothing(text: str) -> None:
+def _ignore(text: str) -> None:
     pass

@@ -221,7 +221,7 @@ def _refuse_what_a_fork_would_break(kind: str) -> None:
             "notebook_launcher needs fork, which this system does not have. Save the training as a file and "
             "run `drivetrain launch` on it."
         )
-    if PartialState.get_shared("environment") is not None:
+    if PartialState.existing() is not None:
         raise LaunchError(
             "An Accelerator, Trainer or PartialState exists in this process already, so its processes could "
             "not make their own. Restart the kernel, and make it only inside the function given to "

@@ -28,18 +28,19 @@ MIXED_PRECISIONS = (
     "64-true",
 )
 RENDEZVOUS_BACKENDS = ("static", "c10d", "etcd", "etcd-v2")
+HANG_TIMEOUT_VARIABLE = "DRIVETRAIN_HANG_TIMEOUT"
 DEFAULT_PORT = 29500  # where machines meet when no port is named, as with torchrun
 
 
 @dataclass(frozen=True)
 class LaunchOptions:
-    """How many processes to start, where, and what to tell them.
+    """How many processes to start, where, and with which settings.
 
     Args:
         num_processes: processes over all machines together; None starts one per accelerator that is
             visible, or one where there is none.
         num_machines: machines that take part; the same command runs on each. `"1:2"` for at least one and at most
-            two: the run goes on when one dies or comes, and `num_processes` counts those of two.
+            two: the run continues when one dies or comes, and `num_processes` counts those of two.
         machine_rank: which of them this one is, 0 to `num_machines` - 1.
         main_process_ip: address of machine 0; needed for more than one machine.
         main_process_port: port on machine 0; a free one (on one machine) or 29500 if None.
@@ -57,13 +58,17 @@ class LaunchOptions:
         max_restarts: how often all processes are started again after a failure.
         preemption_grace_period: seconds that the processes have to save and end after SIGTERM, SIGUSR1 or Ctrl-C,
             or once one of them has saved and ended.
-        monitor_interval: seconds between two looks at the processes.
+        hang_timeout: seconds without progress after which the run is ended with a report of where each rank waits;
+            0 never. With None it is DRIVETRAIN_HANG_TIMEOUT, and without that a run ends in which a rank waits in a
+            collective for almost as long as the process group's time-out (30 minutes unless the script sets another).
+        monitor_interval: seconds between two checks of the processes.
         num_cpu_threads_per_process: threads of each process; an equal share of the cores if None.
         enable_cpu_affinity: give each process of a machine its own equal share of the cores.
         tee: which output to write to files as well: `"0"` none, `"1"` stdout, `"2"` stderr, `"3"` both, or by
             local rank, as in `"0:3,1:1"`; both if None and `log_dir` is given, else none.
         log_dir: directory of these files.
-        debug: say what the launcher decides, show torch's own messages, and let collectives check shapes.
+        debug: show what the launcher decides and torch's own messages, and let the processes compare their calls
+            before each collective and barrier.
 
     Raises:
         ConfigurationError: a value that cannot be, or two that contradict each other.
@@ -93,6 +98,7 @@ class LaunchOptions:
     same_network: bool = True
     max_restarts: int = 0
     preemption_grace_period: float = 60.0
+    hang_timeout: float | None = None
     monitor_interval: float = 0.1
     num_cpu_threads_per_process: int | None = None
     enable_cpu_affinity: bool = False
@@ -166,6 +172,31 @@ class LaunchOptions:
         """How machines find each other."""
         return self.rdzv_backend or ("static" if self.min_machines == self.max_machines else "c10d")
 
+    @property
+    def compares_calls(self) -> bool:
+        """Whether processes compare their calls before each collective: by `debug`, or by the environment."""
+        return self.debug or os.environ.get("DRIVETRAIN_DEBUG", "").lower() in {"1", "true", "yes", "on"}
+
+    @property
+    def hang_limit(self) -> float | None:
+        """Seconds without progress that are a hang: `hang_timeout`, or the environment's; None if neither.
+
+        Raises:
+            ConfigurationError: the variable's value is no number of seconds.
+        """
+        given = os.environ.get(HANG_TIMEOUT_VARIABLE)
+        if self.hang_timeout is not None or not given:
+            return self.hang_timeout
+        try:
+            limit = float(given)
+        except ValueError:
+            limit = -1.0
+        if not limit >= 0:
+            raise ConfigurationError(
+                f"{HANG_TIMEOUT_VARIABLE}={given!r} is no number of seconds. Give one above 0, or 0 for no limit."
+            )
+        return limit
+
     def _machine_range(self) -> tuple[int, int]:
         if isinstance(self.num_machines, int):
             return self.num_machines, self.num_machines
@@ -209,6 +240,10 @@ class LaunchOptions:
         for name in ("monitor_interval", "preemption_grace_period"):
             if getattr(self, name) <= 0:
                 raise ConfigurationError(f"{name} is {getattr(self, name)}, but must be more than 0 seconds.")
+        if self.hang_timeout is not None and not self.hang_timeout >= 0:
+            raise ConfigurationError(
+                f"hang_timeout is {self.hang_timeout}, but must be at least 0 seconds; 0 is no limit."
+            )
 
     def _check_machines(self) -> None:
         least, most = self.min_machines, self.max_machines

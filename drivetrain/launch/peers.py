@@ -1,7 +1,7 @@
 """How the launchers of several machines keep in step: failures, ends, signs of life, and counts of attempts.
 
-Torch's elastic agents do not tell each other: a machine whose ranks wait for a dead peer learns of it by a time-out.
-Here each launcher writes into the store that all of them share, and looks for what the others wrote.
+Torch's elastic agents do not inform each other: a machine whose ranks wait for a dead peer learns of it by a time-out.
+Here each launcher writes into the store that all of them share, and reads what the others wrote.
 """
 
 from __future__ import annotations
@@ -14,8 +14,9 @@ from torch.distributed import Store  # type: ignore[attr-defined]
 from drivetrain.launch.report import RankFailure, first_failure
 
 LOST_AFTER = 30.0  # seconds without a sign of life after which a machine counts as gone
-_LOOK_INTERVAL = 1.0  # seconds between two questions to the store while all is well
+_POLL_INTERVAL = 1.0  # seconds between two questions to the store while all is well
 _SETTLE = 2.5  # seconds in which machines that see one failure write theirs, or that they have none
+_STACKS_TIME = 4.0  # seconds that other machines have to ask their ranks for their stacks
 _FAREWELL = 3.0  # seconds that the machine that serves the store waits for the others to have read
 
 
@@ -59,23 +60,23 @@ class Peers:
         self._last_signs = {peer: (-1, time.monotonic()) for peer in range(machines) if peer != machine}
 
     def publish(self, failure: RankFailure | None) -> None:
-        """Tell the others how the first rank of this machine failed; None if it was only stopped."""
+        """Publish to the others how the first rank of this machine failed; None if it was only stopped."""
         if self._machines == 1:
             return
         self._write("failed", failure.to_json() if failure is not None else "")
         self._write_for_all("failed")
 
-    def say_stopping(self) -> None:
-        """Tell the others that this launcher was asked to end, and will not start its ranks again."""
+    def publish_stopping(self) -> None:
+        """Publish to the others that this launcher was asked to end, and will not start its ranks again."""
         if self._machines > 1:
             self._write("stopping", "1")
 
-    def someone_stops(self) -> bool:
+    def any_stopping(self) -> bool:
         """Whether another launcher was asked to end."""
         return self._any_wrote("stopping")
 
     def failed_elsewhere(self) -> bool:
-        """Whether another machine has told of a failure."""
+        """Whether another machine has published a failure."""
         if self._machines == 1:
             return False
         try:
@@ -85,12 +86,49 @@ class Peers:
             self._machines = 1
             return False
 
-    def is_time_to_look(self) -> bool:
+    def collect_stacks(self, own: str) -> str:
+        """The lines of all machines about their ranks, after asking them, a few seconds at most.
+
+        Args:
+            own: The lines about this machine's ranks.
+        """
+        if self._machines == 1:
+            return own
+        self._write("stacks", own)
+        self._write_for_all("stacks_wanted")
+        found = [own]
+        try:
+            deadline = time.monotonic() + _STACKS_TIME
+            while not self._store.check(self._keys("stacks")) and time.monotonic() < deadline:
+                time.sleep(0.05)
+            found = []
+            for machine, key in enumerate(self._keys("stacks")):
+                here = self._store.check([key])
+                found.append(self._store.get(key).decode() if here else f"  machine {machine} did not answer.")
+        except RuntimeError:
+            pass  # the machine that serves the store is gone
+        return "\n".join(found)
+
+    def stacks_wanted(self) -> bool:
+        """Whether another machine asks for the stacks of this one's ranks, which it was not given yet."""
+        if self._machines == 1:
+            return False
+        try:
+            asked = self._store.check([f"{self._prefix}/stacks_wanted"])
+            return bool(asked) and not self._store.check([f"{self._prefix}/stacks/{self._machine}"])
+        except RuntimeError:
+            return False
+
+    def give_stacks(self, own: str) -> None:
+        """Answer a machine that asks for stacks."""
+        self._write("stacks", own)
+
+    def is_time_to_poll(self) -> bool:
         """Whether it is time to ask the store again; it is asked once in a while only, and given a sign of life."""
         now = time.monotonic()
         if self._machines == 1 or now < self._next_poll:
             return False
-        self._next_poll = now + _LOOK_INTERVAL
+        self._next_poll = now + _POLL_INTERVAL
         self._beats += 1
         self._write("alive", str(self._beats))
         return True
@@ -111,7 +149,7 @@ class Peers:
         return [peer for peer, (_, last) in self._last_signs.items() if now - last > LOST_AFTER]
 
     def all_done(self) -> bool:
-        """Say that this machine's ranks have ended well; whether those of all others have too."""
+        """Publish that this machine's ranks have ended well; whether those of all others have too."""
         if self._machines == 1:
             return True
         self._write("done", "1")
@@ -128,7 +166,7 @@ class Peers:
             final: whether this launcher ends now, and must stay until the others have read.
 
         Returns:
-            The failure with the earliest time by the machines' clocks; `own` where nobody answers.
+            The failure with the earliest time by the machines' clocks; `own` where none answers.
         """
         if self._machines == 1:
             return own
@@ -139,15 +177,15 @@ class Peers:
             while not self._store.check(self._keys("failed")) and time.monotonic() < deadline:
                 time.sleep(0.05)
             for key in self._keys("failed"):
-                if self._store.check([key]) and (told := self._store.get(key).decode()):
-                    found.append(RankFailure.from_json(told))
+                if self._store.check([key]) and (published := self._store.get(key).decode()):
+                    found.append(RankFailure.from_json(published))
             if final:
-                self._say_farewell()
+                self._await_readers()
         except RuntimeError:
             pass  # the machine that serves the store has read everything and left
         return first_failure(found) if found else None
 
-    def _say_farewell(self) -> None:
+    def _await_readers(self) -> None:
         """Stay until everybody has read, for one of us serves the store."""
         self._write("read", "1")
         deadline = time.monotonic() + _FAREWELL
@@ -167,7 +205,7 @@ class Peers:
         try:
             self._store.set(f"{self._prefix}/{what}", "1")
         except RuntimeError:
-            self._machines = 1  # whoever served the store is gone: nobody is left to tell
+            self._machines = 1  # the machine that served the store is gone
 
     def _any_wrote(self, what: str) -> bool:
         try:

@@ -12,6 +12,7 @@ import psutil
 from drivetrain.launch.options import LaunchOptions
 from drivetrain.launch.worker import AFFINITY_VARIABLE
 from drivetrain.runtime.devices import DeviceKind, detect_device_kind, get_device_kind
+from drivetrain.runtime.environment import LAUNCHED_VARIABLE
 from drivetrain.runtime.errors import ConfigurationError, DeviceNotAvailableError
 
 # What hides devices from a process, by kind of device.
@@ -90,7 +91,7 @@ def _device_kind(options: LaunchOptions) -> DeviceKind:
 
 def _run_variables(options: LaunchOptions, kind: DeviceKind, local_processes: int) -> dict[str, str]:
     """The environment variables through which the options reach the ranks."""
-    variables = {"DRIVETRAIN_LAUNCHED": "1"}
+    variables = {LAUNCHED_VARIABLE: "1"}
     if options.cpu:
         variables["DRIVETRAIN_USE_CPU"] = "1"
     if options.mixed_precision is not None:

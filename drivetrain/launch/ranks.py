@@ -34,7 +34,7 @@ class LocalRanks:
         processes: each a session of its own, so that a signal can reach what it has started too.
         global_ranks: their global ranks.
         error_files: where each leaves its failure.
-        tell_all: whether a signal that is passed on goes to all that a rank has started as well. A program that is
+        signal_all: whether a signal that is passed on goes to all that a rank has started as well. A program that is
             not Python may be a shell, which would end alone; loader workers of one that is would die of it, and the
             rank with them.
     """
@@ -45,25 +45,31 @@ class LocalRanks:
         global_ranks: dict[int, int],
         error_files: dict[int, str],
         *,
-        tell_all: bool = False,
+        signal_all: bool = False,
     ) -> None:
-        self._tell = os.killpg if tell_all else os.kill
+        self._forward_with = os.killpg if signal_all else os.kill
         self._processes = processes
         self._global_ranks = global_ranks
         self._error_files = error_files
-        self._last_look = time.time()
+        self._last_poll = time.time()
         self.endings: dict[int, Ending] = {}
         self.stopped: set[int] = set()
+        self.hang: RankFailure | None = None  # what the watchdog found
+
+    @property
+    def pids(self) -> dict[int, int]:
+        """Process ids, by local rank."""
+        return {local: process.pid for local, process in self._processes.items()}
 
     # watching
 
-    def look(self) -> None:
-        """Note who has ended since the last look."""
+    def poll(self) -> None:
+        """Record which ranks have ended since the last poll."""
         now = time.time()
         for local, process in self._processes.items():
             if local not in self.endings and (code := process.poll()) is not None:
-                self.endings[local] = Ending(code, self._last_look)
-        self._last_look = now
+                self.endings[local] = Ending(code, self._last_poll)
+        self._last_poll = now
 
     def alive(self) -> list[int]:
         """Local ranks that have not ended."""
@@ -78,17 +84,17 @@ class LocalRanks:
         return [self._global_ranks[local] for local, ending in self.endings.items() if ending.exit_code == 0]
 
     def is_failing(self, local: int) -> bool:
-        """Whether a rank, perhaps still alive, has said that it ends with an error."""
+        """Whether a rank, perhaps still alive, has recorded that it ends with an error."""
         record = self._record(local)
         return record is not None and record.final
 
-    def someone_failed(self) -> bool:
+    def any_failed(self) -> bool:
         """Whether a rank has ended, or is about to end, with another exit code than 0."""
         # A record counts before its process has ended: exit handlers may take long, the peers need not wait.
         return any(ending.exit_code != 0 for ending in self.endings.values()) or any(map(self.is_failing, self.alive()))
 
-    def someone_crashed(self, number: signal.Signals | None) -> bool:
-        """Whether a rank has raised or was killed, other than by the signal that it was told."""
+    def any_crashed(self, number: signal.Signals | None) -> bool:
+        """Whether a rank has raised or was killed, other than by the signal that was forwarded."""
         if any(ending.exit_code < 0 and ending.exit_code != -(number or 0) for ending in self.endings.values()):
             return True
         return any(
@@ -97,7 +103,7 @@ class LocalRanks:
 
     def failures(self) -> list[RankFailure]:
         """The ranks that failed by themselves."""
-        failures = []
+        failures = [self.hang] if self.hang is not None else []
         for local, process in self._processes.items():
             ending, record = self.endings.get(local), self._record(local)
             if ending is not None and ending.exit_code == 0:
@@ -122,7 +128,7 @@ class LocalRanks:
         return failures
 
     def was_preempted(self) -> bool:
-        """Whether the first rank to end by itself said that the run has saved and can be resumed."""
+        """Whether the first rank to end by itself reported that the run has saved and can be resumed."""
         failures = self.failures()
         return bool(failures) and first_failure(failures).exit_code == RESUME_EXIT_CODE
 
@@ -131,7 +137,7 @@ class LocalRanks:
 
     # ending
 
-    def see_who_dies(self) -> None:
+    def await_deaths(self) -> None:
         """Wait a moment for ranks that die, where one has failed: it may only have seen another's death first."""
         self.wait((local for local in self.alive() if not self.is_failing(local)), _DYING)
 
@@ -148,11 +154,11 @@ class LocalRanks:
         """Send a signal to ranks that live, and to the processes that they have started."""
         self._signal(ranks, number, os.killpg)
 
-    def tell(self, ranks: Iterable[int], number: signal.Signals) -> None:
+    def forward(self, ranks: Iterable[int], number: signal.Signals) -> None:
         """Pass a signal on to ranks that live. Those that end without a word have not failed by themselves."""
         ranks = list(ranks)
         self.stopped.update(ranks)
-        self._signal(ranks, number, self._tell)
+        self._signal(ranks, number, self._forward_with)
 
     def global_rank(self, local: int) -> int:
         """The global rank of a local one."""
@@ -176,10 +182,10 @@ class LocalRanks:
         """Wait for ranks to end, for some seconds, or until something else is true."""
         waited_for = set(ranks)
         deadline = time.monotonic() + patience
-        self.look()
+        self.poll()
         while waited_for - self.endings.keys() and time.monotonic() < deadline and not until():
             time.sleep(_POLL_INTERVAL)
-            self.look()
+            self.poll()
 
     def end_what_they_left(self) -> None:
         """End processes that ended ranks have left behind, which could still write where the next attempt writes.

@@ -9,10 +9,8 @@ from typing import NoReturn
 
 from drivetrain.launch.interpreter import Invocation
 from drivetrain.launch.options import LaunchOptions
-from drivetrain.runtime.environment import ProcessEnvironment
+from drivetrain.runtime.environment import LAUNCHED_VARIABLE, ProcessEnvironment
 from drivetrain.runtime.errors import LaunchError
-
-LAUNCHED_VARIABLE = "DRIVETRAIN_LAUNCHED"
 
 
 def already_launched() -> bool:

@@ -1,7 +1,7 @@
 """How a rank's failure reaches the user: the record that the rank leaves, and what the launcher shows.
 
 The record has the layout of torch elastic's error files, so tools that read those read these too, with our
-own fields beside: elastic keeps whole seconds only, too coarse to tell which rank failed first.
+own fields beside: elastic keeps whole seconds only, too coarse to order failures.
 """
 
 from __future__ import annotations
@@ -18,16 +18,21 @@ ERROR_FILE_VARIABLE = "TORCHELASTIC_ERROR_FILE"
 _OWN_FIELDS = "drivetrain"
 
 _LIKELY_CAUSES = {
-    "SIGKILL": "Most often the system had run out of memory (`dmesg` tells); also `kill -9` or a scheduler's limit.",
+    "SIGKILL": "Most often the system had run out of memory (see `dmesg`); also `kill -9` or a scheduler's limit.",
     "SIGSEGV": "It crashed in native code: a compiled extension, or libraries that do not fit each other. "
     "The Python stack, if it could be written, is above.",
     "SIGBUS": "Most often shared memory ran out: make /dev/shm larger, or use fewer loader workers.",
-    "SIGABRT": "Native code gave up (an assertion, a CUDA error, a collective's time-out); its message is above.",
+    "SIGABRT": "Native code aborted (an assertion, a CUDA error, a collective's time-out); its message is above.",
     "SIGILL": "A library was built for another processor.",
     "SIGFPE": "Native code divided by zero.",
-    "SIGTERM": "Somebody asked it to stop: `kill`, or a scheduler.",
-    "SIGINT": "Somebody interrupted this process alone.",
+    "SIGTERM": "It was asked to stop, by `kill` or a scheduler.",
+    "SIGINT": "This process alone was interrupted.",
 }
+
+COMPARE_CALLS = (
+    "All processes must call the same collectives in the same order, on the same shapes: start with "
+    "`drivetrain launch --debug`, and the first call that differs is an error that names it."
+)
 
 
 @dataclass(frozen=True)
@@ -40,8 +45,10 @@ class RankFailure:
         pid: process id on its machine.
         exit_code: as `subprocess` gives it: negative for a signal.
         timestamp: seconds since the epoch: when it raised, or when it was last seen alive.
-        text: traceback, or the message given to `sys.exit`; empty where the rank left none.
+        text: traceback, or the message given to `sys.exit`; empty where the rank left none. Where the run hangs, what
+            is known of each rank.
         host: its machine.
+        hung: whether the launcher ended it because the run made no progress.
     """
 
     rank: int
@@ -51,6 +58,7 @@ class RankFailure:
     timestamp: float
     text: str = ""
     host: str = ""
+    hung: bool = False
 
     @property
     def status(self) -> int:
@@ -75,7 +83,7 @@ class FailureRecord:
         text: a traceback, or the message given to `sys.exit`.
         timestamp: seconds since the epoch.
         exit_code: what it was about to end with; its exit handlers may still have kept it until it was killed.
-        final: whether the rank certainly ends with it; a script that writes elastic's own record may go on.
+        final: whether the rank certainly ends with it; a script that writes elastic's own record may continue.
     """
 
     text: str
@@ -89,7 +97,7 @@ def write_record(path: str, text: str, summary: str, exit_code: int = 1) -> None
 
     Args:
         path: the file that the elastic agent named.
-        text: what the user shall see: a traceback or a message.
+        text: what the user will see: a traceback or a message.
         summary: one line.
         exit_code: what the rank will end with.
     """
@@ -124,27 +132,34 @@ def first_failure(failures: Sequence[RankFailure]) -> RankFailure:
     return min(failures, key=lambda failure: failure.timestamp)
 
 
-def describe(failure: RankFailure, world_size: int, *, then: str = "", advise: bool = True) -> str:
-    """Tell the user how a rank failed.
+def describe(failure: RankFailure, world_size: int, *, then: str = "", advise: bool = True, debug: bool = False) -> str:
+    """Explain to the user how a rank failed.
 
     Args:
         failure: the first one.
         world_size: processes of the run.
-        then: what became of the others; a sentence that says they were stopped if empty.
-        advise: whether to name the likely cause of a death by signal.
+        then: what became of the others; a sentence that they were stopped if empty.
+        advise: whether to name the likely cause, and what to do.
+        debug: whether the processes compare their calls before each collective, so that this need not be advised.
 
     Returns:
         A line that names the rank, and its traceback or message.
     """
     peers = world_size - 1
     stopped = f" The other {peers} processes were stopped." if peers > 1 else " The other process was stopped."
+    if failure.hung:
+        return f"drivetrain: {failure.text}\n{then}".rstrip()
     then = f" {then}" if then else stopped if peers else ""
     where = f"pid {failure.pid} on {failure.host or socket.gethostname()}"
     if failure.exit_code < 0:
         name = _signal_name(-failure.exit_code)
         cause = _LIKELY_CAUSES.get(name, "") if advise else ""
+        if cause and name == "SIGABRT" and peers and not debug:
+            cause = f"{cause}\n{COMPARE_CALLS}"
         line = f"rank {failure.rank} ({where}) was killed by signal {-failure.exit_code} ({name}).{then}"
         return f"drivetrain: {line}\n{cause}".rstrip()
+    if failure.status == 128 + signal.SIGINT and not failure.text:
+        return f"drivetrain: rank {failure.rank} ({where}) was interrupted (KeyboardInterrupt).{then}"
     line = f"drivetrain: rank {failure.rank} ({where}) failed with exit code {failure.exit_code}.{then}"
     return f"{line}\n{failure.text}".rstrip()
 

@@ -1,4 +1,4 @@
-"""What each rank runs first: it sets the stage as plain Python would, runs the script, and reports a failure.
+"""What each rank runs first: it prepares the process as plain Python would, runs the script, and reports a failure.
 
 An exception is not printed here: it goes to the file that the elastic agent named, and the launcher shows the
 first one of all ranks, once. Started as `python -m drivetrain.launch.worker script train.py --lr 1`.
@@ -24,6 +24,7 @@ from types import CodeType, ModuleType
 from typing import Any
 
 from drivetrain.launch.report import ERROR_FILE_VARIABLE, write_record
+from drivetrain.runtime.heartbeat import answer_launcher
 
 AFFINITY_VARIABLE = "DRIVETRAIN_CPU_AFFINITY"
 _INTERRUPTED = 128 + signal.SIGINT
@@ -47,6 +48,7 @@ def main() -> int:
             stream.reconfigure(line_buffering=True, write_through=False)
     with contextlib.suppress(OSError, ValueError, io.UnsupportedOperation):
         faulthandler.enable()
+    answer_launcher()
     # Registered before the script has registered anything, so it runs after all of the script's exit handlers.
     atexit.register(_leave_process_group, rank_process)
     sys.argv = [target, *arguments]
@@ -150,7 +152,7 @@ def _traceback(error: BaseException) -> str:
 def _let_go(error: BaseException) -> None:
     """Free what the frames of an exception hold, models above all, and leave the exception where Python leaves it.
 
-    Exit handlers look for it in `sys.last_value` to know that the script has failed.
+    Exit handlers look for it in `sys.last_value` to find out that the script has failed.
     """
     sys.last_type, sys.last_value = type(error), error
     chain: BaseException | None = error
@@ -187,9 +189,9 @@ def _is_ours(filename: str) -> bool:
 
 
 def _end_with_launcher() -> None:
-    """Let the kernel end this process if the launcher is killed, so that no rank keeps a device for nobody.
+    """Let the kernel end this process if the launcher is killed, so that no rank keeps a device without a run.
 
-    The launcher starts ranks in sessions of their own, where nothing else would tell them. Linux only.
+    The launcher starts ranks in sessions of their own, where nothing else would end them. Linux only.
     """
     if sys.platform != "linux" or not os.environ.get(ERROR_FILE_VARIABLE):
         return

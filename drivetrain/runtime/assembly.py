@@ -25,7 +25,7 @@ def all_arrive(name: str, patience: timedelta) -> bool:
     state = PartialState()
     if not state.use_distributed:
         return True
-    store = PartialState.get_shared("store")
+    store = state.store
     if store is None:
         return False
     count, verdict = f"assembly/{name}/count", f"assembly/{name}/verdict"

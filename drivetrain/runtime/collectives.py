@@ -34,7 +34,7 @@ _REDUCTIONS = {
 }
 
 # What is combined in another dtype than its own: half precision for its range, the others because backends
-# do not know them.
+# do not support them.
 _REDUCED_AS = {
     torch.float16: torch.float32,
     torch.bfloat16: torch.float32,
@@ -71,7 +71,7 @@ def gather(tensor: Any) -> Any:
     if not state.use_distributed:
         return tensor
     if state.debug:
-        verify_operation("gather", tensor)
+        verify_operation("gather", tensor, state)
     return recursively_apply(_gather_tensor, tensor, state, error_on_other_type=True)
 
 
@@ -81,7 +81,7 @@ def gather_rows(data: Any, keep: int) -> Any:
     Args:
         data: A nested structure of tensors with at least `keep` rows each, with the same shapes on all
             processes but for the number of rows. A tensor without dimensions counts as one row of its own,
-            whatever `keep` says.
+            whatever `keep` is.
         keep: How many rows of this process's tensors are real, from 0.
 
     Returns:
@@ -89,7 +89,7 @@ def gather_rows(data: Any, keep: int) -> Any:
 
     Raises:
         DataError: If the structure holds something that is not a tensor.
-        CollectiveError: If on any process a tensor has fewer rows than `keep` says. Every process raises it.
+        CollectiveError: If on any process a tensor has fewer rows than `keep`. Every process raises it.
     """
     state = PartialState()
     rows: list[int] = []
@@ -98,7 +98,9 @@ def gather_rows(data: Any, keep: int) -> Any:
         rows.append(leaf.size(0) if leaf.dim() else keep)
 
     recursively_apply(record_rows, data, error_on_other_type=True)
-    # A rank that cannot take part tells the others, which would otherwise wait for it.
+    if state.use_distributed and state.debug:
+        verify_operation("gather_rows", data, state, ignore="rows")
+    # A rank that cannot take part informs the others, which would otherwise wait for it.
     count = keep if keep >= 0 and all(size >= keep for size in rows) else -1
     counts = _exchange_integers([count], state)
     if any(each[0] < 0 for each in counts):
@@ -109,8 +111,6 @@ def gather_rows(data: Any, keep: int) -> Any:
         )
     if not state.use_distributed:
         return recursively_apply(lambda leaf: leaf[:keep] if leaf.dim() and len(leaf) > keep else leaf, data)
-    if state.debug:
-        verify_operation("gather_rows", data, ignore="rows")
     kept = [each[0] for each in counts]
     return recursively_apply(lambda leaf: _gather_rows_of_tensor(leaf, kept, state), data)
 
@@ -130,7 +130,7 @@ def gather_object(object: Any) -> list[Any]:
     if not state.use_distributed:
         return items
     if state.debug:
-        verify_operation("gather_object", None)
+        verify_operation("gather_object", None, state)
     collected: list[Any] = [None] * state.num_processes
     call_collective("gather_object", state, dist.all_gather_object, collected, items)
     return [item for each in collected for item in each]
@@ -165,7 +165,7 @@ def reduce(tensor: Any, reduction: str = "mean", scale: float = 1.0) -> Any:
         )
     state = PartialState()
     if state.debug and state.use_distributed and reduction != "none":
-        verify_operation("reduce", tensor)
+        verify_operation("reduce", tensor, state)
     return recursively_apply(_reduce_tensor, tensor, reduction, scale, state, error_on_other_type=True)
 
 
@@ -190,7 +190,7 @@ def broadcast(tensor: Any, from_process: int = 0) -> Any:
     if not state.use_distributed:
         return tensor
     if state.debug:
-        verify_operation("broadcast", tensor)
+        verify_operation("broadcast", tensor, state)
     return recursively_apply(_broadcast_tensor, tensor, from_process, state, error_on_other_type=True)
 
 
@@ -212,7 +212,7 @@ def broadcast_object_list(object_list: list[Any], from_process: int = 0) -> list
     _check_rank(from_process, state)
     if state.use_distributed:
         if state.debug:
-            verify_operation("broadcast_object_list", [None] * len(object_list))
+            verify_operation("broadcast_object_list", [None] * len(object_list), state)
         call_collective("broadcast_object_list", state, dist.broadcast_object_list, object_list, src=from_process)
     return object_list
 
@@ -237,7 +237,7 @@ def pad_across_processes(tensor: Any, dim: int = 0, pad_index: float = 0, pad_fi
     if not state.use_distributed:
         return tensor
     if state.debug:
-        verify_operation("pad_across_processes", tensor, ignore="sizes")
+        verify_operation("pad_across_processes", tensor, state, ignore="sizes")
     sizes: list[int] = []
 
     def record_size(leaf: Tensor) -> None:

@@ -1,7 +1,7 @@
 """The kinds of device that a process can run on, and what differs between them.
 
-Nothing outside this file names a vendor: a kind knows its process-group backend, how to pick and
-synchronise a device, its streams and its random state. A third party adds one with `register_device`.
+Nothing outside this file names a vendor: a kind names its process-group backend, picks and
+synchronises a device, and gives its streams and its random state. A third party adds one with `register_device`.
 """
 
 from __future__ import annotations

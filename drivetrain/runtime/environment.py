@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from drivetrain.runtime.errors import ConfigurationError
 
 DEFAULT_MAIN_PORT = 29500
+LAUNCHED_VARIABLE = "DRIVETRAIN_LAUNCHED"
+"""Set to 1 in the processes that drivetrain's own launchers start, beside torchrun's variables."""
 
 
 @dataclass(frozen=True)
@@ -23,8 +25,8 @@ class ProcessEnvironment:
         local_world_size: number of processes on this machine.
         main_address: host of rank 0.
         main_port: port of rank 0's store.
-        source: who told: `"torchrun"`, `"slurm"`, `"openmpi"`, `"intelmpi"`, `"single"`, or
-            `"torch.distributed"` where a script made its process group itself.
+        source: where this was found: `"drivetrain launch"`, `"torchrun"`, `"slurm"`, `"openmpi"`, `"intelmpi"`,
+            `"single"`, or `"torch.distributed"` where a script made its process group itself.
     """
 
     rank: int = 0
@@ -80,15 +82,7 @@ class ProcessEnvironment:
             if all(variables.get(key) for key in keys[:identifying]):
                 return cls._from_variables(variables, source, keys)
         for source, identifying, keys in _LAUNCHERS:
-            alone = variables.get(keys[0]) in (None, "", "0") and variables.get(keys[1]) in (None, "", "1")
-            # The shell of a SLURM job knows how many tasks the job may start, and is none of them.
-            if not alone and source != "slurm":
-                given = ", ".join(f"{key}={variables[key]}" for key in keys[:2] if variables.get(key))
-                missing = ", ".join(key for key in keys[:identifying] if not variables.get(key))
-                raise ConfigurationError(
-                    f"{given} is set but {missing} is not. Start the script with `drivetrain launch`, "
-                    "torchrun or srun, or unset the variables to run one process."
-                )
+            _refuse_incomplete(variables, source, keys[:identifying])
         return cls()
 
     @classmethod
@@ -99,6 +93,14 @@ class ProcessEnvironment:
         if source == "slurm" and world_size == 1:
             # An interactive `salloc`/`srun --pty` shell sets these too; a world of one needs no group.
             return cls(source=source)
+        if source == "slurm" and rank == 0 and not any(variables.get(key) for key in _SLURM_STEP):
+            raise ConfigurationError(
+                f"SLURM_PROCID=0 and SLURM_NTASKS={world_size} are set, but no SLURM_STEP_ID: this is the batch script "
+                f"itself, which srun has not started {world_size} times, so there are no other ranks. Start the "
+                "script with srun or `drivetrain launch`, or unset SLURM_NTASKS to run one process."
+            )
+        if source == "torchrun" and variables.get(LAUNCHED_VARIABLE) == "1":
+            source = "drivetrain launch"
         local_rank = _integer(variables, keys[2], default=rank if world_size == 1 else None)
         local_world_size = _integer_or_slurm_list(variables, keys[3], node=_slurm_node(variables, source))
         if local_world_size is None:
@@ -108,7 +110,7 @@ class ProcessEnvironment:
             if local_world_size < world_size:
                 raise ConfigurationError(
                     f"{world_size} processes, {local_world_size} of them on this machine (from {source}), "
-                    "but MASTER_ADDR does not tell where rank 0 is. Set it to the name of rank 0's machine."
+                    "but MASTER_ADDR, the address of rank 0, is not set. Set it to the name of rank 0's machine."
                 )
             address = "127.0.0.1"
         port = _integer(variables, "MASTER_PORT", default=_slurm_port(variables))
@@ -132,6 +134,33 @@ _LAUNCHERS: tuple[tuple[str, int, tuple[str, str, str, str]], ...] = (
     ("intelmpi", 3, ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS")),
     ("slurm", 2, ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID", "SLURM_STEP_TASKS_PER_NODE")),
 )
+
+
+# What srun sets in each task of a step, and the shell of a batch script lacks.
+_SLURM_STEP = (
+    "SLURM_STEP_ID",
+    "SLURM_STEPID",
+    "SLURM_STEP_NUM_TASKS",
+    "SLURM_STEP_TASKS_PER_NODE",
+    "SLURM_STEP_NODELIST",
+)
+
+
+def _refuse_incomplete(variables: Mapping[str, str], source: str, identifying: tuple[str, ...]) -> None:
+    """Refuse a launcher's variables of which some are missing: half of a run would wait for the other half."""
+    given = [key for key in identifying if variables.get(key)]
+    rank, world_size = (variables.get(key) for key in identifying[:2])
+    if not given or (rank in (None, "0") and world_size == "1"):
+        return  # a world of one needs no more
+    if source == "slurm" and rank in (None, "", "0") and variables.get("SLURM_STEP_NUM_TASKS") in (None, "", "1"):
+        return  # the shell of a job: it counts as task 0, with or without the number of tasks that the job may start
+    if source == "intelmpi" and not (rank or world_size):
+        return
+    missing = ", ".join(key for key in identifying if not variables.get(key))
+    raise ConfigurationError(
+        f"{', '.join(f'{key}={variables[key]}' for key in given)} is set but {missing} is not. Start the script with "
+        "`drivetrain launch`, torchrun or srun, or unset the variables to run one process."
+    )
 
 
 def _integer(variables: Mapping[str, str], key: str, default: int | None = None) -> int:

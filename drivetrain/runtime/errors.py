@@ -11,7 +11,7 @@ class DrivetrainError(Exception):
 
 
 class ConfigurationError(DrivetrainError, ValueError):
-    """An argument, flag or file asks for something that cannot be; the message says what can."""
+    """An argument, flag or file asks for something that cannot be; the message lists what can."""
 
 
 class DeviceNotAvailableError(DrivetrainError, RuntimeError):

@@ -1,4 +1,4 @@
-"""A logger that knows which process it runs in, so that a line is printed once and not once per process."""
+"""A logger for runs of several processes, so that a line is printed once and not once per process."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")
 
 
 def get_logger(name: str, log_level: str | int | None = None) -> RankLogger:
-    """A logger for the module `name` that prints on the main process unless told otherwise.
+    """A logger for the module `name` that prints on the main process unless asked otherwise.
 
     Every logging method takes two more keyword arguments: ``main_process_only`` (default True), and
     ``in_order`` (default False), which logs on all processes, one after the other. Making or using the logger
@@ -91,12 +91,12 @@ class RankLogger(_Adapter):
         elif rank != 0:
             return
         kwargs["stacklevel"] = kwargs.get("stacklevel", 1) + 1
-        # In order, a level that differs between ranks must leave nobody waiting: all of them take every turn.
+        # In order, a level that differs between ranks must leave no rank waiting: all of them take every turn.
         for turn in range(world_size) if in_order else (rank,):
             if turn == rank:
                 self.logger.log(level, msg, *args, **kwargs)
             if in_order:
-                barrier()
+                _wait_for_others()
 
     def warning_once(self, msg: object, *args: object, **kwargs: Any) -> None:
         """Log a warning the first time that this logger is given this message with these arguments."""
@@ -118,7 +118,7 @@ class RankLogger(_Adapter):
 
 
 class _FallbackHandler(logging.Handler):
-    """Prints to standard error while nobody has configured Python's logging.
+    """Prints to standard error while no handler is configured for Python's logging.
 
     Without it Python prints nothing below WARNING, whatever the logger's level. It keeps still once the root
     logger has a handler, and belongs to one logger, so that no line is printed twice.
@@ -135,7 +135,7 @@ class _FallbackHandler(logging.Handler):
 
 
 def _parse_level(level: str | int, source: str) -> int:
-    """The number of a level; `source` says in the error message who asked for it."""
+    """The number of a level; `source` names in the error message where it was set."""
     if isinstance(level, int):
         return level
     name = level.upper()
@@ -146,12 +146,20 @@ def _parse_level(level: str | int, source: str) -> int:
     return int(getattr(logging, name))
 
 
+def _wait_for_others() -> None:
+    """Wait for all processes; also without a `PartialState`, where the script made the process group."""
+    state = PartialState.existing()
+    if state is not None:
+        state.wait_for_everyone()
+    else:
+        barrier()
+
+
 def _rank_and_world_size() -> tuple[int, int]:
     """This process among its peers; starts nothing, and lets no broken environment break a log line."""
-    environment = PartialState.get_shared("environment")
-    if environment is None:
-        try:
-            environment = ProcessEnvironment.detect()
-        except DrivetrainError:
-            return 0, 1
+    state = PartialState.existing()
+    try:
+        environment = state.environment if state is not None else ProcessEnvironment.detect()
+    except DrivetrainError:
+        return 0, 1
     return environment.rank, environment.world_size

@@ -297,7 +297,7 @@ def _expect_tensor(value: Any) -> Tensor:
 
 
 def _move_object(data: Any, device: torch.device | str | int, non_blocking: bool) -> Any:
-    """Call the ``to`` of an object that is no tensor; not every such method knows `non_blocking`."""
+    """Call the ``to`` of an object that is no tensor; not every such method supports `non_blocking`."""
     if non_blocking:
         try:
             return data.to(device, non_blocking=True)

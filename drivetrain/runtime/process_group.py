@@ -113,15 +113,37 @@ def leave_process_group(store: Store, patience: timedelta) -> None:
         return
     gc.collect()
     try:
-        store.set(f"leaving/{dist.get_rank()}", "1")
+        store.set(leaving_key(dist.get_rank()), "1")
         # Asked in small steps: a wait that runs out writes warnings of its own to the terminal (torch 2.13).
-        peers = [f"leaving/{rank}" for rank in range(dist.get_world_size())]
+        peers = [leaving_key(rank) for rank in range(dist.get_world_size())]
         deadline = time.monotonic() + patience.total_seconds()
         while not store.check(peers) and time.monotonic() < deadline:
             time.sleep(0.01)
     except (dist.DistStoreError, dist.DistNetworkError, RuntimeError):
         pass  # a peer left without us, or is not coming
     dist.destroy_process_group()
+
+
+def leaving_key(rank: int) -> str:
+    """The key under which a rank records in the store that it ends."""
+    return f"leaving/{rank}"
+
+
+def group_timeout() -> timedelta | None:
+    """How long a collective of this process may wait; None without a process group, or where torch hides it."""
+    if not (dist.is_available() and dist.is_initialized()):
+        return None
+    try:
+        group: Any = dist.group.WORLD
+        timeout = group._get_backend(torch.device("cpu")).options._timeout
+    except (AttributeError, RuntimeError):
+        return None
+    return timeout if isinstance(timeout, timedelta) else None
+
+
+def group_store() -> Store:
+    """The store of a process group that the script has made itself."""
+    return dist.distributed_c10d._get_default_store()
 
 
 def barrier() -> None:

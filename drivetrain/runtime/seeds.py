@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import operator
 import os
 import random
@@ -50,10 +51,11 @@ def set_seed(seed: int, device_specific: bool = False, deterministic: bool | Lit
     base = _checked_seed(seed)
     if deterministic is not False:
         make_deterministic(deterministic)
-    PartialState.set_shared("seed", base)
+    PartialState.registry()["seed"] = base
     own = base
     if device_specific:
-        environment = PartialState.get_shared("environment") or ProcessEnvironment.detect()
+        state = PartialState.existing()
+        environment = state.environment if state is not None else ProcessEnvironment.detect()
         own = (base + environment.rank) % (MAX_SEED + 1)
     random.seed(own)
     np.random.seed(own)
@@ -64,7 +66,7 @@ def set_seed(seed: int, device_specific: bool = False, deterministic: bool | Lit
 
 def recorded_seed() -> int | None:
     """The seed that `set_seed` was last given in this process; None before its first call."""
-    seed: int | None = PartialState.get_shared("seed")
+    seed: int | None = PartialState.registry().get("seed")
     return seed
 
 
@@ -106,6 +108,27 @@ def seed_all_generators(seed: int) -> None:
     torch.default_generator.manual_seed(seed)
 
 
+def own_generator(name: str) -> torch.Generator:
+    """A generator that draws nothing from the global ones, for what users do not see being drawn.
+
+    It is seeded by the state of torch's global generator, which stays as it is, and belongs to the random state of
+    this process until another of the name is made.
+
+    Args:
+        name: What it is for, under which its state is kept.
+    """
+    state = torch.default_generator.get_state().numpy().tobytes()
+    seed = int.from_bytes(hashlib.blake2b(state, digest_size=8).digest(), "little")
+    generator = torch.Generator().manual_seed(seed >> 1)
+    PartialState._shared.setdefault("generators", {})[name] = generator
+    return generator
+
+
+def _own_generators() -> dict[str, torch.Generator]:
+    generators: dict[str, torch.Generator] = PartialState._shared.get("generators", {})
+    return generators
+
+
 @dataclass(frozen=True)
 class RandomState:
     """The state of Python's, NumPy's and torch's global generators, and of the devices in use.
@@ -115,6 +138,7 @@ class RandomState:
         numpy: As from `numpy.random.get_state`.
         torch: State of torch's CPU generator, bytes.
         devices: State of the current device of each kind of device, bytes, by the kind's name.
+        own: State of the generators that `own_generator` made, bytes, by their names; taken with `devices`.
 
     Example:
         ```python
@@ -130,6 +154,7 @@ class RandomState:
     numpy: tuple[Any, ...]
     torch: Tensor
     devices: dict[str, Tensor] = field(default_factory=dict)
+    own: dict[str, Tensor] = field(default_factory=dict)
 
     @classmethod
     def capture(cls, devices: bool = True) -> RandomState:
@@ -145,7 +170,8 @@ class RandomState:
                 if state is not None:
                     states[kind.name] = state
         numpy_state: Any = np.random.get_state()
-        return cls(random.getstate(), numpy_state, torch.default_generator.get_state(), states)
+        own = {name: generator.get_state() for name, generator in _own_generators().items()} if devices else {}
+        return cls(random.getstate(), numpy_state, torch.default_generator.get_state(), states, own)
 
     def restore(self) -> None:
         """Put all captured generators back. A device that this machine does not have is passed over."""
@@ -156,6 +182,9 @@ class RandomState:
         for name, state in self.devices.items():
             if name in here:
                 here[name].set_rng_state(state)
+        for name, generator in _own_generators().items():
+            if name in self.own:
+                generator.set_state(self.own[name])
 
     def state_dict(self) -> dict[str, Any]:
         """The state as nested dicts of tensors, numbers, strings and None."""
@@ -172,6 +201,7 @@ class RandomState:
             },
             "torch": self.torch.clone(),
             "devices": {kind: state.cpu().clone() for kind, state in self.devices.items()},
+            "own": {name: state.clone() for name, state in self.own.items()},
         }
 
     @classmethod
@@ -194,6 +224,7 @@ class RandomState:
                 ),
                 torch=torch.as_tensor(state["torch"], dtype=torch.uint8),
                 devices={k: torch.as_tensor(v, dtype=torch.uint8) for k, v in state["devices"].items()},
+                own={k: torch.as_tensor(v, dtype=torch.uint8) for k, v in state.get("own", {}).items()},
             )
         except KeyError as error:
             raise CheckpointError(

@@ -16,13 +16,20 @@ from typing import Any, ClassVar, TypeVar, cast
 import numpy as np
 import torch
 import torch.distributed as dist
+from torch.distributed import Store  # type: ignore[attr-defined]
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
+from drivetrain.runtime.collective_checks import CallComparison, call_collective, verify_operation
 from drivetrain.runtime.devices import DeviceKind, detect_device_kind, get_device_kind
 from drivetrain.runtime.environment import ProcessEnvironment
 from drivetrain.runtime.errors import ConfigurationError
+from drivetrain.runtime.heartbeat import Heartbeat
 from drivetrain.runtime.process_group import (
+    DEFAULT_TIMEOUT,
     barrier,
     destroy_process_group,
+    group_store,
+    group_timeout,
     init_process_group,
     leave_process_group,
 )
@@ -81,6 +88,9 @@ class PartialState:
     device: torch.device
     backend: str | None
     debug: bool
+    heartbeat: Heartbeat
+    call_comparison: CallComparison | None
+    """What compares the processes' calls in debug mode; None otherwise, and in a world of one."""
 
     def __init__(
         self,
@@ -122,6 +132,12 @@ class PartialState:
                 )
                 self._shared["store"] = store
                 atexit.register(self._leave)
+        self.heartbeat = _watched_heartbeat(kind)
+        self.call_comparison = None
+        if self.debug and environment.is_distributed:
+            limit = timeout or group_timeout() or DEFAULT_TIMEOUT
+            own_store = self.store or group_store()
+            self.call_comparison = CallComparison(own_store, environment.rank, environment.world_size, limit)
         self.environment, self.kind, self.device = environment, kind, chosen
 
     @property
@@ -130,27 +146,22 @@ class PartialState:
         return "environment" in self._shared
 
     @classmethod
-    def get_shared(cls, name: str, default: Any = None) -> Any:
-        """What this process keeps under a name, such as a queue of which there is one; finds and starts nothing.
-
-        Args:
-            name: the name, also `"environment"`, `"seed"` and `"store"`.
-            default: what to return where there is nothing.
-        """
-        return cls._shared.get(name, default)
+    def existing(cls) -> PartialState | None:
+        """The state of this process if it has been found already; unlike a call, this starts nothing."""
+        return cls() if "environment" in cls._shared else None
 
     @classmethod
-    def set_shared(cls, name: str, value: Any) -> None:
-        """Keep one object for the whole process, for as long as the state lasts."""
-        cls._shared[name] = value
+    def registry(cls) -> dict[str, Any]:
+        """What is kept once per process, by name: other parts of drivetrain may add to it."""
+        return cls._shared
 
-    @classmethod
-    def remove_shared(cls, name: str) -> None:
-        """Forget what is kept under a name, if anything."""
-        cls._shared.pop(name, None)
+    @property
+    def store(self) -> Store | None:
+        """The store that the processes met at; None in a world of one, and where a script made the process group."""
+        return self._shared.get("store")
 
     def before_leaving(self, callback: Callable[[], None]) -> None:
-        """Call `callback` once before the process group is destroyed, to let go of what depends on it."""
+        """Call `callback` once before the process group is destroyed, to release what depends on it."""
         self._shared.setdefault("leaving", []).append(callback)
 
     def _release(self) -> None:
@@ -159,7 +170,7 @@ class PartialState:
             callback()
 
     def _leave(self) -> None:
-        """At exit: let go of everything and leave the group, without waiting for peers after an exception."""
+        """At exit: release everything and leave the group, without waiting for peers after an exception."""
         store = self._shared.pop("store", None)
         if store is not None:
             self._release()
@@ -224,38 +235,48 @@ class PartialState:
     # waiting and taking turns
 
     def wait_for_everyone(self) -> None:
-        """Wait until every process is here."""
-        barrier()
+        """Wait until every process is here.
+
+        Raises:
+            CollectiveError: If a peer is gone, or in debug mode if a process calls something else.
+        """
+        self._wait("wait_for_everyone")
+
+    def _wait(self, name: str) -> None:
+        if self.use_distributed:
+            if self.debug:
+                verify_operation(name, None, self)
+            call_collective(name, self, barrier)
 
     @contextmanager
     def main_process_first(self) -> Iterator[None]:
         """Run the body on the main process first, then on the others.
 
-        The others are released also when the body raises on the main process, so that nobody
+        The others are released also when the body raises on the main process, so that none
         waits for a process that is gone.
         """
-        with self._first(self.is_main_process):
+        with self._first(self.is_main_process, "main_process_first"):
             yield
 
     @contextmanager
     def local_main_process_first(self) -> Iterator[None]:
         """Run the body on each machine's first process first, then on the others."""
-        with self._first(self.is_local_main_process):
+        with self._first(self.is_local_main_process, "local_main_process_first"):
             yield
 
     @contextmanager
-    def _first(self, first: bool) -> Iterator[None]:
+    def _first(self, first: bool, name: str) -> Iterator[None]:
         if not first:
-            barrier()
+            self._wait(name)
         try:
             yield
         finally:
             if first:
-                barrier()
+                self._wait(name)
 
     @contextmanager
     def split_between_processes(self, inputs: Any, apply_padding: bool = False) -> Iterator[Any]:
-        """Give each process its contiguous part of `inputs`; the first get one more where it does not divide.
+        """Give each process its contiguous part of `inputs`; the first get one more where the length is no multiple.
 
         Args:
             inputs: a list, tuple, tensor, array, Hugging Face dataset, anything else with a length and
@@ -327,6 +348,8 @@ class PartialState:
 
     def destroy_process_group(self) -> None:
         """Leave the process group after waiting for the peers."""
+        if self.use_distributed and self.debug:
+            verify_operation("destroy_process_group", None, self)
         self._release()
         self._shared.pop("store", None)
         destroy_process_group()
@@ -340,6 +363,20 @@ class PartialState:
             f"Local process index: {self.local_process_index}\n"
             f"Device: {self.device}\n"
         )
+
+
+def _watched_heartbeat(kind: DeviceKind) -> Heartbeat:
+    """The heartbeat that the launcher reads, which also beats after each step of any optimizer."""
+    heartbeat = Heartbeat.attach()
+    if heartbeat.watched:
+        heartbeat.describe_waits(group_timeout(), spinning=kind.name != "cpu")
+
+        def beat(*_: Any) -> None:
+            if not torch.compiler.is_compiling():
+                heartbeat.beat()
+
+        register_optimizer_step_post_hook(beat)
+    return heartbeat
 
 
 def _in_existing_group(environment: ProcessEnvironment) -> ProcessEnvironment:

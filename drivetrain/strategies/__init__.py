@@ -1,9 +1,10 @@
 """Where a model's copies and parts live: one strategy a file, over `base.Strategy`."""
 
-from drivetrain.strategies.base import StepModule, Strategy
+from drivetrain.strategies.base import Strategy
 from drivetrain.strategies.ddp import DDP
 from drivetrain.strategies.registry import available_strategies, register_strategy, resolve_ddp, resolve_strategy
 from drivetrain.strategies.single import Single
+from drivetrain.strategies.step_module import StepModule
 
 __all__ = [
     "DDP",

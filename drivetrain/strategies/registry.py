@@ -49,7 +49,8 @@ def _deepspeed(stage: int | None = None, offload: bool = False) -> Strategy:
 
 register_strategy("single", Single)
 register_strategy("ddp", DDP)
-register_strategy("ddp_find_unused_parameters_true", lambda: DDP(find_unused_parameters=True))
+register_strategy("ddp_find_unused_parameters_true", partial(DDP, find_unused_parameters=True))
+register_strategy("ddp_find_unused_parameters_false", partial(DDP, find_unused_parameters=False))
 register_strategy("fsdp", _fsdp)
 register_strategy("fsdp_cpu_offload", partial(_fsdp, True))
 register_strategy("deepspeed", _deepspeed)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from drivetrain.runtime.errors import ConfigurationError
 from drivetrain.runtime.state import PartialState
-from drivetrain.strategies.base import Strategy, require_single_process_group
+from drivetrain.strategies.base import Strategy
 
 
 class Single(Strategy):
@@ -13,5 +14,11 @@ class Single(Strategy):
 
     def setup(self, state: PartialState) -> None:
         """Take this process's place; there must be no peers."""
-        require_single_process_group(self.name, state.environment)
+        environment = state.environment
+        if environment.is_distributed:
+            raise ConfigurationError(
+                f"strategy={self.name!r} runs one process, but this is rank {environment.rank} of "
+                f"{environment.world_size} (from {environment.source}). Use strategy='ddp' or 'auto', "
+                "or start one process."
+            )
         super().setup(state)

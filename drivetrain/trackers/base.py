@@ -73,14 +73,14 @@ class Tracker(ABC):
         """Write what is left and close the run."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what a resumed run needs to go on where this one is: values that JSON can hold.
+        """Return what a resumed run needs to continue where this one is: values that JSON can hold.
 
         Called with each checkpoint, on the main process; what was logged before is on disk when it returns.
         """
         return {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on where a run was when `state_dict` was called: what it wrote after that is dropped.
+        """Continue where a run was when `state_dict` was called: what it wrote after that is dropped.
 
         Called on the main process, before anything is logged.
 
@@ -122,7 +122,7 @@ class Tracker(ABC):
         return self.tracker
 
     def finalize(self, status: str = "success") -> None:
-        """The same as `finish`; no tracker here tells how the run ended.
+        """The same as `finish`; no tracker here records how the run ended.
 
         Args:
             status: ``"success"``, ``"failed"`` or ``"interrupted"``.

@@ -25,8 +25,8 @@ class CSVLogger(DirectoryTracker):
     """Writes ``metrics.csv`` and ``hparams.yaml`` into ``<save_dir>/<name>/version_<n>``.
 
     All values of one step share a row, also when they are logged by several calls. A value that appears later
-    adds a column: only then is the file written anew. A version that is there already is continued. A resumed run goes
-    on in the version of the run before it, without the rows that came after the checkpoint.
+    adds a column: only then is the file written again. A version that is there already is continued. A resumed run
+    continues the version of the run before it, without the rows that came after the checkpoint.
 
     Args:
         save_dir: The directory of all runs.
@@ -107,13 +107,16 @@ class CSVLogger(DirectoryTracker):
         last_row = dict(self._rows[-1]) if self._rows else None
         return {**state, "rows": self._table.rows, "columns": list(self._table.columns), "last_row": last_row}
 
-    def _go_on_from(self, state: Mapping[str, Any]) -> None:
-        last_row, path = state["last_row"], self.run_directory.path / "metrics.csv"
-        there = _cut_table(path, list(state["columns"]), state["rows"] - (last_row is not None))
-        if there < state["rows"] - (last_row is not None):
+    def _resume_from(self, state: Mapping[str, Any]) -> None:
+        rows, columns = self._checked(state, "rows", int), self._checked(state, "columns", list)
+        last_row = None if state.get("last_row") is None else self._checked(state, "last_row", dict)
+        complete = max(0, rows - (last_row is not None))
+        path = self.run_directory.path / "metrics.csv"
+        there = _cut_table(path, [str(column) for column in columns], complete)
+        if there < complete:
             logger.warning(
-                f"{path} holds {there} of the {state['rows']} rows that the checkpoint was saved with. The others are "
-                "lost; the run goes on after those that are there."
+                f"{path} holds {there} of the {rows} rows that the checkpoint was saved with. The others are lost; the "
+                "run continues after those that are there."
             )
         self._rows, self._last_is_written = [], False
         if last_row is not None:
@@ -173,7 +176,7 @@ class _Table:
         self._file.close()
 
     def _widen(self, columns: list[str]) -> None:
-        """Write the file anew with more columns, beside itself first: the rows there are never at risk."""
+        """Write the file again with more columns, beside itself first: the rows there are never at risk."""
         self._file.close()
         _rewrite(self.path, columns)
         self.columns = columns
@@ -181,7 +184,7 @@ class _Table:
 
 
 def _rewrite(path: Path, columns: list[str], limit: int | None = None) -> int:
-    """Write a table anew with other columns and at most so many rows; returns how many it has."""
+    """Write a table again with other columns and at most so many rows; returns how many it has."""
     beside = path.with_name(f".{path.name}.{os.getpid()}")
     written = 0
     with path.open(newline="", encoding="utf-8") as old, beside.open("w", newline="", encoding="utf-8") as new:

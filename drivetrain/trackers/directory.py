@@ -10,7 +10,11 @@ from typing import Any
 
 import yaml
 
+from drivetrain.runtime.errors import CheckpointError
+from drivetrain.runtime.logging import get_logger
 from drivetrain.trackers.base import Tracker, plain
+
+logger = get_logger(__name__)
 
 _VERSION = re.compile(r"version_(\d+)")
 
@@ -60,21 +64,36 @@ class RunDirectory:
         version = self.version
         return self.root / (version if isinstance(version, str) else f"version_{version}")
 
-    def go_on_with(self, version: int | str) -> bool:
-        """Go on in the directory of a run to resume, unless another version was asked for, or it is gone.
+    def resume(self, version: Any) -> bool:
+        """Continue the directory of a run to resume, unless another version was asked for, or it is gone.
 
         Args:
-            version: The version of that run.
+            version: The version of that run, as a checkpoint holds it: nothing is taken that is not the name of a
+                directory of runs.
 
         Returns:
             Whether this run writes there now.
+
+        Raises:
+            CheckpointError: It is no version.
         """
         if self.is_given:
-            return self._version == version
+            return bool(self._version == version)
+        is_number = type(version) is int and version >= 0
+        is_name = isinstance(version, str) and "\0" not in version
+        if not is_number and not (is_name and all(part not in ("", ".", "..") for part in version.split("/"))):
+            raise CheckpointError(
+                f"The state of a tracker in this checkpoint has version={version!r}, which no run writes: a version is "
+                f"a number, or the name of a directory in {self.root}. Do not resume from this checkpoint unless you "
+                "know who made it."
+            )
         before, self._version = self._version, version
         if not self.path.is_dir():
             self._version = before
-        return self._version == version
+        elif not os.path.realpath(self.path).startswith(os.path.realpath(self.root) + os.sep):
+            logger.warning(f"{self.path} leads out of {self.root}, so it is not continued; give version= to do so.")
+            self._version = before
+        return bool(self._version == version)
 
     def create(self) -> Path:
         """Make the directory unless it is there, and return it."""
@@ -144,14 +163,28 @@ class DirectoryTracker(Tracker):
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self.finish()
-        if not self.run_directory.go_on_with(state["version"]):
+        if not self.run_directory.resume(state.get("version")):
             return
         written = self.run_directory.path / "hparams.yaml"
         if written.is_file():
             self._hyperparameters = yaml.safe_load(written.read_text(encoding="utf-8")) or {}
-        self._go_on_from(state)
+        self._resume_from(state)
 
-    def _go_on_from(self, state: Mapping[str, Any]) -> None:
+    def _checked(self, state: Mapping[str, Any], key: str, kind: type) -> Any:
+        """One entry of a checkpoint's state.
+
+        Raises:
+            CheckpointError: It is missing or of another type.
+        """
+        value = state.get(key)
+        if not isinstance(value, kind) or isinstance(value, bool):
+            raise CheckpointError(
+                f"The state of {type(self).__name__} in this checkpoint has {key}={value!r}, which is no "
+                f"{kind.__name__}: no run writes it."
+            )
+        return value
+
+    def _resume_from(self, state: Mapping[str, Any]) -> None:
         """Drop what was written into this run's directory after `state_dict` was called."""
 
     def store_init_configuration(self, values: Mapping[str, Any]) -> None:

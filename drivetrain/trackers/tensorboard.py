@@ -20,8 +20,8 @@ class TensorBoardLogger(DirectoryTracker):
     """Writes event files and ``hparams.yaml`` into ``<save_dir>/<name>/version_<n>``.
 
     TensorBoard itself is imported when the first value is written. A version that is there already is
-    continued in a further event file. A resumed run goes on in the version of the run before it; what that one wrote
-    after the checkpoint is cut off its event files, and a TensorBoard that has read it already is told to forget it.
+    continued in a further event file. A resumed run continues the version of the run before it; what that one wrote
+    after the checkpoint is cut off its event files, and dropped by a TensorBoard that has read it already.
 
     Args:
         save_dir: The directory of all runs.
@@ -132,14 +132,16 @@ class TensorBoardLogger(DirectoryTracker):
             "unnumbered": self._unnumbered,
         }
 
-    def _go_on_from(self, state: Mapping[str, Any]) -> None:
+    def _resume_from(self, state: Mapping[str, Any]) -> None:
+        files = {name: size for name, size in self._checked(state, "files", dict).items() if isinstance(size, int)}
+        self._last_step = self._checked(state, "last_step", int)
+        self._unnumbered = self._checked(state, "unnumbered", int)
         for path in self._event_files():
-            size = state["files"].get(path.name)
+            size = files.get(path.name)
             if size is None:
                 path.unlink()
-            elif path.stat().st_size > size:
-                os.truncate(path, size)
-        self._last_step, self._unnumbered = state["last_step"], state["unnumbered"]
+            elif path.stat().st_size > max(0, size):
+                os.truncate(path, max(0, size))
         # Event files are read once; a TensorBoard that watches the run still holds what was cut off.
         self._purge_step = self._last_step + 1
 

@@ -1,4 +1,4 @@
-"""What others may ask of a trainer: where it is, what it has logged, who it is made of."""
+"""The read-only face of the Trainer: where it is, what it has logged, what it is made of."""
 
 from __future__ import annotations
 
@@ -6,10 +6,12 @@ import builtins
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from drivetrain.accelerator import Accelerator
 from drivetrain.callbacks import Callback, EarlyStopping, ModelCheckpoint
+from drivetrain.callbacks.stage import Stage
+from drivetrain.data import BatchInfo
 from drivetrain.strategies import Strategy
 from drivetrain.trackers import Tracker
 from drivetrain.trainer.metrics.logged_value import Value
@@ -18,26 +20,33 @@ from drivetrain.trainer.state.progress import Progress
 
 if TYPE_CHECKING:
     from drivetrain.accelerator import PreparedOptimizer
+    from drivetrain.trainer.loops.current_run import CurrentRun
+    from drivetrain.trainer.loops.fit_loop import FitLoop
+    from drivetrain.trainer.loops.health import Finiteness
+    from drivetrain.trainer.loops.run_control import RunControl, StopReason
+    from drivetrain.trainer.metrics.tracker_log import TrackerLog
+    from drivetrain.trainer.data_module import DataModule
+    from drivetrain.trainer.hooks import Hooks
+    from drivetrain.trainer.optimizers import SchedulerConfig
     from drivetrain.trainer.task import Task
+    from drivetrain.trainer.task_run import TaskRun
 
 
 class TrainerStatus:
-    """The read-only face of `Trainer`, in Lightning's words."""
+    """What can be read from a `Trainer`, in Lightning's words: properties over its parts, which hold all state."""
 
     accelerator: Accelerator
     callbacks: list[Callback]
     loggers: list[Tracker]
     logged: LoggedValues
     progress: Progress
-    task: Task | None
-    task_optimizers: list[PreparedOptimizer]
-    stage: str | None
-    sanity_checking: bool
-    should_stop: bool
-    num_evaluation_batches: dict[str, list[float]]
+    task_run: TaskRun
+    control: RunControl
+    current: CurrentRun
+    tracker_log: TrackerLog
+    finiteness: Finiteness
+    fit_loop: FitLoop | None
     default_root_dir: str
-    world_size_: int
-    _logged_values: dict[str, float]
 
     @property
     def strategy(self) -> Strategy:
@@ -58,6 +67,39 @@ class TrainerStatus:
     def global_step(self) -> int:
         """Optimizer steps taken so far."""
         return self.progress.global_step
+
+    # the task
+
+    @property
+    def task(self) -> Task | None:
+        """The task of the run, or of the last one."""
+        return self.task_run.task
+
+    @property
+    def datamodule(self) -> DataModule | None:
+        """The data module of the run, or of the last one."""
+        return self.task_run.datamodule
+
+    @property
+    def model(self) -> nn.Module | None:
+        """What the strategy made of the task; None before the first run has placed it."""
+        return self.task_run.model
+
+    @property
+    def hooks(self) -> Hooks:
+        """The overridden hooks of the callbacks and the task."""
+        assert self.task_run.hooks is not None
+        return self.task_run.hooks
+
+    @property
+    def task_optimizers(self) -> list[PreparedOptimizer]:
+        """The optimizers as the engine has prepared them, which a task steps."""
+        return self.task_run.optimizers
+
+    @property
+    def lr_scheduler_configs(self) -> list[SchedulerConfig]:
+        """The learning-rate schedulers, and when each steps."""
+        return self.task_run.schedulers
 
     @property
     def optimizers(self) -> list[Any]:
@@ -128,44 +170,101 @@ class TrainerStatus:
     @property
     def logged_metrics(self) -> dict[str, float]:
         """What the trackers got, the latest of each name."""
-        return dict(self._logged_values)
+        return dict(self.tracker_log.written)
 
     @property
     def num_val_batches(self) -> list[float]:
         """Batches of each validation loader."""
-        return self.num_evaluation_batches.get("validation", [])
+        return self.current.evaluation_batches.get(Stage.VALIDATE, [])
 
     @property
     def num_test_batches(self) -> list[float]:
         """Batches of each test loader."""
-        return self.num_evaluation_batches.get("test", [])
+        return self.current.evaluation_batches.get(Stage.TEST, [])
 
     @property
     def num_predict_batches(self) -> list[float]:
         """Batches of each loader to predict."""
-        return self.num_evaluation_batches.get("predict", [])
+        return self.current.evaluation_batches.get(Stage.PREDICT, [])
+
+    @property
+    def num_training_batches(self) -> float:
+        """Batches of this process in a training epoch; infinite where this is not known."""
+        return self.current.training_batches
+
+    @property
+    def is_finite(self) -> bool:
+        """Whether the training values that were written, and the weights at the ends of epochs, are finite."""
+        return self.finiteness.is_finite
 
     # stages
 
     @property
+    def stage(self) -> Stage | None:
+        """What runs now: `"train"`, `"validate"`, `"test"`, `"predict"`; None between two runs."""
+        return self.current.stage
+
+    @property
+    def sanity_checking(self) -> bool:
+        """Whether the validation before training runs."""
+        return self.current.sanity_checking
+
+    @property
+    def batch(self) -> Any:
+        """The batch under way."""
+        return self.current.batch
+
+    @property
+    def batch_info(self) -> BatchInfo | None:
+        """What the loader recorded about the batch under way, such as the number of its real rows."""
+        return self.current.batch_info
+
+    @property
     def training(self) -> bool:
         """Whether `fit` is training, not in a validation within."""
-        return self.stage == "train"
+        return self.stage is Stage.TRAIN
 
     @property
     def validating(self) -> bool:
         """Whether a validation runs, in `fit` or in `validate`; not in the sanity check."""
-        return self.stage == "validate" and not self.sanity_checking
+        return self.stage is Stage.VALIDATE and not self.sanity_checking
 
     @property
     def testing(self) -> bool:
         """Whether `test` runs."""
-        return self.stage == "test"
+        return self.stage is Stage.TEST
 
     @property
     def predicting(self) -> bool:
         """Whether `predict` runs."""
-        return self.stage == "predict"
+        return self.stage is Stage.PREDICT
+
+    @property
+    def validation_follows(self) -> bool:
+        """Whether the run validates after the step that is being ended."""
+        return self.fit_loop is not None and self.fit_loop.validation_follows
+
+    # the end
+
+    @property
+    def stop_reason(self) -> StopReason | None:
+        """Why the last `fit` ended: `"max_epochs"`, `"requested"`, `"interrupted"`, ...; None while it runs."""
+        return self.control.reason
+
+    @property
+    def interrupted(self) -> bool:
+        """Whether Ctrl-C ends the last `fit`, or has ended it."""
+        return self.control.interrupted
+
+    @property
+    def preempted(self) -> bool:
+        """Whether a scheduler's signal ends the last `fit`, or has ended it."""
+        return self.control.preempted
+
+    @property
+    def rollback_requested(self) -> bool:
+        """Whether the run goes back to a checkpoint after this step."""
+        return self.control.rollback_path is not None
 
     # callbacks
 

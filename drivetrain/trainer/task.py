@@ -216,7 +216,7 @@ class Task(TaskHooks):
     def device(self) -> torch.device:
         """Where the task's tensors live."""
         if self._trainer is not None:
-            return self._trainer.strategy.device
+            return self._trainer.strategy.topology.device
         return next((parameter.device for parameter in self.parameters()), torch.device("cpu"))
 
     @property

@@ -131,7 +131,7 @@ def test_an_error_in_the_background_ends_the_run_at_a_later_step_and_the_last_go
 ) -> None:
     checkpoint = by_steps(tmp_path, async_save=True)
     task = Regression({})
-    with FullDisk("step=4.ckpt"), pytest.raises(CheckpointError, match=r"step=4.ckpt.*No space left"):
+    with FullDisk("step=4.ckpt"), pytest.raises(CheckpointError, match=r"step=4.ckpt.*No space left.*on_save_error="):
         train(task, tmp_path, [checkpoint])
     assert saved(tmp_path / "ckpt") == ["step=2.ckpt"]
     assert checkpoint.best_model_path == str(tmp_path / "ckpt" / "step=2.ckpt")
@@ -160,7 +160,8 @@ def test_with_warn_the_run_goes_on_past_a_full_disk(
 
 def test_without_warn_a_full_disk_ends_the_run_and_the_last_good_one_is_intact(tmp_path: Path) -> None:
     checkpoint = by_steps(tmp_path)
-    with FullDisk("step=8.ckpt"), pytest.raises(CheckpointError, match="No space left"):
+    message = r"No space left.*ModelCheckpoint\(on_save_error='warn'\)"
+    with FullDisk("step=8.ckpt"), pytest.raises(CheckpointError, match=message):
         train(Regression({}), tmp_path, [checkpoint])
     assert saved(tmp_path / "ckpt") == ["step=6.ckpt"]
     resumed = train(Regression({}), tmp_path, [by_steps(tmp_path)], ckpt_path=checkpoint.best_model_path)
@@ -299,3 +300,22 @@ def test_what_is_saved_in_a_hurry_is_whole_and_stays_until_a_run_can_go_on_from_
 def test_bad_arguments_are_refused(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigurationError, match=message):
         ModelCheckpoint(**options)
+
+
+def test_a_save_after_a_loss_that_was_not_finite_is_marked_and_resumed_from_last(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def is_finite(trainer: Trainer) -> bool:
+        return trainer.global_step < 10
+
+    monkeypatch.setattr(Trainer, "loss_is_finite", property(is_finite), raising=False)
+    train(Regression({}), tmp_path, [by_steps(tmp_path, every=4, save_top_k=-1)])
+    marks = {name: Checkpoint(tmp_path / "ckpt" / name).manifest.finite_loss for name in saved(tmp_path / "ckpt")}
+    assert marks == {"step=4.ckpt": True, "step=8.ckpt": True, "step=12.ckpt": False}
+
+    monkeypatch.setattr(Trainer, "loss_is_finite", True, raising=False)
+    again = At(9, lambda trainer: steps.append(trainer.global_step))
+    steps: list[int] = []
+    train(Regression({}), tmp_path, [by_steps(tmp_path, every=4, save_top_k=-1), again], ckpt_path="auto")
+    assert steps == [9]  # so it began with step 8
+    assert "step=12.ckpt: it was saved after a loss that was not finite" in caplog.text

@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from drivetrain.callbacks import TQDMProgressBar
-from drivetrain.callbacks.display.progress_display import LineDisplay, Stage, to_numbers
+from drivetrain.callbacks.support.progress_display import LineDisplay, Stage, to_numbers
 from drivetrain.runtime.errors import ConfigurationError
 from tests.callbacks.tasks import Scripted, fit, numbers
 from tests.pool import run_in_processes

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import math
 import os
 import signal
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from drivetrain.checkpoint import load_run_state, save_run_state
-from drivetrain.checkpoint.storage import LocalStorage
+from drivetrain.checkpoint.storage import MANIFEST, LocalStorage
 from drivetrain.runtime.state import PartialState
 
 DTYPES = [
@@ -122,6 +124,31 @@ def bits(tensor: Tensor) -> bytes:
 def leftovers(root: str | Path) -> list[str]:
     """Names beside the checkpoints that a save should have removed."""
     return sorted(name for name in os.listdir(root) if name.startswith("."))
+
+
+def reseal(directory: str | Path, name: str, content: bytes) -> None:
+    """Replace a file of a checkpoint, and make the manifest agree, as an attacker would who can count too."""
+    path = Path(directory, name)
+    path.write_bytes(content)
+    reseal_manifest(directory, lambda manifest: manifest["files"].update({name: digest(content)}))
+
+
+def reseal_manifest(directory: str | Path, change: Callable[[dict[str, Any]], Any]) -> None:
+    """Change what a checkpoint's manifest says, and make its checksum right."""
+    path = Path(directory, MANIFEST)
+    content = json.loads(path.read_bytes())
+    content.pop("checksum")
+    change(content)
+    checksum = hashlib.sha256(spelled(content)).hexdigest()
+    path.write_bytes(spelled({**content, "checksum": checksum}))
+
+
+def spelled(content: Any) -> bytes:
+    return json.dumps(content, indent=1, sort_keys=True).encode() + b"\n"
+
+
+def digest(content: bytes) -> dict[str, Any]:
+    return {"size": len(content), "sha256": hashlib.sha256(content).hexdigest()}
 
 
 class CountingStorage(LocalStorage):

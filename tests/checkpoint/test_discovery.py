@@ -14,10 +14,17 @@ from pathlib import Path
 import pytest
 
 from drivetrain import newest_checkpoint
-from drivetrain.checkpoint import clean_stale, list_checkpoints, load_run_state, remove_checkpoint
+from drivetrain.checkpoint import (
+    Checkpoint,
+    clean_stale,
+    list_checkpoints,
+    load_run_state,
+    remove_checkpoint,
+    save_run_state,
+)
 from drivetrain.checkpoint.writer_record import OTHER_HOST_PATIENCE, UNRECORDED_PATIENCE, this_writer
 from drivetrain.runtime.state import PartialState
-from tests.checkpoint.states import alone, leftovers, seed_of, write
+from tests.checkpoint.states import alone, leftovers, own_state, reseal_manifest, run_state, seed_of, write
 from tests.pool import run_in_processes
 
 
@@ -176,3 +183,27 @@ def test_a_checkpoint_is_removed_and_its_absence_is_no_error(tmp_path: Path) -> 
     remove_checkpoint(tmp_path / "one")
     remove_checkpoint(tmp_path / "one")
     assert os.listdir(tmp_path) == []
+
+
+@pytest.mark.parametrize("shape", ["as the Trainer writes it", "as a driver's entry"])
+def test_one_that_was_saved_after_a_loss_that_was_not_finite_is_the_last_choice(
+    shape: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    mark = {"loss_is_finite": False}
+    for step in (1, 2):
+        write(tmp_path / f"step={step}", step)
+    marked = {**run_state(3), **(mark if shape.startswith("as the") else {"driver": mark})}
+    save_run_state(tmp_path / "step=3", marked, own_state(), alone(), step=3)
+    assert [one.finite_loss for one in list_checkpoints(tmp_path)] == [False, True, True]
+    assert newest_checkpoint(tmp_path) == str(tmp_path / "step=2")
+    assert "Passing over" in caplog.text
+    assert "not finite" in caplog.text
+    for step in (1, 2):
+        remove_checkpoint(tmp_path / f"step={step}")
+    assert newest_checkpoint(tmp_path) == str(tmp_path / "step=3")
+
+
+def test_a_manifest_of_before_the_mark_counts_as_unmarked(tmp_path: Path) -> None:
+    write(tmp_path / "one", 1)
+    reseal_manifest(tmp_path / "one", lambda manifest: manifest.pop("finite_loss"))
+    assert Checkpoint(tmp_path / "one").manifest.finite_loss

@@ -131,7 +131,7 @@ class Recorder(Callback):
         self.outcome.losses.append(total / rows)
 
     def on_before_optimizer_step(self, trainer, task, optimizer):
-        self.outcome.norms.append(trainer.strategy.clip_grad_norm_(list(task.parameters()), float("inf")).item())
+        self.outcome.norms.append(trainer.strategy.gradients.clip_norm(list(task.parameters()), float("inf")).item())
 
 
 def train_with_trainer(
@@ -153,11 +153,11 @@ def train_with_trainer(
         enable_progress_bar=False,
         enable_model_summary=False,
     )
-    rows = LOCAL_ROWS * world // trainer.strategy.data_shard.count
+    rows = LOCAL_ROWS * world // trainer.strategy.topology.data_shard.count
     data = training_set(samples or LOCAL_ROWS * world * accumulate * STEPS)
     trainer.fit(task, DataLoader(data, batch_size=rows))
     outcome.parameters = {
-        name.removeprefix("net."): value.clone() for name, value in trainer.strategy.model_state(trainer.model).items()
+        name.removeprefix("net."): value.clone() for name, value in trainer.strategy.state.model(trainer.model).items()
     }
     evaluation = DataLoader(evaluation_set(), batch_size=5)
     outcome.evaluation_loss = trainer.validate(task, evaluation, verbose=False)[0]["evaluation_loss"]
@@ -188,7 +188,7 @@ def train_with_accelerator(
             if accelerator.sync_gradients:
                 outcome.norms.append(accelerator.clip_grad_norm_(model.parameters(), MAX_NORM).item())
             optimizer.step()
-    outcome.parameters = {name: value.clone() for name, value in accelerator.strategy.model_state(model).items()}
+    outcome.parameters = {name: value.clone() for name, value in accelerator.strategy.state.model(model).items()}
     predictions, losses = [], []
     with torch.no_grad():
         for x, y in evaluation:

@@ -214,7 +214,7 @@ class Recorder(Callback):
         self.outcome.losses.append(total / count)
 
     def on_before_optimizer_step(self, trainer, task, optimizer):
-        self.outcome.norms.append(trainer.strategy.clip_grad_norm_(list(task.parameters()), float("inf")).item())
+        self.outcome.norms.append(trainer.strategy.gradients.clip_norm(list(task.parameters()), float("inf")).item())
 
 
 def train_with_trainer(strategy: str | Strategy, run: Run) -> Outcome:
@@ -234,8 +234,8 @@ def train_with_trainer(strategy: str | Strategy, run: Run) -> Outcome:
         enable_progress_bar=False,
         enable_model_summary=False,
     )
-    trainer.fit(task, DataLoader(run.data(), batch_size=run.rows(trainer.strategy.data_shard.count)))
-    whole = trainer.strategy.full_state_dict(trainer.model)
+    trainer.fit(task, DataLoader(run.data(), batch_size=run.rows(trainer.strategy.topology.data_shard.count)))
+    whole = trainer.strategy.state.full(trainer.model)
     outcome.parameters = {name.removeprefix("model."): value.clone() for name, value in whole.items()}
     evaluation = DataLoader(Texts(EVALUATION_SAMPLES, seed=4), batch_size=2)
     outcome.evaluation_loss = trainer.validate(task, evaluation, verbose=False)[0]["evaluation_loss"]
@@ -251,7 +251,7 @@ def train_with_accelerator(strategy: str | Strategy, run: Run) -> Outcome:
     )
     model = make_model(run.layers)
     optimizer = make_optimizer(model.parameters())
-    rows = run.rows(accelerator.strategy.data_shard.count)
+    rows = run.rows(accelerator.strategy.topology.data_shard.count)
     loader = DataLoader(run.data(), batch_size=rows)
     evaluation = DataLoader(Texts(EVALUATION_SAMPLES, seed=4), batch_size=2)
     loader, optimizer, model, evaluation = accelerator.prepare(loader, optimizer, model, evaluation)

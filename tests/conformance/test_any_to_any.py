@@ -61,10 +61,10 @@ def train(strategy: str, resume: str | None = None, save_to: str | None = None) 
         enable_progress_bar=False,
         enable_model_summary=False,
     )
-    rows = RUN.rows(trainer.strategy.data_shard.count)
+    rows = RUN.rows(trainer.strategy.topology.data_shard.count)
     trainer.fit(LanguageTask(layers=RUN.layers), DataLoader(RUN.data(), batch_size=rows), resume=resume)
     assert trainer.global_step == (SAVED_AFTER if save_to else 4)
-    return trainer.strategy.full_state_dict(trainer.model)
+    return trainer.strategy.state.full(trainer.model)
 
 
 def resume_each(strategy: str, directories: list[str]) -> list[dict[str, torch.Tensor]]:

@@ -103,8 +103,8 @@ def test_a_run_goes_on_alone_when_the_other_machine_dies_and_takes_it_back_when_
     assert [code for _, code in ended] == [0, 0], ended
     assert sorted(machines.said[-2:]) == ["rank 0 of 2 is through", "rank 1 of 2 is through"]
     assert "Starting all processes again (restart 1 of 1)." in ended[0][0]
-    assert "drivetrain: going on with 1 machine(s) instead of 2." in ended[0][0]
-    assert "drivetrain: going on with 2 machine(s) instead of 1." in ended[0][0]
+    assert "drivetrain: continuing with 1 machine(s) instead of 2." in ended[0][0]
+    assert "drivetrain: continuing with 2 machine(s) instead of 1." in ended[0][0]
 
 
 @pytest.mark.parametrize("backend", ["static", "c10d"])
@@ -158,7 +158,7 @@ def test_a_machine_that_must_go_ends_the_run_of_all_as_resumable(tmp_path: Path)
         ended = [(launcher.communicate(timeout=60)[1], launcher.returncode) for launcher in (first, second)]
     assert [code for _, code in ended] == [75, 75], ended
     for err, _ in ended:
-        assert err.count("start it again, and it goes on") == 1
+        assert err.count("start it again to resume") == 1
 
 
 def _wait_for(path: Path, timeout: float = 60) -> None:

@@ -93,6 +93,7 @@ class TestTwoProcessesOnTheCPU:
     def test_learn_the_flags_from_the_environment(self, facts: list[dict[str, Any]]) -> None:
         variables = dict(facts[1]["variables"])
         assert int(variables.pop("OMP_NUM_THREADS")) >= 1
+        del variables["DRIVETRAIN_HEARTBEAT"]
         assert variables == {
             "DRIVETRAIN_LAUNCHED": "1",
             "DRIVETRAIN_USE_CPU": "1",
@@ -260,6 +261,47 @@ def test_a_signal_reaches_every_rank_once_and_lets_it_end(tmp_path: Path, number
         assert process.returncode == code
         assert sorted(out.splitlines()) == [f"rank {rank} got {number.name}" for rank in range(2)]
         assert "Traceback" not in err
+
+
+# As `fit` does: finish the step, save, then let KeyboardInterrupt end the script.
+SAVES_AND_RAISES = """
+    import os, signal, sys, time
+
+    seen = []
+    signal.signal(signal.SIGINT, lambda *_: seen.append(1))
+    print("ready", os.getpid(), flush=True)
+    while not seen:
+        time.sleep(0.01)
+    time.sleep(0.3 * int(os.environ["RANK"]))
+    print("saved", os.environ["RANK"], flush=True)
+    raise KeyboardInterrupt
+"""
+
+
+def test_ctrl_c_after_which_each_rank_raises_keyboard_interrupt_ends_with_130_and_no_traceback(tmp_path: Path) -> None:
+    write_script(tmp_path, SAVES_AND_RAISES)
+    command = ("-m", "drivetrain", "launch", "--num_processes", "2", "--cpu", "--max_restarts", "3", "script.py")
+    with started(*command, cwd=tmp_path) as process:
+        wait_for_lines(process, "ready", 2)
+        process.send_signal(signal.SIGINT)
+        out, err = process.communicate(timeout=30)
+    assert process.returncode == 130
+    assert sorted(out.splitlines()) == ["saved 0", "saved 1"]
+    assert err == "drivetrain: interrupted: the processes are ending; Ctrl-C again kills them.\n"
+
+
+def test_ranks_that_were_interrupted_without_the_launcher_end_with_130_too(tmp_path: Path) -> None:
+    write_script(tmp_path, SAVES_AND_RAISES)
+    command = ("-m", "drivetrain", "launch", "--num_processes", "2", "--cpu", "script.py")
+    with started(*command, cwd=tmp_path) as process:
+        lines = wait_for_lines(process, "ready", 2)
+        for line in lines:
+            os.kill(int(line.split()[1]), signal.SIGINT)
+        out, err = process.communicate(timeout=30)
+    assert process.returncode == 130
+    assert sorted(out.splitlines()) == ["saved 0", "saved 1"]
+    assert "was interrupted (KeyboardInterrupt)" in err
+    assert "Traceback" not in err
 
 
 def test_a_second_ctrl_c_kills_ranks_that_do_not_end(tmp_path: Path) -> None:

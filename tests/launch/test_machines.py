@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from drivetrain.runtime.exit_codes import HANG_EXIT_CODE
 from tests.launch.launching import Ended, end, started, write_script
 
 pytestmark = pytest.mark.timeout(150)
@@ -74,6 +75,28 @@ def test_a_failure_on_one_machine_stops_the_other_which_shows_it_too(tmp_path: P
         assert "rank 3 (pid" in one.err
         assert one.err.count("RuntimeError: the last rank is broken") == 1
         assert one.err.count("Traceback") == 1
+
+
+def test_a_hang_is_reported_with_the_ranks_of_both_machines(tmp_path: Path) -> None:
+    write_script(
+        tmp_path,
+        """
+        import time
+        from drivetrain import PartialState
+
+        state = PartialState()
+        if state.process_index == 1:
+            time.sleep(600)
+        state.wait_for_everyone()
+        """,
+    )
+    flags = ["--num_machines", "2", "--num_processes", "2", "--hang_timeout", "3", "--main_process_ip", "127.0.0.1"]
+    flags += ["--main_process_port", str(free_port())]
+    ended = run_together(tmp_path, *([*flags, "--machine_rank", str(rank), "script.py"] for rank in range(2)))
+    for one in ended:
+        assert one.code == HANG_EXIT_CODE
+        assert "waits in wait_for_everyone" in one.err
+        assert "time.sleep(600)" in one.err
 
 
 def test_two_launches_at_once_do_not_collide(tmp_path: Path) -> None:

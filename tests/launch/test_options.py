@@ -40,6 +40,7 @@ MISTAKES: list[tuple[dict[str, Any], list[str]]] = [
         ["num_processes is 3", "2 machines", "multiple of 2"],
     ),
     ({"preemption_grace_period": 0}, ["preemption_grace_period is 0", "more than 0"]),
+    ({"hang_timeout": -1.0}, ["hang_timeout is -1.0", "at least 0", "0 is no limit"]),
     ({"main_process_port": 70000}, ["70000", "0 to 65535", "Leave it out"]),
     ({"mixed_precision": "bf61"}, ["'bf61'", "fp16", "Did you mean 'bf16'?"]),
     ({"rdzv_backend": "c10"}, ["'c10'", "static", "Did you mean 'c10d'?"]),
@@ -62,6 +63,26 @@ def test_a_mistake_says_what_was_given_what_is_allowed_and_what_to_do(given: dic
         LaunchOptions(**given)
     for part in said:
         assert part in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("flag", "variable", "limit"),
+    [(None, None, None), (None, "", None), (None, "90", 90.0), (60.0, "90", 60.0), (0.0, "90", 0.0), (None, "0", 0.0)],
+)
+def test_the_time_without_progress_is_the_flags_or_the_environments(
+    flag: float | None, variable: str | None, limit: float | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("DRIVETRAIN_HANG_TIMEOUT", raising=False)
+    if variable is not None:
+        monkeypatch.setenv("DRIVETRAIN_HANG_TIMEOUT", variable)
+    assert LaunchOptions(hang_timeout=flag).hang_limit == limit
+
+
+@pytest.mark.parametrize("variable", ["soon", "-1", "nan"])
+def test_a_time_that_is_none_is_refused(variable: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DRIVETRAIN_HANG_TIMEOUT", variable)
+    with pytest.raises(ConfigurationError, match=f"DRIVETRAIN_HANG_TIMEOUT='{variable}' is no number of seconds"):
+        _ = LaunchOptions().hang_limit
 
 
 def test_the_first_source_that_gives_an_option_counts() -> None:

@@ -57,7 +57,7 @@ def test_a_preempted_run_saves_and_asks_to_be_started_again(tmp_path: Path, numb
     # once, and to the ranks alone: loader workers would die of it
     assert sorted(out.splitlines()) == [f"{rank} {number.name} child None" for rank in range(2)]
     assert err == (
-        "drivetrain: the run was preempted and has saved its state: start it again, and it goes on (exit code 75).\n"
+        "drivetrain: the run was preempted and has saved its state: start it again to resume (exit code 75).\n"
     )
 
 
@@ -159,4 +159,4 @@ def test_a_run_that_is_to_end_is_not_started_again(tmp_path: Path) -> None:
         out, err = process.communicate(timeout=30)
     assert process.returncode == 75
     assert "attempt 1" not in out
-    assert "stopped before the processes were started again: start it again, and it goes on" in err
+    assert "stopped before the processes were started again: start it again to resume" in err

@@ -103,6 +103,14 @@ def without(variables: dict[str, str], *names: str) -> dict[str, str]:
         ),
         pytest.param({"RANK": "", "WORLD_SIZE": ""}, ProcessEnvironment(), id="empty is not set"),
         pytest.param({"PMI_RANK": "0", "PMI_SIZE": "1"}, ProcessEnvironment(), id="alone under some PMI"),
+        pytest.param(
+            {"SLURM_PROCID": "0", "SLURM_JOB_ID": "1"}, ProcessEnvironment(), id="a batch script without --ntasks"
+        ),
+        pytest.param(
+            {**TORCHRUN, "DRIVETRAIN_LAUNCHED": "1"},
+            ProcessEnvironment(5, 8, 1, 4, "node0", 1234, "drivetrain launch"),
+            id="our own launcher",
+        ),
     ],
 )
 def test_the_place_is_found(variables: dict[str, str], expected: ProcessEnvironment) -> None:
@@ -113,6 +121,7 @@ def test_the_place_is_found(variables: dict[str, str], expected: ProcessEnvironm
     ("variables", "message"),
     [
         pytest.param({"RANK": "3"}, "RANK=3 is set but WORLD_SIZE is not.*drivetrain launch", id="no size"),
+        pytest.param({"RANK": "0"}, "RANK=0 is set but WORLD_SIZE is not", id="rank 0 of no size"),
         pytest.param({"WORLD_SIZE": "2"}, "WORLD_SIZE=2 is set but RANK is not", id="no rank"),
         pytest.param(without(TORCHRUN, "LOCAL_RANK"), "LOCAL_RANK is not set", id="no local rank"),
         pytest.param({**TORCHRUN, "RANK": "8"}, "rank 8 of a world of 8 .*torchrun", id="rank too large"),
@@ -129,6 +138,22 @@ def test_the_place_is_found(variables: dict[str, str], expected: ProcessEnvironm
         pytest.param(without(TORCHRUN, "MASTER_ADDR"), "8 processes, 4 of them.*MASTER_ADDR", id="nobody says where"),
         pytest.param(without(OPEN_MPI, "MASTER_ADDR"), "openmpi.*MASTER_ADDR", id="Open MPI on two machines"),
         pytest.param(without(SLURM, "SLURM_LOCALID"), "SLURM_LOCALID is not set", id="SLURM without local rank"),
+        pytest.param({"SLURM_PROCID": "3"}, "SLURM_PROCID=3 is set but SLURM_NTASKS is not", id="SLURM without peers"),
+        pytest.param(
+            {"SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "4"},
+            "SLURM_PROCID=0 is set but SLURM_NTASKS is not",
+            id="task 0 of a step without its size",
+        ),
+        pytest.param(
+            {"SLURM_PROCID": "0", "SLURM_NTASKS": "4", "SLURM_LOCALID": "0"},
+            "this is the batch script itself.*Start the script with srun",
+            id="a batch script with --ntasks, not under srun",
+        ),
+        pytest.param(
+            {**TORCHRUN, "DRIVETRAIN_LAUNCHED": "1", "RANK": "8"},
+            r"rank 8 of a world of 8 \(from drivetrain launch\)",
+            id="our own launcher's variables",
+        ),
         pytest.param(
             {**SLURM, "SLURM_STEP_TASKS_PER_NODE": "2(y3)"},
             r"SLURM_STEP_TASKS_PER_NODE='2\(y3\)' is not a count",

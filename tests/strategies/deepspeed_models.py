@@ -89,7 +89,7 @@ class Loop:
 
     def weights(self) -> dict[str, Tensor]:
         """Whole, on all processes."""
-        state = self.accelerator.strategy.model_state(self.model)
+        state = self.accelerator.strategy.state.model(self.model)
         parts = gather_object([{name: value for name, value in state.items() if not value.is_meta}])
         return {name: next(part[name] for part in parts if name in part).detach().clone() for name in state}
 
@@ -124,7 +124,7 @@ def fitted(strategy: Any, task: Task | None = None, **options: Any) -> tuple[Tra
 
 def whole_weights(one: Trainer) -> dict[str, Tensor]:
     """Of rank 0, on all processes."""
-    state: dict[str, Tensor] = gather_object([one.strategy.full_state_dict(one.model)])[0]
+    state: dict[str, Tensor] = gather_object([one.strategy.state.full(one.model)])[0]
     return state
 
 

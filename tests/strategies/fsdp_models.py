@@ -102,7 +102,7 @@ def trained(make: Callable[[], nn.Module], strategy: FSDP) -> dict[str, Tensor]:
 
 
 def whole(accelerator: Accelerator, model: nn.Module) -> dict[str, Tensor]:
-    state = accelerator.strategy.model_state(model)
+    state = accelerator.strategy.state.model(model)
     return {name: (v.full_tensor() if isinstance(v, DTensor) else v).clone() for name, v in state.items()}
 
 

@@ -195,7 +195,7 @@ def buffers() -> list[Any]:
     x = torch.randn(4, 1, generator=torch.Generator().manual_seed(accelerator.process_index))
     accelerator.backward(model(x).sum())
     own = module[1].running_mean.item()
-    state = accelerator.strategy.model_state(model)
+    state = accelerator.strategy.state.model(model)
     return [own, state["1.running_mean"].item(), module[1].running_mean.item(), list(state)]
 
 
@@ -213,9 +213,10 @@ def evaluated() -> list[bool]:
     model = accelerator.prepare(module)
     strategy = accelerator.strategy
     # In evaluation nothing is exchanged, so one process may evaluate alone.
+    called = strategy.view(model, "evaluate")
     if accelerator.is_main_process:
-        strategy.evaluation_model(model)(torch.ones(1, 1))
-    return [strategy.unwrap(model) is module, strategy.evaluation_model(model) is module, not strategy.needs_even_batches]
+        called(torch.ones(1, 1))
+    return [strategy.unwrap(model) is module, called is module, not strategy.needs_even_batches]
 
 
 def test_evaluation_needs_no_peers():

@@ -377,7 +377,7 @@ def refuses_stale_parameters() -> str:
 
 
 def test_an_optimizer_prepared_apart_from_its_model_is_refused(here):
-    assert "AdamW holds parameters as they were before the model was divided" in here(refuses_stale_parameters)
+    assert "AdamW holds parameters as they were before the model was sharded" in here(refuses_stale_parameters)
 
 
 @runs

@@ -171,6 +171,6 @@ def test_one_process_is_enough():
     trainer = quiet_trainer("fsdp")
     task = NetTask()
     trainer.fit(task, loader(8))
-    state = trainer.strategy.full_state_dict(trainer.model)
+    state = trainer.strategy.state.full(trainer.model)
     assert gap(state, plain_task(1)) < EXACT
     assert torch.equal(state["net.scale"], torch.tensor([2.0]))

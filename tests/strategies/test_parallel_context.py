@@ -40,7 +40,7 @@ def attention_gaps(cases: list[Any], count: int) -> list[float]:
     gaps = []
     for heads, key_heads, length, causal, balanced, scale in cases:
         strategy = strategy_of(cp=count, cp_load_balance=balanced)
-        shard = strategy.sequence
+        shard = strategy.sequences.shard
         assert shard is not None
         generator = torch.Generator().manual_seed(2)
         size = 8 if balanced else 6  # of values: as large as keys, and not
@@ -51,7 +51,7 @@ def attention_gaps(cases: list[Any], count: int) -> list[float]:
         expected = F.scaled_dot_product_attention(*whole, **options)
         (expected * weights).sum().backward()
         own = [shard.split(tensor.detach(), 2).requires_grad_() for tensor in whole]
-        with strategy.shared_attention():
+        with strategy.sequences.attention():
             found = F.scaled_dot_product_attention(*own, **options)
         (found * shard.split(weights, 2)).sum().backward()
         pairs = [(shard.join(found.detach(), 2), expected)]
@@ -77,12 +77,12 @@ def parts() -> dict[str, Any]:
     for name, balanced in (("balanced", True), ("in order", False)):
         strategy = strategy_of(cp_load_balance=balanced)
         tokens = torch.arange(8).expand(3, 8)
-        batch = strategy.shard_batch(
+        batch = strategy.sequences.shard_batch(
             {"tokens": tokens, "weights": [tokens * 2.0], "count": torch.tensor(3), "name": "a"}
         )
-        with strategy.shared_attention(), strategy.shared_attention():
+        with strategy.sequences.attention(), strategy.sequences.attention():
             positions = sequence_positions(4)
-        shard = strategy.sequence
+        shard = strategy.sequences.shard
         assert shard is not None
         found[name] = {
             "tokens": batch["tokens"].tolist(),
@@ -136,8 +136,8 @@ def refusals() -> dict[str, str]:
         "dropout": lambda: within(lambda: F.scaled_dot_product_attention(q, q, q, dropout_p=0.1)),
         "lengths": lambda: within(lambda: F.scaled_dot_product_attention(q, q[:, :, :2], q[:, :, :2], is_causal=True)),
         "module": lambda: within(lambda: nn.MultiheadAttention(8, 2, batch_first=True)(q[0], q[0], q[0])),
-        "odd": lambda: strategy.shard_batch(torch.zeros(2, 6)),
-        "shapes": lambda: strategy.shard_batch((torch.zeros(2, 8), torch.zeros(2, 4))),
+        "odd": lambda: strategy.sequences.shard_batch(torch.zeros(2, 6)),
+        "shapes": lambda: strategy.sequences.shard_batch((torch.zeros(2, 8), torch.zeros(2, 4))),
         "numbers": lambda: accelerator.maybe_context_parallel([x, x], [1]).__enter__(),
         "strangers": lambda: accelerator.maybe_context_parallel([x], [1], {q}).__enter__(),
         "no attention": lambda: within(lambda: model(x)),
@@ -243,7 +243,7 @@ def trained(strategy: bool) -> tuple[dict[str, Tensor], list[Any]]:
         enable_model_summary=False,
     )
     trainer.fit(task, data)
-    return trainer.strategy.full_state_dict(trainer.model), task.seen
+    return trainer.strategy.state.full(trainer.model), task.seen
 
 
 def test_a_function_may_split_batches_and_a_model_may_number_its_tokens():
@@ -270,14 +270,14 @@ def ring_gap() -> float:
     """How far outputs and gradients of torch's ring are from those of whole sequences, in bfloat16."""
     accelerator = Accelerator(strategy=Parallel(cp=2, cp_attention="ring"))
     strategy: Any = accelerator.strategy
-    shard = strategy.sequence
+    shard = strategy.sequences.shard
     generator = torch.Generator(accelerator.device).manual_seed(2)
     make = {"generator": generator, "device": accelerator.device, "dtype": torch.bfloat16}
     whole = [torch.randn((2, 4, 256, 64), **make).requires_grad_() for _ in range(3)]
     expected = F.scaled_dot_product_attention(*whole, is_causal=True)
     expected.float().square().sum().backward()
     own = [shard.split(tensor.detach(), 2).requires_grad_() for tensor in whole]
-    with strategy.shared_attention():
+    with strategy.sequences.attention():
         found = F.scaled_dot_product_attention(*own, is_causal=True)
         found.float().square().sum().backward()
     pairs = [(shard.join(found.detach(), 2), expected)]

@@ -118,7 +118,7 @@ def tied_and_frozen() -> dict[str, Any]:
             stepped.zero_grad()
             backward(F.cross_entropy(module(tokens).flatten(0, 1), tokens.flatten()))
             stepped.step()
-    state = accelerator.strategy.model_state(model)
+    state = accelerator.strategy.state.model(model)
     whole = {name: v.full_tensor() if isinstance(v, DTensor) else v for name, v in state.items()}
     bare = accelerator.unwrap_model(model)
     return {

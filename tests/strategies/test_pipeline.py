@@ -110,13 +110,13 @@ def trains() -> dict[str, Any]:
     task = NetTask()
     trainer = clipping_trainer(Parallel(pp=2))
     trainer.fit(task, loader(), loader(5))
-    whole = trainer.strategy.full_state_dict(trainer.model)
+    whole = trainer.strategy.state.full(trainer.model)
     found["gap"] = gap(whole, plain()) if trainer.global_rank == 0 else len(whole)
     found["logged"] = sorted(trainer.callback_metrics)
     found["loss"] = float(trainer.callback_metrics["loss"])
     found["held"] = sorted(name for name, p in task.named_parameters() if not p.is_meta)
     found["groups"] = [len(group["params"]) for group in trainer.optimizers[0].param_groups]
-    state = trainer.strategy.optimizer_state(trainer.model, trainer.optimizers[0])
+    state = trainer.strategy.state.optimizer(trainer.model, trainer.optimizers[0])
     found["names in state"] = list(state["state"]) == [name for name, _ in task.named_parameters()]
     found["names in groups"] = [len(group["params"]) for group in state["param_groups"]]
     found["validation"] = float(trainer.callback_metrics["validation"])
@@ -168,15 +168,15 @@ def varies() -> dict[str, Any]:
     for schedule in ("1f1b", "interleaved_zero_bubble"):
         trainer = clipping_trainer(Parallel(pp=2, pp_schedule=schedule))
         trainer.fit(NetTask(frozen=True), loader())
-        whole = trainer.strategy.full_state_dict(trainer.model)
+        whole = trainer.strategy.state.full(trainer.model)
         found[f"frozen, {schedule}"] = gap(whole, plain(frozen=True)) if whole else 0.0
         trainer = clipping_trainer(Parallel(pp=2, pp_schedule=schedule))
         trainer.fit(Weighs(), loader())
-        whole = trainer.strategy.full_state_dict(trainer.model)
+        whole = trainer.strategy.state.full(trainer.model)
         found[f"left out, {schedule}"] = not all(torch.isfinite(value).all() for value in whole.values())
     trainer = clipping_trainer(Parallel(pp=2, activation_checkpointing=True, wrap=[nn.Sequential]))
     trainer.fit(NetTask(), loader())
-    whole = trainer.strategy.full_state_dict(trainer.model)
+    whole = trainer.strategy.state.full(trainer.model)
     # Batch statistics move on in the recomputed forward too, as they do in one process.
     found["recomputed"] = (
         gap(
@@ -217,7 +217,7 @@ class Plain(NetTask):
 def fit(options: dict[str, Any], epochs: int, resume: str | None = None) -> Trainer:
     torch.set_num_threads(1)
     trainer = clipping_trainer(Parallel(**options) if options else "single", max_epochs=epochs)
-    trainer.fit(Plain(), loader(ROWS // trainer.strategy.data_shard.count), resume=resume)
+    trainer.fit(Plain(), loader(ROWS // trainer.strategy.topology.data_shard.count), resume=resume)
     return trainer
 
 
@@ -229,7 +229,7 @@ def go_on(options: dict[str, Any], paths: list[str]) -> list[dict[str, Tensor]]:
     found = []
     for path in [None, *paths]:
         trainer = fit(options, 2, path)
-        found.append(trainer.strategy.full_state_dict(trainer.model))
+        found.append(trainer.strategy.state.full(trainer.model))
     return found
 
 

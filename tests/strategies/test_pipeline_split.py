@@ -30,11 +30,11 @@ def outline(module: nn.Module, splits: list[str] | None = None, placed: dict[str
 def in_stages(module: nn.Module, splits: list[str], *args: Tensor, placed: dict[str, int] | None = None) -> Tensor:
     """Run all stages one after the other, in one process that has all parameters."""
     layout = lay_out(module, splits, placed)
-    plan = ModelOutline(module, layout, CPU).plan(args, {}, module.training)
+    route = ModelOutline(module, layout, CPU).route(args, {}, module.training)
     handed_over: tuple[Tensor, ...] = ()
     for stage in range(layout.count):
         runs = StageModule(module, layout, stage, CPU, torch.enable_grad)
-        handed_over = runs(*handed_over, inputs=(args, {}), call=Call(args, {}, plan))
+        handed_over = runs(*handed_over, inputs=(args, {}), call=Call(args, {}, route))
     return handed_over
 
 
@@ -167,7 +167,7 @@ def test_stages_compute_what_the_model_does(name):
 def test_a_value_that_goes_around_the_first_module_of_a_stage_is_refused(name):
     make, splits, args = MODELS[name]
     with pytest.raises(ConfigurationError, match=r"uses a value of stage 0 in stage 1 \(by aten\."):
-        outline(make(), splits).plan(args, {}, True)
+        outline(make(), splits).route(args, {}, True)
 
 
 def test_parameters_of_the_model_itself_and_tables_that_all_use():
@@ -196,12 +196,12 @@ def test_the_model_is_as_before_after_a_stage_has_run():
 
 
 def test_what_is_handed_over_is_known_without_running_the_model():
-    plan = outline(GPT()).plan((TOKENS, POSITIONS), {}, True)
-    assert plan.cuts[1].tensors == (TensorShape((2, LENGTH, WIDTH), torch.float32),)
+    route = outline(GPT()).route((TOKENS, POSITIONS), {}, True)
+    assert route.cuts[1].tensors == (TensorShape((2, LENGTH, WIDTH), torch.float32),)
     with torch.autocast("cpu", torch.bfloat16):
         model = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 3))
-        plan = outline(model).plan((torch.randn(5, 4),), {}, True)
-    assert plan.cuts[1].tensors == (TensorShape((5, 8), torch.bfloat16),)
+        route = outline(model).route((torch.randn(5, 4),), {}, True)
+    assert route.cuts[1].tensors == (TensorShape((5, 8), torch.bfloat16),)
 
 
 # refusals
@@ -288,12 +288,12 @@ REFUSED = [
 @pytest.mark.parametrize(("make", "message"), REFUSED)
 def test_what_cannot_be_split_is_refused_by_name(make, message):
     with pytest.raises(ConfigurationError, match=re.compile(message, re.DOTALL)):
-        outline(make()).plan((TOKENS, POSITIONS), {}, True)
+        outline(make()).route((TOKENS, POSITIONS), {}, True)
 
 
 def test_modules_can_be_placed_by_hand():
-    plan = outline(HeadFirst(), placed={"head": -1}).plan((TOKENS, POSITIONS), {}, True)
-    assert set(plan.cuts) == {1}
+    route = outline(HeadFirst(), placed={"head": -1}).route((TOKENS, POSITIONS), {}, True)
+    assert set(route.cuts) == {1}
     with pytest.raises(ConfigurationError, match=r"Did you mean 'head.weight'"):
         outline(HeadFirst(), placed={"head.wight": -1})
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -18,7 +19,9 @@ from drivetrain import (
     available_strategies,
     register_strategy,
 )
+from drivetrain.data import DataShard
 from drivetrain.strategies import registry, resolve_strategy
+from drivetrain.strategies.gradients import Gradients
 from tests.pool import run_in_processes
 
 ALONE = ProcessEnvironment.detect({})
@@ -34,6 +37,7 @@ OF_TWO = ProcessEnvironment(0, 2, 0, 2, source="a test")
         ("ddp", ALONE, DDP),
         ("ddp", OF_TWO, DDP),
         ("ddp_find_unused_parameters_true", OF_TWO, DDP),
+        ("ddp_find_unused_parameters_false", OF_TWO, DDP),
     ],
 )
 def test_a_name_gives_a_strategy(spec, environment, kind):
@@ -81,6 +85,15 @@ def test_ddp_alone_leaves_the_model_bare():
     assert accelerator.prepare(model) is model
 
 
+class NotedGradients(Gradients):
+    def __init__(self, calls: list[str]) -> None:
+        self.calls = calls
+
+    def clip_norm(self, parameters: Any, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
+        self.calls.append("clip")
+        return super().clip_norm(parameters, max_norm, norm_type)
+
+
 class Noted(Strategy):
     """A third party's: counts what it is asked, refuses fp16 and shares a batch between all processes."""
 
@@ -91,10 +104,11 @@ class Noted(Strategy):
 
     def setup(self, state: Any) -> None:
         super().setup(state)
-        self.data_shard = type(self.data_shard)(0, 1)
+        self.topology = replace(self.topology, data_shard=DataShard(0, 1))
+        self.gradients = NotedGradients(self.calls)
 
-    def check_precision(self, precision: Any) -> None:
-        if precision.name == "fp16":
+    def check(self, options: Any) -> None:
+        if options.precision.name == "fp16":
             raise ConfigurationError("strategy='noted' cannot run precision='fp16'. Use 'bf16' or '32'.")
 
     def prepare(self, model: nn.Module, optimizers: Any, precision: Any, move: bool = True) -> Any:
@@ -104,10 +118,6 @@ class Noted(Strategy):
     def backward(self, loss: torch.Tensor, **kwargs: Any) -> None:
         self.calls.append("backward")
         super().backward(loss, **kwargs)
-
-    def clip_grad_norm_(self, parameters: Any, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
-        self.calls.append("clip")
-        return super().clip_grad_norm_(parameters, max_norm, norm_type)
 
     def optimizer_step(self, optimizer: Any, precision: Any, closure: Any = None) -> bool:
         self.calls.append("step")

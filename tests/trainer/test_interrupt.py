@@ -1,4 +1,4 @@
-"""Ctrl-C ends a run cleanly, after the step under way, at the same step on every process."""
+"""Ctrl-C ends a run cleanly, after the step under way, at the same step on every process, and then the script too."""
 
 from __future__ import annotations
 
@@ -33,18 +33,44 @@ class SendAt(Callback):
                 os.kill(os.getpid(), signal.SIGINT)
 
 
+def interrupted_fit(trainer: Trainer, task: Task, count: int = 10) -> Trainer:
+    """Fit, and see that Ctrl-C ends more than `fit`."""
+    with pytest.raises(KeyboardInterrupt):
+        trainer.fit(task, ones(count), ones(1))
+    return trainer
+
+
 def test_once_it_ends_the_run_after_the_step_under_way(capsys: pytest.CaptureFixture[str]) -> None:
     count = Count(*ENDING)
-    trainer = fitted(Weight(), ones(10), ones(1), callbacks=[SendAt(3), count], max_epochs=5)
+    trainer = interrupted_fit(quiet([SendAt(3), count], max_epochs=5), Weight())
     assert (trainer.global_step, trainer.current_epoch, trainer.interrupted) == (4, 0, True)
     assert {name: count[name] for name in ENDING} == dict.fromkeys(ENDING, 1) | {"on_exception": 0}
-    assert "Interrupted" in capsys.readouterr().out
+    assert "Interrupted: the run ended after 4 steps (0 epochs): Ctrl-C." in capsys.readouterr().out
+    assert trainer.stop_reason == "interrupted"
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_fit_returns_where_that_was_asked_for() -> None:
+    trainer = fitted(Weight(), ones(10), callbacks=SendAt(3), on_interrupt="return")
+    assert (trainer.global_step, trainer.interrupted) == (4, True)
+
+
+def test_it_saves_and_the_run_can_be_resumed_from_there(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    options: dict[str, Any] = {"enable_checkpointing": True, "default_root_dir": tmp_path, "max_epochs": 2}
+    interrupted_fit(quiet(SendAt(3), **options), Weight())
+    saved = tmp_path / "checkpoints" / "interrupted-step=4.ckpt"
+    assert [path.name for path in saved.parent.iterdir()] == [saved.name]
+    assert f"To resume: fit(..., resume={str(saved)!r}), or resume='auto'." in capsys.readouterr().out
+    task = Weight()
+    trainer = quiet(**options)
+    trainer.fit(task, ones(10), resume="auto")
+    assert [batch[:2] for batch in task.batches] == [(0, index) for index in range(4, 10)] + [(1, i) for i in range(10)]
+    assert trainer.stop_reason == "max_epochs"
 
 
 def test_twice_it_ends_the_run_at_once_and_still_tears_down() -> None:
     count = Count(*ENDING)
-    trainer = fitted(Weight(), ones(10), callbacks=[SendAt(3, times=2), count])
+    trainer = interrupted_fit(quiet([SendAt(3, times=2), count]), Weight())
     assert (trainer.global_step, trainer.interrupted) == (3, True)
     assert {name: count[name] for name in ENDING} == dict.fromkeys(ENDING, 0) | {"teardown": 1, "on_exception": 1}
 
@@ -54,11 +80,12 @@ def test_an_interrupt_that_a_step_raises_ends_the_run_too() -> None:
         def training_step(self, batch: Any, batch_idx: int) -> Any:
             raise KeyboardInterrupt
 
-    assert fitted(Interrupting(), ones(1)).interrupted
+    assert interrupted_fit(quiet(), Interrupting()).interrupted
+    assert fitted(Interrupting(), ones(1), on_interrupt="return").interrupted
 
 
 def test_it_wins_over_the_least_asked_for() -> None:
-    assert fitted(Weight(), ones(10), callbacks=SendAt(0), min_epochs=3, max_epochs=5).global_step == 1
+    assert interrupted_fit(quiet(SendAt(0), min_epochs=3, max_epochs=5), Weight()).global_step == 1
 
 
 def test_it_holds_where_no_step_is_taken_at_all() -> None:
@@ -69,7 +96,7 @@ def test_it_holds_where_no_step_is_taken_at_all() -> None:
                 os.kill(os.getpid(), signal.SIGINT)
 
     task = Skipping()
-    fitted(task, ones(10))
+    interrupted_fit(quiet(), task)
     assert len(task.batches) == 3
 
 
@@ -84,15 +111,15 @@ def test_a_handler_of_ones_own_is_left_alone() -> None:
 
 
 def test_a_fit_after_an_interrupted_one_trains_on() -> None:
-    trainer = quiet(SendAt(3), max_epochs=1)
-    trainer.fit(Weight(), ones(10))
+    trainer = interrupted_fit(quiet(SendAt(3), max_epochs=1), Weight())
     task = Weight()
+    trainer.callbacks.clear()
     trainer.fit(task, ones(10))
     assert (trainer.interrupted, len(task.batches), trainer.current_epoch) == (False, 10, 1)
 
 
 def interrupted_on_one_rank() -> tuple[int, bool]:
-    trainer = fitted(Weight(), ones(200_000), callbacks=SendAt(3, rank=1), max_epochs=1)
+    trainer = fitted(Weight(), ones(200_000), callbacks=SendAt(3, rank=1), on_interrupt="return")
     return trainer.global_step, trainer.interrupted
 
 
@@ -143,7 +170,12 @@ SCRIPT = """
         enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
     )
     task = Slow()
-    trainer.fit(task, torch.utils.data.DataLoader(torch.ones(100_000), batch_size=2))
+    try:
+        trainer.fit(task, torch.utils.data.DataLoader(torch.ones(100_000), batch_size=2))
+    except KeyboardInterrupt:
+        record = {"world": trainer.world_size, "steps": trainer.global_step, "interrupted": trainer.interrupted}
+        Path(f"rank{trainer.global_rank}.json").write_text(json.dumps(record))
+        raise
     record = {"world": trainer.world_size, "steps": trainer.global_step, "interrupted": trainer.interrupted}
     Path(f"rank{trainer.global_rank}.json").write_text(json.dumps(record))
 """
@@ -177,3 +209,65 @@ def test_ctrl_c_in_a_terminal_ends_both_processes_of_a_script_at_the_same_step(t
     assert first == second
     assert first["interrupted"]
     assert 5 < first["steps"] < 100_000
+    assert process.returncode == 130
+
+
+ALONE = """
+    import sys
+    import time
+    from pathlib import Path
+
+    import torch
+
+    from drivetrain import Task, Trainer
+
+
+    class Long(Task):
+        def __init__(self):
+            super().__init__()
+            self.w = torch.nn.Parameter(torch.zeros(()))
+
+        def training_step(self, batch, batch_idx):
+            Path("ready0").touch()
+            if sys.argv[1] == "native":  # no bytecode runs meanwhile, so no handler does
+                x = torch.ones(3000, 3000)
+                while True:
+                    torch.linalg.multi_dot([x] * 2000)
+            return self.w * batch.mean()
+
+        def configure_optimizers(self):
+            return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+    trainer = Trainer(
+        accelerator="cpu", devices=1, max_epochs=-1, logger=False, enable_checkpointing=False,
+        enable_progress_bar=False, enable_model_summary=False,
+    )
+    workers = int(sys.argv[2])
+    trainer.fit(Long(), torch.utils.data.DataLoader(torch.ones(100_000), batch_size=2, num_workers=workers))
+    Path("after").touch()
+"""
+
+
+@pytest.mark.parametrize(("kind", "workers", "times"), [("steps", 0, 1), ("steps", 2, 1), ("native", 0, 2)])
+def test_ctrl_c_ends_the_script_with_130(tmp_path: Path, kind: str, workers: int, times: int) -> None:
+    script = write_script(tmp_path, ALONE)
+    command = [sys.executable, str(script), kind, str(workers)]
+    process = subprocess.Popen(
+        command, cwd=tmp_path, env=clean_environment(), start_new_session=True, stderr=subprocess.PIPE, text=True
+    )
+    try:
+        deadline = time.monotonic() + 60
+        while not (tmp_path / "ready0").exists():
+            assert time.monotonic() < deadline, "the script did not begin to train"
+            time.sleep(0.05)
+        for _ in range(times):
+            time.sleep(0.5)
+            os.killpg(process.pid, signal.SIGINT)
+        _, error = process.communicate(timeout=30)
+    finally:
+        process.kill()
+    # Python itself ends by the signal after an uncaught KeyboardInterrupt, which a shell shows as 130.
+    assert process.returncode in (130, -signal.SIGINT), error
+    assert not (tmp_path / "after").exists()
+    assert ("Interrupted twice" in error) == (times == 2)

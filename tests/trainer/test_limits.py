@@ -96,7 +96,7 @@ class Clock(Weight):
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> None:
     Clock.seconds = 0.0
-    for module in ("loops.fit_loop", "loops.run_control"):
+    for module in ("loops.validation_schedule", "loops.run_control"):
         monkeypatch.setattr(f"drivetrain.trainer.{module}.time.monotonic", lambda: Clock.seconds)
 
 

@@ -8,6 +8,8 @@ import uuid
 from collections.abc import Sequence
 
 from drivetrain import checkpoint
+from drivetrain.callbacks.checkpoint.restored import RestoredState
+from drivetrain.checkpoint.manifest import check_replaceable
 from drivetrain.checkpoint.storage import LocalStorage, storage_of
 from drivetrain.runtime.errors import CheckpointError
 from drivetrain.runtime.logging import get_logger
@@ -52,35 +54,44 @@ def relative(path: str | None, root: str) -> str | None:
     return os.path.relpath(path, root)
 
 
-def continued(path: str | None, old: str, root: str, below: str | None) -> str | None:
-    """Where a resumed run goes on saving that was not told where to.
+def continued(path: str | None, state: RestoredState, root: str, own: Sequence[str]) -> str | None:
+    """Where a resumed run saves that was given no directory: where the run before it did, if that is one of its own.
 
     Args:
         path: where it would save if it were new.
-        old: where the run before it saved.
+        state: of the run before it.
         root: the default directory of this run.
-        below: `old` as seen from the default directory then; both may have been moved together.
+        own: the directories that runs of this script save in by default.
     """
-    candidates = ([os.path.join(root, below)] if below is not None else []) + [old]
+    moved = [os.path.join(root, state.below_root)] if state.below_root and _leads_below(root, state.below_root) else []
+    candidates = [*moved, *(each for each in own if is_same(each, state))]
     return next((candidate for candidate in candidates if is_taken(candidate)), path)
 
 
-def is_same(path: str | None, old: str, known: str) -> bool:
-    """Whether a directory is the one of an earlier run, there or moved.
+def is_same(path: str | None, state: RestoredState) -> bool:
+    """Whether a directory is the one of an earlier run, there or moved. The earlier one is only compared.
 
     Args:
         path: the directory.
-        old: the directory then.
-        known: a checkpoint in it.
+        state: of the earlier run.
     """
-    if path is None or path == old or os.path.realpath(path) == os.path.realpath(old):
+    old, newest = state.saved_in, state.names["newest"]
+    if path is None or path == old:
         return True
-    inside = relative(known, old)
-    return inside is not None and not is_taken(known) and is_taken(os.path.join(path, inside))
+    if not old or "://" in old or not is_local(path):
+        return False  # nothing is asked of a storage that only a checkpoint names
+    if os.path.realpath(path) == os.path.realpath(old):
+        return True
+    return bool(newest) and not is_taken(f"{old}/{newest}") and is_taken(f"{path}/{newest}")
+
+
+def _leads_below(root: str, name: str) -> bool:
+    """Whether a name below a directory leads there once links are followed."""
+    return os.path.realpath(os.path.join(root, name)).startswith(os.path.realpath(root) + os.sep)
 
 
 def default_places(trackers: Sequence[Tracker], root: str) -> list[str]:
-    """Where runs save that were not told where to: beside what trackers write, the newest run first."""
+    """Where runs save that were given no directory: beside what trackers write, the newest run first."""
     found = [
         str(version / "checkpoints")
         for tracker in trackers
@@ -92,6 +103,7 @@ def default_places(trackers: Sequence[Tracker], root: str) -> list[str]:
 
 def link(path: str, target: str) -> None:
     """Let `path` be a relative symbolic link to a checkpoint beside it, whatever it was before."""
+    check_replaceable(LocalStorage(), path)
     beside = os.path.join(os.path.dirname(path), f".{os.path.basename(path)}.{_token()}.link")
     try:
         os.symlink(os.path.relpath(target, os.path.dirname(path)), beside)
@@ -106,6 +118,7 @@ def link(path: str, target: str) -> None:
 
 def duplicate(path: str, source: str) -> None:
     """Let `path` be a second name of a checkpoint: its files are linked hard, or copied where that cannot be."""
+    check_replaceable(LocalStorage(), path)
     token = _token()
     place, replaced = (
         os.path.join(os.path.dirname(path), f".{os.path.basename(path)}.{token}.{what}") for what in KINDS
@@ -182,3 +195,8 @@ def _sync(path: str) -> None:
 
 def _token() -> str:
     return uuid.uuid4().hex[:12]
+
+
+def leading_outside(directory: str, state: RestoredState) -> set[str]:
+    """The names of a restored state that links in the directory make lead outside of it."""
+    return state.leading_outside(directory) if is_local(directory) else set()

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import copy
-import os
 from dataclasses import dataclass, field
 from typing import Any
 
 from drivetrain.callbacks.checkpoint.policy import BestK
+from drivetrain.callbacks.checkpoint.restored import RestoredState
 
 
 @dataclass
@@ -31,13 +31,13 @@ class KeptCheckpoints:
     doomed: list[str] = field(default_factory=list)
 
     def add(self, path: str, score: float | None, among_best: bool, is_whole: bool = True) -> None:
-        """Take in a checkpoint under a name of its own, and note those that go for it.
+        """Take in a checkpoint under a name of its own, and record those that go for it.
 
         Args:
             path: the checkpoint.
             score: its score, if scores count.
             among_best: whether it is kept for its score; else only for being the newest.
-            is_whole: whether a run can go on from it.
+            is_whole: whether a run can resume from it.
         """
         if self.beside and self.beside != path:
             self.doomed.append(self.beside)
@@ -47,7 +47,7 @@ class KeptCheckpoints:
         self.record_newest(path, is_whole)
 
     def record_newest(self, path: str, is_whole: bool = True) -> None:
-        """Let a checkpoint be the newest; where a run can go on from it, those for the meantime go."""
+        """Let a checkpoint be the newest; where a run can resume from it, those for the meantime go."""
         self.newest = path
         if is_whole:
             self.doomed += self.passing
@@ -68,34 +68,41 @@ class KeptCheckpoints:
         """The same, to return to if a save fails."""
         return copy.deepcopy(self)
 
-    def state_dict(self) -> dict[str, Any]:
-        """Everything, with paths as they are now."""
+    def state_dict(self, directory: str) -> dict[str, Any]:
+        """Everything, by names within the directory of the checkpoints.
+
+        Args:
+            directory: that directory.
+        """
+        inside = directory.rstrip("/") + "/"
+
+        def name(path: str) -> str:
+            return path.removeprefix(inside)
+
         return {
-            "best_k_models": [[path, score] for path, score in self.best.scores.items()],
-            "newest_of_best": self.best.newest,
-            "last_model_path": self.last,
-            "newest_model_path": self.newest,
-            "beside": self.beside,
-            "passing": list(self.passing),
-            "doomed": list(self.doomed),
+            "best_k_models": [[name(path), score] for path, score in self.best.scores.items()],
+            "newest_of_best": name(self.best.newest),
+            "last_model_path": name(self.last),
+            "newest_model_path": name(self.newest),
+            "beside": name(self.beside),
+            "passing": [name(path) for path in self.passing],
+            "doomed": [name(path) for path in self.doomed],
         }
 
-    def load_state_dict(self, state: dict[str, Any], old: str, new: str) -> None:
+    def restore(self, state: RestoredState, directory: str) -> None:
         """Take everything back.
 
         Args:
-            state: what `state_dict` returned.
-            old: the directory of the checkpoints then.
-            new: their directory now.
+            state: what `state_dict` returned, checked.
+            directory: the directory of the checkpoints now.
         """
 
-        def here(path: str) -> str:
-            inside = path.startswith(old.rstrip("/") + "/")
-            return os.path.join(new, path[len(old.rstrip("/")) + 1 :]) if inside else path
+        def here(name: str) -> str:
+            return f"{directory.rstrip('/')}/{name}" if name else ""
 
-        self.best.scores = {here(path): score for path, score in state["best_k_models"]}
-        self.best.newest = here(state["newest_of_best"])
-        self.last, self.newest = here(state["last_model_path"]), here(state["newest_model_path"])
-        self.beside = here(state["beside"])
-        self.passing = [here(path) for path in state["passing"]]
-        self.doomed = [here(path) for path in state["doomed"]]
+        self.best.scores = {here(name): score for name, score in state.scores.items()}
+        self.best.newest = here(state.names["newest_of_best"])
+        self.last, self.newest = here(state.names["last"]), here(state.names["newest"])
+        self.beside = here(state.names["beside"])
+        self.passing = [here(name) for name in state.lists["passing"]]
+        self.doomed = [here(name) for name in state.lists["doomed"]]

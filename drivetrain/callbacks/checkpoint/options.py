@@ -5,7 +5,7 @@ from __future__ import annotations
 from datetime import timedelta
 from typing import Any
 
-from drivetrain.callbacks.monitoring.monitor import check_mode
+from drivetrain.callbacks.support.monitored_metric import check_mode
 from drivetrain.runtime.errors import ConfigurationError, nearest
 
 ON_SAVE_ERROR = ("raise", "warn")

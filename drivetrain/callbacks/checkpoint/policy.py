@@ -1,4 +1,4 @@
-"""Which checkpoints to keep and what to call them; knows nothing of how they are stored."""
+"""Which checkpoints to keep and what to call them; independent of how they are stored."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from drivetrain.callbacks.monitoring.monitor import is_better
+from drivetrain.callbacks.support.monitored_metric import is_better
 from drivetrain.runtime.errors import ConfigurationError
 
 _FIELD = re.compile(r"\{([^{}:]+)(:[^{}]*)?\}")

@@ -11,7 +11,8 @@ from torch import Tensor
 
 from drivetrain import checkpoint
 from drivetrain.callbacks.checkpoint import folder
-from drivetrain.callbacks.monitoring.agreement import decide_on_main_process
+from drivetrain.callbacks.checkpoint.decision import Decision
+from drivetrain.callbacks.support.agreement import decide_on_main_process
 from drivetrain.callbacks.checkpoint.kept import KeptCheckpoints
 from drivetrain.runtime.errors import CheckpointError
 from drivetrain.runtime.logging import get_logger
@@ -23,28 +24,6 @@ if TYPE_CHECKING:
 logger = get_logger(__name__)
 
 
-@dataclass
-class Decision:
-    """What is to be saved now, the same on all processes.
-
-    Attributes:
-        score: the monitored value.
-        path: save here, under a name of its own.
-        among_best: whether that one is kept for its score.
-        last: let this name stand for it too, or save here where there is no `path`.
-    """
-
-    score: float | None = None
-    path: str | None = None
-    among_best: bool = False
-    last: str | None = None
-
-    @property
-    def target(self) -> str | None:
-        """Where the state is written."""
-        return self.path or self.last
-
-
 class CheckpointWriter:
     """Writes the checkpoints of one `ModelCheckpoint`, one at a time, and keeps account of them.
 
@@ -54,7 +33,7 @@ class CheckpointWriter:
         kept: the account.
         links: whether ``last`` is a link.
         limit: how many checkpoints the directory may hold; None for any number.
-        in_background: whether training goes on while one is written.
+        in_background: whether training continues while one is written.
         forgives: whether errors are logged instead of raised.
     """
 
@@ -70,11 +49,11 @@ class CheckpointWriter:
 
     @property
     def is_idle(self) -> bool:
-        """Whether nothing is being written, and no error is left to tell."""
+        """Whether nothing is being written, and no error is left to report."""
         return self._in_flight is None
 
     def get_ready(self, trainer: Trainer, weights_only: bool) -> None:
-        """Get memory for the first copy while training goes on. The optimizers have their state by now.
+        """Get memory for the first copy while training continues. The optimizers have their state by now.
 
         Args:
             trainer: the trainer.
@@ -105,7 +84,7 @@ class CheckpointWriter:
         if target is None:
             return
         if trainer.saves is not None:
-            trainer.saves.finish()  # what somebody else saves tells its own error, which is not forgiven here
+            trainer.saves.finish()  # what others save reports its own error, which is not forgiven here
         before = self.kept.copy()
         # The account is part of the checkpoint, so it is brought up to date first.
         if decision.path is not None:
@@ -174,7 +153,8 @@ class CheckpointWriter:
         if self._forgives or trainer.world_size == 1:
             self.settle()
         else:
-            trainer.should_stop = True  # they agree on the step to stop at, and raise when training is over
+            # They agree on the step to stop at, and raise when training is over.
+            trainer.request_stop("ModelCheckpoint: a checkpoint could not be written in the background")
 
     def settle(self, forgive: bool = False) -> None:
         """Wait until what is being written is done.
@@ -196,7 +176,7 @@ class CheckpointWriter:
             self._finish(flight.after, forgive)
 
     def abandon(self, wait: bool) -> None:
-        """Let go of what is being written, without a word to other processes.
+        """Leave what is being written to itself, without an exchange with other processes.
 
         Args:
             wait: whether to wait until it is done.
@@ -218,8 +198,8 @@ class CheckpointWriter:
             removed = decide_on_main_process(after.run)
         except CheckpointError as error:
             if not (self._forgives or forgive):
-                raise
-            logger.error(f"ModelCheckpoint: {error} The run goes on.")
+                raise _with_way_out(error) from error
+            logger.error(f"ModelCheckpoint: {error} The run continues.")
             return
         for path in removed:
             self.kept.forget(path)
@@ -244,8 +224,16 @@ class CheckpointWriter:
     def _take_back(self, before: KeptCheckpoints, error: CheckpointError, forgive: bool = False) -> None:
         self.kept = before
         if not (self._forgives or forgive):
-            raise error
-        logger.error(f"ModelCheckpoint: {error} The run goes on; the checkpoints before this one are intact.")
+            raise _with_way_out(error) from error
+        logger.error(f"ModelCheckpoint: {error} The run continues; the checkpoints before this one are intact.")
+
+
+def _with_way_out(error: CheckpointError) -> CheckpointError:
+    """The error of a save, such as a full disk, with what may be done about it."""
+    return type(error)(
+        f"{error} The checkpoints before this one are intact. With ModelCheckpoint(on_save_error='warn') a run "
+        "continues where a checkpoint cannot be written."
+    )
 
 
 def _log_failure(pending: PendingSave) -> None:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from drivetrain.callbacks.base import Callback
-from drivetrain.callbacks.monitoring.monitor import missing_metric_message
+from drivetrain.callbacks.support.monitored_metric import missing_metric_message
 from drivetrain.callbacks.guards.rollback import check_can_roll_back, newest_good_checkpoint
 from drivetrain.runtime.collectives import gather_object, reduce
 from drivetrain.runtime.errors import ConfigurationError, DrivetrainError, nearest
@@ -60,7 +60,7 @@ class Guard(Callback):
             to the newest checkpoint and leaves out the batches of the step from then on.
         max_rollbacks: After so many of them the run ends with an error.
         max_skips: After so many steps in a row that were left out the run ends with an error.
-        every_n_steps: Look at the values only every so many steps: until then they stay on the device.
+        every_n_steps: Read the values only every so many steps: until then they stay on the device.
     """
 
     runs_last_at_epoch_end: ClassVar[bool] = True
@@ -84,7 +84,7 @@ class Guard(Callback):
         if action == "skip" and every_n_steps != 1:
             raise ConfigurationError(
                 f"{name}(action='skip', every_n_steps={every_n_steps}): whether a step is left out must be known "
-                "before it is taken, so each one is looked at. Leave every_n_steps=1, or choose 'stop' or 'rollback'."
+                "before it is taken, so each one is read. Leave every_n_steps=1, or choose 'stop' or 'rollback'."
             )
         self.monitor = monitor
         self.action = action
@@ -96,7 +96,7 @@ class Guard(Callback):
         self._skips_in_a_row = 0
         self._losses: list[Tensor] = []  # of the step under way, weighed so that their sum is the step's loss
         self._batches: list[int] = []  # of the step under way
-        self._watched: list[Watched] = []  # steps that nobody has looked at yet
+        self._watched: list[Watched] = []  # steps that were not judged yet
         self._rescales = False
         self._is_manual = False
         self._is_tripped = False  # what is there now is not worth saving
@@ -119,7 +119,7 @@ class Guard(Callback):
         return {"rollbacks": self.rollbacks, "skipped": [list(each) for each in self.skipped]}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        # Also called by a rollback, to a checkpoint that does not know of it yet.
+        # Also called by a rollback, to a checkpoint from before it.
         self.rollbacks = max(self.rollbacks, state_dict["rollbacks"])
         saved = [(epoch, batch) for epoch, batch in state_dict["skipped"]]
         self.skipped = list(dict.fromkeys([*saved, *self.skipped]))
@@ -135,7 +135,7 @@ class Guard(Callback):
         if self._is_manual and self.action == "skip":
             raise ConfigurationError(
                 f"{name}(action='skip'): {type(task).__name__} steps its optimizers by hand, so no step can be left "
-                "out for it. Choose 'stop' or 'rollback', or look at the loss in training_step."
+                "out for it. Choose 'stop' or 'rollback', or check the loss in training_step."
             )
         if self.action == "rollback" and not trainer.fast_dev_run:
             check_can_roll_back(trainer, name)
@@ -144,7 +144,7 @@ class Guard(Callback):
         self._watched.clear()
         self._is_tripped = False
         self._skips_in_a_row = 0
-        trainer.batches_to_skip.update(self.skipped)
+        trainer.skip_batches(self.skipped)
 
     def on_train_batch_start(self, trainer: Trainer, task: Task, batch: Any, batch_idx: int) -> None:
         self._batches.append(batch_idx)
@@ -165,7 +165,7 @@ class Guard(Callback):
 
     def on_train_batch_end(self, trainer: Trainer, task: Task, outputs: Any, batch: Any, batch_idx: int) -> None:
         if trainer.progress.batches_in_epoch <= batch_idx:
-            return  # in the midst of a step
+            return  # within a step
         if self._is_manual and self._batches:
             self._watch(trainer, task)
         self._forget_step()
@@ -191,14 +191,14 @@ class Guard(Callback):
     def _value(self, trainer: Trainer) -> Tensor:
         if self.monitor == LOSS:
             if not self._losses:
-                return torch.zeros((), device=trainer.strategy.device)  # this process had nothing to learn from
+                return torch.zeros((), device=trainer.strategy.topology.device)  # this process had nothing to learn from
             # An optimizer may ask for the gradients of a step several times.
             losses = self._losses if self._is_manual else self._losses[-len(self._batches) :]
             return losses[0].float() if len(losses) == 1 else torch.stack(losses).float().sum()
         metrics = trainer.callback_metrics
         if self.monitor not in metrics:
             raise ConfigurationError(missing_metric_message(metrics, self.monitor, type(self).__name__))
-        return torch.as_tensor(metrics[self.monitor], dtype=torch.float32, device=trainer.strategy.device)
+        return torch.as_tensor(metrics[self.monitor], dtype=torch.float32, device=trainer.strategy.topology.device)
 
     def _forget_step(self) -> None:
         self._losses.clear()
@@ -231,7 +231,7 @@ class Guard(Callback):
                 self._is_tripped = True
                 raise DrivetrainError(
                     f"{message} {self.max_skips} steps in a row have been left out before it, so the run ends. Its "
-                    "weights are those before the first of them. Go on from a checkpoint with a lower learning rate."
+                    "weights are those before the first of them. Resume from a checkpoint with a lower learning rate."
                 )
             self.skipped += [(one.epoch, batch) for batch in one.batches]
             logger.warning(f"{message} The step is left out.")
@@ -244,7 +244,7 @@ class Guard(Callback):
         if self.rollbacks >= self.max_rollbacks:
             raise DrivetrainError(
                 f"{message} The run has gone back to a checkpoint {self.rollbacks} times already, and max_rollbacks="
-                f"{self.max_rollbacks}. Lower the learning rate, clip gradients, or look at these batches."
+                f"{self.max_rollbacks}. Lower the learning rate, clip gradients, or inspect these batches."
             )
         path = newest_good_checkpoint(trainer)
         if path is None:

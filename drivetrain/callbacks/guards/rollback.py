@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from drivetrain import checkpoint
-from drivetrain.callbacks.monitoring.agreement import decide_on_main_process
+from drivetrain.callbacks.support.agreement import decide_on_main_process
 from drivetrain.callbacks.model_checkpoint import ModelCheckpoint
 from drivetrain.runtime.errors import CheckpointError, ConfigurationError
 
@@ -23,9 +23,9 @@ def check_can_roll_back(trainer: Trainer, owner: str) -> None:
 
 
 def newest_good_checkpoint(trainer: Trainer) -> str | None:
-    """The newest checkpoint of this run that a run can go on from, or None; called by all processes.
+    """The newest checkpoint of this run that a run can resume from, or None; called by all processes.
 
-    All that the run has saved are good: nothing is saved while a callback says that the state is not sound.
+    All that the run has saved are good: nothing is saved while a callback finds the state unsound.
     """
     savers = _savers(trainer)
     for saver in savers:
@@ -43,7 +43,8 @@ def _newest(savers: list[ModelCheckpoint]) -> str | None:
     found = []
     for path in known - {""}:
         try:
-            found.append((checkpoint.Checkpoint(path, "size").manifest.step or 0, path))
+            manifest = checkpoint.Checkpoint(path, "size").manifest
+            found.append((manifest.finite_loss, manifest.step or 0, path))
         except CheckpointError:
             continue  # removed by hand, or damaged: another one will do
-    return max(found)[1] if found else None
+    return max(found)[2] if found else None

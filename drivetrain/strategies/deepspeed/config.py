@@ -14,6 +14,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from drivetrain.runtime.errors import ConfigurationError, nearest
+from drivetrain.strategies.base import Given
 from drivetrain.strategies.deepspeed.dummies import DummyOptim, DummyScheduler
 from drivetrain.strategies.precision import Precision
 
@@ -67,7 +68,7 @@ class Known:
     Attributes:
         world_size: processes.
         precision: the number formats; None before they are known.
-        arguments: by the configuration's name, the name of the argument that says the same, and its value.
+        given: by the configuration's name, the argument that says the same, and its value.
         optimizer: the user's optimizer; None before it is known.
         scheduler: what stands for the configuration's scheduler.
         model: the model; None before it is known.
@@ -75,7 +76,7 @@ class Known:
 
     world_size: int
     precision: Precision | None = None
-    arguments: dict[str, tuple[str, Any]] = field(default_factory=dict)
+    given: dict[str, Given] = field(default_factory=dict)
     optimizer: Optimizer | None = None
     scheduler: DummyScheduler | None = None
     model: nn.Module | None = None
@@ -91,7 +92,7 @@ def complete(config: Config, known: Known) -> Config:
         ConfigurationError: two values contradict each other; both are named.
     """
     done = copy.deepcopy(config)
-    _fill_arguments(done, known)
+    _fill_given(done, known)
     _fill_batch(done, known)
     _fill_precision(done, known)
     _fill_zero(done.setdefault("zero_optimization", {}), known)
@@ -119,8 +120,8 @@ def clipping_of(config: Mapping[str, Any]) -> float | None:
     return float(found) if isinstance(found, int | float) and found > 0 else None
 
 
-def _fill_arguments(config: Config, known: Known) -> None:
-    for key, (argument, value) in known.arguments.items():
+def _fill_given(config: Config, known: Known) -> None:
+    for key, (argument, value) in known.given.items():
         here = config.get(key)
         if here in (None, AUTO):
             config[key] = value

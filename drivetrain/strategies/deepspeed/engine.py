@@ -1,14 +1,15 @@
-"""One engine, its model's parameters by name, and the optimizer that loops see."""
+"""Engines, their models' parameters by name, and the optimizers that loops see."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from drivetrain.runtime.errors import ConfigurationError
 from drivetrain.strategies.deepspeed.layouts import Layout, layout_of
 
 
@@ -69,6 +70,81 @@ class TrainedModel:
     def destroy(self) -> None:
         """Let go of the process group."""
         self.engine.destroy()
+
+
+class Engines:
+    """The engines of all prepared models, and which of them the next backward is for."""
+
+    def __init__(self) -> None:
+        self._trained: list[TrainedModel] = []
+        self._forwards = 0
+
+    def __iter__(self) -> Iterator[TrainedModel]:
+        return iter(self._trained)
+
+    def add(self, trained: TrainedModel) -> None:
+        """Take one more engine."""
+        self._trained.append(trained)
+
+    def forget(self, bare: nn.Module) -> None:
+        """Let go of the engine that a model had before: its hooks would see the new one's gradients too."""
+        for trained in [trained for trained in self._trained if trained.bare is bare]:
+            trained.destroy()
+            self._trained.remove(trained)
+
+    def destroy(self) -> None:
+        """Let go of all engines."""
+        for trained in self._trained:
+            trained.destroy()
+        self._trained.clear()
+
+    def find(self, model: nn.Module) -> TrainedModel | None:
+        """The engine of a model, given as it was or as it was prepared; None where it has none."""
+        for trained in self._trained:
+            if model is trained.engine or model is trained.bare or model is trained.engine.module:
+                return trained
+        return None
+
+    def require(self, model: nn.Module) -> TrainedModel:
+        """The engine of a model.
+
+        Raises:
+            ConfigurationError: it has none.
+        """
+        trained = self.find(model)
+        if trained is None:
+            raise ConfigurationError(
+                f"{type(model).__name__} has no DeepSpeed engine: it was not prepared together with an optimizer."
+            )
+        return trained
+
+    def stepped_by(self, optimizer: Optimizer) -> TrainedModel:
+        """The engine that steps an optimizer.
+
+        Raises:
+            ConfigurationError: none does.
+        """
+        for trained in self._trained:
+            if optimizer is trained.optimizer or optimizer is trained.layout.inner:
+                return trained
+        raise ConfigurationError(
+            f"{type(optimizer).__name__} was not prepared together with its model, which DeepSpeed needs: "
+            "model, optimizer = accelerator.prepare(model, optimizer)."
+        )
+
+    def record_forward(self, trained: TrainedModel) -> None:
+        """Record that a forward has run which a backward may follow."""
+        if torch.is_grad_enabled():
+            self._forwards += 1
+            trained.forwards = self._forwards
+
+    def take_part(self) -> list[TrainedModel]:
+        """The models whose forward has run since the last backward, in that order; the last one if none has."""
+        trainable = [trained for trained in self._trained if trained.groups]
+        ran = sorted((trained for trained in trainable if trained.forwards), key=lambda trained: trained.forwards)
+        for trained in ran:
+            trained.forwards = 0
+        return ran or trainable[-1:]
 
 
 class EngineOptimizer(Optimizer):

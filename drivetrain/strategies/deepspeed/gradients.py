@@ -1,61 +1,88 @@
-"""Norms, clipping and scaling of gradients where an engine holds them in parts."""
+"""The gradients that engines hold."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
+from torch.optim import Optimizer
 
-from drivetrain.runtime.collectives import reduce
-from drivetrain.strategies.deepspeed.engine import TrainedModel
+from drivetrain.runtime.errors import ConfigurationError
+from drivetrain.strategies.deepspeed import clipping
+from drivetrain.strategies.deepspeed.engine import Engines
+from drivetrain.strategies.gradients import Gradients, refuse_left_out_batch
+from drivetrain.strategies.topology import Topology
 
 
-def total_norm(trained: TrainedModel, parameters: Sequence[nn.Parameter], norm_type: float) -> Tensor:
-    """The norm of the gradients of some parameters over all processes, a scalar; collective.
+class EngineGradients(Gradients):
+    """Gradients that engines reduce and keep, whole or in parts.
 
     Args:
-        trained: their engine's model.
-        parameters: the model's parameters.
-        norm_type: the order of the norm; may be infinite.
+        engines: the engines of all prepared models.
+        topology: this process's place.
+        stage: that of ZeRO.
+        clipping_norm: the norm that the configuration clips to, if it does.
     """
-    layout = trained.layout
-    gradients = layout.gradients(parameters)
-    infinite = norm_type == float("inf")
-    local = torch.zeros((), device=trained.engine.device)
-    if gradients:
-        norms = torch.stack([norm.float() for norm in torch._foreach_norm(gradients, norm_type)])
-        local = norms.max() if infinite else norms.pow(norm_type).sum()
-    if not layout.replicated:
-        local = reduce(local, "max" if infinite else "sum")
-    total = local if infinite else local.pow(1.0 / norm_type)
-    return total / layout.loss_scale
+
+    def __init__(self, engines: Engines, topology: Topology, stage: int, clipping_norm: float | None) -> None:
+        self._engines, self._topology, self._stage, self._clipping_norm = engines, topology, stage, clipping_norm
+
+    def sync(self, model: nn.Module, enabled: bool) -> AbstractContextManager[Any]:
+        """Whether a backward in this context ends an accumulation window."""
+        trained = self._engines.find(model)
+        return nullcontext() if enabled or trained is None else _within_window(trained.engine)
+
+    def zero_loss(self, task: nn.Module) -> torch.Tensor:
+        """Refuse at stage 3, where the peers' backward gathers over all processes."""
+        if self._stage == 3:
+            refuse_left_out_batch(task, self._topology.rank)
+        return super().zero_loss(task)
+
+    def clip_norm(self, parameters: Iterable[torch.Tensor], max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
+        """Scale gradients down to a total norm of at most `max_norm`; returns the norm over all processes before."""
+        given = list(parameters)
+        self._check_norm(max_norm)
+        norms = []
+        for trained in self._engines:
+            own = trained.own(given)
+            if own:
+                norms.append((trained, own, clipping.total_norm(trained, own, norm_type)))
+        if not norms:
+            return torch.zeros((), device=self._topology.device)
+        total: torch.Tensor = torch.linalg.vector_norm(torch.stack([norm for *_, norm in norms]), norm_type)
+        if max_norm != float("inf"):
+            for trained, own, _ in norms:
+                clipping.clip_to_norm(trained, own, total, max_norm)
+                trained.clipped = True
+        return total
+
+    def _check_norm(self, max_norm: float) -> None:
+        if self._clipping_norm is not None and max_norm not in (self._clipping_norm, float("inf")):
+            raise ConfigurationError(
+                f"The DeepSpeed configuration says gradient_clipping={self._clipping_norm}, but the loop clips to "
+                f"{max_norm}. Give one of the two."
+            )
+
+    def clip_value(self, parameters: Iterable[torch.Tensor], value: float) -> None:
+        """Clamp every gradient to [-value, value]."""
+        given = list(parameters)
+        for trained in self._engines:
+            clipping.clip_to_value(trained, trained.own(given), value)
+
+    def scale(self, model: nn.Module, optimizers: Sequence[Optimizer], factor: torch.Tensor) -> None:
+        """Multiply the gradients of a window."""
+        trained = self._engines.find(model)
+        if trained is not None:
+            clipping.scale(trained, trained.all_trained(), factor)
 
 
-def clip_to_norm(trained: TrainedModel, parameters: Sequence[nn.Parameter], norm: Tensor, max_norm: float) -> None:
-    """Scale gradients of this norm down to `max_norm` at most, as `torch.nn.utils.clip_grad_norm_` does."""
-    coefficient = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
-    scale(trained, parameters, coefficient)
-
-
-def scale(trained: TrainedModel, parameters: Sequence[nn.Parameter], factor: Tensor) -> None:
-    """Multiply gradients."""
-    _change(trained, parameters, lambda gradients: torch._foreach_mul_(gradients, factor.to(gradients[0].device)))
-
-
-def clip_to_value(trained: TrainedModel, parameters: Sequence[nn.Parameter], value: float) -> None:
-    """Clamp every gradient to [-value, value]."""
-    bound = value * trained.layout.loss_scale
-
-    def clamp(gradients: list[Tensor]) -> None:
-        torch._foreach_clamp_min_(gradients, -bound)
-        torch._foreach_clamp_max_(gradients, bound)
-
-    _change(trained, parameters, clamp)
-
-
-def _change(trained: TrainedModel, parameters: Sequence[nn.Parameter], change: Callable[[list[Tensor]], None]) -> None:
-    gradients = trained.layout.gradients(parameters)
-    if gradients:
-        change(gradients)
-        trained.layout.commit(parameters, gradients)
+@contextmanager
+def _within_window(engine: Any) -> Iterator[None]:
+    engine.set_gradient_accumulation_boundary(False)
+    try:
+        yield
+    finally:
+        engine.set_gradient_accumulation_boundary(True)

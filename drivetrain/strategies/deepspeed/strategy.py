@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -14,20 +14,23 @@ from torch.optim import Optimizer
 from drivetrain.runtime.collectives import broadcast
 from drivetrain.runtime.errors import ConfigurationError, nearest
 from drivetrain.runtime.state import PartialState
-from drivetrain.strategies.base import refuse_left_out_batch
+from drivetrain.strategies.base import Capability, Given, RunOptions, Strategy, View
+from drivetrain.strategies.capabilities import PlainEvaluation
 from drivetrain.strategies.deepspeed import config as configuration
-from drivetrain.strategies.deepspeed import gradients, ops, options, states
-from drivetrain.strategies.deepspeed.accelerate_keys import arguments_from
+from drivetrain.strategies.deepspeed import native, ops, options
+from drivetrain.strategies.deepspeed.accelerate_config import arguments_from
 from drivetrain.strategies.deepspeed.config import Known
 from drivetrain.strategies.deepspeed.dummies import DummyOptim, standing_in_for
-from drivetrain.strategies.deepspeed.engine import TrainedModel
-from drivetrain.strategies.deepspeed.engine_states import EngineStates
+from drivetrain.strategies.deepspeed.engine import Engines, TrainedModel
+from drivetrain.strategies.deepspeed.gradients import EngineGradients
 from drivetrain.strategies.deepspeed.package import Membership, require_deepspeed
+from drivetrain.strategies.deepspeed.whole_tensors import is_partitioned
+from drivetrain.strategies.deepspeed.zero_state import ZeroState
 from drivetrain.strategies.precision import Precision
 from drivetrain.strategies.precision.mixed import Float16Mixed
 
 
-class DeepSpeed(EngineStates):
+class DeepSpeed(Strategy):
     """ZeRO: optimizer state (stage 1), gradients (2) and parameters (3) are spread over the processes.
 
     Args:
@@ -77,12 +80,10 @@ class DeepSpeed(EngineStates):
         self.zero_init = self.stage == 3 if zero_init is None else zero_init and self.stage == 3
         self.moe_layers = list(moe_layers)
         self.shared_memory = shared_memory
-        self.needs_even_batches = self.stage == 3  # type: ignore[misc]
-        self._arguments: dict[str, tuple[str, Any]] = {}
-        self._precision: Precision | None = None
+        self.needs_even_batches = self.stage == 3
+        self._run: RunOptions | None = None
         self._membership: Membership | None = None
-        self._forwards = 0
-        self._trained = []
+        self._engines = Engines()
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> DeepSpeed:
@@ -101,19 +102,23 @@ class DeepSpeed(EngineStates):
     def setup(self, state: PartialState) -> None:
         """Let DeepSpeed join the process group that this process is in."""
         super().setup(state)
-        self._membership = Membership(self.environment, self.kind.name, self.shared_memory)
+        topology = self.topology
+        self.gradients = EngineGradients(self._engines, topology, self.stage, configuration.clipping_of(self.config))
+        self.state = ZeroState(topology, self.unwrap, self._engines)
+        self._membership = Membership(topology.environment, topology.kind.name, self.shared_memory)
         options.check_zero_options(self.config)
         if options.uses_nvme(self.config):
             ops.require_async_io()
 
-    def check_precision(self, precision: Precision) -> None:
-        """Refuse what DeepSpeed cannot compute in, or not on this device."""
+    def check(self, options: RunOptions) -> None:
+        """Refuse what DeepSpeed cannot compute in, or not on this device; what the loop was given fills `"auto"`."""
+        precision, kind = options.precision, self.topology.kind
         if precision.name == "64":
             raise ConfigurationError(
                 "precision='64' cannot run under strategy='deepspeed': ZeRO keeps its master weights in 32 bits. Use "
                 "'32', or another strategy."
             )
-        if precision.name in ("fp16", "fp16-true") and self.kind.name == "cpu":
+        if precision.name in ("fp16", "fp16-true") and kind.name == "cpu":
             raise ConfigurationError(
                 f"precision={precision.name!r} cannot run under strategy='deepspeed' on the CPU: DeepSpeed computes "
                 "in float16 on GPUs only. Use 'bf16' or '32'."
@@ -129,23 +134,27 @@ class DeepSpeed(EngineStates):
             )
         if isinstance(precision, Float16Mixed):
             # The engine scales the loss: only it can see an overflow in gradients that are spread.
-            precision.scaler = torch.amp.GradScaler(self.kind.autocast_type, enabled=False)
-        self._precision = precision
-
-    def note_arguments(self, owner: str, **arguments: tuple[str, Any]) -> None:
-        """Take note of what the loop was told, to fill `"auto"` and to refuse contradictions in `prepare`."""
-        for key, (name, value) in arguments.items():
-            self._arguments[key] = (f"{owner}({name})", value)
+            precision.scaler = torch.amp.GradScaler(kind.autocast_type, enabled=False)
+        self._run = options
 
     def _known(self, optimizer: Optimizer | None, model: nn.Module | None = None) -> Known:
+        given: dict[str, Given] = {}
+        if self._run is not None:
+            given["gradient_accumulation_steps"] = self._run.gradient_accumulation_steps
+            if self._run.gradient_clipping is not None:
+                given["gradient_clipping"] = self._run.gradient_clipping
         return Known(
-            world_size=self.environment.world_size,
-            precision=self._precision,
-            arguments=self._arguments,
+            world_size=self.topology.environment.world_size,
+            precision=None if self._run is None else self._run.precision,
+            given=given,
             optimizer=optimizer,
             scheduler=None if optimizer is None else standing_in_for(optimizer),
             model=model,
         )
+
+    def capability(self, kind: type[Capability]) -> Capability | None:
+        """Stage 3 evaluates outside of inference mode: what it gathers there could not be trained with afterwards."""
+        return PlainEvaluation() if kind is PlainEvaluation and self.stage == 3 else None  # type: ignore[return-value]
 
     # model
 
@@ -158,12 +167,12 @@ class DeepSpeed(EngineStates):
 
     def place(self, model: nn.Module, precision: Precision, move: bool = True) -> nn.Module:
         """Place a model that is only evaluated; where it is partitioned, in an engine that gathers its parameters."""
-        if not any(states.is_partitioned(parameter) for parameter in model.parameters()):
+        if not any(is_partitioned(parameter) for parameter in model.parameters()):
             return super().place(model, precision, move)
         completed = configuration.complete(self._without_training(), self._known(None, self.unwrap(model)))
-        self._forget(self.unwrap(model))
+        self._engines.forget(self.unwrap(model))
         engine, *_ = self._package().initialize(model=model, config=completed, dist_init_required=False)
-        self._trained.append(TrainedModel(engine, self.unwrap(model), []))
+        self._engines.add(TrainedModel(engine, self.unwrap(model), []))
         return engine.module  # type: ignore[no-any-return]
 
     def _without_training(self) -> dict[str, Any]:
@@ -182,10 +191,10 @@ class DeepSpeed(EngineStates):
                 "a model of its own (Accelerator.prepare), or use another strategy."
             )
         bare, optimizer = super().unwrap(model), optimizers[0]
-        self._forget(bare)
+        self._engines.forget(bare)
         names = {id(parameter): name for name, parameter in bare.named_parameters()}
         groups = _names_of_groups(optimizer, names)
-        if not any(states.is_partitioned(parameter) for parameter in bare.parameters()):
+        if not any(is_partitioned(parameter) for parameter in bare.parameters()):
             model = precision.convert(model)
         self._mark_leaves(bare)
         engine, scheduler = self._initialize(model, optimizer, bare)
@@ -196,15 +205,9 @@ class DeepSpeed(EngineStates):
         dummy = standing_in_for(optimizer)
         if dummy is not None:
             dummy.attach(scheduler)
-        engine.register_forward_hook(lambda *_: self._record_forward(trained))
-        self._trained.append(trained)
+        engine.register_forward_hook(lambda *_: self._engines.record_forward(trained))
+        self._engines.add(trained)
         return engine, [trained.optimizer]
-
-    def _forget(self, bare: nn.Module) -> None:
-        """Let go of the engine that a model had before: its hooks would see the new one's gradients too."""
-        for trained in [trained for trained in self._trained if trained.bare is bare]:
-            trained.destroy()
-            self._trained.remove(trained)
 
     def _initialize(self, model: nn.Module, optimizer: Optimizer, bare: nn.Module) -> tuple[Any, Any]:
         known = self._known(optimizer, bare)
@@ -214,7 +217,7 @@ class DeepSpeed(EngineStates):
         completed["gradient_clipping"] = 0.0
         arguments: dict[str, Any] = {"optimizer": optimizer}
         if isinstance(optimizer, DummyOptim):
-            ops.prefer_built_optimizer(completed["optimizer"], self.kind.name, completed["zero_optimization"])
+            ops.prefer_built_optimizer(completed["optimizer"], self.topology.kind.name, completed["zero_optimization"])
             arguments = {"model_parameters": [dict(group) for group in optimizer.param_groups]}
         if known.scheduler is not None and known.scheduler.lr_scheduler_callable is not None:
             arguments["lr_scheduler"] = known.scheduler.lr_scheduler_callable
@@ -222,6 +225,7 @@ class DeepSpeed(EngineStates):
             model=model, config=completed, dist_init_required=False, **arguments
         )
         engine.set_gradient_accumulation_boundary(True)
+        _keep_optimizer(engine, optimizer)
         return engine, scheduler
 
     def _mark_leaves(self, model: nn.Module) -> None:
@@ -242,34 +246,28 @@ class DeepSpeed(EngineStates):
 
         set_z3_leaf_modules(model, chosen)
 
-    def before_evaluation(self, model: nn.Module) -> None:
-        """Give all processes rank 0's buffers: batch statistics have moved on by each one's own batches."""
+    def view(self, model: nn.Module, stage: View) -> nn.Module:
+        """The engine; in evaluation the module inside, whose own hooks gather what is partitioned."""
+        if stage != "evaluate":
+            return model
+        # Batch statistics differ by each process's own batches; rank 0's are what a checkpoint takes.
         broadcast(list(self.unwrap(model).buffers()))
-
-    def evaluation_model(self, model: nn.Module) -> nn.Module:
-        """The module inside: its own hooks gather what is partitioned."""
-        trained = self._find(model)
+        trained = self._engines.find(model)
         return model if trained is None else trained.engine.module
 
+    def unwrap(self, model: nn.Module) -> nn.Module:
+        """The user's own module."""
+        trained = self._engines.find(model)
+        return trained.bare if trained is not None and model is trained.engine else super().unwrap(model)
+
     # one optimizer step
-
-    def gradient_sync(self, model: nn.Module, enabled: bool) -> AbstractContextManager[Any]:
-        """Whether a backward in this context ends an accumulation window."""
-        trained = self._find(model)
-        return nullcontext() if enabled or trained is None else _within_window(trained.engine)
-
-    def zero_loss(self, task: nn.Module) -> torch.Tensor:
-        """Refuse at stage 3, where the peers' backward gathers over all processes."""
-        if self.stage == 3:
-            refuse_left_out_batch(task, self.environment.rank)
-        return super().zero_loss(task)
 
     def backward(self, loss: torch.Tensor, **kwargs: Any) -> None:
         """Let the engine differentiate a loss that is divided by the window's micro-batches already."""
         unknown = sorted(set(kwargs) - {"retain_graph"})
         if unknown:
             raise ConfigurationError(f"DeepSpeed's backward takes retain_graph only, got {', '.join(unknown)}.")
-        ran = self._take_part()
+        ran = self._engines.take_part()
         if not ran or loss.numel() != 1 or not loss.requires_grad:
             loss.backward(**kwargs)  # type: ignore[no-untyped-call]  # which says what is wrong with it
             return
@@ -289,59 +287,6 @@ class DeepSpeed(EngineStates):
                 ) from error
             raise
 
-    def _record_forward(self, trained: TrainedModel) -> None:
-        if torch.is_grad_enabled():
-            self._forwards += 1
-            trained.forwards = self._forwards
-
-    def _take_part(self) -> list[TrainedModel]:
-        """The models whose forward has run since the last backward, in that order; the last one if none has."""
-        trainable = [trained for trained in self._trained if trained.groups]
-        ran = sorted((trained for trained in trainable if trained.forwards), key=lambda trained: trained.forwards)
-        for trained in ran:
-            trained.forwards = 0
-        return ran or trainable[-1:]
-
-    def clip_grad_norm_(
-        self, parameters: Iterable[torch.Tensor], max_norm: float, norm_type: float = 2.0
-    ) -> torch.Tensor:
-        """Scale gradients down to a total norm of at most `max_norm`; returns the norm over all processes before."""
-        given = list(parameters)
-        self._check_clipping(max_norm)
-        norms = []
-        for trained in self._trained:
-            own = trained.own(given)
-            if own:
-                norms.append((trained, own, gradients.total_norm(trained, own, norm_type)))
-        if not norms:
-            return torch.zeros((), device=self.device)
-        total: torch.Tensor = torch.linalg.vector_norm(torch.stack([norm for *_, norm in norms]), norm_type)
-        if max_norm != float("inf"):
-            for trained, own, _ in norms:
-                gradients.clip_to_norm(trained, own, total, max_norm)
-                trained.clipped = True
-        return total
-
-    def _check_clipping(self, max_norm: float) -> None:
-        configured = configuration.clipping_of(self.config)
-        if configured is not None and max_norm not in (configured, float("inf")):
-            raise ConfigurationError(
-                f"The DeepSpeed configuration says gradient_clipping={configured}, but the loop clips to {max_norm}. "
-                "Give one of the two."
-            )
-
-    def clip_grad_value_(self, parameters: Iterable[torch.Tensor], clip_value: float) -> None:
-        """Clamp every gradient to [-clip_value, clip_value]."""
-        given = list(parameters)
-        for trained in self._trained:
-            gradients.clip_to_value(trained, trained.own(given), clip_value)
-
-    def scale_gradients(self, model: nn.Module, optimizers: Sequence[Optimizer], factor: torch.Tensor) -> None:
-        """Multiply the gradients of a window."""
-        trained = self._find(model)
-        if trained is not None:
-            gradients.scale(trained, trained.all_trained(), factor)
-
     def optimizer_step(
         self, optimizer: Optimizer, precision: Precision, closure: Callable[[], Any] | None = None
     ) -> bool:
@@ -351,22 +296,49 @@ class DeepSpeed(EngineStates):
                 f"{type(optimizer).__name__} computes gradients in its step (a closure), which DeepSpeed's engine "
                 "cannot. Use another optimizer, or another strategy."
             )
-        trained = self._stepped_by(optimizer)
+        trained = self._engines.stepped_by(optimizer)
         configured = configuration.clipping_of(self.config)
         if configured is not None and not trained.clipped:
-            self.clip_grad_norm_(list(trained.all_trained()), configured)
+            self.gradients.clip_norm(list(trained.all_trained()), configured)
         trained.optimizer.step()
         trained.clipped = False
         return bool(trained.engine.was_step_applied())
 
     def teardown(self) -> None:
         """Let go of engines and of DeepSpeed's groups."""
-        for trained in self._trained:
-            trained.destroy()
-        self._trained.clear()
+        self._engines.destroy()
         if self._membership is not None:
             self._membership.leave()
             self._membership = None
+
+    # what only DeepSpeed has
+
+    def engine_of(self, model: nn.Module) -> Any:
+        """The DeepSpeed engine of a prepared model."""
+        return self._engines.require(model).engine
+
+    def save_native(self, model: nn.Module, directory: str | os.PathLike[str], tag: str = "native") -> None:
+        """Write DeepSpeed's own checkpoint, each process its part; call it on all.
+
+        Args:
+            model: a prepared model.
+            directory: where to.
+            tag: the name of the folder in it.
+        """
+        native.save(self._engines.require(model), directory, tag)
+
+    def load_native(self, model: nn.Module, directory: str | os.PathLike[str], tag: str | None = None) -> None:
+        """Read what `save_native` wrote, on as many processes; call it on all.
+
+        Args:
+            model: a prepared model.
+            directory: where from.
+            tag: the name of the folder in it; the latest one if None.
+
+        Raises:
+            CheckpointError: there is none, or another number of processes wrote it.
+        """
+        native.load(self._engines.require(model), directory, tag, self.topology.environment.world_size)
 
     def _package(self) -> Any:
         if self._membership is None:
@@ -377,13 +349,17 @@ class DeepSpeed(EngineStates):
         return f"DeepSpeed(stage={self.stage})"
 
 
-@contextmanager
-def _within_window(engine: Any) -> Iterator[None]:
-    engine.set_gradient_accumulation_boundary(False)
-    try:
-        yield
-    finally:
-        engine.set_gradient_accumulation_boundary(True)
+def _keep_optimizer(engine: Any, optimizer: Optimizer) -> None:
+    """Let the engine step the user's optimizer, where DeepSpeed has made another of its class.
+
+    It does so for Adagrad (DeepSpeed 0.19), with all parameters in one group: a schedule over the user's optimizer
+    would change nothing, and the options of groups would be lost.
+    """
+    zero = engine.optimizer
+    made = getattr(zero, "optimizer", None)
+    if made is not None and made is not optimizer and type(made) is type(optimizer):
+        optimizer.state = made.state
+        zero.optimizer = optimizer
 
 
 def _names_of_groups(optimizer: Optimizer, names: Mapping[int, str]) -> list[list[str]]:

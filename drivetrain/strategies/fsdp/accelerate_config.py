@@ -54,7 +54,7 @@ def options_from(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _sharding(given: Mapping[str, Any]) -> dict[str, Any]:
-    """How much is divided, and when it is freed; the strategy stands under `reshard_after_forward` in version 2."""
+    """How much is sharded, and when it is freed; the strategy stands under `reshard_after_forward` in version 2."""
     strategy = given.get("sharding_strategy")
     resharding = given.get("reshard_after_forward")
     if isinstance(resharding, str) and resharding.upper() in _STRATEGIES:
@@ -64,7 +64,7 @@ def _sharding(given: Mapping[str, Any]) -> dict[str, Any]:
         name = _choice("fsdp_sharding_strategy", strategy, _STRATEGIES)
         if name == "NO_SHARD":
             raise ConfigurationError(
-                "fsdp_sharding_strategy=NO_SHARD divides nothing: use strategy='ddp', which is the same and faster."
+                "fsdp_sharding_strategy=NO_SHARD shards nothing: use strategy='ddp', which is the same and faster."
             )
         options["reshard_after_forward"] = name in ("FULL_SHARD", "HYBRID_SHARD")
         if name.startswith("HYBRID"):

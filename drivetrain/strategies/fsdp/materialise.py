@@ -45,7 +45,7 @@ def take_values(model: nn.Module, whole: Collection[nn.Parameter]) -> dict[tuple
 
     Args:
         model: the model, whose parameters are replaced.
-        whole: those that will not be divided.
+        whole: those that will not be sharded.
 
     Returns:
         The values that were there, by the `id` of the module and the parameter's name in it.
@@ -54,18 +54,18 @@ def take_values(model: nn.Module, whole: Collection[nn.Parameter]) -> dict[tuple
     values: dict[tuple[int, str], Tensor] = {}
     for module, name, parameter in slots_of(model):
         if id(parameter) not in twins:
-            twins[id(parameter)] = _twin(parameter, divided=parameter not in whole)
+            twins[id(parameter)] = _twin(parameter, sharded=parameter not in whole)
         if not parameter.is_meta:
             values[id(module), name] = parameter.detach()
         module._parameters[name] = twins[id(parameter)]
     return values
 
 
-def _twin(parameter: nn.Parameter, divided: bool) -> nn.Parameter:
-    """What stands in a parameter's place until it has its values: without memory where it will be divided."""
-    if parameter.is_meta == divided:
+def _twin(parameter: nn.Parameter, sharded: bool) -> nn.Parameter:
+    """What stands in a parameter's place until it has its values: without memory where it will be sharded."""
+    if parameter.is_meta == sharded:
         return parameter
-    if divided:
+    if sharded:
         return on_meta(parameter)
     return nn.Parameter(torch.empty_like(parameter, device="cpu"), requires_grad=parameter.requires_grad)
 

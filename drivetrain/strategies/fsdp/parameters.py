@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
+from weakref import ReferenceType, WeakSet, ref
 
 import torch
 from torch import Tensor, nn
@@ -11,6 +12,9 @@ from torch.distributed.tensor import DTensor, Placement, Replicate
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.distributed.tensor.placement_types import _StridedShard
 from torch.optim import Optimizer
+
+from drivetrain.runtime.errors import ConfigurationError
+from drivetrain.strategies.base import move_optimizer_state
 
 
 class Slot(NamedTuple):
@@ -30,8 +34,8 @@ class Slot(NamedTuple):
 def gather(value: Tensor) -> Tensor:
     """The whole of a tensor, also where this is a shard of it; call it on all processes that have one.
 
-    One dimension of the mesh after another, the one that was divided last first: torch gathers over all of them as
-    well, but warns where several divide the same dimension of the tensor.
+    One dimension of the mesh after another, the one that was sharded last first: torch gathers over all of them as
+    well, but warns where several shard the same dimension of the tensor.
     """
     if not isinstance(value, DTensor):
         return value
@@ -107,6 +111,44 @@ def shard_like(whole: Tensor, like: DTensor, copy: bool = True) -> DTensor:
     )
 
 
-def named_canonically(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
-    """Parameters by the names that the bare model gives them."""
-    yield from model.named_parameters()
+class ReplacedParameters:
+    """Parameters that shards stand in place of, so that an optimizer which still holds one is found.
+
+    An `id` may be another parameter's by now, hence the references.
+    """
+
+    def __init__(self) -> None:
+        self._gone: dict[int, ReferenceType[nn.Parameter]] = {}
+        self._checked: WeakSet[Optimizer] = WeakSet()
+
+    def follow(self, slots: Sequence[Slot], optimizers: Iterable[Optimizer]) -> None:
+        """Let optimizers hold what stands in place of their parameters.
+
+        Args:
+            slots: where the model's parameters were registered before it was placed.
+            optimizers: the optimizers over them.
+        """
+        now = replaced(slots)
+        self._gone |= {id(slot.parameter): ref(slot.parameter) for slot in slots if id(slot.parameter) in now}
+        for optimizer in optimizers:
+            point_optimizer(optimizer, now)
+            move_optimizer_state(optimizer)
+
+    def check(self, optimizer: Optimizer) -> None:
+        """Refuse an optimizer that holds parameters as they were before, the first time that it steps.
+
+        Raises:
+            ConfigurationError: its steps would change nothing.
+        """
+        if optimizer in self._checked:
+            return
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                known = self._gone.get(id(parameter))
+                if known is not None and known() is parameter:
+                    raise ConfigurationError(
+                        f"{type(optimizer).__name__} holds parameters as they were before the model was sharded, so "
+                        "its steps would change nothing. Prepare both together, prepare(model, optimizer), or make "
+                        "the optimizer after prepare(model)."
+                    )
+        self._checked.add(optimizer)

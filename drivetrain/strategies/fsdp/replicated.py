@@ -1,4 +1,4 @@
-"""Parameters that every process holds whole, beside those that are divided."""
+"""Parameters that every process holds whole, beside those that are sharded."""
 
 from __future__ import annotations
 
@@ -42,12 +42,12 @@ class GradientAveraging:
 
 
 def parameters_to_replicate(model: nn.Module, ignored: Iterable[nn.Module]) -> set[nn.Parameter]:
-    """Parameters that cannot be divided, or shall not be.
+    """Parameters that cannot be sharded, or shall not be.
 
     Args:
         model: the model.
         ignored: modules that are left as they are.
     """
     chosen = {parameter for module in ignored for parameter in module.parameters()}
-    # A scalar has no dimension to divide.
+    # A scalar has no dimension to shard.
     return chosen | {parameter for parameter in model.parameters() if parameter.dim() == 0}

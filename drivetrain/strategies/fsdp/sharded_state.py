@@ -1,7 +1,8 @@
-"""The state of divided models under the names and in the shapes of the bare ones."""
+"""The state of sharded models under the names and in the shapes of the bare ones."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -12,53 +13,51 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from drivetrain.runtime.collectives import broadcast
-from drivetrain.strategies.base import StateDict, Strategy
-from drivetrain.strategies.fsdp import dividing
+from drivetrain.strategies.fsdp import sharding
 from drivetrain.strategies.fsdp.parameters import gather, shard_like
 from drivetrain.strategies.fsdp.summoning import whole_parameters
+from drivetrain.strategies.fsdp.weights import load_weights
+from drivetrain.strategies.model_state import ModelState, StateDict, with_buffers_of_rank_0
 
 
-class ShardedState(Strategy):
-    """The part of `FSDP` that saves, loads and shows state."""
+class ShardedState(ModelState):
+    """The state of models whose parameters are shards."""
 
-    def own_type(self, module: nn.Module) -> type[nn.Module]:
+    reads_shards = True
+
+    def original_type(self, module: nn.Module) -> type[nn.Module]:
         """The class that `fully_shard` derived a module's class from."""
         if not isinstance(module, FSDPModule):
             return type(module)
         own: type[nn.Module] = type(module).__bases__[1]
         return own
 
-    def model_state(self, model: nn.Module) -> StateDict:
+    def model(self, model: nn.Module) -> StateDict:
         """Shards of the parameters, and rank 0's buffers, under canonical names."""
         self.reshard(model)
         bare = self.unwrap(model)
         state = bare.state_dict()
-        if self.environment.is_distributed:
-            for name, _ in bare.named_buffers():
-                if name in state:
-                    state[name] = broadcast(state[name].detach().clone())
-        return state
+        return with_buffers_of_rank_0(bare, state) if self.topology.environment.is_distributed else state
 
-    def load_model_state(self, model: nn.Module, state: StateDict, strict: bool = True) -> Any:
-        """Take this process's shards of what `model_state` returned under any strategy."""
+    def load_model(self, model: nn.Module, state: StateDict, strict: bool = True) -> Any:
+        """Take this process's shards of what `model` returned under any strategy."""
         self.reshard(model)
-        return super().load_model_state(model, state, strict)
+        return super().load_model(model, state, strict)
 
-    def optimizer_state(self, model: nn.Module, optimizer: Optimizer) -> StateDict:
-        """An optimizer's state by canonical parameter name, its tensors divided as the parameters are."""
+    def optimizer(self, model: nn.Module, optimizer: Optimizer) -> StateDict:
+        """An optimizer's state by canonical parameter name, its tensors sharded as the parameters are."""
         self.reshard(model)
-        return super().optimizer_state(model, optimizer)
+        return super().optimizer(model, optimizer)
 
-    def load_optimizer_state(self, model: nn.Module, optimizer: Optimizer, state: StateDict) -> None:
-        """Take this process's shards of what `optimizer_state` returned under any strategy."""
+    def load_optimizer(self, model: nn.Module, optimizer: Optimizer, state: StateDict) -> None:
+        """Take this process's shards of what `optimizer` returned under any strategy."""
         self.reshard(model)
         parameters = dict(self.unwrap(model).named_parameters())
         shards = {
             name: {key: _like(value, parameters.get(name)) for key, value in saved.items()}
             for name, saved in state["state"].items()
         }
-        super().load_optimizer_state(model, optimizer, {**state, "state": shards})
+        super().load_optimizer(model, optimizer, {**state, "state": shards})
 
     def optimizer_targets(self, model: nn.Module, saved: StateDict) -> StateDict:
         """Tensors that a saved optimizer state is read into: shards like those of the parameters."""
@@ -74,12 +73,12 @@ class ShardedState(Strategy):
             ],
         }
 
-    def full_state_dict(self, model: nn.Module) -> dict[str, torch.Tensor]:
+    def full(self, model: nn.Module) -> dict[str, torch.Tensor]:
         """All parameters and buffers, whole and on the CPU, on rank 0, gathered one by one; an empty dict elsewhere."""
         whole: dict[str, torch.Tensor] = {}
-        for name, value in self.model_state(model).items():
+        for name, value in self.model(model).items():
             gathered = gather(value) if isinstance(value, torch.Tensor) else value
-            if self.environment.rank == 0:
+            if self.topology.rank == 0:
                 whole[name] = gathered.detach().cpu() if isinstance(gathered, torch.Tensor) else gathered
         return whole
 
@@ -101,13 +100,24 @@ class ShardedState(Strategy):
         with whole_parameters(bare, writeback):
             yield bare
 
+    def load_weights(self, model: nn.Module, path: str | os.PathLike[str], strict: bool = True) -> None:
+        """Fill a prepared model from safetensors or a checkpoint; each process reads its shards only.
+
+        Args:
+            model: what `prepare` returned.
+            path: a safetensors file, a directory with an index of several, or a checkpoint.
+            strict: whether names that are missing or left over are an error.
+        """
+        self.reshard(model)
+        load_weights(self.unwrap(model), path, strict)
+
     def reshard(self, model: nn.Module) -> None:
         """Free whatever is gathered at the moment, so that the model's parameters are its shards."""
-        dividing.free_gathered(model)
+        sharding.reshard_units(model)
 
 
 def _like(value: Any, parameter: torch.Tensor | None) -> Any:
-    """An optimizer's saved value as it belongs to a parameter: divided alike where it is of its shape."""
+    """An optimizer's saved value as it belongs to a parameter: sharded alike where it is of its shape."""
     if isinstance(value, torch.Tensor) and isinstance(parameter, DTensor) and value.shape == parameter.shape:
         return shard_like(value, parameter)
     return value

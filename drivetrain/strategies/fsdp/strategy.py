@@ -1,44 +1,56 @@
-"""`FSDP`: parameters, gradients and optimizer state are divided among the processes."""
+"""`FSDP`: parameters, gradients and optimizer state are sharded among the processes."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any
-from weakref import ReferenceType, WeakKeyDictionary, WeakSet, ref
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, Protocol
 
 import torch
-import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import FSDPModule
 from torch.optim import Optimizer
 
 from drivetrain.runtime.collectives import broadcast, reduce
 from drivetrain.runtime.errors import ConfigurationError
 from drivetrain.runtime.state import PartialState
-from drivetrain.strategies.base import MicroBatch, Output, move_optimizer_state, refuse_left_out_batch
-from drivetrain.strategies.fsdp import dividing
-from drivetrain.strategies.fsdp.clipping import clip_grad_norm_over_meshes_, clip_grad_value_locally_
-from drivetrain.strategies.fsdp.model_division import ModelDivision
+from drivetrain.strategies.base import Capability, MicroBatch, Output, Strategy, View
+from drivetrain.strategies.capabilities import Join
+from drivetrain.strategies.fsdp.gradients import ShardedGradients
+from drivetrain.strategies.fsdp.model_sharding import ModelSharder
 from drivetrain.strategies.fsdp.options import FSDPOptions
-from drivetrain.strategies.fsdp.parameters import point_optimizer, replaced, slots_of
+from drivetrain.strategies.fsdp.parameters import ReplacedParameters, slots_of
 from drivetrain.strategies.fsdp.replicated import GradientAveraging
+from drivetrain.strategies.fsdp.shard_mesh import ShardMesh
 from drivetrain.strategies.fsdp.sharded_state import ShardedState
 from drivetrain.strategies.precision import Precision
+from drivetrain.strategies.topology import Topology
 
 
-class FSDP(ModelDivision, ShardedState):
-    """Parameters, gradients and optimizer state are divided among the processes, by torch's `fully_shard`.
+class Placer(Protocol):
+    """What brings models onto the processes."""
+
+    @property
+    def averaging(self) -> Mapping[nn.Module, GradientAveraging]:
+        """Of each placed model, what averages the gradients of the parameters that stay whole."""
+
+    def init_context(self) -> AbstractContextManager[Any]:
+        """Context in which a model is best built."""
+
+    def place(self, model: nn.Module, precision: Precision, move: bool = True) -> nn.Module:
+        """Bring a model's parameters onto the device, or parts of them."""
+
+
+class FSDP(Strategy):
+    """Parameters, gradients and optimizer state are sharded among the processes, by torch's `fully_shard`.
 
     Args:
         wrap: which modules are gathered and freed as one: `"auto"` (what the model names in `_no_split_modules`, else
             the blocks that repeat in a `ModuleList`), classes or their names, a number of parameters from which on a
             module is one, a function of a module, or None for the whole model at once.
         reshard_after_forward: whether a unit is freed between forward and backward, which costs a gather more; or the
-            number of processes among which it stays divided meanwhile. None frees all but the outermost.
-        replicate_size: copies of the divided model: each is divided among world size / `replicate_size` processes,
+            number of processes among which it stays sharded meanwhile. None frees all but the outermost.
+        replicate_size: copies of the sharded model: each is sharded among world size / `replicate_size` processes,
             and gradients are averaged over the copies (HYBRID_SHARD).
         cpu_offload: keep parameters, gradients and optimizer state on the CPU, and step there.
         activation_checkpointing: recompute activations in backward: True for the blocks of the model, or which modules
@@ -74,7 +86,7 @@ class FSDP(ModelDivision, ShardedState):
 
     name = "fsdp"
     needs_even_batches = True
-    reads_shards = True
+    state: ShardedState
 
     def __init__(
         self,
@@ -118,11 +130,9 @@ class FSDP(ModelDivision, ShardedState):
             backward_prefetch=backward_prefetch,
             forward_methods=tuple(forward_methods),
         )
-        self._mesh: DeviceMesh | None = None
-        self._own_group = False
-        self.averaging: WeakKeyDictionary[nn.Module, GradientAveraging] = WeakKeyDictionary()
-        self._gone: dict[int, ReferenceType[nn.Parameter]] = {}  # parameters that shards stand in place of
-        self._checked: WeakSet[Optimizer] = WeakSet()
+        self._mesh: ShardMesh | None = None
+        self._placer: Placer
+        self._replaced = ReplacedParameters()
         self._window_is_open = False
 
     @classmethod
@@ -143,63 +153,75 @@ class FSDP(ModelDivision, ShardedState):
 
     def setup(self, state: PartialState) -> None:
         """Take this process's place among its peers."""
-        super().setup(state)
-        self.check_sizes()
+        topology = Topology.data_parallel(state)
+        self._mesh = ShardMesh(topology, self.options.replicate_size)
+        self.assemble(topology, ModelSharder(self.options, topology, self.unwrap, self._mesh))
 
-    def check_sizes(self) -> None:
-        """Refuse sizes that do not divide the processes."""
-        world, copies = self.environment.world_size, self.options.replicate_size
-        if world % copies:
-            raise ConfigurationError(
-                f"replicate_size={copies} does not divide the {world} processes of this run. "
-                f"Allowed: {', '.join(str(n) for n in range(1, world + 1) if world % n == 0)}."
-            )
+    def assemble(self, topology: Topology, placer: Placer) -> None:
+        """Make the parts, from a topology and a way of placing models that may be others than this strategy's own.
 
-    def shard_mesh(self) -> DeviceMesh:
-        """The mesh that `fully_shard` divides parameters over: (shard,) or (replicate, shard)."""
-        if self._mesh is None:
-            self.ensure_group()
-            self._mesh = self.make_shard_mesh()
-        return self._mesh
+        Args:
+            topology: this process's place.
+            placer: shards models, or places them in another way.
+        """
+        self.topology, self._placer = topology, placer
+        self.gradients = ShardedGradients(topology.rank, placer.averaging, self.options.sync_each_batch)
+        self.state = ShardedState(topology, self.unwrap)
 
-    def ensure_group(self) -> None:
-        """Make a group of this process alone where there is none: a mesh wants one all the same."""
-        if not dist.is_initialized():
-            kind = self.kind
-            backend = "gloo" if kind.name == "cpu" else f"cpu:gloo,{kind.name}:{kind.backend}"
-            store = dist.HashStore()  # type: ignore[attr-defined]
-            dist.init_process_group(backend, store=store, rank=0, world_size=1)
-            self._own_group = True
-
-    def make_shard_mesh(self) -> DeviceMesh:
-        """Make the mesh of `shard_mesh`."""
-        copies = self.options.replicate_size
-        shards = self.environment.world_size // copies
-        if copies == 1:
-            return init_device_mesh(self.device.type, (shards,), mesh_dim_names=("dp_shard",))
-        return init_device_mesh(self.device.type, (copies, shards), mesh_dim_names=("dp_replicate", "dp_shard"))
+    def capability(self, kind: type[Capability]) -> Capability | None:
+        """Refuse `Join` by name, since every forward gathers over all processes."""
+        return _NoJoin(self.topology) if kind is Join else None  # type: ignore[return-value]
 
     # model
+
+    def init_context(self) -> AbstractContextManager[Any]:
+        """Build a model without values, but for rank 0 with `init="rank0"`; `prepare` fills them in."""
+        return self._placer.init_context()
+
+    def place(self, model: nn.Module, precision: Precision, move: bool = True) -> nn.Module:
+        """Shard a model, for evaluation too: it may not fit otherwise."""
+        return self._placer.place(model, precision, move)
 
     def prepare(
         self, model: nn.Module, optimizers: Sequence[Optimizer], precision: Precision, move: bool = True
     ) -> tuple[nn.Module, list[Optimizer]]:
-        """Divide a model, and let its optimizers hold the shards."""
+        """Shard a model, and let its optimizers hold the shards."""
         slots = slots_of(model)
         placed = self.place(model, precision, move)
-        now = replaced(slots)
-        self._gone |= {id(slot.parameter): ref(slot.parameter) for slot in slots if id(slot.parameter) in now}
-        for optimizer in optimizers:
-            point_optimizer(optimizer, now)
-            move_optimizer_state(optimizer)
-        if self.environment.is_distributed:
-            precision.agree_on_overflow(_largest_anywhere)
+        self._replaced.follow(slots, optimizers)
+        if self.topology.environment.is_distributed:
+            precision.agree_on_overflow(largest_anywhere)
         return placed, list(optimizers)
 
-    def before_evaluation(self, model: nn.Module) -> None:
-        """Give all processes rank 0's buffers, which the next checkpoint takes."""
-        if self.environment.is_distributed:
+    def view(self, model: nn.Module, stage: View) -> nn.Module:
+        """The model itself; for evaluation all processes get rank 0's buffers, which the next checkpoint takes."""
+        if stage == "evaluate" and self.topology.environment.is_distributed:
             broadcast(list(self.unwrap(model).buffers()))
+        return model
+
+    def summoned(self, model: nn.Module, writeback: bool = False) -> AbstractContextManager[nn.Module]:
+        """Let a model's parameters be whole tensors in the body, in full precision; call it on all processes.
+
+        The model cannot be called in the body.
+
+        Args:
+            model: what `prepare` returned.
+            writeback: whether what the body does to the parameters is kept.
+
+        Returns:
+            A context whose value is the user's own module.
+        """
+        return self.state.summoned(model, writeback)
+
+    def load_weights(self, model: nn.Module, path: str | os.PathLike[str], strict: bool = True) -> None:
+        """Fill a prepared model from safetensors or a checkpoint; each process reads its shards only.
+
+        Args:
+            model: what `prepare` returned.
+            path: a safetensors file, a directory with an index of several, or a checkpoint.
+            strict: whether names that are missing or left over are an error.
+        """
+        self.state.load_weights(model, path, strict)
 
     # one optimizer step
 
@@ -208,96 +230,44 @@ class FSDP(ModelDivision, ShardedState):
     ) -> list[Output]:
         """Run forward and backward over a window; what an earlier one left unfinished is forgotten."""
         if self._window_is_open:
-            dividing.drop_held_gradients(model)
+            self.gradients.discard(model)
         self._window_is_open = len(microbatches) > 1
         outputs = super().forward_backward(model, step_fn, microbatches)
         self._window_is_open = False
         return outputs
 
-    def gradient_sync(self, model: nn.Module, enabled: bool) -> AbstractContextManager[Any]:
-        """Keep gradients whole and unreduced in a context."""
-        if enabled or self.options.sync_each_batch:
-            return nullcontext()
-        return self._without_gradient_sync(dividing.divided_modules(model), self.averaging.get(model))
-
-    @contextmanager
-    def _without_gradient_sync(
-        self, units: Sequence[FSDPModule], averaging: GradientAveraging | None
-    ) -> Iterator[None]:
-        for unit in units:
-            unit.set_requires_gradient_sync(False, recurse=False)
-        if averaging is not None:
-            averaging.enabled = False
-        try:
-            yield
-        finally:
-            for unit in units:
-                unit.set_requires_gradient_sync(True, recurse=False)
-            if averaging is not None:
-                averaging.enabled = True
-
     def optimizer_step(
         self, optimizer: Optimizer, precision: Precision, closure: Callable[[], Any] | None = None
     ) -> bool:
         """Step an optimizer, once it is known to hold the shards."""
-        if optimizer not in self._checked:
-            self._check_holds_shards(optimizer)
-            self._checked.add(optimizer)
+        self._replaced.check(optimizer)
         return super().optimizer_step(optimizer, precision, closure)
 
-    def _check_holds_shards(self, optimizer: Optimizer) -> None:
-        for group in optimizer.param_groups:
-            for parameter in group["params"]:
-                known = self._gone.get(id(parameter))
-                if known is not None and known() is parameter:
-                    raise ConfigurationError(
-                        f"{type(optimizer).__name__} holds parameters as they were before the model was divided, so "
-                        "its steps would change nothing. Prepare both together, prepare(model, optimizer), or make "
-                        "the optimizer after prepare(model)."
-                    )
+    def teardown(self) -> None:
+        """Leave the group that a world of one made for its mesh."""
+        if self._mesh is not None:
+            self._mesh.leave()
 
-    def held_gradients(self, model: nn.Module) -> Iterator[torch.Tensor]:
-        """Gradients of an open window that are not in `.grad` yet."""
-        return dividing.held_gradients(model)
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.options.changed()})"
 
-    def drop_held_gradients(self, model: nn.Module) -> None:
-        """Forget the gradients of an open window."""
-        dividing.drop_held_gradients(model)
 
-    def zero_loss(self, task: nn.Module) -> torch.Tensor:
-        """Refuse: the peers' backward gathers over all processes, which only a backward can answer."""
-        refuse_left_out_batch(task, self.environment.rank)
+class _NoJoin(Join):
+    """Refuses: a process without a batch cannot leave out a forward in which all gather."""
 
-    def clip_grad_norm_(
-        self, parameters: Iterable[torch.Tensor], max_norm: float, norm_type: float = 2.0
-    ) -> torch.Tensor:
-        """Scale gradients down to a total norm of at most `max_norm`, over all shards."""
-        return clip_grad_norm_over_meshes_(parameters, max_norm, norm_type)
+    def __init__(self, topology: Topology) -> None:
+        self._distributed = topology.environment.is_distributed
 
-    def clip_grad_value_(self, parameters: Iterable[torch.Tensor], clip_value: float) -> None:
-        """Clamp every gradient to [-clip_value, clip_value]."""
-        clip_grad_value_locally_(parameters, clip_value)
-
-    def join(self, models: Sequence[nn.Module]) -> AbstractContextManager[Any]:
-        """Refuse: a process without a batch cannot leave out a forward in which all gather."""
-        if self.environment.is_distributed:
+    def joined(self, models: Sequence[nn.Module]) -> AbstractContextManager[Any]:
+        if self._distributed:
             raise ConfigurationError(
                 "join_uneven_inputs does not work with strategy='fsdp': every forward gathers over all processes, so "
                 "all need as many batches. Keep even_batches=True, the default, and drop this context."
             )
         return nullcontext()
 
-    def teardown(self) -> None:
-        """Leave the group that a world of one made for its mesh."""
-        self._mesh = None
-        if self._own_group and dist.is_initialized():
-            dist.destroy_process_group()
-            self._own_group = False
 
-    def __repr__(self) -> str:
-        return f"{type(self).__name__}({self.options.changed()})"
-
-
-def _largest_anywhere(flag: torch.Tensor) -> torch.Tensor:
+def largest_anywhere(flag: torch.Tensor) -> torch.Tensor:
+    """The largest value of a scalar over all processes; call it on all."""
     largest: torch.Tensor = reduce(flag, "max")
     return largest

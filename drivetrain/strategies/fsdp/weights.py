@@ -21,7 +21,7 @@ _INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"
 
 
 def load_weights(model: nn.Module, path: str | os.PathLike[str], strict: bool = True) -> None:
-    """Fill a model's parameters and buffers, whole or divided, from files; only slices are read.
+    """Fill a model's parameters and buffers, whole or sharded, from files; only slices are read.
 
     Args:
         model: the bare model, whose parameters are allocated.

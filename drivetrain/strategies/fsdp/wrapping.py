@@ -1,4 +1,4 @@
-"""Which modules are gathered and freed as one: the units that a model is divided by."""
+"""Which modules are gathered and freed as one: the units that a model is sharded by."""
 
 from __future__ import annotations
 
@@ -170,7 +170,7 @@ def without_tied_across(model: nn.Module, units: Collection[nn.Module]) -> list[
             return kept
         names = sorted({type(unit).__name__ for unit in left if id(unit) in shared})
         logger.warning_once(
-            f"{', '.join(names)}: tied to weights outside of it, so it is not divided as a unit of its own but with "
+            f"{', '.join(names)}: tied to weights outside of it, so it is not sharded as a unit of its own but with "
             "the module around both."
         )
         left = kept

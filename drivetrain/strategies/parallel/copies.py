@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 
 from drivetrain.runtime.devices import DeviceKind
 from drivetrain.runtime.errors import ConfigurationError
-from drivetrain.strategies.base import local_part
+from drivetrain.strategies.gradients import local_part
 
 # Copies are computed alike, so they differ by nothing or by much.
 _TOLERANCE = 1e-3

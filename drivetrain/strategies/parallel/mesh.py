@@ -113,10 +113,12 @@ class MeshPlace:
     Args:
         sizes: sizes that multiply to the number of processes.
         rank: this process's global rank.
+        loss_index: the index along `pp` of the processes that compute losses; the last if None.
     """
 
     sizes: MeshSizes
     rank: int
+    loss_index: int | None = None
 
     def coordinates(self) -> dict[str, int]:
         """This process's index along each dimension."""
@@ -133,6 +135,16 @@ class MeshPlace:
         return rank
 
     @property
+    def _last(self) -> int:
+        """The index along `pp` of the processes that compute losses."""
+        return self.sizes.pp - 1 if self.loss_index is None else self.loss_index
+
+    @property
+    def loss_rank(self) -> int:
+        """The rank that computes the losses of this process's pipeline."""
+        return self.rank_of(pp=self._last)
+
+    @property
     def data_shard(self) -> DataShard:
         """Which share of the data this process loads: the same where processes share a batch."""
         at = self.coordinates()
@@ -142,14 +154,14 @@ class MeshPlace:
     @property
     def data_ranks(self) -> tuple[int, ...]:
         """For each data shard the rank whose rows stand for it: of its last stage, where losses are computed."""
-        last = self.sizes.pp - 1
+        last = self._last
         shards = product(range(self.sizes.dp_replicate), range(self.sizes.dp_shard))
         return tuple(self.rank_of(pp=last, dp_replicate=r, dp_shard=s, cp=0, tp=0) for r, s in shards)
 
     @property
     def value_ranks(self) -> tuple[int, ...]:
         """The ranks whose values together are those of the global batch: each part of a sequence counts, copies not."""
-        last = self.sizes.pp - 1
+        last = self._last
         parts = product(range(self.sizes.dp_replicate), range(self.sizes.dp_shard), range(self.sizes.cp))
         return tuple(self.rank_of(pp=last, dp_replicate=r, dp_shard=s, cp=c, tp=0) for r, s, c in parts)
 

@@ -1,55 +1,37 @@
 """`Parallel`: data, sharded, tensor, context and pipeline parallelism over one grid of processes.
 
-What each dimension needs is elsewhere: the grid in `mesh`, layers split over processes in `tensor`, sequences in
-`context`, stages in `pipeline`; sharding is that of `FSDP`, whose mesh and units are chosen here.
+What each dimension needs is elsewhere: the grid in `mesh`, layers split over processes in `layers`, sequences in
+`sequences`, stages in `pipeline`; sharding is that of `FSDP`. `composition` puts together what the sizes ask for.
 """
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import TYPE_CHECKING, Any, TypeVar
+import os
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
-from drivetrain.runtime.collectives import broadcast
 from drivetrain.runtime.errors import ConfigurationError, nearest
 from drivetrain.runtime.state import PartialState
-from drivetrain.strategies.base import StateDict, StepModule
-from drivetrain.strategies.fsdp import FSDP, dividing
-from drivetrain.strategies.fsdp.clipping import scale_by_norm_, total_norm_over_meshes
-from drivetrain.strategies.fsdp.parameters import slots_of
-from drivetrain.strategies.fsdp.replicated import parameters_to_replicate
-from drivetrain.strategies.parallel.context import (
-    RingAttention,
-    SequenceShard,
-    SharedAttention,
-    split_in_place,
-)
-from drivetrain.strategies.parallel.copies import CopyCheck, share_random_state
-from drivetrain.strategies.parallel.loss import LossParallel
-from drivetrain.strategies.parallel.mesh import REST, MeshPlace, MeshSizes, make_mesh, submesh
-from drivetrain.strategies.parallel.sequence_step import SequenceStep
-from drivetrain.strategies.parallel.tensor import (
-    Plan,
-    apply_plan,
-    plan_of_model,
-    whole_outputs_without_gradients,
-)
+from drivetrain.strategies.base import Capability, MicroBatch, Output, Strategy, View
+from drivetrain.strategies.capabilities import ContextParallel
+from drivetrain.strategies.fsdp import FSDP
+from drivetrain.strategies.fsdp.sharded_state import ShardedState
+from drivetrain.strategies.parallel.composition import GridOptions, compose
+from drivetrain.strategies.parallel.context import SequenceShard
+from drivetrain.strategies.parallel.layers import Layers
+from drivetrain.strategies.parallel.mesh import REST, MeshPlace, MeshSizes
+from drivetrain.strategies.parallel.sequences import Sequences
+from drivetrain.strategies.parallel.tensor import Plan
 from drivetrain.strategies.precision import Precision
 
-if TYPE_CHECKING:
-    from drivetrain.strategies.parallel.pipeline.pipeline import Pipeline
 
-MicroBatch = TypeVar("MicroBatch")
-Output = TypeVar("Output")
-
-
-class Parallel(FSDP):
+class Parallel(Strategy):
     """Several kinds of parallelism over one grid of processes.
 
     Args:
@@ -71,11 +53,25 @@ class Parallel(FSDP):
         cp_shard_batch: splits a batch instead, called with it and a `SequenceShard`.
         **options: those of `FSDP`, such as `wrap`, and of the pipeline, which begin with `pp_`.
 
+    Attributes:
+        sizes: those of the grid; `dp_shard` is known once the strategy is set up.
+        options: those of `FSDP`.
+        place_in_mesh: this process's place in the grid.
+        layers: splits layers over processes, or leaves them whole.
+        sequences: splits sequences over processes, or leaves them whole.
+        inner: the strategy that places and runs models on this grid.
+
     Raises:
         ConfigurationError: an option cannot be.
     """
 
     name = "parallel"
+    needs_even_batches = True
+    state: ShardedState
+    place_in_mesh: MeshPlace
+    layers: Layers
+    sequences: Sequences
+    inner: Strategy
 
     def __init__(
         self,
@@ -94,31 +90,18 @@ class Parallel(FSDP):
         **options: Any,
     ) -> None:
         self.sizes = MeshSizes(dp_replicate=dp_replicate, dp_shard=dp_shard, tp=tp, cp=cp, pp=pp)
-        self.tp_plan = tp_plan
-        self.loss_parallel = loss_parallel
-        self.cp_seq_dim = cp_seq_dim
-        self.cp_load_balance = cp_load_balance
-        self.cp_shard_batch = cp_shard_batch
-        self.cp_attention = cp_attention
         if cp_attention not in ("gather", "ring"):
             raise ConfigurationError(
                 f"cp_attention must be 'gather' or 'ring', got {cp_attention!r}."
                 f"{nearest(str(cp_attention), ('gather', 'ring'))}"
             )
-        self._pipeline_options = {
-            name.removeprefix("pp_"): options.pop(name) for name in [*options] if name.startswith("pp_")
-        }
-        _check_options(self.sizes, tp_plan, loss_parallel, self._pipeline_options, options)
-        super().__init__(**options)
+        stages = {name.removeprefix("pp_"): options.pop(name) for name in [*options] if name.startswith("pp_")}
+        _check_options(self.sizes, tp_plan, loss_parallel, stages, options)
+        self._options = GridOptions(
+            tp_plan, loss_parallel, cp_seq_dim, cp_load_balance, cp_attention, cp_shard_batch, stages, options
+        )
+        self.options = FSDP(**options).options
         self.schedules_microbatches = pp > 1
-        self.mesh: DeviceMesh | None = None
-        self.pipeline: Pipeline | None = None
-        self._units_of_all: list[nn.Module] = []
-        self._elsewhere: frozenset[int] = frozenset()  # modules whose parameters other stages hold
-        self.sequence: SequenceShard | None = None
-        self._attention: SharedAttention | None = None
-        self._copies: CopyCheck | None = None
-        self._loss = LossParallel()
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any], **options: Any) -> Parallel:
@@ -144,193 +127,62 @@ class Parallel(FSDP):
     # processes
 
     def setup(self, state: PartialState) -> None:
-        """Take this process's place in the grid."""
+        """Take this process's place in the grid, and compose what the sizes ask for."""
         self.sizes = self.sizes.fill(state.num_processes)
-        super().setup(state)
-        self.place_in_mesh = MeshPlace(self.sizes, state.process_index)
-        self.data_shard = self.place_in_mesh.data_shard
-        self.data_ranks = self.place_in_mesh.data_ranks
-        self.value_ranks = self.place_in_mesh.value_ranks
-        self.mesh = make_mesh(self.sizes, self.device.type)
-        self.tp_mesh, self.pp_mesh = submesh(self.mesh, "tp"), submesh(self.mesh, "pp")
-        cp = submesh(self.mesh, "cp")
-        if cp is not None:
-            self.sequence = SequenceShard(cp.get_group(), cp.get_local_rank(), cp.size(), self.cp_load_balance)
-            self._attention = self._make_attention(self.sequence, cp)
-        if self.pp_mesh is not None:
-            from drivetrain.strategies.parallel.pipeline.pipeline import Pipeline
+        grid = compose(self.sizes, self._options, self.unwrap, state)
+        self.place_in_mesh = grid.place
+        self.layers, self.sequences, self.inner = grid.layers, grid.sequences, grid.strategy
+        self.topology, self.gradients, self.state = self.inner.topology, self.inner.gradients, grid.state
 
-            self.pipeline = Pipeline(self, **self._pipeline_options)
-
-    def _make_attention(self, sequence: SequenceShard, mesh: DeviceMesh) -> SharedAttention:
-        if self.cp_attention == "gather":
-            return SharedAttention(sequence)
-        if self.kind.name == "cpu":
-            raise ConfigurationError(
-                "cp_attention='ring' is torch's context_parallel, which has no kernels for the CPU. Use 'gather', the "
-                "default, which is exact on any device."
-            )
-        return RingAttention(sequence, mesh, self.device)
-
-    def averaging_processes(self) -> int:
-        """Data shards, times the processes that share a sequence."""
-        return self.data_shard.count * self.sizes.cp
-
-    @property
-    def shards(self) -> bool:
-        """Whether parameters are sharded, or gradients averaged, over any processes."""
-        return self.sizes.dp_replicate * self.sizes.dp_shard * self.sizes.cp > 1
-
-    def check_sizes(self) -> None:
-        """Nothing is left to check: the sizes multiply to the number of processes."""
-
-    def make_shard_mesh(self) -> DeviceMesh:
-        """The processes with other data or other parts of sequences."""
-        shard = submesh(self.mesh, "dp_shard", "cp")
-        assert self.mesh is not None
-        assert shard is not None
-        if self.sizes.dp_replicate == 1:
-            return shard
-        assert shard.mesh_dim_names
-        return self.mesh["dp_replicate", shard.mesh_dim_names[0]]
+    def capability(self, kind: type[Capability]) -> Capability | None:
+        """What the strategy inside can do, and `ContextParallel` where sequences are split."""
+        if kind is ContextParallel:
+            return self.sequences.capability  # type: ignore[return-value]
+        return self.inner.capability(kind)
 
     # model
 
     def init_context(self) -> AbstractContextManager[Any]:
         """Build a model without values where they are filled in shard by shard, else as usual."""
-        return super().init_context() if self.shards and self.pipeline is None else nullcontext()
+        return self.inner.init_context()
 
     def place(self, model: nn.Module, precision: Precision, move: bool = True) -> nn.Module:
         """Spread a model over stages, split its layers, and shard what is left."""
-        if self.shards and self.pipeline is None:
-            return super().place(model, precision, move)
-        known = self._placed_before(model)
-        if known is not None:
-            if self.pipeline is not None:
-                self.pipeline.adopt(known)
-            return known
-        model = precision.convert(model)
-        if self.environment.is_distributed:
-            with torch.no_grad():
-                broadcast([tensor.detach() for tensor in (*model.parameters(), *model.buffers())])
-        stages = [] if self.pipeline is None else self._split_into_stages(model, precision)
-        if move:
-            move_real_tensors(model, self.device)
-        self.before_sharding(model)
-        if self.pipeline is None:
-            self._rewrite_blocks(model)
-        for stage in stages:
-            if self.shards:
-                self.shard(stage, precision, frozenset(parameters_to_replicate(stage, [])))
-            else:
-                self._rewrite_blocks(stage)
-        if self.pipeline is not None:
-            self.pipeline.build_schedule()
-        dividing.take_shards_on_load(model)
-        self.unwrap(model).__dict__["_placed_as"] = (model, self.sizes)
-        return model
-
-    def _split_into_stages(self, model: nn.Module, precision: Precision) -> Sequence[nn.Module]:
-        assert self.pipeline is not None
-        self._units_of_all = self.units(model)
-        slots = slots_of(model)
-        stages = self.pipeline.split(model, precision)
-        gone = [module for module, name, before in slots if not before.is_meta and module._parameters[name].is_meta]  # type: ignore[union-attr]
-        self._elsewhere = frozenset(id(module) for module in gone)
-        return stages
-
-    def _placed_before(self, model: nn.Module) -> nn.Module | None:
-        """What an earlier `prepare` made of the same model."""
-        known, sizes = self.unwrap(model).__dict__.get("_placed_as", (None, None))
-        if known is None or sizes == self.sizes:
-            return known  # type: ignore[no-any-return]
-        raise ConfigurationError(
-            f"This model was split before, over other processes ({sizes}). Make a new one, and load the state of this "
-            "one into it."
-        )
-
-    def before_sharding(self, model: nn.Module) -> None:
-        """Split layers over the tensor-parallel processes."""
-        if self.tp_mesh is None:
-            return
-        assert self.tp_plan is not None
-        bare = self.unwrap(model)
-        plan = plan_of_model(bare) if isinstance(self.tp_plan, str) else self.tp_plan
-        root = apply_plan(bare, self.tp_mesh, plan, self._elsewhere)
-        if self.loss_parallel:
-            whole_outputs_without_gradients(root)
-
-    def units(self, model: nn.Module) -> list[nn.Module]:
-        """The modules that are gathered as one; in a stage, those of the whole model that are in it."""
-        if self.pipeline is None or isinstance(model, StepModule):
-            return super().units(model)
-        inside = {id(module) for module in model.modules() if module is not model}
-        return [unit for unit in self._units_of_all if id(unit) in inside]
-
-    def blocks(self, model: nn.Module) -> list[nn.Module]:
-        """The modules that are recomputed as one."""
-        return super().blocks(model) if self.pipeline is None else self.units(model)
+        return self.inner.place(model, precision, move)
 
     def prepare(
         self, model: nn.Module, optimizers: Sequence[Optimizer], precision: Precision, move: bool = True
     ) -> tuple[nn.Module, list[Optimizer]]:
         """Split and shard a model, and let its optimizers hold the parts."""
-        model, prepared = super().prepare(model, optimizers, precision, move)
-        if self.pipeline is not None:
-            self.pipeline.follow(prepared)
-        if self.loss_parallel:
-            self._loss.enable()
-        if self.tp_mesh is not None:
-            share_random_state(self.tp_mesh, self.kind)
-            self._copies = CopyCheck(self.tp_mesh, self.unwrap(model))
-        return model, prepared
+        prepared = self.inner.prepare(model, optimizers, precision, move)
+        self.layers.begin(prepared[0])
+        return prepared
 
-    def before_evaluation(self, model: nn.Module) -> None:
-        """Give all processes rank 0's buffers; stages have their own."""
-        if self.pipeline is None:
-            super().before_evaluation(model)
+    def view(self, model: nn.Module, stage: View) -> nn.Module:
+        """The module to call with whole batches."""
+        return self.sequences.view(self.inner.view(model, stage), stage)
 
-    def training_model(self, model: nn.Module, automatic: bool) -> nn.Module:
-        """The module to call in training, with whole batches."""
-        model = super().training_model(model, automatic)
-        return model if self.sequence is None else self._on_own_tokens(model, joins=False)
+    def summoned(self, model: nn.Module, writeback: bool = False) -> AbstractContextManager[nn.Module]:
+        """Let a model's parameters be whole tensors in the body, in full precision; call it on all processes.
 
-    def evaluation_model(self, model: nn.Module) -> nn.Module:
-        """The module to call in evaluation, with whole batches."""
-        if self.pipeline is not None:
-            return self.pipeline.evaluation_model()
-        model = super().evaluation_model(model)
-        return model if self.sequence is None else self._on_own_tokens(model, joins=True)
+        Args:
+            model: what `prepare` returned.
+            writeback: whether what the body does to the parameters is kept.
 
-    def _on_own_tokens(self, model: nn.Module, joins: bool) -> nn.Module:
-        assert self._attention is not None
-        return SequenceStep(model, self._attention, self.shard_batch, self.cp_seq_dim if joins else None)
+        Returns:
+            A context whose value is the user's own module.
+        """
+        return self.state.summoned(model, writeback)
 
-    def shard_batch(self, batch: Any) -> Any:
-        """This process's tokens of a batch of whole sequences."""
-        if self.sequence is None:
-            return batch
-        if self.cp_shard_batch is not None:
-            return self.cp_shard_batch(batch, self.sequence)
-        return self.sequence.split_batch(batch, self.cp_seq_dim)
+    def load_weights(self, model: nn.Module, path: str | os.PathLike[str], strict: bool = True) -> None:
+        """Fill a prepared model from safetensors or a checkpoint; each process reads its shards only.
 
-    def shared_attention(self) -> AbstractContextManager[Any]:
-        """Context in which attention is over the tokens of all processes that share a sequence."""
-        return nullcontext() if self._attention is None else self._attention.entered()
-
-    @contextmanager
-    def context_parallel(
-        self, buffers: Sequence[torch.Tensor], seq_dims: Sequence[int], keep: Collection[torch.Tensor] = ()
-    ) -> Iterator[None]:
-        """Split tensors over the processes that share sequences, and let attention see all of them."""
-        if self.sequence is None:
-            yield
-            return
-        assert self._attention is not None
-        before = self._attention.calls
-        with split_in_place(self.sequence, buffers, seq_dims, keep), self.shared_attention():
-            yield
-        self._attention.check(before)
+        Args:
+            model: what `prepare` returned.
+            path: a safetensors file, a directory with an index of several, or a checkpoint.
+            strict: whether names that are missing or left over are an error.
+        """
+        self.state.load_weights(model, path, strict)
 
     # one optimizer step
 
@@ -338,105 +190,29 @@ class Parallel(FSDP):
         self, model: nn.Module, step_fn: Callable[[MicroBatch], Output], microbatches: Sequence[MicroBatch]
     ) -> list[Output]:
         """Run forward and backward over the micro-batches of one optimizer step."""
-        if self.pipeline is not None:
-            return self.pipeline.forward_backward(step_fn, microbatches)  # type: ignore[return-value]
-        if self.sequence is None:
-            return super().forward_backward(model, step_fn, microbatches)
-        with self.shared_attention():  # also around backward, where checkpointed blocks run their forward again
-            return super().forward_backward(model, step_fn, microbatches)
+        with self.sequences.attention():  # also around backward, where checkpointed blocks run their forward again
+            return self.inner.forward_backward(model, step_fn, microbatches)
 
     def backward(self, loss: torch.Tensor, **kwargs: Any) -> None:
         """Compute the gradients of a loss, scaled already."""
-        if self.pipeline is not None:
-            self.pipeline.backward(loss, **kwargs)
-        else:
-            super().backward(loss, **kwargs)
-
-    def clip_grad_norm_(
-        self, parameters: Iterable[torch.Tensor], max_norm: float, norm_type: float = 2.0
-    ) -> torch.Tensor:
-        """Scale gradients down to a total norm of at most `max_norm`, over all shards and stages."""
-        if self.pipeline is None:
-            return super().clip_grad_norm_(parameters, max_norm, norm_type)
-        gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
-        total = self.pipeline.combine_norm(total_norm_over_meshes(gradients, norm_type), norm_type)
-        with torch.no_grad():
-            scale_by_norm_(gradients, total, max_norm)
-        return total
-
-    def share(self, result: Any) -> Any:
-        """What the last stage passes, on every stage."""
-        return result if self.pipeline is None else self.pipeline.share(result)
+        self.inner.backward(loss, **kwargs)
 
     def optimizer_step(
         self, optimizer: Optimizer, precision: Precision, closure: Callable[[], Any] | None = None
     ) -> bool:
         """Step an optimizer; the first time, see that copies have the same gradients."""
-        if self._copies is not None and closure is None:
-            self._copies.check(optimizer)
-            self._copies = None
-        return super().optimizer_step(optimizer, precision, closure)
-
-    # state
-
-    def reshard(self, model: nn.Module) -> None:
-        """Free whatever is gathered at the moment."""
-        for part in [model] if self.pipeline is None else self.pipeline.modules:
-            super().reshard(part)
-        if self.pipeline is not None:
-            self.pipeline.put_back()
-
-    def describe_parameter(self, parameter: nn.Parameter) -> tuple[int, bool]:
-        """As everywhere; what stands for a parameter of another stage tells of that one."""
-        elements, trained = super().describe_parameter(parameter)
-        return elements, trained or (self.pipeline is not None and self.pipeline.state.is_trained_by_peer(parameter))
-
-    def model_state(self, model: nn.Module) -> StateDict:
-        """Parts of the parameters under canonical names."""
-        if self.pipeline is None:
-            return super().model_state(model)
-        self.reshard(model)
-        return self.pipeline.state.model_state()
-
-    def optimizer_state(self, model: nn.Module, optimizer: Optimizer) -> StateDict:
-        """An optimizer's state by canonical parameter name, its tensors divided as the parameters are."""
-        own = super().optimizer_state(model, optimizer)
-        return own if self.pipeline is None else self.pipeline.state.optimizer_state(optimizer, own)
-
-    def load_model_state(self, model: nn.Module, state: StateDict, strict: bool = True) -> Any:
-        """Take this process's parts of what `model_state` returned under any strategy."""
-        if self.pipeline is not None:
-            state = self.pipeline.state.own_model_state(state)
-        return super().load_model_state(model, state, strict)
-
-    def load_optimizer_state(self, model: nn.Module, optimizer: Optimizer, state: StateDict) -> None:
-        """Take this process's parts of what `optimizer_state` returned under any strategy."""
-        if self.pipeline is not None:
-            state = self.pipeline.state.own_optimizer_state(state)
-        super().load_optimizer_state(model, optimizer, state)
-
-    def full_state_dict(self, model: nn.Module) -> dict[str, torch.Tensor]:
-        """All parameters and buffers, whole and on the CPU, on rank 0; an empty dict elsewhere."""
-        if self.pipeline is None:
-            return super().full_state_dict(model)
-        self.reshard(model)
-        return self.pipeline.state.full_state_dict()
+        if closure is None:
+            self.layers.check(optimizer)
+        return self.inner.optimizer_step(optimizer, precision, closure)
 
     def teardown(self) -> None:
         """Let go of the grid."""
-        if self.pipeline is not None:
-            self.pipeline.teardown()
-        self._loss.disable()
-        super().teardown()
+        self.inner.teardown()
+        self.layers.teardown()
 
     def __repr__(self) -> str:
         sizes = ", ".join(f"{name}={size}" for name, size in vars(self.sizes).items() if size != 1)
         return f"Parallel({sizes})"
-
-
-def move_real_tensors(model: nn.Module, device: torch.device) -> None:
-    """Bring to a device what of a model has values."""
-    model._apply(lambda tensor: tensor if tensor.is_meta else tensor.to(device))  # type: ignore[no-untyped-call]
 
 
 def _check_options(

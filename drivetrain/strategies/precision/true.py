@@ -19,14 +19,21 @@ class TruePrecision(Precision):
     """Parameters, activations and gradients in one dtype; batches are cast to it."""
 
     dtype: ClassVar[torch.dtype]
+    complex_dtype: ClassVar[torch.dtype | None] = None  # None: as they are, since torch computes in complex64 at least
 
     def __init__(self) -> None:
         self.param_dtype = self.dtype
         self.reduce_dtype = self.dtype
 
     def convert(self, model: nn.Module) -> nn.Module:
-        """Cast floating-point parameters and buffers."""
-        return model.to(self.dtype)
+        """Cast floating-point parameters and buffers; complex ones stay complex."""
+        return model._apply(self._cast)  # type: ignore[no-untyped-call, no-any-return]
+
+    def _cast(self, tensor: torch.Tensor) -> torch.Tensor:
+        # `Module.to(dtype)` would keep the real part of a complex tensor only.
+        if tensor.is_complex():
+            return tensor if self.complex_dtype is None else tensor.to(self.complex_dtype)
+        return tensor.to(self.dtype) if tensor.is_floating_point() else tensor
 
     def convert_batch(self, batch: Any) -> Any:
         """Cast floating-point tensors; integers and booleans stay."""
@@ -47,6 +54,7 @@ class Double(TruePrecision):
     name = "64"
     aliases = ("64-true", "fp64", "double")
     dtype = torch.float64
+    complex_dtype = torch.complex128
 
     def setup(self, kind: DeviceKind) -> None:
         """Refuse Apple's GPU, which has no 64-bit floats."""

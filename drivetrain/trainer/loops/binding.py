@@ -59,7 +59,7 @@ def bind_evaluation_step(
         step: The task's method.
     """
     strategy, logged = trainer.strategy, trainer.logged
-    called = strategy.evaluation_model(model)
+    called = strategy.view(model, "evaluate")
     if not strategy.schedules_microbatches:
         return bind_step(called, step, trainer.accelerator.precision)
 
@@ -74,9 +74,9 @@ def bind_evaluation_step(
     def shared_step(*args: Any) -> Any:
         with logged.recorded() as calls:
             output = bound(*args)
-        output, calls = strategy.share((output, calls))
-        if not strategy.computes_loss:
-            output = send_to_device(output, strategy.device)
+        output, calls = strategy.topology.share((output, calls))
+        if not strategy.topology.computes_loss:
+            output = send_to_device(output, strategy.topology.device)
             if not logged.skips:
                 logged.replay(calls, task)
         return output

@@ -26,7 +26,7 @@ class ClosureStep(PlainStep):
     def run(self, window: Sequence[MicroBatch]) -> bool:
         """Run one step; the closure may run the micro-batches several times, their batch hooks once."""
         self._begin(window)
-        self._trainer.batch, self._trainer.batch_info = window[0].batch, window[0].info
+        self._current.batch, self._current.batch_info = window[0].batch, window[0].info
         self._announced, self._repeats = None, False
         self._announce(window[0])
         self._announced = window[0]
@@ -81,10 +81,10 @@ class ClosureStep(PlainStep):
 
     def _loss_of_window(self, outputs: list[Any], window: Sequence[MicroBatch]) -> Tensor:
         """The loss that the gradients of a window are those of; this process's part of it where there are several."""
-        total = torch.zeros((), device=self._trainer.strategy.device)
+        total = torch.zeros((), device=self._trainer.strategy.topology.device)
         for output, micro_batch in zip(outputs, window, strict=True):
             loss = self._output.loss_of(output)
             if loss is not None:
-                share = 1.0 if self._shards == 1 else self._share_of_rows(micro_batch.info)
+                share = 1.0 if self._shards == 1 else micro_batch.info.share(self._shards)
                 total = total + loss.detach() * (share / len(window))
         return total

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
+from drivetrain.callbacks.stage import Stage
 from drivetrain.data import PreparedLoader
+from drivetrain.data.randomness import kept_generators
+from drivetrain.runtime.seeds import isolated_random_state
+from drivetrain.strategies.capabilities import PlainEvaluation, evaluation_context
 from drivetrain.trainer.loops.loader_source import LoaderSource, limits_of, own_batches
 from drivetrain.trainer.metrics.log_scopes import TEST_EPOCH, TEST_STEP, VALIDATE_EPOCH, VALIDATE_STEP, LogScope
 from drivetrain.trainer.metrics.logged_value import EpochValue, to_numbers
@@ -20,9 +24,9 @@ from drivetrain.trainer.task import Task
 if TYPE_CHECKING:
     from drivetrain.trainer.trainer import Trainer
 
-_SCOPES: dict[str, tuple[LogScope, LogScope]] = {
-    "validation": (VALIDATE_STEP, VALIDATE_EPOCH),
-    "test": (TEST_STEP, TEST_EPOCH),
+_SCOPES: dict[Stage, tuple[LogScope, LogScope]] = {
+    Stage.VALIDATE: (VALIDATE_STEP, VALIDATE_EPOCH),
+    Stage.TEST: (TEST_STEP, TEST_EPOCH),
 }
 
 
@@ -33,7 +37,7 @@ class EvaluationLoop:
         trainer: the trainer.
         task: its task.
         model: what the strategy made of the task.
-        stage: `"validation"` or `"test"`, as in the names of hooks and steps.
+        stage: validating or testing.
         source: where the loaders come from.
         limit: how many batches of each loader: a whole number, a fraction, or None for all.
         limit_name: that argument's name, for errors.
@@ -44,7 +48,7 @@ class EvaluationLoop:
         trainer: Trainer,
         task: Task,
         model: nn.Module,
-        stage: str,
+        stage: Stage,
         source: LoaderSource,
         limit: float | int | None,
         limit_name: str,
@@ -55,21 +59,36 @@ class EvaluationLoop:
         self._loaders: list[PreparedLoader] | None = None
         self._limits: list[float] = []
         self._strategy, self._model = trainer.strategy, model
-        self._step = bind_evaluation_step(trainer, task, model, getattr(task, f"{stage}_step"))
+        self._step: Callable[..., Any]
         self._in_step, self._in_epoch = _SCOPES[stage]
 
     def load(self) -> list[PreparedLoader]:
-        """Prepare the loaders, the first time they are needed or when they are to be made anew."""
+        """Prepare the loaders, the first time they are needed or when they are to be made again."""
         trainer = self._trainer
         every = trainer.reload_dataloaders_every_n_epochs
-        stale = every and trainer.current_epoch and trainer.current_epoch % every == 0 and self._stage == "validation"
+        stale = every and trainer.current_epoch and trainer.current_epoch % every == 0 and self._stage is Stage.VALIDATE
         if self._loaders is None or stale:
             for loader in self._loaders or []:
                 trainer.accelerator.forget_loader(loader)
             self._loaders = self._source.prepare_evaluation()
-            self._limits = limits_of(self._loaders, self._limit, self._limit_name)
-            trainer.num_evaluation_batches[self._stage] = own_batches(self._loaders, self._limits)
+            even = self._strategy.needs_even_batches
+            self._limits = limits_of(self._loaders, self._limit, self._limit_name, even)
+            trainer.current.evaluation_batches[self._stage] = own_batches(self._loaders, self._limits)
         return self._loaders
+
+    @contextmanager
+    def undone(self) -> Iterator[None]:
+        """Undo in the end what the body draws, as the sanity check does: training then draws what it does without.
+
+        The global generators are put back, those of devices too, and those that the task, the data module, the loaders
+        and their datasets hold.
+        """
+        with ExitStack() as stack:
+            stack.enter_context(isolated_random_state(devices=True))
+            stack.enter_context(kept_generators(self._task, self._trainer.datamodule))
+            for loader in self.load():
+                stack.enter_context(loader.undone())
+            yield
 
     def run(
         self, at_most: int | None = None, keep: bool = True, on_results: Callable[[], None] | None = None
@@ -87,39 +106,46 @@ class EvaluationLoop:
         trainer, hooks, stage = self._trainer, self._hooks, self._stage
         loaders = self.load()
         limits = [min(limit, FOREVER if at_most is None else at_most) for limit in self._limits]
-        self._strategy.before_evaluation(self._model)
-        with _evaluating(self._task, stage, trainer):
+        self._step = bind_evaluation_step(trainer, self._task, self._model, getattr(self._task, stage.step_name))
+        with evaluating(self._task, stage):
             trainer.logged.enter(self._in_epoch)
-            hooks.call(f"on_{stage}_start")
-            hooks.call(f"on_{stage}_epoch_start")
-            with torch.inference_mode() if trainer.inference_mode else torch.no_grad():
+            hooks.call(stage.hook_name("start"))
+            hooks.call(stage.hook_name("epoch_start"))
+            with evaluation_context(self._strategy.capability(PlainEvaluation), trainer.inference_mode):
                 for index, (loader, limit) in enumerate(zip(loaders, limits, strict=True)):
                     self._run_loader(loader, limit, index if len(loaders) > 1 else None)
             trainer.logged.enter(self._in_epoch)
-            results = trainer.finish_logged_epoch(self._in_epoch.stage, keep)
-            hooks.call(f"on_{stage}_epoch_end")
-            results += trainer.finish_logged_epoch(self._in_epoch.stage, keep)
+            results = trainer.tracker_log.finish_epoch(stage, keep)
+            hooks.call(stage.hook_name("epoch_end"))
+            results += trainer.tracker_log.finish_epoch(stage, keep)
             if keep:
-                trainer.write_epoch_values(results)
+                trainer.tracker_log.write_epoch_values(results)
             if on_results is not None:
                 on_results()
-            trainer.logged.enter(LogScope(f"in on_{stage}_end", None))
-            hooks.call(f"on_{stage}_end")
+            trainer.logged.enter(LogScope(f"in {stage.hook_name('end')}", None))
+            hooks.call(stage.hook_name("end"))
         return _by_loader(results, len(loaders))
+
+    def run_alone(self) -> list[dict[str, float]]:
+        """Evaluate once, and let go of the loaders."""
+        results = self.run()
+        for loader in self.load():
+            self._trainer.accelerator.forget_loader(loader)
+        return results
 
     def _run_loader(self, loader: PreparedLoader, limit: float, dataloader_idx: int | None) -> None:
         if self._limit == 0:
             return  # asked for; a process that merely has no batch still takes part in opening the loader
-        trainer, step = self._trainer, self._step
+        trainer, step, current = self._trainer, self._step, self._trainer.current
         trainer.logged.enter(self._in_step, dataloader_idx)
-        extra = loader_argument(getattr(self._task, f"{self._stage}_step"), dataloader_idx)
-        on_start = self._hooks.find(f"on_{self._stage}_batch_start")
-        on_end = self._hooks.find(f"on_{self._stage}_batch_end")
+        extra = loader_argument(getattr(self._task, self._stage.step_name), dataloader_idx)
+        on_start = self._hooks.find(self._stage.hook_name("batch_start"))
+        on_end = self._hooks.find(self._stage.hook_name("batch_end"))
         position = dataloader_idx or 0
         loader.set_epoch(trainer.current_epoch)
-        for index, batch in enumerate(loader):
+        for index, batch in enumerate(loader.iterate(limit, together=self._strategy.needs_even_batches)):
             info = loader.current
-            trainer.batch, trainer.batch_info = batch, info
+            current.batch, current.batch_info = batch, info
             if info is not None and info.real_rows == 0:
                 self._run_padding(batch, index, extra)
             else:
@@ -130,7 +156,7 @@ class EvaluationLoop:
                     hook(outputs, batch, index, position)
             if index + 1 >= limit:
                 break
-        trainer.batch = trainer.batch_info = None
+        current.leave_batch()
 
     def _run_padding(self, batch: Any, index: int, extra: tuple[int, ...]) -> None:
         """Run a batch made of padding, so that peers' collectives have their partner; nothing of it counts."""
@@ -142,14 +168,14 @@ FOREVER = float("inf")
 
 
 @contextmanager
-def _evaluating(task: Task, stage: str, trainer: Trainer) -> Iterator[None]:
+def evaluating(task: Task, stage: Stage) -> Iterator[None]:
     """Evaluation mode in the body; afterwards every module is in the mode it was in."""
     modes = [(module, module.training) for module in task.modules()]
-    getattr(task, f"on_{stage}_model_eval")()
+    getattr(task, stage.hook_name("model_eval"))()
     try:
         yield
     finally:
-        getattr(task, f"on_{stage}_model_train")()
+        getattr(task, stage.hook_name("model_train"))()
         for module, mode in modes:
             module.training = mode
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch.utils.data import DataLoader, RandomSampler, SequentialSampler
 
+from drivetrain.callbacks.stage import Stage
 from drivetrain.data import CombinedLoader, DataShard, PreparedLoader, TailPolicy
 from drivetrain.runtime.collectives import gather_object
 from drivetrain.runtime.errors import ConfigurationError, DataError
@@ -18,12 +19,6 @@ from drivetrain.trainer.task import Task
 if TYPE_CHECKING:
     from drivetrain.trainer.trainer import Trainer
 
-_SOURCES = {
-    "train": "train_dataloader",
-    "val": "val_dataloader",
-    "test": "test_dataloader",
-    "predict": "predict_dataloader",
-}
 _TRANSFER_HOOKS = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
 
 
@@ -33,19 +28,19 @@ class LoaderSource:
     Args:
         trainer: the trainer.
         task: its task.
-        kind: `"train"`, `"val"`, `"test"` or `"predict"`.
+        stage: what they are for.
         given: what was given as an argument, if anything.
         data: the data module, if there is one.
     """
 
-    def __init__(self, trainer: Trainer, task: Task, kind: str, given: Any, data: DataModule | None) -> None:
-        self._trainer, self._task, self._kind = trainer, task, kind
+    def __init__(self, trainer: Trainer, task: Task, stage: Stage, given: Any, data: DataModule | None) -> None:
+        self._trainer, self._task, self._stage = trainer, task, stage
         self._given, self._data = given, data
         self._prepared: PreparedLoader | CombinedLoader | None = None
 
     def is_defined(self) -> bool:
         """Whether there is anything to load."""
-        method = _SOURCES[self._kind]
+        method = self._stage.loader_name
         return (
             self._given is not None
             or (self._data is not None and is_overridden(self._data, DataModule, method))
@@ -53,24 +48,24 @@ class LoaderSource:
         )
 
     def raw(self) -> Any:
-        """The user's loader or loaders, made anew where a method makes them."""
+        """The user's loader or loaders, made again where a method makes them."""
         if self._given is not None:
             return self._given
-        method = _SOURCES[self._kind]
+        method = self._stage.loader_name
         if self._data is not None and is_overridden(self._data, DataModule, method):
             return getattr(self._data, method)()
         return getattr(self._task, method)()
 
-    def prepare_training(self, anew: bool = False) -> PreparedLoader | CombinedLoader:
+    def prepare_training(self, again: bool = False) -> PreparedLoader | CombinedLoader:
         """The prepared training loader; several are combined.
 
         Args:
-            anew: make it again, where a method makes it.
+            again: make it again, where a method makes it.
 
         Raises:
             DataError: there is none, or it is empty.
         """
-        if self._prepared is None or anew:
+        if self._prepared is None or again:
             self._prepared = self._prepare_training()
         return self._prepared
 
@@ -104,10 +99,10 @@ class LoaderSource:
             return loader
         if not hasattr(loader, "__iter__"):
             raise DataError(
-                f"The {self._kind} data is a {type(loader).__name__}, which cannot be iterated. "
+                f"The {self._stage.loader} data is a {type(loader).__name__}, which cannot be iterated. "
                 "Give a torch DataLoader, or any iterable of batches."
             )
-        if self._trainer.overfit_batches and self._kind == "train":
+        if self._trainer.overfit_batches and self._stage is Stage.TRAIN:
             loader = without_shuffle(loader)
         prepared = self._trainer.accelerator.prepare_data_loader(
             loader,
@@ -116,7 +111,7 @@ class LoaderSource:
             shard=None if self._trainer.use_distributed_sampler else DataShard(0, 1),
         )
         if length_of(loader) == 0:  # not the prepared one: a process may get none of the few batches that there are
-            raise DataError(f"The {self._kind} loader is empty: {_describe(loader)}.")
+            raise DataError(f"The {self._stage.loader} loader is empty: {_describe(loader)}.")
         return prepared
 
     def _placing(self, dataloader_idx: int) -> Callable[[Any], Any] | None:
@@ -133,7 +128,7 @@ class LoaderSource:
             return None
         before, transfer, after = owners
         default = self._trainer.accelerator.default_placement() or (lambda batch: batch)
-        device = self._trainer.strategy.device
+        device = self._trainer.strategy.topology.device
 
         def place(batch: Any) -> Any:
             if before is not None:
@@ -184,15 +179,47 @@ def batches_to_run(length: int | None, limit: float | int | None, name: str) -> 
     return batches
 
 
-def limits_of(loaders: Sequence[Any], limit: float | int | None, name: str) -> list[float]:
+def check_equal_lengths(batches: float, kind: str) -> None:
+    """Refuse numbers of batches that differ between processes which step together; call it on all.
+
+    Args:
+        batches: how many this process runs; infinite where nobody knows.
+        kind: `"training"`, `"validation"`, ..., for the error.
+
+    Raises:
+        DataError: they differ; on all processes.
+    """
+    everyone = gather_object([batches])
+    if len(set(everyone)) > 1:
+        counts = ", ".join(
+            f"rank {rank} has an unknown number" if count == float("inf") else f"rank {rank} has {count:g}"
+            for rank, count in enumerate(everyone)
+        )
+        raise DataError(
+            f"The processes have different numbers of {kind} batches: {counts}. They step together, so each needs as "
+            "many as the others, or those with more would wait forever. Give every process a loader of the same "
+            "length, or the same loader and use_distributed_sampler=True, or limit the batches to the smallest number."
+        )
+
+
+def limits_of(loaders: Sequence[Any], limit: float | int | None, name: str, even: bool = False) -> list[float]:
     """How many batches a limit leaves of each loader, on the process with the most of them; call it on all.
 
     Args:
         loaders: the prepared loaders, of which processes may have different numbers of batches.
         limit: see `batches_to_run`.
         name: the argument's name, for errors.
+        even: whether processes must have as many batches as the others, since they run the model together.
+
+    Raises:
+        DataError: they have not, where they must.
     """
-    everyone: list[list[int | None]] = gather_object([[length_of(loader) for loader in loaders]])
+    lengths = [length_of(loader) for loader in loaders]
+    if even:
+        kind = name.removeprefix("limit_").removesuffix("_batches")
+        for length in lengths:
+            check_equal_lengths(batches_to_run(length, limit, name), kind)
+    everyone: list[list[int | None]] = gather_object([lengths])
     longest = [None if None in lengths else max(lengths) for lengths in zip(*everyone, strict=True)]
     return [batches_to_run(length, limit, name) for length in longest]
 

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
+from drivetrain.callbacks.stage import Stage
 from drivetrain.data import BatchInfo, PreparedLoader
 from drivetrain.runtime.collectives import gather_object
 from drivetrain.runtime.nested import recursively_apply, send_to_device
-from drivetrain.trainer.loops.evaluation_loop import _evaluating, loader_argument
+from drivetrain.strategies.capabilities import PlainEvaluation, evaluation_context
+from drivetrain.trainer.loops.evaluation_loop import evaluating, loader_argument
 from drivetrain.trainer.loops.loader_source import LoaderSource, limits_of, own_batches
 from drivetrain.trainer.metrics.log_scopes import PREDICT
 from drivetrain.trainer.loops.binding import bind_evaluation_step
@@ -34,7 +37,7 @@ class PredictionLoop:
     def __init__(self, trainer: Trainer, task: Task, model: nn.Module, source: LoaderSource, keep: bool) -> None:
         self._trainer, self._task, self._source, self._keep = trainer, task, source, keep
         self._strategy, self._model = trainer.strategy, model
-        self._step = bind_evaluation_step(trainer, task, model, task.predict_step)
+        self._step: Callable[..., Any]
 
     def run(self) -> list[Any]:
         """Predict.
@@ -45,15 +48,16 @@ class PredictionLoop:
         """
         trainer, hooks = self._trainer, self._trainer.hooks
         loaders = self._source.prepare_evaluation()
-        limits = limits_of(loaders, trainer.limit_predict_batches, "limit_predict_batches")
-        trainer.num_evaluation_batches["predict"] = own_batches(loaders, limits)
+        even = self._strategy.needs_even_batches
+        limits = limits_of(loaders, trainer.limit_predict_batches, "limit_predict_batches", even)
+        trainer.current.evaluation_batches[Stage.PREDICT] = own_batches(loaders, limits)
         results: list[Any] = []
-        self._strategy.before_evaluation(self._model)
-        with _evaluating(self._task, "predict", trainer):
+        self._step = bind_evaluation_step(trainer, self._task, self._model, self._task.predict_step)
+        with evaluating(self._task, Stage.PREDICT):
             trainer.logged.enter(PREDICT)
             hooks.call("on_predict_start")
             hooks.call("on_predict_epoch_start")
-            with torch.inference_mode() if trainer.inference_mode else torch.no_grad():
+            with evaluation_context(self._strategy.capability(PlainEvaluation), trainer.inference_mode):
                 for index, (loader, limit) in enumerate(zip(loaders, limits, strict=True)):
                     results.append(self._run_loader(loader, limit, index if len(loaders) > 1 else None))
             hooks.call("on_predict_epoch_end")
@@ -63,15 +67,15 @@ class PredictionLoop:
         return results[0] if len(results) == 1 else results
 
     def _run_loader(self, loader: PreparedLoader, limit: float, dataloader_idx: int | None) -> list[Any]:
-        trainer, hooks = self._trainer, self._trainer.hooks
+        trainer, hooks, current = self._trainer, self._trainer.hooks, self._trainer.current
         extra = loader_argument(self._task.predict_step, dataloader_idx)
         position = dataloader_idx or 0
         outputs: list[Any] = []
         if trainer.limit_predict_batches == 0:
             return outputs  # asked for; a process that merely has no batch still takes part in opening the loader
-        for index, batch in enumerate(loader):
+        for index, batch in enumerate(loader.iterate(limit, together=self._strategy.needs_even_batches)):
             info = loader.current
-            trainer.batch, trainer.batch_info = batch, info
+            current.batch, current.batch_info = batch, info
             for hook in hooks.find("on_predict_batch_start"):
                 hook(batch, index, position)
             output = self._step(batch, index, *extra)
@@ -81,12 +85,10 @@ class PredictionLoop:
                 outputs.append(_real_rows(send_to_device(output, torch.device("cpu")), info))
             if index + 1 >= limit:
                 break
-        trainer.batch = trainer.batch_info = None
+        current.leave_batch()
         if trainer.world_size == 1 or not self._keep:
             return outputs
-        everyone = gather_object([outputs])
-        if self._strategy.data_ranks is not None:
-            everyone = [everyone[rank] for rank in self._strategy.data_ranks]
+        everyone = self._strategy.topology.select(gather_object([outputs]), rows=True)
         longest = max(len(each) for each in everyone)
         return [
             each[turn] for turn in range(longest) for each in everyone if turn < len(each) and each[turn] is not None

@@ -1,34 +1,341 @@
-"""Ending a run before its last step: by time, by a callback, by Ctrl-C, at the same step on every process."""
+"""Why and when a run ends, pauses or goes back: decided in one place, at the same step on every process."""
 
 from __future__ import annotations
 
-import signal
-import threading
+import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
-from types import FrameType
+from enum import Enum
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from drivetrain.runtime.collectives import gather_object
 from drivetrain.runtime.errors import CheckpointError
+from drivetrain.trainer.loops.interruption import Interruption
+from drivetrain.trainer.state.progress import Phase, Progress
 
 if TYPE_CHECKING:
     from drivetrain.checkpoint import SaveQueue
+    from drivetrain.trainer.options import TrainerOptions
 
 AGREEMENT_SECONDS = 1.0
-"""How often processes tell each other that they want to stop."""
+"""How often processes exchange whether they want to stop."""
 
 CLOCK_SECONDS = 0.05
-"""How often a process alone looks at its clock."""
+"""How often a process alone reads its clock."""
+
+_RESUMED = "the run that it resumes had been stopped by a callback"
+
+
+class StopReason(str, Enum):
+    """Why a run ended.
+
+    Attributes:
+        MAX_EPOCHS: It trained `max_epochs`.
+        MAX_STEPS: It took `max_steps` optimizer steps.
+        MAX_TIME: `max_time` is over.
+        REQUESTED: A callback or the task asked for it, as `EarlyStopping` does.
+        INTERRUPTED: Ctrl-C.
+        PREEMPTED: SIGTERM or SIGUSR1, by which a scheduler announces that it takes the machine away.
+        FAILED: An exception.
+        NO_BATCHES: An epoch has no batches, as with `limit_train_batches=0`.
+        NOTHING_TO_DO: A limit was reached before the first step.
+    """
+
+    MAX_EPOCHS = "max_epochs"
+    MAX_STEPS = "max_steps"
+    MAX_TIME = "max_time"
+    REQUESTED = "requested"
+    INTERRUPTED = "interrupted"
+    PREEMPTED = "preempted"
+    FAILED = "failed"
+    NO_BATCHES = "no_batches"
+    NOTHING_TO_DO = "nothing_to_do"
+
+    def __str__(self) -> str:
+        return str(self.value)
+
+
+class RunControl:
+    """Decides why and when a run ends, and which checkpoint it goes back to; nothing else writes any of this.
+
+    Args:
+        progress: the counters of the run.
+        options: the limits of the run.
+        world_size: number of processes.
+
+    Attributes:
+        options: the limits of the run.
+        stop_requested: whether this process wants the run to stop; read in each step.
+        stop_agreed: whether all processes know that it is to stop.
+        rollback_path: the checkpoint that the run goes back to after this step.
+        batches_to_skip: (epoch, batch index) of this process's batches that are left out.
+        reason: why the last run ended; None while it runs.
+        details: the same in words.
+    """
+
+    def __init__(self, progress: Progress, options: TrainerOptions, world_size: int) -> None:
+        self._progress, self._world_size = progress, world_size
+        self._agreement = StopAgreement(world_size)
+        self.options = options
+        self.stop_requested = self.stop_agreed = False
+        self.rollback_path: str | None = None
+        self.batches_to_skip: set[tuple[int, int]] = set()
+        self.reason: StopReason | None = None
+        self.details = ""
+        self._forced: set[StopReason] = set()  # what ends a run whatever the least is that was asked for
+        self._requested_by = ""
+        self._signals = Interruption(self._on_signal)
+        self._started = 0.0
+
+    def begin(self) -> None:
+        """Forget the run before."""
+        self.stop_requested = self.stop_agreed = False
+        self.rollback_path = None
+        self.batches_to_skip.clear()
+        self.reason, self.details = None, ""
+        self._forced.clear()
+        self._requested_by = ""
+        self._signals = Interruption(self._on_signal)
+        self.start_clock()
+
+    @contextmanager
+    def signals_watched(self) -> Iterator[None]:
+        """Let signals end the run in the body."""
+        with self._signals.watched():
+            yield
+
+    def start_clock(self) -> None:
+        """Measure `max_time` from now on."""
+        self._started = time.monotonic()
+
+    # why
+
+    @property
+    def interrupted(self) -> bool:
+        """Whether Ctrl-C ends the run, or has ended it."""
+        return StopReason.INTERRUPTED in self._forced
+
+    @property
+    def preempted(self) -> bool:
+        """Whether a scheduler ends the run, or has ended it."""
+        return StopReason.PREEMPTED in self._forced
+
+    @property
+    def out_of_time(self) -> bool:
+        """Whether `max_time` is over."""
+        return StopReason.MAX_TIME in self._forced
+
+    @property
+    def ends_to_be_resumed(self) -> bool:
+        """Whether a signal ends the run, which is saved at once for another one to resume it."""
+        return self.interrupted or self.preempted
+
+    @property
+    def signal(self) -> StopReason:
+        """Which of the two; a preemption counts for more."""
+        return StopReason.PREEMPTED if self.preempted else StopReason.INTERRUPTED
+
+    @property
+    def stops_for_good(self) -> bool:
+        """Whether a run that resumes this one is over, too: a callback has ended it, rather than a limit or a signal."""
+        return self.stop_agreed and bool(self._requested_by) and not (self.preempted or self.interrupted)
+
+    def request_stop(self, by: str) -> None:
+        """Ask for the end of the run after this step, for all processes; the least that was asked for comes first.
+
+        Args:
+            by: who asks, and why.
+        """
+        self.stop_requested = True
+        self._requested_by = by
+
+    def withdraw_stop(self) -> None:
+        """Take the request back."""
+        self.stop_requested = self.stop_agreed = False
+        self._requested_by = ""
+
+    def resume_stop(self, stopped: bool) -> None:
+        """Take over whether the run that is resumed was stopped by a callback."""
+        self.withdraw_stop()
+        if stopped:
+            self.request_stop(_RESUMED)
+            self.stop_agreed = True
+
+    def record_exception(self, error: BaseException) -> None:
+        """Record what ended the run: `KeyboardInterrupt`, or a failure."""
+        if isinstance(error, KeyboardInterrupt):
+            self._forced.add(StopReason.INTERRUPTED)
+            self._conclude(StopReason.INTERRUPTED, "Ctrl-C, within a step, so nothing was saved")
+        else:
+            self._forced.clear()
+            self._conclude(StopReason.FAILED, f"{type(error).__name__} was raised")
+
+    def _conclude(self, reason: StopReason, details: str) -> None:
+        self.reason, self.details = reason, details
+
+    # going back
+
+    def request_rollback(self, path: str, skip_batches: Collection[tuple[int, int]]) -> None:
+        """Go back to a checkpoint after this step.
+
+        Args:
+            path: the checkpoint.
+            skip_batches: (epoch, batch index) of this process's batches to leave out from then on.
+        """
+        self.rollback_path = path
+        self.skip_batches(skip_batches)
+
+    def skip_batches(self, batches: Collection[tuple[int, int]]) -> None:
+        """Leave some of this process's batches out.
+
+        Args:
+            batches: (epoch, batch index) of each.
+        """
+        self.batches_to_skip.update(batches)
+
+    def record_rollback(self) -> None:
+        """Record that the run is back at the checkpoint."""
+        self.rollback_path = None
+        self.withdraw_stop()
+
+    # when
+
+    @property
+    def watches_peers_or_clock(self) -> bool:
+        """Whether processes or the clock may end the run between two validations."""
+        return self._world_size > 1 or self.options.max_time is not None
+
+    @property
+    def next_agreement(self) -> float:
+        """The number of batches after which processes agree next."""
+        return self._agreement.next_batch
+
+    def start_epoch(self) -> None:
+        """Begin to count the batches between two agreements."""
+        self._agreement.start(self._progress.total_batches)
+
+    def agree(self, saves: SaveQueue | None, *wishes: bool) -> tuple[bool, ...]:
+        """Exchange with all processes who wants to stop; call it on all of them after the same batch.
+
+        Args:
+            saves: this process's saves in the background.
+            wishes: what this process wants besides.
+
+        Returns:
+            For each of `wishes`, whether any process has it.
+
+        Raises:
+            CheckpointError: a process could not write a checkpoint.
+        """
+        lost = saves is not None and saves.has_lost
+        signals = self._signals
+        flags = (self.stop_requested, signals.requested, signals.preempted, lost, self._is_late(), *wishes)
+        (stop, interrupted, preempted, lost, late, *others), by = self._agreement.agree(
+            self._progress.total_batches, flags, self._requested_by
+        )
+        for happened, reason in (
+            (interrupted, StopReason.INTERRUPTED),
+            (preempted, StopReason.PREEMPTED),
+            (late, StopReason.MAX_TIME),
+        ):
+            if happened:
+                self._forced.add(reason)
+        if stop or interrupted or preempted or late:
+            self.stop_requested = self.stop_agreed = True
+            self._requested_by = by
+        if lost and not self.preempted:
+            raise_lost_save(saves)
+        return tuple(others)
+
+    def check_steps(self) -> None:
+        """Stop where `max_steps` is reached; all processes count the same steps."""
+        if self._has_max_steps:
+            self.stop_requested = self.stop_agreed = True
+
+    def may_stop(self, epoch_length: float) -> bool:
+        """Whether a request to stop holds now: all processes agree, and the least asked for is done.
+
+        Args:
+            epoch_length: batches of an epoch.
+        """
+        if self._world_size > 1 and not self.stop_agreed:
+            return False
+        return bool(self._forced) or self._has_max_steps or self._minimum_reached(epoch_length)
+
+    def is_done(self, epoch_length: float, is_resuming: bool) -> bool:
+        """Whether no epoch is left to run; records why.
+
+        Args:
+            epoch_length: batches of an epoch.
+            is_resuming: whether the epoch is one that a checkpoint was written in.
+        """
+        options, progress = self.options, self._progress
+        if self._forced:
+            return True  # why is recorded at the end, when all of it is known
+        if is_resuming and progress.phase is Phase.CLOSING:
+            return False  # a checkpoint from an epoch's last hook: the epoch is still to be closed
+        if 0 <= options.max_epochs <= progress.epoch:
+            self._conclude(StopReason.MAX_EPOCHS, f"max_epochs={options.max_epochs} is reached")
+        elif self._has_max_steps:
+            self._conclude(StopReason.MAX_STEPS, f"max_steps={options.max_steps} is reached")
+        elif epoch_length == 0:
+            self._conclude(StopReason.NO_BATCHES, "there are no batches to train on (limit_train_batches=0)")
+        elif self.stop_requested and self._minimum_reached(epoch_length):
+            self._conclude(StopReason.REQUESTED, self._requested_by or "a callback asked for it")
+        return self.reason is not None
+
+    def finish(self, trained: bool) -> None:
+        """Record why the run ended, where the loop is over.
+
+        Args:
+            trained: whether there was anything to do at all.
+        """
+        if self.preempted:
+            self._conclude(StopReason.PREEMPTED, "SIGTERM or SIGUSR1")
+        elif self.interrupted:
+            self._conclude(StopReason.INTERRUPTED, "Ctrl-C")
+        elif self.out_of_time:
+            self._conclude(StopReason.MAX_TIME, f"max_time={self.options.max_time} is over")
+        elif not trained and self.reason is not StopReason.NO_BATCHES:
+            self._conclude(StopReason.NOTHING_TO_DO, self.details)
+
+    @property
+    def _has_max_steps(self) -> bool:
+        return 0 <= self.options.max_steps <= self._progress.global_step
+
+    def _minimum_reached(self, epoch_length: float) -> bool:
+        options, progress = self.options, self._progress
+        epochs = progress.epoch + (progress.batches_in_epoch >= epoch_length)
+        return epochs >= (options.min_epochs or 0) and progress.global_step >= (options.min_steps or 0)
+
+    def _is_late(self) -> bool:
+        limit = self.options.max_time
+        return limit is not None and time.monotonic() - self._started >= limit.total_seconds()
+
+    def _on_signal(self) -> None:
+        """Stop after this step; several processes first agree on which."""
+        if self._world_size > 1:
+            return
+        self.stop_requested = True
+        if self._signals.requested:
+            self._forced.add(StopReason.INTERRUPTED)
+        if self._signals.preempted:
+            self._forced.add(StopReason.PREEMPTED)
+
+
+def calling_function() -> str:
+    """The name of the function that wrote the attribute whose setter calls this."""
+    code = sys._getframe(2).f_code
+    return str(getattr(code, "co_qualname", code.co_name)).rsplit("<locals>.", 1)[-1]
 
 
 class StopAgreement:
     """Lets every process stop at the same step.
 
-    In a world of one a wish to stop holds at once, and only the clock is looked at now and then. Among several
-    processes a wish of any of them holds for all, but they talk about it only about once a second: each time, they
-    also agree after which batch to talk next, from the main process's speed, so that a step itself exchanges nothing
+    In a world of one a request to stop holds at once, and only the clock is read now and then. Among several
+    processes a request of any of them holds for all, but they exchange it only about once a second: each time, they
+    also agree after which batch to do it next, from the main process's speed, so that a step itself exchanges nothing
     and no clock decides on one process alone.
 
     Args:
@@ -46,15 +353,16 @@ class StopAgreement:
         self._last, self._last_batch = time.monotonic(), batches
         self.next_batch = batches + 1
 
-    def agree(self, batches: int, wishes: tuple[bool, ...]) -> tuple[bool, ...]:
+    def agree(self, batches: int, wishes: tuple[bool, ...], by: str) -> tuple[tuple[bool, ...], str]:
         """Exchange wishes; call it on all processes after the same batch.
 
         Args:
             batches: how many there were so far.
             wishes: what this process wants, such as (stop, interrupted, validate).
+            by: who asks it to stop.
 
         Returns:
-            For each, whether any process wants it.
+            For each wish, whether any process has it; and who asks for a stop, from the first process that has one.
         """
         now = time.monotonic()
         per_batch = max((now - self._last) / max(1, batches - self._last_batch), 1e-6)
@@ -63,10 +371,11 @@ class StopAgreement:
         self._last, self._last_batch = now, batches
         if self._world_size == 1:
             self.next_batch = batches + ahead
-            return wishes
-        everyone: list[Any] = gather_object([(ahead, wishes)])
+            return wishes, by
+        everyone: list[Any] = gather_object([(ahead, wishes, by)])
         self.next_batch = batches + everyone[0][0]
-        return tuple(any(flags) for flags in zip(*(each[1] for each in everyone), strict=True))
+        agreed = tuple(any(flags) for flags in zip(*(each[1] for each in everyone), strict=True))
+        return agreed, next((each[2] for each in everyone if each[2]), "")
 
 
 def raise_lost_save(saves: SaveQueue | None) -> NoReturn:
@@ -81,53 +390,6 @@ def raise_lost_save(saves: SaveQueue | None) -> NoReturn:
     if saves is not None:
         saves.finish()  # a save that fails on one process fails on all: this raises its error
     raise CheckpointError(
-        "A checkpoint could not be written in the background. Another process was told why; this one was before, or "
-        "did not take part."
+        "A checkpoint could not be written in the background. Another process has raised why; this one has raised it "
+        "before, or did not take part."
     )
-
-
-class Interruption:
-    """Signals during a run: Ctrl-C once ends it after a step, twice at once; SIGTERM and SIGUSR1 preempt it.
-
-    A preempted run saves a checkpoint after the step under way and exits with a code that asks to be started again:
-    SIGTERM is what a scheduler sends before it kills, SIGUSR1 what SLURM's `--signal` sends on request.
-
-    Args:
-        on_request: called at the first signal.
-    """
-
-    def __init__(self, on_request: Callable[[], None] | None = None) -> None:
-        self.requested = False
-        self.preempted = False
-        self._on_request = on_request
-
-    @contextmanager
-    def watched(self) -> Iterator[None]:
-        """Take the signals over in the body; only in the main thread, where Python lets one, and from nobody else."""
-        before: dict[int, Any] = {}
-        if threading.current_thread() is threading.main_thread():
-            for number, handler in ((signal.SIGINT, self._interrupt), *((n, self._preempt) for n in _PREEMPTING)):
-                if signal.getsignal(number) in (signal.default_int_handler, signal.SIG_DFL):
-                    before[number] = signal.signal(number, handler)
-        try:
-            yield
-        finally:
-            for number, handler in before.items():
-                signal.signal(number, handler)
-
-    def _interrupt(self, number: int, frame: FrameType | None) -> None:
-        if self.requested:
-            raise KeyboardInterrupt
-        self.requested = True
-        self._record_signal()
-
-    def _preempt(self, number: int, frame: FrameType | None) -> None:
-        self.preempted = True
-        self._record_signal()
-
-    def _record_signal(self) -> None:
-        if self._on_request is not None:
-            self._on_request()
-
-
-_PREEMPTING = tuple(getattr(signal, name) for name in ("SIGTERM", "SIGUSR1") if hasattr(signal, name))

@@ -45,7 +45,7 @@ class ScheduledStep(PlainStep):
     def run(self, window: Sequence[MicroBatch]) -> bool:
         """Run one step."""
         self._begin(window)
-        trainer, strategy, logged = self._trainer, self._strategy, self._logged
+        strategy, logged = self._strategy, self._logged
         for micro_batch in window:
             self._enter(micro_batch)
             self._announce(micro_batch)
@@ -54,19 +54,19 @@ class ScheduledStep(PlainStep):
         with logged.recorded() as calls:
             own = self._forward_backward(self._model, self.run_micro_batch, window)
         outputs: list[Any]
-        outputs, calls = strategy.share(([detached(output) for output in own], calls))
-        if not strategy.computes_loss:
-            outputs = send_to_device(outputs, strategy.device)
+        outputs, calls = strategy.topology.share(([detached(output) for output in own], calls))
+        if not strategy.topology.computes_loss:
+            outputs = send_to_device(outputs, strategy.topology.device)
             logged.replay(calls, self._task)
             if any(self._output.has_weight(output) for output in outputs):
                 self._is_weighted = self._engine.weights.in_use = True
                 self._engine.weights.expect()
         self._end_backwards(window, outputs)
-        trainer.batch, trainer.batch_info = window[-1].batch, window[-1].info
+        self._enter(window[-1])
         return self._finish(window, outputs[-1], self._engine.step_all())
 
     def _enter(self, micro_batch: MicroBatch) -> None:
-        self._trainer.batch, self._trainer.batch_info = micro_batch.batch, micro_batch.info
+        self._current.batch, self._current.batch_info = micro_batch.batch, micro_batch.info
 
     def _end_backwards(self, window: Sequence[MicroBatch], outputs: list[Any]) -> None:
         for micro_batch in window:
@@ -92,7 +92,7 @@ class ScheduledStep(PlainStep):
                 return self._training_step(batch, index)
         if self._engine.window.size > 1:
             self._engine.window.advance_planned()
-        share = 1.0 if self._shards == 1 else self._share_of_rows(info)
+        share = 1.0 if self._shards == 1 else info.share(self._shards)
         if share:
             output = self._training_step(batch, index)
         else:

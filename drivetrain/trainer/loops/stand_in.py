@@ -26,9 +26,9 @@ class StandIn:
     """
 
     def __init__(self, strategy: Strategy, task: nn.Module, model: nn.Module) -> None:
-        self._zero_loss = strategy.zero_loss
+        self._zero_loss = strategy.gradients.zero_loss
         self._task = task
-        self._shares_batches = strategy.data_shard.count == 1
+        self._shares_batches = strategy.topology.data_shard.count == 1
         self._presence = presence_of(model)
         self.stood_in = False
 

@@ -17,6 +17,7 @@ from drivetrain.trainer.loops.binding import bind_step
 from drivetrain.trainer.loops.stand_in import StandIn, presence_of
 from drivetrain.trainer.loops.step_output import StepOutput, detached
 from drivetrain.trainer.metrics.metric_states import untouched_metrics
+from drivetrain.trainer.schedulers import step_step_schedulers
 from drivetrain.trainer.task import Task
 
 if TYPE_CHECKING:
@@ -57,7 +58,8 @@ class PlainStep:
         accelerator = trainer.accelerator
         strategy = accelerator.strategy
         self._trainer, self._task, self._model = trainer, task, model
-        self._progress, self._logged = trainer.progress, trainer.logged
+        self._progress, self._logged, self._current = trainer.progress, trainer.logged, trainer.current
+        self._steps_schedulers = trainer.task_run.steps_schedulers
         self._engine = accelerator.step
         self._optimizers = [optimizer.optimizer for optimizer in trainer.task_optimizers]
         self._forward_backward = strategy.forward_backward
@@ -67,7 +69,7 @@ class PlainStep:
         self._output = StepOutput(type(task).__name__)
         self._zero_grad = choose_zero_grad(trainer, task, self._optimizers, hooks)
         # A loader that is not sharded gives each process a whole batch, which counts as it is.
-        self._shards = strategy.data_shard.count if trainer.use_distributed_sampler else 1
+        self._shards = strategy.topology.data_shard.count if trainer.use_distributed_sampler else 1
         self._is_weighted: bool | None = None
         self._on_batch_start = hooks.find("on_train_batch_start")
         self._on_batch_end = hooks.find("on_train_batch_end")
@@ -118,10 +120,9 @@ class PlainStep:
     def run_micro_batch(self, micro_batch: MicroBatch) -> Any:
         """Forward and backward of one micro-batch, with the hooks around them."""
         batch, index, info = micro_batch
-        trainer = self._trainer
-        trainer.batch_info = info
-        trainer.batch = batch
-        share = 1.0 if self._shards == 1 else self._share_of_rows(info)
+        self._current.batch_info = info
+        self._current.batch = batch
+        share = 1.0 if self._shards == 1 else info.share(self._shards)
         self._logged.skips = share == 0.0  # also in the hooks around a batch that only stands in
         if self._on_batch_start:
             self._announce(micro_batch)
@@ -181,8 +182,8 @@ class PlainStep:
         progress.total_batches += len(window)
         if stepped:
             progress.global_step += 1
-            if self._trainer.steps_schedulers:
-                self._trainer.update_step_schedulers()
+            if self._steps_schedulers:
+                step_step_schedulers(self._trainer)
         if self._on_batch_end:
             self._end_batch(output, window[-1])
         self._logged.skips = False
@@ -192,13 +193,6 @@ class PlainStep:
         outputs = detached(output)
         for hook in self._on_batch_end:
             hook(outputs, micro_batch.batch, micro_batch.batch_idx)
-
-    def _share_of_rows(self, info: BatchInfo) -> float:
-        """What this process's mean loss counts for, so that the mean over processes is that of the global batch."""
-        rows, total = info.real_rows, info.global_rows
-        if rows is None or not total:
-            return 1.0
-        return rows * self._shards / total
 
     def _clip(self, optimizer: Optimizer) -> None:
         trainer = self._trainer
@@ -212,7 +206,7 @@ class ManualStep(PlainStep):
         trainer, task, model = self._trainer, self._task, self._trainer.model
         return StepHooks(
             run_backward=task.backward if is_overridden(task, Task, "backward") else None,
-            prepare_backward=partial(trainer.strategy.before_manual_backward, model),  # type: ignore[arg-type]
+            prepare_backward=partial(trainer.strategy.gradients.prepare_backward, model),  # type: ignore[arg-type]
             before_backward=hooks.find("on_before_backward"),
             after_backward=hooks.find("on_after_backward"),
             before_step=hooks.find("on_before_optimizer_step"),

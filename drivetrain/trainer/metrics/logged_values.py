@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from numbers import Number
 from typing import Any, NamedTuple
@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from drivetrain.runtime.collectives import gather_object
 from drivetrain.runtime.errors import ConfigurationError, nearest
+from drivetrain.strategies.topology import Topology
 from drivetrain.trainer.metrics.log_scopes import NOWHERE, TRAIN_STEP, LogScope
 from drivetrain.trainer.metrics.logged_value import REDUCTIONS, Arguments, EpochValue, LoggedValue, Mark, Reduction, Value
 from drivetrain.trainer.metrics.metric_sync import compute_over_processes
@@ -36,7 +37,7 @@ class LoggedValues:
 
     Args:
         find_batch_size: gives the rows of the current batch that are real; called only where a mean needs it.
-        value_ranks: the ranks whose values together are those of the global batch; all if None.
+        topology: which processes' values together are those of the global batch; all if None.
 
     Attributes:
         scope: from where values are logged now.
@@ -44,8 +45,8 @@ class LoggedValues:
         skips: whether values are left out, since they come from a batch that only stands in; until `enter`.
     """
 
-    def __init__(self, find_batch_size: Callable[[], int], value_ranks: Sequence[int] | None = None) -> None:
-        self._value_ranks = value_ranks
+    def __init__(self, find_batch_size: Callable[[], int], topology: Topology | None = None) -> None:
+        self._topology = topology
         self._record: list[Call] | None = None
         self.scope = NOWHERE
         self.dataloader_idx: int | None = None
@@ -283,6 +284,11 @@ class LoggedValues:
                     values[entry.name] = entry.last
         return values
 
+    def names(self, stage: str) -> set[str]:
+        """Every name under which this process has logged since the stage began, whether the values count or not."""
+        entries = self._tables[stage].values()
+        return {name for entry in entries for name in (entry.name, entry.step_name, entry.epoch_name)}
+
     def bar_values(self) -> dict[str, Value]:
         """What the progress bar shows, not yet turned into numbers."""
         return {**self._bar, **self.step_values(for_bar=True)}
@@ -310,7 +316,7 @@ class LoggedValues:
             metric = _find_metric(task, parts[0]["metric"])
             value: Value | None
             if metric is not None:
-                value = _computed(name, metric, self._value_ranks)
+                value = _computed(name, metric, self._that_count)
                 computed.append(metric)
             else:
                 value = _reduced(fresh.get(name), local.get(name), parts)
@@ -338,7 +344,7 @@ class LoggedValues:
 
     def _that_count(self, everyone: list[dict[str, Any]]) -> list[dict[str, Any]]:
         """Of what all processes have, in the order of their ranks, the parts that together are the whole."""
-        return everyone if self._value_ranks is None else [everyone[rank] for rank in self._value_ranks]
+        return everyone if self._topology is None else self._topology.select(everyone)
 
     def start(self, stages: Iterable[str]) -> None:
         """Forget the entries of some stages, before they run anew."""
@@ -402,8 +408,8 @@ def _find_metric(task: nn.Module, path: str | None) -> Any:
     return None if path is None else task.get_submodule(path)
 
 
-def _computed(name: str, metric: Any, ranks: Sequence[int] | None) -> Value:
-    value = compute_over_processes(metric, ranks)
+def _computed(name: str, metric: Any, select: Callable[[list[Any]], list[Any]]) -> Value:
+    value = compute_over_processes(metric, select)
     if isinstance(value, Tensor) and value.numel() == 1:
         return value.detach()
     raise ConfigurationError(

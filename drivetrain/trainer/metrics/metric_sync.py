@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -13,22 +13,24 @@ from torch import Tensor
 
 from drivetrain.runtime.collectives import gather_object
 
+Select = Callable[[list[Any]], list[Any]]
 
-def compute_over_processes(metric: Any, ranks: Sequence[int] | None = None) -> Any:
+
+def compute_over_processes(metric: Any, select: Select = list) -> Any:
     """Compute a metric; call it on all processes, in the same order.
 
     Args:
         metric: a torchmetrics object.
-        ranks: the processes whose states together are the whole; all if None.
+        select: takes those that together are the whole from the states of all processes, in the order of the ranks.
     """
-    with _states_exchanged_whole(metric, ranks), warnings.catch_warnings():
+    with _states_exchanged_whole(metric, select), warnings.catch_warnings():
         # Of a process that had no batch; the others' states are computed on, so nothing is wrong.
         warnings.filterwarnings("ignore", message=".*``compute`` method of metric .* was called before the ``update``")
         return metric.compute()
 
 
 @contextmanager
-def _states_exchanged_whole(metric: Any, ranks: Sequence[int] | None) -> Iterator[None]:
+def _states_exchanged_whole(metric: Any, select: Select) -> Iterator[None]:
     """Let a metric and those inside it exchange all their states at once.
 
     torchmetrics (1.9) runs a collective for each tensor of a state. Where a process has seen no batch, or another
@@ -42,7 +44,7 @@ def _states_exchanged_whole(metric: Any, ranks: Sequence[int] | None) -> Iterato
         if isinstance(inner, Metric) and type(inner)._sync_dist is Metric._sync_dist and inner.process_group is None
     ]
     for inner in changed:
-        inner.__dict__["_sync_dist"] = partial(_exchange_states, inner, ranks)
+        inner.__dict__["_sync_dist"] = partial(_exchange_states, inner, select)
     try:
         yield
     finally:
@@ -50,11 +52,10 @@ def _states_exchanged_whole(metric: Any, ranks: Sequence[int] | None) -> Iterato
             inner.__dict__.pop("_sync_dist", None)
 
 
-def _exchange_states(metric: Any, ranks: Sequence[int] | None, *_: Any, **__: Any) -> None:
+def _exchange_states(metric: Any, select: Select, *_: Any, **__: Any) -> None:
     """Give a metric the states of all processes; torchmetrics keeps its own and brings them back."""
     own = {name: _on_cpu(getattr(metric, name)) for name in metric._reductions}
-    everyone: list[dict[str, Any]] = gather_object([own])
-    everyone = everyone if ranks is None else [everyone[rank] for rank in ranks]
+    everyone: list[dict[str, Any]] = select(gather_object([own]))
     for name, reduction in metric._reductions.items():
         states = [each[name] for each in everyone]
         merged: Any

@@ -15,8 +15,8 @@ from drivetrain.trainer.metrics.metric_states import merged_metric_states
 
 def layout_of(strategy: Strategy) -> list[Any]:
     """How processes share the data, the same on all: what one has kept belongs to its place in it."""
-    ranks = strategy.value_ranks
-    return [strategy.data_shard.count, None if ranks is None else list(ranks)]
+    topology = strategy.topology
+    return [topology.data_shard.count, None if topology.value_ranks is None else list(topology.value_ranks)]
 
 
 def taken_over(directory: str, strategy: Strategy, task: nn.Module) -> tuple[dict[str, Any], Any]:
@@ -36,7 +36,7 @@ def taken_over(directory: str, strategy: Strategy, task: nn.Module) -> tuple[dic
     first = process_in_schema(written.own(0))["driver"]
     _, ranks = first.get("layout", [None, None])
     there = range(written.manifest.world_size) if ranks is None else ranks
-    position, count = _place_among(strategy)
+    position, count = strategy.topology.value_place
     entries = [process_in_schema(written.own(each)) for each in there[position::count]]
     if not entries:
         return {"logged": {**first["logged"], "train": []}, "metrics": {}}, None
@@ -46,14 +46,6 @@ def taken_over(directory: str, strategy: Strategy, task: nn.Module) -> tuple[dic
         "metrics": merged_metric_states(task, [state["metrics"] for state in states]),
     }
     return taken, entries[0]["engine"]["random"]
-
-
-def _place_among(strategy: Strategy) -> tuple[int, int]:
-    """This process's number among those whose values count; that of a process whose batch it shares, where not."""
-    rank, here = strategy.environment.rank, strategy.value_ranks
-    if here is None:
-        return rank, strategy.environment.world_size
-    return here.index(rank) if rank in here else strategy.data_shard.index, len(here)
 
 
 def _merged(tables: Sequence[Sequence[Mapping[str, Any]]]) -> list[dict[str, Any]]:

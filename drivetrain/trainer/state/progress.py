@@ -3,7 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, field, fields
+from enum import IntEnum
+from typing import Any
+
+
+class Phase(IntEnum):
+    """How far an epoch has come; an epoch goes through all of them in this order.
+
+    Attributes:
+        BATCHES: batches are left to train on.
+        SCHEDULED: the last batch is trained on, and the schedulers that follow epochs have stepped.
+        DRAINED: the loader is at its end; what is left are a validation and the hooks of the epoch's end.
+        CLOSING: nothing is left but the hooks that run last, such as that of `ModelCheckpoint`.
+    """
+
+    BATCHES = 0
+    SCHEDULED = 1
+    DRAINED = 2
+    CLOSING = 3
 
 
 @dataclass
@@ -17,9 +35,7 @@ class Progress:
         total_batches: batches of this process consumed in all.
         validations: validation runs finished.
         validated_at: `total_batches` at the last of them.
-        epoch_over: whether the schedulers that follow epochs have stepped for this one.
-        batches_are_done: whether the epoch has no batch left.
-        epoch_is_ending: whether nothing of the epoch is left but its last hooks.
+        phase: how far the epoch under way has come.
     """
 
     global_step: int = 0
@@ -28,21 +44,42 @@ class Progress:
     total_batches: int = 0
     validations: int = 0
     validated_at: int = -1
-    epoch_over: bool = False
-    batches_are_done: bool = False
-    epoch_is_ending: bool = False
+    phase: Phase = field(default=Phase.BATCHES)
+
+    @property
+    def batches_are_done(self) -> bool:
+        """Whether the epoch has no batch left."""
+        return self.phase >= Phase.DRAINED
 
     def begin_epoch(self, epoch: int) -> None:
         """Stand before an epoch's first batch."""
         self.epoch = epoch
         self.batches_in_epoch = 0
-        self.epoch_over = self.batches_are_done = self.epoch_is_ending = False
+        self.phase = Phase.BATCHES
 
-    def state_dict(self) -> dict[str, int | bool]:
+    def state_dict(self) -> dict[str, Any]:
         """The counters."""
-        return asdict(self)
+        return {name: getattr(self, name) for name in _COUNTERS} | {"phase": self.phase.name}
 
-    def load_state_dict(self, state: Mapping[str, int | bool]) -> None:
-        """Take the counters back."""
-        for name, start in asdict(Progress()).items():
-            setattr(self, name, type(start)(state.get(name, start)))
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take the counters back.
+
+        Args:
+            state: what `state_dict` returned; that of a version without phases, which had three booleans, too.
+        """
+        start = Progress()
+        for name in _COUNTERS:
+            setattr(self, name, int(state.get(name, getattr(start, name))))
+        self.phase = Phase[state["phase"]] if "phase" in state else _phase_of_booleans(state)
+
+
+_COUNTERS = tuple(each.name for each in fields(Progress) if each.name != "phase")
+
+
+def _phase_of_booleans(state: Mapping[str, Any]) -> Phase:
+    """The phase that a checkpoint of an earlier version has spelled in three booleans."""
+    if state.get("epoch_is_ending"):
+        return Phase.CLOSING
+    if state.get("batches_are_done"):
+        return Phase.DRAINED
+    return Phase.SCHEDULED if state.get("epoch_over") else Phase.BATCHES

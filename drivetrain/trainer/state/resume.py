@@ -1,4 +1,4 @@
-"""Which checkpoint a run goes on from, and the one that a preempted run leaves."""
+"""Which checkpoint a run resumes, and the one that a run leaves that a signal ends."""
 
 from __future__ import annotations
 
@@ -59,17 +59,21 @@ def find_checkpoint(trainer: Trainer, given: str | os.PathLike[str] | None) -> s
 
 
 def save_for_resume(trainer: Trainer) -> None:
-    """Write the checkpoint that a preempted run is started again from."""
+    """Write the checkpoint from which a run that a signal ends is resumed.
+
+    A preempted run without a checkpoint callback writes to the default directory; one that Ctrl-C ended writes nothing
+    then, as was asked for.
+    """
     if trainer.saves is not None:
         try:
             trainer.saves.finish()
         except CheckpointError as error:
-            logger.error(f"{error} The run saves a checkpoint to go on from now.")
+            logger.error(f"{error} The run now saves another checkpoint to resume from.")
     callback = trainer.checkpoint_callback
     if callback is not None:
-        callback.save_now(trainer, reason="preempted")
-        return
-    trainer.save_checkpoint(_default_directory(trainer) / f"preempted-step={trainer.global_step}.ckpt")
+        callback.save_now(trainer, reason=str(trainer.control.signal))
+    elif trainer.preempted:
+        trainer.save_checkpoint(_default_directory(trainer) / f"preempted-step={trainer.global_step}.ckpt")
 
 
 def _directories(trainer: Trainer) -> list[str]:
@@ -85,6 +89,11 @@ def _default_directory(trainer: Trainer) -> Path:
 
 
 def _newest(directories: list[str]) -> str | None:
-    """The newest good checkpoint of several directories: the one of the most steps."""
+    """The newest good checkpoint of several directories: the one of the most steps, of those after finite losses."""
     found = [path for path in map(checkpoint.newest_checkpoint, directories) if path is not None]
-    return max(found, key=lambda path: checkpoint.Checkpoint(path).manifest.step or 0, default=None)
+
+    def rank(path: str) -> tuple[bool, int]:
+        manifest = checkpoint.Checkpoint(path).manifest
+        return manifest.finite_loss, manifest.step or 0
+
+    return max(found, key=rank, default=None)

@@ -60,7 +60,7 @@ def save_run(
             "There is nothing to save yet: a checkpoint can be written once fit() has placed the task."
         )
     loop, run = trainer.fit_loop, trainer.accelerator.run_state
-    committed = Committed(task, trainer.logged, trainer.progress) if loop is None else loop.committed
+    committed = Committed(task, trainer.logged, trainer.progress) if loop is None else loop.batches.committed
     moment, number = moment_of(trainer), _number_of_model(trainer)
     with committed.buffers_restored():
         engine = run.engine(weights_only, moment)
@@ -86,10 +86,10 @@ def _entries(trainer: Trainer, task: Task, weights_only: bool) -> dict[str, Any]
     return entries | {
         "callbacks": {c.state_key: found for c in trainer.callbacks if (found := c.state_dict())},
         "trackers": [tracker.state_dict() for tracker in trainer.loggers] if trainer.is_global_zero else [],
-        # A run that was only made to end, by a signal, is to continue where it is resumed.
-        "should_stop": trainer.should_stop_agreed and not (trainer.preempted or trainer.interrupted),
+        # A run that a signal or a limit has ended continues where it is resumed, perhaps with another limit.
+        "should_stop": trainer.control.stops_for_good,
         "datamodule": trainer.datamodule.state_dict() if trainer.datamodule is not None else {},
-        "combined_loader": None if trainer.fit_loop is None else trainer.fit_loop.combined_position(),
+        "combined_loader": None if trainer.fit_loop is None else trainer.fit_loop.batches.combined_position(),
     }
 
 
@@ -203,7 +203,7 @@ class SavedRun:
         if not self._is_ours:
             positions = saved.engine["loaders"]
             trainer.progress.begin_epoch(positions[0]["epoch"] if positions else 0)
-        trainer.should_stop = trainer.should_stop_agreed = self._is_ours and bool(entries["should_stop"])
+        trainer.control.resume_stop(self._is_ours and bool(entries["should_stop"]))
         if trainer.is_global_zero:
             for tracker, state in zip(trainer.loggers, entries.get("trackers", ()), strict=False):
                 tracker.load_state_dict(state)
@@ -254,7 +254,7 @@ class SavedRun:
         if self._is_ours:
             if own is None:
                 own, random = taken_over(self._directory, trainer.strategy, trainer.task)
-            trainer.logged.load_state_dict(own["logged"], trainer.strategy.device)
+            trainer.logged.load_state_dict(own["logged"], trainer.strategy.topology.device)
             restore_metric_states(trainer.task, own["metrics"])
         restore_random(random)
 
@@ -262,7 +262,7 @@ class SavedRun:
 def moment_of(trainer: Trainer) -> Moment:
     """The moment that a save within `fit` describes: the last finished step."""
     loop = trainer.fit_loop
-    return Moment() if loop is None else Moment(loop.committed.random, loop.positions())
+    return Moment() if loop is None else Moment(loop.batches.committed.random, loop.batches.positions())
 
 
 def _batches_before(loader: PreparedLoader | CombinedLoader, state: Mapping[str, Any]) -> int:

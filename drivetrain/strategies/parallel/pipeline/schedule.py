@@ -16,7 +16,7 @@ from torch.distributed.pipelining.stage import _PipelineStageBase, _RecvInfo
 
 from drivetrain.runtime.errors import ConfigurationError, nearest
 from drivetrain.runtime.logging import get_logger
-from drivetrain.strategies.parallel.pipeline.trace import Plan, TensorShape
+from drivetrain.strategies.parallel.pipeline.trace import Route, TensorShape
 
 try:
     from torch.distributed.pipelining._utils import _TensorMeta
@@ -107,17 +107,17 @@ class ScheduledStage(_PipelineStageBase):
         self._inputs: list[tuple[Any, ...]] = []
         self._outputs: list[tuple[Any, ...]] = []
 
-    def expect(self, plans: Sequence[Plan]) -> None:
+    def expect(self, routes: Sequence[Route]) -> None:
         """Make room for what the micro-batches of a step receive.
 
         Args:
-            plans: that of each micro-batch.
+            routes: that of each micro-batch.
         """
-        self._inputs = [_metas(plan, self.stage_index) for plan in plans]
+        self._inputs = [_metas(route, self.stage_index) for route in routes]
         # The last stage hands a loss to its schedule; what it looks like is nobody's business.
         last = (_meta(TensorShape((), torch.float32)),)
-        self._outputs = [last if self.is_last else _metas(plan, self.stage_index + 1) for plan in plans]
-        self.chunks = len(plans)
+        self._outputs = [last if self.is_last else _metas(route, self.stage_index + 1) for route in routes]
+        self.chunks = len(routes)
         self.grad_send_info = None
         self.act_send_info = {
             index: [] if self.is_last else [self.stage_index + 1] for index in range(len(self._outputs[0]))
@@ -175,9 +175,9 @@ class ScheduledStage(_PipelineStageBase):
         return [operation for operation in operations if operation.group_peer != self.group_rank]
 
 
-def _metas(plan: Plan, stage: int) -> tuple[Any, ...]:
+def _metas(route: Route, stage: int) -> tuple[Any, ...]:
     """What a stage receives."""
-    return tuple(_meta(tensor) for tensor in plan.cuts[stage].tensors) if stage else ()
+    return tuple(_meta(tensor) for tensor in route.cuts[stage].tensors) if stage else ()
 
 
 def _meta(tensor: TensorShape) -> Any:
@@ -202,28 +202,28 @@ class Scheduler:
         self._kind = kind
         self._stages = list(stages)
         self._schedules: dict[int, Any] = {}
-        self._expected: list[Plan] = []
+        self._expected: list[Route] = []
         self._has_warned = False
 
-    def run(self, plans: Sequence[Plan], arguments: Sequence[dict[str, Any]]) -> None:
+    def run(self, routes: Sequence[Route], arguments: Sequence[dict[str, Any]]) -> None:
         """Run forward and backward.
 
         Args:
-            plans: that of each micro-batch.
+            routes: that of each micro-batch.
             arguments: keyword arguments of the stage modules for each.
         """
-        schedule = self._schedule(len(plans))
-        if [id(plan) for plan in self._expected] != [id(plan) for plan in plans]:
+        schedule = self._schedule(len(routes))
+        if [id(route) for route in self._expected] != [id(route) for route in routes]:
             for stage in self._stages:
-                stage.expect(plans)
-            self._expected = list(plans)
+                stage.expect(routes)
+            self._expected = list(routes)
         for stage in self._stages:
             stage.has_backward = True
             stage.clear_runtime_states()
         try:
             with _quiet():
                 schedule._step_microbatches(
-                    [()] * len(plans), list(arguments), [None] * len(plans), return_outputs=False
+                    [()] * len(routes), list(arguments), [None] * len(routes), return_outputs=False
                 )
         except RuntimeError as error:
             self._schedules.clear()

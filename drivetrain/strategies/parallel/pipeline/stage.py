@@ -13,7 +13,7 @@ from torch.utils import _pytree as pytree
 
 from drivetrain.runtime.errors import ConfigurationError
 from drivetrain.strategies.parallel.pipeline.split import StageLayout
-from drivetrain.strategies.parallel.pipeline.trace import Cut, Plan, TensorShape
+from drivetrain.strategies.parallel.pipeline.trace import Cut, Route, TensorShape
 
 # What a module's call runs in place of its hooks and forward; `nn.Module.compile` sets it too.
 CALL = "_compiled_call_impl"
@@ -27,13 +27,13 @@ class Call:
     Attributes:
         args: positional arguments.
         kwargs: the other ones.
-        plan: how stages run it.
+        route: how stages run it.
         finish: takes what the last stage returns and gives what the stage module returns in its place.
     """
 
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
-    plan: Plan
+    route: Route
     finish: Callable[[Any], Any] | None = None
 
 
@@ -130,7 +130,7 @@ class StageModule(nn.Module):
         """
         module = self._whole.module
         try:
-            with self._context(), self._routed(call.plan, received):
+            with self._context(), self._routed(call.route, received):
                 output = module._call_impl(*inputs[0], **inputs[1])  # type: ignore[no-untyped-call]
         except _Reached as reached:
             return reached.handed_over
@@ -142,7 +142,7 @@ class StageModule(nn.Module):
         return output if call.finish is None else call.finish(output)
 
     @contextmanager
-    def _routed(self, plan: Plan, received: Sequence[Tensor]) -> Iterator[None]:
+    def _routed(self, route: Route, received: Sequence[Tensor]) -> Iterator[None]:
         """Let the model's forward pass by other stages' modules, and take what was received at the first own one."""
         parts = self._parts
         replaced: list[tuple[nn.Module, Any]] = []
@@ -162,13 +162,13 @@ class StageModule(nn.Module):
                 if absent is not None:
                     stand_in = _zeros(tuple(absent.shape), absent.dtype, self._device)
                     module._parameters[key] = nn.Parameter(stand_in, requires_grad=False)
-            for name, outputs in plan.stand_ins[self.stage].items():
+            for name, outputs in route.stand_ins[self.stage].items():
                 replace(parts[name], self._stand_in(name, outputs))
             if self.stage:
                 entry = parts[self.layout.splits[self.stage - 1]]
-                replace(entry, _entry(entry, plan.cuts[self.stage], received))
+                replace(entry, _entry(entry, route.cuts[self.stage], received))
             if not self.is_last:
-                replace(parts[self.layout.splits[self.stage]], _exit(self._name(), plan.cuts[self.stage + 1]))
+                replace(parts[self.layout.splits[self.stage]], _exit(self._name(), route.cuts[self.stage + 1]))
             yield
         finally:
             for module, call in reversed(replaced):

@@ -45,7 +45,7 @@ class Cut:
 
 
 @dataclass
-class Plan:
+class Route:
     """How to run the stages for arguments of given shapes.
 
     Attributes:
@@ -100,7 +100,7 @@ class ModelOutline:
                 "Keep what cannot be copied out of the module that is split."
             ) from error
 
-    def plan(self, args: Sequence[Any], kwargs: dict[str, Any], training: bool) -> Plan:
+    def route(self, args: Sequence[Any], kwargs: dict[str, Any], training: bool) -> Route:
         """Run the forward on shapes alone.
 
         Args:
@@ -130,7 +130,7 @@ class ModelOutline:
             finally:
                 for remove in removals:
                     remove()
-        return trace.plan
+        return trace.route
 
     def _without_values(self, tensor: Tensor) -> Tensor:
         return torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
@@ -159,7 +159,7 @@ class _Trace(TorchDispatchMode):
         self._stage = 0
         self._made_in = WeakTensorKeyDictionary()
         self._open: list[str] = []
-        self.plan = Plan(stand_ins={stage: {} for stage in range(layout.count)})
+        self.route = Route(stand_ins={stage: {} for stage in range(layout.count)})
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -232,7 +232,7 @@ class _Trace(TorchDispatchMode):
             if not received:
                 raise ConfigurationError(f"{name} receives nothing from the stage before it, so none can begin there.")
             shapes = tuple(TensorShape(tuple(tensor.shape), tensor.dtype) for tensor in received)
-            self.plan.cuts[stage] = Cut(len(leaves), tuple(places), shapes)
+            self.route.cuts[stage] = Cut(len(leaves), tuple(places), shapes)
             self._stage = stage
             fresh = [torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device) for tensor in received]
             for tensor in fresh:
@@ -254,7 +254,7 @@ class _Trace(TorchDispatchMode):
             shapes = pytree.tree_map_only(Tensor, lambda t: TensorShape(tuple(t.shape), t.dtype), output)
             for stage in range(owner + 1, self._layout.count):
                 if not any(self._layout.modules[outer] != stage for outer in self._open):
-                    self.plan.stand_ins[stage].setdefault(name, []).append(shapes)
+                    self.route.stand_ins[stage].setdefault(name, []).append(shapes)
 
         return begin, end
 
@@ -292,7 +292,7 @@ def _is_checkpointed() -> bool:
 
 
 def signature_of(args: Sequence[Any], kwargs: dict[str, Any], training: bool) -> Any:
-    """What a plan depends on: shapes and dtypes of tensors, and values of everything else."""
+    """What a route depends on: shapes and dtypes of tensors, and values of everything else."""
     leaves, spec = pytree.tree_flatten((tuple(args), kwargs))
     known = tuple(_outline(leaf) for leaf in leaves)
     autocast = tuple(torch.get_autocast_dtype(kind) for kind in ("cpu", "cuda") if torch.is_autocast_enabled(kind))
@@ -309,4 +309,4 @@ def _outline(leaf: Any) -> Any:
     return leaf
 
 
-__all__ = ["Cut", "ModelOutline", "Plan", "TensorShape", "is_within", "signature_of"]
+__all__ = ["Cut", "ModelOutline", "Route", "TensorShape", "is_within", "signature_of"]

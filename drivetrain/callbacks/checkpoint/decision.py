@@ -1,0 +1,122 @@
+"""What is saved, and under which name."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from drivetrain.callbacks.checkpoint import folder
+from drivetrain.callbacks.checkpoint.kept import KeptCheckpoints
+from drivetrain.callbacks.checkpoint.policy import CheckpointName
+from drivetrain.callbacks.support.monitored_metric import missing_metric_message, monitored_value
+from drivetrain.runtime.errors import ConfigurationError
+from drivetrain.runtime.logging import get_logger
+
+if TYPE_CHECKING:
+    from drivetrain.callbacks.model_checkpoint import ModelCheckpoint
+    from drivetrain.trainer.trainer import Trainer
+
+logger = get_logger(__name__)
+
+
+@dataclass
+class Decision:
+    """What is to be saved now, the same on all processes.
+
+    Attributes:
+        score: the monitored value.
+        path: save here, under a name of its own.
+        among_best: whether that one is kept for its score.
+        last: let this name stand for it too, or save here where there is no `path`.
+    """
+
+    score: float | None = None
+    path: str | None = None
+    among_best: bool = False
+    last: str | None = None
+
+    @property
+    def target(self) -> str | None:
+        """Where the state is written."""
+        return self.path or self.last
+
+    def report(self, options: ModelCheckpoint, trainer: Trainer) -> None:
+        """Log it.
+
+        Args:
+            options: the callback that took it.
+            trainer: the trainer.
+        """
+        where = f"Epoch {trainer.current_epoch}, step {trainer.global_step}"
+        score = "" if self.score is None else f" with {options.monitor} = {self.score:.6g}"
+        if self.path is not None:
+            logger.info(f"{where}: saved {self.path}{score}.")
+        else:
+            logger.info(f"{where}: not among the best {options.save_top_k}{score}.")
+
+
+def decide(
+    options: ModelCheckpoint, kept: KeptCheckpoints, name: CheckpointName, trainer: Trainer, was_validated: bool
+) -> Decision:
+    """Decide what is saved now; called by the main process alone, changes nothing.
+
+    Args:
+        options: the callback, whose arguments count.
+        kept: its checkpoints.
+        name: what a new one is called.
+        trainer: the trainer.
+        was_validated: whether this run had a validation yet.
+
+    Raises:
+        ConfigurationError: the monitored metric was not logged.
+    """
+    metrics = trainer.callback_metrics
+    decision = Decision(score=_score(options, trainer, was_validated))
+    decision.among_best = kept.best.wants(decision.score)
+    if decision.among_best or options.save_last == "link":
+        text = name.format(trainer.current_epoch, trainer.global_step, metrics)
+        _warn_of_unknown_fields(options, name, metrics)
+        # A name is used again only for a checkpoint that goes anyway.
+        going = [kept.beside, *kept.passing, *kept.doomed, *(kept.best.displaced() if decision.among_best else ())]
+        decision.path = _path(options, text, own=going)
+    if options.save_last:
+        decision.last = _path(options, options.CHECKPOINT_NAME_LAST, own=(kept.last,))
+    return decision
+
+
+def _path(options: ModelCheckpoint, name: str, own: Sequence[str]) -> str:
+    """The path for a name: a free one, or one of this run's own, to be replaced."""
+    path = os.path.join(options.dirpath or "", name)
+    if not options.enable_version_counter:
+        return path + options.FILE_EXTENSION
+    return folder.free_path(path, options.FILE_EXTENSION, own)
+
+
+def _score(options: ModelCheckpoint, trainer: Trainer, was_validated: bool) -> float | None:
+    if options.monitor is None:
+        return None
+    metrics = trainer.callback_metrics
+    score = monitored_value(metrics, options.monitor)
+    if score is None:
+        message = missing_metric_message(metrics, options.monitor, "ModelCheckpoint")
+        is_early = options.every_n_epochs == 0 or trainer.check_val_every_n_epoch != 1
+        if was_validated or not is_early:
+            raise ConfigurationError(message)
+        logger.warning_once(f"{message} There was no validation yet, so nothing is kept for now.")
+    elif score != score:
+        logger.warning(
+            f"ModelCheckpoint: {options.monitor} is NaN at step {trainer.global_step}. Such a model is not kept among "
+            "the best."
+        )
+    return score
+
+
+def _warn_of_unknown_fields(options: ModelCheckpoint, name: CheckpointName, metrics: Mapping[str, Any]) -> None:
+    for field in name.fields:
+        if field not in metrics and field not in ("epoch", "step"):
+            logger.warning_once(
+                f"ModelCheckpoint(filename={options.filename!r}): there is no metric {field!r}, so the name has nan. "
+                f"Logged so far: {', '.join(map(repr, sorted(metrics))) or 'nothing'}."
+            )

@@ -1,1 +1,0 @@
-"""How progress is measured and shown."""

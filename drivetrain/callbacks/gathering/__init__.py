@@ -1,1 +1,0 @@
-"""Where gathered evaluation samples are kept."""

@@ -1,1 +1,0 @@
-"""Reading a logged value, and agreeing on it with the other processes."""

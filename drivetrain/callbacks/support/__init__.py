@@ -1,0 +1,1 @@
+"""Parts that several callbacks are made of, or that one of them would be too long with."""

@@ -1,0 +1,279 @@
+"""Finds ranks that make no progress, and reports where each rank of the machine waits.
+
+A rank makes progress when it begins a collective, takes an optimizer step or gets a batch, which it counts in its
+heartbeat file, and where its main thread uses CPU time (not on accelerators, for which Python waits spinning).
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+import psutil
+
+from drivetrain.launch.report import COMPARE_CALLS, RankFailure
+from drivetrain.launch.stacks import Stack
+from drivetrain.runtime.exit_codes import HANG_EXIT_CODE
+from drivetrain.runtime.heartbeat import STACK_SIGNAL, Sign, read_sign
+
+_LONGEST_INTERVAL = 1.0  # seconds between two readings
+_LONGEST_PAUSE = 5.0  # a launcher that was suspended itself has not seen its ranks stand still
+_ANSWER_TIME = 1.0  # seconds that ranks have to write their stacks
+_POLL_INTERVAL = 0.02
+_BUSY = 0.01  # share of the time that a main thread computes in, from which on it counts as busy
+_CPU_NOISE = 0.05  # seconds of CPU time that are no progress
+# Torch raises after its own time-out: the report comes a little earlier, and short time-outs are left to torch.
+BEFORE_TIMEOUT, _SHORTEST_TIMEOUT = 15.0, 60.0
+_STOPPED = {psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP}
+
+
+@dataclass
+class _Progress:
+    """What was last seen of a rank, and when it changed, in seconds of the watchdog's clock."""
+
+    pid: int
+    path: str
+    since: float
+    beats: int = -1
+    cpu_time: float = 0.0
+    sign: Sign | None = None
+
+    def update(self, now: float) -> None:
+        """Read the rank's signs."""
+        self.sign = read_sign(self.path, self.pid)
+        if self.sign is None:
+            self.since = now
+            return
+        cpu_time = _main_thread_time(self.pid)
+        used = cpu_time - self.cpu_time
+        busy = self.sign.counts_cpu_time and used > _CPU_NOISE + _BUSY * (now - self.since)
+        if self.sign.beats != self.beats or busy:
+            self.beats, self.cpu_time, self.since = self.sign.beats, cpu_time, now
+
+
+@dataclass(frozen=True)
+class RankReport:
+    """Where one rank is.
+
+    Attributes:
+        rank: Global rank.
+        pid: Process id.
+        status: The state of the process, such as `"sleeping"` or `"stopped"`.
+        idle: Seconds without progress.
+        stack: Its stack; None where it did not answer.
+    """
+
+    rank: int
+    pid: int
+    status: str
+    idle: float
+    stack: Stack | None
+
+    @property
+    def waits(self) -> bool:
+        """Whether it waits for other ranks."""
+        return self.stack is not None and self.stack.collective is not None
+
+    def describe(self, *, whole_stack: bool) -> str:
+        """The rank, the collective and the line, and the whole stack where it is asked for."""
+        who = f"  rank {self.rank} (pid {self.pid}, no progress for {self.idle:.0f} s)"
+        if self.stack is None and self.status in _STOPPED:
+            return f"{who} is stopped (SIGSTOP, Ctrl-Z or a debugger)"
+        if self.stack is None:
+            return f"{who} did not write its stack (its process is {self.status})"
+        collective = self.stack.collective
+        what = f"waits in {collective}" if collective else "is in no collective"
+        text = f"{who} {what}\n    at {self.stack.user_frame}"
+        return f"{text}\n{self.stack}" if whole_stack else text
+
+
+@dataclass
+class Watchdog:
+    """Watches the ranks of one machine.
+
+    Args:
+        directory: Where their heartbeat files are.
+        limit: Seconds without progress after which a rank hangs. With None a rank hangs that waits in a collective
+            for almost as long as its process group allows.
+        debug: Whether the processes compare their calls. Reports then show the whole stack of each rank.
+    """
+
+    directory: str
+    limit: float | None
+    debug: bool = False
+    _watched: dict[int, _Progress] = field(default_factory=dict)
+    _global_ranks: dict[int, int] = field(default_factory=dict)
+    _alone: bool = True
+    _clock: float = 0.0
+    _last_time: float = 0.0
+    _next_poll: float = 0.0
+
+    def path(self, local_rank: int) -> str:
+        """The heartbeat file of a rank."""
+        return os.path.join(self.directory, str(local_rank))
+
+    def start(self, pids: dict[int, int], global_ranks: dict[int, int], world_size: int) -> None:
+        """Watch the ranks of a new attempt.
+
+        Args:
+            pids: Their process ids, by local rank.
+            global_ranks: Their global ranks.
+            world_size: Ranks over all machines.
+        """
+        self._alone = world_size < 2
+        self._last_time = time.monotonic()
+        self._global_ranks = global_ranks
+        self._watched = {local: _Progress(pid, self.path(local), self._clock) for local, pid in pids.items()}
+
+    def poll(self, alive: Iterable[int]) -> list[RankReport] | None:
+        """Read the ranks' signs, once in a while only.
+
+        Args:
+            alive: Local ranks that have not ended.
+
+        Returns:
+            A report on each of them where one hangs; None otherwise.
+        """
+        now = time.monotonic()
+        if now < self._next_poll:
+            return None
+        self._next_poll = now + min(_LONGEST_INTERVAL, (self.limit or _LONGEST_INTERVAL) / 4)
+        self._clock += min(now - self._last_time, _LONGEST_PAUSE)
+        self._last_time = now
+        ranks = [local for local in alive if local in self._watched]
+        for local in ranks:
+            self._watched[local].update(self._clock)
+        overdue = [local for local in ranks if self._is_overdue(self._watched[local])]
+        if not overdue:
+            return None
+        reports = self.report(ranks)
+        if self.limit is None and not any(reports[ranks.index(local)].waits for local in overdue):
+            # Not evidently a hang: a long computation, or a read. Asked again after as long a time.
+            for local in overdue:
+                self._watched[local].since = self._clock
+            return None
+        return reports
+
+    def report(self, alive: Iterable[int]) -> list[RankReport]:
+        """Ask ranks for their stacks and describe where each is, by global rank."""
+        ranks = [local for local in alive if local in self._watched]
+        stacks = self._ask_for_stacks(ranks)
+        reports = []
+        for local in ranks:
+            progress = self._watched[local]
+            idle = self._clock - progress.since
+            reports.append(
+                RankReport(self._global_ranks[local], progress.pid, _status(progress.pid), idle, stacks[local])
+            )
+        return reports
+
+    def describe(self, reports: Iterable[RankReport]) -> str:
+        """Several lines: each rank, its collective and its line."""
+        return "\n".join(each.describe(whole_stack=self.debug) for each in reports)
+
+    def failure(self, reports: list[RankReport], text: str) -> RankFailure:
+        """How a hang is passed on: as the failure of the rank that has stood still for the longest time.
+
+        Args:
+            reports: Those on this machine's ranks.
+            text: The lines about the ranks of all machines.
+        """
+        worst = max(reports, key=lambda report: report.idle)
+        limit = f"--hang_timeout {self.limit:g}" if self.limit is not None else "the default of --hang_timeout"
+        lines = [f"the run hangs: no progress for {worst.idle:.0f} s ({limit}). The processes were stopped.", text]
+        if not self._alone and not self.debug and all(report.status not in _STOPPED for report in reports):
+            lines.append(COMPARE_CALLS)
+        local = next(local for local, rank in self._global_ranks.items() if rank == worst.rank)
+        return RankFailure(
+            rank=worst.rank,
+            local_rank=local,
+            pid=worst.pid,
+            exit_code=HANG_EXIT_CODE,
+            timestamp=time.time(),
+            text="\n".join(lines),
+            host=os.uname().nodename,
+            hung=True,
+        )
+
+    def _is_overdue(self, progress: _Progress) -> bool:
+        if progress.sign is None:
+            return False
+        limit = self.limit
+        if limit is None:
+            timeout = progress.sign.timeout
+            if self._alone or timeout is None or timeout < _SHORTEST_TIMEOUT:
+                return False
+            limit = timeout - BEFORE_TIMEOUT
+        return self._clock - progress.since >= limit
+
+    def _ask_for_stacks(self, ranks: list[int]) -> dict[int, Stack | None]:
+        """Send the signal to ranks that will answer it, and read what they write."""
+        starts: dict[int, int] = {}
+        for local in ranks:
+            progress = self._watched[local]
+            if progress.sign and _catches(progress.pid, STACK_SIGNAL) and _status(progress.pid) not in _STOPPED:
+                starts[local] = _size(f"{progress.path}.stack")
+                try:
+                    os.kill(progress.pid, STACK_SIGNAL)
+                except ProcessLookupError:
+                    del starts[local]
+        deadline = time.monotonic() + _ANSWER_TIME
+        sizes: dict[int, int] = {}
+        while time.monotonic() < deadline:
+            time.sleep(_POLL_INTERVAL)
+            before, sizes = sizes, {local: _size(f"{self._watched[local].path}.stack") for local in starts}
+            if sizes == before and all(size > starts[local] for local, size in sizes.items()):
+                break
+        return {local: self._read_stack(local, starts.get(local)) for local in ranks}
+
+    def _read_stack(self, local: int, start: int | None) -> Stack | None:
+        if start is None:
+            return None
+        try:
+            with open(f"{self._watched[local].path}.stack", encoding="utf-8", errors="replace") as file:
+                file.seek(start)
+                return Stack.parse(file.read())
+        except OSError:
+            return None
+
+
+def _size(path: str) -> int:
+    try:
+        return os.path.getsize(path)
+    except OSError:
+        return 0
+
+
+def _status(pid: int) -> str:
+    try:
+        return str(psutil.Process(pid).status())
+    except psutil.Error:
+        return "gone"
+
+
+def _main_thread_time(pid: int) -> float:
+    """Seconds of CPU time of a process's main thread; of the whole process where the system does not give it."""
+    try:
+        with open(f"/proc/{pid}/task/{pid}/stat", encoding="ascii", errors="replace") as file:
+            # After the name in brackets, which may hold spaces: state is field 3, user and system time 14 and 15.
+            fields = file.read().rpartition(")")[2].split()
+        return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+    except (OSError, ValueError, IndexError):
+        pass
+    try:
+        times = psutil.Process(pid).cpu_times()
+        return float(times.user + times.system)
+    except psutil.Error:
+        return 0.0
+
+
+def _catches(pid: int, number: int) -> bool:
+    """Whether a process handles a signal, whose default would end it. True where the system does not show it."""
+    try:
+        with open(f"/proc/{pid}/status", encoding="ascii", errors="replace") as file:
+            masks = [line.split()[1] for line in file if line.startswith("SigCgt:")]
+    except OSError:
+        return not os.path.isdir("/proc/self")
+    return bool(masks) and bool(int(masks[0], 16) >> (number - 1) & 1)

@@ -1,0 +1,55 @@
+"""What only some strategies can do; asked for with `strategy.capability(kind)`, which is None for the others."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from torch import nn
+
+
+class ContextParallel:
+    """Splits sequences over processes."""
+
+    def split(
+        self, buffers: Sequence[torch.Tensor], seq_dims: Sequence[int], keep: Collection[torch.Tensor] = ()
+    ) -> AbstractContextManager[Any]:
+        """Context in which tensors are this process's part of themselves, and attention sees all parts.
+
+        Args:
+            buffers: tensors that hold whole sequences, and this process's part of them in the context.
+            seq_dims: for each, which dimension is the sequence.
+            keep: those that stay parts afterwards.
+        """
+        raise NotImplementedError
+
+
+class Join:
+    """Lets processes have different numbers of batches."""
+
+    def joined(self, models: Sequence[nn.Module]) -> AbstractContextManager[Any]:
+        """Context in which processes that run out of batches shadow the collectives of the others.
+
+        Args:
+            models: what `prepare` returned.
+
+        Raises:
+            ConfigurationError: every process needs as many batches under this strategy.
+        """
+        raise NotImplementedError
+
+
+class PlainEvaluation:
+    """Evaluation must not run in inference mode, since tensors that are made there would break training."""
+
+
+def evaluation_context(capable: PlainEvaluation | None, inference_mode: bool) -> AbstractContextManager[Any]:
+    """Context without gradients that an evaluation runs in.
+
+    Args:
+        capable: what `strategy.capability(PlainEvaluation)` returned.
+        inference_mode: whether inference mode was asked for, where it can be had.
+    """
+    return torch.inference_mode() if inference_mode and capable is None else torch.no_grad()

@@ -1,0 +1,76 @@
+"""The gradients of sharded models."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+
+from drivetrain.strategies.fsdp import sharding
+from drivetrain.strategies.fsdp.clipping import clip_grad_norm_over_meshes_, clip_grad_value_locally_
+from drivetrain.strategies.fsdp.replicated import GradientAveraging
+from drivetrain.strategies.gradients import Gradients, refuse_left_out_batch
+
+
+class ShardedGradients(Gradients):
+    """Gradients that backward reduces to the shards of each process.
+
+    Args:
+        rank: this process's rank, for errors.
+        averaging: of each prepared model, what averages the gradients of the parameters that stay whole.
+        sync_each_batch: whether gradients are reduced in every micro-batch.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        averaging: Mapping[nn.Module, GradientAveraging] | None = None,
+        sync_each_batch: bool = False,
+    ) -> None:
+        self._rank, self._sync_each_batch = rank, sync_each_batch
+        self._averaging: Mapping[nn.Module, GradientAveraging] = {} if averaging is None else averaging
+
+    def sync(self, model: nn.Module, enabled: bool) -> AbstractContextManager[Any]:
+        """Keep gradients whole and unreduced in a context."""
+        if enabled or self._sync_each_batch:
+            return nullcontext()
+        return _without_sync(sharding.sharded_units(model), self._averaging.get(model))
+
+    def held(self, model: nn.Module) -> Iterator[torch.Tensor]:
+        """Gradients of an open window that are not in `.grad` yet."""
+        return sharding.held_gradients(model)
+
+    def discard(self, model: nn.Module) -> None:
+        """Forget the gradients of an open window."""
+        sharding.discard_held_gradients(model)
+
+    def zero_loss(self, task: nn.Module) -> torch.Tensor:
+        """Refuse: the peers' backward gathers over all processes, which only a backward can answer."""
+        refuse_left_out_batch(task, self._rank)
+
+    def clip_norm(self, parameters: Iterable[torch.Tensor], max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
+        """Scale gradients down to a total norm of at most `max_norm`, over all shards."""
+        return clip_grad_norm_over_meshes_(parameters, max_norm, norm_type)
+
+    def clip_value(self, parameters: Iterable[torch.Tensor], value: float) -> None:
+        """Clamp every gradient to [-value, value]."""
+        clip_grad_value_locally_(parameters, value)
+
+
+@contextmanager
+def _without_sync(units: Sequence[FSDPModule], averaging: GradientAveraging | None) -> Iterator[None]:
+    for unit in units:
+        unit.set_requires_gradient_sync(False, recurse=False)
+    if averaging is not None:
+        averaging.enabled = False
+    try:
+        yield
+    finally:
+        for unit in units:
+            unit.set_requires_gradient_sync(True, recurse=False)
+        if averaging is not None:
+            averaging.enabled = True

@@ -1,0 +1,306 @@
+"""Sharding one module with `fully_shard`, and what that needs around it."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed._composable.contract import REGISTRY_KEY, STATE_KEY
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+from torch.utils._pytree import tree_leaves
+
+from drivetrain.strategies.fsdp.blocks import BlockForward
+from drivetrain.strategies.fsdp.parameters import shard_like
+
+UNIT_SHARDING = "_unit_sharding"
+_UNITS = "_sharded_units"
+
+
+@dataclass(frozen=True)
+class UnitSharding:
+    """How a unit is sharded, so that a copy of it can be too.
+
+    Attributes:
+        mesh: over what: (shard,) or (replicate, shard).
+        mixed_precision: the dtypes that it is gathered and reduced in.
+        offload: where shards live between uses.
+        reshard_after_forward: whether it is freed between forward and backward.
+        outermost: whether it is called from outside, not from within another unit.
+        whole: parameters inside that are not sharded.
+        reduce_unused: whether parameters that a backward did not reach are reduced too, as zeros.
+    """
+
+    mesh: DeviceMesh
+    mixed_precision: MixedPrecisionPolicy
+    offload: OffloadPolicy
+    reshard_after_forward: bool | int | None = None
+    outermost: bool = False
+    whole: frozenset[nn.Parameter] = field(default_factory=frozenset)
+    reduce_unused: bool = False
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> UnitSharding:
+        return self
+
+    def for_outermost(self, whole: frozenset[nn.Parameter] | None = None, frees: bool = False) -> UnitSharding:
+        """The same for a unit that is called from outside.
+
+        Args:
+            whole: other whole parameters than its own.
+            frees: whether it is freed after forward where nothing else is said: it is called several times in a step.
+        """
+        resharding = True if frees and self.reshard_after_forward is None else self.reshard_after_forward
+        whole = self.whole if whole is None else whole
+        return replace(self, outermost=True, reshard_after_forward=resharding, whole=whole)
+
+
+def shard_unit(unit: nn.Module, unit_sharding: UnitSharding) -> None:
+    """Shard what of a module no unit inside it has taken."""
+    fully_shard(
+        unit,
+        mesh=unit_sharding.mesh,
+        reshard_after_forward=unit_sharding.reshard_after_forward,
+        mp_policy=unit_sharding.mixed_precision,
+        offload_policy=unit_sharding.offload,
+        ignored_params=set(unit_sharding.whole) or None,
+    )
+    unit.__dict__[UNIT_SHARDING] = unit_sharding
+    # Torch makes this class for the unit's own, with a __deepcopy__ that raises.
+    type(unit).__deepcopy__ = _copy_unit  # type: ignore[attr-defined]
+    if unit_sharding.reduce_unused:
+        unit.set_reduce_scatter_unused_params(True)  # type: ignore[operator]
+    if unit_sharding.outermost:
+        unit.register_forward_pre_hook(_allocate_outside_inference, prepend=True)
+        unit.register_forward_hook(_free_after_evaluation)
+
+
+def sharded_units(model: nn.Module) -> Sequence[FSDPModule]:
+    """The units of a model, itself among them."""
+    known: tuple[FSDPModule, ...] | None = model.__dict__.get(_UNITS)
+    if known is not None:
+        return known
+    return [module for module in model.modules() if isinstance(module, FSDPModule)]
+
+
+def remember_units(model: nn.Module) -> None:
+    """Spare each step the walk over all modules, now that nothing more will be sharded."""
+    model.__dict__[_UNITS] = tuple(sharded_units(model))
+
+
+def is_sharded(model: nn.Module) -> bool:
+    """Whether any part of a model is sharded already."""
+    return any(isinstance(module, FSDPModule) for module in model.modules())
+
+
+def reshard_units(model: nn.Module) -> None:
+    """Free whatever is gathered at the moment, so that the model's parameters are its shards."""
+    for module in sharded_units(model):
+        module.reshard()
+
+
+def _allocate_outside_inference(module: nn.Module, args: Any) -> None:
+    """Let what is gathered for the first time in inference mode be fit for training too.
+
+    Torch keeps the tensors that units are gathered into, and those made in inference mode refuse to be trained with
+    (torch 2.13). Validation before the first step would otherwise break the run.
+    """
+    if not torch.is_inference_mode_enabled():
+        return
+    with torch.inference_mode(False), torch.no_grad():
+        for unit in sharded_units(module):
+            if any(not hasattr(one, "_unsharded_param") for one in _records_of(unit)):
+                unit.unshard()
+                unit.reshard()
+
+
+def _free_after_evaluation(module: nn.Module, args: Any, output: Any) -> None:
+    """Free the outermost unit after a forward that no backward follows: its parameters are its shards again.
+
+    Torch keeps it gathered for the backward, which frees it. Without one, whoever looked at the parameters next would
+    see the whole ones, and changes to them would be lost.
+    """
+    if not (torch.is_grad_enabled() and _takes_gradients(output)):
+        module.reshard()  # type: ignore[operator]
+
+
+def _takes_gradients(output: Any) -> bool:
+    if isinstance(output, Tensor):
+        return output.requires_grad
+    return any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in tree_leaves(output))
+
+
+def _records_of(unit: Any) -> list[Any]:
+    state = unit._get_fsdp_state()
+    return [one for group in state._fsdp_param_groups for one in group.fsdp_params]
+
+
+def set_shard(one: Any, local: Tensor) -> None:
+    """Give one sharded parameter its local shard.
+
+    Args:
+        one: torch's own record of the parameter.
+        local: the shard, of the right shape.
+    """
+    old = one.sharded_param
+    shard = DTensor.from_local(
+        local, old.device_mesh, old.placements, run_check=False, shape=old.shape, stride=old.stride()
+    )
+    one._setattr_on_modules(nn.Parameter(shard, requires_grad=old.requires_grad))
+    one.reset_sharded_param()
+
+
+def allocate(model: nn.Module) -> None:
+    """Give every sharded parameter that is still on the meta device memory for its shard, without values."""
+    for unit in sharded_units(model):
+        for one in _records_of(unit):
+            if one.sharded_param.is_meta:
+                local = one.sharded_param.to_local()
+                device = "cpu" if one.offload_to_cpu else one.device
+                set_shard(one, torch.empty(local.shape, dtype=local.dtype, device=device))
+
+
+# gradients that wait for the end of an accumulation window
+
+
+def held_gradients(model: nn.Module) -> Iterator[Tensor]:
+    """The gradients that units hold whole and have not reduced yet."""
+    for unit in sharded_units(model):
+        for one in _records_of(unit):
+            if one.unsharded_accumulated_grad is not None:
+                yield one.unsharded_accumulated_grad
+            unsharded = getattr(one, "_unsharded_param", None)
+            if unsharded is not None and unsharded.grad is not None:
+                yield unsharded.grad
+
+
+def discard_held_gradients(model: nn.Module) -> None:
+    """Forget the gradients that units hold whole, of a window that did not end."""
+    for unit in sharded_units(model):
+        for one in _records_of(unit):
+            one.unsharded_accumulated_grad = None
+            if getattr(one, "_unsharded_param", None) is not None:
+                one._unsharded_param.grad = None
+
+
+# loading whole tensors
+
+
+def take_shards_on_load(model: nn.Module) -> None:
+    """Let `load_state_dict` take whole tensors everywhere in a model: each process keeps its shard of them."""
+    for module in model.modules():
+        if any(isinstance(parameter, DTensor) for parameter in module._parameters.values()):
+            module.register_load_state_dict_pre_hook(_take_shards)  # type: ignore[no-untyped-call]
+
+
+def _take_shards(module: nn.Module, state: dict[str, Any], prefix: str, *rest: Any) -> None:
+    parameters: dict[str, Any] = dict(module._parameters)
+    for name, parameter in parameters.items():
+        given = state.get(prefix + name)
+        if isinstance(parameter, DTensor) and isinstance(given, Tensor) and given.shape == parameter.shape:
+            state[prefix + name] = shard_like(given, parameter, copy=False)
+
+
+# copies
+
+
+def _copy_unit(unit: nn.Module, memo: dict[int, Any]) -> nn.Module:
+    own_class = type(unit).__mro__[type(unit)._orig_cls_mro_index]  # type: ignore[attr-defined]
+    return copy_sharded(unit, unit, own_class, memo)
+
+
+def copy_sharded(module: nn.Module, unit: nn.Module, own_class: type[nn.Module], memo: dict[int, Any]) -> nn.Module:
+    """Copy a sharded module, as `copy.deepcopy` would a plain one: the copy is sharded in the same way.
+
+    Args:
+        module: what to copy.
+        unit: the unit that has the shards of what no unit inside `module` has: itself, or what is wrapped around it.
+        own_class: its class before it was sharded.
+        memo: what `copy.deepcopy` has copied so far.
+    """
+    reshard_units(unit)
+    unit_sharding: UnitSharding = unit.__dict__[UNIT_SHARDING]
+    before = _records_of(unit)
+    for one in before:
+        whole = torch.empty(one.sharded_param.shape, dtype=one.sharded_param.dtype, device="meta")
+        memo[id(one.sharded_param)] = nn.Parameter(whole, requires_grad=one.sharded_param.requires_grad)
+    twin = _copy_unsharded(module, own_class, memo)
+    forward = module.__dict__.get("forward")
+    if isinstance(forward, BlockForward):
+        forward.again_for(twin)
+    whole_ones = frozenset(memo[id(p)] for p in unit_sharding.whole if id(p) in memo)
+    shard_unit(twin, unit_sharding.for_outermost(whole_ones))
+    for one, new in zip(before, _records_of(twin), strict=True):
+        set_shard(new, one.sharded_param.detach().to_local().clone())
+        memo[id(one.sharded_param)] = new.sharded_param
+    return twin
+
+
+def _copy_unsharded(module: nn.Module, own_class: type[nn.Module], memo: dict[int, Any]) -> nn.Module:
+    twin: nn.Module = own_class.__new__(own_class)
+    memo[id(module)] = twin
+    twin.__dict__.update(copy.deepcopy(_own_state(module), memo))
+    return twin
+
+
+class ShardedInside:
+    """Takes the place of `__deepcopy__` of a module that is sharded with what is wrapped around it.
+
+    Args:
+        module: the module.
+        outer: the unit around it, which has the shards of what no unit inside `module` has.
+    """
+
+    def __init__(self, module: nn.Module, outer: nn.Module) -> None:
+        self.module, self.outer = module, outer
+
+    def __call__(self, memo: dict[int, Any]) -> nn.Module:
+        if id(self.outer) in memo:  # which is being copied, and shards what is inside of it
+            return _copy_unsharded(self.module, type(self.module), memo)
+        return copy_sharded(self.module, self.outer, type(self.module), memo)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(None), ()  # what is pickled is not sharded any more
+
+
+def _own_state(module: nn.Module) -> dict[str, Any]:
+    """What of a module's attributes are its own, not those of its being sharded."""
+    found: Any = module.__getstate__() if hasattr(type(module), "__getstate__") else None  # type: ignore[no-untyped-call]
+    state: dict[str, Any] = dict(found if isinstance(found, dict) else module.__dict__)
+    for key in (STATE_KEY, REGISTRY_KEY, UNIT_SHARDING, _UNITS, "__deepcopy__"):
+        state.pop(key, None)
+    if isinstance(state.get("forward"), BlockForward):
+        del state["forward"]
+    for key in ("_forward_pre_hooks", "_forward_hooks", "_state_dict_pre_hooks", "_load_state_dict_pre_hooks"):
+        state[key] = type(state[key])((i, hook) for i, hook in state[key].items() if not _is_torchs(hook))
+    state["_load_state_dict_post_hooks"] = type(state["_load_state_dict_post_hooks"])()
+    return state
+
+
+def _is_torchs(hook: Any) -> bool:
+    """Whether a hook came with the sharding."""
+    function = getattr(hook, "hook", hook)  # torch wraps some
+    function = getattr(function, "__func__", function)
+    return getattr(function, "__module__", "").startswith("torch.distributed.fsdp") or function in (
+        _allocate_outside_inference,
+        _free_after_evaluation,
+    )
+
+
+def prefetch(units: Sequence[FSDPModule], forward: int, backward: int) -> None:
+    """Let units gather those that follow while they compute.
+
+    Args:
+        units: in the order in which they run.
+        forward: how many of those after a unit its forward gathers.
+        backward: how many of those before it its backward gathers.
+    """
+    for index, unit in enumerate(units):
+        if forward:
+            unit.set_modules_to_forward_prefetch(list(units[index + 1 : index + 1 + forward]))
+        if backward:
+            unit.set_modules_to_backward_prefetch(list(reversed(units[max(0, index - backward) : index])))

@@ -1,0 +1,105 @@
+"""`Gradients`: how the gradients of a prepared model are reduced, held, scaled and clipped."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, NoReturn
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from drivetrain.runtime.errors import ConfigurationError
+
+
+class Gradients:
+    """The gradients of one process on one device: plain tensors in `.grad`, complete after each backward.
+
+    A strategy whose gradients are reduced, sharded or kept elsewhere has a subclass of its own.
+    """
+
+    def sync(self, model: nn.Module, enabled: bool) -> AbstractContextManager[Any]:
+        """Whether forwards and backwards in this context reduce gradients over processes.
+
+        Args:
+            model: what `prepare` returned.
+            enabled: False within an accumulation window.
+        """
+        return nullcontext()
+
+    def held(self, model: nn.Module) -> Iterable[torch.Tensor]:
+        """Gradients of an accumulation window that are not in `.grad` before they are reduced."""
+        return ()
+
+    def discard(self, model: nn.Module) -> None:
+        """Forget those gradients, of a window that did not end."""
+
+    def zero_loss(self, task: nn.Module) -> torch.Tensor:
+        """A loss with gradients of zero, for a batch that a task leaves out while its peers wait for gradients.
+
+        Raises:
+            ConfigurationError: no batch can be left out here.
+        """
+        parts = [parameter.reshape(-1)[:1].sum() for parameter in task.parameters() if parameter.requires_grad]
+        return torch.stack(parts).nan_to_num(0.0, 0.0, 0.0).sum() * 0.0
+
+    def clip_norm(
+        self, parameters: Iterable[torch.Tensor], max_norm: float, norm_type: float = 2.0
+    ) -> torch.Tensor:
+        """Scale gradients down to a total norm of at most `max_norm`, over all shards.
+
+        Args:
+            parameters: the parameters whose gradients they are.
+            max_norm: the largest norm allowed.
+            norm_type: the p of the p-norm.
+
+        Returns:
+            The total norm before clipping, a scalar tensor on the device.
+        """
+        return nn.utils.clip_grad_norm_(parameters, max_norm, norm_type)
+
+    def clip_value(self, parameters: Iterable[torch.Tensor], value: float) -> None:
+        """Clamp every gradient to [-value, value]."""
+        nn.utils.clip_grad_value_(parameters, value)
+
+    def scale(self, model: nn.Module, optimizers: Sequence[Optimizer], factor: torch.Tensor) -> None:
+        """Multiply the gradients of a window, which have been reduced already.
+
+        Args:
+            model: what `prepare` returned.
+            optimizers: those whose parameters' gradients they are.
+            factor: a scalar tensor, the same on all processes.
+        """
+        parameters = {id(p): p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]}
+        gradients = [local_part(p.grad) for p in parameters.values() if p.grad is not None]
+        if gradients:
+            torch._foreach_mul_(gradients, factor.to(gradients[0].device))
+
+    def prepare_backward(self, model: nn.Module, loss: torch.Tensor) -> None:
+        """Get ready for a backward that a task runs by itself, during its training step.
+
+        Args:
+            model: what `prepare` returned.
+            loss: the loss that it goes back from.
+        """
+
+
+def local_part(tensor: torch.Tensor) -> torch.Tensor:
+    """What this process holds of a tensor that may be sharded."""
+    to_local = getattr(tensor, "to_local", None)
+    local: torch.Tensor = tensor if to_local is None else to_local()
+    return local
+
+
+def refuse_left_out_batch(task: nn.Module, rank: int) -> NoReturn:
+    """Raise where a task leaves out a batch, but its peers' backward gathers over all processes.
+
+    Raises:
+        ConfigurationError: always.
+    """
+    raise ConfigurationError(
+        f"{type(task).__name__}.training_step returned None on rank {rank}. With a sharded model every process must run "
+        "as many forwards and backwards. Return a loss that counts for nothing instead, such as loss * 0, or leave the "
+        "sample out of the dataset."
+    )

@@ -1,0 +1,45 @@
+"""The gradients of a model that is spread over stages."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from drivetrain.strategies.fsdp.clipping import scale_by_norm_, total_norm_over_meshes
+from drivetrain.strategies.fsdp.gradients import ShardedGradients
+
+
+class StagedGradients(ShardedGradients):
+    """Gradients whose norm is that over all stages.
+
+    Args:
+        rank: this process's rank, for errors.
+        group: the processes of the pipeline.
+        device: where tensors are exchanged.
+    """
+
+    def __init__(self, rank: int, group: dist.ProcessGroup, device: torch.device) -> None:
+        super().__init__(rank)
+        self._group, self._device = group, device
+
+    def clip_norm(self, parameters: Iterable[Tensor], max_norm: float, norm_type: float = 2.0) -> Tensor:
+        """Scale gradients down to a total norm of at most `max_norm`, over all shards and stages."""
+        gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+        total = self._over_stages(total_norm_over_meshes(gradients, norm_type), norm_type)
+        with torch.no_grad():
+            scale_by_norm_(gradients, total, max_norm)
+        return total
+
+    def _over_stages(self, norm: Tensor, norm_type: float) -> Tensor:
+        """The norm of the gradients of all stages together, from that of this process's."""
+        # In one dtype on all, also on a process without any gradients, which does not know theirs.
+        power = norm.detach().to(self._device, torch.float64)
+        if norm_type == float("inf"):
+            dist.all_reduce(power, op=dist.ReduceOp.MAX, group=self._group)
+            return power
+        power = power**norm_type
+        dist.all_reduce(power, group=self._group)
+        return power ** (1.0 / norm_type)

@@ -1,0 +1,96 @@
+"""Placing a model that every process holds whole, but for layers that are split over tensor-parallel processes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import nn
+
+from drivetrain.runtime.collectives import broadcast
+from drivetrain.runtime.errors import ConfigurationError
+from drivetrain.strategies.fsdp import sharding
+from drivetrain.strategies.fsdp.replicated import GradientAveraging
+from drivetrain.strategies.parallel.mesh import MeshSizes
+from drivetrain.strategies.precision import Precision
+from drivetrain.strategies.topology import Topology
+
+# Where a model keeps what it was placed as, and over which grid.
+_MEMORY = "_placed_as"
+
+
+class WholeModelPlacer:
+    """Gives all processes rank 0's values, and splits layers.
+
+    Args:
+        sizes: those of the grid of processes.
+        topology: this process's place.
+        unwrap: returns the user's own module inside a wrapped one.
+        split_layers: splits layers in place.
+        rewrite_blocks: lets blocks recompute their activations, and compiles them.
+    """
+
+    def __init__(
+        self,
+        sizes: MeshSizes,
+        topology: Topology,
+        unwrap: Callable[[nn.Module], nn.Module],
+        split_layers: Callable[[nn.Module], None],
+        rewrite_blocks: Callable[[nn.Module], None],
+    ) -> None:
+        self.averaging: Mapping[nn.Module, GradientAveraging] = {}
+        self._sizes, self._topology, self._unwrap = sizes, topology, unwrap
+        self._split_layers, self._rewrite_blocks = split_layers, rewrite_blocks
+
+    def init_context(self) -> AbstractContextManager[Any]:
+        """Build a model as usual."""
+        return nullcontext()
+
+    def place(self, model: nn.Module, precision: Precision, move: bool = True) -> nn.Module:
+        """Bring a model onto the device and split its layers."""
+        bare = self._unwrap(model)
+        known = placed_before(bare, self._sizes)
+        if known is not None:
+            return known
+        model = precision.convert(model)
+        if self._topology.environment.is_distributed:
+            with torch.no_grad():
+                broadcast([tensor.detach() for tensor in (*model.parameters(), *model.buffers())])
+        if move:
+            move_real_tensors(model, self._topology.device)
+        self._split_layers(model)
+        self._rewrite_blocks(model)
+        sharding.take_shards_on_load(model)
+        remember_placed(bare, model, self._sizes)
+        return model
+
+
+def placed_before(bare: nn.Module, sizes: MeshSizes) -> nn.Module | None:
+    """What an earlier `prepare` made of the same model.
+
+    Args:
+        bare: the user's own module.
+        sizes: those of the grid that it comes to.
+
+    Raises:
+        ConfigurationError: it was placed over another grid.
+    """
+    known, before = bare.__dict__.get(_MEMORY, (None, None))
+    if known is None or before == sizes:
+        return known  # type: ignore[no-any-return]
+    raise ConfigurationError(
+        f"This model was split before, over other processes ({before}). Make a new one, and load the state of this "
+        "one into it."
+    )
+
+
+def remember_placed(bare: nn.Module, model: nn.Module, sizes: MeshSizes) -> None:
+    """Let a model keep what it was placed as."""
+    bare.__dict__[_MEMORY] = (model, sizes)
+
+
+def move_real_tensors(model: nn.Module, device: torch.device) -> None:
+    """Bring to a device what of a model has values."""
+    model._apply(lambda tensor: tensor if tensor.is_meta else tensor.to(device))  # type: ignore[no-untyped-call]

@@ -1,0 +1,187 @@
+"""What the Trainer's arguments ask for, built: its processes and engine, its trackers, its callbacks."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from drivetrain.accelerator import Accelerator
+from drivetrain.callbacks import Callback, ModelCheckpoint, ModelSummary, TQDMProgressBar
+from drivetrain.launch import already_launched, relaunch_script
+from drivetrain.runtime.devices import detect_device_kind, get_device_kind
+from drivetrain.runtime.environment import ProcessEnvironment
+from drivetrain.runtime.errors import ConfigurationError, LaunchError
+from drivetrain.runtime.seeds import make_deterministic, set_seed
+from drivetrain.strategies import Strategy, resolve_ddp
+from drivetrain.strategies.precision import Precision
+from drivetrain.trackers import CSVLogger, Tracker, resolve_trackers
+from drivetrain.trainer.options import TrainerOptions
+from drivetrain.trainer.task_checks import described
+
+
+def make_accelerator(
+    accelerator: str | Accelerator,
+    strategy: str | Strategy,
+    devices: int | str,
+    num_nodes: int,
+    precision: str | int | Precision | None,
+    accumulate: int,
+    sync_batchnorm: bool,
+) -> Accelerator:
+    """The engine to run on: the one given, or a new one, after starting the script again where processes are missing."""
+    if isinstance(accelerator, Accelerator):
+        changed = [
+            name
+            for name, value, default in (
+                ("strategy", strategy, "auto"),
+                ("devices", devices, "auto"),
+                ("precision", precision, None),
+                ("sync_batchnorm", sync_batchnorm, False),
+            )
+            if value != default
+        ]
+        if changed:
+            raise ConfigurationError(
+                f"Trainer(accelerator=<Accelerator>) runs on what that Accelerator is, so {', '.join(changed)} cannot "
+                "be given too. Give them to the Accelerator."
+            )
+        return accelerator
+    kind = None if accelerator == "auto" else get_device_kind(accelerator)
+    _start_processes(kind.name if kind else None, devices, num_nodes)
+    if sync_batchnorm:
+        strategy = resolve_ddp(strategy, ProcessEnvironment.detect(), "sync_batchnorm=True", sync_batchnorm=True)
+    return Accelerator(
+        strategy=strategy,
+        mixed_precision=str(precision) if isinstance(precision, int) else precision,
+        gradient_accumulation_steps=accumulate,
+        device=kind.name if kind else None,
+    )
+
+
+def _start_processes(kind: str | None, devices: int | str, num_nodes: int) -> None:
+    """Make sure that there are as many processes as were asked for."""
+    if isinstance(devices, str) and devices.isdigit():
+        devices = int(devices)
+    if devices != "auto" and (
+        not isinstance(devices, int) or isinstance(devices, bool) or (devices < 1 and devices != -1)
+    ):
+        raise ConfigurationError(
+            f"devices={devices!r}: give the number of processes on this machine, -1 for all, or 'auto'."
+        )
+    environment = ProcessEnvironment.detect()
+    if already_launched():
+        here = environment.local_world_size
+        if isinstance(devices, int) and devices not in (here, -1):
+            raise ConfigurationError(
+                f"devices={devices}, but the launcher ({environment.source}) started {here} process(es) on this "
+                f"machine. Leave devices='auto', or start {devices}: "
+                f"drivetrain launch --num_processes {devices} script.py."
+            )
+        if num_nodes not in (1, environment.num_nodes):
+            raise ConfigurationError(
+                f"num_nodes={num_nodes}, but the launcher ({environment.source}) started {environment.num_nodes}."
+            )
+        return
+    if num_nodes > 1:
+        raise ConfigurationError(
+            f"num_nodes={num_nodes} needs a launcher on every machine: drivetrain launch --num_machines {num_nodes} "
+            "--machine_rank <0…> --main_process_ip <address> script.py, or srun."
+        )
+    found = detect_device_kind() if kind is None else get_device_kind(kind)
+    wanted = found.count() if devices in ("auto", -1) else devices
+    if not isinstance(wanted, int) or wanted <= 1:
+        return
+    try:
+        relaunch_script(wanted, cpu=found.name == "cpu")
+    except LaunchError:
+        if devices != "auto":
+            raise
+        warnings.warn(
+            f"This machine has {wanted} {found.name} devices, but an interactive session cannot start processes for "
+            "them, so one is used. drivetrain.notebook_launcher uses them all.",
+            stacklevel=4,
+        )
+
+
+def set_randomness(seed: int | None, deterministic: bool | str | None, benchmark: bool | None) -> None:
+    """Seed everything, and set torch's switches, as asked."""
+    if seed is not None:
+        set_seed(seed)
+    if deterministic not in (None, True, False, "warn"):
+        raise ConfigurationError(f"deterministic={deterministic!r}: allowed are True, False and 'warn'.")
+    if deterministic:
+        make_deterministic(deterministic)
+    if benchmark is not None:
+        torch.backends.cudnn.benchmark = benchmark
+
+
+def make_loggers(given: Tracker | Iterable[Tracker] | bool | None, root: str) -> list[Tracker]:
+    """The trackers asked for; a `CSVLogger` by default."""
+    if given is False:
+        return []
+    if given is None or given is True:
+        return [CSVLogger(root)]
+    found: list[Tracker] = resolve_trackers(given, save_dir=root)
+    return found
+
+
+def make_callbacks(
+    given: Callback | Sequence[Callback] | None, arguments: Mapping[str, Any], options: TrainerOptions
+) -> list[Callback]:
+    """The callbacks given and the usual ones beside them; those that write checkpoints come last.
+
+    Args:
+        given: the callbacks.
+        arguments: the Trainer's arguments, which say what is added.
+        options: the Trainer's options.
+    """
+    quiet = options.is_quiet
+    checkpointing = False if quiet else arguments["enable_checkpointing"]
+    progress_bar = False if options.barebones else arguments["enable_progress_bar"]
+    summary = False if options.barebones else arguments["enable_model_summary"]
+    callbacks = [given] if isinstance(given, Callback) else list(given or [])
+    for callback in callbacks:
+        if not isinstance(callback, Callback):
+            raise ConfigurationError(f"callbacks holds {described(callback)}; give instances of drivetrain.Callback.")
+    saving = [callback for callback in callbacks if callback.saves_checkpoints]
+    if saving and checkpointing is False and not quiet:
+        raise ConfigurationError(
+            f"enable_checkpointing=False, but callbacks holds {described(saving[0])}. Remove one of the two."
+        )
+    if quiet:
+        callbacks = [callback for callback in callbacks if not callback.saves_checkpoints]
+    elif checkpointing is not False and not saving:
+        callbacks.append(ModelCheckpoint())
+    if progress_bar is not False and not any(callback.is_progress_bar for callback in callbacks):
+        callbacks.append(TQDMProgressBar())
+    if summary is not False and not any(isinstance(callback, ModelSummary) for callback in callbacks):
+        callbacks.append(ModelSummary())
+    _refuse_twins(callbacks)
+    return checkpoints_last(callbacks)
+
+
+def with_task_callbacks(callbacks: list[Callback], added: Any) -> list[Callback]:
+    """The callbacks with a task's own, which replace those of the same type."""
+    own = [added] if isinstance(added, Callback) else list(added or [])
+    if not own:
+        return callbacks
+    kinds = {type(callback) for callback in own}
+    return checkpoints_last([callback for callback in callbacks if type(callback) not in kinds] + own)
+
+
+def checkpoints_last(callbacks: list[Callback]) -> list[Callback]:
+    """Callbacks in order, those that write checkpoints last, so that they save what the others have become."""
+    return sorted(callbacks, key=lambda callback: callback.saves_checkpoints)
+
+
+def _refuse_twins(callbacks: list[Callback]) -> None:
+    keys = [callback.state_key for callback in callbacks if type(callback).state_dict is not Callback.state_dict]
+    twins = {key for key in keys if keys.count(key) > 1}
+    if twins:
+        raise ConfigurationError(
+            f"Two callbacks have the same state_key {sorted(twins)}, so a checkpoint could not tell them apart. "
+            "Give them different arguments, or override state_key."
+        )

@@ -1,0 +1,63 @@
+"""What a run is at: its stage, its batch, and how many batches there are."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from drivetrain.callbacks.stage import Stage
+from drivetrain.data import BatchInfo
+from drivetrain.runtime.nested import find_batch_size
+
+
+class CurrentRun:
+    """What a run is at. The loops write it; everything else reads it, through the Trainer's properties.
+
+    Attributes:
+        stage: what runs now; None between two runs.
+        sanity_checking: whether this is the validation before training, which counts for nothing.
+        batch: the batch under way.
+        batch_info: what its loader knows about it.
+        training_batches: batches of this process in an epoch; infinite where this is not known.
+        evaluation_batches: for each stage, the batches of this process in each of its loaders.
+    """
+
+    __slots__ = ("batch", "batch_info", "evaluation_batches", "sanity_checking", "stage", "training_batches")
+
+    def __init__(self) -> None:
+        self.stage: Stage | None = None
+        self.sanity_checking = False
+        self.batch: Any = None
+        self.batch_info: BatchInfo | None = None
+        self.training_batches: float = 0
+        self.evaluation_batches: dict[Stage, list[float]] = {}
+
+    def leave_batch(self) -> None:
+        """Record that no batch is under way."""
+        self.batch = self.batch_info = None
+
+    def leave_stage(self) -> None:
+        """Record that nothing runs."""
+        self.leave_batch()
+        self.stage, self.sanity_checking = None, False
+
+    @contextmanager
+    def within(self, stage: Stage, sanity_checking: bool = False) -> Iterator[None]:
+        """Be in another stage in the body; then in the one before, at the same batch.
+
+        Args:
+            stage: the stage.
+            sanity_checking: whether it is the validation before training.
+        """
+        before = self.stage, self.sanity_checking, self.batch, self.batch_info
+        self.stage, self.sanity_checking = stage, sanity_checking
+        yield
+        self.stage, self.sanity_checking, self.batch, self.batch_info = before
+
+    def find_batch_size(self) -> int:
+        """Real rows of the current batch, as its loader knows them or as its tensors say."""
+        info = self.batch_info
+        if info is not None and info.rows is not None:
+            return info.rows - info.padding
+        return find_batch_size(self.batch)

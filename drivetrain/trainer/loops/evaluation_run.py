@@ -1,0 +1,147 @@
+"""`validate`, `test` and `predict`, and the validation that `fit` runs within."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from torch import nn
+
+from drivetrain.callbacks.stage import Stage
+from drivetrain.runtime.errors import ConfigurationError
+from drivetrain.trainer import task_checks
+from drivetrain.trainer.data_module import DataModule
+from drivetrain.trainer.loops.evaluation_loop import EvaluationLoop
+from drivetrain.trainer.loops.loader_source import LoaderSource
+from drivetrain.trainer.metrics.results_table import print_results
+from drivetrain.trainer.state.resume import find_checkpoint
+from drivetrain.trainer.state.saved_run import SavedRun
+from drivetrain.trainer.task import Task
+
+if TYPE_CHECKING:
+    from drivetrain.trainer.trainer import Trainer
+
+R = TypeVar("R")
+
+
+def evaluate(
+    trainer: Trainer,
+    stage: Stage,
+    model: Task | None,
+    dataloaders: Any,
+    datamodule: DataModule | None,
+    ckpt_path: str | os.PathLike[str] | None,
+    run: Callable[[Task, nn.Module, LoaderSource], list[R]],
+) -> list[R]:
+    """Set up and place a task, run a loop over its data, and tear down.
+
+    Args:
+        trainer: the trainer.
+        stage: validating, testing or predicting.
+        model: the task; that of the last run if None.
+        dataloaders: one loader or several, or a `DataModule`.
+        datamodule: where loaders come from instead.
+        ckpt_path: a checkpoint whose weights to use.
+        run: runs the loop over the task, the placed model and the source of its loaders.
+
+    Returns:
+        What `run` returned.
+    """
+    if isinstance(dataloaders, DataModule):
+        dataloaders, datamodule = None, dataloaders
+    task = task_checks.check_evaluation(trainer.task if model is None else model, stage)
+    if datamodule is None and model is None and dataloaders is None:
+        datamodule = trainer.datamodule
+    task_run = trainer.task_run
+    task_run.attach(task, datamodule, stage)
+    source = LoaderSource(trainer, task, stage, dataloaders, datamodule)
+    try:
+        task_run.set_up(task, stage)
+        if not source.is_defined():
+            raise ConfigurationError(
+                f"{stage.verb}() has no data: pass dataloaders, or give the task or a DataModule a "
+                f"{stage.loader_name}()."
+            )
+        placed = task_run.place_for_evaluation(task)
+        if ckpt_path is not None:
+            SavedRun(trainer, find_checkpoint(trainer, ckpt_path) or "").restore_for_evaluation()
+        trainer.current.stage = stage
+        return run(task, placed, source)
+    except BaseException as error:
+        task_run.report_exception(task, error)
+        raise
+    finally:
+        task_run.tear_down(task, stage)
+
+
+def evaluate_logged(
+    trainer: Trainer,
+    stage: Stage,
+    model: Task | None,
+    dataloaders: Any,
+    datamodule: DataModule | None,
+    ckpt_path: str | os.PathLike[str] | None,
+    verbose: bool,
+) -> list[dict[str, float]]:
+    """Validate or test; returns for each loader what was logged.
+
+    Args:
+        trainer: the trainer.
+        stage: validating or testing.
+        model: the task; that of the last run if None.
+        dataloaders: one loader or several, or a `DataModule`.
+        datamodule: where loaders come from instead.
+        ckpt_path: a checkpoint whose weights to use.
+        verbose: whether to print the results.
+    """
+
+    def run(task: Task, placed: nn.Module, source: LoaderSource) -> list[dict[str, float]]:
+        trainer.logged.start((stage,))
+        limit = getattr(trainer, stage.limit_name)
+        return EvaluationLoop(trainer, task, placed, stage, source, limit, stage.limit_name).run_alone()
+
+    results = evaluate(trainer, stage, model, dataloaders, datamodule, ckpt_path, run)
+    if verbose and trainer.is_global_zero:
+        print_results(stage.verb, results)
+    return results
+
+
+def make_validation(trainer: Trainer, task: Task, model: nn.Module, source: LoaderSource) -> EvaluationLoop | None:
+    """The validation within `fit`, or None where there is nothing to validate.
+
+    Args:
+        trainer: the trainer.
+        task: its task.
+        model: what the strategy made of the task.
+        source: where the loaders come from.
+    """
+    if trainer.limit_val_batches == 0:
+        return None
+    if not trainer.barebones:
+        task_checks.warn_of_unused_validation(task, source.is_defined())
+    if not source.is_defined() or type(task).validation_step is Task.validation_step:
+        return None
+    limit = trainer.overfit_batches or trainer.limit_val_batches
+    name = "overfit_batches" if trainer.overfit_batches else Stage.VALIDATE.limit_name
+    return EvaluationLoop(trainer, task, model, Stage.VALIDATE, source, limit, name)
+
+
+def run_sanity_check(trainer: Trainer, validation: EvaluationLoop | None) -> None:
+    """Try a few batches of the validation before training; nothing of it counts.
+
+    Args:
+        trainer: the trainer.
+        validation: the validation, if there is one.
+    """
+    if validation is None:
+        return
+    validation.load()  # in any case: making loaders may draw random numbers
+    steps = trainer.num_sanity_val_steps
+    if steps == 0:
+        return
+    with trainer.current.within(Stage.VALIDATE, sanity_checking=True), validation.undone():
+        trainer.logged.start((Stage.VALIDATE,))
+        trainer.hooks.call("on_sanity_check_start")
+        validation.run(at_most=None if steps < 0 else steps, keep=False)
+        trainer.hooks.call("on_sanity_check_end")

@@ -1,0 +1,46 @@
+"""The line with which a run ends: why it stopped, where it wrote, and how to resume it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from drivetrain.trainer.loops.run_control import StopReason
+
+if TYPE_CHECKING:
+    from drivetrain.trainer.trainer import Trainer
+
+_FIRST_WORDS = {
+    StopReason.PREEMPTED: "Preempted: the run can be resumed",
+    StopReason.INTERRUPTED: "Interrupted: the run ended",
+    StopReason.FAILED: "Failed: the run ended",
+    StopReason.NOTHING_TO_DO: "Nothing to do: the run was over before it began",
+    StopReason.NO_BATCHES: "Nothing to do: the run was over before it began",
+}
+
+
+def run_report(trainer: Trainer) -> str:
+    """Say in one line how a `fit` ended; on the main process.
+
+    Args:
+        trainer: the trainer.
+    """
+    control = trainer.control
+    steps, epochs = trainer.global_step, trainer.current_epoch
+    first = _FIRST_WORDS.get(control.reason, "Done: the run ended") if control.reason else "The run ended"
+    parts = [f"{first} after {steps} step{'s' * (steps != 1)} ({epochs} epoch{'s' * (epochs != 1)}): {control.details}."]
+    if control.reason is StopReason.NOTHING_TO_DO:
+        parts.append("Raise the limit to train on.")
+    saved = newest_checkpoint(trainer)
+    if trainer.log_dir is not None:
+        parts.append(f"Logs: {trainer.log_dir}.")
+    if saved:
+        parts.append(f"Checkpoint: {saved}.")
+        parts.append(f"To resume: fit(..., resume={saved!r}), or resume='auto'.")
+    elif not trainer.options.is_quiet:
+        parts.append("No checkpoint was written.")
+    return " ".join(parts)
+
+
+def newest_checkpoint(trainer: Trainer) -> str:
+    """The path of the newest checkpoint that the run has written through its callbacks, or an empty text."""
+    return next((each.newest_model_path for each in trainer.checkpoint_callbacks if each.newest_model_path), "")

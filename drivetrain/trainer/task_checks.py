@@ -1,0 +1,183 @@
+"""What is wrong with a task, a data module or a callback, found before anything runs."""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+from typing import TYPE_CHECKING, Any
+
+from drivetrain.callbacks import Callback
+from drivetrain.callbacks.stage import Stage
+from drivetrain.runtime.errors import ConfigurationError
+from drivetrain.runtime.logging import get_logger
+from drivetrain.trainer.data_module import DataModule
+from drivetrain.trainer.hooks import is_overridden
+from drivetrain.trainer.task import Task
+
+if TYPE_CHECKING:
+    from drivetrain.trainer.trainer import Trainer
+
+logger = get_logger(__name__)
+
+_ALIKE = 0.85
+"""How alike a name and a hook's must be, from 0 to 1, to be taken for a mistyped one."""
+
+_HOOKS_OF_LIGHTNING_1 = {
+    "training_epoch_end": "on_train_epoch_end(self); collect what it needs in training_step",
+    "validation_epoch_end": "on_validation_epoch_end(self); collect what it needs in validation_step",
+    "test_epoch_end": "on_test_epoch_end(self); collect what it needs in test_step",
+    "training_step_end": "training_step, or on_train_batch_end for what follows it",
+    "validation_step_end": "validation_step, or on_validation_batch_end for what follows it",
+    "test_step_end": "test_step, or on_test_batch_end for what follows it",
+    "on_epoch_start": "on_train_epoch_start, on_validation_epoch_start or on_test_epoch_start",
+    "on_epoch_end": "on_train_epoch_end, on_validation_epoch_end or on_test_epoch_end",
+    "on_batch_start": "on_train_batch_start",
+    "on_batch_end": "on_train_batch_end",
+    "on_pretrain_routine_start": "on_fit_start",
+    "on_pretrain_routine_end": "on_fit_start",
+    "on_init_start": "setup",
+    "on_init_end": "setup",
+    "on_before_accelerator_backend_setup": "setup",
+    "on_configure_sharded_model": "setup",
+    "configure_sharded_model": "configure_model",
+    "on_keyboard_interrupt": "on_exception",
+    "on_train_dataloader": "train_dataloader",
+    "on_val_dataloader": "val_dataloader",
+    "on_test_dataloader": "test_dataloader",
+    "on_predict_dataloader": "predict_dataloader",
+    "on_hpc_save": "on_save_checkpoint",
+    "on_hpc_load": "on_load_checkpoint",
+    "tbptt_split_batch": "training_step, over the parts of the batch with automatic_optimization = False",
+    "get_progress_bar_dict": "self.log(..., prog_bar=True)",
+}
+
+
+def check_task(task: Any, train: Any, val: Any, data: Any) -> None:
+    """Raise unless a task can be fitted."""
+    if not isinstance(task, Task):
+        raise ConfigurationError(
+            f"Trainer.fit takes a Task, got {described(task)}. Subclass drivetrain.Task and pass an instance."
+        )
+    if data is not None and not isinstance(data, DataModule):
+        raise ConfigurationError(f"datamodule must be a DataModule, got a {type(data).__name__}.")
+    if data is not None and (train is not None or val is not None):
+        raise ConfigurationError("Give loaders or a datamodule, not both.")
+
+
+def check_training_step(task: Task, accumulate: int, clip: float | None) -> None:
+    """Raise where a task cannot train, or not with these arguments of the Trainer."""
+    if type(task).training_step is Task.training_step:
+        raise ConfigurationError(
+            f"{type(task).__name__} has no training_step. Define training_step(self, batch, batch_idx) and return "
+            "the loss."
+        )
+    if not task.automatic_optimization and type(task).optimizer_step is not Task.optimizer_step:
+        raise ConfigurationError(
+            f"{type(task).__name__} overrides optimizer_step but has automatic_optimization = False, so it would never "
+            "be called. Step the optimizers in training_step."
+        )
+    if not task.automatic_optimization and (accumulate > 1 or clip):
+        given = f"accumulate_grad_batches={accumulate}" if accumulate > 1 else f"gradient_clip_val={clip}"
+        raise ConfigurationError(
+            f"Trainer({given}) has no effect on {type(task).__name__}, which optimizes by hand "
+            "(automatic_optimization = False). Step every so many batches, or call self.clip_gradients, in "
+            "training_step."
+        )
+
+
+def check_evaluation(task: Any, stage: Stage) -> Task:
+    """Raise unless a task can be evaluated; returns it."""
+    if task is None:
+        raise ConfigurationError(f"{stage.verb}() without a model needs a fit() before it. Pass the task.")
+    if not isinstance(task, Task):
+        raise ConfigurationError(f"Trainer.{stage.verb} takes a Task, got a {type(task).__name__}.")
+    step = stage.step_name
+    if stage is not Stage.PREDICT and getattr(type(task), step) is getattr(Task, step):
+        raise ConfigurationError(f"{type(task).__name__} has no {step}. Define {step}(self, batch, batch_idx).")
+    return task
+
+
+def check_hooks(trainer: Trainer, task: Task, data: DataModule | None) -> None:
+    """Refuse hooks that are no more, and warn of methods whose names are nearly those of hooks.
+
+    Args:
+        trainer: the trainer, whose callbacks are checked too.
+        task: the task.
+        data: the data module, if there is one.
+
+    Raises:
+        ConfigurationError: a hook of Lightning 1.x is defined; the message names what replaces it.
+    """
+    owners: list[tuple[Any, type]] = [(task, Task), *((callback, Callback) for callback in trainer.callbacks)]
+    if data is not None:
+        owners.append((data, DataModule))
+    for owner, base in owners:
+        for name, defining in _own_methods(type(owner), base).items():
+            replacement = _HOOKS_OF_LIGHTNING_1.get(name)
+            if replacement is not None:
+                raise ConfigurationError(
+                    f"{defining.__name__}.{name} is a hook of Lightning 1.x, which is never called here. "
+                    f"Use {replacement}."
+                )
+            if not hasattr(base, name):
+                _warn_of_mistyped(owner, base, name, defining)
+
+
+def _own_methods(kind: type, base: type) -> dict[str, type]:
+    """The public methods that a class and its bases up to `base` define, with the class of each."""
+    found: dict[str, type] = {}
+    for defining in kind.__mro__:
+        if defining is base or defining in base.__mro__:
+            continue
+        if defining.__module__.startswith(("drivetrain.", "torch.")):
+            continue
+        for name, member in vars(defining).items():
+            if not name.startswith("_") and inspect.isfunction(member):
+                found.setdefault(name, defining)
+    return found
+
+
+def _warn_of_mistyped(owner: Any, base: type, name: str, defining: type) -> None:
+    hooks = [hook for hook in dir(base) if not hook.startswith("_") and inspect.isfunction(getattr(base, hook))]
+    alike = difflib.get_close_matches(name, hooks, n=1, cutoff=_ALIKE)
+    if alike and not is_overridden(owner, base, alike[0]):
+        logger.warning_once(
+            f"{defining.__name__}.{name} is no hook, so nothing calls it. Did you mean {alike[0]!r}?"
+        )
+
+
+def warn_of_unused_validation(task: Task, has_loader: bool) -> None:
+    """Warn where there is validation data but nothing to do with it, or the other way round.
+
+    Args:
+        task: the task.
+        has_loader: whether there is validation data.
+    """
+    name, has_step = type(task).__name__, is_overridden(task, Task, "validation_step")
+    if has_loader and not has_step:
+        logger.warning(f"There is validation data, but {name} has no validation_step, so nothing is validated.")
+    elif has_step and not has_loader:
+        logger.warning(
+            f"{name} has a validation_step, but there is no validation data: pass val_dataloaders to fit(), or give "
+            f"{name} or a DataModule a val_dataloader(). Nothing is validated."
+        )
+
+
+def warn_of_rare_logging(trainer: Trainer, steps: float) -> None:
+    """Warn where a run ends before trackers get any value of a step.
+
+    Args:
+        trainer: the trainer.
+        steps: optimizer steps that the run takes; infinite where this is not known.
+    """
+    every = trainer.log_every_n_steps
+    if trainer.loggers and 0 < steps < every and not trainer.global_step:
+        logger.warning(
+            f"The run takes {steps:.0f} optimizer steps, fewer than log_every_n_steps={every}, so trackers get no "
+            f"values of single steps. Give Trainer(log_every_n_steps={max(1, int(steps) // 10)}), say, to see them."
+        )
+
+
+def described(value: Any) -> str:
+    """A value in an error message: a class, or an object of one."""
+    return f"the class {value.__name__}" if isinstance(value, type) else f"a {type(value).__name__}"

@@ -1,0 +1,150 @@
+"""The task that a Trainer runs, and what the engine made of it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
+from torch.optim import Optimizer
+
+from drivetrain.accelerator import PreparedOptimizer
+from drivetrain.accelerator.run_state import Moment
+from drivetrain.accelerator.step import StepHooks
+from drivetrain.callbacks.stage import Stage
+from drivetrain.runtime.errors import ConfigurationError
+from drivetrain.strategies import StepModule
+from drivetrain.trainer.data_module import DataModule
+from drivetrain.trainer.hooks import Hooks, call_setup_hooks, call_teardown_hooks
+from drivetrain.trainer.metrics.log_scopes import NOWHERE
+from drivetrain.trainer.optimizers import SchedulerConfig, parse_configured_optimizers
+from drivetrain.trainer.task import Task
+
+if TYPE_CHECKING:
+    from drivetrain.trainer.trainer import Trainer
+
+
+class TaskRun:
+    """The task that a Trainer runs: set up, placed, torn down.
+
+    Args:
+        trainer: the trainer.
+
+    Attributes:
+        task: the task of the run, or of the last one.
+        datamodule: its data module, if there is one.
+        hooks: the overridden hooks of the task and of the callbacks.
+        model: what the strategy made of the task.
+        optimizers: its optimizers, prepared by the engine.
+        schedulers: its learning-rate schedulers, and when each steps.
+        steps_schedulers: whether any scheduler follows optimizer steps.
+    """
+
+    def __init__(self, trainer: Trainer) -> None:
+        self._trainer = trainer
+        self.task: Task | None = None
+        self.datamodule: DataModule | None = None
+        self.hooks: Hooks | None = None
+        self.model: nn.Module | None = None
+        self._fitted: nn.Module | None = None  # what the engine has prepared for the last fit
+        self.optimizers: list[PreparedOptimizer] = []
+        self.schedulers: list[SchedulerConfig] = []
+        self.steps_schedulers = False
+
+    # before and after
+
+    def attach(self, task: Task, data: DataModule | None, stage: Stage) -> None:
+        """Take a task to run.
+
+        Args:
+            task: the task.
+            data: its data module, if there is one.
+            stage: what it is for.
+        """
+        if not isinstance(task, Task):
+            raise ConfigurationError(f"Trainer.{stage.verb} takes a Task, got a {type(task).__name__}.")
+        self.task, self.datamodule = task, data
+        task.trainer = self._trainer
+        if data is not None:
+            data.trainer = self._trainer
+        self._trainer.logged.enter(NOWHERE)
+
+    def set_up(self, task: Task, stage: Stage) -> None:
+        """Find the hooks, prepare the data, and call `setup` of all."""
+        trainer = self._trainer
+        trainer.adopt_callbacks(task.configure_callbacks())
+        self.hooks = Hooks(trainer, task)
+        owners = [owner for owner in (self.datamodule, task) if owner is not None]
+        if any(type(owner).prepare_data not in (DataModule.prepare_data, Task.prepare_data) for owner in owners):
+            if trainer.accelerator.is_local_main_process:
+                for owner in owners:
+                    owner.prepare_data()
+            trainer.accelerator.wait_for_everyone()
+        call_setup_hooks(trainer, task, self.datamodule, stage.verb)
+
+    def tear_down(self, task: Task, stage: Stage) -> None:
+        """Call `teardown` of all, and let the engine and the loaders go."""
+        trainer, engine = self._trainer, self._trainer.accelerator
+        trainer.logged.enter(NOWHERE)
+        engine.step.drive(StepHooks())
+        engine.accumulation.end_planned()
+        trainer.current.leave_batch()
+        call_teardown_hooks(trainer, task, self.datamodule, stage.verb)
+        for tracker in trainer.loggers:
+            if trainer.is_global_zero:
+                tracker.save()
+        engine.run_state.moment = Moment
+        if trainer.fit_loop is not None:
+            engine.forget_loader(trainer.fit_loop.loader)
+        trainer.current.leave_stage()
+
+    def report_exception(self, task: Task, error: BaseException) -> None:
+        """Call `on_exception` of all, and close the trackers."""
+        trainer = self._trainer
+        for callback in trainer.callbacks:
+            callback.on_exception(trainer, task, error)
+        task.on_exception(error)
+        if self.datamodule is not None:
+            self.datamodule.on_exception(error)
+        if trainer.is_global_zero:
+            for tracker in trainer.loggers:
+                tracker.finalize("interrupted" if isinstance(error, KeyboardInterrupt) else "failed")
+
+    # on the hardware
+
+    def configure_optimizers(self, task: Task) -> list[Optimizer]:
+        """Let the task build its optimizers and schedulers. Returns the optimizers, which `place` takes."""
+        optimizers, self.schedulers = parse_configured_optimizers(task.configure_optimizers())
+        if not optimizers and task.automatic_optimization:
+            raise ConfigurationError(
+                f"{type(task).__name__}.configure_optimizers returned no optimizer. Return one, or set "
+                "automatic_optimization = False to train by hand."
+            )
+        # A task that optimizes by hand steps its schedulers by hand, too.
+        by_step = any(config.interval == "step" for config in self.schedulers)
+        self.steps_schedulers = task.automatic_optimization and by_step
+        return optimizers
+
+    def place(self, task: Task, optimizers: list[Optimizer]) -> nn.Module:
+        """Let the engine prepare the task with its optimizers and schedulers, in the place of those of a fit before."""
+        engine, strategy = self._trainer.accelerator, self._trainer.strategy
+        before = [one for one in engine.prepared.models if one is self._fitted or strategy.unwrap(one) is task]
+        for known in before:
+            engine.unwrap_model(known, keep_fp32_wrapper=False)  # whose steps open the precision themselves
+            engine.prepared.forget_model(known)
+        wrapped = StepModule(task, partial_backwards=not task.automatic_optimization)
+        prepared: Any = engine.prepare(wrapped, *optimizers) if optimizers else [engine.prepare(wrapped)]
+        model: nn.Module
+        model, *self.optimizers = prepared
+        self.model = self._fitted = model
+        for config in self.schedulers:
+            engine.prepare_scheduler(config.scheduler, steps_per_call=1)
+        return model
+
+    def place_for_evaluation(self, task: Task) -> nn.Module:
+        """Let the engine prepare the task alone, unless a `fit` has."""
+        engine, strategy = self._trainer.accelerator, self._trainer.strategy
+        if self.model is None or strategy.unwrap(self.model) is not task:
+            with strategy.init_context():
+                task.configure_model()
+            self.model = engine.prepare_model(StepModule(task), evaluation_mode=True)
+        return self.model
