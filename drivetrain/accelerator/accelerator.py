@@ -45,9 +45,9 @@ from drivetrain.accelerator.plugins import (
     strategy_of_plugins,
 )
 from drivetrain.accelerator.prepared import Prepared, parameters_of
+from drivetrain.accelerator.run_state import RunState
 from drivetrain.accelerator.saving import StateSaving
 from drivetrain.accelerator.scheduler import PreparedScheduler
-from drivetrain.accelerator.state_hooks import StateHooks
 from drivetrain.accelerator.status import EngineStatus
 from drivetrain.accelerator.step import OptimizerStep
 from drivetrain.data import (
@@ -62,6 +62,7 @@ from drivetrain.data import (
 from drivetrain.data import skip_first_batches as skip_first_batches_of
 from drivetrain.runtime import collectives
 from drivetrain.runtime.errors import ConfigurationError
+from drivetrain.runtime.keywords import KnownKeywords
 from drivetrain.runtime.nested import send_to_device
 from drivetrain.runtime.seeds import recorded_seed
 from drivetrain.runtime.state import PartialState
@@ -72,7 +73,7 @@ from drivetrain.strategies.precision import Precision
 from drivetrain.strategies.precision.mixed import MixedPrecision
 
 
-class Accelerator(StateSaving, EngineStatus):
+class Accelerator(KnownKeywords, StateSaving, EngineStatus):
     """The raw engine under a training loop: four changed lines in a plain PyTorch loop.
 
     Arguments that are given win over the launcher's environment variables. State belongs to the
@@ -147,8 +148,6 @@ class Accelerator(StateSaving, EngineStatus):
         check_handlers(handlers)
         self.state = PartialState(cpu, device=device, **handler_options(find_handler(handlers, InitProcessGroupKwargs)))
         self.project_configuration = make_project(project_dir, project_config)
-        self._numbered = NumberedCheckpoints(self.project_configuration, self.state)
-        self._state_hooks = StateHooks()
         self.device_placement = device_placement
         self.dataloader_config = make_dataloader_config(split_batches, dataloader_config)
         self.rng_types = list(rng_types or ["generator"])
@@ -174,6 +173,13 @@ class Accelerator(StateSaving, EngineStatus):
         )
         self.step = OptimizerStep(self.strategy, self.precision, self.prepared, self.accumulation)
         self.precision.hold_scale_while(lambda: self.accumulation.holds_gradients)
+        self.run_state = RunState(
+            self.state,
+            self.strategy,
+            self.precision,
+            NumberedCheckpoints(self.project_configuration, self.state),
+            self.prepared,
+        )
         self._trigger = False
 
     # prepare

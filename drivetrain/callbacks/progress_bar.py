@@ -19,7 +19,7 @@ _NEVER = math.inf
 
 
 class TQDMProgressBar(Callback):
-    """Shows epoch, batches, speed and the values logged with ``prog_bar=True``, on the main process.
+    """Shows epoch, batches, speed and the values logged with `prog_bar=True`, on the main process.
 
     On a terminal or in a notebook a bar is redrawn on a clock: between two redraws a batch reads the clock
     once, and logged tensors are read only when they are shown. Where the output goes to a file or a pipe
@@ -41,6 +41,8 @@ class TQDMProgressBar(Callback):
         trainer = Trainer(callbacks=[TQDMProgressBar(leave=True)])
         ```
     """
+
+    saves_within_steps = False
 
     is_progress_bar: ClassVar[bool] = True
     runs_last_at_epoch_end: ClassVar[bool] = True  # the task may log in its own hook

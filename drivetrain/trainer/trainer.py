@@ -6,6 +6,7 @@ import os
 import sys
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
@@ -20,7 +21,7 @@ from drivetrain.callbacks import Callback
 from drivetrain.callbacks.stage import Stage
 from drivetrain.runtime.errors import ConfigurationError
 from drivetrain.runtime.exit_codes import RESUME_EXIT_CODE
-from drivetrain.runtime.keywords import refuse_unknown
+from drivetrain.runtime.keywords import KnownKeywords, refuse_unknown
 from drivetrain.strategies import StepModule, Strategy
 from drivetrain.strategies.base import Given, RunOptions
 from drivetrain.strategies.precision import Precision
@@ -47,7 +48,7 @@ from drivetrain.trainer.run_report import run_report
 from drivetrain.trainer.schedulers import step_epoch_schedulers, step_step_schedulers
 from drivetrain.trainer.state.progress import Progress
 from drivetrain.trainer.state.resume import find_checkpoint
-from drivetrain.trainer.state.saved_run import SavedRun, run_state
+from drivetrain.trainer.state.saved_run import SavedRun, moment_of, save_run
 from drivetrain.trainer.status import TrainerStatus
 from drivetrain.trainer.task import Task
 from drivetrain.trainer.task_run import TaskRun
@@ -55,7 +56,7 @@ from drivetrain.trainer.task_run import TaskRun
 R = TypeVar("R")
 
 
-class Trainer(OptionAttributes, TrainerStatus):
+class Trainer(KnownKeywords, OptionAttributes, TrainerStatus):
     """Runs a `Task` on any hardware.
 
     Args:
@@ -147,10 +148,8 @@ class Trainer(OptionAttributes, TrainerStatus):
         default_root_dir: str | os.PathLike[str] | None = None,
         on_interrupt: str = "raise",
         seed: int | None = None,
-        **unknown: NoReturn,
     ) -> None:
         given = dict(locals())
-        refuse_unknown(unknown, Trainer)
         self.options = TrainerOptions.from_arguments(given)
         self.accelerator = building.make_accelerator(
             accelerator, strategy, devices, num_nodes, precision, accumulate_grad_batches, sync_batchnorm
@@ -276,6 +275,7 @@ class Trainer(OptionAttributes, TrainerStatus):
         self.current.stage = Stage.TRAIN
         task_checks.warn_of_rare_logging(self, self.estimated_stepping_batches)
         self.fit_loop = FitLoop(self, step, batches, validation, EpochHealth(self, task))
+        self.accelerator.run_state.moment = partial(moment_of, self)
         if saved is not None:
             self.fit_loop.resume_from(saved)
         self.fit_loop.run()
@@ -369,7 +369,7 @@ class Trainer(OptionAttributes, TrainerStatus):
     # checkpoints
 
     def save_checkpoint(
-        self, filepath: str | os.PathLike[str], weights_only: bool = False, block: bool = True
+        self, filepath: str | os.PathLike[str], weights_only: bool = False, block: bool = True, **unknown: NoReturn
     ) -> checkpoint.PendingSave:
         """Write a checkpoint; call it on all processes.
 
@@ -386,15 +386,13 @@ class Trainer(OptionAttributes, TrainerStatus):
         Raises:
             CheckpointError: a process could not write; what was there before is intact.
         """
+        refuse_unknown(unknown, self.save_checkpoint)
         if self.fit_loop is not None and self.stage in (Stage.TRAIN, Stage.VALIDATE):
             self.tracker_log.write_due_values()
         with self.logged.forbidden(SAVING):
-            shared, own = run_state(self, weights_only)
-        if not block:
-            self.saves = checkpoint.save_queue(self.accelerator.state)
-        return self.accelerator.write_checkpoint(
-            filepath, shared, own, step=self.global_step, block=block, optimizers=self.optimizers
-        )
+            if not block:
+                self.saves = self.accelerator.save_queue
+            return save_run(self, filepath, weights_only, block)
 
     @property
     def estimated_stepping_batches(self) -> float:

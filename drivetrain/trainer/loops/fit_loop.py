@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from drivetrain.callbacks.stage import Stage
 from drivetrain.data import CombinedLoader, PreparedLoader
@@ -53,7 +53,7 @@ class FitLoop:
         self._next_poll: float = 0
         self._next_agreement: float = 0
         self._restored: SavedRun | None = None
-        self._is_saved = False
+        self._has_trained = self._is_saved = False
 
     @property
     def loader(self) -> PreparedLoader | CombinedLoader:
@@ -65,9 +65,10 @@ class FitLoop:
         """Whether a validation follows the step that is being ended."""
         return self._schedule.follows_this_step
 
-    def position(self) -> dict[str, Any]:
-        """Where in the data the run is."""
-        return self._batches.position()
+    @property
+    def batches(self) -> TrainingBatches:
+        """The training batches, which know where in the data the run is."""
+        return self._batches
 
     def resume_from(self, saved: SavedRun) -> None:
         """Let the first epoch begin where a checkpoint left it."""
@@ -80,13 +81,11 @@ class FitLoop:
         self._schedule.restart_clock()
         trainer.logged.enter(TRAIN_EPOCH)
         self._hooks.call("on_train_start")
-        trained = False
         while not control.is_done(self._batches.limit, is_resuming=self._restored is not None):
-            trained = True
             self.run_epoch()
             if control.rollback_path is not None:
                 self._roll_back(control.rollback_path)
-        control.finish(trained)
+        control.finish(self._has_trained)
         if control.ends_to_be_resumed and not self._is_saved:
             self._save_for_resume()
         if control.preempted:
@@ -99,6 +98,7 @@ class FitLoop:
         trainer, progress, control, batches = self._trainer, self._progress, self._control, self._batches
         if not self._begin_epoch():
             return
+        self._has_trained = True
         windows = batches.windows()
         next_validation = self._schedule.next_batch()
         finished = skipped = False
@@ -122,6 +122,7 @@ class FitLoop:
                 finished = True
         except EpochSkipped:
             finished = skipped = True
+            batches.committed.release()
         finally:
             windows.close()
             trainer.current.leave_batch()
@@ -162,6 +163,7 @@ class FitLoop:
         saved.restore_weights()
         saved.restore_training()
         self._control.record_rollback()
+        self._batches.committed.release()
         self._restored = saved
 
     # between two steps
@@ -195,6 +197,7 @@ class FitLoop:
         assert trainer.task is not None
         if at_end:
             self._step_epoch_schedulers()
+        self._batches.mark()
         trainer.task.on_validation_model_zero_grad()
         with trainer.current.within(Stage.VALIDATE):
             self._validation.run(on_results=self._schedule.record_validation)
@@ -244,6 +247,7 @@ class FitLoop:
     def _close_epoch(self) -> None:
         """Turn to the next epoch."""
         self._progress.begin_epoch(self._progress.epoch + 1)
+        self._batches.end_epoch()
         self._agree()
 
     def _step_epoch_schedulers(self) -> None:
