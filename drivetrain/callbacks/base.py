@@ -5,6 +5,8 @@ from __future__ import annotations
 import builtins
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from drivetrain.runtime.keywords import KnownKeywords
+
 if TYPE_CHECKING:
     from torch import Tensor
     from torch.optim import Optimizer
@@ -13,7 +15,7 @@ if TYPE_CHECKING:
     from drivetrain.trainer.trainer import Trainer
 
 
-class Callback:
+class Callback(KnownKeywords):
     """Something that happens around the loop: override the hooks you need, the others cost nothing.
 
     The Trainer looks once, when a run starts, which hooks a class overrides, and calls only those. Override
