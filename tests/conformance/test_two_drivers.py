@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from drivetrain import DDP, FSDP, Accelerator, DeepSpeed, Parallel, Task, Trainer
+from drivetrain import DDP, FSDP, Accelerator, DeepSpeed, Parallel, Trainer
 from tests.conformance.harness import MAX_NORM
 from tests.conformance.language_model import LOCAL_ROWS, LanguageTask, Run, loss_of, precision_of
 from tests.conformance.test_parallel import layers_split
@@ -115,15 +115,11 @@ def live(strategy: str, root: str, precisions: tuple[str, ...]) -> dict[str, Any
         trainer, task = trainer_of(strategy, run, 2), Switching(layers=run.layers)
         data = data_of(run, trainer)
         trainer.fit(task, data)
-        accelerator, model = trainer.accelerator, trainer.model
+        accelerator = trainer.accelerator
         assert (len(accelerator.prepared.models), len(accelerator.prepared.optimizers)) == (1, 1)
-        accelerator.prepare(task)  # its forward runs under the precision from now on
+        model = accelerator.prepare(task)
         rest = accelerator.skip_first_batches(accelerator.prepare(data), 2)
-
-        def call(*inputs: Tensor, model: Any = model, task: Task = task) -> Tensor:
-            return model(task, *inputs)
-
-        take_steps(accelerator, call, task.optimizers(), rest, list(task.parameters()))
+        take_steps(accelerator, model, task.optimizers(), rest, list(model.parameters()))
         accelerator.save_state(f"{root}/{precision} live")
         trainer.fit(task, data, resume=f"{root}/{precision} live")
         assert trainer.global_step == 2

@@ -46,7 +46,7 @@ class Committed:
     def __init__(self, task: nn.Module, logged: LoggedValues, progress: Progress) -> None:
         self._task, self._logged, self._progress = task, logged, progress
         self._metrics = find_metrics(task)
-        self._buffers = _saved_buffers(task)
+        self._kept_buffers = _saved_buffers(task)
         self._marked: tuple[int, int] | None = None
         self._random: RandomState | None = None
         self._logged_mark: Any = None
@@ -60,7 +60,7 @@ class Committed:
         self._random = RandomState.capture()
         self._logged_mark = self._logged.mark()
         self._metric_states = metric_states(self._metrics)
-        self._buffer_values = [buffer.detach().clone() for buffer in self._buffers]
+        self._buffer_values = [buffer.detach().clone() for buffer in self._kept_buffers]
 
     def release(self) -> None:
         """Forget the mark: the present state is that of a finished step."""
@@ -84,7 +84,7 @@ class Committed:
         if not self.is_open:
             yield
             return
-        present = [buffer.detach().clone() for buffer in self._buffers]
+        present = [buffer.detach().clone() for buffer in self._kept_buffers]
         self._fill_buffers(self._buffer_values)
         try:
             yield
@@ -92,7 +92,7 @@ class Committed:
             self._fill_buffers(present)
 
     def _fill_buffers(self, values: list[Tensor]) -> None:
-        for buffer, value in zip(self._buffers, values, strict=True):
+        for buffer, value in zip(self._kept_buffers, values, strict=True):
             buffer.data.copy_(value)  # by .data: the backward under way must not take them for changed
 
     def state_dict(self) -> dict[str, Any]:
