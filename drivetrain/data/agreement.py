@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from itertools import chain, repeat
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from drivetrain.data.batch_info import BatchInfo
-from drivetrain.runtime.collectives import reduce
+from drivetrain.runtime.collectives import gather_object, reduce
+from drivetrain.runtime.errors import DataError
 from drivetrain.runtime.state import PartialState
+
+Pair = tuple[Any, BatchInfo]
+
+_NONE_LEFT: Any = (None, None)
 
 
 def sum_over_processes(numbers: Sequence[int]) -> list[int]:
@@ -21,7 +27,41 @@ def sum_over_processes(numbers: Sequence[int]) -> list[int]:
     return total
 
 
-def with_rows_of_all(pairs: Iterator[tuple[Any, BatchInfo]], shards: int) -> Iterator[tuple[Any, BatchInfo]]:
+def ending_together(pairs: Iterator[Pair]) -> Iterator[Pair]:
+    """The same batches, each handed out once it is known to be the last one on every process or on none.
+
+    Not only once every process has one: a window of micro-batches ends early with the last batch, and with it the
+    gradients are reduced.
+
+    Raises:
+        DataError: Some processes have no batch left, and others have.
+    """
+    given, world = 0, PartialState().num_processes
+    for batch, info in chain(pairs, repeat(_NONE_LEFT)):
+        has_one = info is not None
+        goes_on = has_one and not info.last
+        given += has_one
+        if any(0 < count < world for count in sum_over_processes([has_one, goes_on])):
+            raise DataError(_different_ends(gather_object([(given, goes_on)])))
+        if has_one:
+            yield batch, info
+        if not goes_on:
+            return
+
+
+def _different_ends(ends: list[tuple[int, bool]]) -> str:
+    counts = ", ".join(
+        f"rank {rank} has more than {given}" if goes_on else f"rank {rank} has {given}"
+        for rank, (given, goes_on) in enumerate(ends)
+    )
+    return (
+        f"The processes have different numbers of batches in this epoch: {counts}. They step together, so each needs "
+        "as many as the others: let every process's dataset end after as many batches, or stop them all at the "
+        "smallest number, as with limit_train_batches."
+    )
+
+
+def with_rows_of_all(pairs: Iterator[Pair], shards: int) -> Iterator[Pair]:
     """Exchange the rows of each step's batches; all processes iterate together, with as many batches.
 
     Where the rows of any batch of a step cannot be found, its real batches count alike.

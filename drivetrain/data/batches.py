@@ -10,7 +10,7 @@ from drivetrain.data.batch_info import BatchInfo
 from drivetrain.data.configuration import TailPolicy
 from drivetrain.data.order import Position
 from drivetrain.data.randomness import EpochStart, find_generators
-from drivetrain.data.reading import Opened, do_nothing
+from drivetrain.data.reading import Opened, do_nothing, least, up_to
 from drivetrain.data.rows import row_count, share_of_batches
 from drivetrain.data.sharding import Layout, Share, plan_share, with_last
 from drivetrain.runtime.errors import DataError
@@ -32,6 +32,11 @@ class ReadyBatchesReader:
 
     finds_rows = False
 
+    @property
+    def ends_alike(self) -> bool:
+        """Whether the batches are counted beforehand."""
+        return hasattr(self._batches, "__len__")
+
     def __init__(self, batches: Iterable[Any], layout: Layout, counted: bool = False) -> None:
         self._batches = batches
         self._counted = counted
@@ -41,19 +46,24 @@ class ReadyBatchesReader:
     def __len__(self) -> int:
         return self.layout.steps(len(self._batches))  # type: ignore[arg-type]
 
-    def open(self, epoch: int, position: Position) -> Opened:
+    def open(self, epoch: int, position: Position, limit: int | None = None) -> Opened:
         """Begin an iteration; what comes before the position is read and left out."""
         start = EpochStart.capture(find_generators(self._batches))
         try:
             length: int | None = len(self._batches)  # type: ignore[arg-type]
         except (TypeError, NotImplementedError):
             length = None
+        length = least(length, limit)
+        batches = up_to(iter(self._batches), limit)
         if self.layout.shard.count == 1 and not self._counted:
-            return Opened(_uncounted(iter(self._batches), position.batches, length), start, do_nothing)
-        pairs = self._pairs(iter(self._batches), position.batches, length)
+            return Opened(_uncounted(batches, position.batches, length), start, do_nothing)
+        pairs = self._pairs(batches, position.batches, length)
         if self.layout.shard.count == 1:
             return Opened(pairs, start, do_nothing)
         return Opened(own_pairs(share_pairs(pairs, self.layout), self.layout.shard.index), start, do_nothing)
+
+    def restart(self) -> None:
+        """Nothing: the batches' own iterator is all that there is."""
 
     def _pairs(self, batches: Iterator[Any], skipped: int, length: int | None) -> Iterator[Pair]:
         """All batches, each with what is known about it."""

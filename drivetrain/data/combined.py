@@ -6,6 +6,8 @@ from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from typing import Any
 
 from drivetrain.data.batch_info import BatchInfo
+from drivetrain.data.loader import PreparedLoader
+from drivetrain.data.reading import least, up_to
 from drivetrain.runtime.errors import CheckpointError, ConfigurationError, DataError, nearest
 
 _Known = list[BatchInfo | None]  # of each loader that a batch comes from
@@ -52,6 +54,8 @@ class CombinedLoader:
         self._begun = False
         self._resumes = False
         self._index = 0
+        self._limit: int | None = None
+        self._together = False
 
     def map(self, prepare: Callable[[Any], Any]) -> CombinedLoader:
         """The same combination of what `prepare` makes of each loader."""
@@ -75,18 +79,34 @@ class CombinedLoader:
         return min(lengths) if self.mode == "min_size" else max(lengths)
 
     def __iter__(self) -> Iterator[Any]:
+        return self.iterate()
+
+    def iterate(self, limit: float | None = None, together: bool = False) -> Iterator[Any]:
+        """Iterate as `iter(loader)` does, and end early or in step with the other processes.
+
+        Args:
+            limit: Combined batches, counted from the start of the epoch, after which the iteration ends.
+            together: All processes iterate, each with as many batches; see `PreparedLoader.iterate`.
+        """
         if not self._resumes:
             self._ended = [False] * len(self.loaders)
             self._index = 0
         self._resumes = False
         self._begun = True
+        self._limit = None if limit is None or limit == float("inf") else int(limit)
+        self._together = together
         batches = self._one_after_the_other() if self.mode == "sequential" else self._side_by_side()
         try:
             length: int | None = len(self)
         except (TypeError, NotImplementedError):
             length = None
+        return self._given(batches, least(length, self._limit))
+
+    def _given(self, batches: _Pairs, length: int | None) -> Iterator[Any]:
+        """The batches up to the limit, each with what is known about it in `current`."""
+        before = self._index
         try:
-            for batch, known, last in _with_last(batches, self._index, length):
+            for batch, known, last in _with_last(up_to(batches, self._limit, before), before, length):
                 self.current = _info_of(known, self._index, last)
                 self._index += 1
                 yield batch
@@ -132,7 +152,7 @@ class CombinedLoader:
         for position, loader in enumerate(self.loaders):
             if self._ended[position]:
                 continue
-            for batch in loader:
+            for batch in self._begin(loader):
                 yield batch, [_current(loader)]
             self._ended[position] = True
 
@@ -167,7 +187,7 @@ class CombinedLoader:
             if self.mode == "max_size" and ended[position]:
                 return None, False
             if iterators[position] is None:
-                iterators[position] = iter(loader)
+                iterators[position] = self._begin(loader)
             return next(iterators[position]), False
         except StopIteration:
             ended[position] = True
@@ -175,11 +195,20 @@ class CombinedLoader:
             return None, True
         if self.mode == "max_size" or all(ended):
             return None, all(ended)
-        iterators[position] = iter(loader)
+        iterators[position] = self._begin(loader)
         try:
             return next(iterators[position]), False
         except StopIteration:
             raise DataError(f"Loader {position} of a CombinedLoader is empty, so it cannot be started anew.") from None
+
+    def _begin(self, loader: Any) -> Iterator[Any]:
+        """Begin a pass over one loader, which the combination's limit may cut short."""
+        if not isinstance(loader, PreparedLoader):
+            return iter(loader)
+        limit = self._limit
+        if limit is not None:
+            limit += (loader.consumed_batches if loader.resumes else 0) - self._index
+        return loader.iterate(limit, self._together)
 
     def _structured(self, batches: list[Any]) -> Any:
         if self._names is not None:
@@ -187,7 +216,9 @@ class CombinedLoader:
         return tuple(batches) if isinstance(self.iterables, tuple) else batches
 
 
-def _with_last(pairs: _Pairs, index: int, length: int | None) -> Iterator[tuple[Any, _Known, bool]]:
+def _with_last(
+    pairs: Iterator[tuple[Any, _Known]], index: int, length: int | None
+) -> Iterator[tuple[Any, _Known, bool]]:
     """Each batch, what is known about it, and whether it is the last; one is read ahead where the length is unknown."""
     if length is not None:
         for batch, known in pairs:

@@ -49,6 +49,7 @@ class DispatchReader:
     """
 
     finds_rows = False
+    ends_alike = True
 
     def __init__(self, make_reader: Callable[[], Reader], layout: Layout, batches: Callable[[], int]) -> None:
         self.layout = layout
@@ -60,22 +61,26 @@ class DispatchReader:
     def __len__(self) -> int:
         return self.layout.steps(self._batches())
 
-    def open(self, epoch: int, position: Position) -> Opened:
+    def open(self, epoch: int, position: Position, limit: int | None = None) -> Opened:
         """Begin an iteration over an epoch; on all processes together."""
         if not dist.is_initialized():  # nobody to send to: a shard that is looked at by itself
-            opened = self._own_reader().open(epoch, position)
+            opened = self._own_reader().open(epoch, position, limit)
             pairs = own_pairs(share_pairs(opened.pairs, self.layout), self.layout.shard.index)
             return Opened(pairs, opened.start, opened.close)
         exchange = _Exchange(self.layout)
         if dist.get_rank() != 0:
             return Opened(exchange.receive(), EpochStart.capture([]), do_nothing)
         try:
-            opened = self._own_reader().open(epoch, position)
+            opened = self._own_reader().open(epoch, position, limit)
         except Exception as error:
             exchange.fail(error)
             raise
         steps = share_pairs(opened.pairs, self.layout)
         return Opened(exchange.send(steps), opened.start, opened.close)
+
+    def restart(self) -> None:
+        """Let the next iteration be as the first one."""
+        self._reader = None
 
     def _own_reader(self) -> Reader:
         if self._reader is None:

@@ -18,7 +18,7 @@ from drivetrain.data.randomness import (
     set_generator_state,
     several_processes,
 )
-from drivetrain.data.reading import Opened, do_nothing, rebuilt, with_rows_found
+from drivetrain.data.reading import Opened, do_nothing, rebuilt, up_to, with_rows_found
 from drivetrain.data.seeding import ShowUsersDataset, as_is, collate_seed
 from drivetrain.data.sharding import Layout, shard_batches, with_last
 from drivetrain.runtime.errors import ConfigurationError
@@ -167,10 +167,17 @@ class StreamReader:
             worker_init_fn=ShowUsersDataset(self._loader.worker_init_fn),
         )
 
+    ends_alike = False
+
+    def restart(self) -> None:
+        """Let the next iteration be as the first one: with new workers, where these stay."""
+        if self._loader.persistent_workers:
+            self._inner = self._make_inner()
+
     def __len__(self) -> int:
         return self.layout.steps(len(self._loader))
 
-    def open(self, epoch: int, position: Position) -> Opened:
+    def open(self, epoch: int, position: Position, limit: int | None = None) -> Opened:
         """Begin an iteration over an epoch; what comes before the position is read and left out."""
         if self._dataset.layout != self.layout:
             self._dataset.layout = self.layout
@@ -199,7 +206,7 @@ class StreamReader:
                 close = separate.settle
             separate.settle()
         steps = position.batches // self.layout.group_size
-        pairs = self._pairs(records, steps)
+        pairs = self._pairs(up_to(records, None if limit is None else limit // self.layout.group_size), steps)
         return Opened(with_rows_found(pairs, alone=not self._sharded) if self.finds_rows else pairs, start, close)
 
     def _pairs(self, records: Iterator[Record], skipped: int) -> Iterator[tuple[Any, BatchInfo]]:

@@ -3,15 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 from torch.utils.data import DistributedSampler
 
-from drivetrain.data.agreement import with_rows_of_all
+from drivetrain.data.agreement import ending_together, with_rows_of_all
 from drivetrain.data.batch_info import ActiveLoaders, BatchInfo
 from drivetrain.data.configuration import TailPolicy
 from drivetrain.data.order import Position, SeedableSampler
-from drivetrain.data.randomness import EpochStart, find_generators, generator_state, set_generator_state
+from drivetrain.data.randomness import (
+    EpochStart,
+    find_generators,
+    generator_state,
+    kept_generators,
+    set_generator_state,
+    several_processes,
+)
 from drivetrain.data.reading import Opened, Reader
 from drivetrain.data.sharding import Layout
 from drivetrain.runtime.errors import CheckpointError, ConfigurationError
@@ -32,8 +40,6 @@ class PreparedLoader:
         current: What is known about the batch that was handed out last; None outside of a loop.
         active: Where loaders that are being iterated are listed.
         advanced: The time, by the clock of `active`, at which the last batch was handed out.
-        agrees_on_rows: Exchange the rows of each step's batches where they are known only once these are read, as with
-            `batch_size=None`. All processes must then iterate together.
     """
 
     def __init__(
@@ -49,7 +55,6 @@ class PreparedLoader:
         self.active = active
         self.current: BatchInfo | None = None
         self.advanced = 0
-        self.agrees_on_rows = False
         self._reader = reader
         self._layout = layout
         self._place = place
@@ -65,16 +70,65 @@ class PreparedLoader:
     # iterating
 
     def __iter__(self) -> Iterator[Any]:
+        return self.iterate()
+
+    def iterate(self, limit: float | None = None, together: bool = False) -> Iterator[Any]:
+        """Iterate as `iter(loader)` does, and end early or in step with the other processes.
+
+        Args:
+            limit: Batches of this process, counted from the start of the epoch, after which the iteration ends. Beyond
+                them nothing is drawn from the sampler, as where a plain loop breaks there.
+            together: All processes iterate, each with as many batches. What is known to single processes only is
+                exchanged: the rows of batches that are read whole (`batch_size=None`), and whether a stream has ended.
+
+        Returns:
+            The iterator.
+
+        Raises:
+            DataError: While iterating, with `together`: the batches of some processes ended before those of others.
+        """
         self._begin_epoch()
         position = self._resume or Position()
         self._resume = self._reached = None
         self._exhausted = False
-        opened = self._reader.open(self._epoch, position)
-        shards = self._layout.shard.count
-        if self.agrees_on_rows and self._reader.finds_rows and shards > 1:
-            opened = opened._replace(pairs=with_rows_of_all(opened.pairs, shards))
+        layout = self._layout
+        opened = self._reader.open(self._epoch, position, self._user_batches(limit))
+        if together and several_processes():
+            pairs = opened.pairs
+            if not self._reader.ends_alike:
+                pairs = ending_together(pairs)
+            if self._reader.finds_rows and layout.shard.count > 1:
+                pairs = with_rows_of_all(pairs, layout.shard.count)
+            opened = opened._replace(pairs=pairs)
         self._start = opened.start
         return self._batches(opened)
+
+    @contextmanager
+    def undone(self) -> Iterator[None]:
+        """Undo in the end what the body's iterations did to the loader: it draws next what it would have drawn first.
+
+        Generators that the loader, its samplers and its dataset hold are put back, and workers that stay are ended. The
+        global generators are not put back, nor what a dataset remembers otherwise.
+        """
+        before = self._epoch, self._begun, self._exhausted, self._reached, self._resume, self._start
+        with kept_generators(self.loader, getattr(self.loader, "dataset", None)):
+            try:
+                yield
+            finally:
+                self._epoch, self._begun, self._exhausted, self._reached, self._resume, self._start = before
+                self._reader.restart()
+
+    def _user_batches(self, limit: float | None) -> int | None:
+        """The user's batches that so many of this process's are of; None where these are all that there are."""
+        if limit is None or limit == float("inf"):
+            return None
+        batches = int(limit) * self._reader.layout.group_size
+        try:
+            if batches >= len(self.loader):  # type: ignore[arg-type]
+                return None  # the sampler is then to see its end, as in a plain loop
+        except (TypeError, NotImplementedError):
+            pass
+        return batches
 
     def _batches(self, opened: Opened) -> Iterator[Any]:
         """The loop that every batch goes through."""

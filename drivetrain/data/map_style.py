@@ -21,7 +21,7 @@ from drivetrain.data.randomness import (
     set_generator_state,
     several_processes,
 )
-from drivetrain.data.reading import Opened, do_nothing, rebuilt, with_rows_found
+from drivetrain.data.reading import Opened, do_nothing, least, rebuilt, up_to, with_rows_found
 from drivetrain.data.seeding import (
     SeededBatches,
     ShowUsersDataset,
@@ -86,25 +86,41 @@ class MapReader:
         self._seeded = seed is not None and not (
             is_deterministic(loader.dataset) and is_deterministic_collate(loader.collate_fn)
         )
-        batched = self.order.batched
-        if seed is not None and self._seeded:
-            self._inner = rebuilt(
+        self._seed = seed
+        self._inner = self._make_inner()
+
+    def _make_inner(self) -> DataLoader[Any]:
+        loader, batched = self._loader, self.order.batched
+        if self._seed is not None and self._seeded:
+            return rebuilt(
                 loader,
-                SeededBatches(loader.dataset, loader.collate_fn, seed, batched),
+                SeededBatches(loader.dataset, loader.collate_fn, self._seed, batched),
                 batch_size=None,
                 sampler=self._stream,
                 collate_fn=as_is,
                 worker_init_fn=ShowUsersDataset(loader.worker_init_fn),
             )
-        elif batched:
-            self._inner = rebuilt(loader, loader.dataset, batch_sampler=self._stream)
-        else:
-            self._inner = rebuilt(loader, loader.dataset, batch_size=None, sampler=self._stream)
+        if batched:
+            return rebuilt(loader, loader.dataset, batch_sampler=self._stream)
+        return rebuilt(loader, loader.dataset, batch_size=None, sampler=self._stream)
+
+    def restart(self) -> None:
+        """Let the next iteration be as the first one: with new workers, where these stay."""
+        if self._workers_are_there:
+            self._inner, self._workers_are_there = self._make_inner(), False
 
     def __len__(self) -> int:
         return self.layout.steps(len(self.order))
 
-    def open(self, epoch: int, position: Position) -> Opened:
+    @property
+    def ends_alike(self) -> bool:
+        """Whether the sampler has a length."""
+        try:
+            return len(self.order) >= 0
+        except (TypeError, NotImplementedError):
+            return False
+
+    def open(self, epoch: int, position: Position, limit: int | None = None) -> Opened:
         """Begin an iteration over an epoch, at a position of it; on all processes together."""
         infos: deque[BatchInfo] = deque()
         requests = _Requests(self.order, self.layout, self._replicas, self._seeded)
@@ -115,9 +131,9 @@ class MapReader:
         close: Callable[[], None] = do_nothing
         if not sharded and not together and position == Position():
             # As in plain torch, down to when which random number is drawn.
-            order, length = self.order, self.order.said_length()
+            order, length = self.order, least(self.order.said_length(), limit)
             self._stream.begin = lambda: requests.made_from(
-                order.batches(order.plain_iterator()), infos, epoch, length=length
+                up_to(order.batches(order.plain_iterator()), limit), infos, epoch, length=length
             )
             self._inner.generator = self._loader.generator
         else:
@@ -125,9 +141,8 @@ class MapReader:
                 start = start.agreed()
             for generator, state in zip(generators, start.own, strict=False):
                 set_generator_state(generator, state)
-            close = self._open_apart(
-                requests, infos, epoch, position, start, follow=sharded or together, check=together and sharded
-            )
+            follow, check = sharded or together, together and sharded
+            close = self._open_apart(requests, infos, epoch, position, start, limit, follow=follow, check=check)
         batches = iter(self._inner)
         self._stream.begin = _nothing
         self._workers_are_there = self._workers_stay
@@ -143,6 +158,7 @@ class MapReader:
         epoch: int,
         position: Position,
         start: EpochStart,
+        limit: int | None,
         *,
         follow: bool,
         check: bool,
@@ -155,6 +171,7 @@ class MapReader:
             epoch: The epoch.
             position: Where in it to begin.
             start: The random state to draw from.
+            limit: The user's batches after which the epoch ends; None for all.
             follow: Draw later indices from it too, not only the first ones.
             check: Compare the orders of all processes.
 
@@ -180,6 +197,9 @@ class MapReader:
                 batches, head, skipped = order.from_position(iterator, position, keep)
             else:
                 batches = order.batches(iterator)
+            # A sampler that shards by itself gives this process only its part of the batches before.
+            before = position.batches // self._replicas
+            batches = up_to(batches, limit, before)
             if order.draws_at_once:
                 batches = _begun(batches)
         draws_later = follow and not order.draws_at_once
@@ -187,10 +207,10 @@ class MapReader:
             batches = separate.iterate(batches)
         if check and not order.draws_at_once:
             batches = _agreed(batches, order.sampler if order.regular else order.source)
-        length = None if follow else order.said_length()
+        length = None if follow else least(order.said_length(), limit)
         if length is not None:
-            length -= position.batches
-        index = position.batches // self.layout.group_size
+            length -= before
+        index = before // self.layout.group_size
         indices = requests.made_from(batches, infos, epoch, index, skipped, head, length)
         if draws_later:
             indices = _begun(indices)

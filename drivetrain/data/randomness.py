@@ -78,6 +78,18 @@ def set_generator_state(generator: Any, state: Any) -> None:
         generator.setstate((state[0], tuple(state[1]), state[2]))
 
 
+@contextmanager
+def kept_generators(*owners: Any) -> Iterator[None]:
+    """Put the generators that `find_generators` finds back, in the end, to where they were."""
+    generators = find_generators(*owners)
+    states = [generator_state(generator) for generator in generators]
+    try:
+        yield
+    finally:
+        for generator, state in zip(generators, states, strict=True):
+            set_generator_state(generator, state)
+
+
 @dataclass
 class EpochStart:
     """The random state that an epoch's order is drawn from.

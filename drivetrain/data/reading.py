@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple, Protocol
+from itertools import islice
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 from torch.utils.data import DataLoader
 
@@ -12,6 +13,8 @@ from drivetrain.data.order import Position
 from drivetrain.data.randomness import EpochStart
 from drivetrain.data.sharding import Layout
 from drivetrain.runtime.nested import batch_size_or_none
+
+Item = TypeVar("Item")
 
 
 class Opened(NamedTuple):
@@ -39,13 +42,38 @@ class Reader(Protocol):
     layout: Layout
     finds_rows: bool
 
-    def open(self, epoch: int, position: Position) -> Opened:
-        """Begin an iteration over an epoch, at a position of it."""
+    @property
+    def ends_alike(self) -> bool:
+        """Whether processes whose loaders have the same length surely have as many batches."""
+        ...
+
+    def open(self, epoch: int, position: Position, limit: int | None = None) -> Opened:
+        """Begin an iteration over an epoch, at a position of it.
+
+        Args:
+            epoch: The epoch.
+            position: Where in it to begin.
+            limit: The user's batches after which it ends, counted from the start of the epoch; None for all.
+        """
+        ...
+
+    def restart(self) -> None:
+        """Let the next iteration be as the first one: with new workers, where these stay."""
         ...
 
     def __len__(self) -> int:
         """How many batches this process gets in an epoch."""
         ...
+
+
+def up_to(items: Iterator[Item], limit: int | None, skipped: int = 0) -> Iterator[Item]:
+    """The items before a limit, of which `skipped` came before them; nothing is read beyond."""
+    return items if limit is None else islice(items, max(0, limit - skipped))
+
+
+def least(*lengths: int | None) -> int | None:
+    """The smallest of some lengths, of which those that are None are unknown."""
+    return min((length for length in lengths if length is not None), default=None)
 
 
 def do_nothing() -> None:

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch.utils.data import DataLoader, RandomSampler, SequentialSampler
+from torch.utils.data import DataLoader, DistributedSampler, RandomSampler, SequentialSampler, TensorDataset
 
 from drivetrain.data import DataShard, PermutationSampler, PreparedLoader, prepare_loader, skip_first_batches
 from drivetrain.runtime.errors import CheckpointError, ConfigurationError
@@ -280,3 +280,19 @@ def test_a_stream_is_read_up_to_the_position() -> None:
     loader = prepare_loader(DataLoader(Stream(), batch_size=4), shard=DataShard())
     loader.skip(5)
     assert rest_of(loader) == [[20, 21]]
+
+
+def test_a_distributed_sampler_goes_on_counting_its_own_batches() -> None:
+    data = TensorDataset(torch.arange(20.0))
+
+    def make() -> PreparedLoader:
+        sampler: DistributedSampler[Any] = DistributedSampler(data, num_replicas=2, rank=0, shuffle=False)
+        return prepare_loader(DataLoader(data, batch_size=2, sampler=sampler), shard=DataShard(0, 2))
+
+    whole = make()
+    states = [(whole.current.index, whole.state_dict()) for _ in whole if whole.current is not None]
+    resumed = make()
+    resumed.load_state_dict(states[1][1])
+    rest = [(resumed.current.index, resumed.state_dict()) for _ in resumed if resumed.current is not None]
+    assert [index for index, _ in rest] == [2, 3, 4]
+    assert [state["batches"] for _, state in rest] == [state["batches"] for _, state in states[2:]]

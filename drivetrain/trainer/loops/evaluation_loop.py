@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -12,6 +12,8 @@ from torch import nn
 
 from drivetrain.callbacks.stage import Stage
 from drivetrain.data import PreparedLoader
+from drivetrain.data.randomness import kept_generators
+from drivetrain.runtime.seeds import isolated_random_state
 from drivetrain.strategies.capabilities import PlainEvaluation, evaluation_context
 from drivetrain.trainer.loops.loader_source import LoaderSource, limits_of, own_batches
 from drivetrain.trainer.metrics.log_scopes import TEST_EPOCH, TEST_STEP, VALIDATE_EPOCH, VALIDATE_STEP, LogScope
@@ -69,9 +71,24 @@ class EvaluationLoop:
             for loader in self._loaders or []:
                 trainer.accelerator.forget_loader(loader)
             self._loaders = self._source.prepare_evaluation()
-            self._limits = limits_of(self._loaders, self._limit, self._limit_name)
+            even = self._strategy.needs_even_batches
+            self._limits = limits_of(self._loaders, self._limit, self._limit_name, even)
             trainer.current.evaluation_batches[self._stage] = own_batches(self._loaders, self._limits)
         return self._loaders
+
+    @contextmanager
+    def undone(self) -> Iterator[None]:
+        """Undo in the end what the body draws, as the sanity check does: training then draws what it does without.
+
+        The global generators are put back, those of devices too, and those that the task, the data module, the loaders
+        and their datasets hold.
+        """
+        with ExitStack() as stack:
+            stack.enter_context(isolated_random_state(devices=True))
+            stack.enter_context(kept_generators(self._task, self._trainer.datamodule))
+            for loader in self.load():
+                stack.enter_context(loader.undone())
+            yield
 
     def run(
         self, at_most: int | None = None, keep: bool = True, on_results: Callable[[], None] | None = None
@@ -126,7 +143,7 @@ class EvaluationLoop:
         on_end = self._hooks.find(self._stage.hook_name("batch_end"))
         position = dataloader_idx or 0
         loader.set_epoch(trainer.current_epoch)
-        for index, batch in enumerate(loader):
+        for index, batch in enumerate(loader.iterate(limit, together=self._strategy.needs_even_batches)):
             info = loader.current
             current.batch, current.batch_info = batch, info
             if info is not None and info.real_rows == 0:

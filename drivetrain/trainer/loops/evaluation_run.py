@@ -134,10 +134,13 @@ def run_sanity_check(trainer: Trainer, validation: EvaluationLoop | None) -> Non
         trainer: the trainer.
         validation: the validation, if there is one.
     """
-    steps = trainer.num_sanity_val_steps
-    if validation is None or steps == 0:
+    if validation is None:
         return
-    with trainer.current.within(Stage.VALIDATE, sanity_checking=True):
+    validation.load()  # in any case: making loaders may draw random numbers
+    steps = trainer.num_sanity_val_steps
+    if steps == 0:
+        return
+    with trainer.current.within(Stage.VALIDATE, sanity_checking=True), validation.undone():
         trainer.logged.start((Stage.VALIDATE,))
         trainer.hooks.call("on_sanity_check_start")
         validation.run(at_most=None if steps < 0 else steps, keep=False)

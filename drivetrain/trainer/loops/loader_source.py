@@ -110,7 +110,6 @@ class LoaderSource:
             place=self._placing(index),
             shard=None if self._trainer.use_distributed_sampler else DataShard(0, 1),
         )
-        prepared.agrees_on_rows = self._stage is Stage.TRAIN
         if length_of(loader) == 0:  # not the prepared one: a process may get none of the few batches that there are
             raise DataError(f"The {self._stage.loader} loader is empty: {_describe(loader)}.")
         return prepared
@@ -180,15 +179,47 @@ def batches_to_run(length: int | None, limit: float | int | None, name: str) -> 
     return batches
 
 
-def limits_of(loaders: Sequence[Any], limit: float | int | None, name: str) -> list[float]:
+def check_equal_lengths(batches: float, kind: str) -> None:
+    """Refuse numbers of batches that differ between processes which step together; call it on all.
+
+    Args:
+        batches: how many this process runs; infinite where nobody knows.
+        kind: `"training"`, `"validation"`, ..., for the error.
+
+    Raises:
+        DataError: they differ; on all processes.
+    """
+    everyone = gather_object([batches])
+    if len(set(everyone)) > 1:
+        counts = ", ".join(
+            f"rank {rank} has an unknown number" if count == float("inf") else f"rank {rank} has {count:g}"
+            for rank, count in enumerate(everyone)
+        )
+        raise DataError(
+            f"The processes have different numbers of {kind} batches: {counts}. They step together, so each needs as "
+            "many as the others, or those with more would wait forever. Give every process a loader of the same "
+            "length, or the same loader and use_distributed_sampler=True, or limit the batches to the smallest number."
+        )
+
+
+def limits_of(loaders: Sequence[Any], limit: float | int | None, name: str, even: bool = False) -> list[float]:
     """How many batches a limit leaves of each loader, on the process with the most of them; call it on all.
 
     Args:
         loaders: the prepared loaders, of which processes may have different numbers of batches.
         limit: see `batches_to_run`.
         name: the argument's name, for errors.
+        even: whether processes must have as many batches as the others, since they run the model together.
+
+    Raises:
+        DataError: they have not, where they must.
     """
-    everyone: list[list[int | None]] = gather_object([[length_of(loader) for loader in loaders]])
+    lengths = [length_of(loader) for loader in loaders]
+    if even:
+        kind = name.removeprefix("limit_").removesuffix("_batches")
+        for length in lengths:
+            check_equal_lengths(batches_to_run(length, limit, name), kind)
+    everyone: list[list[int | None]] = gather_object([lengths])
     longest = [None if None in lengths else max(lengths) for lengths in zip(*everyone, strict=True)]
     return [batches_to_run(length, limit, name) for length in longest]
 

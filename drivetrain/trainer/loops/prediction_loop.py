@@ -48,7 +48,8 @@ class PredictionLoop:
         """
         trainer, hooks = self._trainer, self._trainer.hooks
         loaders = self._source.prepare_evaluation()
-        limits = limits_of(loaders, trainer.limit_predict_batches, "limit_predict_batches")
+        even = self._strategy.needs_even_batches
+        limits = limits_of(loaders, trainer.limit_predict_batches, "limit_predict_batches", even)
         trainer.current.evaluation_batches[Stage.PREDICT] = own_batches(loaders, limits)
         results: list[Any] = []
         self._step = bind_evaluation_step(trainer, self._task, self._model, self._task.predict_step)
@@ -72,7 +73,7 @@ class PredictionLoop:
         outputs: list[Any] = []
         if trainer.limit_predict_batches == 0:
             return outputs  # asked for; a process that merely has no batch still takes part in opening the loader
-        for index, batch in enumerate(loader):
+        for index, batch in enumerate(loader.iterate(limit, together=self._strategy.needs_even_batches)):
             info = loader.current
             current.batch, current.batch_info = batch, info
             for hook in hooks.find("on_predict_batch_start"):

@@ -6,7 +6,7 @@ from collections.abc import Generator
 from typing import TYPE_CHECKING, Any
 
 from drivetrain.data import BatchInfo, CombinedLoader, PreparedLoader
-from drivetrain.trainer.loops.loader_source import LoaderSource, batches_to_run, length_of
+from drivetrain.trainer.loops.loader_source import LoaderSource, batches_to_run, check_equal_lengths, length_of
 from drivetrain.trainer.loops.step import MicroBatch
 
 if TYPE_CHECKING:
@@ -83,7 +83,7 @@ class TrainingBatches:
         if index >= limit or progress.batches_are_done:
             return
         window: list[MicroBatch] = []
-        for batch in loader:
+        for batch in loader.iterate(limit, together=True):
             info = loader.current
             assert info is not None  # a batch is always known to its loader
             if skips and (progress.epoch, index) in skips:
@@ -117,3 +117,4 @@ class TrainingBatches:
     def _take(self, loader: PreparedLoader | CombinedLoader) -> None:
         self.loader = loader
         self.limit = self._trainer.current.training_batches = epoch_length(self._trainer, loader)
+        check_equal_lengths(self.limit, "training")
