@@ -1,10 +1,10 @@
 """DeepSpeed's compiled operators: which are built, which are being built or were left half built, and building them.
 
 DeepSpeed compiles an operator where it is first used, which takes minutes, and waits for ever where a build was killed
-and left its lock. So operators that are not needed are not asked for, and a lock that nobody holds is an error.
+and left its lock. So operators that are not needed are not asked for, and a lock that no process holds is an error.
 
     python -m drivetrain.strategies.deepspeed.ops            # build what helps on this machine
-    python -m drivetrain.strategies.deepspeed.ops --status   # only say what is there
+    python -m drivetrain.strategies.deepspeed.ops --status   # only print what is there
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def check_locks(names: Sequence[str]) -> None:
         if is_stale(lock):
             raise ConfigurationError(
                 f"{lock} was left by a build of DeepSpeed's {name} that did not end, and DeepSpeed would wait for it "
-                f"for ever. Remove it (rm {lock}) and build anew: python -m drivetrain.strategies.deepspeed.ops {name}"
+                f"for ever. Remove it (rm {lock}) and build again: python -m drivetrain.strategies.deepspeed.ops {name}"
             )
 
 
@@ -158,7 +158,7 @@ def require_async_io() -> None:
     cause: Exception | None = None
     try:
         possible = builder is not None and builder.is_compatible(verbose=False)
-    except Exception as error:  # it looks for compilers and libraries in its own ways; what it met is told
+    except Exception as error:  # it looks for compilers and libraries in its own ways; what it met is reported
         possible, cause = False, error
     if not possible:
         raise ConfigurationError(
@@ -185,7 +185,7 @@ def build(name: str, kind: str) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Build operators, or say which there are."""
+    """Build operators, or print which there are."""
     from drivetrain.runtime.devices import detect_device_kind
     from drivetrain.strategies.deepspeed.package import import_deepspeed
 

@@ -39,7 +39,7 @@ class DeepSpeed(Strategy):
         offload_optimizer: `"cpu"`, `"nvme"`, or DeepSpeed's section as a dict: where optimizer state is kept.
         offload_param: the same for parameters, at stage 3.
         nvme_path: the folder for `"nvme"`.
-        gradient_clipping: clip to this norm in each step; a Trainer's `gradient_clip_val` says the same.
+        gradient_clipping: clip to this norm in each step; a Trainer's `gradient_clip_val` has the same meaning.
         gradient_accumulation_steps: micro-batches in a step, to be held against the loop's, which decides.
         zero_init: whether `init_context` takes parameters apart where they are made; at stage 3, if None.
         moe_layers: names of module classes that ZeRO-3 gathers as a whole, such as mixtures of experts.
@@ -264,19 +264,19 @@ class DeepSpeed(Strategy):
     # one optimizer step
 
     def backward(self, loss: torch.Tensor, **kwargs: Any) -> None:
-        """Let the engine differentiate a loss that is divided by the window's micro-batches already."""
+        """Let the engine differentiate a loss whose share of the window has been taken into account already."""
         unknown = sorted(set(kwargs) - {"retain_graph"})
         if unknown:
             raise ConfigurationError(f"DeepSpeed's backward takes retain_graph only, got {', '.join(unknown)}.")
         ran = self._engines.take_part()
         if not ran or loss.numel() != 1 or not loss.requires_grad:
-            loss.backward(**kwargs)  # type: ignore[no-untyped-call]  # which says what is wrong with it
+            loss.backward(**kwargs)  # type: ignore[no-untyped-call]  # whose error names what is wrong
             return
         for trained in ran:
             trained.holds_gradients = True
         engine = ran[-1].engine  # others that the loss went through follow by the hooks on their outputs
         if self.stage == 0:
-            # Its hook on the output that the loss may be divides by the micro-batches once more, unless it can tell.
+            # Its hook on the output that the loss may be scales by the micro-batches once more, unless it is another tensor.
             loss = loss * 1.0
         try:
             engine.backward(loss, scale_wrt_gas=False, **kwargs)
@@ -306,7 +306,7 @@ class DeepSpeed(Strategy):
         return bool(trained.engine.was_step_applied())
 
     def teardown(self) -> None:
-        """Let go of engines and of DeepSpeed's groups."""
+        """Release engines and DeepSpeed's groups."""
         self._engines.destroy()
         if self._membership is not None:
             self._membership.leave()
