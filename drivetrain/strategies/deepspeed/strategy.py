@@ -17,7 +17,7 @@ from drivetrain.runtime.state import PartialState
 from drivetrain.strategies.base import Capability, Given, RunOptions, Strategy, View
 from drivetrain.strategies.capabilities import PlainEvaluation
 from drivetrain.strategies.deepspeed import config as configuration
-from drivetrain.strategies.deepspeed import native, ops, options
+from drivetrain.strategies.deepspeed import adagrad, native, ops, options
 from drivetrain.strategies.deepspeed.accelerate_config import arguments_from
 from drivetrain.strategies.deepspeed.config import Known
 from drivetrain.strategies.deepspeed.dummies import DummyOptim, standing_in_for
@@ -200,6 +200,7 @@ class DeepSpeed(Strategy):
         self._mark_leaves(bare)
         engine, scheduler = self._initialize(model, optimizer, bare)
         trained = TrainedModel(engine, bare, groups)
+        adagrad.make_state(trained.layout)
         if isinstance(optimizer, DummyOptim):
             # A learning-rate schedule over the stand-in changes the real one's groups.
             optimizer.param_groups = trained.layout.inner.param_groups
@@ -222,11 +223,11 @@ class DeepSpeed(Strategy):
             arguments = {"model_parameters": [dict(group) for group in optimizer.param_groups]}
         if known.scheduler is not None and known.scheduler.lr_scheduler_callable is not None:
             arguments["lr_scheduler"] = known.scheduler.lr_scheduler_callable
-        engine, _, _, scheduler = self._package().initialize(
-            model=model, config=completed, dist_init_required=False, **arguments
-        )
+        with adagrad.kept(optimizer):
+            engine, _, _, scheduler = self._package().initialize(
+                model=model, config=completed, dist_init_required=False, **arguments
+            )
         engine.set_gradient_accumulation_boundary(True)
-        _keep_optimizer(engine, optimizer)
         return engine, scheduler
 
     def _mark_leaves(self, model: nn.Module) -> None:
@@ -348,19 +349,6 @@ class DeepSpeed(Strategy):
 
     def __repr__(self) -> str:
         return f"DeepSpeed(stage={self.stage})"
-
-
-def _keep_optimizer(engine: Any, optimizer: Optimizer) -> None:
-    """Let the engine step the user's optimizer, where DeepSpeed has made another of its class.
-
-    It does so for Adagrad (DeepSpeed 0.19), with all parameters in one group: a schedule over the user's optimizer
-    would change nothing, and the options of groups would be lost.
-    """
-    zero = engine.optimizer
-    made = getattr(zero, "optimizer", None)
-    if made is not None and made is not optimizer and type(made) is type(optimizer):
-        optimizer.state = made.state
-        zero.optimizer = optimizer
 
 
 def _names_of_groups(optimizer: Optimizer, names: Mapping[int, str]) -> list[list[str]]:
