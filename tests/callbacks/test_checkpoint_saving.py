@@ -240,7 +240,8 @@ def test_neither_ctrl_c_nor_a_run_without_the_wish_leaves_one(tmp_path: Path) ->
     def interrupt(trainer: Trainer) -> None:
         raise KeyboardInterrupt
 
-    train(Regression({}), tmp_path, [by_steps(tmp_path, every=100, save_on_exception=True), At(3, interrupt)])
+    callbacks = [by_steps(tmp_path, every=100, save_on_exception=True), At(3, interrupt)]
+    train(Regression({}), tmp_path, callbacks, on_interrupt="return")
     assert saved(tmp_path / "ckpt") == []
 
 
