@@ -59,8 +59,9 @@ def test_a_fit_that_had_nothing_left_to_do_says_so(tmp_path: Path, capsys: pytes
     trainer = quiet(**options)
     trainer.fit(Weight(), ones(2), resume="auto")
     assert trainer.stop_reason == "nothing_to_do"
-    assert "Nothing to do: the run was over before it began, after 4 steps (2 epochs): max_epochs=2 is reached. " in (
-        capsys.readouterr().out
+    assert capsys.readouterr().out.splitlines()[-1] == (
+        "Nothing to do: the run has taken 4 steps (2 epochs) already: max_epochs=2 is reached. "
+        "Raise that limit to train more."
     )
 
 
