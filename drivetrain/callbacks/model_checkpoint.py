@@ -265,7 +265,7 @@ class ModelCheckpoint(Callback):
         self._writer.kept.restore(state.without(outside), directory)
 
     def on_save_checkpoint(self, trainer: Trainer, task: Task, checkpoint: dict[str, Any]) -> None:
-        if not getattr(trainer, LOSS_IS_FINITE, True):
+        if not trainer.loss_is_finite:
             checkpoint[LOSS_IS_FINITE] = False  # marks the manifest, too: such a checkpoint is resumed from last
 
     # when

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from drivetrain import Callback, CSVLogger, DataModule, EarlyStopping, ModelCheckpoint, NaNGuard, Task, Trainer
+from drivetrain.checkpoint import Checkpoint
 from drivetrain.runtime.errors import ConfigurationError
 from tests.pool import run_in_processes
 from tests.trainer.tasks import Weight, fitted, ones, quiet, rows
@@ -116,10 +117,17 @@ def test_whether_all_is_finite_can_be_asked_before_a_checkpoint_is_saved(at: int
         runs_last_at_epoch_end = True
 
         def on_train_epoch_end(self, trainer: Trainer, task: Task) -> None:
-            seen.append(trainer.is_finite)
+            seen.append(trainer.loss_is_finite)
 
     fitted(Diverging(at), ones(3), callbacks=Saving())
     assert seen == [finite]
+
+
+@pytest.mark.parametrize(("at", "finite"), [(1, False), (99, True)])
+def test_the_default_checkpoint_marks_it(at: int, finite: bool, tmp_path: Path) -> None:
+    trainer = fitted(Diverging(at), ones(3), enable_checkpointing=True, default_root_dir=tmp_path)
+    assert trainer.checkpoint_callback is not None
+    assert Checkpoint(trainer.checkpoint_callback.best_model_path).manifest.finite_loss is finite
 
 
 def test_a_guard_is_warning_enough(warnings_of: Any) -> None:
@@ -131,7 +139,7 @@ def finite_on_two_ranks() -> bool:
         def training_step(self, batch: Any, batch_idx: int) -> Any:
             return super().training_step(batch, batch_idx)
 
-    return fitted(OnOneRank(), ones(6), max_epochs=2).is_finite
+    return fitted(OnOneRank(), ones(6), max_epochs=2).loss_is_finite
 
 
 def test_all_processes_agree_on_it() -> None:
