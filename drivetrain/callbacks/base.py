@@ -20,7 +20,7 @@ class Callback(KnownKeywords):
 
     The Trainer looks once, when a run starts, which hooks a class overrides, and calls only those. Override
     them in a class: a function assigned to an instance is not seen. Every process of the run calls every
-    hook, so a hook may use collectives; what should happen once belongs under ``if trainer.is_global_zero``.
+    hook, so a hook may use collectives; what should happen once belongs under `if trainer.is_global_zero`.
 
     Example:
         ```python
@@ -82,7 +82,7 @@ class Callback(KnownKeywords):
         """Return the class's name, followed by the arguments that distinguish two objects of this class.
 
         Args:
-            **distinguishing: Arguments and their values, such as ``monitor="val_loss"``.
+            **distinguishing: Arguments and their values, such as `monitor="val_loss"`.
         """
         name = type(self).__qualname__
         if not distinguishing:
@@ -119,7 +119,7 @@ class Callback(KnownKeywords):
         Args:
             trainer: The Trainer that runs.
             task: The task that it runs.
-            stage: ``"fit"``, ``"validate"``, ``"test"`` or ``"predict"``.
+            stage: `"fit"`, `"validate"`, `"test"` or `"predict"`.
         """
 
     def teardown(self, trainer: Trainer, task: Task, stage: str) -> None:
@@ -128,7 +128,7 @@ class Callback(KnownKeywords):
         Args:
             trainer: The Trainer that runs.
             task: The task that it runs.
-            stage: ``"fit"``, ``"validate"``, ``"test"`` or ``"predict"``.
+            stage: `"fit"`, `"validate"`, `"test"` or `"predict"`.
         """
 
     def on_exception(self, trainer: Trainer, task: Task, exception: BaseException) -> None:
@@ -256,13 +256,13 @@ class Callback(KnownKeywords):
         """Called when a validation begins."""
 
     def on_validation_end(self, trainer: Trainer, task: Task) -> None:
-        """Called when a validation ends; its metrics are in ``trainer.callback_metrics``."""
+        """Called when a validation ends; its metrics are in `trainer.callback_metrics`."""
 
     def on_validation_epoch_start(self, trainer: Trainer, task: Task) -> None:
         """Called when the pass over the validation loaders begins."""
 
     def on_validation_epoch_end(self, trainer: Trainer, task: Task) -> None:
-        """Called when the pass over the validation loaders ends; ``task.log`` still counts for this epoch."""
+        """Called when the pass over the validation loaders ends; `task.log` still counts for this epoch."""
 
     def on_validation_batch_start(
         self, trainer: Trainer, task: Task, batch: Any, batch_idx: int, dataloader_idx: int = 0
@@ -297,13 +297,13 @@ class Callback(KnownKeywords):
         """Called when a test begins."""
 
     def on_test_end(self, trainer: Trainer, task: Task) -> None:
-        """Called when a test ends; its metrics are in ``trainer.callback_metrics``."""
+        """Called when a test ends; its metrics are in `trainer.callback_metrics`."""
 
     def on_test_epoch_start(self, trainer: Trainer, task: Task) -> None:
         """Called when the pass over the test loaders begins."""
 
     def on_test_epoch_end(self, trainer: Trainer, task: Task) -> None:
-        """Called when the pass over the test loaders ends; ``task.log`` still counts for this epoch."""
+        """Called when the pass over the test loaders ends; `task.log` still counts for this epoch."""
 
     def on_test_batch_start(
         self, trainer: Trainer, task: Task, batch: Any, batch_idx: int, dataloader_idx: int = 0

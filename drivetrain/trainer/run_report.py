@@ -23,7 +23,7 @@ def run_report(trainer: Trainer) -> str:
     """Describe in one line how a `fit` ended; on the main process.
 
     Args:
-        trainer: the trainer.
+        trainer: The trainer.
     """
     control = trainer.control
     steps, epochs = trainer.global_step, trainer.current_epoch

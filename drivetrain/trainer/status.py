@@ -193,7 +193,7 @@ class TrainerStatus:
         return self.current.training_batches
 
     @property
-    def loss_is_finite(self) -> bool:
+    def is_finite(self) -> bool:
         """Whether the training values that were written, and the weights at the ends of epochs, are finite."""
         return self.finiteness.is_finite
 

@@ -117,7 +117,7 @@ def test_whether_all_is_finite_can_be_asked_before_a_checkpoint_is_saved(at: int
         runs_last_at_epoch_end = True
 
         def on_train_epoch_end(self, trainer: Trainer, task: Task) -> None:
-            seen.append(trainer.loss_is_finite)
+            seen.append(trainer.is_finite)
 
     fitted(Diverging(at), ones(3), callbacks=Saving())
     assert seen == [finite]
@@ -139,7 +139,7 @@ def finite_on_two_ranks() -> bool:
         def training_step(self, batch: Any, batch_idx: int) -> Any:
             return super().training_step(batch, batch_idx)
 
-    return fitted(OnOneRank(), ones(6), max_epochs=2).loss_is_finite
+    return fitted(OnOneRank(), ones(6), max_epochs=2).is_finite
 
 
 def test_all_processes_agree_on_it() -> None:

@@ -34,13 +34,13 @@ class EvaluationLoop:
     """Runs the task's validation or test step over its loaders.
 
     Args:
-        trainer: the trainer.
-        task: its task.
-        model: what the strategy made of the task.
-        stage: validating or testing.
-        source: where the loaders come from.
-        limit: how many batches of each loader: a whole number, a fraction, or None for all.
-        limit_name: that argument's name, for errors.
+        trainer: The trainer.
+        task: Its task.
+        model: What the strategy made of the task.
+        stage: Validating or testing.
+        source: Where the loaders come from.
+        limit: How many batches of each loader: a whole number, a fraction, or None for all.
+        limit_name: That argument's name, for errors.
     """
 
     def __init__(
@@ -96,9 +96,9 @@ class EvaluationLoop:
         """Evaluate once.
 
         Args:
-            at_most: batches of each loader, for a sanity check.
-            keep: whether the results become visible and are written.
-            on_results: called when they are, before the last hooks.
+            at_most: Batches of each loader, for a sanity check.
+            keep: Whether the results become visible and are written.
+            on_results: Called when they are, before the last hooks.
 
         Returns:
             For each loader, its logged values by name.
@@ -113,7 +113,7 @@ class EvaluationLoop:
             hooks.call(stage.hook_name("epoch_start"))
             with evaluation_context(self._strategy.capability(PlainEvaluation), trainer.inference_mode):
                 for index, (loader, limit) in enumerate(zip(loaders, limits, strict=True)):
-                    self._run_loader(loader, limit, index if len(loaders) > 1 else None)
+                    self._run_loader(loader, limit, index if len(loaders) > 1 else None, keep)
             trainer.logged.enter(self._in_epoch)
             results = trainer.tracker_log.finish_epoch(stage, keep)
             hooks.call(stage.hook_name("epoch_end"))
@@ -133,7 +133,7 @@ class EvaluationLoop:
             self._trainer.accelerator.forget_loader(loader)
         return results
 
-    def _run_loader(self, loader: PreparedLoader, limit: float, dataloader_idx: int | None) -> None:
+    def _run_loader(self, loader: PreparedLoader, limit: float, dataloader_idx: int | None, keep: bool) -> None:
         if self._limit == 0:
             return  # asked for; a process that merely has no batch still takes part in opening the loader
         trainer, step, current = self._trainer, self._step, self._trainer.current
@@ -154,6 +154,8 @@ class EvaluationLoop:
                 outputs = step(batch, index, *extra)
                 for hook in on_end:
                     hook(outputs, batch, index, position)
+                if keep:
+                    trainer.tracker_log.write_evaluation_step()
             if index + 1 >= limit:
                 break
         current.leave_batch()
@@ -184,8 +186,8 @@ def loader_argument(step: Callable[..., Any], dataloader_idx: int | None) -> tup
     """The third argument of a step: the loader's number, where the step takes it.
 
     Args:
-        step: the task's method.
-        dataloader_idx: the loader's number, None if there is only one.
+        step: The task's method.
+        dataloader_idx: The loader's number, None if there is only one.
     """
     positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     parameters = inspect.signature(step).parameters.values()

@@ -25,7 +25,7 @@ class Interruption:
     SIGTERM is what a scheduler sends before it kills, SIGUSR1 what SLURM's `--signal` sends on request.
 
     Args:
-        on_request: called at the first signal.
+        on_request: Called at the first signal.
     """
 
     def __init__(self, on_request: Callable[[], None]) -> None:

@@ -35,13 +35,13 @@ class TrainingBatches:
     """The training batches of one epoch after the other.
 
     Args:
-        trainer: the trainer, whose limits count.
-        source: where the loaders come from.
+        trainer: The trainer, whose limits count.
+        source: Where the loaders come from.
 
     Attributes:
-        loader: the prepared training loader.
-        limit: batches of this process in an epoch; infinite where this is not known.
-        finished: the last batch of the last window that was finished in this pass over the data.
+        loader: The prepared training loader.
+        limit: Batches of this process in an epoch; infinite where this is not known.
+        finished: The last batch of the last window that was finished in this pass over the data.
     """
 
     def __init__(self, trainer: Trainer, source: LoaderSource) -> None:
@@ -66,7 +66,7 @@ class TrainingBatches:
         """Go to the epoch's first batch, or to the one that comes next after a checkpoint.
 
         Args:
-            saved: the checkpoint, if this is the epoch that it was written in.
+            saved: The checkpoint, if this is the epoch that it was written in.
         """
         self.finished = self._origin = None
         if saved is None:

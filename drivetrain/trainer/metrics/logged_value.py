@@ -24,19 +24,23 @@ class LoggedValue:
     """All that was logged under one name in one stage.
 
     Args:
-        name: the name, with the loader's number where there are several.
-        arguments: what `self.log` was called with; every later call must be the same.
-        scope: from where.
-        on_step: whether each step's value is shown and written.
-        on_epoch: whether the epoch's reduction is.
-        prog_bar: whether the progress bar shows it.
-        logger: whether trackers get it.
+        name: The name, with the loader's number where there are several.
+        arguments: What `self.log` was called with; every later call must be the same.
+        scope: From where.
+        on_step: Whether each step's value is shown and written.
+        on_epoch: Whether the epoch's reduction is.
+        prog_bar: Whether the progress bar shows it.
+        logger: Whether trackers get it.
         reduction: `"mean"`, `"sum"`, `"max"`, `"min"`, or a function of the stacked values.
-        sync: whether it is reduced over processes.
-        main_only: whether only the main process's values count.
-        metric: the torchmetrics object, if one was logged.
-        metric_path: where in the task the metric is.
-        loader: the number of the loader that it belongs to, if there are several and it is of one.
+        sync: Whether it is reduced over processes.
+        main_only: Whether only the main process's values count.
+        metric: The torchmetrics object, if one was logged.
+        metric_path: Where in the task the metric is.
+        loader: The number of the loader that it belongs to, if there are several and it is of one.
+        suffix: The part of the name that says so, its end.
+
+    Attributes:
+        stepped: Whether a step has logged it, and nothing has taken the step's value since.
     """
 
     __slots__ = (
@@ -56,6 +60,8 @@ class LoggedValue:
         "prog_bar",
         "reduction",
         "scope",
+        "stepped",
+        "suffix",
         "sync",
         "total",
         "weighs",
@@ -78,29 +84,33 @@ class LoggedValue:
         metric: Any = None,
         metric_path: str | None = None,
         loader: int | None = None,
+        suffix: str = "",
     ) -> None:
         self.name, self.arguments, self.scope = name, arguments, scope
         self.on_step, self.on_epoch = on_step, on_epoch
         self.prog_bar, self.logger = prog_bar, logger
         self.reduction, self.sync, self.main_only = reduction, sync, main_only
         self.metric, self.metric_path = metric, metric_path
-        self.loader = loader
+        self.loader, self.suffix = loader, suffix
         self.weighs = on_epoch and reduction == "mean" and metric is None
         self.reset()
 
     @property
     def step_name(self) -> str:
         """Its name among a step's values."""
-        return f"{self.name}_step" if self.on_epoch else self.name
+        return self._forked("_step") if self.on_epoch else self.name
 
     @property
     def epoch_name(self) -> str:
         """Its name among an epoch's values."""
-        return f"{self.name}_epoch" if self.on_step else self.name
+        return self._forked("_epoch") if self.on_step else self.name
+
+    def _forked(self, ending: str) -> str:
+        return self.name.removesuffix(self.suffix) + ending + self.suffix
 
     def reset(self) -> None:
         """Forget all values."""
-        self.fresh = False
+        self.fresh = self.stepped = False
         self.last: Value | None = None
         self.total: Any = None
         self.weight: float = 0.0
@@ -111,7 +121,7 @@ class LoggedValue:
         """Keep one value; nothing is computed until enough have come together."""
         self.fresh = True
         if self.on_step:
-            self.last = value
+            self.last, self.stepped = value, True
         if self.on_epoch:
             self._pending.append(value)
             self._weights.append(weight)
@@ -189,12 +199,12 @@ class EpochValue(NamedTuple):
     """One value of an epoch.
 
     Attributes:
-        name: the name it was logged under.
-        epoch_name: its name where each step's value is kept too.
-        prog_bar: whether the progress bar shows it.
-        logger: whether trackers get it.
-        value: the value.
-        loader: the number of the loader that it belongs to, None if it belongs to all.
+        name: The name it was logged under.
+        epoch_name: Its name where each step's value is kept too.
+        prog_bar: Whether the progress bar shows it.
+        logger: Whether trackers get it.
+        value: The value.
+        loader: The number of the loader that it belongs to, None if it belongs to all.
     """
 
     name: str

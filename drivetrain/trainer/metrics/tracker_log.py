@@ -19,11 +19,11 @@ class TrackerLog:
     """Gives logged values to the trackers: a step's every so many steps, an epoch's at its end.
 
     Args:
-        trainer: the trainer, whose trackers they are.
+        trainer: The trainer, whose trackers they are.
 
     Attributes:
-        written: the latest number of each name.
-        next_step: the optimizer step whose values are written next.
+        written: The latest number of each name.
+        next_step: The optimizer step whose values are written next.
     """
 
     def __init__(self, trainer: Trainer) -> None:
@@ -56,14 +56,20 @@ class TrackerLog:
             trainer.finiteness.check_values(numbers.items(), f"at step {step}")
             self.write(numbers, step)
 
+    def write_evaluation_step(self) -> None:
+        """Write what an evaluation step logged with `on_step`, against the number of batches evaluated before."""
+        values, number = self._trainer.logged.end_evaluation_batch()
+        if values and self._trainer.loggers and self._trainer.is_global_zero:
+            self.write(to_numbers(values), number)
+
     # an epoch's
 
     def finish_epoch(self, stage: Stage, keep: bool = True) -> list[EpochValue]:
         """Reduce a stage's values over the epoch; those of training are written at once.
 
         Args:
-            stage: the stage.
-            keep: whether the values become visible; not after a sanity check.
+            stage: The stage.
+            keep: Whether the values become visible; not after a sanity check.
         """
         trainer = self._trainer
         assert trainer.task is not None
@@ -87,8 +93,8 @@ class TrackerLog:
         """Give numbers to the trackers; only the main process does anything.
 
         Args:
-            values: names and numbers.
-            step: the optimizer step.
+            values: Names and numbers.
+            step: The optimizer step; for the values of evaluation steps, the number of batches evaluated before.
         """
         trainer = self._trainer
         if not trainer.is_global_zero or not trainer.loggers:

@@ -27,9 +27,9 @@ def taken_over(directory: str, strategy: Strategy, task: nn.Module) -> dict[str,
     Every one of theirs is taken over by exactly one process, so that sums over an epoch stay whole.
 
     Args:
-        directory: the checkpoint.
-        strategy: which processes' values count now.
-        task: the task, whose metrics know how their states combine.
+        directory: The checkpoint.
+        strategy: Which processes' values count now.
+        task: The task, whose metrics know how their states combine.
 
     Returns:
         A state like that of one process; its random state is that of the first process taken over, if any.

@@ -26,8 +26,8 @@ def run_state(trainer: Trainer, weights_only: bool = False) -> tuple[dict[str, A
     """Collect the state that all processes share, and what is this process's own.
 
     Args:
-        trainer: the trainer.
-        weights_only: leave out everything but weights and hyper-parameters.
+        trainer: The trainer.
+        weights_only: Leave out everything but weights and hyper-parameters.
     """
     task, strategy = trainer.task, trainer.strategy
     if task is None or trainer.model is None:
@@ -68,11 +68,11 @@ class SavedRun:
     """A checkpoint on its way back into a run, part by part as the run is built.
 
     Args:
-        trainer: the trainer, with its task.
-        directory: the checkpoint.
+        trainer: The trainer, with its task.
+        directory: The checkpoint.
 
     Raises:
-        CheckpointError: it cannot be read, or is none of a Trainer.
+        CheckpointError: It cannot be read, or is none of a Trainer.
     """
 
     def __init__(self, trainer: Trainer, directory: str) -> None:
@@ -177,7 +177,7 @@ class SavedRun:
         """Go to the batch that comes next.
 
         Args:
-            loader: the prepared training loader.
+            loader: The prepared training loader.
         """
         progress, state = self._trainer.progress, self._state["loader"]
         if progress.batches_are_done:
