@@ -135,7 +135,7 @@ def make_callbacks(
 
     Args:
         given: The callbacks.
-        arguments: The Trainer's arguments, which say what is added.
+        arguments: The Trainer's arguments, which decide what is added.
         options: The Trainer's options.
     """
     quiet = options.is_quiet

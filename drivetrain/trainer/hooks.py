@@ -1,4 +1,4 @@
-"""Which hooks are really overridden: found once, so that a hook that nobody overrides costs nothing."""
+"""Which hooks are really overridden: found once, so that a hook that is not overridden costs nothing."""
 
 from __future__ import annotations
 

@@ -25,7 +25,7 @@ class TrainerOptions:
     """How long, how much and how often a Trainer trains; see `Trainer` for each. All are checked here.
 
     Raises:
-        ConfigurationError: An option cannot be; the message says what can.
+        ConfigurationError: An option cannot be; the message names what can.
     """
 
     max_epochs: int = 1000

@@ -287,7 +287,7 @@ class Task(DataHooks, TaskHooks):
         """The optimizer, or the list of them.
 
         Args:
-            use_pl_optimizer: False gives the bare ones, which know nothing of precision.
+            use_pl_optimizer: False gives the bare ones, which leave out the precision.
         """
         if _unknown:
             refuse_unknown(_unknown, self.optimizers)
@@ -367,7 +367,7 @@ class Task(DataHooks, TaskHooks):
         gradient_clip_val: float | None = None,
         gradient_clip_algorithm: str | None = None,
     ) -> None:
-        """Clip gradients as the Trainer's arguments say; override to do it otherwise."""
+        """Clip gradients as the Trainer's arguments ask; override to do it otherwise."""
         self.clip_gradients(optimizer, gradient_clip_val, gradient_clip_algorithm)
 
     def lr_scheduler_step(self, scheduler: Any, metric: Any) -> None:

@@ -102,7 +102,7 @@ class Trainer(KnownKeywords, OptionAttributes, TrainerStatus):
         seed: Seed everything with this, samples included, before anything else.
 
     Raises:
-        ConfigurationError: An argument cannot be; the message says what can.
+        ConfigurationError: An argument cannot be; the message names what can.
     """
 
     def __init__(
@@ -203,7 +203,7 @@ class Trainer(KnownKeywords, OptionAttributes, TrainerStatus):
             datamodule: Where loaders come from instead.
             ckpt_path: Lightning's name for `resume`.
             resume: A checkpoint to resume, exactly: the same batches, random numbers and values as without the
-                break. `"auto"` takes the newest complete one and starts afresh where there is none; `"last"` or
+                break. `"auto"` takes the newest complete one and starts from the beginning where there is none; `"last"` or
                 `"best"` takes the checkpoint callback's.
 
         Raises:
@@ -397,7 +397,7 @@ class Trainer(KnownKeywords, OptionAttributes, TrainerStatus):
 
     @property
     def estimated_stepping_batches(self) -> float:
-        """Optimizer steps that `fit` will take, for schedules in `configure_optimizers`; infinite where nothing says.
+        """Optimizer steps that `fit` will take, for schedules in `configure_optimizers`; infinite where this is not known.
 
         Raises:
             ConfigurationError: No `fit` is under way.

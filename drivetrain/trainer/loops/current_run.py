@@ -16,9 +16,9 @@ class CurrentRun:
 
     Attributes:
         stage: What runs now; None between two runs.
-        sanity_checking: Whether this is the validation before training, which counts for nothing.
+        sanity_checking: Whether this is the validation before training, whose results are dropped.
         batch: The batch under way.
-        batch_info: What its loader knows about it.
+        batch_info: What its loader recorded about it.
         training_batches: Batches of this process in an epoch; infinite where this is not known.
         evaluation_batches: For each stage, the batches of this process in each of its loaders.
     """
@@ -56,7 +56,7 @@ class CurrentRun:
         self.stage, self.sanity_checking, self.batch, self.batch_info = before
 
     def find_batch_size(self) -> int:
-        """Real rows of the current batch, as its loader knows them or as its tensors say."""
+        """Real rows of the current batch, from its loader, or else from its tensors."""
         info = self.batch_info
         if info is not None and info.rows is not None:
             return info.rows - info.padding

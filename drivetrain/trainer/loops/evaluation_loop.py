@@ -127,7 +127,7 @@ class EvaluationLoop:
         return _by_loader(results, len(loaders))
 
     def run_alone(self) -> list[dict[str, float]]:
-        """Evaluate once, and let go of the loaders."""
+        """Evaluate once, and forget the loaders."""
         results = self.run()
         for loader in self.load():
             self._trainer.accelerator.forget_loader(loader)

@@ -183,7 +183,7 @@ def check_equal_lengths(batches: float, kind: str) -> None:
     """Refuse numbers of batches that differ between processes which step together; call it on all.
 
     Args:
-        batches: How many this process runs; infinite where nobody knows.
+        batches: How many this process runs; infinite where this is not known.
         kind: `"training"`, `"validation"`, ..., for the error.
 
     Raises:

@@ -67,7 +67,7 @@ class RunControl:
     Attributes:
         options: The limits of the run.
         stop_requested: Whether this process wants the run to stop; read in each step.
-        stop_agreed: Whether all processes know that it is to stop.
+        stop_agreed: Whether all processes have agreed to stop.
         rollback_path: The checkpoint that the run goes back to after this step.
         batches_to_skip: (epoch, batch index) of this process's batches that are left out.
         reason: Why the last run ended; None while it runs.

@@ -37,7 +37,7 @@ class LoggedValue:
         metric: The torchmetrics object, if one was logged.
         metric_path: Where in the task the metric is.
         loader: The number of the loader that it belongs to, if there are several and it is of one.
-        suffix: The part of the name that says so, its end.
+        suffix: The part of the name that marks it, its end.
 
     Attributes:
         stepped: Whether a step has logged it, and nothing has taken the step's value since.
@@ -163,7 +163,7 @@ class LoggedValue:
         }
 
     def take_over(self, state: Mapping[str, Any], device: torch.device) -> None:
-        """Go on from what `state_dict` returned."""
+        """Resume from what `state_dict` returned."""
         pending, total = state["pending"], state["total"]
         self.total = None if total is None else total.to(device)
         self.weight = state["weight"]
@@ -173,7 +173,7 @@ class LoggedValue:
         self.fresh = state["fresh"]
 
     def adopt(self, restored: LoggedValue) -> None:
-        """Go on from an entry that came from a checkpoint, now that the name is logged again."""
+        """Resume from an entry that came from a checkpoint, now that the name is logged again."""
         for slot in ("total", "weight", "_pending", "_weights", "last", "fresh"):
             setattr(self, slot, getattr(restored, slot))
 

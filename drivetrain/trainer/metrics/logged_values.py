@@ -203,7 +203,7 @@ class LoggedValues:
         }
 
     def load_state_dict(self, state: Mapping[str, Any], device: torch.device) -> None:
-        """Go on from what `state_dict` returned.
+        """Resume from what `state_dict` returned.
 
         Args:
             state: The state.
@@ -354,7 +354,7 @@ class LoggedValues:
         return everyone if self._topology is None else self._topology.select(everyone)
 
     def start(self, stages: Iterable[str]) -> None:
-        """Forget the entries of some stages, before they run anew."""
+        """Forget the entries of some stages, before they run again."""
         for stage in stages:
             self._tables[stage] = {}
             for key in [key for key in self._by_loader if key[0] == stage]:

@@ -29,7 +29,7 @@ def taken_over(directory: str, strategy: Strategy, task: nn.Module) -> dict[str,
     Args:
         directory: The checkpoint.
         strategy: Which processes' values count now.
-        task: The task, whose metrics know how their states combine.
+        task: The task, whose metrics define how their states combine.
 
     Returns:
         A state like that of one process; its random state is that of the first process taken over, if any.

@@ -26,7 +26,7 @@ def find_checkpoint(trainer: Trainer, given: str | os.PathLike[str] | None) -> s
             `"last"` for the checkpoint callback's; or None.
 
     Returns:
-        The checkpoint, or None to start afresh.
+        The checkpoint, or None to start from the beginning.
 
     Raises:
         ConfigurationError: `"best"` or `"last"` was asked for, and there is none.

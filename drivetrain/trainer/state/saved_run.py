@@ -184,7 +184,7 @@ class SavedRun:
             # Only what the next epoch's order is drawn from still counts.
             state = _at_start_of(state, progress.epoch + 1)
         elif progress.batches_in_epoch == 0:
-            # Saved after fit, say: the loader still stands at the end of the epoch before.
+            # Such as one saved after fit: the loader still stands at the end of the epoch before.
             state = _at_start_of(state, progress.epoch)
         loader.load_state_dict(state)
         if self._own is None and not progress.batches_are_done and isinstance(loader, PreparedLoader):
