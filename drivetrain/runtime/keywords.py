@@ -16,7 +16,7 @@ class UnknownArgumentError(ConfigurationError, TypeError):
 def refuse_unknown(given: Iterable[str], function: Callable[..., Any], name: str | None = None) -> None:
     """Raise where a function was given keyword arguments that it does not take.
 
-    A method that asks for this ends its parameters with `**unknown: NoReturn`, which type checkers read as "nothing
+    A method that asks for this ends its parameters with `**_unknown: NoReturn`, which type checkers read as "nothing
     else", and calls this with them.
 
     Args:

@@ -134,9 +134,9 @@ def make_callbacks(
     """The callbacks given and the usual ones beside them; those that write checkpoints come last.
 
     Args:
-        given: the callbacks.
-        arguments: the Trainer's arguments, which say what is added.
-        options: the Trainer's options.
+        given: The callbacks.
+        arguments: The Trainer's arguments, which decide what is added.
+        options: The Trainer's options.
     """
     quiet = options.is_quiet
     checkpointing = False if quiet else arguments["enable_checkpointing"]

@@ -1,4 +1,4 @@
-"""Which hooks are really overridden: found once, so that a hook that nobody overrides costs nothing."""
+"""Which hooks are really overridden: found once, so that a hook that is not overridden costs nothing."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ class Hooks:
     Callbacks come before the task; see `find_late` for the one exception.
 
     Args:
-        trainer: the trainer, first argument of every callback hook.
-        task: the task, second argument of every callback hook.
+        trainer: The trainer, first argument of every callback hook.
+        task: The task, second argument of every callback hook.
     """
 
     def __init__(self, trainer: Trainer, task: Task) -> None:

@@ -29,8 +29,8 @@ def constructor_arguments(frame: FrameType, owner: Any) -> dict[str, Any]:
     """The arguments of the outermost `__init__` of `owner` that led to `frame`.
 
     Args:
-        frame: a frame inside the constructor.
-        owner: the object under construction.
+        frame: A frame inside the constructor.
+        owner: The object under construction.
 
     Returns:
         Argument names and values, those of `**kwargs` among them.
@@ -57,9 +57,9 @@ def select_hyper_parameters(
     """What `save_hyperparameters(*names)` means.
 
     Args:
-        names: argument names, or one mapping, dataclass or namespace to take instead; all arguments if empty.
-        arguments: the constructor's arguments.
-        ignore: names to leave out.
+        names: Argument names, or one mapping, dataclass or namespace to take instead; all arguments if empty.
+        arguments: The constructor's arguments.
+        ignore: Names to leave out.
     """
     left_out = {ignore} if isinstance(ignore, str) else set(ignore or ())
     if len(names) == 1 and not isinstance(names[0], str):

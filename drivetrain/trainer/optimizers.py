@@ -22,13 +22,13 @@ class SchedulerConfig:
     """A scheduler and when it steps.
 
     Attributes:
-        scheduler: the learning-rate scheduler.
+        scheduler: The learning-rate scheduler.
         interval: `"epoch"` or `"step"`.
-        frequency: every how many epochs or steps.
-        monitor: the logged value that a `ReduceLROnPlateau` watches.
-        strict: whether a missing monitored value is an error; else a warning.
-        name: its name for `LearningRateMonitor`.
-        reduce_on_plateau: whether it takes a value.
+        frequency: Every how many epochs or steps.
+        monitor: The logged value that a `ReduceLROnPlateau` watches.
+        strict: Whether a missing monitored value is an error; else a warning.
+        name: Its name for `LearningRateMonitor`.
+        reduce_on_plateau: Whether it takes a value.
     """
 
     scheduler: Any
@@ -63,7 +63,7 @@ def parse_configured_optimizers(configured: Any) -> tuple[list[Optimizer], list[
     """Bring whatever `configure_optimizers` returned into one shape.
 
     Raises:
-        ConfigurationError: it returned something else; the message lists what is allowed.
+        ConfigurationError: It returned something else; the message lists what is allowed.
     """
     if configured is None:
         return [], []

@@ -25,7 +25,7 @@ class TrainerOptions:
     """How long, how much and how often a Trainer trains; see `Trainer` for each. All are checked here.
 
     Raises:
-        ConfigurationError: an option cannot be; the message says what can.
+        ConfigurationError: An option cannot be; the message names what can.
     """
 
     max_epochs: int = 1000
@@ -72,7 +72,7 @@ class TrainerOptions:
         """The options that the Trainer's arguments mean.
 
         Args:
-            given: the arguments by name, others among them.
+            given: The arguments by name, others among them.
         """
         chosen = {each.name: given[each.name] for each in fields(cls) if given[each.name] is not None}
         chosen["val_check_interval"] = check_validation_interval(given["val_check_interval"])
@@ -176,7 +176,7 @@ class OptionAttributes:
         """Change options as writing the attribute of that name does; each is checked, and holds at once.
 
         Args:
-            **changed: names and values.
+            **changed: Names and values.
         """
         refuse_unknown(changed, TrainerOptions.__init__, "Trainer.change_options")
         self.options = replace(self.options, **changed)

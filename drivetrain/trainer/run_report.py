@@ -9,33 +9,34 @@ from drivetrain.trainer.loops.run_control import StopReason
 if TYPE_CHECKING:
     from drivetrain.trainer.trainer import Trainer
 
+_DONE = "Done: the run ended after {taken}"
 _FIRST_WORDS = {
-    StopReason.PREEMPTED: "Preempted: the run can be resumed",
-    StopReason.INTERRUPTED: "Interrupted: the run ended",
-    StopReason.FAILED: "Failed: the run ended",
-    StopReason.NOTHING_TO_DO: "Nothing to do: the run was over before it began",
-    StopReason.NO_BATCHES: "Nothing to do: the run was over before it began",
+    StopReason.PREEMPTED: "Preempted: the run can be resumed after {taken}",
+    StopReason.INTERRUPTED: "Interrupted: the run ended after {taken}",
+    StopReason.FAILED: "Failed: the run ended after {taken}",
+    StopReason.NOTHING_TO_DO: "Nothing to do: the run has taken {taken} already",
+    StopReason.NO_BATCHES: "Nothing to do: the run has taken {taken}",
 }
 
 
 def run_report(trainer: Trainer) -> str:
-    """Say in one line how a `fit` ended; on the main process.
+    """Describe in one line how a `fit` ended; on the main process.
 
     Args:
-        trainer: the trainer.
+        trainer: The trainer.
     """
     control = trainer.control
     steps, epochs = trainer.global_step, trainer.current_epoch
-    first = _FIRST_WORDS.get(control.reason, "Done: the run ended") if control.reason else "The run ended"
-    parts = [f"{first} after {steps} step{'s' * (steps != 1)} ({epochs} epoch{'s' * (epochs != 1)}): {control.details}."]
+    taken = f"{steps} step{'s' * (steps != 1)} ({epochs} epoch{'s' * (epochs != 1)})"
+    first = _DONE if control.reason is None else _FIRST_WORDS.get(control.reason, _DONE)
+    parts = [f"{first.format(taken=taken)}: {control.details}."]
     if control.reason is StopReason.NOTHING_TO_DO:
-        parts.append("Raise the limit to train on.")
+        return f"{parts[0]} Raise that limit to train more."
     saved = newest_checkpoint(trainer)
     if trainer.log_dir is not None:
         parts.append(f"Logs: {trainer.log_dir}.")
     if saved:
-        parts.append(f"Checkpoint: {saved}.")
-        parts.append(f"To resume: fit(..., resume={saved!r}), or resume='auto'.")
+        parts.append(f"Checkpoint: {saved}. To resume: fit(..., resume={saved!r}), or resume='auto'.")
     elif not trainer.options.is_quiet:
         parts.append("No checkpoint was written.")
     return " ".join(parts)

@@ -24,8 +24,8 @@ def step_epoch_schedulers(trainer: Trainer, plateau: bool) -> None:
     """Step the schedulers that follow epochs.
 
     Args:
-        trainer: the trainer.
-        plateau: step those that watch a value, which is known only when validation is over; or the others.
+        trainer: The trainer.
+        plateau: Step those that watch a value, which is known only when validation is over; or the others.
     """
     if trainer.task is None or not trainer.task.automatic_optimization:
         return  # who optimizes by hand steps schedulers by hand

@@ -34,7 +34,7 @@ class Task(DataHooks, TaskHooks):
     Subclass it, override `training_step` and `configure_optimizers`, and hand it to `Trainer.fit`.
 
     Attributes:
-        automatic_optimization: whether the trainer runs backward and steps the optimizers. With False,
+        automatic_optimization: Whether the trainer runs backward and steps the optimizers. With False,
             `training_step` does it through `manual_backward` and `optimizers()`.
 
     Example:
@@ -81,8 +81,8 @@ class Task(DataHooks, TaskHooks):
         """Compute the loss of one batch.
 
         Args:
-            batch: what the loader gave, on the device.
-            batch_idx: its number in the epoch.
+            batch: What the loader gave, on the device.
+            batch_idx: Its number in the epoch.
 
         Returns:
             The mean loss as a scalar tensor; or a dict with it under `"loss"`; or None to leave the batch out.
@@ -130,35 +130,35 @@ class Task(DataHooks, TaskHooks):
         batch_size: int | None = None,
         metric_attribute: str | None = None,
         rank_zero_only: bool = False,
-        **unknown: NoReturn,
+        **_unknown: NoReturn,
     ) -> None:
         """Log a value. It stays on its device until something shows or writes it.
 
         Args:
-            name: what to call it; one name has one meaning.
-            value: a scalar tensor, a number, or a torchmetrics object (computed and reset each epoch).
-            prog_bar: show it in the progress bar.
-            logger: give it to the trackers; yes if None.
-            on_step: show and write each step's value; by default in training steps. In validation and test steps it is
+            name: What to call it; one name has one meaning.
+            value: A scalar tensor, a number, or a torchmetrics object (computed and reset each epoch).
+            prog_bar: Show it in the progress bar.
+            logger: Give it to the trackers; yes if None.
+            on_step: Show and write each step's value; by default in training steps. In validation and test steps it is
                 written for each batch, as the main process has it, against the number of batches evaluated before.
-            on_epoch: reduce over the epoch; by default in validation, test and at the end of epochs. Means weigh
+            on_epoch: Reduce over the epoch; by default in validation, test and at the end of epochs. Means weigh
                 each value by its batch's real rows, over all processes. With both, the names get `_step` and `_epoch`.
             reduce_fx: `"mean"`, `"sum"`, `"max"`, `"min"`, or a function of the stacked values.
-            enable_graph: accepted for tasks that move over; values are always detached.
-            sync_dist: reduce over processes. By default epoch values are and step values are not; step values
+            enable_graph: Accepted for tasks that move over; values are always detached.
+            sync_dist: Reduce over processes. By default epoch values are and step values are not; step values
                 with True are reduced when they are written, not in each step.
-            sync_dist_group: accepted for tasks that move over; all processes take part.
-            add_dataloader_idx: append the loader's number where there are several.
-            batch_size: what a mean weighs the value with, where the batch's size cannot be found.
-            metric_attribute: where in the task the metric is, if it cannot be found.
-            rank_zero_only: only the main process's values count.
+            sync_dist_group: Accepted for tasks that move over; all processes take part.
+            add_dataloader_idx: Append the loader's number where there are several.
+            batch_size: What a mean weighs the value with, where the batch's size cannot be found.
+            metric_attribute: Where in the task the metric is, if it cannot be found.
+            rank_zero_only: Only the main process's values count.
 
         Raises:
-            ConfigurationError: the value is no scalar, the name has another meaning already, or there is no step or
+            ConfigurationError: The value is no scalar, the name has another meaning already, or there is no step or
                 epoch that it could belong to.
         """
-        if unknown:
-            refuse_unknown(unknown, self.log)
+        if _unknown:
+            refuse_unknown(_unknown, self.log)
         trainer = self._trainer
         if trainer is None:
             return  # a step tried out by hand, without a trainer
@@ -208,7 +208,7 @@ class Task(DataHooks, TaskHooks):
         """The trainer that runs this task.
 
         Raises:
-            RuntimeError: none does.
+            RuntimeError: None does.
         """
         if self._trainer is None:
             raise RuntimeError(f"{type(self).__name__} is not attached to a Trainer.")
@@ -267,15 +267,15 @@ class Task(DataHooks, TaskHooks):
         else:
             self._trainer.print(*args, **kwargs)
 
-    def all_gather(self, data: Any, group: Any = None, sync_grads: bool = False, **unknown: NoReturn) -> Any:
+    def all_gather(self, data: Any, group: Any = None, sync_grads: bool = False, **_unknown: NoReturn) -> Any:
         """Stack tensors of all processes along a new first dimension; the tensors themselves in a world of one.
 
         Args:
-            data: nested structure of tensors of equal shapes.
-            group: accepted for tasks that move over; all processes take part.
-            sync_grads: not supported; use `torch.distributed.nn` where gradients must flow.
+            data: Nested structure of tensors of equal shapes.
+            group: Accepted for tasks that move over; all processes take part.
+            sync_grads: Not supported; use `torch.distributed.nn` where gradients must flow.
         """
-        refuse_unknown(unknown, self.all_gather)
+        refuse_unknown(_unknown, self.all_gather)
         if sync_grads:
             raise ConfigurationError("all_gather(sync_grads=True) is not supported; use torch.distributed.nn.")
         if PartialState().num_processes == 1:
@@ -284,14 +284,14 @@ class Task(DataHooks, TaskHooks):
 
     # training by hand
 
-    def optimizers(self, use_pl_optimizer: bool = True, **unknown: NoReturn) -> Any:
+    def optimizers(self, use_pl_optimizer: bool = True, **_unknown: NoReturn) -> Any:
         """The optimizer, or the list of them.
 
         Args:
-            use_pl_optimizer: False gives the bare ones, which know nothing of precision.
+            use_pl_optimizer: False gives the bare ones, which leave out the precision.
         """
-        if unknown:
-            refuse_unknown(unknown, self.optimizers)
+        if _unknown:
+            refuse_unknown(_unknown, self.optimizers)
         chosen = [o if use_pl_optimizer else o.optimizer for o in self.trainer.task_optimizers]
         return chosen[0] if len(chosen) == 1 else chosen
 
@@ -326,11 +326,11 @@ class Task(DataHooks, TaskHooks):
         optimizer: Optimizer,
         gradient_clip_val: float | None = None,
         gradient_clip_algorithm: str | None = None,
-        **unknown: NoReturn,
+        **_unknown: NoReturn,
     ) -> None:
         """Clip an optimizer's gradients, by norm (the default) or by value."""
-        if unknown:
-            refuse_unknown(unknown, self.clip_gradients)
+        if _unknown:
+            refuse_unknown(_unknown, self.clip_gradients)
         if gradient_clip_val is None:
             return
         engine, parameters = self.trainer.accelerator, parameters_of(optimizer)
@@ -351,10 +351,10 @@ class Task(DataHooks, TaskHooks):
         """Step an optimizer.
 
         Args:
-            epoch: the epoch under way.
-            batch_idx: number of the step's last batch.
-            optimizer: the optimizer.
-            optimizer_closure: runs forward and backward; must be run, or given to `optimizer.step`.
+            epoch: The epoch under way.
+            batch_idx: Number of the step's last batch.
+            optimizer: The optimizer.
+            optimizer_closure: Runs forward and backward; must be run, or given to `optimizer.step`.
         """
         optimizer.step(closure=optimizer_closure)
 
@@ -368,15 +368,15 @@ class Task(DataHooks, TaskHooks):
         gradient_clip_val: float | None = None,
         gradient_clip_algorithm: str | None = None,
     ) -> None:
-        """Clip gradients as the Trainer's arguments say; override to do it otherwise."""
+        """Clip gradients as the Trainer's arguments ask; override to do it otherwise."""
         self.clip_gradients(optimizer, gradient_clip_val, gradient_clip_algorithm)
 
     def lr_scheduler_step(self, scheduler: Any, metric: Any) -> None:
         """Step a scheduler.
 
         Args:
-            scheduler: the scheduler.
-            metric: the monitored value, for `ReduceLROnPlateau`.
+            scheduler: The scheduler.
+            metric: The monitored value, for `ReduceLROnPlateau`.
         """
         if metric is None:
             scheduler.step()
@@ -398,17 +398,17 @@ class Task(DataHooks, TaskHooks):
         return self._hparams
 
     def save_hyperparameters(
-        self, *args: Any, ignore: Any = None, frame: Any = None, logger: bool = True, **unknown: NoReturn
+        self, *args: Any, ignore: Any = None, frame: Any = None, logger: bool = True, **_unknown: NoReturn
     ) -> None:
         """Remember the constructor's arguments, for trackers and checkpoints; call it in `__init__`.
 
         Args:
-            *args: names of the arguments to keep, all if none; or one dict, namespace or object of values.
-            ignore: names to leave out.
-            frame: the constructor's frame; found if None.
-            logger: whether trackers get them.
+            *args: Names of the arguments to keep, all if none; or one dict, namespace or object of values.
+            ignore: Names to leave out.
+            frame: The constructor's frame; found if None.
+            logger: Whether trackers get them.
         """
-        refuse_unknown(unknown, self.save_hyperparameters)
+        refuse_unknown(_unknown, self.save_hyperparameters)
         if frame is None:
             current = inspect.currentframe()
             frame = current.f_back if current is not None else None
@@ -423,10 +423,10 @@ class Task(DataHooks, TaskHooks):
         """Build a task from a checkpoint: its hyper-parameters and its weights.
 
         Args:
-            checkpoint_path: the checkpoint's directory.
-            map_location: the device to put it on; the CPU if None.
-            strict: whether missing and left-over weights are an error.
-            **kwargs: arguments of the constructor that win over the saved ones.
+            checkpoint_path: The checkpoint's directory.
+            map_location: The device to put it on; the CPU if None.
+            strict: Whether missing and left-over weights are an error.
+            **kwargs: Arguments of the constructor that win over the saved ones.
 
         Returns:
             The task.

@@ -101,12 +101,12 @@ def check_hooks(trainer: Trainer, task: Task, data: DataModule | None) -> None:
     """Refuse hooks that are no more, and warn of methods whose names are nearly those of hooks.
 
     Args:
-        trainer: the trainer, whose callbacks are checked too.
-        task: the task.
-        data: the data module, if there is one.
+        trainer: The trainer, whose callbacks are checked too.
+        task: The task.
+        data: The data module, if there is one.
 
     Raises:
-        ConfigurationError: a hook of Lightning 1.x is defined; the message names what replaces it.
+        ConfigurationError: A hook of Lightning 1.x is defined; the message names what replaces it.
     """
     owners: list[tuple[Any, type]] = [(task, Task), *((callback, Callback) for callback in trainer.callbacks)]
     if data is not None:
@@ -150,8 +150,8 @@ def warn_of_unused_validation(task: Task, has_loader: bool) -> None:
     """Warn where there is validation data but nothing to do with it, or the other way round.
 
     Args:
-        task: the task.
-        has_loader: whether there is validation data.
+        task: The task.
+        has_loader: Whether there is validation data.
     """
     name, has_step = type(task).__name__, is_overridden(task, Task, "validation_step")
     if has_loader and not has_step:
@@ -167,8 +167,8 @@ def warn_of_rare_logging(trainer: Trainer, steps: float) -> None:
     """Warn where a run ends before trackers get any value of a step.
 
     Args:
-        trainer: the trainer.
-        steps: optimizer steps that the run takes; infinite where this is not known.
+        trainer: The trainer.
+        steps: Optimizer steps that the run takes; infinite where this is not known.
     """
     every = trainer.log_every_n_steps
     if trainer.loggers and 0 < steps < every and not trainer.global_step:

@@ -27,16 +27,16 @@ class TaskRun:
     """The task that a Trainer runs: set up, placed, torn down.
 
     Args:
-        trainer: the trainer.
+        trainer: The trainer.
 
     Attributes:
-        task: the task of the run, or of the last one.
-        datamodule: its data module, if there is one.
-        hooks: the overridden hooks of the task and of the callbacks.
-        model: what the strategy made of the task.
-        optimizers: its optimizers, prepared by the engine.
-        schedulers: its learning-rate schedulers, and when each steps.
-        steps_schedulers: whether any scheduler follows optimizer steps.
+        task: The task of the run, or of the last one.
+        datamodule: Its data module, if there is one.
+        hooks: The overridden hooks of the task and of the callbacks.
+        model: What the strategy made of the task.
+        optimizers: Its optimizers, prepared by the engine.
+        schedulers: Its learning-rate schedulers, and when each steps.
+        steps_schedulers: Whether any scheduler follows optimizer steps.
     """
 
     def __init__(self, trainer: Trainer) -> None:
@@ -56,9 +56,9 @@ class TaskRun:
         """Take a task to run.
 
         Args:
-            task: the task.
-            data: its data module, if there is one.
-            stage: what it is for.
+            task: The task.
+            data: Its data module, if there is one.
+            stage: What it is for.
         """
         if not isinstance(task, Task):
             raise ConfigurationError(f"Trainer.{stage.verb} takes a Task, got a {type(task).__name__}.")

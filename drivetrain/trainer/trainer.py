@@ -62,48 +62,48 @@ class Trainer(KnownKeywords, OptionAttributes, TrainerStatus):
     Args:
         accelerator: `"auto"`, `"cpu"`, `"gpu"` or another kind of device; or a live `Accelerator` to run on.
         strategy: `"auto"`, `"single"`, `"ddp"`, another registered name, or a `Strategy`.
-        devices: how many processes to use on this machine: `"auto"` or a number. Where the script was started
+        devices: How many processes to use on this machine: `"auto"` or a number. Where the script was started
             without a launcher and more than one is asked for, it is started again under one.
-        num_nodes: number of machines; the launcher decides, this is checked.
+        num_nodes: Number of machines; the launcher decides, this is checked.
         precision: `"32"`, `"bf16"`, `"fp16"`, …, Lightning's spellings, or a `Precision`.
-        logger: trackers: one, several, True for a `CSVLogger`, False for none.
-        callbacks: one or several callbacks.
-        fast_dev_run: run this many batches (1 for True) of everything, without loggers and checkpoints.
-        max_epochs: epochs to train; 1000 where nothing else ends the run, -1 for no end.
-        min_epochs: epochs that no wish to stop cuts short.
-        max_steps: optimizer steps to train; -1 for no limit.
-        min_steps: optimizer steps that no wish to stop cuts short.
-        max_time: how long to train: a timedelta, a dict of its arguments, or `"DD:HH:MM:SS"`.
-        limit_train_batches: batches of an epoch to train on: a number, or a fraction.
-        limit_val_batches: the same for validation; 0 leaves it out.
-        limit_test_batches: the same for testing.
-        limit_predict_batches: the same for predicting.
-        overfit_batches: train and validate on so many of the same batches, unshuffled.
-        val_check_interval: validate after so many batches, such a fraction of an epoch, or such a time.
-        check_val_every_n_epoch: validate every so many epochs; None counts `val_check_interval` across epochs.
-        num_sanity_val_steps: validation batches to try before training; -1 for all.
-        log_every_n_steps: trackers get step values every so many steps.
-        enable_checkpointing: whether a `ModelCheckpoint` is added where none is given.
-        enable_progress_bar: whether a progress bar is added where none is given.
-        enable_model_summary: whether a summary of the model is printed.
-        accumulate_grad_batches: micro-batches per optimizer step.
-        gradient_clip_val: bound of the gradients.
+        logger: Trackers: one, several, True for a `CSVLogger`, False for none.
+        callbacks: One or several callbacks.
+        fast_dev_run: Run this many batches (1 for True) of everything, without loggers and checkpoints.
+        max_epochs: Epochs to train; 1000 where nothing else ends the run, -1 for no end.
+        min_epochs: Epochs that no wish to stop cuts short.
+        max_steps: Optimizer steps to train; -1 for no limit.
+        min_steps: Optimizer steps that no wish to stop cuts short.
+        max_time: How long to train: a timedelta, a dict of its arguments, or `"DD:HH:MM:SS"`.
+        limit_train_batches: Batches of an epoch to train on: a number, or a fraction.
+        limit_val_batches: The same for validation; 0 leaves it out.
+        limit_test_batches: The same for testing.
+        limit_predict_batches: The same for predicting.
+        overfit_batches: Train and validate on so many of the same batches, unshuffled.
+        val_check_interval: Validate after so many batches, such a fraction of an epoch, or such a time.
+        check_val_every_n_epoch: Validate every so many epochs; None counts `val_check_interval` across epochs.
+        num_sanity_val_steps: Validation batches to try before training; -1 for all.
+        log_every_n_steps: Trackers get step values every so many steps.
+        enable_checkpointing: Whether a `ModelCheckpoint` is added where none is given.
+        enable_progress_bar: Whether a progress bar is added where none is given.
+        enable_model_summary: Whether a summary of the model is printed.
+        accumulate_grad_batches: Micro-batches per optimizer step.
+        gradient_clip_val: Bound of the gradients.
         gradient_clip_algorithm: `"norm"` or `"value"`.
-        deterministic: whether only deterministic algorithms may run; `"warn"` warns instead.
-        benchmark: let cuDNN try algorithms.
-        inference_mode: evaluate under `torch.inference_mode` rather than `torch.no_grad`.
-        use_distributed_sampler: whether loaders are sharded over processes; else each process takes all of its own.
-        detect_anomaly: raise where a backward computes NaN, naming the forward that led to it.
-        barebones: nothing around the loop: no logger, checkpoint, bar, summary or sanity check.
-        sync_batchnorm: batch statistics over all processes (DDP on GPUs).
-        reload_dataloaders_every_n_epochs: make the loaders again every so many epochs.
-        default_root_dir: where everything is written by default.
-        on_interrupt: what `fit` does at Ctrl-C once it has finished the step and saved: `"raise"` a `KeyboardInterrupt`,
+        deterministic: Whether only deterministic algorithms may run; `"warn"` warns instead.
+        benchmark: Let cuDNN try algorithms.
+        inference_mode: Evaluate under `torch.inference_mode` rather than `torch.no_grad`.
+        use_distributed_sampler: Whether loaders are sharded over processes; else each process takes all of its own.
+        detect_anomaly: Raise where a backward computes NaN, naming the forward that led to it.
+        barebones: Nothing around the loop: no logger, checkpoint, bar, summary or sanity check.
+        sync_batchnorm: Batch statistics over all processes (DDP on GPUs).
+        reload_dataloaders_every_n_epochs: Make the loaders again every so many epochs.
+        default_root_dir: Where everything is written by default.
+        on_interrupt: What `fit` does at Ctrl-C once it has finished the step and saved: `"raise"` a `KeyboardInterrupt`,
             so that the script ends too, or `"return"`.
-        seed: seed everything with this, samples included, before anything else.
+        seed: Seed everything with this, samples included, before anything else.
 
     Raises:
-        ConfigurationError: an argument cannot be; the message says what can.
+        ConfigurationError: An argument cannot be; the message names what can.
     """
 
     def __init__(
@@ -193,29 +193,29 @@ class Trainer(KnownKeywords, OptionAttributes, TrainerStatus):
         datamodule: DataModule | None = None,
         ckpt_path: str | os.PathLike[str] | None = None,
         resume: str | os.PathLike[str] | None = None,
-        **unknown: NoReturn,
+        **_unknown: NoReturn,
     ) -> None:
         """Train a task.
 
         Args:
-            model: the task.
-            train_dataloaders: a loader; several, as a list or dict, are combined; or a `DataModule`.
-            val_dataloaders: one loader or several, each validated on its own.
-            datamodule: where loaders come from instead.
+            model: The task.
+            train_dataloaders: A loader; several, as a list or dict, are combined; or a `DataModule`.
+            val_dataloaders: One loader or several, each validated on its own.
+            datamodule: Where loaders come from instead.
             ckpt_path: Lightning's name for `resume`.
-            resume: a checkpoint to resume, exactly: the same batches, random numbers and values as without the
-                break. `"auto"` takes the newest complete one and starts afresh where there is none; `"last"` or
+            resume: A checkpoint to resume, exactly: the same batches, random numbers and values as without the
+                break. `"auto"` takes the newest complete one and starts from the beginning where there is none; `"last"` or
                 `"best"` takes the checkpoint callback's.
 
         Raises:
-            SystemExit: the run was preempted (SIGTERM, SIGUSR1), has saved a checkpoint, and should be started again.
-            KeyboardInterrupt: the run was interrupted (Ctrl-C) and has saved a checkpoint; not with
+            SystemExit: The run was preempted (SIGTERM, SIGUSR1), has saved a checkpoint, and should be started again.
+            KeyboardInterrupt: The run was interrupted (Ctrl-C) and has saved a checkpoint; not with
                 `on_interrupt="return"`.
-            CheckpointError: the checkpoint is missing, damaged or that of another run.
-            ConfigurationError: the task or its optimizers cannot be trained so.
-            DataError: a loader is missing or empty.
+            CheckpointError: The checkpoint is missing, damaged or that of another run.
+            ConfigurationError: The task or its optimizers cannot be trained so.
+            DataError: A loader is missing or empty.
         """
-        refuse_unknown(unknown, self.fit)
+        refuse_unknown(_unknown, self.fit)
         if isinstance(train_dataloaders, DataModule):
             train_dataloaders, datamodule = None, train_dataloaders
         task_checks.check_task(model, train_dataloaders, val_dataloaders, datamodule)
@@ -291,21 +291,21 @@ class Trainer(KnownKeywords, OptionAttributes, TrainerStatus):
         ckpt_path: str | os.PathLike[str] | None = None,
         verbose: bool = True,
         datamodule: DataModule | None = None,
-        **unknown: NoReturn,
+        **_unknown: NoReturn,
     ) -> list[dict[str, float]]:
         """Evaluate on the validation data: every sample once, over all processes.
 
         Args:
-            model: the task; that of the last `fit` if None.
-            dataloaders: one loader or several, or a `DataModule`.
-            ckpt_path: a checkpoint whose weights to use; `"best"` or `"last"` takes the checkpoint callback's.
-            verbose: whether to print the results.
-            datamodule: where loaders come from instead.
+            model: The task; that of the last `fit` if None.
+            dataloaders: One loader or several, or a `DataModule`.
+            ckpt_path: A checkpoint whose weights to use; `"best"` or `"last"` takes the checkpoint callback's.
+            verbose: Whether to print the results.
+            datamodule: Where loaders come from instead.
 
         Returns:
             For each loader, its logged values by name.
         """
-        refuse_unknown(unknown, self.validate)
+        refuse_unknown(_unknown, self.validate)
         return evaluate_logged(self, Stage.VALIDATE, model, dataloaders, datamodule, ckpt_path, verbose)
 
     def test(
@@ -315,10 +315,10 @@ class Trainer(KnownKeywords, OptionAttributes, TrainerStatus):
         ckpt_path: str | os.PathLike[str] | None = None,
         verbose: bool = True,
         datamodule: DataModule | None = None,
-        **unknown: NoReturn,
+        **_unknown: NoReturn,
     ) -> list[dict[str, float]]:
         """Evaluate on the test data; see `validate`."""
-        refuse_unknown(unknown, self.test)
+        refuse_unknown(_unknown, self.test)
         return evaluate_logged(self, Stage.TEST, model, dataloaders, datamodule, ckpt_path, verbose)
 
     def predict(
@@ -328,21 +328,21 @@ class Trainer(KnownKeywords, OptionAttributes, TrainerStatus):
         datamodule: DataModule | None = None,
         return_predictions: bool = True,
         ckpt_path: str | os.PathLike[str] | None = None,
-        **unknown: NoReturn,
+        **_unknown: NoReturn,
     ) -> list[Any]:
         """Predict: run `predict_step` on every sample once, over all processes.
 
         Args:
-            model: the task; that of the last `fit` if None.
-            dataloaders: one loader or several, or a `DataModule`.
-            datamodule: where loaders come from instead.
-            return_predictions: whether to return them; with False they are gone once callbacks have seen them.
-            ckpt_path: a checkpoint whose weights to use.
+            model: The task; that of the last `fit` if None.
+            dataloaders: One loader or several, or a `DataModule`.
+            datamodule: Where loaders come from instead.
+            return_predictions: Whether to return them; with False they are gone once callbacks have seen them.
+            ckpt_path: A checkpoint whose weights to use.
 
         Returns:
             What `predict_step` returned for each batch, of all processes in the order of the data, on the CPU.
         """
-        refuse_unknown(unknown, self.predict)
+        refuse_unknown(_unknown, self.predict)
 
         def predict(task: Task, placed: nn.Module, source: LoaderSource) -> list[Any]:
             return PredictionLoop(self, task, placed, source, return_predictions).run()
@@ -353,7 +353,7 @@ class Trainer(KnownKeywords, OptionAttributes, TrainerStatus):
         """Take a task's callbacks, which replace those of the same type.
 
         Args:
-            added: one or several callbacks.
+            added: One or several callbacks.
         """
         self.callbacks = building.with_task_callbacks(self.callbacks, added)
 
@@ -361,22 +361,22 @@ class Trainer(KnownKeywords, OptionAttributes, TrainerStatus):
         """Give numbers to the trackers; only the main process does anything.
 
         Args:
-            values: names and numbers.
-            step: the optimizer step; the current one if None.
+            values: Names and numbers.
+            step: The optimizer step; the current one if None.
         """
         self.tracker_log.write(values, self.global_step if step is None else step)
 
     # checkpoints
 
     def save_checkpoint(
-        self, filepath: str | os.PathLike[str], weights_only: bool = False, block: bool = True, **unknown: NoReturn
+        self, filepath: str | os.PathLike[str], weights_only: bool = False, block: bool = True, **_unknown: NoReturn
     ) -> checkpoint.PendingSave:
         """Write a checkpoint; call it on all processes.
 
         Args:
-            filepath: the checkpoint's directory, or a URL; it appears complete or not at all.
-            weights_only: leave out everything but the weights and hyper-parameters.
-            block: whether to return only when it is durable. Else training continues while a copy is written; an error
+            filepath: The checkpoint's directory, or a URL; it appears complete or not at all.
+            weights_only: Leave out everything but the weights and hyper-parameters.
+            block: Whether to return only when it is durable. Else training continues while a copy is written; an error
                 is raised at the next step, by several processes at the one that they agree on within about a second;
                 `fit` waits for it at its end.
 
@@ -384,9 +384,9 @@ class Trainer(KnownKeywords, OptionAttributes, TrainerStatus):
             The save; done already where `block` is set.
 
         Raises:
-            CheckpointError: a process could not write; what was there before is intact.
+            CheckpointError: A process could not write; what was there before is intact.
         """
-        refuse_unknown(unknown, self.save_checkpoint)
+        refuse_unknown(_unknown, self.save_checkpoint)
         if self.fit_loop is not None and self.stage in (Stage.TRAIN, Stage.VALIDATE):
             self.tracker_log.write_due_values()
         with self.logged.forbidden(SAVING):
@@ -396,10 +396,10 @@ class Trainer(KnownKeywords, OptionAttributes, TrainerStatus):
 
     @property
     def estimated_stepping_batches(self) -> float:
-        """Optimizer steps that `fit` will take, for schedules in `configure_optimizers`; infinite where nothing says.
+        """Optimizer steps that `fit` will take, for schedules in `configure_optimizers`; infinite where this is not known.
 
         Raises:
-            ConfigurationError: no `fit` is under way.
+            ConfigurationError: No `fit` is under way.
         """
         if self._training is None:
             raise ConfigurationError("estimated_stepping_batches is known within fit() only.")
@@ -423,7 +423,7 @@ class Trainer(KnownKeywords, OptionAttributes, TrainerStatus):
         """Ask for the end of `fit` after this step, on all processes, once `min_epochs` and `min_steps` are reached.
 
         Args:
-            reason: who asks and why, for the line with which the run ends.
+            reason: Who asks and why, for the line with which the run ends.
         """
         self.control.request_stop(reason)
 
@@ -431,7 +431,7 @@ class Trainer(KnownKeywords, OptionAttributes, TrainerStatus):
         """Go back to a checkpoint after this step, and leave some batches out from then on; call it on all processes.
 
         Args:
-            path: the checkpoint.
+            path: The checkpoint.
             skip_batches: (epoch, batch index) of this process's batches to leave out.
         """
         self.control.request_rollback(path, skip_batches)

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from drivetrain import Callback, CSVLogger, DataModule, EarlyStopping, ModelCheckpoint, NaNGuard, Task, Trainer
+from drivetrain.checkpoint import Checkpoint
 from drivetrain.runtime.errors import ConfigurationError
 from tests.pool import run_in_processes
 from tests.trainer.tasks import Weight, fitted, ones, quiet, rows
@@ -59,8 +60,9 @@ def test_a_fit_that_had_nothing_left_to_do_says_so(tmp_path: Path, capsys: pytes
     trainer = quiet(**options)
     trainer.fit(Weight(), ones(2), resume="auto")
     assert trainer.stop_reason == "nothing_to_do"
-    assert "Nothing to do: the run was over before it began, after 4 steps (2 epochs): max_epochs=2 is reached. " in (
-        capsys.readouterr().out
+    assert capsys.readouterr().out.splitlines()[-1] == (
+        "Nothing to do: the run has taken 4 steps (2 epochs) already: max_epochs=2 is reached. "
+        "Raise that limit to train more."
     )
 
 
@@ -119,6 +121,13 @@ def test_whether_all_is_finite_can_be_asked_before_a_checkpoint_is_saved(at: int
 
     fitted(Diverging(at), ones(3), callbacks=Saving())
     assert seen == [finite]
+
+
+@pytest.mark.parametrize(("at", "finite"), [(1, False), (99, True)])
+def test_the_default_checkpoint_marks_it(at: int, finite: bool, tmp_path: Path) -> None:
+    trainer = fitted(Diverging(at), ones(3), enable_checkpointing=True, default_root_dir=tmp_path)
+    assert trainer.checkpoint_callback is not None
+    assert Checkpoint(trainer.checkpoint_callback.best_model_path).manifest.finite_loss is finite
 
 
 def test_a_guard_is_warning_enough(warnings_of: Any) -> None:

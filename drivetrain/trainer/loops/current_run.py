@@ -15,12 +15,12 @@ class CurrentRun:
     """What a run is at. The loops write it; everything else reads it, through the Trainer's properties.
 
     Attributes:
-        stage: what runs now; None between two runs.
-        sanity_checking: whether this is the validation before training, which counts for nothing.
-        batch: the batch under way.
-        batch_info: what its loader knows about it.
-        training_batches: batches of this process in an epoch; infinite where this is not known.
-        evaluation_batches: for each stage, the batches of this process in each of its loaders.
+        stage: What runs now; None between two runs.
+        sanity_checking: Whether this is the validation before training, whose results are dropped.
+        batch: The batch under way.
+        batch_info: What its loader recorded about it.
+        training_batches: Batches of this process in an epoch; infinite where this is not known.
+        evaluation_batches: For each stage, the batches of this process in each of its loaders.
     """
 
     __slots__ = ("batch", "batch_info", "evaluation_batches", "sanity_checking", "stage", "training_batches")
@@ -47,8 +47,8 @@ class CurrentRun:
         """Be in another stage in the body; then in the one before, at the same batch.
 
         Args:
-            stage: the stage.
-            sanity_checking: whether it is the validation before training.
+            stage: The stage.
+            sanity_checking: Whether it is the validation before training.
         """
         before = self.stage, self.sanity_checking, self.batch, self.batch_info
         self.stage, self.sanity_checking = stage, sanity_checking
@@ -56,7 +56,7 @@ class CurrentRun:
         self.stage, self.sanity_checking, self.batch, self.batch_info = before
 
     def find_batch_size(self) -> int:
-        """Real rows of the current batch, as its loader knows them or as its tensors say."""
+        """Real rows of the current batch, from its loader, or else from its tensors."""
         info = self.batch_info
         if info is not None and info.rows is not None:
             return info.rows - info.padding

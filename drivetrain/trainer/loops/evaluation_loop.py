@@ -34,13 +34,13 @@ class EvaluationLoop:
     """Runs the task's validation or test step over its loaders.
 
     Args:
-        trainer: the trainer.
-        task: its task.
-        model: what the strategy made of the task.
-        stage: validating or testing.
-        source: where the loaders come from.
-        limit: how many batches of each loader: a whole number, a fraction, or None for all.
-        limit_name: that argument's name, for errors.
+        trainer: The trainer.
+        task: Its task.
+        model: What the strategy made of the task.
+        stage: Validating or testing.
+        source: Where the loaders come from.
+        limit: How many batches of each loader: a whole number, a fraction, or None for all.
+        limit_name: That argument's name, for errors.
     """
 
     def __init__(
@@ -96,9 +96,9 @@ class EvaluationLoop:
         """Evaluate once.
 
         Args:
-            at_most: batches of each loader, for a sanity check.
-            keep: whether the results become visible and are written.
-            on_results: called when they are, before the last hooks.
+            at_most: Batches of each loader, for a sanity check.
+            keep: Whether the results become visible and are written.
+            on_results: Called when they are, before the last hooks.
 
         Returns:
             For each loader, its logged values by name.
@@ -127,7 +127,7 @@ class EvaluationLoop:
         return _by_loader(results, len(loaders))
 
     def run_alone(self) -> list[dict[str, float]]:
-        """Evaluate once, and let go of the loaders."""
+        """Evaluate once, and forget the loaders."""
         results = self.run()
         for loader in self.load():
             self._trainer.accelerator.forget_loader(loader)
@@ -186,8 +186,8 @@ def loader_argument(step: Callable[..., Any], dataloader_idx: int | None) -> tup
     """The third argument of a step: the loader's number, where the step takes it.
 
     Args:
-        step: the task's method.
-        dataloader_idx: the loader's number, None if there is only one.
+        step: The task's method.
+        dataloader_idx: The loader's number, None if there is only one.
     """
     positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     parameters = inspect.signature(step).parameters.values()

@@ -37,13 +37,13 @@ def evaluate(
     """Set up and place a task, run a loop over its data, and tear down.
 
     Args:
-        trainer: the trainer.
-        stage: validating, testing or predicting.
-        model: the task; that of the last run if None.
-        dataloaders: one loader or several, or a `DataModule`.
-        datamodule: where loaders come from instead.
-        ckpt_path: a checkpoint whose weights to use.
-        run: runs the loop over the task, the placed model and the source of its loaders.
+        trainer: The trainer.
+        stage: Validating, testing or predicting.
+        model: The task; that of the last run if None.
+        dataloaders: One loader or several, or a `DataModule`.
+        datamodule: Where loaders come from instead.
+        ckpt_path: A checkpoint whose weights to use.
+        run: Runs the loop over the task, the placed model and the source of its loaders.
 
     Returns:
         What `run` returned.
@@ -87,13 +87,13 @@ def evaluate_logged(
     """Validate or test; returns for each loader what was logged.
 
     Args:
-        trainer: the trainer.
-        stage: validating or testing.
-        model: the task; that of the last run if None.
-        dataloaders: one loader or several, or a `DataModule`.
-        datamodule: where loaders come from instead.
-        ckpt_path: a checkpoint whose weights to use.
-        verbose: whether to print the results.
+        trainer: The trainer.
+        stage: Validating or testing.
+        model: The task; that of the last run if None.
+        dataloaders: One loader or several, or a `DataModule`.
+        datamodule: Where loaders come from instead.
+        ckpt_path: A checkpoint whose weights to use.
+        verbose: Whether to print the results.
     """
 
     def run(task: Task, placed: nn.Module, source: LoaderSource) -> list[dict[str, float]]:
@@ -111,10 +111,10 @@ def make_validation(trainer: Trainer, task: Task, model: nn.Module, source: Load
     """The validation within `fit`, or None where there is nothing to validate.
 
     Args:
-        trainer: the trainer.
-        task: its task.
-        model: what the strategy made of the task.
-        source: where the loaders come from.
+        trainer: The trainer.
+        task: Its task.
+        model: What the strategy made of the task.
+        source: Where the loaders come from.
     """
     if trainer.limit_val_batches == 0:
         return None
@@ -131,8 +131,8 @@ def run_sanity_check(trainer: Trainer, validation: EvaluationLoop | None) -> Non
     """Try a few batches of the validation before training; nothing of it counts.
 
     Args:
-        trainer: the trainer.
-        validation: the validation, if there is one.
+        trainer: The trainer.
+        validation: The validation, if there is one.
     """
     if validation is None:
         return

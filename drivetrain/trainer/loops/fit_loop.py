@@ -28,11 +28,11 @@ class FitLoop:
     """Runs epochs until `RunControl` ends the run.
 
     Args:
-        trainer: the trainer.
-        step: runs one optimizer step.
-        batches: the training batches.
-        validation: the validation loop, or None where nothing is validated.
-        health: what warns of a run that learns nothing.
+        trainer: The trainer.
+        step: Runs one optimizer step.
+        batches: The training batches.
+        validation: The validation loop, or None where nothing is validated.
+        health: What warns of a run that learns nothing.
     """
 
     def __init__(

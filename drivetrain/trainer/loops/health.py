@@ -23,10 +23,10 @@ class Finiteness:
     """Whether a run's logged values and weights are finite, as far as they were read anyway or at the end of epochs.
 
     Args:
-        is_watched: whether to warn; not where a callback guards the values.
+        is_watched: Whether to warn; not where a callback guards the values.
 
     Attributes:
-        is_finite: whether all that was read so far is.
+        is_finite: Whether all that was read so far is.
     """
 
     def __init__(self, is_watched: bool) -> None:
@@ -38,8 +38,8 @@ class Finiteness:
         """Take numbers into account that are being written.
 
         Args:
-            values: names and numbers.
-            when: the step or epoch, for the warning.
+            values: Names and numbers.
+            when: The step or epoch, for the warning.
         """
         if self._is_watched and self.is_finite:
             found = next(((name, value) for name, value in values if not math.isfinite(value)), None)
@@ -50,8 +50,8 @@ class Finiteness:
         """Take the weights into account; call it on all processes, at the end of an epoch.
 
         Args:
-            task: the task.
-            when: the epoch, for the warning.
+            task: The task.
+            when: The epoch, for the warning.
         """
         if not (self._is_watched and self._weights_are_finite):
             return
@@ -74,8 +74,8 @@ class EpochHealth:
     """Looks after each epoch whether it has trained anything.
 
     Args:
-        trainer: the trainer.
-        task: its task.
+        trainer: The trainer.
+        task: Its task.
     """
 
     def __init__(self, trainer: Trainer, task: Task) -> None:

@@ -25,7 +25,7 @@ class Interruption:
     SIGTERM is what a scheduler sends before it kills, SIGUSR1 what SLURM's `--signal` sends on request.
 
     Args:
-        on_request: called at the first signal.
+        on_request: Called at the first signal.
     """
 
     def __init__(self, on_request: Callable[[], None]) -> None:
@@ -36,7 +36,7 @@ class Interruption:
 
     @contextmanager
     def watched(self) -> Iterator[None]:
-        """Take the signals over in the body; only in the main thread, where Python lets one, and from nobody else."""
+        """Take the signals over in the body; only in the main thread, and only those without a handler."""
         before: dict[int, Any] = {}
         if threading.current_thread() is threading.main_thread():
             for number, handler in ((signal.SIGINT, self._interrupt), *((n, self._preempt) for n in _PREEMPTING)):

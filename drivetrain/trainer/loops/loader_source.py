@@ -26,11 +26,11 @@ class LoaderSource:
     """Where the loaders of one kind come from: an argument, the data module, or the task.
 
     Args:
-        trainer: the trainer.
-        task: its task.
-        stage: what they are for.
-        given: what was given as an argument, if anything.
-        data: the data module, if there is one.
+        trainer: The trainer.
+        task: Its task.
+        stage: What they are for.
+        given: What was given as an argument, if anything.
+        data: The data module, if there is one.
     """
 
     def __init__(self, trainer: Trainer, task: Task, stage: Stage, given: Any, data: DataModule | None) -> None:
@@ -60,10 +60,10 @@ class LoaderSource:
         """The prepared training loader; several are combined.
 
         Args:
-            again: make it again, where a method makes it.
+            again: Make it again, where a method makes it.
 
         Raises:
-            DataError: there is none, or it is empty.
+            DataError: There is none, or it is empty.
         """
         if self._prepared is None or again:
             self._prepared = self._prepare_training()
@@ -153,15 +153,15 @@ def batches_to_run(length: int | None, limit: float | int | None, name: str) -> 
     """How many batches a limit leaves of a loader.
 
     Args:
-        length: the loader's number of batches, None if unknown.
-        limit: a whole number of batches, a fraction of the loader, or None for all.
-        name: the argument's name, for errors.
+        length: The loader's number of batches, None if unknown.
+        limit: A whole number of batches, a fraction of the loader, or None for all.
+        name: The argument's name, for errors.
 
     Returns:
         The number of batches; infinite where neither is known.
 
     Raises:
-        ConfigurationError: a fraction was asked of a loader without a length, or leaves nothing.
+        ConfigurationError: A fraction was asked of a loader without a length, or leaves nothing.
     """
     if limit is None or (isinstance(limit, float) and limit == 1.0):
         return float("inf") if length is None else length
@@ -183,11 +183,11 @@ def check_equal_lengths(batches: float, kind: str) -> None:
     """Refuse numbers of batches that differ between processes which step together; call it on all.
 
     Args:
-        batches: how many this process runs; infinite where nobody knows.
+        batches: How many this process runs; infinite where this is not known.
         kind: `"training"`, `"validation"`, ..., for the error.
 
     Raises:
-        DataError: they differ; on all processes.
+        DataError: They differ; on all processes.
     """
     everyone = gather_object([batches])
     if len(set(everyone)) > 1:
@@ -206,13 +206,13 @@ def limits_of(loaders: Sequence[Any], limit: float | int | None, name: str, even
     """How many batches a limit leaves of each loader, on the process with the most of them; call it on all.
 
     Args:
-        loaders: the prepared loaders, of which processes may have different numbers of batches.
-        limit: see `batches_to_run`.
-        name: the argument's name, for errors.
-        even: whether processes must have as many batches as the others, since they run the model together.
+        loaders: The prepared loaders, of which processes may have different numbers of batches.
+        limit: See `batches_to_run`.
+        name: The argument's name, for errors.
+        even: Whether processes must have as many batches as the others, since they run the model together.
 
     Raises:
-        DataError: they have not, where they must.
+        DataError: They have not, where they must.
     """
     lengths = [length_of(loader) for loader in loaders]
     if even:

@@ -27,11 +27,11 @@ class PredictionLoop:
     """Runs the task's `predict_step` over its loaders.
 
     Args:
-        trainer: the trainer.
-        task: its task.
-        model: what the strategy made of the task.
-        source: where the loaders come from.
-        keep: whether to keep what is returned; with False, callbacks see it and it is gone.
+        trainer: The trainer.
+        task: Its task.
+        model: What the strategy made of the task.
+        source: Where the loaders come from.
+        keep: Whether to keep what is returned; with False, callbacks see it and it is gone.
     """
 
     def __init__(self, trainer: Trainer, task: Task, model: nn.Module, source: LoaderSource, keep: bool) -> None:

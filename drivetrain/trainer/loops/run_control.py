@@ -60,18 +60,18 @@ class RunControl:
     """Decides why and when a run ends, and which checkpoint it goes back to; nothing else writes any of this.
 
     Args:
-        progress: the counters of the run.
-        options: the limits of the run.
-        world_size: number of processes.
+        progress: The counters of the run.
+        options: The limits of the run.
+        world_size: Number of processes.
 
     Attributes:
-        options: the limits of the run.
-        stop_requested: whether this process wants the run to stop; read in each step.
-        stop_agreed: whether all processes know that it is to stop.
-        rollback_path: the checkpoint that the run goes back to after this step.
+        options: The limits of the run.
+        stop_requested: Whether this process wants the run to stop; read in each step.
+        stop_agreed: Whether all processes have agreed to stop.
+        rollback_path: The checkpoint that the run goes back to after this step.
         batches_to_skip: (epoch, batch index) of this process's batches that are left out.
-        reason: why the last run ended; None while it runs.
-        details: the same in words.
+        reason: Why the last run ended; None while it runs.
+        details: The same in words.
     """
 
     def __init__(self, progress: Progress, options: TrainerOptions, world_size: int) -> None:
@@ -145,7 +145,7 @@ class RunControl:
         """Ask for the end of the run after this step, for all processes; the least that was asked for comes first.
 
         Args:
-            by: who asks, and why.
+            by: Who asks, and why.
         """
         self.stop_requested = True
         self._requested_by = by
@@ -180,7 +180,7 @@ class RunControl:
         """Go back to a checkpoint after this step.
 
         Args:
-            path: the checkpoint.
+            path: The checkpoint.
             skip_batches: (epoch, batch index) of this process's batches to leave out from then on.
         """
         self.rollback_path = path
@@ -219,14 +219,14 @@ class RunControl:
         """Exchange with all processes who wants to stop; call it on all of them after the same batch.
 
         Args:
-            saves: this process's saves in the background.
-            wishes: what this process wants besides.
+            saves: This process's saves in the background.
+            wishes: What this process wants besides.
 
         Returns:
             For each of `wishes`, whether any process has it.
 
         Raises:
-            CheckpointError: a process could not write a checkpoint.
+            CheckpointError: A process could not write a checkpoint.
         """
         lost = saves is not None and saves.has_lost
         signals = self._signals
@@ -257,7 +257,7 @@ class RunControl:
         """Whether a request to stop holds now: all processes agree, and the least asked for is done.
 
         Args:
-            epoch_length: batches of an epoch.
+            epoch_length: Batches of an epoch.
         """
         if self._world_size > 1 and not self.stop_agreed:
             return False
@@ -267,8 +267,8 @@ class RunControl:
         """Whether no epoch is left to run; records why.
 
         Args:
-            epoch_length: batches of an epoch.
-            is_resuming: whether the epoch is one that a checkpoint was written in.
+            epoch_length: Batches of an epoch.
+            is_resuming: Whether the epoch is one that a checkpoint was written in.
         """
         options, progress = self.options, self._progress
         if self._forced:
@@ -289,7 +289,7 @@ class RunControl:
         """Record why the run ended, where the loop is over.
 
         Args:
-            trained: whether there was anything to do at all.
+            trained: Whether there was anything to do at all.
         """
         if self.preempted:
             self._conclude(StopReason.PREEMPTED, "SIGTERM or SIGUSR1")
@@ -339,7 +339,7 @@ class StopAgreement:
     and no clock decides on one process alone.
 
     Args:
-        world_size: number of processes.
+        world_size: Number of processes.
     """
 
     def __init__(self, world_size: int) -> None:
@@ -357,9 +357,9 @@ class StopAgreement:
         """Exchange wishes; call it on all processes after the same batch.
 
         Args:
-            batches: how many there were so far.
-            wishes: what this process wants, such as (stop, interrupted, validate).
-            by: who asks it to stop.
+            batches: How many there were so far.
+            wishes: What this process wants, such as (stop, interrupted, validate).
+            by: Who asks it to stop.
 
         Returns:
             For each wish, whether any process has it; and who asks for a stop, from the first process that has one.
@@ -382,10 +382,10 @@ def raise_lost_save(saves: SaveQueue | None) -> NoReturn:
     """Raise the error of a save in the background on all processes, once they have agreed that one of them has it.
 
     Args:
-        saves: this process's saves.
+        saves: This process's saves.
 
     Raises:
-        CheckpointError: always.
+        CheckpointError: Always.
     """
     if saves is not None:
         saves.finish()  # a save that fails on one process fails on all: this raises its error

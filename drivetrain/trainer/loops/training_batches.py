@@ -38,8 +38,8 @@ class TrainingBatches:
     """The training batches of one epoch after the other.
 
     Args:
-        trainer: the trainer, whose limits count.
-        source: where the loaders come from.
+        trainer: The trainer, whose limits count.
+        source: Where the loaders come from.
 
     Attributes:
         loader: the prepared training loader.
@@ -73,7 +73,7 @@ class TrainingBatches:
         """Go to the epoch's first batch, or to the one that comes next after a checkpoint.
 
         Args:
-            saved: the checkpoint, if this is the epoch that it was written in.
+            saved: The checkpoint, if this is the epoch that it was written in.
         """
         self.finished = None
         if saved is None:

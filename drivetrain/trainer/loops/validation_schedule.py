@@ -16,10 +16,10 @@ class ValidationSchedule:
     """When validation is due: after so many batches, after a time, or at the end of an epoch.
 
     Args:
-        progress: the counters of the run.
+        progress: The counters of the run.
         interval: `val_check_interval`: a number of batches, a fraction of an epoch, a time, or None for its end.
         epochs: `check_val_every_n_epoch`: every how many epochs; None counts `interval` across epochs.
-        exists: whether there is anything to validate on.
+        exists: Whether there is anything to validate on.
     """
 
     def __init__(
@@ -41,10 +41,10 @@ class ValidationSchedule:
         """Work out the interval in batches.
 
         Args:
-            batches: how many an epoch has; infinite where this is not known.
+            batches: How many an epoch has; infinite where this is not known.
 
         Raises:
-            ConfigurationError: there is no such interval in an epoch of this length.
+            ConfigurationError: There is no such interval in an epoch of this length.
         """
         self._limit = batches
         self._every, self._after = FOREVER, None

@@ -11,9 +11,9 @@ class LogScope:
 
     Attributes:
         stage: `"train"`, `"validate"`, `"test"`; or the hook's name where logging is not allowed.
-        on_step: default of `on_step`; None where logging is not allowed.
-        on_epoch: default of `on_epoch`.
-        has_batch: whether there is a batch whose rows weigh a value.
+        on_step: Default of `on_step`; None where logging is not allowed.
+        on_epoch: Default of `on_epoch`.
+        has_batch: Whether there is a batch whose rows weigh a value.
     """
 
     stage: str

@@ -24,23 +24,23 @@ class LoggedValue:
     """All that was logged under one name in one stage.
 
     Args:
-        name: the name, with the loader's number where there are several.
-        arguments: what `self.log` was called with; every later call must be the same.
-        scope: from where.
-        on_step: whether each step's value is shown and written.
-        on_epoch: whether the epoch's reduction is.
-        prog_bar: whether the progress bar shows it.
-        logger: whether trackers get it.
+        name: The name, with the loader's number where there are several.
+        arguments: What `self.log` was called with; every later call must be the same.
+        scope: From where.
+        on_step: Whether each step's value is shown and written.
+        on_epoch: Whether the epoch's reduction is.
+        prog_bar: Whether the progress bar shows it.
+        logger: Whether trackers get it.
         reduction: `"mean"`, `"sum"`, `"max"`, `"min"`, or a function of the stacked values.
-        sync: whether it is reduced over processes.
-        main_only: whether only the main process's values count.
-        metric: the torchmetrics object, if one was logged.
-        metric_path: where in the task the metric is.
-        loader: the number of the loader that it belongs to, if there are several and it is of one.
-        suffix: the part of the name that says so, its end.
+        sync: Whether it is reduced over processes.
+        main_only: Whether only the main process's values count.
+        metric: The torchmetrics object, if one was logged.
+        metric_path: Where in the task the metric is.
+        loader: The number of the loader that it belongs to, if there are several and it is of one.
+        suffix: The part of the name that marks it, its end.
 
     Attributes:
-        stepped: whether a step has logged it, and nothing has taken the step's value since.
+        stepped: Whether a step has logged it, and nothing has taken the step's value since.
     """
 
     __slots__ = (
@@ -174,7 +174,7 @@ class LoggedValue:
         }
 
     def take_over(self, state: Mapping[str, Any], device: torch.device) -> None:
-        """Go on from what `state_dict` returned."""
+        """Resume from what `state_dict` returned."""
         pending, total = state["pending"], state["total"]
         self.total = None if total is None else total.to(device)
         self.weight = state["weight"]
@@ -184,7 +184,7 @@ class LoggedValue:
         self.fresh = state["fresh"]
 
     def adopt(self, restored: LoggedValue) -> None:
-        """Go on from an entry that came from a checkpoint, now that the name is logged again."""
+        """Resume from an entry that came from a checkpoint, now that the name is logged again."""
         for slot in ("total", "weight", "_pending", "_weights", "last", "fresh"):
             setattr(self, slot, getattr(restored, slot))
 
@@ -225,12 +225,12 @@ class EpochValue(NamedTuple):
     """One value of an epoch.
 
     Attributes:
-        name: the name it was logged under.
-        epoch_name: its name where each step's value is kept too.
-        prog_bar: whether the progress bar shows it.
-        logger: whether trackers get it.
-        value: the value.
-        loader: the number of the loader that it belongs to, None if it belongs to all.
+        name: The name it was logged under.
+        epoch_name: Its name where each step's value is kept too.
+        prog_bar: Whether the progress bar shows it.
+        logger: Whether trackers get it.
+        value: The value.
+        loader: The number of the loader that it belongs to, None if it belongs to all.
     """
 
     name: str

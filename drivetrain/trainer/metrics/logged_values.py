@@ -37,13 +37,13 @@ class LoggedValues:
     """Everything that a run logs, by stage and name.
 
     Args:
-        find_batch_size: gives the rows of the current batch that are real; called only where a mean needs it.
-        topology: which processes' values together are those of the global batch; all if None.
+        find_batch_size: Gives the rows of the current batch that are real; called only where a mean needs it.
+        topology: Which processes' values together are those of the global batch; all if None.
 
     Attributes:
-        scope: from where values are logged now.
-        dataloader_idx: the number of the loader that is evaluated, where there are several.
-        skips: whether values are left out, since they come from a batch that only stands in; until `enter`.
+        scope: From where values are logged now.
+        dataloader_idx: The number of the loader that is evaluated, where there are several.
+        skips: Whether values are left out, since they come from a batch that only stands in; until `enter`.
     """
 
     def __init__(self, find_batch_size: Callable[[], int], topology: Topology | None = None) -> None:
@@ -84,10 +84,10 @@ class LoggedValues:
         """Keep one value.
 
         Args:
-            name: what to call it.
-            value: a scalar tensor, a number, or a torchmetrics object.
-            arguments: the other arguments of `Task.log`, in the order of `ARGUMENTS`.
-            batch_size: rows that a mean weighs it with; the batch's real rows if None.
+            name: What to call it.
+            value: A scalar tensor, a number, or a torchmetrics object.
+            arguments: The other arguments of `Task.log`, in the order of `ARGUMENTS`.
+            batch_size: Rows that a mean weighs it with; the batch's real rows if None.
         """
         entry = self._current.get(name)
         if entry is None or entry.arguments != arguments or entry.scope is not self.scope:
@@ -135,8 +135,8 @@ class LoggedValues:
         """Log what another process has logged.
 
         Args:
-            calls: what `recorded` collected there.
-            task: the task, in which metrics are found.
+            calls: What `recorded` collected there.
+            task: The task, in which metrics are found.
         """
         for name, value, arguments, weight in calls:
             metric = _find_metric(task, arguments[_METRIC_PATH])
@@ -222,11 +222,11 @@ class LoggedValues:
         }
 
     def load_state_dict(self, state: Mapping[str, Any], device: torch.device) -> None:
-        """Go on from what `state_dict` returned.
+        """Resume from what `state_dict` returned.
 
         Args:
-            state: the state.
-            device: where the values of this process live.
+            state: The state.
+            device: Where the values of this process live.
         """
         self.start(("train",))
         self.enter(self.scope, self.dataloader_idx)
@@ -326,8 +326,8 @@ class LoggedValues:
 
         Args:
             stage: `"train"`, `"validate"` or `"test"`.
-            task: the task, in which metrics are found that only other processes have logged.
-            keep: whether the values become visible; not after a sanity check.
+            task: The task, in which metrics are found that only other processes have logged.
+            keep: Whether the values become visible; not after a sanity check.
 
         Returns:
             The values, the same on all processes.
@@ -373,7 +373,7 @@ class LoggedValues:
         return everyone if self._topology is None else self._topology.select(everyone)
 
     def start(self, stages: Iterable[str]) -> None:
-        """Forget the entries of some stages, before they run anew."""
+        """Forget the entries of some stages, before they run again."""
         for stage in stages:
             self._tables[stage] = {}
             for key in [key for key in self._by_loader if key[0] == stage]:

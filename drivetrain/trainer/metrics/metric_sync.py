@@ -20,12 +20,12 @@ def compute_over_processes(metric: Any, select: Select = list) -> Any:
     """Compute a metric; call it on all processes, in the same order.
 
     Args:
-        metric: a torchmetrics object.
-        select: takes those that together are the whole from the states of all processes, in the order of the ranks.
+        metric: A torchmetrics object.
+        select: Takes those that together are the whole from the states of all processes, in the order of the ranks.
     """
     with _states_exchanged_whole(metric, select), warnings.catch_warnings():
         # Of a process that had no batch; the others' states are computed on, so nothing is wrong.
-        warnings.filterwarnings("ignore", message=".*``compute`` method of metric .* was called before the ``update``")
+        warnings.filterwarnings("ignore", message=".*`compute` method of metric .* was called before the `update`")
         return metric.compute()
 
 

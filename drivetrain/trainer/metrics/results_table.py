@@ -7,8 +7,8 @@ def print_results(title: str, results: list[dict[str, float]]) -> None:
     """Print each loader's values, a line a name.
 
     Args:
-        title: what ran.
-        results: each loader's values by name.
+        title: What ran.
+        results: Each loader's values by name.
     """
     for index, values in enumerate(results):
         if not values:

@@ -19,11 +19,11 @@ class TrackerLog:
     """Gives logged values to the trackers: a step's every so many steps, an epoch's at its end.
 
     Args:
-        trainer: the trainer, whose trackers they are.
+        trainer: The trainer, whose trackers they are.
 
     Attributes:
-        written: the latest number of each name.
-        next_step: the optimizer step whose values are written next.
+        written: The latest number of each name.
+        next_step: The optimizer step whose values are written next.
     """
 
     def __init__(self, trainer: Trainer) -> None:
@@ -68,8 +68,8 @@ class TrackerLog:
         """Reduce a stage's values over the epoch; those of training are written at once.
 
         Args:
-            stage: the stage.
-            keep: whether the values become visible; not after a sanity check.
+            stage: The stage.
+            keep: Whether the values become visible; not after a sanity check.
         """
         trainer = self._trainer
         assert trainer.task is not None
@@ -93,8 +93,8 @@ class TrackerLog:
         """Give numbers to the trackers; only the main process does anything.
 
         Args:
-            values: names and numbers.
-            step: the optimizer step; for the values of evaluation steps, the number of batches evaluated before.
+            values: Names and numbers.
+            step: The optimizer step; for the values of evaluation steps, the number of batches evaluated before.
         """
         trainer = self._trainer
         if not trainer.is_global_zero or not trainer.loggers:

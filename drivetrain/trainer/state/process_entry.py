@@ -25,9 +25,9 @@ def taken_over(directory: str, strategy: Strategy, task: nn.Module) -> tuple[dic
     Every one of theirs is taken over by exactly one process, so that sums over an epoch stay whole.
 
     Args:
-        directory: the checkpoint.
-        strategy: which processes' values count now.
-        task: the task, whose metrics know how their states combine.
+        directory: The checkpoint.
+        strategy: Which processes' values count now.
+        task: The task, whose metrics define how their states combine.
 
     Returns:
         Entries like those of one process, and the random state of the first process taken over, if any.

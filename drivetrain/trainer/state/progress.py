@@ -12,10 +12,10 @@ class Phase(IntEnum):
     """How far an epoch has come; an epoch goes through all of them in this order.
 
     Attributes:
-        BATCHES: batches are left to train on.
-        SCHEDULED: the last batch is trained on, and the schedulers that follow epochs have stepped.
-        DRAINED: the loader is at its end; what is left are a validation and the hooks of the epoch's end.
-        CLOSING: nothing is left but the hooks that run last, such as that of `ModelCheckpoint`.
+        BATCHES: Batches are left to train on.
+        SCHEDULED: The last batch is trained on, and the schedulers that follow epochs have stepped.
+        DRAINED: The loader is at its end; what is left are a validation and the hooks of the epoch's end.
+        CLOSING: Nothing is left but the hooks that run last, such as that of `ModelCheckpoint`.
     """
 
     BATCHES = 0
@@ -29,13 +29,13 @@ class Progress:
     """The counters of a run; all of them are part of its state.
 
     Attributes:
-        global_step: optimizer steps taken.
-        epoch: epochs finished.
-        batches_in_epoch: batches of this process consumed in the epoch under way.
-        total_batches: batches of this process consumed in all.
-        validations: validation runs finished.
+        global_step: Optimizer steps taken.
+        epoch: Epochs finished.
+        batches_in_epoch: Batches of this process consumed in the epoch under way.
+        total_batches: Batches of this process consumed in all.
+        validations: Validation runs finished.
         validated_at: `total_batches` at the last of them.
-        phase: how far the epoch under way has come.
+        phase: How far the epoch under way has come.
     """
 
     global_step: int = 0
@@ -65,7 +65,7 @@ class Progress:
         """Take the counters back.
 
         Args:
-            state: what `state_dict` returned; that of a version without phases, which had three booleans, too.
+            state: What `state_dict` returned; that of a version without phases, which had three booleans, too.
         """
         start = Progress()
         for name in _COUNTERS:

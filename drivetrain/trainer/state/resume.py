@@ -21,16 +21,16 @@ def find_checkpoint(trainer: Trainer, given: str | os.PathLike[str] | None) -> s
     """What `resume` and `ckpt_path` mean; call it on all processes.
 
     Args:
-        trainer: the trainer.
-        given: a path or URL; `"auto"` for the newest complete checkpoint of this script, if there is one; `"best"` or
+        trainer: The trainer.
+        given: A path or URL; `"auto"` for the newest complete checkpoint of this script, if there is one; `"best"` or
             `"last"` for the checkpoint callback's; or None.
 
     Returns:
-        The checkpoint, or None to start afresh.
+        The checkpoint, or None to start from the beginning.
 
     Raises:
         ConfigurationError: `"best"` or `"last"` was asked for, and there is none.
-        CheckpointError: the main process could not look for checkpoints.
+        CheckpointError: The main process could not look for checkpoints.
     """
     if given is None:
         return None

@@ -127,8 +127,8 @@ class SavedRun:
     had loaded before.
 
     Args:
-        trainer: the trainer, with its task.
-        directory: the checkpoint.
+        trainer: The trainer, with its task.
+        directory: The checkpoint.
 
     Raises:
         CheckpointError: it cannot be read, or is not the state of a run.
@@ -212,7 +212,7 @@ class SavedRun:
         """Go to the batch that comes next.
 
         Args:
-            loader: the prepared training loader.
+            loader: The prepared training loader.
         """
         progress = self._trainer.progress
         state = self._position_for(loader)
