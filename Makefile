@@ -52,7 +52,7 @@ test-gpu: $(DEV_ENV) ## the tests that need a GPU (PYTHON=python3: with a Python
 	$(PYTHON) -m pytest -m gpu $(TESTS)
 
 deepspeed-ops: $(DEV_ENV) ## build DeepSpeed's shared-memory operator ahead of time (1 min; nothing needs it)
-	$(PYTHON) -m drivetrain.strategies.deepspeed.ops
+	$(PYTHON) -m drivetrain.strategies.deepspeed.build_ops
 
 lint: $(DEV_ENV) ## ruff: rules and format
 	$(PYTHON) -m ruff check .

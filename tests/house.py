@@ -269,19 +269,26 @@ def foreign_private_names(house: House) -> list[str]:
             owners[name].add(module.room)
     found = []
     for module in house.modules:
+        others = imported_packages(module, house.package.name)
         for node in ast.walk(module.tree):
             if isinstance(node, ast.ImportFrom) and (node.module or "").startswith(f"{house.package.name}."):
                 room = (node.module or "").split(".")[1]
                 foreign = [a.name for a in node.names if is_private(a.name) and room != module.room]
                 found += [f"{module.place}:{node.lineno} import {node.module}.{name}" for name in foreign]
             name, base = private_access(node)
-            if not name:
+            if not name or base.partition(".")[0] in others:
                 continue
             held = HELD.get(base.rpartition(".")[2].lstrip("_"))
             rooms = {held} if held and held in owners[name] else owners[name]
             if rooms and module.room not in rooms:
                 found.append(f"{module.place}:{node.lineno} {base or '...'}.{name} of {', '.join(sorted(rooms))}")  # type: ignore[attr-defined]
     return found
+
+
+def imported_packages(module: Module, own: str) -> set[str]:
+    """The names under which a module has imported other packages, such as `os`."""
+    aliases = [alias for node in ast.walk(module.tree) if isinstance(node, ast.Import) for alias in node.names]
+    return {alias.asname or alias.name.partition(".")[0] for alias in aliases if alias.name.partition(".")[0] != own}
 
 
 def private_access(node: ast.AST) -> tuple[str, str]:

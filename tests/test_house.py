@@ -123,6 +123,7 @@ def test_circles_are_found_unless_they_are_for_types_only(built, back: str, coun
         ("def f(accelerator):\n    getattr(accelerator, '_models')", 1),
         ("def f(self):\n    self.accelerator._build()", 1),
         ("def f(module):\n    module._parameters", 0),
+        ("import os\nos._build()", 0),
         ("class A:\n    def f(self):\n        self._models = 1\n        return self._models", 0),
     ],
 )

@@ -62,6 +62,7 @@ from drivetrain.data import (
 from drivetrain.data import skip_first_batches as skip_first_batches_of
 from drivetrain.runtime import collectives
 from drivetrain.runtime.errors import ConfigurationError
+from drivetrain.runtime.keywords import KnownKeywords
 from drivetrain.runtime.nested import send_to_device
 from drivetrain.runtime.seeds import recorded_seed
 from drivetrain.runtime.state import PartialState
@@ -72,7 +73,7 @@ from drivetrain.strategies.precision import Precision
 from drivetrain.strategies.precision.mixed import MixedPrecision
 
 
-class Accelerator(StateSaving, EngineStatus):
+class Accelerator(KnownKeywords, StateSaving, EngineStatus):
     """The raw engine under a training loop: four changed lines in a plain PyTorch loop.
 
     Arguments that are given win over the launcher's environment variables. State belongs to the

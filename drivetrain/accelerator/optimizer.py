@@ -11,12 +11,13 @@ from torch.optim import Optimizer
 
 from drivetrain.accelerator.prepared import Prepared, parameters_of
 from drivetrain.strategies import Strategy
+from drivetrain.strategies.optimizer_proxy import OptimizerProxy
 
 if TYPE_CHECKING:
     from drivetrain.accelerator.step import OptimizerStep
 
 
-class PreparedOptimizer(Optimizer):
+class PreparedOptimizer(OptimizerProxy):
     """What `Accelerator.prepare` returns for an optimizer; everything else is the optimizer's own.
 
     Args:
@@ -43,40 +44,10 @@ class PreparedOptimizer(Optimizer):
         self.spent = False
         self.holds_abandoned = False
 
-    @property
-    def param_groups(self) -> list[dict[str, Any]]:
-        """The optimizer's own groups."""
-        return self.optimizer.param_groups
-
-    @param_groups.setter
-    def param_groups(self, groups: list[dict[str, Any]]) -> None:
-        self.optimizer.param_groups = groups
-
-    @property
-    def state(self) -> Any:
-        """The optimizer's own state."""
-        return self.optimizer.state
-
-    @state.setter
-    def state(self, state: Any) -> None:
-        self.optimizer.state = state
-
-    @property
-    def defaults(self) -> dict[str, Any]:
-        """The optimizer's own defaults."""
-        return self.optimizer.defaults
-
-    @defaults.setter
-    def defaults(self, defaults: dict[str, Any]) -> None:
-        self.optimizer.defaults = defaults
-
     def __getattr__(self, name: str) -> Any:
         if name == "optimizer":
             raise AttributeError(name)
         return getattr(self.optimizer, name)
-
-    def __repr__(self) -> str:
-        return f"PreparedOptimizer({self.optimizer!r})"
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group of parameters."""

@@ -5,6 +5,8 @@ from __future__ import annotations
 import builtins
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from drivetrain.runtime.keywords import KnownKeywords
+
 if TYPE_CHECKING:
     from torch import Tensor
     from torch.optim import Optimizer
@@ -13,12 +15,12 @@ if TYPE_CHECKING:
     from drivetrain.trainer.trainer import Trainer
 
 
-class Callback:
+class Callback(KnownKeywords):
     """Something that happens around the loop: override the hooks you need, the others cost nothing.
 
     The Trainer looks once, when a run starts, which hooks a class overrides, and calls only those. Override
     them in a class: a function assigned to an instance is not seen. Every process of the run calls every
-    hook, so a hook may use collectives; what should happen once belongs under ``if trainer.is_global_zero``.
+    hook, so a hook may use collectives; what should happen once belongs under `if trainer.is_global_zero`.
 
     Example:
         ```python
@@ -84,7 +86,7 @@ class Callback:
         """Return the class's name, followed by the arguments that distinguish two objects of this class.
 
         Args:
-            **distinguishing: Arguments and their values, such as ``monitor="val_loss"``.
+            **distinguishing: Arguments and their values, such as `monitor="val_loss"`.
         """
         name = type(self).__qualname__
         if not distinguishing:
@@ -121,7 +123,7 @@ class Callback:
         Args:
             trainer: The Trainer that runs.
             task: The task that it runs.
-            stage: ``"fit"``, ``"validate"``, ``"test"`` or ``"predict"``.
+            stage: `"fit"`, `"validate"`, `"test"` or `"predict"`.
         """
 
     def teardown(self, trainer: Trainer, task: Task, stage: str) -> None:
@@ -130,7 +132,7 @@ class Callback:
         Args:
             trainer: The Trainer that runs.
             task: The task that it runs.
-            stage: ``"fit"``, ``"validate"``, ``"test"`` or ``"predict"``.
+            stage: `"fit"`, `"validate"`, `"test"` or `"predict"`.
         """
 
     def on_exception(self, trainer: Trainer, task: Task, exception: BaseException) -> None:
@@ -258,13 +260,13 @@ class Callback:
         """Called when a validation begins."""
 
     def on_validation_end(self, trainer: Trainer, task: Task) -> None:
-        """Called when a validation ends; its metrics are in ``trainer.callback_metrics``."""
+        """Called when a validation ends; its metrics are in `trainer.callback_metrics`."""
 
     def on_validation_epoch_start(self, trainer: Trainer, task: Task) -> None:
         """Called when the pass over the validation loaders begins."""
 
     def on_validation_epoch_end(self, trainer: Trainer, task: Task) -> None:
-        """Called when the pass over the validation loaders ends; ``task.log`` still counts for this epoch."""
+        """Called when the pass over the validation loaders ends; `task.log` still counts for this epoch."""
 
     def on_validation_batch_start(
         self, trainer: Trainer, task: Task, batch: Any, batch_idx: int, dataloader_idx: int = 0
@@ -299,13 +301,13 @@ class Callback:
         """Called when a test begins."""
 
     def on_test_end(self, trainer: Trainer, task: Task) -> None:
-        """Called when a test ends; its metrics are in ``trainer.callback_metrics``."""
+        """Called when a test ends; its metrics are in `trainer.callback_metrics`."""
 
     def on_test_epoch_start(self, trainer: Trainer, task: Task) -> None:
         """Called when the pass over the test loaders begins."""
 
     def on_test_epoch_end(self, trainer: Trainer, task: Task) -> None:
-        """Called when the pass over the test loaders ends; ``task.log`` still counts for this epoch."""
+        """Called when the pass over the test loaders ends; `task.log` still counts for this epoch."""
 
     def on_test_batch_start(
         self, trainer: Trainer, task: Task, batch: Any, batch_idx: int, dataloader_idx: int = 0

@@ -37,9 +37,9 @@ class EarlyStopping(Callback):
         monitor: The name of the metric, as logged.
         min_delta: An improvement smaller than or equal to this does not count.
         patience: How many checks in a row may pass without improvement. Counts checks, not epochs: with
-            ``Trainer(check_val_every_n_epoch=2)`` and a patience of 3, training continues for 6 epochs.
+            `Trainer(check_val_every_n_epoch=2)` and a patience of 3, training continues for 6 epochs.
         verbose: Log each improvement.
-        mode: ``"min"`` where lower is better, ``"max"`` where higher is.
+        mode: `"min"` where lower is better, `"max"` where higher is.
         strict: Raise if the metric was not logged. With False the check is left out, with a warning.
         check_finite: Stop when the metric is NaN or infinite.
         stopping_threshold: Stop at once when the metric is better than this.

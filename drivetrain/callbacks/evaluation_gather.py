@@ -39,20 +39,20 @@ class EvaluationGather(Callback):
     results are those of a run on one process, also for metrics that are no means, such as AUROC.
 
     Args:
-        predictions: The key of the predictions in the dict that ``validation_step`` and the like return. Where
+        predictions: The key of the predictions in the dict that `validation_step` and the like return. Where
             they return something else than a dict, that is the predictions.
         targets: The key of the targets. They may be missing where there are no `metrics`.
         metrics: Names and what is logged under them: torchmetrics objects, or functions of all predictions and
-            all targets that return a number. A ``MetricCollection`` logs under its own names.
-        path: The file to write; its extension chooses the format: ``.pt``, ``.npz``, ``.csv`` or ``.jsonl``. A relative
-            path is taken from the Trainer's ``log_dir`` or ``default_root_dir``.
+            all targets that return a number. A `MetricCollection` logs under its own names.
+        path: The file to write; its extension chooses the format: `.pt`, `.npz`, `.csv` or `.jsonl`. A relative
+            path is taken from the Trainer's `log_dir` or `default_root_dir`.
         select: A function of a step's outputs and its batch that returns predictions and targets, for tasks
             that return neither.
-        stages: In which runs to gather: ``"validate"`` (in fit as well), ``"test"`` and ``"predict"``.
+        stages: In which runs to gather: `"validate"` (in fit as well), `"test"` and `"predict"`.
         prog_bar: Show the metrics in the progress bar.
 
-    In names and in `path`, ``{stage}`` stands for ``val``, ``test`` or ``predict``, and in `path` ``{epoch}``
-    for the epoch. With several loaders ``/dataloader_idx_<n>`` is added to names and ``-dataloader_idx_<n>`` to
+    In names and in `path`, `{stage}` stands for `val`, `test` or `predict`, and in `path` `{epoch}`
+    for the epoch. With several loaders `/dataloader_idx_<n>` is added to names and `-dataloader_idx_<n>` to
     the file's name.
 
     Raises:

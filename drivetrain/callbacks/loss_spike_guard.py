@@ -26,20 +26,20 @@ class LossSpikeGuard(Guard):
     """Stops, skips or goes back when the loss is far above its last values.
 
     How far is measured by the modified z-score of Iglewicz and Hoaglin (How to Detect and Handle Outliers, ASQC, 1993),
-    ``0.6745 * (x - median) / MAD``, where MAD is the median absolute deviation from the median. Neither is moved by
+    `0.6745 * (x - median) / MAD`, where MAD is the median absolute deviation from the median. Neither is moved by
     a few outliers, as mean and standard deviation would be. Only values above the median count, and spikes do not
     enter the window. All processes judge the mean over all of them.
 
     Values that are not finite are left to `NaNGuard`.
 
     Args:
-        monitor: ``"loss"`` for what `training_step` returns, or the name of a metric that it logs.
+        monitor: `"loss"` for what `training_step` returns, or the name of a metric that it logs.
         window: How many of the last values to compare with. Nothing is judged before half of them are there.
         threshold: The score from which on a value is a spike. The book calls 3.5 an outlier; losses have longer
             tails.
-        action: ``"stop"``, ``"skip"`` or ``"rollback"``, see `NaNGuard`.
+        action: `"stop"`, `"skip"` or `"rollback"`, see `NaNGuard`.
         max_rollbacks: After so many of them the run ends with an error.
-        every_n_steps: Read the values every so many steps; 1 for ``"skip"``.
+        every_n_steps: Read the values every so many steps; 1 for `"skip"`.
         max_skips: After so many steps in a row that were left out the run ends with an error.
 
     Attributes:

@@ -22,15 +22,15 @@ logger = get_logger(__name__)
 class LearningRateMonitor(Callback):
     """Logs the learning rate of every parameter group of every optimizer.
 
-    A rate is logged as ``lr-<optimizer class>``, of several optimizers of one class the second as
-    ``lr-Adam-1``, of several parameter groups each as ``lr-Adam/pg1`` or, where a group has a ``"name"``, as
-    ``lr-Adam/<name>``. The ``"name"`` of a scheduler's configuration stands in place of ``lr-Adam``.
+    A rate is logged as `lr-<optimizer class>`, of several optimizers of one class the second as
+    `lr-Adam-1`, of several parameter groups each as `lr-Adam/pg1` or, where a group has a `"name"`, as
+    `lr-Adam/<name>`. The `"name"` of a scheduler's configuration stands in place of `lr-Adam`.
 
     Args:
-        logging_interval: ``"step"``, ``"epoch"``, or None for the interval of each scheduler (of an optimizer
-            without one: ``"step"``). By step means each time the Trainer logs, every ``log_every_n_steps``.
-        log_momentum: Log momentum, or Adam's first beta, as ``<name>-momentum``.
-        log_weight_decay: Log weight decay as ``<name>-weight_decay``.
+        logging_interval: `"step"`, `"epoch"`, or None for the interval of each scheduler (of an optimizer
+            without one: `"step"`). By step means each time the Trainer logs, every `log_every_n_steps`.
+        log_momentum: Log momentum, or Adam's first beta, as `<name>-momentum`.
+        log_weight_decay: Log weight decay as `<name>-weight_decay`.
 
     Raises:
         ConfigurationError: If the interval is unknown, two schedulers have one name, or the Trainer has no

@@ -46,43 +46,43 @@ class ModelCheckpoint(Callback):
     only once it is durable.
 
     Args:
-        dirpath: Where to save, also a URL of a file system of fsspec; ``<log_dir>/checkpoints`` by default, or, without a
-            logger that has a directory, ``<default_root_dir>/checkpoints``.
-        filename: The name, such as ``"{epoch}-{val_loss:.3f}"`` with names of logged metrics, ``epoch`` and
-            ``step``. ``"{epoch}-{step}"`` by default.
+        dirpath: Where to save, also a URL of a file system of fsspec; `<log_dir>/checkpoints` by default, or, without a
+            logger that has a directory, `<default_root_dir>/checkpoints`.
+        filename: The name, such as `"{epoch}-{val_loss:.3f}"` with names of logged metrics, `epoch` and
+            `step`. `"{epoch}-{step}"` by default.
         monitor: The metric by which checkpoints are best. Without it the newest are kept. Of equal ones the
             older counts as better; NaN is never among the best.
         verbose: Log each save.
-        save_last: Keep a checkpoint called ``last`` as well: True or ``"copy"`` for a checkpoint of its own, whose
-            files are hard links where it has the same content as another one; ``"link"`` for a relative symbolic
+        save_last: Keep a checkpoint called `last` as well: True or `"copy"` for a checkpoint of its own, whose
+            files are hard links where it has the same content as another one; `"link"` for a relative symbolic
             link to the newest, which is then kept under its own name, too.
         save_top_k: How many checkpoints to keep; -1 for all, 0 for none.
         save_weights_only: Save the model without optimizers and the state of the run.
-        mode: ``"min"`` where a lower value of `monitor` is better, ``"max"`` where a higher one is.
-        auto_insert_metric_name: Write ``epoch=3`` into the name rather than ``3``.
+        mode: `"min"` where a lower value of `monitor` is better, `"max"` where a higher one is.
+        auto_insert_metric_name: Write `epoch=3` into the name rather than `3`.
         every_n_train_steps: Save every so many optimizer steps.
         train_time_interval: Save each time so much time has gone by, on the main process's clock: a timedelta, a dict
-            of its arguments or ``"DD:HH:MM:SS"``. A resumed run continues the interval that was under way when its
+            of its arguments or `"DD:HH:MM:SS"`. A resumed run continues the interval that was under way when its
             checkpoint was written; the time that nothing ran does not count.
         every_n_epochs: Save every so many epochs; 1 by default if no other interval is given.
         save_on_train_epoch_end: Save at the end of the training epoch (True) or after each validation
             (False). By default after each validation where there are several in an epoch, and otherwise at
             the end of the training epoch, after its validation. With `monitor`, an epoch without the
             validation that others have is left out: its value would be that of an earlier model.
-        enable_version_counter: Add ``-v1``, ``-v2``, ... to a name that is taken, instead of replacing that
+        enable_version_counter: Add `-v1`, `-v2`, ... to a name that is taken, instead of replacing that
             checkpoint.
-        save_on_exception: Save ``exception-step=<n>`` when an exception ends the run: in a world of one, and among
+        save_on_exception: Save `exception-step=<n>` when an exception ends the run: in a world of one, and among
             several processes where all of them raise within a few seconds.
         total_limit: Keep at most so many checkpoints in the directory, also of earlier runs: the oldest go. The best
-            ones by `monitor`, ``last`` and the newest count, but always stay.
+            ones by `monitor`, `last` and the newest count, but always stay.
         async_save: Write in the background while training continues; one save at a time.
-        on_save_error: ``"raise"``, or ``"warn"`` to log the error, such as a full disk, and continue the run.
+        on_save_error: `"raise"`, or `"warn"` to log the error, such as a full disk, and continue the run.
             Either way the checkpoints before stay as they are.
 
     Attributes:
         best_model_path: The path of the best checkpoint, or an empty text.
         best_model_score: Its score, a tensor without dimensions, or None.
-        last_model_path: The path of ``last``, or an empty text.
+        last_model_path: The path of `last`, or an empty text.
         best_k_models: Paths and scores of the checkpoints kept.
 
     Raises:
@@ -190,7 +190,7 @@ class ModelCheckpoint(Callback):
 
     @property
     def last_model_path(self) -> str:
-        """The path of ``last``, or an empty text."""
+        """The path of `last`, or an empty text."""
         return self._writer.kept.last
 
     @property
@@ -265,8 +265,7 @@ class ModelCheckpoint(Callback):
         self._writer.kept.restore(state.without(outside), directory)
 
     def on_save_checkpoint(self, trainer: Trainer, task: Task, checkpoint: dict[str, Any]) -> None:
-        if not getattr(trainer, LOSS_IS_FINITE, True):
-            checkpoint[LOSS_IS_FINITE] = False  # marks the manifest, too: such a checkpoint is resumed from last
+        checkpoint[LOSS_IS_FINITE] = trainer.is_finite  # marks the manifest, too: the last choice for a resume
 
     # when
 
@@ -390,7 +389,7 @@ class ModelCheckpoint(Callback):
 
         Args:
             trainer: The Trainer that runs.
-            reason: What the name begins with: ``preempted-step=<n>``.
+            reason: What the name begins with: `preempted-step=<n>`.
 
         Returns:
             The path of the checkpoint to resume from: this one or, where it could not be saved and errors only warn,

@@ -24,23 +24,23 @@ logger = get_logger(__name__)
 class NaNGuard(Guard):
     """Stops, skips or goes back when the loss or a gradient is infinite or NaN.
 
-    All processes act together, whichever of them met it. With ``every_n_steps=1`` one number is read from the device
-    in each step, before the optimizers step, so the weights are never spoilt. With ``every_n_steps=100`` nothing
-    is read in between: the weights may be spoilt by the time it is seen, and ``"stop"`` or ``"rollback"`` deals
+    All processes act together, whichever of them met it. With `every_n_steps=1` one number is read from the device
+    in each step, before the optimizers step, so the weights are never spoilt. With `every_n_steps=100` nothing
+    is read in between: the weights may be spoilt by the time it is seen, and `"stop"` or `"rollback"` deals
     with that. No checkpoint with weights that are not finite is saved while this guard is there.
 
     Under a precision that scales the loss (fp16), gradients that overflow are the scaler's business, which leaves
     the step out and lowers the scale: `check_gradients` then does nothing, the loss is still watched.
 
     Args:
-        monitor: ``"loss"`` for what `training_step` returns, or the name of a metric that it logs.
-        action: ``"stop"`` ends the run with an error that names the step, the batches and the rank. ``"skip"`` leaves
+        monitor: `"loss"` for what `training_step` returns, or the name of a metric that it logs.
+        action: `"stop"` ends the run with an error that names the step, the batches and the rank. `"skip"` leaves
             the optimizer step out: parameters, optimizers and schedulers stay as they are (statistics that the
-            forward updates, such as those of BatchNorm, have seen the batches). ``"rollback"`` returns to the newest
+            forward updates, such as those of BatchNorm, have seen the batches). `"rollback"` returns to the newest
             checkpoint and leaves the batches out from then on.
         max_rollbacks: After so many of them the run ends with an error.
         check_gradients: Watch the gradients as well: one pass over them in each step. Automatic optimization only.
-        every_n_steps: Read what was watched every so many steps; 1 for ``"skip"``.
+        every_n_steps: Read what was watched every so many steps; 1 for `"skip"`.
         max_skips: After so many steps in a row that were left out the run ends with an error.
 
     Attributes:

@@ -19,7 +19,7 @@ _NEVER = math.inf
 
 
 class TQDMProgressBar(Callback):
-    """Shows epoch, batches, speed and the values logged with ``prog_bar=True``, on the main process.
+    """Shows epoch, batches, speed and the values logged with `prog_bar=True`, on the main process.
 
     On a terminal or in a notebook a bar is redrawn on a clock: between two redraws a batch reads the clock
     once, and logged tensors are read only when they are shown. Where the output goes to a file or a pipe

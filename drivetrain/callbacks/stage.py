@@ -25,38 +25,38 @@ class Stage(str, Enum):
 
     @property
     def verb(self) -> str:
-        """The method of the Trainer that begins it: ``"fit"``, ``"validate"``, ``"test"`` or ``"predict"``."""
+        """The method of the Trainer that begins it: `"fit"`, `"validate"`, `"test"` or `"predict"`."""
         return "fit" if self is Stage.TRAIN else str(self.value)
 
     @property
     def hook(self) -> str:
-        """The word in the names of its hooks and its step: ``"validation"`` in ``on_validation_start``."""
+        """The word in the names of its hooks and its step: `"validation"` in `on_validation_start`."""
         return "validation" if self is Stage.VALIDATE else str(self.value)
 
     @property
     def loader(self) -> str:
-        """The word in the names of its loader and its limit: ``"val"`` in ``val_dataloader``."""
+        """The word in the names of its loader and its limit: `"val"` in `val_dataloader`."""
         return "val" if self is Stage.VALIDATE else str(self.value)
 
     @property
     def step_name(self) -> str:
-        """The task's method for one batch, such as ``"validation_step"``."""
+        """The task's method for one batch, such as `"validation_step"`."""
         return "training_step" if self is Stage.TRAIN else f"{self.hook}_step"
 
     @property
     def loader_name(self) -> str:
-        """The method that makes its loaders, such as ``"val_dataloader"``."""
+        """The method that makes its loaders, such as `"val_dataloader"`."""
         return f"{self.loader}_dataloader"
 
     @property
     def limit_name(self) -> str:
-        """The Trainer's argument that limits its batches, such as ``"limit_val_batches"``."""
+        """The Trainer's argument that limits its batches, such as `"limit_val_batches"`."""
         return f"limit_{self.loader}_batches"
 
     def hook_name(self, moment: str) -> str:
         """Return the name of one of its hooks.
 
         Args:
-            moment: Such as ``"start"`` or ``"batch_end"``.
+            moment: Such as `"start"` or `"batch_end"`.
         """
         return f"on_{self.hook}_{moment}"

@@ -28,8 +28,8 @@ class Timer(Callback):
     a second.
 
     Args:
-        duration: How long to train: a timedelta, a dict of its arguments or ``"DD:HH:MM:SS"``; None only measures.
-        interval: Stop after a ``"step"``, or only at the end of an ``"epoch"``.
+        duration: How long to train: a timedelta, a dict of its arguments or `"DD:HH:MM:SS"`; None only measures.
+        interval: Stop after a `"step"`, or only at the end of an `"epoch"`.
         verbose: Log that the time is over.
 
     Raises:
@@ -67,7 +67,7 @@ class Timer(Callback):
         """Return the seconds that a stage took so far, including the runs before a resume.
 
         Args:
-            stage: ``"train"`` (validations within it included), ``"validate"`` or ``"test"``.
+            stage: `"train"` (validations within it included), `"validate"` or `"test"`.
 
         Raises:
             ConfigurationError: If there is no such stage.

@@ -21,8 +21,8 @@ class Copying:
     tensor took three times as long (torch 2.13), since its threads also wait for each other after every tensor.
 
     Args:
-        pairs: what to copy.
-        piece: bytes that a thread takes at a time.
+        pairs: What to copy.
+        piece: Bytes that a thread takes at a time.
     """
 
     def __init__(self, pairs: Sequence[Pair], piece: int) -> None:
@@ -43,7 +43,7 @@ class Copying:
         """Copy what is left, and return when all is copied. Several threads may call it.
 
         Args:
-            threads: how many to start for it. Without, the calling one copies, which must not be the main one where
+            threads: How many to start for it. Without, the calling one copies, which must not be the main one where
                 others wait too: it could be interrupted with a piece in hand.
 
         Returns:

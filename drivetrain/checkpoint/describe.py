@@ -19,13 +19,13 @@ def describe_run_state(directory: str | os.PathLike[str]) -> Any:
     """Read what all processes share, with tensors that have a shape and a dtype, and no values (one process).
 
     Args:
-        directory: the checkpoint's directory or URL.
+        directory: The checkpoint's directory or URL.
 
     Returns:
         The state, its tensors on the meta device.
 
     Raises:
-        CheckpointError: there is no complete checkpoint.
+        CheckpointError: There is no complete checkpoint.
     """
     try:
         return _described(Checkpoint(directory, verify="size"))

@@ -99,7 +99,7 @@ class DirectReader:
     """A local file read past the page cache, but for what is in it already.
 
     Args:
-        path: the file.
+        path: The file.
     """
 
     def __init__(self, path: str) -> None:

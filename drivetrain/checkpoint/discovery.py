@@ -6,9 +6,10 @@ import os
 from dataclasses import dataclass
 
 from drivetrain.checkpoint.load import Checkpoint
+from drivetrain.checkpoint.locations import storage_of
 from drivetrain.checkpoint.manifest import Manifest
 from drivetrain.checkpoint.peers import Failure, Peers
-from drivetrain.checkpoint.storage import LocalStorage, Storage, storage_of
+from drivetrain.checkpoint.storage import LocalStorage, Storage
 from drivetrain.checkpoint.writer_record import clean_stale
 from drivetrain.runtime.errors import CheckpointError
 from drivetrain.runtime.logging import get_logger
@@ -22,11 +23,11 @@ class FoundCheckpoint:
     """A complete checkpoint in a directory of checkpoints.
 
     Attributes:
-        path: its directory or URL.
-        step: the optimizer step at which it was written, if known.
-        saved_at: when, in seconds since the epoch.
-        world_size: how many processes wrote it.
-        finite_loss: whether every loss since the save before was finite.
+        path: Its directory or URL.
+        step: The optimizer step at which it was written, if known.
+        saved_at: When, in seconds since the epoch.
+        world_size: How many processes wrote it.
+        finite_loss: Whether every loss since the save before was finite.
     """
 
     path: str
@@ -44,9 +45,9 @@ def list_checkpoints(
     Files are compared by name and size; their content is not read.
 
     Args:
-        root: the directory or URL that the checkpoints are in.
-        storage: where it is; found from `root` if None.
-        warn: whether to warn of directories that look like checkpoints and are not whole.
+        root: The directory or URL that the checkpoints are in.
+        storage: Where it is; found from `root` if None.
+        warn: Whether to warn of directories that look like checkpoints and are not whole.
     """
     found, base = storage_of(root)
     storage = storage or found
@@ -82,12 +83,12 @@ def newest_checkpoint(
     which that is not so: its weights may be spoilt. Where there is none, it is returned with a warning.
 
     Args:
-        root: the directory or URL that the checkpoints are in.
-        verify: whether every file's SHA-256 is checked, not only its size. The checkpoint may then be loaded with
+        root: The directory or URL that the checkpoints are in.
+        verify: Whether every file's SHA-256 is checked, not only its size. The checkpoint may then be loaded with
             `verify="size"`.
-        state: this process among its peers, all of which must call it: the main process searches, and all get the
+        state: This process among its peers, all of which must call it: the main process searches, and all get the
             same answer. None for a process that searches alone.
-        storage: where it is; found from `root` if None.
+        storage: Where it is; found from `root` if None.
 
     Returns:
         The checkpoint's path, or None where there is no good one.
@@ -131,8 +132,8 @@ def whole_beside(directory: str | os.PathLike[str], storage: Storage | None = No
     """Find the newest whole checkpoint beside a damaged one. On one process.
 
     Args:
-        directory: the damaged one.
-        storage: where it is; found from `directory` if None.
+        directory: The damaged one.
+        storage: Where it is; found from `directory` if None.
 
     Returns:
         A sentence for the message about the damage, after a blank.

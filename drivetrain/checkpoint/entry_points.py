@@ -10,10 +10,11 @@ from torch.optim import Optimizer
 
 from drivetrain.checkpoint.discovery import whole_beside
 from drivetrain.checkpoint.load import Checkpoint, Verify
+from drivetrain.checkpoint.locations import storage_of
 from drivetrain.checkpoint.manifest import check_is_checkpoint
 from drivetrain.checkpoint.peers import Failure, Peers
 from drivetrain.checkpoint.queue import PendingSave, save_queue
-from drivetrain.checkpoint.storage import Storage, storage_of
+from drivetrain.checkpoint.storage import Storage
 from drivetrain.runtime.errors import CheckpointError
 from drivetrain.runtime.state import PartialState
 
@@ -33,24 +34,24 @@ def save_run_state(
     """Write a checkpoint; call it on all processes. Waits for one that is still being written.
 
     Args:
-        directory: the checkpoint's directory or URL; what has that name is replaced once the new one is complete.
-        shared: what is the same on all processes: nested dicts and lists of plain values and tensors. A tensor that
+        directory: The checkpoint's directory or URL; what has that name is replaced once the new one is complete.
+        shared: What is the same on all processes: nested dicts and lists of plain values and tensors. A tensor that
             all have is written once, a sharded DTensor by each process that has a part of it.
-        own: what is this process's own, of the same kinds.
-        state: this process among its peers.
-        step: the optimizer step, by which `newest_checkpoint` finds the newest; `shared["global_step"]` if None.
-        block: whether to return only once the checkpoint is there. Else its tensors are copied, may change at once,
+        own: What is this process's own, of the same kinds.
+        state: This process among its peers.
+        step: The optimizer step, by which `newest_checkpoint` finds the newest; `shared["global_step"]` if None.
+        block: Whether to return only once the checkpoint is there. Else its tensors are copied, may change at once,
             and are written in the background.
-        storage: where to; found from `directory` if None.
-        extra: a local directory whose content becomes part of the checkpoint; from `extra_place`.
-        optimizers: those whose state nothing but their `step()` changes: unless `block` is set, it is copied while
+        storage: Where to; found from `directory` if None.
+        extra: A local directory whose content becomes part of the checkpoint; from `extra_place`.
+        optimizers: Those whose state nothing but their `step()` changes: unless `block` is set, it is copied while
             training continues, and the next step of any of them waits for what is left.
 
     Returns:
         The save: done where `block` is true, else to be waited for.
 
     Raises:
-        CheckpointError: any process cannot save or write it, or the save before failed in the background; raised on
+        CheckpointError: Any process cannot save or write it, or the save before failed in the background; raised on
             all, and what was there before is intact.
     """
     if step is None and isinstance(shared, dict) and isinstance(shared.get("global_step"), int):
@@ -73,21 +74,21 @@ def load_run_state(
     """Read a checkpoint. Nothing in it is ever unpickled.
 
     Args:
-        directory: the checkpoint's directory or URL.
-        state: this process among its peers, all of which must call it; an error of one is raised on all. None for a
+        directory: The checkpoint's directory or URL.
+        state: This process among its peers, all of which must call it; an error of one is raised on all. None for a
             process that reads alone.
-        into: some of the shared state's top-level entries, with tensors that are filled in place; they may be sharded.
-        strict: whether tensors missing, left over or of another shape under those entries are an error.
-        only: the shared state's top-level entries to read, or paths of two names such as `"engine/models"`; all if
+        into: Some of the shared state's top-level entries, with tensors that are filled in place; they may be sharded.
+        strict: Whether tensors missing, left over or of another shape under those entries are an error.
+        only: The shared state's top-level entries to read, or paths of two names such as `"engine/models"`; all if
             None. Files that hold none of them are not read.
         verify: `"hash"` checks the SHA-256 of every file, `"size"` their sizes only, as after `newest_checkpoint`.
-        storage: where it is; found from `directory` if None.
+        storage: Where it is; found from `directory` if None.
 
     Returns:
         What all processes share, and this process's own part; None where as many processes did not write it.
 
     Raises:
-        CheckpointError: there is no complete checkpoint, a file is damaged, or it is that of another model. Where it
+        CheckpointError: There is no complete checkpoint, a file is damaged, or it is that of another model. Where it
             is damaged, the message names the newest one beside it that is whole.
 
     Example:
@@ -129,11 +130,11 @@ def remove_checkpoint(directory: str | os.PathLike[str], *, storage: Storage | N
     Only a directory with a `MANIFEST.json` of ours is removed, or a link to one; never anything else.
 
     Args:
-        directory: the checkpoint's directory or URL; nothing happens where there is none.
-        storage: where it is; found from `directory` if None.
+        directory: The checkpoint's directory or URL; nothing happens where there is none.
+        storage: Where it is; found from `directory` if None.
 
     Raises:
-        CheckpointError: it could not be removed, or is no checkpoint.
+        CheckpointError: It could not be removed, or is no checkpoint.
     """
     found, path = storage_of(directory)
     storage = storage or found

@@ -66,23 +66,23 @@ def consolidate(
     `model.safetensors.index.json`, as on Hugging Face's hub. Tied weights are written once.
 
     Args:
-        checkpoint: the checkpoint's directory or URL, of any strategy and number of processes.
-        output: the directory to write to.
-        max_shard_size: bytes in a file at most, as a number or such as `"5GB"`; a single larger tensor has a file of
+        checkpoint: The checkpoint's directory or URL, of any strategy and number of processes.
+        output: The directory to write to.
+        max_shard_size: Bytes in a file at most, as a number or such as `"5GB"`; a single larger tensor has a file of
             its own.
-        dtype: what floating-point weights are converted to, such as `"bfloat16"`; unchanged if None.
-        model: which one, where `save_state` saved several, from 0.
-        module: write the weights of this module of it alone, under the names that they have in it: the attribute of
+        dtype: What floating-point weights are converted to, such as `"bfloat16"`; unchanged if None.
+        model: Which one, where `save_state` saved several, from 0.
+        module: Write the weights of this module of it alone, under the names that they have in it: the attribute of
             the task that is to be opened elsewhere, such as `"net"`.
-        overwrite: whether to write into a directory that holds something already.
-        verify: whether the checkpoint's files are checked against its manifest first.
-        progress: whether to show a progress bar.
+        overwrite: Whether to write into a directory that holds something already.
+        verify: Whether the checkpoint's files are checked against its manifest first.
+        progress: Whether to show a progress bar.
 
     Returns:
         The paths of the safetensors files.
 
     Raises:
-        CheckpointError: there is no complete checkpoint, it has no such model or module, or the output cannot be
+        CheckpointError: There is no complete checkpoint, it has no such model or module, or the output cannot be
             written.
 
     Example:
@@ -125,11 +125,11 @@ def save_safetensors(
     """Write a state dict as plain safetensors, in the files that `consolidate` writes.
 
     Args:
-        state_dict: whole tensors by name; those that share their memory are written once.
-        output: the directory to write to.
-        max_shard_size: bytes in a file at most.
-        overwrite: whether to write into a directory that holds something already.
-        progress: whether to show a progress bar.
+        state_dict: Whole tensors by name; those that share their memory are written once.
+        output: The directory to write to.
+        max_shard_size: Bytes in a file at most.
+        overwrite: Whether to write into a directory that holds something already.
+        progress: Whether to show a progress bar.
 
     Returns:
         The paths of the safetensors files.
@@ -152,12 +152,12 @@ def weights_below(weights: Mapping[str, T], module: str | None, source: str) -> 
     """The weights of one module, under the names that they have in it.
 
     Args:
-        weights: anything by the names of weights.
-        module: the module's name; all weights as they are if None.
-        source: where they come from, for the message.
+        weights: Anything by the names of weights.
+        module: The module's name; all weights as they are if None.
+        source: Where they come from, for the message.
 
     Raises:
-        CheckpointError: no weight is in a module of that name.
+        CheckpointError: No weight is in a module of that name.
     """
     if module is None:
         return dict(weights)
@@ -340,7 +340,7 @@ def parse_size(size: int | str) -> int:
     """Bytes, from a number or text such as `"5GB"` or `"500 MiB"`.
 
     Raises:
-        CheckpointError: it is neither, or not positive.
+        CheckpointError: It is neither, or not positive.
     """
     if isinstance(size, int) and not isinstance(size, bool):
         parsed = size

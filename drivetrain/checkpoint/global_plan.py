@@ -24,10 +24,10 @@ class GlobalPlan:
     """What all processes have agreed on.
 
     Attributes:
-        token: distinguishes it from others; the same on all processes.
-        outline: what it was made for, see `outline_of`.
-        local: what this process writes.
-        metadata: on rank 0 where every part of every tensor belongs; None elsewhere.
+        token: Distinguishes it from others; the same on all processes.
+        outline: What it was made for, see `outline_of`.
+        local: What this process writes.
+        metadata: On rank 0 where every part of every tensor belongs; None elsewhere.
     """
 
     token: str
@@ -40,8 +40,8 @@ def outline_of(tensors: Mapping[str, Tensor], elsewhere: Sequence[str]) -> Hasha
     """All that a plan depends on; None where that cannot be found out.
 
     Args:
-        tensors: what this process has.
-        elsewhere: keys of the tensors that only peers have.
+        tensors: What this process has.
+        elsewhere: Keys of the tensors that only peers have.
     """
     outline: list[tuple[Any, ...]] = []
     for key, tensor in tensors.items():
@@ -63,11 +63,11 @@ def plan_globally(
     making plans and sending them takes longer than copying does.
 
     Args:
-        peers: the processes.
-        planner: has this process's tensors.
-        outline: of them; a failure is reported to all.
-        elsewhere: keys of the tensors that only peers have.
-        known: the plan of the time before.
+        peers: The processes.
+        planner: Has this process's tensors.
+        outline: Of them; a failure is reported to all.
+        elsewhere: Keys of the tensors that only peers have.
+        known: The plan of the time before.
 
     Returns:
         The plan, or the first failure of any process; and a token for this save.

@@ -47,8 +47,8 @@ class Part:
     """One part of a tensor.
 
     Attributes:
-        entry: its name in its file, its dtype and its sizes.
-        place: where it lies.
+        entry: Its name in its file, its dtype and its sizes.
+        place: Where it lies.
     """
 
     entry: Entry
@@ -59,15 +59,15 @@ class TensorIndex:
     """Every tensor of a checkpoint, and where its parts lie.
 
     Args:
-        content: what `index.json` holds.
-        manifest: of the checkpoint.
-        path: the index's path, for messages.
+        content: What `index.json` holds.
+        manifest: Of the checkpoint.
+        path: The index's path, for messages.
 
     Attributes:
-        metadata: the tensors as `torch.distributed.checkpoint` describes them.
+        metadata: The tensors as `torch.distributed.checkpoint` describes them.
 
     Raises:
-        DamagedCheckpointError: it cannot be the index of these files; the tensor is named.
+        DamagedCheckpointError: It cannot be the index of these files; the tensor is named.
     """
 
     def __init__(self, content: Any, manifest: Manifest, path: str) -> None:
@@ -166,13 +166,13 @@ def check_header(header: bytes, length: int, parts: Sequence[Part], path: str) -
     """Compare the index's description of a file with the file's own header.
 
     Args:
-        header: the header, JSON.
-        length: how many bytes come before the tensors.
-        parts: what lies in the file by the index.
-        path: the file's path.
+        header: The header, JSON.
+        length: How many bytes come before the tensors.
+        parts: What lies in the file by the index.
+        path: The file's path.
 
     Raises:
-        DamagedCheckpointError: they differ; the tensor is named.
+        DamagedCheckpointError: They differ; the tensor is named.
     """
     try:
         entries = json.loads(header)

@@ -13,10 +13,11 @@ from torch import Tensor
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 
 from drivetrain.checkpoint.errors import DamagedCheckpointError
+from drivetrain.checkpoint.locations import storage_of
 from drivetrain.checkpoint.manifest import Manifest, decoded, read_manifest, verified_bytes
 from drivetrain.checkpoint.save import SHARED_FILE, process_file
 from drivetrain.checkpoint.shards import INDEX, SafetensorsReader
-from drivetrain.checkpoint.storage import LocalStorage, Storage, storage_of
+from drivetrain.checkpoint.storage import LocalStorage, Storage
 from drivetrain.checkpoint.stream import verify_file
 from drivetrain.checkpoint.tensor_file import run_parallel
 from drivetrain.checkpoint.tree import is_tagged, pack, tensor_keys, unpack
@@ -33,9 +34,9 @@ class LoadReport:
     """How the tensors asked for and those of a checkpoint differ, by path.
 
     Attributes:
-        missing: asked for, and not in the checkpoint.
-        left_over: in the checkpoint, and not asked for.
-        different: in both with different shapes, as `"name: (3, 4) in the checkpoint, (3, 5) here"`.
+        missing: Asked for, and not in the checkpoint.
+        left_over: In the checkpoint, and not asked for.
+        different: In both with different shapes, as `"name: (3, 4) in the checkpoint, (3, 5) here"`.
     """
 
     missing: list[str] = field(default_factory=list)
@@ -60,16 +61,16 @@ class Checkpoint:
     """A complete checkpoint, opened for reading.
 
     Args:
-        directory: the checkpoint's directory or URL.
+        directory: The checkpoint's directory or URL.
         verify: `"hash"` checks the SHA-256 of all that is read, `"size"` the files' sizes only.
-        storage: where it is; found from `directory` if None.
-        once: whether no other process of this machine reads it as well, so that caching it is of no use.
+        storage: Where it is; found from `directory` if None.
+        once: Whether no other process of this machine reads it as well, so that caching it is of no use.
 
     Attributes:
-        manifest: what it consists of, with `step`, `world_size` and `saved_at`.
+        manifest: What it consists of, with `step`, `world_size` and `saved_at`.
 
     Raises:
-        CheckpointError: there is no complete checkpoint, or a file is missing, left over or of another size.
+        CheckpointError: There is no complete checkpoint, or a file is missing, left over or of another size.
     """
 
     def __init__(
@@ -106,9 +107,9 @@ class Checkpoint:
         """Read what all processes share.
 
         Args:
-            only: the top-level entries to read, or paths of two names such as `"engine/models"`; all if None.
-            into: some of its top-level entries, with tensors that are filled in place; they may be sharded DTensors.
-            strict: whether tensors that are missing, left over or of another shape under those entries are an error.
+            only: The top-level entries to read, or paths of two names such as `"engine/models"`; all if None.
+            into: Some of its top-level entries, with tensors that are filled in place; they may be sharded DTensors.
+            strict: Whether tensors that are missing, left over or of another shape under those entries are an error.
 
         Returns:
             The state, with the tensors of `into` in it, and what did not fit; with `strict` nothing.
@@ -133,10 +134,10 @@ class Checkpoint:
         """Check the SHA-256 of files.
 
         Args:
-            names: which ones; all if None, and then also that the index and the trees are such as checkpoints hold.
+            names: Which ones; all if None, and then also that the index and the trees are such as checkpoints hold.
 
         Raises:
-            CheckpointError: one is damaged; it is named.
+            CheckpointError: One is damaged; it is named.
         """
         jobs: list[Callable[[], None]] = [
             partial(verify_file, self._storage, self.tensors.path_of(name), self.manifest.files[name], self._once)
@@ -207,8 +208,8 @@ def entries_of(tree: Any, path: str) -> dict[str, Any]:
     """What a file of a checkpoint holds, which is a packed dict; anything else is refused.
 
     Args:
-        tree: what it holds, packed.
-        path: the file's path.
+        tree: What it holds, packed.
+        path: The file's path.
     """
     if type(tree) is not dict or is_tagged(tree):
         raise DamagedCheckpointError(f"{path} is damaged: it holds no named entries.")
@@ -219,8 +220,8 @@ def compare_states(wanted: Mapping[str, Any], saved: Mapping[str, Any]) -> LoadR
     """Compare the tensors of two flat state dicts differ, such as a model's own and one that was loaded.
 
     Args:
-        wanted: what is to be filled.
-        saved: what there is.
+        wanted: What is to be filled.
+        saved: What there is.
     """
     return LoadReport(
         [name for name in wanted if name not in saved],

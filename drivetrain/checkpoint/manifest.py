@@ -25,13 +25,13 @@ class Manifest:
     """What the directory of a checkpoint holds.
 
     Attributes:
-        files: size and SHA-256 of every file but this one, by name.
-        world_size: how many processes wrote it.
-        step: the optimizer step at which it was written, if known.
-        saved_at: when, in seconds since the epoch.
-        data: the folder that the files are in; empty where they are beside the manifest.
-        finite_loss: whether every loss since the save before was finite; without, the weights may be spoilt.
-        version: the version of the format.
+        files: Size and SHA-256 of every file but this one, by name.
+        world_size: How many processes wrote it.
+        step: The optimizer step at which it was written, if known.
+        saved_at: When, in seconds since the epoch.
+        data: The folder that the files are in; empty where they are beside the manifest.
+        finite_loss: Whether every loss since the save before was finite; without, the weights may be spoilt.
+        version: The version of the format.
     """
 
     files: dict[str, FileDigest]
@@ -61,11 +61,11 @@ class Manifest:
         """Read the file's content.
 
         Args:
-            raw: the content.
-            where: the file's path, for messages.
+            raw: The content.
+            where: The file's path, for messages.
 
         Raises:
-            CheckpointError: it is damaged, of another format, or of a newer version.
+            CheckpointError: It is damaged, of another format, or of a newer version.
         """
         try:
             content = json.loads(raw)
@@ -123,7 +123,7 @@ def read_manifest(storage: Storage, directory: str) -> Manifest:
     """Read a checkpoint's manifest and compare the names and sizes of its files with what is there.
 
     Raises:
-        CheckpointError: there is no complete checkpoint, or a file is missing, left over or of another size.
+        CheckpointError: There is no complete checkpoint, or a file is missing, left over or of another size.
     """
     path = storage.join(directory, MANIFEST)
     found = storage.sizes(directory)
@@ -173,12 +173,12 @@ def check_is_checkpoint(storage: Storage, directory: str, what: str) -> None:
     """Refuse a directory without a manifest of ours, whole or not: it holds something else.
 
     Args:
-        storage: where it is.
-        directory: the directory.
-        what: what does not happen to it, for the message.
+        storage: Where it is.
+        directory: The directory.
+        what: What does not happen to it, for the message.
 
     Raises:
-        CheckpointError: it is no checkpoint.
+        CheckpointError: It is no checkpoint.
     """
     path = storage.join(directory, MANIFEST)
     try:
@@ -193,7 +193,7 @@ def check_replaceable(storage: Storage, directory: str) -> None:
     """Refuse to let a checkpoint take the place of something that is none; nothing and an empty directory are.
 
     Raises:
-        CheckpointError: there is something else.
+        CheckpointError: There is something else.
     """
     if not storage.exists(directory) or storage.is_link(directory):
         return

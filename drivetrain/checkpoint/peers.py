@@ -22,9 +22,9 @@ class Failure:
     """What went wrong on one process, for the others to raise too.
 
     Attributes:
-        rank: of the process.
-        reason: what went wrong.
-        is_damage: whether a checkpoint is not whole.
+        rank: Of the process.
+        reason: What went wrong.
+        is_damage: Whether a checkpoint is not whole.
     """
 
     rank: int
@@ -38,7 +38,7 @@ class Peers:
     Make it on all processes at once.
 
     Args:
-        state: this process among its peers; None for a process that acts alone.
+        state: This process among its peers; None for a process that acts alone.
     """
 
     def __init__(self, state: PartialState | None) -> None:
@@ -90,9 +90,9 @@ class Peers:
         """Raise, on each process, what one of them met.
 
         Args:
-            failure: what was agreed on.
-            what: what could not be done.
-            advice: what to do.
+            failure: What was agreed on.
+            what: What could not be done.
+            advice: What to do.
         """
         if self._cause is not None and not isinstance(self._cause, Exception):
             raise self._cause  # a Ctrl-C stays one

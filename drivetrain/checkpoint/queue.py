@@ -32,7 +32,7 @@ class PendingSave:
     """A checkpoint that is being written, or was.
 
     Attributes:
-        directory: the checkpoint's directory, which is there once this is done without an error.
+        directory: The checkpoint's directory, which is there once this is done without an error.
     """
 
     def __init__(self, directory: str) -> None:
@@ -51,11 +51,11 @@ class PendingSave:
         """Wait until it is written.
 
         Args:
-            timeout: seconds to wait at most; for ever if None.
+            timeout: Seconds to wait at most; for ever if None.
 
         Raises:
-            CheckpointError: it could not be written; raised on all processes.
-            TimeoutError: it is still being written.
+            CheckpointError: It could not be written; raised on all processes.
+            TimeoutError: It is still being written.
         """
         if not self._finished.wait(timeout):
             raise TimeoutError(f"{self.directory} is still being written after {timeout} s.")
@@ -109,10 +109,10 @@ class SaveQueue:
     """Writes checkpoints one after another, in the background where asked.
 
     Attributes:
-        failed: the save whose error was not raised yet, or None.
+        failed: The save whose error was not raised yet, or None.
 
     Args:
-        state: this process among its peers.
+        state: This process among its peers.
     """
 
     def __init__(self, state: PartialState) -> None:
@@ -152,21 +152,21 @@ class SaveQueue:
         """Write a checkpoint; call it on all processes. Waits for the one before.
 
         Args:
-            directory: the checkpoint's directory or URL; replaced where it exists.
-            shared: what is the same on all processes; its tensors may be sharded DTensors.
-            own: what is this process's own.
-            step: the optimizer step, for the manifest.
-            block: whether to return only once it is there. Else the state is copied and may change at once.
-            storage: where to; found from `directory` if None.
-            extra: a local directory whose content becomes part of the checkpoint; from `extra_place`.
-            optimizers: those whose state nothing but their `step()` changes. Unless `block` is set, it is copied while
+            directory: The checkpoint's directory or URL; replaced where it exists.
+            shared: What is the same on all processes; its tensors may be sharded DTensors.
+            own: What is this process's own.
+            step: The optimizer step, for the manifest.
+            block: Whether to return only once it is there. Else the state is copied and may change at once.
+            storage: Where to; found from `directory` if None.
+            extra: A local directory whose content becomes part of the checkpoint; from `extra_place`.
+            optimizers: Those whose state nothing but their `step()` changes. Unless `block` is set, it is copied while
                 training continues, and the next step of any of them waits for what is left.
 
         Returns:
             The save; done where `block` is true.
 
         Raises:
-            CheckpointError: it cannot be written, or the one before could not be; raised on all processes.
+            CheckpointError: It cannot be written, or the one before could not be; raised on all processes.
         """
         self.finish()
         save = Save(directory, shared, own, self._state, step, storage, extra, self._plan)
@@ -186,7 +186,7 @@ class SaveQueue:
         """Get memory for the first save in the background while training continues; without, that save waits for it.
 
         Args:
-            tensors: what is large of what will be saved: all parameters and the state of their optimizers.
+            tensors: What is large of what will be saved: all parameters and the state of their optimizers.
         """
         likely = limit = 0
         for tensor in tensors:

@@ -16,10 +16,10 @@ class FsspecStorage(Storage):
     folder and is uploaded last: the checkpoint appears, or replaces the one before, by that one file.
 
     Args:
-        url: a path on that file system, which names it.
+        url: A path on that file system, which names it.
 
     Raises:
-        CheckpointError: fsspec, or what it needs for this file system, is not installed.
+        CheckpointError: Fsspec, or what it needs for this file system, is not installed.
     """
 
     def __init__(self, url: str) -> None:

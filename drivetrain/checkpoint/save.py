@@ -13,11 +13,12 @@ from torch.distributed.checkpoint.storage import WriteResult
 
 from drivetrain.checkpoint.copying import Copying
 from drivetrain.checkpoint.global_plan import GlobalPlan, check_values, outline_of, plan_globally
+from drivetrain.checkpoint.locations import storage_of
 from drivetrain.checkpoint.manifest import WRITER_FILE, Manifest, check_replaceable, encoded
 from drivetrain.checkpoint.peers import Failure, Peers
 from drivetrain.checkpoint.shards import FOLDER, SafetensorsWriter, SnapshotPlanner
 from drivetrain.checkpoint.staging import StagingBuffer
-from drivetrain.checkpoint.storage import NO_FILE, LocalStorage, Storage, storage_of
+from drivetrain.checkpoint.storage import NO_FILE, LocalStorage, Storage
 from drivetrain.checkpoint.tensor_file import FileDigest, write_file
 from drivetrain.checkpoint.tree import pack
 from drivetrain.checkpoint.writer_record import clean_stale, this_writer
@@ -50,20 +51,20 @@ class Save:
     `stage` the caller may change its tensors, but for those that wait; without, not before `run` has returned.
 
     Args:
-        directory: the checkpoint's directory or URL; replaced where it exists.
-        shared: what is the same on all processes.
-        own: what is this process's own.
-        state: this process among its peers.
-        step: the optimizer step, for the manifest.
-        storage: where to; found from `directory` if None.
-        extra: a local directory whose content becomes part of the checkpoint, and which goes; from `extra_place`.
-        known: the `plan` of an earlier save, to be used again where the tensors are of the same shapes.
+        directory: The checkpoint's directory or URL; replaced where it exists.
+        shared: What is the same on all processes.
+        own: What is this process's own.
+        state: This process among its peers.
+        step: The optimizer step, for the manifest.
+        storage: Where to; found from `directory` if None.
+        extra: A local directory whose content becomes part of the checkpoint, and which goes; from `extra_place`.
+        known: The `plan` of an earlier save, to be used again where the tensors are of the same shapes.
 
     Attributes:
-        plan: who writes which tensor.
+        plan: Who writes which tensor.
 
     Raises:
-        CheckpointError: on any process the state holds something that cannot be saved; raised on all.
+        CheckpointError: On any process the state holds something that cannot be saved; raised on all.
     """
 
     def __init__(
@@ -123,8 +124,8 @@ class Save:
         """Copy what this process writes, so that training may continue. A failure is raised by `run`.
 
         Args:
-            buffer: memory for the copies.
-            may_wait: addresses of tensors that may be copied later, see `StagingBuffer.copy`.
+            buffer: Memory for the copies.
+            may_wait: Addresses of tensors that may be copied later, see `StagingBuffer.copy`.
 
         Returns:
             What `run` copies first, and the caller must finish before those tensors change; None after a failure.
@@ -143,7 +144,7 @@ class Save:
         """Write, and publish once all processes have written.
 
         Raises:
-            CheckpointError: any process could not write; raised on all, and what was there before is intact.
+            CheckpointError: Any process could not write; raised on all, and what was there before is intact.
         """
         place, self._data = self._storage.place_for(self.directory, self._token)
         written = (
@@ -240,8 +241,8 @@ def extra_place(directory: str | os.PathLike[str], state: PartialState) -> str:
     """Make a directory that hooks may write files to, for `extra=` of a save. Call it on all processes.
 
     Args:
-        directory: the checkpoint's directory.
-        state: this process among its peers.
+        directory: The checkpoint's directory.
+        state: This process among its peers.
     """
     peers = Peers(state)
 

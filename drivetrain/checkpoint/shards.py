@@ -67,9 +67,9 @@ class SafetensorsWriter(StorageWriter):
     """Writes this process's part of a checkpoint's tensors, and on rank 0 the index of all.
 
     Args:
-        storage: where to.
-        place: the directory that the checkpoint is written in.
-        rank: this process's rank, which its files are named after.
+        storage: Where to.
+        place: The directory that the checkpoint is written in.
+        rank: This process's rank, which its files are named after.
     """
 
     def __init__(self, storage: Storage, place: str, rank: int) -> None:
@@ -146,11 +146,11 @@ class SafetensorsReader(StorageReader):
     """Reads tensors straight into their destinations and checks the files that they come from.
 
     Args:
-        storage: where from.
-        directory: the checkpoint.
-        manifest: what it consists of.
-        hashes: whether the SHA-256 of each file that is read from is checked; their sizes are known to be right.
-        once: whether no other process of this machine reads it as well, so that caching it is of no use.
+        storage: Where from.
+        directory: The checkpoint.
+        manifest: What it consists of.
+        hashes: Whether the SHA-256 of each file that is read from is checked; their sizes are known to be right.
+        once: Whether no other process of this machine reads it as well, so that caching it is of no use.
     """
 
     def __init__(
@@ -212,7 +212,7 @@ class SafetensorsReader(StorageReader):
         """Compare the headers of files with the index; where tensors are read, that is done on the way.
 
         Args:
-            names: which files; all that the index names if None.
+            names: Which files; all that the index names if None.
         """
         described = self.index.files()
         for name in described if names is None else names:

@@ -38,8 +38,8 @@ class Staged:
     """Where copies of a state will be.
 
     Attributes:
-        copies: the copies, on the CPU and contiguous.
-        late: has to finish before all of them hold their values.
+        copies: The copies, on the CPU and contiguous.
+        late: Has to finish before all of them hold their values.
     """
 
     copies: dict[MetadataIndex, Tensor]
@@ -69,9 +69,9 @@ class StagingBuffer:
         Nothing happens where it would be page-locked, which needs the device that this process works on.
 
         Args:
-            likely: bytes that will be copied, about; so many are made ready.
-            limit: how many it can be at most.
-            kind: the kind of device that the tensors will be on.
+            likely: Bytes that will be copied, about; so many are made ready.
+            limit: How many it can be at most.
+            kind: The kind of device that the tensors will be on.
         """
         if likely > 0 and self._memory is None and self._preparation is None and not _is_pinned(kind):
             with contextlib.suppress(OSError):  # the copy fails if there is too little
@@ -88,8 +88,8 @@ class StagingBuffer:
         """Copy tensors into the buffer.
 
         Args:
-            tensors: what to copy.
-            kind: the kind of device that they are on, or the CPU.
+            tensors: What to copy.
+            kind: The kind of device that they are on, or the CPU.
             may_wait: `address_of` of tensors that do not change before `late` of the result has finished.
 
         Returns:

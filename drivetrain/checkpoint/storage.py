@@ -20,9 +20,6 @@ DATA_FOLDER = "data-"
 NO_FILE = -1
 """Stands for the size of what is no plain file, such as a link: it may lead anywhere."""
 
-# pathlib makes one slash of two, so a URL that went through a Path is known by one as well.
-_URL = re.compile(r"^([A-Za-z][A-Za-z0-9+.\-]+):/+")
-
 
 class Reader(Protocol):
     """A file open for reading, unbuffered."""
@@ -54,8 +51,8 @@ class Storage(ABC):
         """Open a file for reading.
 
         Args:
-            path: the file.
-            once: whether it is not soon read again here, so that there is no use in caching it.
+            path: The file.
+            once: Whether it is not soon read again here, so that there is no use in caching it.
         """
 
     @abstractmethod
@@ -94,8 +91,8 @@ class Storage(ABC):
         """Choose where a checkpoint is written until it is published.
 
         Args:
-            directory: the checkpoint's final directory.
-            token: distinguishes this write from others.
+            directory: The checkpoint's final directory.
+            token: Distinguishes this write from others.
 
         Returns:
             That place, and what its files' names begin with in the published directory.
@@ -342,22 +339,3 @@ class _LocalSink:
 
     def _named(self, error: OSError) -> OSError:
         return OSError(error.errno, error.strerror or str(error), self._path)
-
-
-def storage_of(path: str | os.PathLike[str]) -> tuple[Storage, str]:
-    """The storage that a path is on, and the path as that storage takes it.
-
-    Args:
-        path: a local path, `file://...`, or a URL of a file system of fsspec, such as `s3://bucket/run` or `memory://run`.
-    """
-    text = os.fspath(path)
-    match = _URL.match(text)
-    if match is None:
-        return LocalStorage(), os.path.abspath(os.path.expanduser(text))
-    protocol, rest = match[1], text[match.end() :].rstrip("/")
-    if protocol in ("file", "local"):
-        return LocalStorage(), "/" + rest
-    from drivetrain.checkpoint.remote import FsspecStorage
-
-    url = f"{protocol}://{rest}"
-    return FsspecStorage(url), url

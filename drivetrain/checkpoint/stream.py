@@ -91,11 +91,11 @@ def read_ranges(
     """Read ranges (start, length) of a file, unhashed, a block at a time through one buffer.
 
     Args:
-        storage: where the file is.
-        path: the file.
-        listed: its size and hash in the manifest.
-        ranges: what to read.
-        take: is given each block, which is overwritten by the next.
+        storage: Where the file is.
+        path: The file.
+        listed: Its size and hash in the manifest.
+        ranges: What to read.
+        take: Is given each block, which is overwritten by the next.
     """
     buffer = memoryview(bytearray(BLOCK))
     with FileStream(storage, path, listed, hashes=False) as stream:

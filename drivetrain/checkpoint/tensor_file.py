@@ -49,7 +49,7 @@ class Sink(Protocol):
     """A file being written.
 
     Attributes:
-        likes_blocks: whether it is faster with much data in `aligned_block`s.
+        likes_blocks: Whether it is faster with much data in `aligned_block`s.
     """
 
     @property
@@ -109,8 +109,8 @@ def layout(entries: Sequence[Entry], metadata: dict[str, str] | None = None) -> 
     """Make a file's header.
 
     Args:
-        entries: what the file will hold, in order; large items first keep every tensor aligned.
-        metadata: text for the header.
+        entries: What the file will hold, in order; large items first keep every tensor aligned.
+        metadata: Text for the header.
 
     Returns:
         The header's bytes, and where in the file each entry begins.
@@ -182,9 +182,9 @@ def write_file(sink: Sink, parts: Iterable[memoryview], size: int = 0) -> FileDi
     """Write parts one after another, hashing each while it is written, and make the file durable.
 
     Args:
-        sink: the file.
-        parts: what it is to hold.
-        size: how much that is about; 0 for little.
+        sink: The file.
+        parts: What it is to hold.
+        size: How much that is about; 0 for little.
     """
     hasher = Hasher()
     try:

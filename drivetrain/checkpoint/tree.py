@@ -46,15 +46,15 @@ def pack(tree: Any, prefix: str = "") -> tuple[Any, dict[str, Tensor]]:
     """Take the tensors out of a tree.
 
     Args:
-        tree: nested dicts, lists and the like of plain values and tensors.
-        prefix: what the keys of its tensors begin with.
+        tree: Nested dicts, lists and the like of plain values and tensors.
+        prefix: What the keys of its tensors begin with.
 
     Returns:
         The packed tree, and the tensors by key, such as `"state_dict/layer.weight"`. A tensor that is in the tree
         several times, as tied weights are, is there once. One on the meta device stands for what a peer holds.
 
     Raises:
-        CheckpointError: something in it is neither a plain value nor a tensor; its path and type are named.
+        CheckpointError: Something in it is neither a plain value nor a tensor; its path and type are named.
     """
     packer = _Packer()
     return packer.pack(tree, prefix), packer.tensors
@@ -64,12 +64,12 @@ def unpack(packed: Any, tensor_of: Callable[[str], Tensor], source: str = "The s
     """Put a tree together again. Only what `pack` may have written is taken.
 
     Args:
-        packed: what `pack` made.
-        tensor_of: gives the tensor of a key.
-        source: where the tree comes from, for messages.
+        packed: What `pack` made.
+        tensor_of: Gives the tensor of a key.
+        source: Where the tree comes from, for messages.
 
     Raises:
-        DamagedCheckpointError: something in the tree is nothing that `pack` writes.
+        DamagedCheckpointError: Something in the tree is nothing that `pack` writes.
     """
     try:
         return _unpacked(packed, tensor_of)
@@ -118,11 +118,11 @@ def tensor_keys(packed: Any, source: str = "The state") -> list[str]:
     """The keys of the tensors that a packed tree refers to, each once, in order.
 
     Args:
-        packed: what `pack` made.
-        source: where the tree comes from, for messages.
+        packed: What `pack` made.
+        source: Where the tree comes from, for messages.
 
     Raises:
-        DamagedCheckpointError: something in the tree is nothing that `pack` writes.
+        DamagedCheckpointError: Something in the tree is nothing that `pack` writes.
     """
     found: dict[str, None] = {}
     unpack(packed, lambda key: found.setdefault(key, None) or _NO_TENSOR, source)

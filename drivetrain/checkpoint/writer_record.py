@@ -35,7 +35,7 @@ def clean_stale(root: str) -> list[str]:
     """Remove what dead runs left of checkpoints half written, and give those back that were about to be replaced.
 
     Args:
-        root: the directory that the checkpoints are in, on a local or shared file system.
+        root: The directory that the checkpoints are in, on a local or shared file system.
 
     Returns:
         What was removed or given back, by path.

@@ -26,6 +26,7 @@ _BUSY = 0.01  # share of the time that a main thread computes in, from which on 
 _CPU_NOISE = 0.05  # seconds of CPU time that are no progress
 # Torch raises after its own time-out: the report comes a little earlier, and short time-outs are left to torch.
 BEFORE_TIMEOUT, _SHORTEST_TIMEOUT = 15.0, 60.0
+_ALSO_COMPUTE = {"forward", "backward"}
 _STOPPED = {psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP}
 
 
@@ -70,11 +71,6 @@ class RankReport:
     status: str
     idle: float
     stack: Stack | None
-
-    @property
-    def waits(self) -> bool:
-        """Whether it waits for other ranks."""
-        return self.stack is not None and self.stack.collective is not None
 
     def describe(self, *, whole_stack: bool) -> str:
         """The rank, the collective and the line, and the whole stack where it is asked for."""
@@ -149,7 +145,7 @@ class Watchdog:
         if not overdue:
             return None
         reports = self.report(ranks)
-        if self.limit is None and not any(reports[ranks.index(local)].waits for local in overdue):
+        if self.limit is None and not any(self._waits(local, reports[ranks.index(local)]) for local in overdue):
             # Not evidently a hang: a long computation, or a read. Asked again after as long a time.
             for local in overdue:
                 self._watched[local].since = self._clock
@@ -196,6 +192,13 @@ class Watchdog:
             host=os.uname().nodename,
             hung=True,
         )
+
+    def _waits(self, local: int, report: RankReport) -> bool:
+        """Whether a rank certainly waits for others, and does not compute."""
+        collective = report.stack.collective if report.stack is not None else None
+        sign = self._watched[local].sign
+        # Where CPU time is no sign of progress, these may be computing.
+        return collective is not None and (bool(sign and sign.counts_cpu_time) or collective not in _ALSO_COMPUTE)
 
     def _is_overdue(self, progress: _Progress) -> bool:
         if progress.sign is None:

@@ -1,10 +1,10 @@
-"""Keyword arguments that a function does not take: an error that names the nearest that it does."""
+"""Keyword arguments that nothing takes: an error that names the nearest one that is taken."""
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, Any
 
 from drivetrain.runtime.errors import ConfigurationError, nearest
 
@@ -13,26 +13,37 @@ class UnknownArgumentError(ConfigurationError, TypeError):
     """A function was given a keyword argument that it does not take."""
 
 
-def refuse_unknown(unknown: Mapping[str, Any], function: Callable[..., Any]) -> None:
+def refuse_unknown(given: Iterable[str], function: Callable[..., Any], name: str | None = None) -> None:
     """Raise where a function was given keyword arguments that it does not take.
 
-    A function that asks for this ends its parameters with ``**unknown: NoReturn``, which a type checker reads as
-    "nothing else", and calls this first. It costs an empty dict.
+    A method that asks for this ends its parameters with `**unknown: NoReturn`, which type checkers read as "nothing
+    else", and calls this with them.
 
     Args:
-        unknown: The keyword arguments that no parameter took.
-        function: The function; for a constructor the class.
+        given: The names of keyword arguments.
+        function: The function.
+        name: What it is called in the message; its own name if None.
 
     Raises:
-        UnknownArgumentError: There are some.
+        UnknownArgumentError: One of them is no parameter of the function.
     """
-    if not unknown:
-        return
     parameters = inspect.signature(function).parameters.values()
-    allowed = [each.name for each in parameters if each.kind not in (each.VAR_POSITIONAL, each.VAR_KEYWORD)]
-    given = next(iter(unknown))
-    guess = nearest(given, allowed)
-    raise UnknownArgumentError(
-        f"{function.__qualname__}() takes no argument {given!r}.{guess}"
-        + ("" if guess else f" It takes {', '.join(name for name in allowed if name != 'self')}.")
-    )
+    taken = [each.name for each in parameters if each.kind not in (each.VAR_POSITIONAL, each.VAR_KEYWORD)]
+    unknown = next((each for each in given if each not in taken), None)
+    if unknown is None:
+        return
+    guess = nearest(unknown, taken)
+    known = "" if guess else f" It takes {', '.join(each for each in taken if each != 'self')}."
+    raise UnknownArgumentError(f"{name or function.__qualname__}() takes no argument {unknown!r}.{guess}{known}")
+
+
+class KnownKeywords:
+    """A class whose constructor refuses unknown keyword arguments by `UnknownArgumentError`."""
+
+    if not TYPE_CHECKING:
+
+        def __new__(cls, *args: Any, **keywords: Any) -> Any:
+            kinds = [each.kind for each in inspect.signature(cls.__init__).parameters.values()]
+            if keywords and inspect.Parameter.VAR_KEYWORD not in kinds:
+                refuse_unknown(keywords, cls.__init__, cls.__name__)
+            return super().__new__(cls)

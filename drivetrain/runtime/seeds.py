@@ -120,12 +120,12 @@ def own_generator(name: str) -> torch.Generator:
     state = torch.default_generator.get_state().numpy().tobytes()
     seed = int.from_bytes(hashlib.blake2b(state, digest_size=8).digest(), "little")
     generator = torch.Generator().manual_seed(seed >> 1)
-    PartialState._shared.setdefault("generators", {})[name] = generator
+    PartialState.registry().setdefault("generators", {})[name] = generator
     return generator
 
 
 def _own_generators() -> dict[str, torch.Generator]:
-    generators: dict[str, torch.Generator] = PartialState._shared.get("generators", {})
+    generators: dict[str, torch.Generator] = PartialState.registry().get("generators", {})
     return generators
 
 

@@ -20,7 +20,7 @@ class Tracker(ABC):
     Lightning's (`log_metrics`, `log_hyperparams`, `experiment`, `finalize`) lead to them.
 
     Attributes:
-        name: The word that names the kind of tracker, such as ``"csv"``.
+        name: The word that names the kind of tracker, such as `"csv"`.
 
     Example:
         ```python
@@ -106,7 +106,7 @@ class Tracker(ABC):
         self.log(metrics, step)
 
     def log_hyperparams(self, params: Any) -> None:
-        """The same as `store_init_configuration`, also for a dataclass or an ``argparse.Namespace``.
+        """The same as `store_init_configuration`, also for a dataclass or an `argparse.Namespace`.
 
         Args:
             params: The hyper-parameters.
@@ -125,7 +125,7 @@ class Tracker(ABC):
         """The same as `finish`; no tracker here records how the run ended.
 
         Args:
-            status: ``"success"``, ``"failed"`` or ``"interrupted"``.
+            status: `"success"`, `"failed"` or `"interrupted"`.
         """
         self.finish()
 
@@ -170,7 +170,7 @@ def plain(value: Any) -> Any:
 
 
 def flatten(values: Mapping[str, Any], separator: str = "/") -> dict[str, Any]:
-    """Return nested mappings as one level: ``{"a": {"b": 1}}`` becomes ``{"a/b": 1}``."""
+    """Return nested mappings as one level: `{"a": {"b": 1}}` becomes `{"a/b": 1}`."""
     flat: dict[str, Any] = {}
     for key, value in values.items():
         if isinstance(value, Mapping) and value:

@@ -22,7 +22,7 @@ _FLUSH_SECONDS = 10.0
 
 
 class CSVLogger(DirectoryTracker):
-    """Writes ``metrics.csv`` and ``hparams.yaml`` into ``<save_dir>/<name>/version_<n>``.
+    """Writes `metrics.csv` and `hparams.yaml` into `<save_dir>/<name>/version_<n>`.
 
     All values of one step share a row, also when they are logged by several calls. A value that appears later
     adds a column: only then is the file written again. A version that is there already is continued. A resumed run
@@ -31,8 +31,8 @@ class CSVLogger(DirectoryTracker):
     Args:
         save_dir: The directory of all runs.
         name: The name of the experiment, a directory in `save_dir`.
-        version: The run, a directory ``version_<n>`` (a text: as it is); the next free number without it.
-        prefix: Put before the name of every value, with a ``-`` between.
+        version: The run, a directory `version_<n>` (a text: as it is); the next free number without it.
+        prefix: Put before the name of every value, with a `-` between.
         flush_logs_every_n_steps: Rows that may wait in memory. They wait for 10 seconds at most while values
             come in.
 

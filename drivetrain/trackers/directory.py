@@ -20,7 +20,7 @@ _VERSION = re.compile(r"version_(\d+)")
 
 
 class RunDirectory:
-    """The directory ``<save_dir>/<name>/version_<n>`` of one run.
+    """The directory `<save_dir>/<name>/version_<n>` of one run.
 
     Without a version the next free number is taken, when the path is first asked for. Trackers of one run
     hold the same object, so their files lie in the same directory.
@@ -118,13 +118,13 @@ class RunDirectory:
 
 
 class DirectoryTracker(Tracker):
-    """A tracker that writes files into a `RunDirectory`, the hyper-parameters among them as ``hparams.yaml``.
+    """A tracker that writes files into a `RunDirectory`, the hyper-parameters among them as `hparams.yaml`.
 
     Args:
         save_dir: The directory of all runs.
         name: The name of the experiment, a directory in `save_dir`.
-        version: The run, a directory ``version_<n>`` (a text: as it is); the next free number without it.
-        prefix: Put before the name of every value, with a ``-`` between.
+        version: The run, a directory `version_<n>` (a text: as it is); the next free number without it.
+        prefix: Put before the name of every value, with a `-` between.
     """
 
     def __init__(
@@ -188,7 +188,7 @@ class DirectoryTracker(Tracker):
         """Drop what was written into this run's directory after `state_dict` was called."""
 
     def store_init_configuration(self, values: Mapping[str, Any]) -> None:
-        """Write the hyper-parameters to ``hparams.yaml``, together with those given before."""
+        """Write the hyper-parameters to `hparams.yaml`, together with those given before."""
         self._hyperparameters.update(plain(values))
         target = self.run_directory.create() / "hparams.yaml"
         beside = target.with_name(f".{target.name}.{os.getpid()}")

@@ -21,7 +21,7 @@ def register_tracker(tracker: TrackerClass) -> TrackerClass:
     """Make a tracker known by its `name`; also a class decorator.
 
     Args:
-        tracker: The class. One that takes ``save_dir`` and ``name`` arguments gets the run's.
+        tracker: The class. One that takes `save_dir` and `name` arguments gets the run's.
 
     Raises:
         ConfigurationError: If the class has no name, or another class has the same.
@@ -58,11 +58,11 @@ def resolve_trackers(
     of a run lie together.
 
     Args:
-        spec: Names, tracker objects or several of them. ``"all"`` means each one that is installed, True the
+        spec: Names, tracker objects or several of them. `"all"` means each one that is installed, True the
             CSV table, None and False none.
         save_dir: The directory of all runs, for trackers given by name.
         name: The name of the experiment, for trackers given by name.
-        init_kwargs: Further arguments for trackers given by name: ``{"tensorboard": {"flush_secs": 30}}``.
+        init_kwargs: Further arguments for trackers given by name: `{"tensorboard": {"flush_secs": 30}}`.
 
     Raises:
         ConfigurationError: If a name is unknown, or something else than a name or a tracker is given.

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class TensorBoardLogger(DirectoryTracker):
-    """Writes event files and ``hparams.yaml`` into ``<save_dir>/<name>/version_<n>``.
+    """Writes event files and `hparams.yaml` into `<save_dir>/<name>/version_<n>`.
 
     TensorBoard itself is imported when the first value is written. A version that is there already is
     continued in a further event file. A resumed run continues the version of the run before it; what that one wrote
@@ -26,10 +26,10 @@ class TensorBoardLogger(DirectoryTracker):
     Args:
         save_dir: The directory of all runs.
         name: The name of the experiment, a directory in `save_dir`.
-        version: The run, a directory ``version_<n>`` (a text: as it is); the next free number without it.
-        prefix: Put before the name of every value, with a ``-`` between.
+        version: The run, a directory `version_<n>` (a text: as it is); the next free number without it.
+        prefix: Put before the name of every value, with a `-` between.
         sub_dir: A directory in that of the run, for the event files.
-        **kwargs: For ``torch.utils.tensorboard.SummaryWriter``, such as ``flush_secs`` or ``purge_step``.
+        **kwargs: For `torch.utils.tensorboard.SummaryWriter`, such as `flush_secs` or `purge_step`.
 
     Raises:
         ConfigurationError: If TensorBoard is not installed.
@@ -85,13 +85,13 @@ class TensorBoardLogger(DirectoryTracker):
 
     @property
     def tracker(self) -> SummaryWriter:
-        """The ``SummaryWriter``, for images, histograms and the like; opens the run."""
+        """The `SummaryWriter`, for images, histograms and the like; opens the run."""
         self.start()
         assert self._writer is not None
         return self._writer
 
     def store_init_configuration(self, values: Mapping[str, Any]) -> None:
-        """Write the hyper-parameters to ``hparams.yaml`` and to TensorBoard's page of them."""
+        """Write the hyper-parameters to `hparams.yaml` and to TensorBoard's page of them."""
         super().store_init_configuration(values)
         from torch.utils.tensorboard.summary import hparams
 

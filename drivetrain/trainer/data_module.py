@@ -4,15 +4,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from drivetrain.runtime.nested import send_to_device
+from drivetrain.trainer.data_hooks import DataHooks
 
 if TYPE_CHECKING:
-    import torch
-
     from drivetrain.trainer.trainer import Trainer
 
 
-class DataModule:
+class DataModule(DataHooks):
     """Loaders, and what prepares them. Override what you need.
 
     Example:
@@ -30,47 +28,6 @@ class DataModule:
     """
 
     trainer: Trainer | None = None
-
-    def prepare_data(self) -> None:
-        """Download or unpack; called on the first process of each machine only, so set no state here."""
-
-    def setup(self, stage: str) -> None:
-        """Build datasets; called on every process.
-
-        Args:
-            stage: `"fit"`, `"validate"`, `"test"` or `"predict"`.
-        """
-
-    def teardown(self, stage: str) -> None:
-        """Clean up after `stage`."""
-
-    def train_dataloader(self) -> Any:
-        """The loader or loaders to train on."""
-        return None
-
-    def val_dataloader(self) -> Any:
-        """The loader or loaders to validate on."""
-        return None
-
-    def test_dataloader(self) -> Any:
-        """The loader or loaders to test on."""
-        return None
-
-    def predict_dataloader(self) -> Any:
-        """The loader or loaders to predict on."""
-        return None
-
-    def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
-        """Change a batch before it is moved to the device."""
-        return batch
-
-    def transfer_batch_to_device(self, batch: Any, device: torch.device, dataloader_idx: int) -> Any:
-        """Move a batch to the device."""
-        return send_to_device(batch, device)
-
-    def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
-        """Change a batch after it was moved to the device."""
-        return batch
 
     def on_exception(self, exception: BaseException) -> None:
         """See an exception that ends the run."""

@@ -12,6 +12,7 @@ from typing import Any, Generic, TypeVar, overload
 
 from drivetrain.runtime.durations import parse_duration
 from drivetrain.runtime.errors import ConfigurationError, nearest
+from drivetrain.runtime.keywords import refuse_unknown
 
 T = TypeVar("T")
 
@@ -177,6 +178,7 @@ class OptionAttributes:
         Args:
             **changed: names and values.
         """
+        refuse_unknown(changed, TrainerOptions.__init__, "Trainer.change_options")
         self.options = replace(self.options, **changed)
 
 

@@ -6,7 +6,7 @@ import inspect
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -17,8 +17,10 @@ from drivetrain.accelerator.prepared import parameters_of
 from drivetrain.checkpoint.schema import EVERY_PLACE_OF_MODELS, in_schema
 from drivetrain.runtime.collectives import gather
 from drivetrain.runtime.errors import CheckpointError, ConfigurationError
+from drivetrain.runtime.keywords import refuse_unknown
 from drivetrain.runtime.nested import recursively_apply, send_to_device
 from drivetrain.runtime.state import PartialState
+from drivetrain.trainer.data_hooks import DataHooks
 from drivetrain.trainer.hyper_parameters import HyperParameters, constructor_arguments, select_hyper_parameters
 from drivetrain.trainer.task_hooks import TaskHooks
 
@@ -26,7 +28,7 @@ if TYPE_CHECKING:
     from drivetrain.trainer.trainer import Trainer
 
 
-class Task(TaskHooks):
+class Task(DataHooks, TaskHooks):
     """A model together with how it is trained, validated, tested and used.
 
     Subclass it, override `training_step` and `configure_optimizers`, and hand it to `Trainer.fit`.
@@ -128,6 +130,7 @@ class Task(TaskHooks):
         batch_size: int | None = None,
         metric_attribute: str | None = None,
         rank_zero_only: bool = False,
+        **unknown: NoReturn,
     ) -> None:
         """Log a value. It stays on its device until something shows or writes it.
 
@@ -136,7 +139,8 @@ class Task(TaskHooks):
             value: a scalar tensor, a number, or a torchmetrics object (computed and reset each epoch).
             prog_bar: show it in the progress bar.
             logger: give it to the trackers; yes if None.
-            on_step: show each step's value; by default in training steps.
+            on_step: show and write each step's value; by default in training steps. In validation and test steps it is
+                written for each batch, as the main process has it, against the number of batches evaluated before.
             on_epoch: reduce over the epoch; by default in validation, test and at the end of epochs. Means weigh
                 each value by its batch's real rows, over all processes. With both, the names get `_step` and `_epoch`.
             reduce_fx: `"mean"`, `"sum"`, `"max"`, `"min"`, or a function of the stacked values.
@@ -153,6 +157,8 @@ class Task(TaskHooks):
             ConfigurationError: the value is no scalar, the name has another meaning already, or there is no step or
                 epoch that it could belong to.
         """
+        if unknown:
+            refuse_unknown(unknown, self.log)
         trainer = self._trainer
         if trainer is None:
             return  # a step tried out by hand, without a trainer
@@ -261,7 +267,7 @@ class Task(TaskHooks):
         else:
             self._trainer.print(*args, **kwargs)
 
-    def all_gather(self, data: Any, group: Any = None, sync_grads: bool = False) -> Any:
+    def all_gather(self, data: Any, group: Any = None, sync_grads: bool = False, **unknown: NoReturn) -> Any:
         """Stack tensors of all processes along a new first dimension; the tensors themselves in a world of one.
 
         Args:
@@ -269,6 +275,7 @@ class Task(TaskHooks):
             group: accepted for tasks that move over; all processes take part.
             sync_grads: not supported; use `torch.distributed.nn` where gradients must flow.
         """
+        refuse_unknown(unknown, self.all_gather)
         if sync_grads:
             raise ConfigurationError("all_gather(sync_grads=True) is not supported; use torch.distributed.nn.")
         if PartialState().num_processes == 1:
@@ -277,12 +284,14 @@ class Task(TaskHooks):
 
     # training by hand
 
-    def optimizers(self, use_pl_optimizer: bool = True) -> Any:
+    def optimizers(self, use_pl_optimizer: bool = True, **unknown: NoReturn) -> Any:
         """The optimizer, or the list of them.
 
         Args:
             use_pl_optimizer: False gives the bare ones, which know nothing of precision.
         """
+        if unknown:
+            refuse_unknown(unknown, self.optimizers)
         chosen = [o if use_pl_optimizer else o.optimizer for o in self.trainer.task_optimizers]
         return chosen[0] if len(chosen) == 1 else chosen
 
@@ -317,8 +326,11 @@ class Task(TaskHooks):
         optimizer: Optimizer,
         gradient_clip_val: float | None = None,
         gradient_clip_algorithm: str | None = None,
+        **unknown: NoReturn,
     ) -> None:
         """Clip an optimizer's gradients, by norm (the default) or by value."""
+        if unknown:
+            refuse_unknown(unknown, self.clip_gradients)
         if gradient_clip_val is None:
             return
         engine, parameters = self.trainer.accelerator, parameters_of(optimizer)
@@ -371,53 +383,12 @@ class Task(TaskHooks):
         else:
             scheduler.step(metric)
 
-    # batches on their way to the device
-
-    def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
-        """Change a batch before it is moved to the device."""
-        return batch
-
-    def transfer_batch_to_device(self, batch: Any, device: torch.device, dataloader_idx: int) -> Any:
-        """Move a batch to the device."""
-        return send_to_device(batch, device)
-
-    def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
-        """Change a batch after it was moved to the device."""
-        return batch
-
-    # loaders, where there is no DataModule
-
-    def prepare_data(self) -> None:
-        """Download or unpack; called on the first process of each machine only."""
-
-    def setup(self, stage: str) -> None:
-        """Called on every process before `stage`."""
-
-    def teardown(self, stage: str) -> None:
-        """Called on every process after `stage`."""
-
     def configure_model(self) -> None:
         """Build large modules here, under the strategy's context, rather than in the constructor."""
 
     def configure_callbacks(self) -> Any:
         """Callbacks that belong to the task; they replace the trainer's of the same type."""
         return []
-
-    def train_dataloader(self) -> Any:
-        """The loader or loaders to train on."""
-        return None
-
-    def val_dataloader(self) -> Any:
-        """The loader or loaders to validate on."""
-        return None
-
-    def test_dataloader(self) -> Any:
-        """The loader or loaders to test on."""
-        return None
-
-    def predict_dataloader(self) -> Any:
-        """The loader or loaders to predict on."""
-        return None
 
     # hyper-parameters and checkpoints
 
@@ -426,7 +397,9 @@ class Task(TaskHooks):
         """What `save_hyperparameters` kept."""
         return self._hparams
 
-    def save_hyperparameters(self, *args: Any, ignore: Any = None, frame: Any = None, logger: bool = True) -> None:
+    def save_hyperparameters(
+        self, *args: Any, ignore: Any = None, frame: Any = None, logger: bool = True, **unknown: NoReturn
+    ) -> None:
         """Remember the constructor's arguments, for trackers and checkpoints; call it in `__init__`.
 
         Args:
@@ -435,6 +408,7 @@ class Task(TaskHooks):
             frame: the constructor's frame; found if None.
             logger: whether trackers get them.
         """
+        refuse_unknown(unknown, self.save_hyperparameters)
         if frame is None:
             current = inspect.currentframe()
             frame = current.f_back if current is not None else None

@@ -181,3 +181,18 @@ def warn_of_rare_logging(trainer: Trainer, steps: float) -> None:
 def described(value: Any) -> str:
     """A value in an error message: a class, or an object of one."""
     return f"the class {value.__name__}" if isinstance(value, type) else f"a {type(value).__name__}"
+
+
+def warn_of_evaluation_mode(task: Task) -> None:
+    """Warn once where `fit` begins with modules in evaluation mode, which it leaves as they are."""
+    modes = [module.training for module in task.modules()]
+    evaluating = modes.count(False)
+    if not evaluating:
+        return
+    logger.warning_once(
+        "%d of %d modules of %s are in evaluation mode when training begins, and stay in it: dropout is off there, and "
+        "batch norms keep their statistics. If that is not intended, call train() on them before fit().",
+        evaluating,
+        len(modes),
+        type(task).__name__,
+    )

@@ -21,7 +21,7 @@ from drivetrain.callbacks import Callback
 from drivetrain.callbacks.stage import Stage
 from drivetrain.runtime.errors import ConfigurationError
 from drivetrain.runtime.exit_codes import RESUME_EXIT_CODE
-from drivetrain.runtime.keywords import refuse_unknown
+from drivetrain.runtime.keywords import KnownKeywords, refuse_unknown
 from drivetrain.strategies import StepModule, Strategy
 from drivetrain.strategies.base import Given, RunOptions
 from drivetrain.strategies.precision import Precision
@@ -56,7 +56,7 @@ from drivetrain.trainer.task_run import TaskRun
 R = TypeVar("R")
 
 
-class Trainer(OptionAttributes, TrainerStatus):
+class Trainer(KnownKeywords, OptionAttributes, TrainerStatus):
     """Runs a `Task` on any hardware.
 
     Args:
@@ -148,10 +148,8 @@ class Trainer(OptionAttributes, TrainerStatus):
         default_root_dir: str | os.PathLike[str] | None = None,
         on_interrupt: str = "raise",
         seed: int | None = None,
-        **unknown: NoReturn,
     ) -> None:
         given = dict(locals())
-        refuse_unknown(unknown, Trainer)
         self.options = TrainerOptions.from_arguments(given)
         self.accelerator = building.make_accelerator(
             accelerator, strategy, devices, num_nodes, precision, accumulate_grad_batches, sync_batchnorm
@@ -268,13 +266,13 @@ class Trainer(OptionAttributes, TrainerStatus):
         self.tracker_log.write_hyper_parameters(task)
         training_model = self.strategy.view(model, "train" if task.automatic_optimization else "manual")
         step = choose_step(self, task, training_model)
+        batches = TrainingBatches(self, training)
         validation = make_validation(self, task, model, validating)
         if saved is None:
             run_sanity_check(self, validation)
         self.logged.start((Stage.TRAIN, Stage.VALIDATE))
-        task.train()
+        task_checks.warn_of_evaluation_mode(task)
         self.current.stage = Stage.TRAIN
-        batches = TrainingBatches(self, training)
         task_checks.warn_of_rare_logging(self, self.estimated_stepping_batches)
         self.fit_loop = FitLoop(self, step, batches, validation, EpochHealth(self, task))
         self.accelerator.run_state.moment = partial(moment_of, self)
@@ -371,7 +369,7 @@ class Trainer(OptionAttributes, TrainerStatus):
     # checkpoints
 
     def save_checkpoint(
-        self, filepath: str | os.PathLike[str], weights_only: bool = False, block: bool = True
+        self, filepath: str | os.PathLike[str], weights_only: bool = False, block: bool = True, **unknown: NoReturn
     ) -> checkpoint.PendingSave:
         """Write a checkpoint; call it on all processes.
 
@@ -388,6 +386,7 @@ class Trainer(OptionAttributes, TrainerStatus):
         Raises:
             CheckpointError: a process could not write; what was there before is intact.
         """
+        refuse_unknown(unknown, self.save_checkpoint)
         if self.fit_loop is not None and self.stage in (Stage.TRAIN, Stage.VALIDATE):
             self.tracker_log.write_due_values()
         with self.logged.forbidden(SAVING):

@@ -308,12 +308,12 @@ def test_a_save_after_a_loss_that_was_not_finite_is_marked_and_resumed_from_last
     def is_finite(trainer: Trainer) -> bool:
         return trainer.global_step < 10
 
-    monkeypatch.setattr(Trainer, "loss_is_finite", property(is_finite), raising=False)
+    monkeypatch.setattr(Trainer, "is_finite", property(is_finite))
     train(Regression({}), tmp_path, [by_steps(tmp_path, every=4, save_top_k=-1)])
     marks = {name: Checkpoint(tmp_path / "ckpt" / name).manifest.finite_loss for name in saved(tmp_path / "ckpt")}
     assert marks == {"step=4.ckpt": True, "step=8.ckpt": True, "step=12.ckpt": False}
 
-    monkeypatch.setattr(Trainer, "loss_is_finite", True, raising=False)
+    monkeypatch.setattr(Trainer, "is_finite", True)
     again = At(9, lambda trainer: steps.append(trainer.global_step))
     steps: list[int] = []
     train(Regression({}), tmp_path, [by_steps(tmp_path, every=4, save_top_k=-1), again], ckpt_path="auto")

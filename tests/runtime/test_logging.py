@@ -43,7 +43,7 @@ def test_who_logs_before_any_state_exists(
     as_rank(monkeypatch, rank)
     get_logger("drivetrain.test").warning("hello %s", "you", **options)  # type: ignore[arg-type]
     assert caplog.messages == expected
-    assert not PartialState._shared
+    assert not PartialState.registry()
     assert not torch.distributed.is_initialized()
 
 

@@ -82,7 +82,7 @@ def test_the_seed_is_recorded_without_starting_anything(monkeypatch: pytest.Monk
     set_seed(7)
     assert seeds.recorded_seed() == 7
     assert not torch.distributed.is_initialized()
-    assert set(PartialState._shared) == {"seed"}
+    assert set(PartialState.registry()) == {"seed"}
 
 
 def test_the_state_found_later_keeps_the_seed() -> None:

@@ -9,9 +9,11 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+from torch.utils.data import DataLoader, TensorDataset
 
-from drivetrain import DDP, Accelerator, ConfigurationError
+from drivetrain import DDP, Accelerator, ConfigurationError, Task
 from tests.pool import ProcessesFailed, run_in_processes
+from tests.strategies.quiet import quiet_trainer
 
 
 class Branches(nn.Module):
@@ -79,6 +81,104 @@ def test_parameters_that_take_no_part_need_to_be_looked_for():
         torch.testing.assert_close(torch.tensor(each["gradients"]["right.weight"]), torch.tensor(each["expected"]))
     with pytest.raises(ProcessesFailed, match="find_unused_parameters=True"):
         run_in_processes(train_branches, 2, args=({}, ["left", "right"]))
+
+
+ADVICE = 'Use strategy="ddp_find_unused_parameters_true"'
+
+
+class BranchTask(Task):
+    """Both branches on all ranks but one, which takes the left alone."""
+
+    def __init__(self, odd: int) -> None:
+        super().__init__()
+        self.net = Branches()
+        self.odd = odd
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        loss = self.net(batch[0], "left").sum()
+        return loss if self.trainer.global_rank == self.odd else loss + self.net(batch[0], "right").sum()
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD([p for p in self.parameters() if p.requires_grad], lr=0.1)
+
+
+def fit_branches(strategy: str, odd: int) -> list[float]:
+    trainer = quiet_trainer(strategy, log_every_n_steps=1)
+    task = BranchTask(odd)
+    trainer.fit(task, DataLoader(TensorDataset(torch.ones(8, 2)), batch_size=1))
+    return [float(parameter.sum()) for parameter in task.parameters()]
+
+
+def step_by_hand(odd: int, steps: int) -> None:
+    accelerator = Accelerator(cpu=True)
+    module = Branches()
+    model, optimizer = accelerator.prepare(module, torch.optim.SGD(module.parameters(), lr=0.1))
+    for _ in range(steps):
+        optimizer.zero_grad()
+        accelerator.backward(model(torch.ones(1, 2), "right" if accelerator.process_index == odd else "left").sum())
+        optimizer.step()
+    accelerator.wait_for_everyone()
+
+
+def two_losses() -> bool:
+    """Two backwards after one forward, each through its own part, are one reduction."""
+    accelerator = Accelerator(cpu=True)
+    module = Both()
+    model, optimizer = accelerator.prepare(module, torch.optim.SGD(module.parameters(), lr=0.1))
+    for _ in range(2):
+        optimizer.zero_grad()
+        left, right = model(torch.full((1, 2), 1.0 + accelerator.process_index))
+        accelerator.backward(left.sum())
+        accelerator.backward(right.sum())
+        optimizer.step()
+    return bool(torch.equal(*accelerator.gather(module.left.weight[None])))
+
+
+class Both(Branches):
+    def forward(self, x: torch.Tensor) -> Any:
+        return self.left(x), self.right(x)
+
+
+def test_a_parameter_that_one_rank_leaves_out_ends_in_an_error_that_names_both():
+    words = r"On rank 1 no gradient was computed for net\.right\.weight, net\.right\.bias: the loss"
+    with pytest.raises(ProcessesFailed, match=words) as failed:
+        run_in_processes(fit_branches, 2, args=("ddp", 1), timeout=30)
+    assert ADVICE in str(failed.value)
+    assert not failed.value.hung
+
+
+def test_a_parameter_that_one_rank_leaves_out_works_where_it_is_looked_for():
+    first, second = run_in_processes(fit_branches, 2, args=("ddp_find_unused_parameters_true", 1), timeout=30)
+    assert first == second
+
+
+@pytest.mark.parametrize("steps", [1, 3])
+def test_a_raw_loop_that_leaves_parameters_out_on_all_ranks_or_one_is_told_which(steps):
+    with pytest.raises(ProcessesFailed) as failed:
+        run_in_processes(step_by_hand, 2, args=(1, steps), timeout=30)
+    message = str(failed.value)
+    assert "no gradient was computed for " in message
+    assert ADVICE in message
+    assert not failed.value.hung
+    with pytest.raises(ProcessesFailed, match=r"no gradient was computed for right\.weight, right\.bias: the loss"):
+        run_in_processes(step_by_hand, 2, args=(-1, steps), timeout=30)
+
+
+def forwards_without_steps() -> None:
+    accelerator = Accelerator(cpu=True)
+    model = accelerator.prepare(Branches())
+    for _ in range(2):
+        model(torch.ones(1, 2), "left").sum().backward()
+
+
+def test_torchs_own_error_about_parameters_left_out_is_ours():
+    with pytest.raises(ProcessesFailed, match=r"no gradient was computed for right\.weight, right\.bias") as failed:
+        run_in_processes(forwards_without_steps, 2, timeout=30)
+    assert ADVICE in str(failed.value)
+
+
+def test_two_backwards_after_one_forward_are_one_reduction():
+    assert run_in_processes(two_losses, 2) == [True, True]
 
 
 def compressed(name: Any, options: dict[str, Any]) -> dict[str, Any]:

@@ -108,6 +108,50 @@ def test_optimizer_and_scheduler_of_the_configuration(result_of):
 
 
 @runs
+def adagrad_under_a_schedule(directory: Path) -> dict[Any, Any]:
+    """Two groups of other rates under Adagrad, which DeepSpeed makes anew, against DDP; also the rates at the end."""
+
+    def adagrad(model: nn.Module) -> Any:
+        trained = [p for p in model.parameters() if p.requires_grad]
+        groups = [{"params": trained[:2], "lr": 4e-2}, {"params": trained[2:], "weight_decay": 0.1}]
+        optimizer = torch.optim.Adagrad(groups, lr=1e-2)
+        schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
+        return [optimizer], [{"scheduler": schedule, "interval": "step"}]
+
+    plain, expected = fitted(DDP(), NetTask(adagrad))
+    found: dict[Any, Any] = {"expected": [group["lr"] for group in plain.optimizers[0].param_groups]}
+    for stage in STAGES:
+        trainer, weights = fitted(DeepSpeed(stage), NetTask(adagrad))
+        found[stage] = furthest(weights, expected), [group["lr"] for group in trainer.optimizers[0].param_groups]
+    return found
+
+
+def test_a_schedule_changes_the_rates_of_adagrad(result_of):
+    found = result_of(adagrad_under_a_schedule)
+    expected = found.pop("expected")
+    assert expected == pytest.approx([4e-2 / 16, 1e-2 / 16])
+    for gap, rates in found.values():
+        assert rates == pytest.approx(expected)
+        assert gap <= EXACT
+
+
+@runs
+def validated_before_training(directory: Path) -> dict[int, float]:
+    """A sanity check and validations between the steps, against a run without them."""
+    found = {}
+    for stage in (2, 3):
+        one = quiet_trainer(DeepSpeed(stage), val_check_interval=2)
+        one.fit(NetTask(), DataLoader(data(4), batch_size=ROWS), DataLoader(data(2), batch_size=ROWS))
+        _, expected = fitted(DeepSpeed(stage))
+        found[stage] = furthest(whole_weights(one), expected)
+    return found
+
+
+def test_training_continues_after_a_validation_in_inference_mode(result_of):
+    assert_all_below(result_of(validated_before_training), EXACT)
+
+
+@runs
 def clipped_by_the_configuration(directory: Path) -> dict[int, float]:
     """`gradient_clipping` in the configuration, against the Trainer's."""
     found = {}

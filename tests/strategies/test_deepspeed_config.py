@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from drivetrain import ConfigurationError
-from drivetrain.strategies.deepspeed import DeepSpeed, DummyOptim, DummyScheduler, ops
+from drivetrain.strategies.deepspeed import DeepSpeed, DummyOptim, DummyScheduler, build_ops, ops
 from drivetrain.strategies.deepspeed.config import Known, complete
 from drivetrain.strategies.deepspeed.dummies import standing_in_for
 from drivetrain.strategies.precision import resolve_precision
@@ -257,7 +257,7 @@ def test_adam_is_torchs_where_deepspeeds_would_be_compiled_first(build_root):
 
 def test_the_state_of_operators_is_told(build_root, capsys):
     (build_root / "lock").touch()
-    assert ops.main(["--status"]) == 0
+    assert build_ops.main(["--status"]) == 0
     told = capsys.readouterr().out
     assert f"{ops.SHARED_MEMORY}: stale lock" in told
     assert "fused_adam: not built" in told

@@ -194,6 +194,74 @@ def test_frozen_stages_batches_left_out_and_recomputed_blocks():
         assert max(found.values()) < 5e-6, found
 
 
+# random numbers
+
+
+class Shuffled(NetTask):
+    """Keeps the first token of each batch, and what its dropout leaves of ones."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.order: list[int] = []
+        self.masks: list[list[float]] = []
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        self.order.append(int(batch[0][0, 0]))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor | None:
+        mask = F.dropout(torch.ones(8))
+        output = self.net(batch[0])
+        self.masks.append(mask.tolist())  # on the process that gets past the call
+        return F.cross_entropy(output, batch[1]) * mask.mean()
+
+
+def shuffled(strategy: Any, path: str, resume: bool) -> dict[str, Any]:
+    """The order of two epochs, and masks; with `resume` of the second, from a checkpoint in its middle."""
+    torch.set_num_threads(1)
+    torch.manual_seed(9)
+    data = loader(1).dataset
+    options = {"max_epochs": 2, "accumulate_grad_batches": 2}
+    task = Shuffled()
+    torch.manual_seed(9)
+    trainer = quiet_trainer(strategy, **options, callbacks=[SaveAt(6, path)])
+    trainer.fit(task, DataLoader(data, batch_size=4, shuffle=True))
+    found = {"order": task.order, "masks": task.masks, "state": torch.get_rng_state().sum().item()}
+    if resume:
+        torch.manual_seed(1)
+        again = Shuffled()
+        quiet_trainer(strategy, **options).fit(again, DataLoader(data, batch_size=4, shuffle=True), resume=path)
+        found["resumed"] = again.masks
+        found["rest"] = again.order
+    return found
+
+
+class SaveAt(Callback):
+    def __init__(self, step: int, path: str) -> None:
+        self.step, self.path = step, path
+
+    def on_train_batch_end(self, trainer: Any, task: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if trainer.global_step == self.step and batch_idx % 2:
+            trainer.save_checkpoint(self.path)
+
+
+def plain_order() -> list[int]:
+    """Of plain torch: two epochs of a shuffling loader."""
+    torch.manual_seed(9)
+    batches = DataLoader(loader(1).dataset, batch_size=4, shuffle=True)
+    return [int(x[0, 0]) for _ in range(2) for x, _ in batches]
+
+
+def test_the_order_of_every_epoch_is_that_of_one_process(tmp_path):
+    expected = plain_order()
+    first, last = run_in_processes(shuffled, 2, args=(Parallel(pp=2), str(tmp_path / "c"), True), timeout=60)
+    assert first["order"] == last["order"] == expected
+    # Dropout draws other numbers in each micro-batch, and the same after a resume.
+    masks = [tuple(mask) for mask in last["masks"]]
+    assert len(set(masks)) > len(masks) // 2
+    assert last["rest"] == expected[-len(last["rest"]) :]
+    assert last["resumed"] == last["masks"][-len(last["resumed"]) :]
+
+
 # checkpoints
 
 

@@ -294,11 +294,6 @@ STEPS: list[tuple[str, Callable[[], Weight], list[str]]] = [
         lambda: doing(on_train_epoch_end=lambda self: self.log("v", 1.0, on_step=True)),
         ["on_epoch"],
     ),
-    (
-        "a step of an evaluation",
-        lambda: doing(validation_step=lambda self, *args: self.log("v", 1.0, on_step=True, on_epoch=False)),
-        ["validate step", "nobody would see it", "on_epoch=True"],
-    ),
     ("logging in setup", lambda: hook("setup"), ["'value'", "step or epoch"]),
     ("logging in on_fit_start", lambda: hook("on_fit_start"), ["'value'", "step or epoch"]),
     ("logging in on_validation_end", lambda: hook("on_validation_end"), ["on_validation_end"]),

@@ -234,25 +234,6 @@ def test_barebones_leaves_everything_around_the_loop_out() -> None:
     assert (trainer.loggers, trainer.log_every_n_steps, count["on_sanity_check_start"]) == ([], 0, 0)
 
 
-def test_training_leaves_each_module_in_the_mode_it_was_in() -> None:
-    class Mixed(Weight):
-        def __init__(self) -> None:
-            super().__init__()
-            self.frozen = torch.nn.BatchNorm1d(1).eval()
-            self.modes: list[tuple[bool, bool]] = []
-
-        def training_step(self, batch: Any, batch_idx: int) -> Any:
-            self.modes.append((self.training, self.frozen.training))
-            return super().training_step(batch, batch_idx)
-
-        def on_train_start(self) -> None:
-            self.frozen.eval()
-
-    task = Mixed()
-    fitted(task, ones(2), ones(1), max_epochs=2, num_sanity_val_steps=1)
-    assert task.modes == [(True, False)] * 4
-
-
 @pytest.mark.parametrize(
     ("options", "steps"),
     [

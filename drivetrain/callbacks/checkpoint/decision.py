@@ -26,10 +26,10 @@ class Decision:
     """What is to be saved now, the same on all processes.
 
     Attributes:
-        score: the monitored value.
-        path: save here, under a name of its own.
-        among_best: whether that one is kept for its score.
-        last: let this name stand for it too, or save here where there is no `path`.
+        score: The monitored value.
+        path: Save here, under a name of its own.
+        among_best: Whether that one is kept for its score.
+        last: Let this name stand for it too, or save here where there is no `path`.
     """
 
     score: float | None = None
@@ -46,8 +46,8 @@ class Decision:
         """Log it.
 
         Args:
-            options: the callback that took it.
-            trainer: the trainer.
+            options: The callback that took it.
+            trainer: The trainer.
         """
         where = f"Epoch {trainer.current_epoch}, step {trainer.global_step}"
         score = "" if self.score is None else f" with {options.monitor} = {self.score:.6g}"
@@ -63,14 +63,14 @@ def decide(
     """Decide what is saved now; called by the main process alone, changes nothing.
 
     Args:
-        options: the callback, whose arguments count.
-        kept: its checkpoints.
-        name: what a new one is called.
-        trainer: the trainer.
-        was_validated: whether this run had a validation yet.
+        options: The callback, whose arguments count.
+        kept: Its checkpoints.
+        name: What a new one is called.
+        trainer: The trainer.
+        was_validated: Whether this run had a validation yet.
 
     Raises:
-        ConfigurationError: the monitored metric was not logged.
+        ConfigurationError: The monitored metric was not logged.
     """
     metrics = trainer.callback_metrics
     decision = Decision(score=_score(options, trainer, was_validated))

@@ -10,7 +10,8 @@ from collections.abc import Sequence
 from drivetrain import checkpoint
 from drivetrain.callbacks.checkpoint.restored import RestoredState
 from drivetrain.checkpoint.manifest import check_replaceable
-from drivetrain.checkpoint.storage import LocalStorage, storage_of
+from drivetrain.checkpoint.locations import storage_of
+from drivetrain.checkpoint.storage import LocalStorage
 from drivetrain.runtime.errors import CheckpointError
 from drivetrain.runtime.logging import get_logger
 from drivetrain.trackers import Tracker
@@ -58,10 +59,10 @@ def continued(path: str | None, state: RestoredState, root: str, own: Sequence[s
     """Where a resumed run saves that was given no directory: where the run before it did, if that is one of its own.
 
     Args:
-        path: where it would save if it were new.
-        state: of the run before it.
-        root: the default directory of this run.
-        own: the directories that runs of this script save in by default.
+        path: Where it would save if it were new.
+        state: Of the run before it.
+        root: The default directory of this run.
+        own: The directories that runs of this script save in by default.
     """
     moved = [os.path.join(root, state.below_root)] if state.below_root and _leads_below(root, state.below_root) else []
     candidates = [*moved, *(each for each in own if is_same(each, state))]
@@ -72,8 +73,8 @@ def is_same(path: str | None, state: RestoredState) -> bool:
     """Whether a directory is the one of an earlier run, there or moved. The earlier one is only compared.
 
     Args:
-        path: the directory.
-        state: of the earlier run.
+        path: The directory.
+        state: Of the earlier run.
     """
     old, newest = state.saved_in, state.names["newest"]
     if path is None or path == old:
@@ -165,9 +166,9 @@ def surplus(directory: str, limit: int, needed: set[str]) -> list[str]:
     """The checkpoints of a directory that are beyond a limit, the oldest.
 
     Args:
-        directory: where they are.
-        limit: how many may stay.
-        needed: those that stay in any case; they count.
+        directory: Where they are.
+        limit: How many may stay.
+        needed: Those that stay in any case; they count.
     """
     needed = {os.path.realpath(path) if os.path.islink(path) else path for path in needed}
     found = [

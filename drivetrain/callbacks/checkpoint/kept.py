@@ -15,12 +15,12 @@ class KeptCheckpoints:
     """The checkpoints that one `ModelCheckpoint` has written and not yet removed.
 
     Attributes:
-        best: the best ones, or the newest where scores do not count.
-        last: the path of ``last``, or an empty text.
-        newest: the path of the newest one, whatever its score.
-        beside: the newest one where it is not among the best, kept for ``last`` to link to.
-        passing: those written for a run that was about to be ended; a newer one makes them superfluous.
-        doomed: those that a newer one has made superfluous, and that are still to be removed.
+        best: The best ones, or the newest where scores do not count.
+        last: The path of `last`, or an empty text.
+        newest: The path of the newest one, whatever its score.
+        beside: The newest one where it is not among the best, kept for `last` to link to.
+        passing: Those written for a run that was about to be ended; a newer one makes them superfluous.
+        doomed: Those that a newer one has made superfluous, and that are still to be removed.
     """
 
     best: BestK
@@ -34,10 +34,10 @@ class KeptCheckpoints:
         """Take in a checkpoint under a name of its own, and record those that go for it.
 
         Args:
-            path: the checkpoint.
-            score: its score, if scores count.
-            among_best: whether it is kept for its score; else only for being the newest.
-            is_whole: whether a run can resume from it.
+            path: The checkpoint.
+            score: Its score, if scores count.
+            among_best: Whether it is kept for its score; else only for being the newest.
+            is_whole: Whether a run can resume from it.
         """
         if self.beside and self.beside != path:
             self.doomed.append(self.beside)
@@ -60,7 +60,7 @@ class KeptCheckpoints:
         self.doomed = [old for old in self.doomed if old != path]
 
     def indispensable(self) -> set[str]:
-        """Those that no limit removes: the best by score, ``last``, and the newest."""
+        """Those that no limit removes: the best by score, `last`, and the newest."""
         best = self.best.scores if self.best.by_score else ()
         return {path for path in (*best, self.last, self.newest, self.beside) if path}
 
@@ -72,7 +72,7 @@ class KeptCheckpoints:
         """Everything, by names within the directory of the checkpoints.
 
         Args:
-            directory: that directory.
+            directory: That directory.
         """
         inside = directory.rstrip("/") + "/"
 
@@ -93,8 +93,8 @@ class KeptCheckpoints:
         """Take everything back.
 
         Args:
-            state: what `state_dict` returned, checked.
-            directory: the directory of the checkpoints now.
+            state: What `state_dict` returned, checked.
+            directory: The directory of the checkpoints now.
         """
 
         def here(name: str) -> str:

@@ -17,7 +17,7 @@ class BestK:
 
     Args:
         k: How many to keep; -1 for all, 0 for none.
-        mode: ``"min"`` where a lower score is better, ``"max"`` where a higher one is.
+        mode: `"min"` where a lower score is better, `"max"` where a higher one is.
         by_score: Keep those with the best scores. With False the newest are kept.
     """
 
@@ -83,12 +83,12 @@ class BestK:
 
 
 class CheckpointName:
-    """The name of a checkpoint, from a template such as ``"{epoch}-{val_loss:.3f}"``.
+    """The name of a checkpoint, from a template such as `"{epoch}-{val_loss:.3f}"`.
 
     Args:
         template: Text with the names of metrics in braces, each with a format after a colon if wanted;
-            ``epoch`` and ``step`` are always there.
-        insert_names: Write ``epoch=3`` rather than ``3``.
+            `epoch` and `step` are always there.
+        insert_names: Write `epoch=3` rather than `3`.
     """
 
     def __init__(self, template: str, insert_names: bool = True) -> None:
@@ -101,7 +101,7 @@ class CheckpointName:
         return [match[1] for match in _FIELD.finditer(self.template)]
 
     def format(self, epoch: int, step: int, metrics: Mapping[str, Any]) -> str:
-        """Return the name; a metric that was not logged stands as ``nan``.
+        """Return the name; a metric that was not logged stands as `nan`.
 
         Args:
             epoch: The current epoch, from 0.

@@ -19,11 +19,11 @@ class RestoredState:
     """The state of a `ModelCheckpoint` from a checkpoint, checked.
 
     Attributes:
-        saved_in: the directory of the checkpoints then; only ever compared with those of this run.
-        below_root: that directory as seen from the run's default directory; None where it was not below it.
-        scores: names and scores of the checkpoints kept.
-        names: other names by the field of `KeptCheckpoints`.
-        lists: lists of names by the field of `KeptCheckpoints`.
+        saved_in: The directory of the checkpoints then; only ever compared with those of this run.
+        below_root: That directory as seen from the run's default directory; None where it was not below it.
+        scores: Names and scores of the checkpoints kept.
+        names: Other names by the field of `KeptCheckpoints`.
+        lists: Lists of names by the field of `KeptCheckpoints`.
     """
 
     saved_in: str
@@ -37,7 +37,7 @@ class RestoredState:
         """Check the state.
 
         Raises:
-            CheckpointError: it holds what no run writes; the entry is named.
+            CheckpointError: It holds what no run writes; the entry is named.
         """
         saved_in = state.get("dirpath") or ""
         if not isinstance(saved_in, str):
@@ -88,13 +88,13 @@ def number(state: Mapping[str, Any], key: str, kind: type, optional: bool = Fals
     """A number of the state; an int where a float is asked for is one.
 
     Args:
-        state: the state.
-        key: its name in it.
-        kind: int, float or bool.
-        optional: whether it may be None or missing.
+        state: The state.
+        key: Its name in it.
+        kind: Int, float or bool.
+        optional: Whether it may be None or missing.
 
     Raises:
-        CheckpointError: it is something else.
+        CheckpointError: It is something else.
     """
     value = state.get(key)
     if value is None and optional:

@@ -30,11 +30,11 @@ class CheckpointWriter:
     All methods are called by all processes.
 
     Args:
-        kept: the account.
-        links: whether ``last`` is a link.
-        limit: how many checkpoints the directory may hold; None for any number.
-        in_background: whether training continues while one is written.
-        forgives: whether errors are logged instead of raised.
+        kept: The account.
+        links: Whether `last` is a link.
+        limit: How many checkpoints the directory may hold; None for any number.
+        in_background: Whether training continues while one is written.
+        forgives: Whether errors are logged instead of raised.
     """
 
     def __init__(
@@ -56,8 +56,8 @@ class CheckpointWriter:
         """Get memory for the first copy while training continues. The optimizers have their state by now.
 
         Args:
-            trainer: the trainer.
-            weights_only: whether nothing but weights will be saved.
+            trainer: The trainer.
+            weights_only: Whether nothing but weights will be saved.
         """
         if not self._in_background or trainer.model is None:
             return
@@ -72,13 +72,13 @@ class CheckpointWriter:
         """Write a checkpoint, at once or in the background; `settle` came before.
 
         Args:
-            trainer: the trainer.
-            directory: the directory of checkpoints.
-            decision: what and where.
-            weights_only: leave out everything but the weights.
+            trainer: The trainer.
+            directory: The directory of checkpoints.
+            decision: What and where.
+            weights_only: Leave out everything but the weights.
 
         Raises:
-            CheckpointError: it cannot be written; then all is as it was before.
+            CheckpointError: It cannot be written; then all is as it was before.
         """
         target = decision.target
         if target is None:
@@ -118,15 +118,15 @@ class CheckpointWriter:
         """Write a checkpoint with everything in it, at once.
 
         Args:
-            trainer: the trainer.
-            path: where.
-            is_passing: whether a newer checkpoint makes it superfluous.
+            trainer: The trainer.
+            path: Where.
+            is_passing: Whether a newer checkpoint makes it superfluous.
 
         Returns:
             Whether it was written.
 
         Raises:
-            CheckpointError: it cannot be written.
+            CheckpointError: It cannot be written.
         """
         self.settle(forgive=True)
         if trainer.saves is not None:
@@ -160,10 +160,10 @@ class CheckpointWriter:
         """Wait until what is being written is done.
 
         Args:
-            forgive: log an error even where errors are to be raised.
+            forgive: Log an error even where errors are to be raised.
 
         Raises:
-            CheckpointError: it could not be written; raised on all processes.
+            CheckpointError: It could not be written; raised on all processes.
         """
         flight, self._in_flight = self._in_flight, None
         if flight is None:
@@ -179,7 +179,7 @@ class CheckpointWriter:
         """Leave what is being written to itself, without an exchange with other processes.
 
         Args:
-            wait: whether to wait until it is done.
+            wait: Whether to wait until it is done.
         """
         flight, self._in_flight = self._in_flight, None
         if flight is None:
@@ -256,7 +256,7 @@ class _Once:
     """Work of the main process that is done once, in whichever thread comes first.
 
     Args:
-        work: what to do.
+        work: What to do.
     """
 
     def __init__(self, work: Callable[[], list[str]]) -> None:
@@ -269,7 +269,7 @@ class _Once:
         """Do it, or wait for the thread that does.
 
         Raises:
-            Exception: it failed, now or then.
+            Exception: It failed, now or then.
         """
         with self._lock:
             work, self._work = self._work, None

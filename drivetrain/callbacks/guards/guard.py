@@ -32,11 +32,11 @@ class Watched:
     """What was watched in one step.
 
     Attributes:
-        step: optimizer steps before it.
-        epoch: the epoch.
-        batches: the indices of its batches.
-        value: what all processes judge together, a scalar on the device.
-        shown: this process's own value, for messages.
+        step: Optimizer steps before it.
+        epoch: The epoch.
+        batches: The indices of its batches.
+        value: What all processes judge together, a scalar on the device.
+        shown: This process's own value, for messages.
     """
 
     step: int
@@ -54,9 +54,9 @@ class Guard(Callback):
     """Watches a value of each step; all processes judge it alike, and act together.
 
     Args:
-        monitor: ``"loss"`` for what `training_step` returns, over the batches of a step, or the name of a logged
+        monitor: `"loss"` for what `training_step` returns, over the batches of a step, or the name of a logged
             metric.
-        action: ``"stop"`` ends the run with an error, ``"skip"`` leaves the optimizer step out, ``"rollback"`` returns
+        action: `"stop"` ends the run with an error, `"skip"` leaves the optimizer step out, `"rollback"` returns
             to the newest checkpoint and leaves out the batches of the step from then on.
         max_rollbacks: After so many of them the run ends with an error.
         max_skips: After so many steps in a row that were left out the run ends with an error.

@@ -14,7 +14,7 @@ MODES = ("min", "max")
 
 
 def check_mode(mode: str, owner: str) -> None:
-    """Refuse a mode that is neither ``"min"`` nor ``"max"``."""
+    """Refuse a mode that is neither `"min"` nor `"max"`."""
     if mode not in MODES:
         raise ConfigurationError(
             f"{owner}(mode={mode!r}): mode is 'min' where a lower value is better, such as a loss, "
@@ -43,9 +43,9 @@ def find_typo(logged: Collection[str], monitor: str, owner: str) -> str | None:
     A metric that only training logs, or only a later validation, is no typo, so a name that is merely missing passes.
 
     Args:
-        logged: the names that the sanity check has logged.
-        monitor: the name to find.
-        owner: the callback that monitors it.
+        logged: The names that the sanity check has logged.
+        monitor: The name to find.
+        owner: The callback that monitors it.
 
     Returns:
         The message, or None.

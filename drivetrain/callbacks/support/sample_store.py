@@ -133,7 +133,7 @@ def write_samples(samples: Samples, path: str | os.PathLike[str]) -> None:
 
     Args:
         samples: The samples.
-        path: A file ``.pt``, ``.npz``, ``.csv`` or ``.jsonl``. Its directory is made. It appears complete.
+        path: A file `.pt`, `.npz`, `.csv` or `.jsonl`. Its directory is made. It appears complete.
 
     Raises:
         ConfigurationError: If the extension is unknown.

@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 
 from drivetrain.runtime.errors import ConfigurationError
 from drivetrain.strategies.deepspeed.layouts import Layout, layout_of
+from drivetrain.strategies.optimizer_proxy import OptimizerProxy
 
 
 class TrainedModel:
@@ -147,7 +148,7 @@ class Engines:
         return ran or trainable[-1:]
 
 
-class EngineOptimizer(Optimizer):
+class EngineOptimizer(OptimizerProxy):
     """What loops step and clear; groups, options and state are those of the optimizer inside the engine.
 
     Args:
@@ -159,7 +160,7 @@ class EngineOptimizer(Optimizer):
         self.__dict__["trained"] = trained
 
     @property
-    def optimizer(self) -> Optimizer:
+    def optimizer(self) -> Optimizer:  # type: ignore[override]
         """The optimizer that does the sums: the user's, or that of the configuration."""
         trained: TrainedModel = self.trained
         return trained.layout.inner
@@ -178,37 +179,16 @@ class EngineOptimizer(Optimizer):
     def param_groups(self, groups: list[dict[str, Any]]) -> None:
         self.optimizer.param_groups = groups
 
-    @property
-    def state(self) -> Any:
-        """The inner optimizer's state, by its own flat tensors."""
-        return self.optimizer.state
-
-    @state.setter
-    def state(self, state: Any) -> None:
-        self.optimizer.state = state
-
-    @property
-    def defaults(self) -> dict[str, Any]:
-        """The inner optimizer's defaults."""
-        return self.optimizer.defaults
-
-    @defaults.setter
-    def defaults(self, defaults: dict[str, Any]) -> None:
-        self.optimizer.defaults = defaults
-
     def __getattr__(self, name: str) -> Any:
         if name == "trained":
             raise AttributeError(name)
         return getattr(self.optimizer, name)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if name in type(self).__dict__:
+        if name in type(self).__dict__ or name in OptimizerProxy.__dict__:
             object.__setattr__(self, name, value)
         else:
             setattr(self.optimizer, name, value)  # such as what schedulers note about steps
-
-    def __repr__(self) -> str:
-        return f"EngineOptimizer({self.optimizer!r})"
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget gradients that are still held; after a step the engine has done so itself."""

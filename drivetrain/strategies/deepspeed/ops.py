@@ -3,8 +3,8 @@
 DeepSpeed compiles an operator where it is first used, which takes minutes, and waits for ever where a build was killed
 and left its lock. So operators that are not needed are not asked for, and a lock that nobody holds is an error.
 
-    python -m drivetrain.strategies.deepspeed.ops            # build what helps on this machine
-    python -m drivetrain.strategies.deepspeed.ops --status   # only say what is there
+    python -m drivetrain.strategies.deepspeed.build_ops            # build what helps on this machine
+    python -m drivetrain.strategies.deepspeed.build_ops --status   # only say what is there
 """
 
 from __future__ import annotations
@@ -69,7 +69,8 @@ def check_locks(names: Sequence[str]) -> None:
         if is_stale(lock):
             raise ConfigurationError(
                 f"{lock} was left by a build of DeepSpeed's {name} that did not end, and DeepSpeed would wait for it "
-                f"for ever. Remove it (rm {lock}) and build anew: python -m drivetrain.strategies.deepspeed.ops {name}"
+                f"for ever. Remove it (rm {lock}) and build it again: "
+                f"python -m drivetrain.strategies.deepspeed.build_ops {name}"
             )
 
 
@@ -144,7 +145,7 @@ def prefer_built_optimizer(section: dict[str, Any], kind: str, zero: dict[str, A
         section["params"]["torch_adam"] = True
         _log.warning_once(
             f"DeepSpeed's {name} is not built, so torch's {section['type']} takes its place: the same sums. To have "
-            f"it, run `python -m drivetrain.strategies.deepspeed.ops {name}` once, which takes minutes."
+            f"it, run `python -m drivetrain.strategies.deepspeed.build_ops {name}` once, which takes minutes."
         )
     else:
         check_locks([name])
@@ -182,32 +183,3 @@ def build(name: str, kind: str) -> None:
     if builder is None:
         raise ConfigurationError(f"DeepSpeed has no operator {name!r} for {kind!r}.")
     builder.load(verbose=False)
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Build operators, or say which there are."""
-    from drivetrain.runtime.devices import detect_device_kind
-    from drivetrain.strategies.deepspeed.package import import_deepspeed
-
-    parser = argparse.ArgumentParser(description="Build DeepSpeed's compiled operators ahead of time.")
-    parser.add_argument("names", nargs="*", help=f"of {', '.join(BUILDERS)}; what helps on this machine if none")
-    parser.add_argument("--status", action="store_true", help="only say which are built")
-    given = parser.parse_args(arguments)
-    unknown = [name for name in given.names if name not in BUILDERS]
-    if unknown:
-        parser.error(f"unknown operator {unknown[0]!r}; allowed: {', '.join(BUILDERS)}")
-    kind = "cpu" if os.environ.get("DRIVETRAIN_USE_CPU") else detect_device_kind().name
-    for name in BUILDERS if given.status else given.names or ([SHARED_MEMORY] if kind == "cpu" else []):
-        if not given.status:
-            started = time.monotonic()
-            import_deepspeed(kind)
-            build(name, kind)
-            print(f"{name}: built in {time.monotonic() - started:.0f} s")
-        else:
-            stale = is_stale(build_root() / name / "lock")
-            print(f"{name}: {'stale lock' if stale else 'built' if is_built(name) else 'not built'}")
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

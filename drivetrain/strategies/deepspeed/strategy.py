@@ -23,7 +23,8 @@ from drivetrain.strategies.deepspeed.config import Known
 from drivetrain.strategies.deepspeed.dummies import DummyOptim, standing_in_for
 from drivetrain.strategies.deepspeed.engine import Engines, TrainedModel
 from drivetrain.strategies.deepspeed.gradients import EngineGradients
-from drivetrain.strategies.deepspeed.package import Membership, require_deepspeed
+from drivetrain.strategies.deepspeed.membership import Membership
+from drivetrain.strategies.deepspeed.package import require_deepspeed
 from drivetrain.strategies.deepspeed.whole_tensors import is_partitioned
 from drivetrain.strategies.deepspeed.zero_state import ZeroState
 from drivetrain.strategies.precision import Precision

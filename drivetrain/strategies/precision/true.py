@@ -36,8 +36,8 @@ class TruePrecision(Precision):
         return tensor.to(self.dtype) if tensor.is_floating_point() else tensor
 
     def convert_batch(self, batch: Any) -> Any:
-        """Cast floating-point tensors; integers and booleans stay."""
-        return recursively_apply(lambda tensor: tensor.to(self.dtype), batch, test_type=_is_floating)
+        """Cast floating-point tensors; complex ones stay complex, integers and booleans as they are."""
+        return recursively_apply(self._cast, batch)
 
     def init_context(self) -> AbstractContextManager[Any]:
         """Make new parameters in the dtype."""
@@ -90,10 +90,6 @@ def refuse_without_bf16(name: str, kind: DeviceKind) -> None:
             f"precision={name!r} needs bfloat16, which this machine's {kind.name} device does not support. "
             "Use 'fp16' or '32'."
         )
-
-
-def _is_floating(value: Any) -> bool:
-    return isinstance(value, torch.Tensor) and value.is_floating_point()
 
 
 @contextmanager

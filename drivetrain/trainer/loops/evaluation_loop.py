@@ -113,7 +113,7 @@ class EvaluationLoop:
             hooks.call(stage.hook_name("epoch_start"))
             with evaluation_context(self._strategy.capability(PlainEvaluation), trainer.inference_mode):
                 for index, (loader, limit) in enumerate(zip(loaders, limits, strict=True)):
-                    self._run_loader(loader, limit, index if len(loaders) > 1 else None)
+                    self._run_loader(loader, limit, index if len(loaders) > 1 else None, keep)
             trainer.logged.enter(self._in_epoch)
             results = trainer.tracker_log.finish_epoch(stage, keep)
             hooks.call(stage.hook_name("epoch_end"))
@@ -133,7 +133,7 @@ class EvaluationLoop:
             self._trainer.accelerator.forget_loader(loader)
         return results
 
-    def _run_loader(self, loader: PreparedLoader, limit: float, dataloader_idx: int | None) -> None:
+    def _run_loader(self, loader: PreparedLoader, limit: float, dataloader_idx: int | None, keep: bool) -> None:
         if self._limit == 0:
             return  # asked for; a process that merely has no batch still takes part in opening the loader
         trainer, step, current = self._trainer, self._step, self._trainer.current
@@ -154,6 +154,8 @@ class EvaluationLoop:
                 outputs = step(batch, index, *extra)
                 for hook in on_end:
                     hook(outputs, batch, index, position)
+                if keep:
+                    trainer.tracker_log.write_evaluation_step()
             if index + 1 >= limit:
                 break
         current.leave_batch()

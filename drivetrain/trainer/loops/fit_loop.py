@@ -53,7 +53,7 @@ class FitLoop:
         self._next_poll: float = 0
         self._next_agreement: float = 0
         self._restored: SavedRun | None = None
-        self._is_saved = False
+        self._has_trained = self._is_saved = False
 
     @property
     def loader(self) -> PreparedLoader | CombinedLoader:
@@ -81,13 +81,11 @@ class FitLoop:
         self._schedule.restart_clock()
         trainer.logged.enter(TRAIN_EPOCH)
         self._hooks.call("on_train_start")
-        trained = False
         while not control.is_done(self._batches.limit, is_resuming=self._restored is not None):
-            trained = True
             self.run_epoch()
             if control.rollback_path is not None:
                 self._roll_back(control.rollback_path)
-        control.finish(trained)
+        control.finish(self._has_trained)
         if control.ends_to_be_resumed and not self._is_saved:
             self._save_for_resume()
         if control.preempted:
@@ -100,6 +98,7 @@ class FitLoop:
         trainer, progress, control, batches = self._trainer, self._progress, self._control, self._batches
         if not self._begin_epoch():
             return
+        self._has_trained = True
         windows = batches.windows()
         next_validation = self._schedule.next_batch()
         finished = skipped = False

@@ -37,6 +37,10 @@ class LoggedValue:
         metric: the torchmetrics object, if one was logged.
         metric_path: where in the task the metric is.
         loader: the number of the loader that it belongs to, if there are several and it is of one.
+        suffix: the part of the name that says so, its end.
+
+    Attributes:
+        stepped: whether a step has logged it, and nothing has taken the step's value since.
     """
 
     __slots__ = (
@@ -56,6 +60,8 @@ class LoggedValue:
         "prog_bar",
         "reduction",
         "scope",
+        "stepped",
+        "suffix",
         "sync",
         "total",
         "weighs",
@@ -78,29 +84,33 @@ class LoggedValue:
         metric: Any = None,
         metric_path: str | None = None,
         loader: int | None = None,
+        suffix: str = "",
     ) -> None:
         self.name, self.arguments, self.scope = name, arguments, scope
         self.on_step, self.on_epoch = on_step, on_epoch
         self.prog_bar, self.logger = prog_bar, logger
         self.reduction, self.sync, self.main_only = reduction, sync, main_only
         self.metric, self.metric_path = metric, metric_path
-        self.loader = loader
+        self.loader, self.suffix = loader, suffix
         self.weighs = on_epoch and reduction == "mean" and metric is None
         self.reset()
 
     @property
     def step_name(self) -> str:
         """Its name among a step's values."""
-        return f"{self.name}_step" if self.on_epoch else self.name
+        return self._forked("_step") if self.on_epoch else self.name
 
     @property
     def epoch_name(self) -> str:
         """Its name among an epoch's values."""
-        return f"{self.name}_epoch" if self.on_step else self.name
+        return self._forked("_epoch") if self.on_step else self.name
+
+    def _forked(self, ending: str) -> str:
+        return self.name.removesuffix(self.suffix) + ending + self.suffix
 
     def reset(self) -> None:
         """Forget all values."""
-        self.fresh = False
+        self.fresh = self.stepped = False
         self.last: Value | None = None
         self.total: Any = None
         self.weight: float = 0.0
@@ -111,7 +121,7 @@ class LoggedValue:
         """Keep one value; nothing is computed until enough have come together."""
         self.fresh = True
         if self.on_step:
-            self.last = value
+            self.last, self.stepped = value, True
         if self.on_epoch:
             self._pending.append(value)
             self._weights.append(weight)

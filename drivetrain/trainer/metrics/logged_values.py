@@ -17,8 +17,8 @@ from drivetrain.strategies.topology import Topology
 from drivetrain.trainer.metrics.log_scopes import NOWHERE, TRAIN_STEP, LogScope
 from drivetrain.trainer.metrics.logged_value import REDUCTIONS, Arguments, EpochValue, LoggedValue, Mark, Reduction, Value
 from drivetrain.trainer.metrics.metric_sync import compute_over_processes
+from drivetrain.trainer.metrics.reductions import combine_plain, reduced
 
-_COMBINE: dict[str, Callable[[list[float]], float]] = {"sum": sum, "max": max, "min": min}
 _METRIC_PATH = 7  # among the arguments
 Call = tuple[str, Any, Arguments, "float | None"]
 _RESTORED: Arguments = ("restored from a checkpoint",)
@@ -30,6 +30,7 @@ class LogMark(NamedTuple):
     entries: list[tuple[LoggedValue, Mark]]
     epoch: dict[str, Value]
     bar: dict[str, Value]
+    evaluated: dict[str, int]
 
 
 class LoggedValues:
@@ -57,6 +58,7 @@ class LoggedValues:
         self._by_loader: dict[tuple[str, int | None], dict[str, LoggedValue]] = {}
         self._epoch: dict[str, Value] = {}
         self._bar: dict[str, Value] = {}
+        self._evaluated: dict[str, int] = {}  # batches of each kind of evaluation, and loader
 
     # where we are
 
@@ -103,7 +105,7 @@ class LoggedValues:
         elif entry.metric is not None:
             entry.fresh = True
             if entry.on_step:
-                entry.last = value._forward_cache
+                entry.last, entry.stepped = value._forward_cache, True
             if self._record is not None:
                 self._record.append((name, value._forward_cache, arguments, None))
             return
@@ -171,11 +173,6 @@ class LoggedValues:
             raise ConfigurationError(
                 f"log({name!r}, on_step=True) from the {_moment(scope)}: there is no step there. Use on_epoch=True."
             )
-        if steps and not epochs and scope.stage != "train":
-            raise ConfigurationError(
-                f"log({name!r}, on_step=True, on_epoch=False) from the {_moment(scope)}: the values of single batches "
-                "are shown and written in training only, so nobody would see it. Use on_epoch=True."
-            )
         suffix = f"/dataloader_idx_{self.dataloader_idx}" if self.dataloader_idx is not None and several else ""
         metric = value if _is_metric(value) else None
         entry = LoggedValue(
@@ -192,6 +189,7 @@ class LoggedValues:
             metric=metric,
             metric_path=metric_path,
             loader=self.dataloader_idx,
+            suffix=suffix,
         )
         table = self._tables[scope.stage]
         restored = table.get(entry.name)
@@ -207,7 +205,7 @@ class LoggedValues:
     def mark(self) -> LogMark:
         """Where the values stand now, for `state_dict` of a later moment."""
         entries = [(entry, entry.mark()) for entry in self._tables["train"].values()]
-        return LogMark(entries, dict(self._epoch), dict(self._bar))
+        return LogMark(entries, dict(self._epoch), dict(self._bar), dict(self._evaluated))
 
     def state_dict(self, mark: LogMark | None = None) -> dict[str, Any]:
         """What the training epoch under way has kept on this process, and the values of the last epochs.
@@ -220,6 +218,7 @@ class LoggedValues:
             "train": [entry.state_dict(at) for entry, at in then.entries],
             "epoch": dict(then.epoch),
             "bar": dict(then.bar),
+            "evaluated": dict(then.evaluated),
         }
 
     def load_state_dict(self, state: Mapping[str, Any], device: torch.device) -> None:
@@ -248,6 +247,7 @@ class LoggedValues:
             entry.take_over(saved, device)
             self._tables["train"][entry.name] = entry
         self._epoch, self._bar = dict(state["epoch"]), dict(state["bar"])
+        self._evaluated = dict(state.get("evaluated", {}))
 
     # what is shown and written
 
@@ -271,7 +271,7 @@ class LoggedValues:
             for entry in synced:
                 found = [each[entry.step_name] for each in everyone if entry.step_name in each]
                 if found:
-                    values[entry.step_name] = _combine_plain(entry.reduction, found)
+                    values[entry.step_name] = combine_plain(entry.reduction, found)
         return values
 
     def callback_values(self) -> dict[str, Value]:
@@ -282,7 +282,29 @@ class LoggedValues:
                 values[entry.step_name] = entry.last
                 if not entry.on_epoch or entry.name not in values:
                     values[entry.name] = entry.last
+        for stage in ("validate", "test"):
+            for entry in self._tables[stage].values():
+                if entry.last is not None:
+                    values[entry.step_name] = entry.last
         return values
+
+    def end_evaluation_batch(self) -> tuple[dict[str, Value], int]:
+        """Count a batch of the evaluation under way.
+
+        Returns:
+            What was logged of it with `on_step` and is for trackers, not yet turned into numbers, as this process has
+            it; and how many batches of this loader there were before, in all evaluations of the kind.
+        """
+        key = f"{self.scope.stage}/{self.dataloader_idx or 0}"
+        number = self._evaluated.get(key, 0)
+        self._evaluated[key] = number + 1
+        values: dict[str, Value] = {}
+        for entry in self._current.values():
+            if entry.stepped:
+                entry.stepped = False
+                if entry.logger and entry.last is not None:
+                    values[entry.step_name] = entry.last
+        return values, number
 
     def names(self, stage: str) -> set[str]:
         """Every name under which this process has logged since the stage began, whether the values count or not."""
@@ -291,7 +313,11 @@ class LoggedValues:
 
     def bar_values(self) -> dict[str, Value]:
         """What the progress bar shows, not yet turned into numbers."""
-        return {**self._bar, **self.step_values(for_bar=True)}
+        values = {**self._bar, **self.step_values(for_bar=True)}
+        if self.scope.stage in ("validate", "test"):
+            shown = [entry for entry in self._current.values() if entry.prog_bar and entry.last is not None]
+            values.update((entry.step_name, entry.last) for entry in shown if entry.last is not None)
+        return values
 
     # the end of an epoch
 
@@ -319,7 +345,7 @@ class LoggedValues:
                 value = _computed(name, metric, self._that_count)
                 computed.append(metric)
             else:
-                value = _reduced(fresh.get(name), local.get(name), parts)
+                value = reduced(fresh.get(name), local.get(name), parts)
             if value is not None:
                 first = parts[0]
                 shown = first["prog_bar"], first["logger"]
@@ -357,37 +383,6 @@ class LoggedValues:
         """Forget the values of epochs past."""
         self._epoch.clear()
         self._bar.clear()
-
-
-def _reduced(entry: LoggedValue | None, local: dict[str, Any] | None, everyone: list[dict[str, Any]]) -> Value | None:
-    """One value from the totals of all processes, or from this one's own where it is not synchronised."""
-    first = everyone[0]
-    parts = everyone
-    if first["sync"] is False:
-        parts = [local] if local is not None else []
-    elif first["main_only"]:
-        parts = everyone[:1]
-    parts = [part for part in parts if part["total"] is not None]
-    if not parts:
-        return None
-    if first["reduction"] is None:
-        if entry is None or not callable(entry.reduction):
-            return None
-        stacked = torch.tensor([value for part in parts for value in part["total"]], dtype=torch.float64)
-        return torch.as_tensor(entry.reduction(stacked))
-    totals = [part["total"] for part in parts]
-    if first["reduction"] == "mean":
-        weight = sum(part["weight"] for part in parts)
-        return torch.tensor(sum(totals) / weight if weight else float("nan"), dtype=torch.float64)
-    return torch.tensor(_COMBINE[first["reduction"]](totals), dtype=torch.float64)
-
-
-def _combine_plain(reduction: Reduction, values: list[float]) -> float:
-    if callable(reduction):
-        return float(reduction(torch.tensor(values, dtype=torch.float64)))
-    if reduction == "mean":
-        return sum(values) / len(values)
-    return float(_COMBINE[reduction](values))
 
 
 def _forgotten(values: Tensor) -> Tensor:

@@ -56,6 +56,12 @@ class TrackerLog:
             trainer.finiteness.check_values(numbers.items(), f"at step {step}")
             self.write(numbers, step)
 
+    def write_evaluation_step(self) -> None:
+        """Write what an evaluation step logged with `on_step`, against the number of batches evaluated before."""
+        values, number = self._trainer.logged.end_evaluation_batch()
+        if values and self._trainer.loggers and self._trainer.is_global_zero:
+            self.write(to_numbers(values), number)
+
     # an epoch's
 
     def finish_epoch(self, stage: Stage, keep: bool = True) -> list[EpochValue]:
@@ -88,7 +94,7 @@ class TrackerLog:
 
         Args:
             values: names and numbers.
-            step: the optimizer step.
+            step: the optimizer step; for the values of evaluation steps, the number of batches evaluated before.
         """
         trainer = self._trainer
         if not trainer.is_global_zero or not trainer.loggers:

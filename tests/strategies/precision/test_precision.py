@@ -110,6 +110,29 @@ def test_formats_of_parameters_activations_outputs_and_gradients(processes):
             assert results[name] == [parameters, inside, output, gradients, made, kept, parameters], name
 
 
+class Rotary(nn.Module):
+    """Multiplies by a table of complex numbers, as rotary embeddings do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(2, dtype=torch.cfloat))
+        self.register_buffer("table", torch.tensor([1j, 1 + 1j]))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.view_as_real(x * self.table * self.scale)
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype"), [("64", torch.cdouble), ("64-true", torch.cdouble), ("bf16-true", torch.cfloat), ("32", torch.cfloat)]
+)
+def test_complex_parameters_buffers_and_inputs_stay_complex(name, dtype):
+    model = Accelerator(cpu=True, mixed_precision=name).prepare(Rotary())
+    bare = model
+    assert (bare.table.dtype, bare.scale.dtype) == (dtype, dtype)
+    output = model(torch.tensor([2.0 + 0j, 1j]))
+    torch.testing.assert_close(output.double(), torch.tensor([[0.0, 2.0], [-1.0, 1.0]], dtype=DOUBLE))
+
+
 def test_outputs_of_any_structure_come_back_in_32_bits():
     class Many(nn.Module):
         def forward(self, x: torch.Tensor) -> Any:

@@ -166,9 +166,9 @@ class StageModule(nn.Module):
                 replace(parts[name], self._stand_in(name, outputs))
             if self.stage:
                 entry = parts[self.layout.splits[self.stage - 1]]
-                replace(entry, _entry(entry, route.cuts[self.stage], received))
+                replace(entry, _entry_of_stage(entry, route.cuts[self.stage], received))
             if not self.is_last:
-                replace(parts[self.layout.splits[self.stage]], _exit(self._name(), route.cuts[self.stage + 1]))
+                replace(parts[self.layout.splits[self.stage]], _exit_of_stage(self._name(), route.cuts[self.stage + 1]))
             yield
         finally:
             for module, call in reversed(replaced):
@@ -213,7 +213,7 @@ class StageModule(nn.Module):
         return self._blanks[like]
 
 
-def _entry(module: nn.Module, cut: Cut, received: Sequence[Tensor]) -> Callable[..., Any]:
+def _entry_of_stage(module: nn.Module, cut: Cut, received: Sequence[Tensor]) -> Callable[..., Any]:
     """A call of a stage's first module, with what was received among its arguments."""
     own = module.__dict__.get(CALL) or module._call_impl
 
@@ -226,7 +226,7 @@ def _entry(module: nn.Module, cut: Cut, received: Sequence[Tensor]) -> Callable[
     return call
 
 
-def _exit(name: str, cut: Cut) -> Callable[..., Any]:
+def _exit_of_stage(name: str, cut: Cut) -> Callable[..., Any]:
     """A call of the next stage's first module, which ends this stage's forward with what to hand over."""
 
     def call(*args: Any, **kwargs: Any) -> Any:

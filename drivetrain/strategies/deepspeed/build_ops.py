@@ -1,0 +1,39 @@
+"""Builds DeepSpeed's compiled operators ahead of time: `python -m drivetrain.strategies.deepspeed.build_ops`."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import time
+from collections.abc import Sequence
+
+from drivetrain.runtime.devices import detect_device_kind
+from drivetrain.strategies.deepspeed.ops import BUILDERS, SHARED_MEMORY, build, build_root, is_built, is_stale
+from drivetrain.strategies.deepspeed.package import import_deepspeed
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Build operators, or say which there are."""
+    parser = argparse.ArgumentParser(description="Build DeepSpeed's compiled operators ahead of time.")
+    parser.add_argument("names", nargs="*", help=f"of {', '.join(BUILDERS)}; what helps on this machine if none")
+    parser.add_argument("--status", action="store_true", help="only say which are built")
+    given = parser.parse_args(arguments)
+    unknown = [name for name in given.names if name not in BUILDERS]
+    if unknown:
+        parser.error(f"unknown operator {unknown[0]!r}; allowed: {', '.join(BUILDERS)}")
+    kind = "cpu" if os.environ.get("DRIVETRAIN_USE_CPU") else detect_device_kind().name
+    for name in BUILDERS if given.status else given.names or ([SHARED_MEMORY] if kind == "cpu" else []):
+        if not given.status:
+            started = time.monotonic()
+            import_deepspeed(kind)
+            build(name, kind)
+            print(f"{name}: built in {time.monotonic() - started:.0f} s")
+        else:
+            stale = is_stale(build_root() / name / "lock")
+            print(f"{name}: {'stale lock' if stale else 'built' if is_built(name) else 'not built'}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

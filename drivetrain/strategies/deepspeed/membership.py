@@ -1,0 +1,53 @@
+"""How DeepSpeed joins the process group that this process is in."""
+
+from __future__ import annotations
+
+import importlib
+import os
+from typing import Any
+
+import torch.distributed as dist
+
+from drivetrain.runtime.environment import ProcessEnvironment
+from drivetrain.strategies.deepspeed import ops
+from drivetrain.strategies.deepspeed.package import import_deepspeed
+
+
+class Membership:
+    """DeepSpeed's own idea of the process group, laid over the group that this process is in already.
+
+    Args:
+        environment: this process among its peers.
+        kind: the kind of device.
+        shared_memory: whether CPU tensors go through DeepSpeed's shared-memory operator; if None, where it is built.
+    """
+
+    def __init__(self, environment: ProcessEnvironment, kind: str, shared_memory: bool | None) -> None:
+        self.package = import_deepspeed(kind)
+        self._made_group = False
+        # It asks for this even where it is told everything else, and would look for MPI.
+        os.environ.setdefault("LOCAL_RANK", str(environment.local_rank))
+        if not dist.is_initialized():
+            store = dist.HashStore()  # type: ignore[attr-defined]
+            dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+            self._made_group = True
+        if importlib.import_module("deepspeed.comm.comm").cdb is None:
+            with ops.shared_memory(kind, shared_memory):
+                self.package.init_distributed(auto_mpi_discovery=False, verbose=False)
+
+    def leave(self) -> None:
+        """Forget the process group, which is about to be destroyed."""
+        groups: Any = importlib.import_module("deepspeed.utils.groups")
+        release = getattr(groups, "_release_process_group_references", None)
+        if release is not None:
+            release()
+        else:
+            groups._WORLD_GROUP = None
+        comm: Any = importlib.import_module("deepspeed.comm.comm")
+        comm.cdb = None
+        # Else every later engine in this process would reduce as the last one with torch_autocast did.
+        autocast: Any = importlib.import_module("deepspeed.runtime.torch_autocast")
+        autocast.TORCH_AUTOCAST_INITIALIZED = False
+        if self._made_group and dist.is_initialized():
+            dist.destroy_process_group()
+            self._made_group = False

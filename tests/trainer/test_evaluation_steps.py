@@ -1,0 +1,103 @@
+"""What evaluation steps log with `on_step`: written for each batch, against a count of evaluated batches."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.pool import run_in_processes
+from tests.trainer.tasks import Kept, Weight, fitted, ones, quiet, rows
+
+
+class Stepwise(Weight):
+    """Logs each batch's mean in every way that has to do with steps."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.on_bar: list[dict[str, float]] = []
+        self.in_callbacks: list[dict[str, float]] = []
+
+    def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
+        mean = batch[0].mean()
+        self.log("both", mean, on_step=True, on_epoch=True, prog_bar=True)
+        self.log("alone", mean, on_step=True, on_epoch=False)
+        self.log("hidden", mean, on_step=True, on_epoch=True, logger=False)
+        self.log("epoch", mean)
+        if batch_idx == 0:
+            self.log("first", mean, on_step=True, on_epoch=True)
+
+    test_step = validation_step
+
+    def on_validation_batch_end(self, *args: Any) -> None:
+        numbers = {name: float(value) for name, value in self.trainer.progress_bar_metrics.items()}
+        self.on_bar.append(numbers)
+        self.in_callbacks.append({name: float(value) for name, value in self.trainer.callback_metrics.items()})
+
+
+def by_step(tracker: Kept, *names: str) -> list[tuple[int, dict[str, float]]]:
+    """The lines that have any of these names, of which only these."""
+    lines = [(line["step"], {name: line[name] for name in names if name in line}) for line in tracker.lines]
+    return [(step, values) for step, values in lines if values]
+
+
+def test_each_validation_batch_is_written_against_a_count_that_goes_on() -> None:
+    tracker, task = Kept(), Stepwise()
+    fitted(task, ones(3), rows([1.0, 4.0]), max_epochs=2, logger=tracker, num_sanity_val_steps=2)
+    steps = [(0, 1.0), (1, 4.0), (2, 1.0), (3, 4.0)]
+    assert by_step(tracker, "both_step", "alone") == [(n, {"both_step": v, "alone": v}) for n, v in steps]
+    assert by_step(tracker, "first_step") == [(0, {"first_step": 1.0}), (2, {"first_step": 1.0})]
+    epochs = by_step(tracker, "both_epoch", "epoch", "first_epoch")
+    assert epochs == [(n, {"both_epoch": 2.5, "epoch": 2.5, "first_epoch": 1.0}) for n in (3, 6)]
+    written = {name for line in tracker.lines for name in line}
+    assert not written & {"hidden_step", "hidden_epoch", "both", "alone_epoch", "epoch_step"}
+
+
+def test_step_values_are_among_the_metrics_of_callbacks_and_the_bar() -> None:
+    task = Stepwise()
+    trainer = fitted(task, ones(1), rows([1.0, 4.0]))
+    assert [values["both_step"] for values in task.on_bar] == [1.0, 4.0]
+    assert [(values["both_step"], values["alone"]) for values in task.in_callbacks] == [(1.0, 1.0), (4.0, 4.0)]
+    metrics = {name: float(value) for name, value in trainer.callback_metrics.items()}
+    assert (metrics["both"], metrics["both_epoch"], metrics["both_step"], metrics["alone"]) == (2.5, 2.5, 4.0, 4.0)
+    assert "both_step" not in trainer.progress_bar_metrics
+
+
+@pytest.mark.parametrize("verb", ["validate", "test"])
+def test_evaluations_of_their_own_count_their_own_batches(verb: str) -> None:
+    tracker = Kept()
+    trainer = quiet(logger=tracker)
+    for _ in range(2):
+        results = getattr(trainer, verb)(Stepwise(), rows([1.0, 4.0]), verbose=False)
+    assert results == [{"both": 2.5, "hidden": 2.5, "epoch": 2.5, "first": 1.0}]
+    assert by_step(tracker, "alone") == [(0, {"alone": 1.0}), (1, {"alone": 4.0}), (2, {"alone": 1.0}), (3, {"alone": 4.0})]
+
+
+def test_each_loader_has_its_count_and_its_names() -> None:
+    tracker = Kept()
+    quiet(logger=tracker).validate(Stepwise(), [rows([1.0, 4.0]), rows([7.0])], verbose=False)
+    first, second = "both_step/dataloader_idx_0", "both_step/dataloader_idx_1"
+    assert by_step(tracker, first, second) == [(0, {first: 1.0}), (1, {first: 4.0}), (0, {second: 7.0})]
+    assert by_step(tracker, "both_epoch/dataloader_idx_0") == [(0, {"both_epoch/dataloader_idx_0": 2.5})]
+
+
+def test_the_count_goes_on_after_a_resume(tmp_path: Path) -> None:
+    trainer = fitted(Stepwise(), ones(1), rows([1.0, 4.0]), max_epochs=1)
+    trainer.save_checkpoint(tmp_path / "checkpoint")
+    tracker = Kept()
+    resumed = quiet(max_epochs=2, logger=tracker)
+    resumed.fit(Stepwise(), ones(1), rows([1.0, 4.0]), resume=tmp_path / "checkpoint")
+    assert by_step(tracker, "alone") == [(2, {"alone": 1.0}), (3, {"alone": 4.0})]
+
+
+def on_two() -> list[Any]:
+    tracker = Kept()
+    fitted(Stepwise(), ones(2), rows([1.0, 2.0, 4.0]), logger=tracker)
+    return [by_step(tracker, "alone"), by_step(tracker, "both_epoch")]
+
+
+def test_the_main_process_writes_its_own_steps_and_everyones_epoch() -> None:
+    main, other = run_in_processes(on_two, 2)
+    assert main == [[(0, {"alone": 1.0}), (1, {"alone": 4.0})], [(1, {"both_epoch": pytest.approx(7 / 3)})]]
+    assert other == [[], []]
