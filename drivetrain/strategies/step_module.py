@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
+
+from drivetrain.runtime.nested import recursively_apply
 
 
 class StepModule(nn.Module):
@@ -35,4 +37,11 @@ class StepModule(nn.Module):
         """Run the step that is given first, with the other arguments; else the task's own forward."""
         if args and callable(args[0]) and not isinstance(args[0], nn.Module):
             return args[0](*args[1:], **kwargs)
-        return self.task(*args, **kwargs)
+        output = self.task(*args, **kwargs)
+        # The wrapper waits for the gradient of every parameter, so this one takes part in a user's own loss too.
+        return output if self.presence is None else recursively_apply(self._attach_presence, output)
+
+    def _attach_presence(self, output: Tensor) -> Tensor:
+        if self.presence is None or not output.requires_grad:
+            return output
+        return output + (self.presence * 0.0).to(output.dtype)
