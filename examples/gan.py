@@ -145,7 +145,7 @@ def main(how: str, epochs: int, batch_size: int, points: int, lr: float) -> None
     started = time.perf_counter()
     generator = {"task": train_as_task, "loop": train_in_own_loop}[how](trainer, data, lr)
     seconds = time.perf_counter() - started
-    share, reached = judge(generator, trainer.strategy.device)
+    share, reached = judge(generator, trainer.strategy.topology.device)
     trainer.print(f"{share:.1%} of the generated points lie in a cluster; {reached} of {CLUSTERS} clusters are reached")
     trainer.print(f"trained in {seconds:.1f} s with {trainer.world_size} process(es)")
 

@@ -306,7 +306,10 @@ def private_access(node: ast.AST) -> tuple[str, str]:
 
 
 def code_lines(module: Module) -> list[tuple[int, str]]:
-    """Numbered lines of code, without indentation, comments, docstrings, imports and blank lines."""
+    """Numbered lines of code, without indentation, comments, docstrings, imports and blank lines.
+
+    A function's signature counts as one line: interfaces that are alike repeat it.
+    """
     lines = module.source.splitlines()
     for token in tokenize.generate_tokens(io.StringIO(module.source).readline):
         if token.type == tokenize.COMMENT:
@@ -316,6 +319,11 @@ def code_lines(module: Module) -> list[tuple[int, str]]:
     for node in ast.walk(module.tree):
         if isinstance(node, (ast.Import, ast.ImportFrom)):
             left_out.update(range(node.lineno, (node.end_lineno or node.lineno) + 1))
+    for node in module.definitions:
+        if not isinstance(node, ast.ClassDef):
+            header = range(node.lineno, max(node.lineno + 1, node.body[0].lineno))
+            lines[node.lineno - 1] = " ".join(lines[number - 1].strip() for number in header)
+            left_out.update(header[1:])
     kept = ((number, line.strip()) for number, line in enumerate(lines, 1) if number not in left_out)
     return [(number, line) for number, line in kept if line]
 

@@ -45,9 +45,9 @@ from drivetrain.accelerator.plugins import (
     strategy_of_plugins,
 )
 from drivetrain.accelerator.prepared import Prepared, parameters_of
+from drivetrain.accelerator.run_state import RunState
 from drivetrain.accelerator.saving import StateSaving
 from drivetrain.accelerator.scheduler import PreparedScheduler
-from drivetrain.accelerator.state_hooks import StateHooks
 from drivetrain.accelerator.status import EngineStatus
 from drivetrain.accelerator.step import OptimizerStep
 from drivetrain.data import (
@@ -148,8 +148,6 @@ class Accelerator(KnownKeywords, StateSaving, EngineStatus):
         check_handlers(handlers)
         self.state = PartialState(cpu, device=device, **handler_options(find_handler(handlers, InitProcessGroupKwargs)))
         self.project_configuration = make_project(project_dir, project_config)
-        self._numbered = NumberedCheckpoints(self.project_configuration, self.state)
-        self._state_hooks = StateHooks()
         self.device_placement = device_placement
         self.dataloader_config = make_dataloader_config(split_batches, dataloader_config)
         self.rng_types = list(rng_types or ["generator"])
@@ -175,6 +173,13 @@ class Accelerator(KnownKeywords, StateSaving, EngineStatus):
         )
         self.step = OptimizerStep(self.strategy, self.precision, self.prepared, self.accumulation)
         self.precision.hold_scale_while(lambda: self.accumulation.holds_gradients)
+        self.run_state = RunState(
+            self.state,
+            self.strategy,
+            self.precision,
+            NumberedCheckpoints(self.project_configuration, self.state),
+            self.prepared,
+        )
         self._trigger = False
 
     # prepare

@@ -44,6 +44,8 @@ class LearningRateMonitor(Callback):
         ```
     """
 
+    saves_within_steps = False
+
     def __init__(
         self, logging_interval: str | None = None, log_momentum: bool = False, log_weight_decay: bool = False
     ) -> None:

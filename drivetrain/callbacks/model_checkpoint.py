@@ -144,7 +144,7 @@ class ModelCheckpoint(Callback):
         self.every_n_epochs = every_n_epochs
         self.save_on_train_epoch_end = save_on_train_epoch_end
         self.enable_version_counter = enable_version_counter
-        self.save_on_exception = save_on_exception
+        self.save_on_exception = self.saves_within_steps = save_on_exception
         self.total_limit = total_limit
         self.async_save = async_save
         self.on_save_error = on_save_error

@@ -42,6 +42,8 @@ class TQDMProgressBar(Callback):
         ```
     """
 
+    saves_within_steps = False
+
     is_progress_bar: ClassVar[bool] = True
     runs_last_at_epoch_end: ClassVar[bool] = True  # the task may log in its own hook
 

@@ -4,7 +4,7 @@ What is stable, all of it to be called on every process unless marked otherwise:
 
 - `save_run_state(directory, shared, own, state, *, step=None, block=True) -> PendingSave`
 - `load_run_state(directory, state=None, *, into=None, strict=True, only=None, verify="hash") -> (shared, own | None)`;
-  `state=None` reads alone, without any exchange; `only=("state_dict", ...)` reads some top-level entries.
+  `state=None` reads alone, without any exchange; `only=("engine/models", ...)` reads some entries.
 - `newest_checkpoint(root, verify=True, *, state=None) -> str | None` and
   `list_checkpoints(root) -> [FoundCheckpoint(path, step, saved_at, world_size)]` (one process), newest first.
 - `PendingSave`: `done()`, `failed()`, `wait(timeout=None)`, `raise_if_failed()`,

@@ -79,7 +79,8 @@ def load_run_state(
             process that reads alone.
         into: Some of the shared state's top-level entries, with tensors that are filled in place; they may be sharded.
         strict: Whether tensors missing, left over or of another shape under those entries are an error.
-        only: The shared state's top-level entries to read; all if None. Files that hold none of them are not read.
+        only: The shared state's top-level entries to read, or paths of two names such as `"engine/models"`; all if
+            None. Files that hold none of them are not read.
         verify: `"hash"` checks the SHA-256 of every file, `"size"` their sizes only, as after `newest_checkpoint`.
         storage: Where it is; found from `directory` if None.
 

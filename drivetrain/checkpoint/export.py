@@ -17,10 +17,11 @@ from tqdm.auto import tqdm
 
 from drivetrain.checkpoint.load import Checkpoint
 from drivetrain.checkpoint.manifest import encoded
+from drivetrain.checkpoint.schema import in_schema
 from drivetrain.checkpoint.storage import LocalStorage
 from drivetrain.checkpoint.stream import read_ranges
 from drivetrain.checkpoint.tensor_file import BLOCK, Entry, bytes_of, layout, write_file
-from drivetrain.checkpoint.tree import pack, subtree
+from drivetrain.checkpoint.tree import pack
 from drivetrain.runtime.errors import CheckpointError, nearest
 
 _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
@@ -86,12 +87,12 @@ def consolidate(
 
     Example:
         ```python
-        from drivetrain import PartialState, consolidate
-        from drivetrain.checkpoint import save_run_state
         import torch
+        from drivetrain import Accelerator, consolidate
 
-        weights = torch.nn.Linear(4, 1).state_dict()
-        save_run_state("checkpoints/step_7", {"state_dict": weights}, {}, PartialState())
+        accelerator = Accelerator()
+        accelerator.prepare(torch.nn.Linear(4, 1))
+        accelerator.save_state("checkpoints/step_7")
         consolidate("checkpoints/step_7", "exported", dtype="bfloat16")
         ```
     """
@@ -173,18 +174,14 @@ def weights_below(weights: Mapping[str, T], module: str | None, source: str) -> 
 
 def _weights_of(checkpoint: Checkpoint, model: int | None) -> dict[str, str]:
     """The keys of a model's tensors by name."""
-    packed = checkpoint.packed()
-    models = subtree(packed, "models")
-    state = subtree(packed, "state_dict")
-    if state is None and isinstance(models, list):
-        if not models or (model is None and len(models) != 1) or (model or 0) >= len(models):
-            raise CheckpointError(
-                f"{checkpoint.directory} holds {len(models)} models; say which one is meant, from 0: model=0, or "
-                "--model 0."
-            )
-        state = models[model or 0]
-    if not isinstance(state, dict):
-        raise CheckpointError(f"{checkpoint.directory} holds no model: neither a state_dict nor models.")
+    models = in_schema(checkpoint.packed())["engine"].get("models")
+    if not isinstance(models, list):
+        raise CheckpointError(f"{checkpoint.directory} holds no model: it is not the state of a run.")
+    if not models or (model is None and len(models) != 1) or (model or 0) >= len(models):
+        raise CheckpointError(
+            f"{checkpoint.directory} holds {len(models)} models; say which one is meant, from 0: model=0, or --model 0."
+        )
+    state = models[model or 0]
     found = {
         name: str(value["__tensor__"])
         for name, value in state.items()

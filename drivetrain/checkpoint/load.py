@@ -107,7 +107,7 @@ class Checkpoint:
         """Read what all processes share.
 
         Args:
-            only: The top-level entries to read; all if None.
+            only: The top-level entries to read, or paths of two names such as `"engine/models"`; all if None.
             into: Some of its top-level entries, with tensors that are filled in place; they may be sharded DTensors.
             strict: Whether tensors that are missing, left over or of another shape under those entries are an error.
 
@@ -116,7 +116,7 @@ class Checkpoint:
         """
         packed = self.packed()
         if only is not None:
-            packed = {name: value for name, value in packed.items() if name in only}
+            packed = _part_of(packed, only)
         targets = self._targets(into)
         report = self._compare(packed, targets, into or {})
         if strict and not report.fits:
@@ -232,6 +232,18 @@ def compare_states(wanted: Mapping[str, Any], saved: Mapping[str, Any]) -> LoadR
             if isinstance(value, Tensor) and isinstance(saved.get(name), Tensor) and saved[name].shape != value.shape
         ],
     )
+
+
+def _part_of(packed: Mapping[str, Any], only: Collection[str]) -> dict[str, Any]:
+    """Some entries of a packed state, each named by its key or by the path of an entry within one."""
+    part: dict[str, Any] = {}
+    for path in only:
+        head, _, rest = path.partition("/")
+        if path in packed:
+            part[path] = packed[path]
+        elif rest and isinstance(packed.get(head), dict) and rest in packed[head]:
+            part.setdefault(head, {})[rest] = packed[head][rest]
+    return part
 
 
 def _listed(names: list[str]) -> str:

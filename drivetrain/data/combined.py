@@ -118,8 +118,8 @@ class CombinedLoader:
     def state_dict(self) -> dict[str, Any]:
         """The position: that of every loader, and which of them have ended."""
         return {
-            "index": self._index if self._begun else 0,
-            "ended": list(self._ended) if self._begun else [False] * len(self.loaders),
+            "index": self._index if self._begun or self._resumes else 0,
+            "ended": list(self._ended) if self._begun or self._resumes else [False] * len(self.loaders),
             "loaders": [loader.state_dict() if hasattr(loader, "state_dict") else {} for loader in self.loaders],
         }
 

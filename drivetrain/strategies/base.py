@@ -40,7 +40,7 @@ class Given(NamedTuple):
 
 @dataclass(frozen=True)
 class RunOptions:
-    """What a loop was asked for that a strategy may refuse, or that its own configuration may say too.
+    """What a loop was asked for that a strategy may refuse, or that its own configuration may give too.
 
     Args:
         precision: the number formats.
@@ -196,7 +196,7 @@ class Strategy(ABC):
         return precision.step(optimizer, closure)
 
     def teardown(self) -> None:
-        """Let go of everything that would keep the process group alive."""
+        """Release everything that would keep the process group alive."""
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}()"

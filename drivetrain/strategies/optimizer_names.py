@@ -67,3 +67,21 @@ def restore_optimizer_state(model: nn.Module, optimizer: Optimizer, saved: dict[
     ]
     state = {position[name]: value for name, value in saved["state"].items()}
     optimizer.load_state_dict({"state": state, "param_groups": groups})
+
+
+def class_chosen(item: Any) -> str | None:
+    """The name of the class that a user chose for an optimizer or a scheduler.
+
+    Args:
+        item: what a strategy steps, which may hold the user's own as `.optimizer`.
+
+    Returns:
+        The name; None where a backend has chosen it, from a configuration that names none.
+    """
+    while _package_of(item) == "deepspeed" and hasattr(item, "optimizer"):
+        item = item.optimizer
+    return None if _package_of(item) in ("deepspeed", "drivetrain") else type(item).__name__
+
+
+def _package_of(item: Any) -> str:
+    return type(item).__module__.partition(".")[0]

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import nn
+
+from drivetrain.runtime.nested import recursively_apply
 
 
 class StepModule(nn.Module):
@@ -35,4 +38,9 @@ class StepModule(nn.Module):
         """Run the step that is given first, with the other arguments; else the task's own forward."""
         if args and callable(args[0]) and not isinstance(args[0], nn.Module):
             return args[0](*args[1:], **kwargs)
-        return self.task(*args, **kwargs)
+        output = self.task(*args, **kwargs)
+        presence = self.presence
+        if presence is None or not torch.is_grad_enabled():
+            return output
+        # A part of the graph, since DDP waits for the gradients of all parameters.
+        return recursively_apply(lambda t: t + presence.to(t.dtype) * 0 if t.requires_grad else t, output)

@@ -14,8 +14,9 @@ from torch.optim import Optimizer
 
 from drivetrain import checkpoint
 from drivetrain.accelerator.prepared import parameters_of
+from drivetrain.checkpoint.schema import EVERY_PLACE_OF_MODELS, in_schema
 from drivetrain.runtime.collectives import gather
-from drivetrain.runtime.errors import ConfigurationError
+from drivetrain.runtime.errors import CheckpointError, ConfigurationError
 from drivetrain.runtime.keywords import refuse_unknown
 from drivetrain.runtime.nested import recursively_apply, send_to_device
 from drivetrain.runtime.state import PartialState
@@ -429,14 +430,21 @@ class Task(DataHooks, TaskHooks):
 
         Returns:
             The task.
+
+        Raises:
+            CheckpointError: there is no complete checkpoint, or it holds another number of models than one.
         """
-        shared, _ = checkpoint.load_run_state(checkpoint_path, only=("state_dict", "hyper_parameters"))
-        saved = shared.get("hyper_parameters", {})
+        parts = (*EVERY_PLACE_OF_MODELS, "driver/hyper_parameters", "hyper_parameters")
+        shared = in_schema(checkpoint.load_run_state(checkpoint_path, only=parts)[0])
+        models = shared["engine"].get("models", [])
+        if len(models) != 1:
+            raise CheckpointError(f"{checkpoint_path} holds {len(models)} models, so none of them is that of a task.")
+        saved = shared["driver"].get("hyper_parameters", {})
         parameters = inspect.signature(cls.__init__).parameters
         takes_all = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values())
         chosen = {name: value for name, value in saved.items() if takes_all or name in parameters}
         task = cls(**{**chosen, **kwargs})
-        task.load_state_dict(shared["state_dict"], strict=strict)
+        task.load_state_dict(models[0], strict=strict)
         return task.to(map_location) if map_location is not None else task
 
     def freeze(self) -> None:

@@ -8,6 +8,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from drivetrain.accelerator import PreparedOptimizer
+from drivetrain.accelerator.run_state import Moment
 from drivetrain.accelerator.step import StepHooks
 from drivetrain.callbacks.stage import Stage
 from drivetrain.runtime.errors import ConfigurationError
@@ -44,6 +45,7 @@ class TaskRun:
         self.datamodule: DataModule | None = None
         self.hooks: Hooks | None = None
         self.model: nn.Module | None = None
+        self._fitted: nn.Module | None = None  # what the engine has prepared for the last fit
         self.optimizers: list[PreparedOptimizer] = []
         self.schedulers: list[SchedulerConfig] = []
         self.steps_schedulers = False
@@ -90,6 +92,7 @@ class TaskRun:
         for tracker in trainer.loggers:
             if trainer.is_global_zero:
                 tracker.save()
+        engine.run_state.moment = Moment
         if trainer.fit_loop is not None:
             engine.forget_loader(trainer.fit_loop.loader)
         trainer.current.leave_stage()
@@ -124,14 +127,15 @@ class TaskRun:
     def place(self, task: Task, optimizers: list[Optimizer]) -> nn.Module:
         """Let the engine prepare the task with its optimizers and schedulers, in the place of those of a fit before."""
         engine, strategy = self._trainer.accelerator, self._trainer.strategy
-        for known in [model for model in engine.prepared.models if strategy.unwrap(model) is task]:
+        before = [one for one in engine.prepared.models if one is self._fitted or strategy.unwrap(one) is task]
+        for known in before:
             engine.unwrap_model(known, keep_fp32_wrapper=False)  # whose steps open the precision themselves
             engine.prepared.forget_model(known)
         wrapped = StepModule(task, partial_backwards=not task.automatic_optimization)
         prepared: Any = engine.prepare(wrapped, *optimizers) if optimizers else [engine.prepare(wrapped)]
         model: nn.Module
         model, *self.optimizers = prepared
-        self.model = model
+        self.model = self._fitted = model
         for config in self.schedulers:
             engine.prepare_scheduler(config.scheduler, steps_per_call=1)
         return model

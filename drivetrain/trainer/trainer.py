@@ -6,6 +6,7 @@ import os
 import sys
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
@@ -47,7 +48,7 @@ from drivetrain.trainer.run_report import run_report
 from drivetrain.trainer.schedulers import step_epoch_schedulers, step_step_schedulers
 from drivetrain.trainer.state.progress import Progress
 from drivetrain.trainer.state.resume import find_checkpoint
-from drivetrain.trainer.state.saved_run import SavedRun, run_state
+from drivetrain.trainer.state.saved_run import SavedRun, moment_of, save_run
 from drivetrain.trainer.status import TrainerStatus
 from drivetrain.trainer.task import Task
 from drivetrain.trainer.task_run import TaskRun
@@ -274,6 +275,7 @@ class Trainer(KnownKeywords, OptionAttributes, TrainerStatus):
         self.current.stage = Stage.TRAIN
         task_checks.warn_of_rare_logging(self, self.estimated_stepping_batches)
         self.fit_loop = FitLoop(self, step, batches, validation, EpochHealth(self, task))
+        self.accelerator.run_state.moment = partial(moment_of, self)
         if saved is not None:
             self.fit_loop.resume_from(saved)
         self.fit_loop.run()
@@ -388,12 +390,9 @@ class Trainer(KnownKeywords, OptionAttributes, TrainerStatus):
         if self.fit_loop is not None and self.stage in (Stage.TRAIN, Stage.VALIDATE):
             self.tracker_log.write_due_values()
         with self.logged.forbidden(SAVING):
-            shared, own = run_state(self, weights_only)
-        if not block:
-            self.saves = checkpoint.save_queue(self.accelerator.state)
-        return self.accelerator.write_checkpoint(
-            filepath, shared, own, step=self.global_step, block=block, optimizers=self.optimizers
-        )
+            if not block:
+                self.saves = self.accelerator.save_queue
+            return save_run(self, filepath, weights_only, block)
 
     @property
     def estimated_stepping_batches(self) -> float:

@@ -188,7 +188,7 @@ class Hurry(Callback):
 
 def test_the_state_of_a_run_ended_in_a_hurry_is_removed_by_the_next_checkpoint(tmp_path: Path) -> None:
     options: dict[str, Any] = {"dirpath": tmp_path / "ckpt", "filename": "{step}", "every_n_train_steps": 2}
-    fit(Scripted([1, 1]), tmp_path, 2, [ModelCheckpoint(**options), Hurry(3)])
+    fit(Scripted([1, 1]), tmp_path, 2, [ModelCheckpoint(**options), Hurry(3)], on_interrupt="return")
     assert saved(tmp_path / "ckpt") == ["preempted-step=3.ckpt", "step=2.ckpt"]
     fit(Scripted([1, 1]), tmp_path, 3, [ModelCheckpoint(**options)], resume="auto")
     assert saved(tmp_path / "ckpt") == ["step=6.ckpt"]
@@ -196,7 +196,7 @@ def test_the_state_of_a_run_ended_in_a_hurry_is_removed_by_the_next_checkpoint(t
 
 def test_state_saved_in_a_hurry_at_the_end_of_an_epoch_does_not_cost_the_epochs_own_checkpoint(tmp_path: Path) -> None:
     options: dict[str, Any] = {"dirpath": tmp_path / "ckpt", "filename": "{epoch}", "monitor": "val_loss"}
-    fit(Scripted([1]), tmp_path, 1, [ModelCheckpoint(**options), Hurry(2)])
+    fit(Scripted([1]), tmp_path, 1, [ModelCheckpoint(**options), Hurry(2)], on_interrupt="return")
     assert saved(tmp_path / "ckpt") == ["preempted-step=2.ckpt"]
     fit(Scripted([1, 2]), tmp_path, 2, [ModelCheckpoint(**options)], resume="auto")
     assert saved(tmp_path / "ckpt") == ["epoch=0.ckpt"]

@@ -122,7 +122,7 @@ def test_the_state_in_the_background_is_that_of_its_step(tmp_path: Path) -> None
     plain, background = by_steps(tmp_path / "a", every=5), by_steps(tmp_path / "b", every=5, async_save=True)
     train(Regression({}), tmp_path / "a", [plain])
     train(Regression({}), tmp_path / "b", [background])
-    states = [Checkpoint(each.best_model_path).shared()[0]["state_dict"] for each in (plain, background)]
+    states = [Checkpoint(each.best_model_path).shared()[0]["engine"]["models"][0] for each in (plain, background)]
     assert all((states[0][name] == states[1][name]).all() for name in states[0])
 
 
@@ -240,7 +240,8 @@ def test_neither_ctrl_c_nor_a_run_without_the_wish_leaves_one(tmp_path: Path) ->
     def interrupt(trainer: Trainer) -> None:
         raise KeyboardInterrupt
 
-    train(Regression({}), tmp_path, [by_steps(tmp_path, every=100, save_on_exception=True), At(3, interrupt)])
+    callbacks = [by_steps(tmp_path, every=100, save_on_exception=True), At(3, interrupt)]
+    train(Regression({}), tmp_path, callbacks, on_interrupt="return")
     assert saved(tmp_path / "ckpt") == []
 
 

@@ -24,8 +24,10 @@ def saver(root: Path) -> ModelCheckpoint:
 
 
 @pytest.fixture
-def saved(tmp_path: Path) -> Path:
+def saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A run's last checkpoint, and beside the run things that are not its own."""
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")  # what a path such as "." would lead to, were it followed
     root = tmp_path / "root"
     fit(Scripted([1, 2]), root, 2, [saver(root)], logger=CSVLogger(root))
     for name in ("thesis", "run"):

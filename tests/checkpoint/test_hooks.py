@@ -46,7 +46,7 @@ def test_what_a_hook_writes_is_part_of_the_checkpoint(block: bool, tmp_path: Pat
     accelerator.save_state(tmp_path / "one", block=block)
     accelerator.save_queue.finish()
     assert "adapter/weights.json" in Checkpoint(tmp_path / "one").manifest.files
-    assert Checkpoint(tmp_path / "one").shared()[0]["models"] == []
+    assert Checkpoint(tmp_path / "one").shared()[0]["engine"]["models"] == []
     assert leftovers(tmp_path) == []
     with torch.no_grad():
         model.weight.zero_()

@@ -333,7 +333,7 @@ def test_a_script_without_a_main_guard_that_ends_at_once_has_its_save(tmp_path: 
     assert done.returncode == 0, done.stderr
     assert done.stdout.split() == ["over"]
     shared, _ = load_run_state(tmp_path / "one")
-    assert (shared["models"][0]["weight"] == 1).all()
+    assert (shared["engine"]["models"][0]["weight"] == 1).all()
     assert leftovers(tmp_path) == []
 
 

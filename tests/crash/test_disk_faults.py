@@ -75,7 +75,7 @@ class Saving:
             for name, number in self.good.items():
                 checkpoint = Checkpoint(self.root / name)
                 checkpoint.verify()
-                weight = checkpoint.shared()[0]["models"][0]["weight"]
+                weight = checkpoint.shared()[0]["engine"]["models"][0]["weight"]
                 assert (weight == weight[0, 0]).all()
                 assert weight[0, 0] == number or (lasting and weight[0, 0] == self.tried)
         self.accelerator.wait_for_everyone()

@@ -135,20 +135,22 @@ class Peeking(NetTask):
 
 def read_in_shards(root: str) -> dict[str, Any]:
     """Which shapes are allocated to read into, where nothing wants to see the whole."""
-    from drivetrain.accelerator.saving import StateSaving
+    from drivetrain import checkpoint
 
     write("fsdp", root, "written")
     seen: list[bool] = []
-    original = StateSaving.read_checkpoint
+    original = checkpoint.load_run_state
 
-    def watched(self: Any, directory: Any, into: Any = None, only: Any = None) -> Any:
-        read = original(self, directory, into, only)
-        seen.extend(isinstance(v, DTensor) for v in read[0].get("state_dict", {}).values() if v.dim() > 1)
-        for optimizer in read[0].get("optimizer_states", []):
+    def watched(*args: Any, **options: Any) -> Any:
+        read = original(*args, **options)
+        engine = read[0].get("engine", {})
+        for model in engine.get("models", []):
+            seen.extend(isinstance(v, DTensor) for v in model.values() if v.dim() > 1)
+        for optimizer in engine.get("optimizers", []):
             seen.extend(isinstance(v["exp_avg"], DTensor) for v in optimizer["state"].values())
         return read
 
-    StateSaving.read_checkpoint = watched  # type: ignore[method-assign]
+    checkpoint.load_run_state = watched
     found = {}
     for task in (NetTask(), Peeking()):
         seen.clear()

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import random
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -50,6 +52,10 @@ class Traced(Task):
         )
         self.accuracy = MulticlassAccuracy(CLASSES)
         self.trace = trace
+        self.validated = 0
+
+    def on_validation_epoch_end(self) -> None:
+        self.validated += not self.trainer.sanity_checking
 
     def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
         parts = batch.values() if isinstance(batch, dict) else [batch]
@@ -134,6 +140,7 @@ class Outcome:
     values: dict[str, float] = field(default_factory=dict)
     rows: list[str] = field(default_factory=list)
     draws: tuple[float, float] = (0.0, 0.0)
+    validated: int = 0
 
 
 def make_loader(kind: str, rows: int) -> Any:
@@ -165,17 +172,19 @@ def run(
     resume: str | None = None,
     interval: int | None = None,
     epochs: int = 3,
+    task: type[Traced] = Traced,
+    callbacks: Sequence[Callback] = (),
 ) -> Outcome:
-    """Train; to the end, or until it is broken off."""
+    """Train; to the end, or until it is broken off; `resume` is a path, or anything else for `broken.ckpt`."""
     torch.set_num_threads(1)
     outcome = Outcome()
     set_seed(11)
-    task = Traced(outcome.trace)
-    path = str(Path(folder) / "broken.ckpt")
+    trained = task(outcome.trace)
+    path = resume if resume and os.path.isdir(resume) else str(Path(folder) / "broken.ckpt")
     average = Average()
-    callbacks: list[Callback] = [average]
+    all_callbacks: list[Callback] = [average, *callbacks]
     if moment is not None:
-        callbacks.append(BreakOff(moment, step, path))
+        all_callbacks.append(BreakOff(moment, step, path))
     trainer = Trainer(
         accelerator="cpu",
         max_epochs=epochs,
@@ -183,18 +192,19 @@ def run(
         val_check_interval=interval,
         log_every_n_steps=3,
         logger=CSVLogger(folder, name="log", version=0),
-        callbacks=callbacks,
-        enable_checkpointing=False,
+        callbacks=all_callbacks,
+        enable_checkpointing=bool(callbacks),
         enable_progress_bar=False,
         enable_model_summary=False,
         deterministic=True,
     )
     try:
         validation = DataLoader(Augmented(20), batch_size=5)
-        trainer.fit(task, make_loader(kind, rows), validation, resume=path if resume else None)
+        trainer.fit(trained, make_loader(kind, rows), validation, resume=path if resume else None)
     except Broken:
         return outcome
-    outcome.weights = {name: value.clone() for name, value in task.state_dict().items()}
+    outcome.weights = {name: value.clone() for name, value in trained.state_dict().items()}
+    outcome.validated = trained.validated
     outcome.average = average.weights
     outcome.values = {name: float(value) for name, value in trainer.callback_metrics.items()}
     outcome.draws = random.random(), torch.rand(()).item()

@@ -24,7 +24,7 @@ class Stepwise(Weight):
         self.log("both", mean, on_step=True, on_epoch=True, prog_bar=True)
         self.log("alone", mean, on_step=True, on_epoch=False)
         self.log("hidden", mean, on_step=True, on_epoch=True, logger=False)
-        self.log("epoch", mean)
+        self.log("whole", mean)
         if batch_idx == 0:
             self.log("first", mean, on_step=True, on_epoch=True)
 
@@ -48,10 +48,10 @@ def test_each_validation_batch_is_written_against_a_count_that_goes_on() -> None
     steps = [(0, 1.0), (1, 4.0), (2, 1.0), (3, 4.0)]
     assert by_step(tracker, "both_step", "alone") == [(n, {"both_step": v, "alone": v}) for n, v in steps]
     assert by_step(tracker, "first_step") == [(0, {"first_step": 1.0}), (2, {"first_step": 1.0})]
-    epochs = by_step(tracker, "both_epoch", "epoch", "first_epoch")
-    assert epochs == [(n, {"both_epoch": 2.5, "epoch": 2.5, "first_epoch": 1.0}) for n in (3, 6)]
+    epochs = by_step(tracker, "both_epoch", "whole", "first_epoch")
+    assert epochs == [(n, {"both_epoch": 2.5, "whole": 2.5, "first_epoch": 1.0}) for n in (3, 6)]
     written = {name for line in tracker.lines for name in line}
-    assert not written & {"hidden_step", "hidden_epoch", "both", "alone_epoch", "epoch_step"}
+    assert not written & {"hidden_step", "hidden_epoch", "both", "alone_epoch", "whole_step"}
 
 
 def test_step_values_are_among_the_metrics_of_callbacks_and_the_bar() -> None:
@@ -70,8 +70,13 @@ def test_evaluations_of_their_own_count_their_own_batches(verb: str) -> None:
     trainer = quiet(logger=tracker)
     for _ in range(2):
         results = getattr(trainer, verb)(Stepwise(), rows([1.0, 4.0]), verbose=False)
-    assert results == [{"both": 2.5, "hidden": 2.5, "epoch": 2.5, "first": 1.0}]
-    assert by_step(tracker, "alone") == [(0, {"alone": 1.0}), (1, {"alone": 4.0}), (2, {"alone": 1.0}), (3, {"alone": 4.0})]
+    assert results == [{"both": 2.5, "hidden": 2.5, "whole": 2.5, "first": 1.0}]
+    assert by_step(tracker, "alone") == [
+        (0, {"alone": 1.0}),
+        (1, {"alone": 4.0}),
+        (2, {"alone": 1.0}),
+        (3, {"alone": 4.0}),
+    ]
 
 
 def test_each_loader_has_its_count_and_its_names() -> None:

@@ -141,7 +141,7 @@ class LoggingAtTheEnd(Weight):
 
 def validated_after_a_stand_in(accumulate: int) -> dict[str, float]:
     task = LoggingAtTheEnd()
-    every = dict(val_check_interval=2, max_epochs=2, accumulate_grad_batches=accumulate)
+    every: dict[str, Any] = {"val_check_interval": 2, "max_epochs": 2, "accumulate_grad_batches": accumulate}
     trainer = fitted(task, rows([1.0, 2.0, 3.0]), rows([1.0, 2.0]), **every)
     return {name: float(value) for name, value in trainer.callback_metrics.items()}
 

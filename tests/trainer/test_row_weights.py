@@ -110,8 +110,6 @@ def on_two(request: pytest.FixtureRequest) -> list[dict[str, list[float]]]:
 
 
 @pytest.mark.parametrize("loader", LOADERS)
-def test_two_processes_have_the_gradient_of_the_global_batch(
-    on_two: list[dict[str, list[float]]], loader: str
-) -> None:
+def test_two_processes_have_the_gradient_of_the_global_batch(on_two: list[dict[str, list[float]]], loader: str) -> None:
     for of_rank in on_two:
         assert of_rank[loader] == pytest.approx(EXPECTED[loader], abs=1e-6)

@@ -65,6 +65,7 @@ class Guard(Callback):
 
     runs_last_at_epoch_end: ClassVar[bool] = True
     guards_values: ClassVar[bool] = True
+    saves_within_steps = False
 
     def __init__(self, monitor: str, action: str, max_rollbacks: int, max_skips: int, every_n_steps: int) -> None:
         name = type(self).__name__

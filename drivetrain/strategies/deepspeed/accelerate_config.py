@@ -27,7 +27,7 @@ KEYS = (
     "zero3_save_16bit_model",
     "zero_stage",
 )
-# What says how DeepSpeed's own launcher finds machines: torch's agent is used here.
+# What chooses how DeepSpeed's own launcher finds machines: torch's agent is used here.
 _LAUNCHER = (
     "deepspeed_exclusion_filter",
     "deepspeed_hostfile",

@@ -1,4 +1,4 @@
-"""DeepSpeed's own configuration: the user's, with what the loop knows filled in, and contradictions named."""
+"""DeepSpeed's own configuration: the user's, with what the loop was given filled in, and contradictions named."""
 
 from __future__ import annotations
 
@@ -63,12 +63,12 @@ def read_config(given: Mapping[str, Any] | str | os.PathLike[str] | None) -> Con
 
 @dataclass
 class Known:
-    """What the loop, the model and the optimizer say, for `"auto"` and for contradictions.
+    """What the loop, the model and the optimizer give, for `"auto"` and for contradictions.
 
     Attributes:
         world_size: processes.
         precision: the number formats; None before they are known.
-        given: by the configuration's name, the argument that says the same, and its value.
+        given: by the configuration's name, the argument of the same meaning, and its value.
         optimizer: the user's optimizer; None before it is known.
         scheduler: what stands for the configuration's scheduler.
         model: the model; None before it is known.
@@ -175,7 +175,7 @@ def _fill_precision(config: Config, known: Known) -> None:
                 'is meant, or "enabled": "auto".'
             )
     if not config["fp16"]["enabled"]:
-        config["fp16"] = {"enabled": False}  # scale options say "auto" even where nothing is scaled
+        config["fp16"] = {"enabled": False}  # scale options are "auto" even where nothing is scaled
     autocast = config.get("torch_autocast")
     if autocast is None:
         return
@@ -226,7 +226,7 @@ def _fill_zero(zero: Config, known: Known) -> None:
 
 
 def _hidden_size(model: nn.Module | None) -> int | None:
-    """The width of a transformer, as the configuration of a Hugging Face model says it."""
+    """The width of a transformer, as the configuration of a Hugging Face model has it."""
     config: Any = getattr(model, "config", None)
     for owner in (config, getattr(config, "text_config", None)):
         size = getattr(owner, "hidden_size", None) or max(getattr(owner, "hidden_sizes", None) or [0])

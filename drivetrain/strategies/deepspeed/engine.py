@@ -69,7 +69,7 @@ class TrainedModel:
             self.holds_gradients = False
 
     def destroy(self) -> None:
-        """Let go of the process group."""
+        """Leave the process group."""
         self.engine.destroy()
 
 
@@ -88,13 +88,13 @@ class Engines:
         self._trained.append(trained)
 
     def forget(self, bare: nn.Module) -> None:
-        """Let go of the engine that a model had before: its hooks would see the new one's gradients too."""
+        """Destroy the engine that a model had before: its hooks would see the new one's gradients too."""
         for trained in [trained for trained in self._trained if trained.bare is bare]:
             trained.destroy()
             self._trained.remove(trained)
 
     def destroy(self) -> None:
-        """Let go of all engines."""
+        """Destroy all engines."""
         for trained in self._trained:
             trained.destroy()
         self._trained.clear()

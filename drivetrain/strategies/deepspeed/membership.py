@@ -25,7 +25,7 @@ class Membership:
     def __init__(self, environment: ProcessEnvironment, kind: str, shared_memory: bool | None) -> None:
         self.package = import_deepspeed(kind)
         self._made_group = False
-        # It asks for this even where it is told everything else, and would look for MPI.
+        # It asks for this even where it is given everything else, and would search for MPI.
         os.environ.setdefault("LOCAL_RANK", str(environment.local_rank))
         if not dist.is_initialized():
             store = dist.HashStore()  # type: ignore[attr-defined]

@@ -1,10 +1,10 @@
 """DeepSpeed's compiled operators: which are built, which are being built or were left half built, and building them.
 
 DeepSpeed compiles an operator where it is first used, which takes minutes, and waits for ever where a build was killed
-and left its lock. So operators that are not needed are not asked for, and a lock that nobody holds is an error.
+and left its lock. So operators that are not needed are not asked for, and a lock that no process holds is an error.
 
     python -m drivetrain.strategies.deepspeed.build_ops            # build what helps on this machine
-    python -m drivetrain.strategies.deepspeed.build_ops --status   # only say what is there
+    python -m drivetrain.strategies.deepspeed.build_ops --status   # only print what is there
 """
 
 from __future__ import annotations

@@ -58,7 +58,7 @@ def build_config(
 
 
 def check_zero_options(config: Config) -> None:
-    """Refuse names in `zero_optimization` that the installed DeepSpeed does not know.
+    """Refuse names in `zero_optimization` that the installed DeepSpeed does not have.
 
     Raises:
         ConfigurationError: names the nearest one.
@@ -82,7 +82,7 @@ def uses_nvme(config: Config) -> bool:
 
 
 def _add(target: dict[str, Any], path: str, argument: str, value: Any) -> None:
-    """Put an argument's value into the configuration, unless that says something else."""
+    """Put an argument's value into the configuration, unless that has another value."""
     if value is None:
         return
     key = path.rpartition(".")[2]

@@ -17,7 +17,7 @@ from drivetrain.runtime.state import PartialState
 from drivetrain.strategies.base import Capability, Given, RunOptions, Strategy, View
 from drivetrain.strategies.capabilities import PlainEvaluation
 from drivetrain.strategies.deepspeed import config as configuration
-from drivetrain.strategies.deepspeed import native, ops, options
+from drivetrain.strategies.deepspeed import adagrad, native, ops, options
 from drivetrain.strategies.deepspeed.accelerate_config import arguments_from
 from drivetrain.strategies.deepspeed.config import Known
 from drivetrain.strategies.deepspeed.dummies import DummyOptim, standing_in_for
@@ -39,7 +39,7 @@ class DeepSpeed(Strategy):
         offload_optimizer: `"cpu"`, `"nvme"`, or DeepSpeed's section as a dict: where optimizer state is kept.
         offload_param: the same for parameters, at stage 3.
         nvme_path: the folder for `"nvme"`.
-        gradient_clipping: clip to this norm in each step; a Trainer's `gradient_clip_val` says the same.
+        gradient_clipping: clip to this norm in each step; a Trainer's `gradient_clip_val` has the same meaning.
         gradient_accumulation_steps: micro-batches in a step, to be held against the loop's, which decides.
         zero_init: whether `init_context` takes parameters apart where they are made; at stage 3, if None.
         moe_layers: names of module classes that ZeRO-3 gathers as a whole, such as mixtures of experts.
@@ -200,6 +200,7 @@ class DeepSpeed(Strategy):
         self._mark_leaves(bare)
         engine, scheduler = self._initialize(model, optimizer, bare)
         trained = TrainedModel(engine, bare, groups)
+        adagrad.make_state(trained.layout)
         if isinstance(optimizer, DummyOptim):
             # A learning-rate schedule over the stand-in changes the real one's groups.
             optimizer.param_groups = trained.layout.inner.param_groups
@@ -222,11 +223,11 @@ class DeepSpeed(Strategy):
             arguments = {"model_parameters": [dict(group) for group in optimizer.param_groups]}
         if known.scheduler is not None and known.scheduler.lr_scheduler_callable is not None:
             arguments["lr_scheduler"] = known.scheduler.lr_scheduler_callable
-        engine, _, _, scheduler = self._package().initialize(
-            model=model, config=completed, dist_init_required=False, **arguments
-        )
+        with adagrad.kept(optimizer):
+            engine, _, _, scheduler = self._package().initialize(
+                model=model, config=completed, dist_init_required=False, **arguments
+            )
         engine.set_gradient_accumulation_boundary(True)
-        _keep_optimizer(engine, optimizer)
         return engine, scheduler
 
     def _mark_leaves(self, model: nn.Module) -> None:
@@ -264,19 +265,19 @@ class DeepSpeed(Strategy):
     # one optimizer step
 
     def backward(self, loss: torch.Tensor, **kwargs: Any) -> None:
-        """Let the engine differentiate a loss that is divided by the window's micro-batches already."""
+        """Let the engine differentiate a loss whose share of the window has been taken into account already."""
         unknown = sorted(set(kwargs) - {"retain_graph"})
         if unknown:
             raise ConfigurationError(f"DeepSpeed's backward takes retain_graph only, got {', '.join(unknown)}.")
         ran = self._engines.take_part()
         if not ran or loss.numel() != 1 or not loss.requires_grad:
-            loss.backward(**kwargs)  # type: ignore[no-untyped-call]  # which says what is wrong with it
+            loss.backward(**kwargs)  # type: ignore[no-untyped-call]  # whose error names what is wrong
             return
         for trained in ran:
             trained.holds_gradients = True
         engine = ran[-1].engine  # others that the loss went through follow by the hooks on their outputs
         if self.stage == 0:
-            # Its hook on the output that the loss may be divides by the micro-batches once more, unless it can tell.
+            # Its hook on the output that the loss may be scales by the micro-batches once more, unless it is another tensor.
             loss = loss * 1.0
         try:
             engine.backward(loss, scale_wrt_gas=False, **kwargs)
@@ -306,7 +307,7 @@ class DeepSpeed(Strategy):
         return bool(trained.engine.was_step_applied())
 
     def teardown(self) -> None:
-        """Let go of engines and of DeepSpeed's groups."""
+        """Release engines and DeepSpeed's groups."""
         self._engines.destroy()
         if self._membership is not None:
             self._membership.leave()
@@ -348,19 +349,6 @@ class DeepSpeed(Strategy):
 
     def __repr__(self) -> str:
         return f"DeepSpeed(stage={self.stage})"
-
-
-def _keep_optimizer(engine: Any, optimizer: Optimizer) -> None:
-    """Let the engine step the user's optimizer, where DeepSpeed has made another of its class.
-
-    It does so for Adagrad (DeepSpeed 0.19), with all parameters in one group: a schedule over the user's optimizer
-    would change nothing, and the options of groups would be lost.
-    """
-    zero = engine.optimizer
-    made = getattr(zero, "optimizer", None)
-    if made is not None and made is not optimizer and type(made) is type(optimizer):
-        optimizer.state = made.state
-        zero.optimizer = optimizer
 
 
 def _names_of_groups(optimizer: Optimizer, names: Mapping[int, str]) -> list[list[str]]:

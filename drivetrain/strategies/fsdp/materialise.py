@@ -165,7 +165,7 @@ class Materialiser:
 
 
 def check_initialisable(model: nn.Module) -> None:
-    """Raise where a module with parameters does not say how they are initialised."""
+    """Raise where a module with parameters does not define how they are initialised."""
     unknown = sorted(
         {
             type(module).__name__

@@ -72,7 +72,7 @@ class ModelSharder:
         torch.randint(2, ())  # so that a second model does not get the values of the first
 
     def place(self, model: nn.Module, precision: Precision, move: bool = True) -> nn.Module:
-        """Shard a model, for evaluation too: it may not fit otherwise. `move` says nothing here: shards are placed."""
+        """Shard a model, for evaluation too: it may not fit otherwise. `move` has no meaning here: shards are placed."""
         known = self._placed_before(model, precision)
         if known is not None:
             return known

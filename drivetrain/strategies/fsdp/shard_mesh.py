@@ -17,7 +17,7 @@ class ShardMesh:
         copies: copies of the sharded model.
 
     Raises:
-        ConfigurationError: so many copies do not divide the processes.
+        ConfigurationError: the number of processes is no multiple of the copies.
     """
 
     def __init__(self, topology: Topology, copies: int) -> None:
@@ -38,7 +38,7 @@ class ShardMesh:
         return self._mesh
 
     def _ensure_group(self) -> None:
-        """Make a group of this process alone where there is none: a mesh wants one all the same."""
+        """Make a group of this process alone where there is none: a mesh needs one nevertheless."""
         if not dist.is_initialized():
             kind = self._topology.kind
             backend = "gloo" if kind.name == "cpu" else f"cpu:gloo,{kind.name}:{kind.backend}"

@@ -52,7 +52,7 @@ class UnitSharding:
 
         Args:
             whole: other whole parameters than its own.
-            frees: whether it is freed after forward where nothing else is said: it is called several times in a step.
+            frees: whether it is freed after forward where nothing else is given: it is called several times in a step.
         """
         resharding = True if frees and self.reshard_after_forward is None else self.reshard_after_forward
         whole = self.whole if whole is None else whole
@@ -121,7 +121,7 @@ def _allocate_outside_inference(module: nn.Module, args: Any) -> None:
 def _free_after_evaluation(module: nn.Module, args: Any, output: Any) -> None:
     """Free the outermost unit after a forward that no backward follows: its parameters are its shards again.
 
-    Torch keeps it gathered for the backward, which frees it. Without one, whoever looked at the parameters next would
+    Torch keeps it gathered for the backward, which frees it. Without one, code that reads the parameters next would
     see the whole ones, and changes to them would be lost.
     """
     if not (torch.is_grad_enabled() and _takes_gradients(output)):

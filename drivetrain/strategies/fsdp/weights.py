@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from drivetrain.checkpoint import Checkpoint
+from drivetrain.checkpoint.schema import find_places, in_schema
 from drivetrain.runtime.errors import CheckpointError
 from drivetrain.strategies.fsdp.parameters import local_slices
 
@@ -106,10 +107,11 @@ def _from_checkpoint(wanted: list[tuple[list[str], Tensor]], place: Path, strict
     checkpoint = Checkpoint(place)
     state = {name: tensor.detach() for names, tensor in wanted for name in names}
     packed = checkpoint.packed()
-    if "state_dict" in packed:
-        checkpoint.shared({"state_dict": state}, strict, only=["state_dict"])
-        return
-    raise CheckpointError(
-        f"{place} was written by Accelerator.save_state, which may hold several models. Load it with load_state, or "
-        "export one with Accelerator.save_model."
-    )
+    models = in_schema(packed)["engine"].get("models")
+    if not isinstance(models, list) or len(models) != 1:
+        raise CheckpointError(
+            f"{place} holds {len(models) if isinstance(models, list) else 'no'} models, not one. Load it with "
+            "load_state, or export one with Accelerator.save_model."
+        )
+    places = find_places(packed)
+    checkpoint.shared(places.into("models", [state]), strict, only=[places.models])

@@ -25,8 +25,8 @@ def units_of(model: nn.Module, wrap: Any, option: str = "wrap") -> list[nn.Modul
     Args:
         model: the model; what no unit takes belongs to the model itself.
         wrap: `"auto"` (the model's own `_no_split_modules`, else the blocks that repeat in a `ModuleList`), a class or
-            a class's name or several, a number of parameters from which on a module is a unit, a function that says of
-            a module whether it is one, or None for the whole model as one.
+            a class's name or several, a number of parameters from which on a module is a unit, a function of a
+            module that returns whether it is one, or None for the whole model as one.
         option: what the user calls it, for errors.
 
     Raises:

@@ -74,7 +74,7 @@ class SequenceShard:
             dim: which dimension is the sequence.
 
         Raises:
-            ConfigurationError: the length does not divide.
+            ConfigurationError: the length is no multiple of the number of chunks.
         """
         length = tensor.size(dim)
         if length % self.chunks:
@@ -157,7 +157,8 @@ def split_in_place(
         keep: those that stay parts afterwards.
 
     Raises:
-        ConfigurationError: the numbers of tensors and dimensions differ, or a length does not divide.
+        ConfigurationError: the numbers of tensors and dimensions differ, or a length is no multiple of the number of
+            chunks.
     """
     if len(buffers) != len(dims):
         raise ConfigurationError(

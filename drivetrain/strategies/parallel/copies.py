@@ -36,7 +36,7 @@ def share_random_state(mesh: DeviceMesh, kind: DeviceKind) -> None:
 class CopyCheck:
     """Sees once that parameters which all processes of a mesh hold whole have the same gradients on all of them.
 
-    They drift apart otherwise, and nothing would say so.
+    They drift apart otherwise, without any error.
 
     Args:
         mesh: the processes, in one dimension.

@@ -206,7 +206,7 @@ class Parallel(Strategy):
         return self.inner.optimizer_step(optimizer, precision, closure)
 
     def teardown(self) -> None:
-        """Let go of the grid."""
+        """Release the grid."""
         self.inner.teardown()
         self.layers.teardown()
 

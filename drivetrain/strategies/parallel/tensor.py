@@ -112,7 +112,7 @@ def apply_plan(module: nn.Module, mesh: DeviceMesh, plan: Plan, elsewhere: froze
         The module that the patterns' names begin in.
 
     Raises:
-        ConfigurationError: a pattern matches nothing, a size does not divide, or a tied parameter would be split in
+        ConfigurationError: a pattern matches nothing, a size is no multiple of the processes, or a tied parameter would be split in
             two ways.
     """
     let_attention_run_split()
@@ -178,7 +178,7 @@ def _matches(module: nn.Module, plan: Plan) -> tuple[nn.Module, list[_Match]]:
 
 
 def _no_match(module: nn.Module, plan: Plan) -> str:
-    """What to say of the patterns that match nothing in the root where most match."""
+    """The message about the patterns that match nothing in the root where most match."""
     roots = [module, *(part for name, part in module.named_modules() if name and name.count(".") < 2)]
     missing: list[list[str]] = []
     for root in roots:

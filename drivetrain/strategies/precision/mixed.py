@@ -105,7 +105,7 @@ class Float16Mixed(MixedPrecision):
         self.scaler = torch.amp.GradScaler(kind.autocast_type, **self._options)  # type: ignore[arg-type]
 
     def prepare_optimizer(self, optimizer: Optimizer) -> None:
-        """Watch an optimizer, to know which of its steps the scaler let through."""
+        """Watch an optimizer, to record which of its steps the scaler let through."""
         optimizer.register_step_post_hook(self._record_step)
 
     def scale(self, loss: torch.Tensor) -> torch.Tensor:
@@ -132,7 +132,7 @@ class Float16Mixed(MixedPrecision):
             self.scaler.load_state_dict(state)
 
     def unscale(self, optimizer: Optimizer) -> None:
-        """Divide an optimizer's gradients by the scale, once per step."""
+        """Bring an optimizer's gradients from the scale to their true size, once per step."""
         if not self.scaler.is_enabled():
             return
         state = self.scaler._per_optimizer_states[id(optimizer)]
@@ -157,7 +157,7 @@ class Float16Mixed(MixedPrecision):
         return self._stepped[id(optimizer)]
 
     def _record_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        # A fused optimizer is called also on overflow and skips by itself: it is then told so by `found_inf`.
+        # A fused optimizer is called also on overflow and skips by itself: `found_inf` is then set.
         found = getattr(optimizer, "found_inf", None)
         self._stepped[id(optimizer)] = found is None or not bool(found)
 

@@ -11,9 +11,9 @@ from torch.optim import Optimizer
 
 
 class AgreeingGradScaler(torch.amp.GradScaler):
-    """A `GradScaler` that looks at this process's shards, and lets all processes skip a step or none.
+    """A `GradScaler` that checks this process's shards, and lets all processes skip a step or none.
 
-    Torch's own looks at one process's gradients, and cannot take plain tensors and sharded ones together.
+    Torch's own checks one process's gradients, and cannot take plain tensors and sharded ones together.
 
     Args:
         device: the kind of device.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from drivetrain.callbacks.stage import Stage
 from drivetrain.data import CombinedLoader, PreparedLoader
@@ -65,9 +65,10 @@ class FitLoop:
         """Whether a validation follows the step that is being ended."""
         return self._schedule.follows_this_step
 
-    def position(self) -> dict[str, Any]:
-        """Where in the data the run is."""
-        return self._batches.position()
+    @property
+    def batches(self) -> TrainingBatches:
+        """The training batches, which know where in the data the run is."""
+        return self._batches
 
     def resume_from(self, saved: SavedRun) -> None:
         """Let the first epoch begin where a checkpoint left it."""
@@ -121,6 +122,7 @@ class FitLoop:
                 finished = True
         except EpochSkipped:
             finished = skipped = True
+            batches.committed.release()
         finally:
             windows.close()
             trainer.current.leave_batch()
@@ -161,6 +163,7 @@ class FitLoop:
         saved.restore_weights()
         saved.restore_training()
         self._control.record_rollback()
+        self._batches.committed.release()
         self._restored = saved
 
     # between two steps
@@ -194,6 +197,7 @@ class FitLoop:
         assert trainer.task is not None
         if at_end:
             self._step_epoch_schedulers()
+        self._batches.mark()
         trainer.task.on_validation_model_zero_grad()
         with trainer.current.within(Stage.VALIDATE):
             self._validation.run(on_results=self._schedule.record_validation)
@@ -243,6 +247,7 @@ class FitLoop:
     def _close_epoch(self) -> None:
         """Turn to the next epoch."""
         self._progress.begin_epoch(self._progress.epoch + 1)
+        self._batches.end_epoch()
         self._agree()
 
     def _step_epoch_schedulers(self) -> None:

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Generator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from drivetrain.data import BatchInfo, CombinedLoader, PreparedLoader
 from drivetrain.trainer.loops.loader_source import LoaderSource, batches_to_run, check_equal_lengths, length_of
 from drivetrain.trainer.loops.step import MicroBatch
+from drivetrain.trainer.state.committed import Committed, saves_within_steps
+from drivetrain.trainer.state.saved_run import at_start_of
 
 if TYPE_CHECKING:
     from drivetrain.trainer.state.saved_run import SavedRun
+    from drivetrain.trainer.task import Task
     from drivetrain.trainer.trainer import Trainer
 
 FOREVER = float("inf")
@@ -39,16 +42,20 @@ class TrainingBatches:
         source: Where the loaders come from.
 
     Attributes:
-        loader: The prepared training loader.
-        limit: Batches of this process in an epoch; infinite where this is not known.
-        finished: The last batch of the last window that was finished in this pass over the data.
+        loader: the prepared training loader.
+        limit: batches of this process in an epoch; infinite where this is not known.
+        finished: the last batch of the last window that was finished in this pass over the data.
+        committed: what this process's state was when the last step or validation was finished.
     """
 
     def __init__(self, trainer: Trainer, source: LoaderSource) -> None:
         self._trainer, self._source = trainer, source
         self._progress = trainer.progress
         self.finished: BatchInfo | None = None
-        self._origin: dict[str, Any] | None = None  # where a resumed pass began
+        self._origin: dict[str, Any] | None = None  # where this pass began
+        self._marked: dict[str, Any] | None = None  # where the open step began, of loaders that cannot look back
+        self._marks_steps = trainer.accumulate_grad_batches > 1 or saves_within_steps(trainer)
+        self.committed = Committed(cast("Task", trainer.task), trainer.logged, trainer.progress)
         self.limit: float = FOREVER
         self.loader: PreparedLoader | CombinedLoader
         self._take(source.prepare_training())
@@ -68,12 +75,23 @@ class TrainingBatches:
         Args:
             saved: The checkpoint, if this is the epoch that it was written in.
         """
-        self.finished = self._origin = None
+        self.finished = None
         if saved is None:
             self.loader.set_epoch(self._progress.epoch)
+            self._origin = at_start_of(self.loader.state_dict(), self._progress.epoch)
         else:
             saved.restore_loader(self.loader)
             self._origin = self.loader.state_dict()
+
+    def end_epoch(self) -> None:
+        """Leave the epoch: the next one begins with what the loader then draws its order from."""
+        self.finished = self._origin = None
+
+    def mark(self) -> None:
+        """Remember where this process stands before a step or a validation."""
+        self.committed.mark()
+        # A combination knows only where it is now.
+        self._marked = self.loader.state_dict() if isinstance(self.loader, CombinedLoader) else None
 
     def windows(self) -> Generator[list[MicroBatch], None, None]:
         """The epoch's micro-batches, as many as make one optimizer step at a time."""
@@ -82,6 +100,7 @@ class TrainingBatches:
         index = progress.batches_in_epoch
         if index >= limit or progress.batches_are_done:
             return
+        self.mark()
         window: list[MicroBatch] = []
         for batch in loader.iterate(limit, together=True):
             info = loader.current
@@ -98,6 +117,8 @@ class TrainingBatches:
                 window = []
                 if index >= limit:
                     return
+                if self._marks_steps:
+                    self.mark()
         if window:
             yield window
 
@@ -105,14 +126,28 @@ class TrainingBatches:
         """Whether an epoch ends with these micro-batches."""
         return window[-1].info.last or self._progress.batches_in_epoch >= self.limit
 
-    def position(self) -> dict[str, Any]:
-        """Where in the data the run is: after the last window that was finished, also during another."""
-        reached, done = self.loader.reached, self._progress.batches_in_epoch
-        if self._progress.batches_are_done or reached is None or reached.index < done:
+    def positions(self) -> list[dict[str, Any]]:
+        """Where in the data the last finished step left each loader that the training data consist of."""
+        position = self._position()
+        loaders: list[dict[str, Any]] = position.get("loaders", [position])
+        return loaders
+
+    def combined_position(self) -> dict[str, Any] | None:
+        """What a combination of loaders keeps beside their positions; None where there is one loader."""
+        position = self._position()
+        return {name: position[name] for name in ("index", "ended")} if "loaders" in position else None
+
+    def _position(self) -> dict[str, Any]:
+        done, reached = self._progress.batches_in_epoch, self.loader.reached
+        if self._progress.batches_are_done:
+            return self.loader.state_dict()
+        if self._marked is not None and self.committed.is_open:
+            return self._marked
+        if reached is not None and reached.index < done:
             return self.loader.state_dict()
         if self.finished is not None and self.finished.index == done - 1:
             return self.loader.state_after(self.finished)
-        return self.loader.state_after(None) if self._origin is None else self._origin
+        return at_start_of(self.loader.state_dict(), self._progress.epoch) if self._origin is None else self._origin
 
     def _take(self, loader: PreparedLoader | CombinedLoader) -> None:
         self.loader = loader

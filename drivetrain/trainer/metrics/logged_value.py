@@ -148,18 +148,29 @@ class LoggedValue:
             part = pick(values, 0)
             self.total = part if self.total is None else pick(torch.stack([self.total, part]), 0)
 
-    def state_dict(self) -> dict[str, Any]:
-        """What was kept so far, not added up: adding later must give what it would have given without a checkpoint."""
+    def mark(self) -> Mark:
+        """Where it stands now, for `state_dict` of a later moment; nothing is copied."""
+        return Mark(self.total, self.weight, self._pending, self._weights, len(self._pending), self.last, self.fresh)
+
+    def state_dict(self, mark: Mark | None = None) -> dict[str, Any]:
+        """What was kept so far, not added up: adding later must give what it would have given without a checkpoint.
+
+        Args:
+            mark: give what had been kept then instead.
+        """
+        then = mark or self.mark()
+        pending = then.pending[: then.kept]
         return {
             "name": self.name,
             **self.portable(fold=False),
             "on_step": self.on_step,
             "on_epoch": self.on_epoch,
-            "total": self.total,
-            "pending": _stack(self._pending) if self._pending else None,
-            "weights": list(self._weights),
-            "last": self.last,
-            "fresh": self.fresh,
+            "total": then.total,
+            "weight": then.weight,
+            "pending": _stack(pending) if pending else None,
+            "weights": then.weights[: then.kept],
+            "last": then.last,
+            "fresh": then.fresh,
         }
 
     def take_over(self, state: Mapping[str, Any], device: torch.device) -> None:
@@ -193,6 +204,21 @@ class LoggedValue:
             "main_only": self.main_only,
             "loader": self.loader,
         }
+
+
+class Mark(NamedTuple):
+    """What a logged value held at one moment.
+
+    The lists are the value's own: they only grow until they are replaced, so their first `kept` items stay.
+    """
+
+    total: Any
+    weight: float
+    pending: list[Value]
+    weights: list[float]
+    kept: int
+    last: Value | None
+    fresh: bool
 
 
 class EpochValue(NamedTuple):

@@ -6,7 +6,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from numbers import Number
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -15,13 +15,22 @@ from drivetrain.runtime.collectives import gather_object
 from drivetrain.runtime.errors import ConfigurationError, nearest
 from drivetrain.strategies.topology import Topology
 from drivetrain.trainer.metrics.log_scopes import NOWHERE, TRAIN_STEP, LogScope
-from drivetrain.trainer.metrics.logged_value import REDUCTIONS, Arguments, EpochValue, LoggedValue, Reduction, Value
+from drivetrain.trainer.metrics.logged_value import REDUCTIONS, Arguments, EpochValue, LoggedValue, Mark, Reduction, Value
 from drivetrain.trainer.metrics.metric_sync import compute_over_processes
 from drivetrain.trainer.metrics.reductions import combine_plain, reduced
 
 _METRIC_PATH = 7  # among the arguments
 Call = tuple[str, Any, Arguments, "float | None"]
 _RESTORED: Arguments = ("restored from a checkpoint",)
+
+
+class LogMark(NamedTuple):
+    """What all values were at one moment."""
+
+    entries: list[tuple[LoggedValue, Mark]]
+    epoch: dict[str, Value]
+    bar: dict[str, Value]
+    evaluated: dict[str, int]
 
 
 class LoggedValues:
@@ -193,13 +202,23 @@ class LoggedValues:
 
     # checkpoints
 
-    def state_dict(self) -> dict[str, Any]:
-        """What the training epoch under way has kept on this process, and the values of the last epochs."""
+    def mark(self) -> LogMark:
+        """Where the values stand now, for `state_dict` of a later moment."""
+        entries = [(entry, entry.mark()) for entry in self._tables["train"].values()]
+        return LogMark(entries, dict(self._epoch), dict(self._bar), dict(self._evaluated))
+
+    def state_dict(self, mark: LogMark | None = None) -> dict[str, Any]:
+        """What the training epoch under way has kept on this process, and the values of the last epochs.
+
+        Args:
+            mark: give what they were then instead.
+        """
+        then = mark or self.mark()
         return {
-            "train": [entry.state_dict() for entry in self._tables["train"].values()],
-            "epoch": dict(self._epoch),
-            "bar": dict(self._bar),
-            "evaluated": dict(self._evaluated),
+            "train": [entry.state_dict(at) for entry, at in then.entries],
+            "epoch": dict(then.epoch),
+            "bar": dict(then.bar),
+            "evaluated": dict(then.evaluated),
         }
 
     def load_state_dict(self, state: Mapping[str, Any], device: torch.device) -> None:

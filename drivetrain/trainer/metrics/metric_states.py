@@ -17,7 +17,7 @@ _BOOKKEEPING = ("_update_count", "_update_called", "_computed", "_forward_cache"
 @contextmanager
 def untouched_metrics(task: nn.Module) -> Iterator[None]:
     """Undo in the end whatever the body did to the torchmetrics objects inside a task."""
-    metrics = list(_metrics(task).values())
+    metrics = list(find_metrics(task).values())
     kept: list[dict[str, Any]] = [
         {
             name: copy.copy(metric.__dict__[name])
@@ -37,8 +37,12 @@ def untouched_metrics(task: nn.Module) -> Iterator[None]:
             metric.__dict__.update(before)
 
 
-def metric_states(task: nn.Module) -> dict[str, dict[str, Any]]:
-    """What this process's metrics have seen since they were last reset, by their place in the task."""
+def metric_states(metrics: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """What this process's metrics have seen since they were last reset, by their place in the task.
+
+    Args:
+        metrics: from `find_metrics`.
+    """
     return {
         path: {
             "updates": metric._update_count,
@@ -48,14 +52,14 @@ def metric_states(task: nn.Module) -> dict[str, dict[str, Any]]:
                 if isinstance(value := getattr(metric, name), Tensor | list)
             },
         }
-        for path, metric in _metrics(task).items()
+        for path, metric in metrics.items()
         if metric._update_count
     }
 
 
 def merged_metric_states(task: nn.Module, states: Sequence[Mapping[str, Mapping[str, Any]]]) -> dict[str, Any]:
     """The metric states of several processes as those of one, combined as each metric combines them over processes."""
-    metrics = _metrics(task)
+    metrics = find_metrics(task)
     merged: dict[str, Any] = {}
     for path in dict.fromkeys(path for each in states for path in each):
         parts = [each[path] for each in states if path in each]
@@ -80,7 +84,7 @@ def _combined(values: list[Any], reduction: Any) -> Any:
 
 def restore_metric_states(task: nn.Module, states: Mapping[str, Mapping[str, Any]]) -> None:
     """Give metrics back what `metric_states` returned; those without a state are reset."""
-    for path, metric in _metrics(task).items():
+    for path, metric in find_metrics(task).items():
         metric.reset()
         saved = states.get(path)
         if saved is None:
@@ -91,8 +95,8 @@ def restore_metric_states(task: nn.Module, states: Mapping[str, Mapping[str, Any
         metric._update_count = saved["updates"]
 
 
-def _metrics(task: nn.Module) -> dict[str, Any]:
-    """The torchmetrics objects inside a task; torchmetrics is not imported to find out."""
+def find_metrics(task: nn.Module) -> dict[str, Any]:
+    """The torchmetrics objects inside a task, by their place; torchmetrics is not imported to find out."""
     torchmetrics = sys.modules.get("torchmetrics")
     if torchmetrics is None:
         return {}

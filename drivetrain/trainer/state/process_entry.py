@@ -9,11 +9,9 @@ import torch
 from torch import nn
 
 from drivetrain import checkpoint
+from drivetrain.checkpoint.schema import process_in_schema
 from drivetrain.strategies import Strategy
 from drivetrain.trainer.metrics.metric_states import merged_metric_states
-
-_NOTHING: dict[str, Any] = {"random": None, "logged": None, "metrics": {}}
-
 
 def layout_of(strategy: Strategy) -> list[Any]:
     """How processes share the data, the same on all: what one has kept belongs to its place in it."""
@@ -21,7 +19,7 @@ def layout_of(strategy: Strategy) -> list[Any]:
     return [topology.data_shard.count, None if topology.value_ranks is None else list(topology.value_ranks)]
 
 
-def taken_over(directory: str, strategy: Strategy, task: nn.Module) -> dict[str, Any]:
+def taken_over(directory: str, strategy: Strategy, task: nn.Module) -> tuple[dict[str, Any], Any]:
     """This process's part of what the processes of a run of another size or layout had kept.
 
     Every one of theirs is taken over by exactly one process, so that sums over an epoch stay whole.
@@ -32,21 +30,22 @@ def taken_over(directory: str, strategy: Strategy, task: nn.Module) -> dict[str,
         task: The task, whose metrics define how their states combine.
 
     Returns:
-        A state like that of one process; its random state is that of the first process taken over, if any.
+        Entries like those of one process, and the random state of the first process taken over, if any.
     """
     written = checkpoint.Checkpoint(directory, verify="size")
-    first = written.own(0)
+    first = process_in_schema(written.own(0))["driver"]
     _, ranks = first.get("layout", [None, None])
     there = range(written.manifest.world_size) if ranks is None else ranks
     position, count = strategy.topology.value_place
-    states = [written.own(each) for each in there[position::count]]
-    if not states:
-        return {**_NOTHING, "logged": {**first["logged"], "train": []}}
-    return {
-        "random": states[0]["random"],
+    entries = [process_in_schema(written.own(each)) for each in there[position::count]]
+    if not entries:
+        return {"logged": {**first["logged"], "train": []}, "metrics": {}}, None
+    states = [entry["driver"] for entry in entries]
+    taken = {
         "logged": {**states[0]["logged"], "train": _merged([state["logged"]["train"] for state in states])},
         "metrics": merged_metric_states(task, [state["metrics"] for state in states]),
     }
+    return taken, entries[0]["engine"]["random"]
 
 
 def _merged(tables: Sequence[Sequence[Mapping[str, Any]]]) -> list[dict[str, Any]]:

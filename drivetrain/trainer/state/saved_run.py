@@ -1,214 +1,282 @@
-"""What of a training run goes into a checkpoint, and back."""
+"""What a Trainer adds to the state of a run, and how a saved run goes back into one."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, cast
+import os
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
 
-from torch import nn
-
+from drivetrain.accelerator.run_state import Moment
+from drivetrain.accelerator.saved_engine import restore_random
 from drivetrain.callbacks import Callback
-from drivetrain.data import PreparedLoader
+from drivetrain.checkpoint import PendingSave
+from drivetrain.data import CombinedLoader, PreparedLoader
 from drivetrain.runtime.errors import CheckpointError
 from drivetrain.trackers.base import plain
 from drivetrain.trainer.hooks import is_overridden
-from drivetrain.trainer.metrics.metric_states import metric_states, restore_metric_states
+from drivetrain.trainer.metrics.metric_states import restore_metric_states
+from drivetrain.trainer.state.committed import Committed
 from drivetrain.trainer.state.process_entry import layout_of, taken_over
 from drivetrain.trainer.task import Task
 
 if TYPE_CHECKING:
     from drivetrain.trainer.trainer import Trainer
 
-# entries that strategies may read straight into this process's shards
-_IN_SHARDS = ("state_dict", "optimizer_states")
+# what hooks see of the engine's part, by the name that they know -> the engine's name
+_ENGINE = {
+    "optimizer_states": "optimizers",
+    "lr_schedulers": "schedulers",
+    "precision": "precision",
+    "loaders": "loaders",
+    "registered": "registered",
+    "classes": "classes",
+}
+_ENTRIES = (
+    "progress",
+    "hyper_parameters",
+    "callbacks",
+    "trackers",
+    "should_stop",
+    "datamodule",
+    "combined_loader",
+    "hooks",
+)
 
 
-def run_state(trainer: Trainer, weights_only: bool = False) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Collect the state that all processes share, and what is this process's own.
+def save_run(
+    trainer: Trainer, directory: str | os.PathLike[str], weights_only: bool = False, block: bool = True
+) -> PendingSave:
+    """Write a checkpoint of a Trainer's run; call it on all processes.
 
     Args:
-        trainer: The trainer.
-        weights_only: Leave out everything but weights and hyper-parameters.
+        trainer: the trainer.
+        directory: the checkpoint's directory, or a URL.
+        weights_only: leave out everything but weights and hyper-parameters.
+        block: whether to return only when it is durable.
     """
-    task, strategy = trainer.task, trainer.strategy
+    task = trainer.task
     if task is None or trainer.model is None:
         raise CheckpointError(
             "There is nothing to save yet: a checkpoint can be written once fit() has placed the task."
         )
-    state: dict[str, Any] = {
-        "epoch": trainer.current_epoch,
-        "global_step": trainer.global_step,
-        "state_dict": strategy.state.model(trainer.model),
+    loop, run = trainer.fit_loop, trainer.accelerator.run_state
+    committed = Committed(task, trainer.logged, trainer.progress) if loop is None else loop.batches.committed
+    moment, number = moment_of(trainer), _number_of_model(trainer)
+    with committed.buffers_restored():
+        engine = run.engine(weights_only, moment)
+        state = _for_hooks(engine, number, _entries(trainer, task, weights_only))
+        for callback in trainer.callbacks:
+            callback.on_save_checkpoint(trainer, task, state)
+        task.on_save_checkpoint(state)
+        driver = _take_back(state, engine, number)
+        own: dict[str, Any] = {"layout": layout_of(trainer.strategy)}
+        if not weights_only:
+            own |= committed.state_dict()
+        return run.write(directory, engine, driver, own, step=trainer.global_step, block=block, moment=moment)
+
+
+def _entries(trainer: Trainer, task: Task, weights_only: bool) -> dict[str, Any]:
+    """The Trainer's own entries, by name."""
+    entries: dict[str, Any] = {
+        "progress": trainer.progress.state_dict(),
         "hyper_parameters": plain(dict(task.hparams)),
     }
-    if not weights_only:
-        model = trainer.model
-        state |= {
-            "optimizer_states": [strategy.state.optimizer(model, optimizer) for optimizer in trainer.optimizers],
-            "lr_schedulers": [config.scheduler.state_dict() for config in trainer.lr_scheduler_configs],
-            "precision": trainer.accelerator.precision.state_dict(),
-            "progress": trainer.progress.state_dict(),
-            "loader": None if trainer.fit_loop is None else trainer.fit_loop.position(),
-            "callbacks": {c.state_key: found for c in trainer.callbacks if (found := c.state_dict())},
-            "trackers": [tracker.state_dict() for tracker in trainer.loggers] if trainer.is_global_zero else [],
-            "registered": trainer.accelerator.registered_state(),
-            # A run that a signal or a limit has ended continues where it is resumed, perhaps with another limit.
-            "should_stop": trainer.control.stops_for_good,
-            "datamodule": trainer.datamodule.state_dict() if trainer.datamodule is not None else {},
-        }
-    for callback in trainer.callbacks:
-        callback.on_save_checkpoint(trainer, task, state)
-    task.on_save_checkpoint(state)
-    own: dict[str, Any] = {"layout": layout_of(strategy)}
-    if not weights_only:
-        own |= {"logged": trainer.logged.state_dict(), "metrics": metric_states(task)}
-    return state, own
+    if weights_only:
+        return entries
+    return entries | {
+        "callbacks": {c.state_key: found for c in trainer.callbacks if (found := c.state_dict())},
+        "trackers": [tracker.state_dict() for tracker in trainer.loggers] if trainer.is_global_zero else [],
+        # A run that a signal or a limit has ended continues where it is resumed, perhaps with another limit.
+        "should_stop": trainer.control.stops_for_good,
+        "datamodule": trainer.datamodule.state_dict() if trainer.datamodule is not None else {},
+        "combined_loader": None if trainer.fit_loop is None else trainer.fit_loop.batches.combined_position(),
+    }
+
+
+def _for_hooks(engine: Mapping[str, Any], number: int, entries: Mapping[str, Any]) -> dict[str, Any]:
+    """A checkpoint as `on_save_checkpoint` and `on_load_checkpoint` see it, in Lightning's names."""
+    progress = entries.get("progress", {})
+    state: dict[str, Any] = {"epoch": progress.get("epoch", 0), "global_step": progress.get("global_step", 0)}
+    if number < len(engine["models"]):
+        state["state_dict"] = engine["models"][number]
+    state |= {name: engine[place] for name, place in _ENGINE.items() if place in engine}
+    return state | dict(entries) | dict(entries.get("hooks", {}))
+
+
+def _take_back(state: dict[str, Any], engine: dict[str, Any], number: int) -> dict[str, Any]:
+    """Give the engine's part what hooks have left of it, and sort the rest into entries."""
+    if "state_dict" in state:
+        engine["models"][number] = state["state_dict"]
+    engine.update({place: state[name] for name, place in _ENGINE.items() if name in state})
+    known = {"epoch", "global_step", "state_dict", *_ENGINE, *_ENTRIES}
+    entries = {name: state[name] for name in _ENTRIES if name in state}
+    return entries | {"hooks": {name: value for name, value in state.items() if name not in known}}
+
+
+def _number_of_model(trainer: Trainer) -> int:
+    """Which of the engine's models is the task."""
+    models = trainer.accelerator.prepared.models
+    return next((number for number, model in enumerate(models) if model is trainer.model), 0)
 
 
 class SavedRun:
     """A checkpoint on its way back into a run, part by part as the run is built.
+
+    One that an Accelerator has written has the engine's part alone: the run then takes the position of the data from
+    the training loader, and counts steps from 0, or from where the Trainer's checkpoint stood that the Accelerator
+    had loaded before.
 
     Args:
         trainer: The trainer, with its task.
         directory: The checkpoint.
 
     Raises:
-        CheckpointError: It cannot be read, or is none of a Trainer.
+        CheckpointError: it cannot be read, or is not the state of a run.
     """
 
     def __init__(self, trainer: Trainer, directory: str) -> None:
         self._trainer, self._directory = trainer, directory
-        self._in_shards = self._reads_in_shards()
-        later = _IN_SHARDS if self._in_shards else ()
-        self._state, self._own = trainer.accelerator.read_checkpoint_around(directory, later)
+        run = trainer.accelerator.run_state
+        self._saved = run.open(directory, whole=self._hooks_see_weights())
+        self._entries = self._saved.driver
+        run.keep({name: value for name, value in self._entries.items() if name not in _ENTRIES})
         layout = layout_of(trainer.strategy)
-        if self._own is not None and self._own.get("layout", layout) != layout:
-            self._own = None  # as many processes, which share the data in another way
-        if "state_dict" not in self._state:
-            raise CheckpointError(
-                f"{directory} was written by Accelerator.save_state; load it with Accelerator.load_state."
-            )
+        own = self._saved.own
+        # None: another number of processes, or as many that share the data in another way
+        self._own = own if own is not None and own.get("layout", layout) == layout else None
+        self._is_ours = "progress" in self._entries and "progress" not in self._saved.kept
 
-    def _reads_in_shards(self) -> bool:
-        """Whether each process can read its shards alone: no hook wants to see the whole weights before."""
+    def _hooks_see_weights(self) -> bool:
+        """Whether a hook wants to see the whole weights, so that no process can read its shards alone."""
         trainer = self._trainer
-        return (
-            trainer.strategy.state.reads_shards
-            and not trainer.strategy.schedules_microbatches
-            and not is_overridden(trainer.task, Task, "on_load_checkpoint")
-            and not any(is_overridden(each, Callback, "on_load_checkpoint") for each in trainer.callbacks)
+        return is_overridden(trainer.task, Task, "on_load_checkpoint") or any(
+            is_overridden(each, Callback, "on_load_checkpoint") for each in trainer.callbacks
         )
-
-    def _weights(self) -> dict[str, Any]:
-        """The model's state, read into the model itself where each process reads its shards."""
-        trainer = self._trainer
-        if self._in_shards:
-            into = {"state_dict": trainer.strategy.state.model(cast("nn.Module", trainer.model))}
-            self._state |= trainer.accelerator.read_checkpoint(self._directory, into, only=list(into))[0]
-        weights: dict[str, Any] = self._state["state_dict"]
-        return weights
-
-    def _optimizer_states(self) -> list[dict[str, Any]]:
-        trainer, states = self._trainer, self._state["optimizer_states"]
-        if self._in_shards:
-            assert trainer.model is not None
-            targets = [trainer.strategy.state.optimizer_targets(trainer.model, saved) for saved in states]
-            read = trainer.accelerator.read_checkpoint(
-                self._directory, {"optimizer_states": targets}, only=["optimizer_states"]
-            )
-            states = read[0]["optimizer_states"]
-        return list(states)
 
     def restore_for_evaluation(self) -> None:
         """Take only the weights."""
-        assert self._trainer.task is not None
-        self._trainer.task.on_load_checkpoint(self._state)
-        self.restore_weights()
+        trainer, engine = self._trainer, self._saved.engine
+        assert trainer.task is not None
+        assert trainer.model is not None
+        if len(engine["models"]) != 1:
+            raise CheckpointError(
+                f"{self._directory} holds {len(engine['models'])} models, so none of them is that of a task."
+            )
+        state = _for_hooks(engine, 0, self._entries)
+        trainer.task.on_load_checkpoint(state)
+        _take_back(state, engine, 0)
+        self._saved.restore_models([trainer.model])
 
     def restore_early(self) -> None:
         """Let the task and the callbacks see the checkpoint, before the optimizers are built."""
-        trainer, state = self._trainer, self._state
+        trainer, entries, engine = self._trainer, self._entries, self._saved.engine
         assert trainer.task is not None
-        if "optimizer_states" not in state:
-            raise CheckpointError(
-                f"{self._directory} holds weights only, so training cannot go on from it. Load them with "
-                "Task.load_from_checkpoint and start anew."
-            )
-        if trainer.datamodule is not None and state["datamodule"]:
-            trainer.datamodule.load_state_dict(state["datamodule"])
+        self._saved.refuse_weights_only()
+        if trainer.datamodule is not None and entries.get("datamodule"):
+            trainer.datamodule.load_state_dict(entries["datamodule"])
+        number = _number_of_model(trainer)
+        state = _for_hooks(engine, number, entries)
         trainer.task.on_load_checkpoint(state)
         for callback in trainer.callbacks:
             callback.on_load_checkpoint(trainer, trainer.task, state)
+        self._entries = _take_back(state, engine, number)
+        callbacks = self._entries.get("callbacks", {})
         for callback in trainer.callbacks:
-            if callback.state_key in state["callbacks"]:
-                callback.load_state_dict(state["callbacks"][callback.state_key])
+            if callback.state_key in callbacks:
+                callback.load_state_dict(callbacks[callback.state_key])
 
     def restore_weights(self) -> None:
-        """Give the placed model its weights."""
-        assert self._trainer.model is not None
-        self._trainer.strategy.state.load_model(self._trainer.model, self._weights())
-        self._state.pop("state_dict")
+        """Give the placed models their weights."""
+        self._saved.check(advice="Let configure_optimizers return the same, and register the same objects.")
+        self._saved.restore_models()
 
     def restore_training(self) -> None:
         """Give optimizers, schedulers, the precision and the counters their state."""
-        trainer, state = self._trainer, self._state
-        assert trainer.model is not None
-        for key, kind, here in (
-            ("optimizer_states", "optimizer", trainer.optimizers),
-            ("lr_schedulers", "scheduler", trainer.lr_scheduler_configs),
-        ):
-            if len(state[key]) != len(here):
-                raise CheckpointError(
-                    f"{self._directory} holds {len(state[key])} {kind}(s), but configure_optimizers made {len(here)}."
-                )
-        for optimizer, saved in zip(trainer.optimizers, self._optimizer_states(), strict=True):
-            trainer.strategy.state.load_optimizer(trainer.model, optimizer, saved)
+        trainer, saved, entries = self._trainer, self._saved, self._entries
+        saved.restore_optimizers()
+        for optimizer in trainer.optimizers:
             optimizer._opt_called = True  # it has stepped before the break; schedulers warn otherwise
-        for config, saved in zip(trainer.lr_scheduler_configs, state["lr_schedulers"], strict=True):
-            config.scheduler.load_state_dict(saved)
-        trainer.accelerator.precision.load_state_dict(state["precision"])
-        trainer.accelerator.load_registered_state(state["registered"])
-        trainer.progress.load_state_dict(state["progress"])
-        trainer.control.resume_stop(bool(state["should_stop"]))
+        saved.restore_schedulers()
+        saved.restore_precision()
+        saved.restore_registered()
+        trainer.progress.load_state_dict(entries.get("progress", {}))
+        if not self._is_ours:
+            positions = saved.engine["loaders"]
+            trainer.progress.begin_epoch(positions[0]["epoch"] if positions else 0)
+        trainer.control.resume_stop(self._is_ours and bool(entries["should_stop"]))
         if trainer.is_global_zero:
-            for tracker, saved in zip(trainer.loggers, state["trackers"], strict=False):
-                tracker.load_state_dict(saved)
+            for tracker, state in zip(trainer.loggers, entries.get("trackers", ()), strict=False):
+                tracker.load_state_dict(state)
 
-    def restore_loader(self, loader: Any) -> None:
+    def restore_loader(self, loader: PreparedLoader | CombinedLoader) -> None:
         """Go to the batch that comes next.
 
         Args:
             loader: The prepared training loader.
         """
-        progress, state = self._trainer.progress, self._state["loader"]
-        if progress.batches_are_done:
+        progress = self._trainer.progress
+        state = self._position_for(loader)
+        if state is None:
+            loader.set_epoch(progress.epoch)
+            return
+        if self._is_ours and progress.batches_are_done:
             # Only what the next epoch's order is drawn from still counts.
-            state = _at_start_of(state, progress.epoch + 1)
-        elif progress.batches_in_epoch == 0:
-            # Such as one saved after fit: the loader still stands at the end of the epoch before.
-            state = _at_start_of(state, progress.epoch)
+            state = at_start_of(state, progress.epoch + 1)
+        elif self._is_ours and progress.batches_in_epoch == 0:
+            # Saved after fit, say: the loader still stands at the end of the epoch before.
+            state = at_start_of(state, progress.epoch)
         loader.load_state_dict(state)
-        if self._own is None and not progress.batches_are_done and isinstance(loader, PreparedLoader):
+        if not self._is_ours:
+            progress.batches_in_epoch = _batches_before(loader, state)
+            progress.total_batches = max(progress.total_batches, progress.batches_in_epoch)
+            progress.validated_at = progress.total_batches
+        elif self._own is None and not progress.batches_are_done and isinstance(loader, PreparedLoader):
             # Another number of processes, each with its own number of batches.
             progress.batches_in_epoch = loader.consumed_batches
 
+    def _position_for(self, loader: PreparedLoader | CombinedLoader) -> dict[str, Any] | None:
+        """The saved position of the training loader; None where none was saved."""
+        positions = self._saved.engine["loaders"]
+        if isinstance(loader, PreparedLoader):
+            return positions[0] if positions else None
+        count = len(loader.loaders)
+        if len(positions) < count:
+            return None
+        between = self._entries.get("combined_loader") if self._is_ours else None
+        if between is None:
+            between = {"index": max(each["batches"] for each in positions[:count]), "ended": [False] * count}
+        return {**between, "loaders": positions[:count]}
+
     def restore_process(self) -> None:
         """Give this process what it had logged and its random state; nothing may come between this and training."""
-        trainer, own = self._trainer, self._own
+        trainer, own, random = self._trainer, self._own, self._saved.random
         assert trainer.task is not None
-        if own is None:
-            own = taken_over(self._directory, trainer.strategy, trainer.task)
-        trainer.logged.load_state_dict(own["logged"], trainer.strategy.topology.device)
-        restore_metric_states(trainer.task, own["metrics"])
-        trainer.accelerator.restore_random_state(own)
+        if self._is_ours:
+            if own is None:
+                own, random = taken_over(self._directory, trainer.strategy, trainer.task)
+            trainer.logged.load_state_dict(own["logged"], trainer.strategy.topology.device)
+            restore_metric_states(trainer.task, own["metrics"])
+        restore_random(random)
 
 
-def _at_start_of(state: dict[str, Any], epoch: int) -> dict[str, Any]:
+def moment_of(trainer: Trainer) -> Moment:
+    """The moment that a save within `fit` describes: the last finished step."""
+    loop = trainer.fit_loop
+    return Moment() if loop is None else Moment(loop.batches.committed.random, loop.batches.positions())
+
+
+def _batches_before(loader: PreparedLoader | CombinedLoader, state: Mapping[str, Any]) -> int:
+    """Batches of this process before a position that was loaded just now."""
+    return loader.consumed_batches if isinstance(loader, PreparedLoader) else int(state["index"])
+
+
+def at_start_of(state: dict[str, Any], epoch: int) -> dict[str, Any]:
     """A loader's position at the start of an epoch, with the generators that its order is drawn from."""
     if "loaders" in state:
         return {
             **state,
             "index": 0,
             "ended": [False] * len(state["loaders"]),
-            "loaders": [_at_start_of(each, epoch) for each in state["loaders"]],
+            "loaders": [at_start_of(each, epoch) for each in state["loaders"]],
         }
     return {**state, "epoch": epoch, "consumed": 0, "batches": 0, "start": None}

@@ -35,7 +35,7 @@ class StagedGradients(ShardedGradients):
 
     def _over_stages(self, norm: Tensor, norm_type: float) -> Tensor:
         """The norm of the gradients of all stages together, from that of this process's."""
-        # In one dtype on all, also on a process without any gradients, which does not know theirs.
+        # In one dtype on all, also on a process without any gradients, which has none to take it from.
         power = norm.detach().to(self._device, torch.float64)
         if norm_type == float("inf"):
             dist.all_reduce(power, op=dist.ReduceOp.MAX, group=self._group)

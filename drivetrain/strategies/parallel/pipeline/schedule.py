@@ -114,7 +114,7 @@ class ScheduledStage(_PipelineStageBase):
             routes: that of each micro-batch.
         """
         self._inputs = [_metas(route, self.stage_index) for route in routes]
-        # The last stage hands a loss to its schedule; what it looks like is nobody's business.
+        # The last stage hands a loss to its schedule; its shape does not matter.
         last = (_meta(TensorShape((), torch.float32)),)
         self._outputs = [last if self.is_last else _metas(route, self.stage_index + 1) for route in routes]
         self.chunks = len(routes)
@@ -161,10 +161,10 @@ class ScheduledStage(_PipelineStageBase):
         super().set_local_bwd_input(filled, mb_index)
 
     def _prepare_forward_infra(self, *args: Any, **kwargs: Any) -> None:
-        """Nothing is left to find out: `expect` knows."""
+        """Nothing is left to find out: `expect` has made room."""
 
     def _prepare_backward_infra(self, *args: Any, **kwargs: Any) -> None:
-        """Nothing is left to find out: `expect` knows."""
+        """Nothing is left to find out: `expect` has made room."""
 
     def _create_grad_recv_info(self, act_send_info: Any) -> Any:
         return ()
@@ -269,7 +269,7 @@ def _loss(output: Tensor, target: Any) -> Tensor:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Let torch not print its whole schedule before an error that says all by itself."""
+    """Let torch not print its whole schedule before an error that is complete by itself."""
     noisy = logging.getLogger(torch_schedules.__name__)
     before = noisy.disabled
     noisy.disabled = True

@@ -15,7 +15,7 @@ class StageLayout:
     """How the parts of a module are spread over stages.
 
     A part belongs to the stage whose first module was registered last before it: modules are registered in the order
-    in which their forward uses them, or else `placed` says where they belong.
+    in which their forward uses them, or else `placed` gives where they belong.
 
     Attributes:
         splits: names of the modules that stages 1, 2, ... begin with.
@@ -38,10 +38,10 @@ def find_pipelined(model: nn.Module, name: str | None) -> str:
 
     Args:
         model: the model or the task.
-        name: what the user says, "" for the model itself.
+        name: what the user gives, "" for the model itself.
 
     Raises:
-        ConfigurationError: there is no such module, or none that can be told.
+        ConfigurationError: there is no such module, or none that can be chosen.
     """
     known = {path for path, _ in model.named_modules()}
     if name is not None:

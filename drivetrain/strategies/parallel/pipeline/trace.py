@@ -59,7 +59,7 @@ class Route:
 
 
 class ModelOutline:
-    """A model's forward without its weights, which tells what passes between stages.
+    """A model's forward without its weights, which shows what passes between stages.
 
     A stage runs the model's own forward: modules of earlier stages are stood in for by zeros of the right shapes, its
     first module is given what was received, and the next stage's first module ends it. That is right if nothing else
@@ -109,7 +109,7 @@ class ModelOutline:
             training: whether the module trains.
 
         Raises:
-            ConfigurationError: the model cannot be split there; the message says where and why.
+            ConfigurationError: the model cannot be split there; the message names where and why.
         """
         self._skeleton.train(training)
         trace = _Trace(self._name, self._layout, self._owner_of)

@@ -52,7 +52,7 @@ class TrainingWindow:
         Returns:
             What `step_fn` returned for each on the process with the last stage, None elsewhere.
         """
-        # Only the last stage scales losses, but all must know by how much, and change it at the same time.
+        # Only the last stage scales losses, but all must hold the same scale, and change it at the same time.
         self._precision.scale(torch.zeros((), device=self._topology.device))
         seeds = self._seeds(len(microbatches))
         calls = [self._probe(step_fn, microbatch, seed) for microbatch, seed in zip(microbatches, seeds, strict=True)]

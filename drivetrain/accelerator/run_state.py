@@ -1,0 +1,237 @@
+"""The state of a run: what the engine saves and restores, beside what the driver of the engine adds."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from drivetrain import checkpoint
+from drivetrain.accelerator.checkpoints import NumberedCheckpoints
+from drivetrain.accelerator.optimizer import PreparedOptimizer
+from drivetrain.accelerator.prepared import Prepared, parameters_of
+from drivetrain.accelerator.saved_engine import SavedEngine
+from drivetrain.accelerator.state_hooks import StateHooks
+from drivetrain.data import PreparedLoader
+from drivetrain.runtime.errors import ConfigurationError
+from drivetrain.runtime.seeds import RandomState
+from drivetrain.runtime.state import PartialState
+from drivetrain.strategies import Strategy
+from drivetrain.strategies.optimizer_names import class_chosen
+from drivetrain.strategies.precision import Precision
+
+
+@dataclass(frozen=True)
+class Moment:
+    """The moment that a save describes, where that is not the present one but the last finished step.
+
+    Attributes:
+        random: the random state at that moment; the present one if None.
+        loaders: the loaders' positions; the present ones if None.
+    """
+
+    random: RandomState | None = None
+    loaders: Sequence[Mapping[str, Any]] | None = None
+
+
+class RunState:
+    """Collects, writes, reads and restores the state of a run under the schema of `drivetrain.checkpoint.schema`.
+
+    The engine's part is the same whoever drives it. A driver adds named entries, shared and of each process; those
+    that the next driver does not take are kept, and written again.
+
+    Args:
+        state: this process among its peers.
+        strategy: gives and takes the state of models and optimizers.
+        precision: its scaler is part of the state.
+        numbered: the checkpoints that have a number instead of a name.
+        prepared: what the engine has prepared, and what was registered.
+
+    Attributes:
+        prepared: what the engine has prepared, and what was registered.
+        hooks: functions of the user's that run before `save_state` and `load_state`.
+        moment: gives the moment that a save describes; set by a driver that may save within a step.
+    """
+
+    def __init__(
+        self,
+        state: PartialState,
+        strategy: Strategy,
+        precision: Precision,
+        numbered: NumberedCheckpoints,
+        prepared: Prepared,
+    ) -> None:
+        self.strategy, self.precision, self.prepared = strategy, precision, prepared
+        self.hooks = StateHooks()
+        self.moment: Callable[[], Moment] = Moment
+        self._state, self._numbered = state, numbered
+        self._kept: dict[str, Any] = {}
+
+    def register(self, objects: Sequence[Any]) -> None:
+        """Save and load further objects with the run.
+
+        Raises:
+            ConfigurationError: one has no `state_dict` and `load_state_dict`.
+        """
+        for item in objects:
+            if not (hasattr(item, "state_dict") and hasattr(item, "load_state_dict")):
+                raise ConfigurationError(
+                    f"{type(item).__name__} cannot be registered for checkpointing: it needs state_dict() and "
+                    "load_state_dict(state)."
+                )
+        self.prepared.registered.extend(objects)
+
+    @property
+    def saves(self) -> checkpoint.SaveQueue:
+        """What writes checkpoints."""
+        return checkpoint.save_queue(self._state)
+
+    # saving
+
+    def engine(self, weights_only: bool = False, moment: Moment | None = None) -> dict[str, Any]:
+        """Collect the engine's part of the shared state; call it on all processes.
+
+        Args:
+            weights_only: leave out everything but the models.
+            moment: the moment that the save describes; from `self.moment` if None.
+        """
+        strategy, classes = self.strategy, self.classes()
+        states = [strategy.state.model(model) for model in self.prepared.models]
+        if weights_only:
+            return {"models": states, "classes": {"models": classes["models"]}}
+        positions = (moment or self.moment()).loaders
+        here = self.prepared
+        return {
+            "models": states,
+            "optimizers": [strategy.state.optimizer(self.owner(one), one.optimizer) for one in here.optimizers],
+            "schedulers": [scheduler.state_dict() for scheduler in here.schedulers],
+            "loaders": [_position_of(one) for one in here.loaders] if positions is None else list(positions),
+            "registered": [item.state_dict() for item in here.registered],
+            "precision": self.precision.state_dict(),
+            "classes": classes,
+        }
+
+    def classes(self) -> dict[str, list[str | None]]:
+        """The names of the classes of what is prepared and registered, as the user chose them; None if unknown."""
+        bare = [self.strategy.unwrap(model) for model in self.prepared.models]
+        return {
+            "models": [self.strategy.state.original_type(model).__name__ for model in bare],
+            "optimizers": [class_chosen(one.optimizer) for one in self.prepared.optimizers],
+            "schedulers": [class_chosen(one.scheduler) for one in self.prepared.schedulers],
+            "registered": [type(item).__name__ for item in self.prepared.registered],
+        }
+
+    def write(
+        self,
+        directory: str | os.PathLike[str],
+        engine: dict[str, Any],
+        driver: Mapping[str, Any] | None = None,
+        own: Mapping[str, Any] | None = None,
+        *,
+        step: int | None = None,
+        block: bool = True,
+        extra: str | None = None,
+        moment: Moment | None = None,
+    ) -> checkpoint.PendingSave:
+        """Write a checkpoint; call it on all processes.
+
+        Args:
+            directory: the checkpoint's directory, or a URL.
+            engine: the engine's part, from `engine()`.
+            driver: the driver's entries that are the same on all processes.
+            own: the driver's entries of this process.
+            step: the optimizer step, by which the newest checkpoint is found.
+            block: whether to return only when it is durable; else it is written while training continues.
+            extra: a directory whose files become part of the checkpoint.
+            moment: the moment that the save describes; from `self.moment` if None.
+
+        Returns:
+            The save; done already where `block` is set.
+        """
+        driver = dict(driver or {})
+        kept = sorted(self._kept.keys() - driver)
+        shared = {"engine": engine, "driver": {**{name: self._kept[name] for name in kept}, **driver}, "kept": kept}
+        random = (moment or self.moment()).random or RandomState.capture()
+        process = {"engine": {"random": random.state_dict()}, "driver": dict(own or {})}
+        optimizers = [one.optimizer for one in self.prepared.optimizers]
+        return checkpoint.save_run_state(
+            directory, shared, process, self._state, step=step, block=block, extra=extra, optimizers=optimizers
+        )
+
+    def save(self, output_dir: str | os.PathLike[str] | None, block: bool) -> str:
+        """Write the engine's part, with the user's hooks; see `Accelerator.save_state`."""
+        directory = os.fspath(self._numbered.next() if output_dir is None else output_dir)
+        engine, extra = self.engine(), None
+        if self.hooks.on_save:
+            extra = checkpoint.extra_place(directory, self._state)
+            for hook in self.hooks.on_save:
+                hook(list(self.prepared.models), engine["models"], extra)
+            self._state.wait_for_everyone()
+        pending = self.write(directory, engine, block=block, extra=extra)
+        if output_dir is None:
+            self._numbered.record_written(Path(directory), pending)
+        return directory
+
+    def export(self, model: nn.Module, directory: str | os.PathLike[str], max_shard_size: int | str) -> None:
+        """Write a model's weights as safetensors; see `Accelerator.save_model`."""
+        weights = self.strategy.state.full(model)
+        if self._state.is_main_process:
+            checkpoint.save_safetensors(weights, directory, max_shard_size)
+        self._state.wait_for_everyone()
+
+    # loading
+
+    def open(self, directory: str | os.PathLike[str], whole: bool = False) -> SavedEngine:
+        """Open a checkpoint; call it on all processes.
+
+        Args:
+            directory: the checkpoint's directory, or a URL.
+            whole: read all tensors at once, rather than each process its shards where the strategy can.
+        """
+        return SavedEngine(self, self._state, directory, whole)
+
+    def keep(self, entries: Mapping[str, Any]) -> None:
+        """Write a checkpoint's driver entries again with each save, unless the driver writes them itself."""
+        self._kept = dict(entries)
+
+    def load(self, input_dir: str | os.PathLike[str] | None) -> None:
+        """Restore the engine's part, with the user's hooks; see `Accelerator.load_state`."""
+        directory = os.fspath(self._numbered.latest() if input_dir is None else input_dir)
+        self.saves.finish()
+        models = list(self.prepared.models)
+        for hook in self.hooks.on_load:
+            hook(models, directory)
+        saved = self.open(directory)
+        saved.check(models)
+        saved.restore_models(models)
+        saved.restore_optimizers()
+        saved.restore_schedulers()
+        saved.restore_loaders()
+        saved.restore_registered()
+        saved.restore_precision()
+        saved.restore_random()
+        self.keep(saved.driver)
+        self._numbered.record_loaded(Path(directory))
+
+    def owner(self, optimizer: PreparedOptimizer) -> nn.Module:
+        """The prepared model whose parameters an optimizer holds; all of them, where it holds several models'."""
+        held = {id(parameter) for parameter in parameters_of(optimizer)}
+        owners = [model for model in self.prepared.models if any(id(p) in held for p in model.parameters())]
+        if len(owners) == 1:
+            return owners[0]
+        return nn.ModuleList(self.strategy.unwrap(model) for model in owners)
+
+
+def _position_of(loader: PreparedLoader) -> dict[str, Any]:
+    """A loader's position; after the last batch of an epoch that is the start of the next one.
+
+    Scripts that count their batches begin the next epoch there, and must not find it used up.
+    """
+    position = loader.state_dict()
+    if loader.reached_end and not loader.resumes and position["batches"]:
+        position.update(epoch=position["epoch"] + 1, consumed=0, batches=0, start=None)
+    return position

@@ -1,0 +1,196 @@
+"""A checkpoint on its way back into an engine, part by part."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
+
+from drivetrain import checkpoint
+from drivetrain.checkpoint.schema import find_places, in_schema, process_in_schema
+from drivetrain.runtime.errors import CheckpointError
+from drivetrain.runtime.seeds import RandomState
+from drivetrain.runtime.state import PartialState
+
+if TYPE_CHECKING:
+    from drivetrain.accelerator.run_state import RunState
+
+
+_PREPARE = "Prepare and register the same objects, in the same order, before load_state."
+
+
+class SavedEngine:
+    """A checkpoint, opened: all but the tensors that each process reads straight into its shards.
+
+    Args:
+        run: the state that it goes into.
+        state: this process among its peers.
+        directory: the checkpoint's directory, or a URL.
+        whole: read all tensors at once.
+
+    Attributes:
+        directory: the checkpoint's directory, or a URL.
+        engine: the engine's part, as `RunState.engine` gives it.
+        driver: the entries that a driver has added, by name.
+        kept: the names of those that are of an earlier checkpoint than the rest.
+        own: the driver's entries of this process; None where another number of processes wrote them.
+
+    Raises:
+        CheckpointError: it cannot be read, or is not the state of a run.
+    """
+
+    def __init__(
+        self, run: RunState, state: PartialState, directory: str | os.PathLike[str], whole: bool = False
+    ) -> None:
+        self.directory = os.fspath(directory)
+        self._run, self._state = run, state
+        strategy = run.strategy
+        self._in_shards = strategy.state.reads_shards and not strategy.schedules_microbatches and not whole
+        shared, own = self._read_around() if self._in_shards else self._read()
+        self._places = find_places(shared)
+        shared = in_schema(shared)
+        self.engine: dict[str, Any] = shared["engine"]
+        self.driver: dict[str, Any] = shared["driver"]
+        self.kept: list[str] = list(shared["kept"])
+        if "models" not in self.engine:
+            raise CheckpointError(
+                f"{self.directory} is not the state of a run: neither Accelerator.save_state nor a Trainer wrote it."
+            )
+        process = None if own is None else process_in_schema(own)
+        self.own: dict[str, Any] | None = None if process is None else process["driver"]
+        self.random: Any = None if process is None else process["engine"]["random"]
+
+    def _read(
+        self, into: dict[str, Any] | None = None, only: Sequence[str] | None = None
+    ) -> tuple[dict[str, Any], dict[str, Any] | None]:
+        self._run.saves.settle()  # what is read here goes where a save may still be copying from
+        return checkpoint.load_run_state(self.directory, self._state, into=into, only=only)
+
+    def _read_around(self) -> tuple[dict[str, Any], dict[str, Any] | None]:
+        """Read all but the models and the optimizers, whose tensors come without values."""
+        described = checkpoint.describe_run_state(self.directory)
+        later = set(find_places(described)[:2])
+        paths = [
+            path
+            for name, entry in described.items()
+            for path in ([f"{name}/{part}" for part in entry] if name == "engine" else [name])
+            if path not in later
+        ]
+        found, own = self._read(only=paths)
+        engine = {**described.get("engine", {}), **found.pop("engine", {})}
+        return {**described, **found, **({"engine": engine} if "engine" in described else {})}, own
+
+    def refuse_weights_only(self) -> None:
+        """Refuse a checkpoint that training cannot continue from.
+
+        Raises:
+            CheckpointError: the models are all that was saved.
+        """
+        if "optimizers" not in self.engine:
+            raise CheckpointError(
+                f"{self.directory} holds weights only, so training cannot continue from it. Load them with "
+                "Task.load_from_checkpoint, or export them with drivetrain merge-weights, and start again."
+            )
+
+    def check(self, models: Sequence[nn.Module] | None = None, advice: str = _PREPARE) -> None:
+        """Refuse a checkpoint of other objects than those that are prepared and registered.
+
+        Args:
+            models: those that are to be restored; all that are prepared if None.
+            advice: what to do where there are more or fewer of a kind.
+
+        Raises:
+            CheckpointError: there are more or fewer of a kind, or an optimizer is of another class; both are named.
+        """
+        run = self._run
+        here: dict[str, Sequence[Any]] = {
+            "models": run.prepared.models if models is None else models,
+            "optimizers": run.prepared.optimizers,
+            "schedulers": run.prepared.schedulers,
+            "registered": run.prepared.registered,
+        }
+        self.refuse_weights_only()
+        saved_classes, classes = self.engine.get("classes", {}), run.classes()
+        for kind, objects in here.items():
+            what = "objects registered for checkpointing" if kind == "registered" else kind
+            if len(self.engine[kind]) != len(objects):
+                were = f" It holds: {_listed(saved_classes[kind])}." if saved_classes.get(kind) else ""
+                raise CheckpointError(
+                    f"The checkpoint at {self.directory} holds {len(self.engine[kind])} {what}, but here are "
+                    f"{len(objects)}.{were} {advice}"
+                )
+        for kind in ("optimizers", "schedulers"):
+            for number, (was, now) in enumerate(zip(saved_classes.get(kind, ()), classes[kind], strict=False)):
+                if was is not None and now is not None and was != now:
+                    raise CheckpointError(
+                        f"The checkpoint at {self.directory} holds the state of {_article(was)}, but {kind[:-1]} "
+                        f"{number} here is {_article(now)}. Make {_article(was)}, as the run that wrote it did, or "
+                        "load the weights alone and start again."
+                    )
+
+    def restore_models(self, models: Sequence[nn.Module] | None = None) -> None:
+        """Give the models their weights.
+
+        Args:
+            models: those to restore; all that are prepared if None.
+        """
+        strategy, models = self._run.strategy, self._run.prepared.models if models is None else models
+        if self._in_shards:
+            self._read_into("models", [strategy.state.model(model) for model in models])
+        for model, state in zip(models, self.engine["models"], strict=True):
+            strategy.state.load_model(model, state)
+
+    def restore_optimizers(self) -> None:
+        """Give the optimizers their state."""
+        run = self._run
+        owners = [run.owner(optimizer) for optimizer in run.prepared.optimizers]
+        if self._in_shards:
+            saved = zip(owners, self.engine["optimizers"], strict=True)
+            self._read_into(
+                "optimizers", [run.strategy.state.optimizer_targets(owner, state) for owner, state in saved]
+            )
+        for owner, optimizer, state in zip(owners, run.prepared.optimizers, self.engine["optimizers"], strict=True):
+            run.strategy.state.load_optimizer(owner, optimizer.optimizer, state)
+
+    def _read_into(self, kind: str, states: list[Any]) -> None:
+        found, _ = self._read(self._places.into(kind, states), [getattr(self._places, kind)])
+        self.engine[kind] = in_schema(found)["engine"][kind]
+
+    def restore_schedulers(self) -> None:
+        """Give the schedulers their state."""
+        for scheduler, state in zip(self._run.prepared.schedulers, self.engine["schedulers"], strict=True):
+            scheduler.load_state_dict(state)
+
+    def restore_registered(self) -> None:
+        """Give the registered objects their state."""
+        for item, state in zip(self._run.prepared.registered, self.engine["registered"], strict=True):
+            item.load_state_dict(state)
+
+    def restore_precision(self) -> None:
+        """Give the precision its scaler's state."""
+        self._run.precision.load_state_dict(self.engine["precision"])
+
+    def restore_loaders(self) -> None:
+        """Let each loader's next iteration begin where the run was; those that were not saved begin as they are."""
+        for loader, position in zip(self._run.prepared.loaders, self.engine["loaders"], strict=False):
+            loader.load_state_dict(position)
+
+    def restore_random(self) -> None:
+        """Give this process the random state that was kept for it, if there is one."""
+        restore_random(self.random)
+
+
+def restore_random(state: Mapping[str, Any] | None) -> None:
+    """Put the global generators where a process's entry of a checkpoint has them; nothing where it has none."""
+    if state is not None:
+        RandomState.from_state_dict(state).restore()
+
+
+def _listed(classes: Sequence[str | None]) -> str:
+    return ", ".join(name or "unknown" for name in classes)
+
+
+def _article(name: str) -> str:
+    return f"{'an' if name[:1] in 'AEIOUaeiou' else 'a'} {name}"

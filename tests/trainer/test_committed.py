@@ -1,0 +1,173 @@
+"""A checkpoint that is saved within a step or a validation describes the last finished step."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from drivetrain import Callback, CheckpointError, ModelCheckpoint, Trainer
+from drivetrain.checkpoint import Checkpoint
+from tests.pool import run_in_processes
+from tests.trainer.resume_runs import Broken, Outcome, Traced, run
+from tests.trainer.test_resume import assert_same
+
+
+def assert_continues(whole: Outcome, broken: Outcome, resumed: Outcome) -> None:
+    """As `assert_same`, but for what a callback itself has counted in the open step: that is the callback's affair."""
+    resumed.average = whole.average
+    assert_same(whole, broken, resumed)
+
+
+class SaveWithin(Callback):
+    """Saves at a moment within a step or a validation, and ends the run there."""
+
+    def __init__(self, path: str, moment: str, batch: int, epoch: int = 0) -> None:
+        self.path, self.moment, self.batch, self.epoch = path, moment, batch, epoch
+
+    def _end(self, trainer: Trainer, moment: str, batch: int) -> None:
+        here = (moment, batch, trainer.current_epoch) == (self.moment, self.batch, self.epoch)
+        if here and not trainer.sanity_checking:
+            trainer.save_checkpoint(self.path)
+            raise Broken
+
+    def on_train_batch_start(self, trainer, task, batch, batch_idx):
+        self._end(trainer, "start", batch_idx)
+
+    def on_before_optimizer_step(self, trainer, task, optimizer):
+        self._end(trainer, "before step", trainer.progress.batches_in_epoch)
+
+    def on_train_batch_end(self, trainer, task, outputs, batch, batch_idx):
+        self._end(trainer, "end", batch_idx)
+
+    def on_validation_batch_end(self, trainer, task, outputs, batch, batch_idx, dataloader_idx=0):
+        self._end(trainer, "validation", batch_idx)
+
+    def on_validation_epoch_end(self, trainer, task):
+        self._end(trainer, "validated", 0)
+
+
+class Drawing(Traced):
+    """Draws random numbers in its validation too."""
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        super().validation_step((batch[0] + 0.1 * torch.rand_like(batch[0]), batch[1]), batch_idx)
+
+
+def broken_off(folder: str, callbacks: list[Callback], **case: Any) -> tuple[Outcome, Outcome, Outcome]:
+    """The whole run, the one that is broken off, and the one that resumes it."""
+    whole = run(os.path.join(folder, "whole"), task=Drawing, **case)
+    broken = run(os.path.join(folder, "broken"), task=Drawing, callbacks=callbacks, **case)
+    resumed = run(os.path.join(folder, "broken"), task=Drawing, resume="yes", **case)
+    return whole, broken, resumed
+
+
+def saved_within(folder: str, moment: str, batch: int, epoch: int, **case: Any) -> tuple[Outcome, Outcome, Outcome]:
+    path = os.path.join(folder, "broken", "broken.ckpt")
+    return broken_off(folder, [SaveWithin(path, moment, batch, epoch)], epochs=2, **case)
+
+
+WINDOWS = [
+    ("end", 3, 0, {"accumulate": 3}),  # the first of the second window
+    ("end", 4, 1, {"accumulate": 3, "kind": "generator"}),
+    ("end", 0, 1, {"accumulate": 3, "kind": "sequential"}),
+    ("start", 5, 0, {"accumulate": 3, "kind": "min_size"}),
+    ("start", 5, 1, {}),
+    ("before step", 5, 0, {}),
+]
+
+
+@pytest.mark.parametrize(("moment", "batch", "epoch", "case"), WINDOWS)
+def test_within_an_open_window_nothing_of_it_is_saved(moment, batch, epoch, case, tmp_path):
+    """Epoch means, metrics, batch statistics and dropout are those of a run that was never broken off."""
+    assert_continues(*saved_within(str(tmp_path), moment, batch, epoch, **case))
+
+
+@pytest.mark.parametrize("kind", ["shuffled", "generator", "shuffled-workers2", "max_size_cycle"])
+@pytest.mark.parametrize("epoch", [0, 1])
+def test_before_an_epochs_first_step_ends_its_order_is_kept(epoch, kind, tmp_path):
+    assert_same(*saved_within(str(tmp_path), "start", 0, epoch, kind=kind))
+
+
+@pytest.mark.parametrize("interval", [None, 5])
+@pytest.mark.parametrize("moment", ["validation", "validated"])
+def test_a_validation_that_was_saved_in_runs_again_from_its_beginning(moment, interval, tmp_path):
+    whole, broken, resumed = saved_within(
+        str(tmp_path), moment, 1 if moment == "validation" else 0, 0, interval=interval
+    )
+    assert_same(whole, broken, resumed)
+    assert resumed.validated == whole.validated
+
+
+class Failing(Drawing):
+    """Raises once, in the forward of a batch in the midst of a window."""
+
+    fails = True
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        loss = super().training_step(batch, batch_idx)
+        if self.fails and (self.current_epoch, batch_idx) == (1, 4):
+            raise Broken
+        return loss
+
+
+class Whole(Failing):
+    fails = False
+
+
+@pytest.mark.parametrize("accumulate", [1, 3])
+def test_after_an_exception_the_step_is_done_again(accumulate, tmp_path):
+    folder = tmp_path / "broken"
+    saving = ModelCheckpoint(dirpath=folder, filename="unused-{step}", every_n_epochs=9, save_on_exception=True)
+    whole = run(str(tmp_path / "whole"), accumulate=accumulate, epochs=2, task=Whole)
+    broken = run(str(folder), accumulate=accumulate, epochs=2, task=Failing, callbacks=[saving])
+    [path] = folder.glob("exception-*")
+    resumed = run(str(folder), accumulate=accumulate, epochs=2, task=Whole, resume=str(path))
+    assert_continues(whole, broken, resumed)
+
+
+def an_engine_saved_within_a_window(folder: str) -> list[Any]:
+    """`accelerator.save_state` in a hook of a Trainer's run."""
+
+    class SaveEngine(SaveWithin):
+        def _end(self, trainer: Trainer, moment: str, batch: int) -> None:
+            if (moment, batch, trainer.current_epoch) == (self.moment, self.batch, self.epoch):
+                trainer.accelerator.save_state(self.path)
+                trainer.save_checkpoint(f"{self.path}.ckpt")
+                raise Broken
+
+    run(folder, accumulate=3, callbacks=[SaveEngine(f"{folder}/state", "end", 4)])
+    engine, _ = Checkpoint(f"{folder}/state").shared()
+    task, _ = Checkpoint(f"{folder}/state.ckpt").shared()
+    assert engine["driver"] == {}
+    counts = [len(engine["engine"][kind]) for kind in ("models", "optimizers", "schedulers", "loaders")]
+    random = [Checkpoint(f"{folder}/{name}").own(0)["engine"]["random"]["torch"] for name in ("state", "state.ckpt")]
+    position = engine["engine"]["loaders"][0]["consumed"], task["engine"]["loaders"][0]["consumed"]
+    return [counts, position, torch.equal(*random), engine["engine"]["classes"]]
+
+
+def test_inside_fit_the_accelerator_saves_all_that_the_engine_has(tmp_path):
+    [[counts, position, same, classes]] = run_in_processes(an_engine_saved_within_a_window, 1, args=(str(tmp_path),))
+    assert counts == [1, 1, 2, 1]
+    assert position == (12, 12)  # samples of the three batches of the last finished step
+    assert same
+    assert classes["optimizers"] == ["AdamW"]
+    assert classes["models"] == ["Traced"]
+
+
+def test_another_optimizer_class_is_refused_by_both_names(tmp_path: Path) -> None:
+    run(str(tmp_path), moment="batch", step=2)
+    with pytest.raises(CheckpointError, match=r"state of an AdamW, but optimizer 0 here is a SGD"):
+        run(str(tmp_path), task=WithSGD, resume="yes")
+
+
+class WithSGD(Traced):
+    def configure_optimizers(self) -> Any:
+        _, schedulers = super().configure_optimizers()
+        optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
+        for config in schedulers:
+            config["scheduler"].optimizer = optimizer
+        return [optimizer], schedulers
