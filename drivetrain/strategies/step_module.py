@@ -38,8 +38,12 @@ class StepModule(nn.Module):
         if args and callable(args[0]) and not isinstance(args[0], nn.Module):
             return args[0](*args[1:], **kwargs)
         output = self.task(*args, **kwargs)
-        # The wrapper waits for the gradient of every parameter, so this one takes part in a user's own loss too.
-        return output if self.presence is None else recursively_apply(self._attach_presence, output)
+        if self.presence is None:
+            return output
+        # The wrapper waits for the gradient of every parameter: this one takes part in a user's own loss with zero,
+        # and what is left of a step's must not count in the norm that the user clips.
+        self.presence.grad = None
+        return recursively_apply(self._attach_presence, output)
 
     def _attach_presence(self, output: Tensor) -> Tensor:
         if self.presence is None or not output.requires_grad:
