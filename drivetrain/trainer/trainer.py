@@ -266,10 +266,10 @@ class Trainer(KnownKeywords, OptionAttributes, TrainerStatus):
         self.tracker_log.write_hyper_parameters(task)
         training_model = self.strategy.view(model, "train" if task.automatic_optimization else "manual")
         step = choose_step(self, task, training_model)
-        batches = TrainingBatches(self, training)
         validation = make_validation(self, task, model, validating)
         if saved is None:
             run_sanity_check(self, validation)
+        batches = TrainingBatches(self, training)
         self.logged.start((Stage.TRAIN, Stage.VALIDATE))
         task_checks.warn_of_evaluation_mode(task)
         self.current.stage = Stage.TRAIN

@@ -93,18 +93,27 @@ class EvaluationLoop:
             yield
 
     @contextmanager
-    def undone(self) -> Iterator[None]:
+    def undone(self) -> Iterator[ExitStack]:
         """Undo in the end what the body draws, as the sanity check does: training then draws what it does without.
 
-        The global generators are put back, those of devices too, and those that the task, the data module, the loaders
-        and their datasets hold.
+        The global generators are put back, those of devices too, and those that the task and the data module hold.
+
+        Returns:
+            Where `load_undone` adds those of the loaders and their datasets.
         """
         with ExitStack() as stack:
             stack.enter_context(isolated_random_state(devices=True))
             stack.enter_context(kept_generators(self._task, self._trainer.datamodule))
-            for loader in self.load():
-                stack.enter_context(loader.undone())
-            yield
+            yield stack
+
+    def load_undone(self, stack: ExitStack) -> None:
+        """Prepare the loaders, and let what they draw from now on be undone with the rest.
+
+        Args:
+            stack: What `undone` gave.
+        """
+        for loader in self.load():
+            stack.enter_context(loader.undone())
 
     def run(
         self, at_most: int | None = None, keep: bool = True, on_results: Callable[[], None] | None = None
