@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any
@@ -11,7 +10,7 @@ from torch.optim import Optimizer
 
 from drivetrain.accelerator.prepared import Prepared, parameters_of
 from drivetrain.strategies import Strategy
-from drivetrain.strategies.optimizer_proxy import OptimizerProxy
+from drivetrain.strategies.optimizer_proxy import OptimizerProxy, needs_closure
 
 if TYPE_CHECKING:
     from drivetrain.accelerator.step import OptimizerStep
@@ -36,7 +35,7 @@ class PreparedOptimizer(OptimizerProxy):
     def __init__(self, optimizer: Optimizer, step: OptimizerStep, prepared: Prepared, strategy: Strategy) -> None:
         # Not Optimizer.__init__: parameters, state and defaults are those of the optimizer inside.
         self.optimizer = optimizer
-        self.needs_closure = _needs_closure(optimizer)
+        self.needs_closure = needs_closure(optimizer)
         self._engine_step = step.step
         self._window = step.window
         self._prepared, self._strategy = prepared, strategy
@@ -125,9 +124,3 @@ class PreparedOptimizer(OptimizerProxy):
 def unwrap_optimizer(optimizer: Optimizer) -> Optimizer:
     """The user's own optimizer."""
     return optimizer.optimizer if isinstance(optimizer, PreparedOptimizer) else optimizer
-
-
-def _needs_closure(optimizer: Optimizer) -> bool:
-    """Whether an optimizer, such as L-BFGS, cannot step without one."""
-    parameter = inspect.signature(type(optimizer).step).parameters.get("closure")
-    return parameter is not None and parameter.default is inspect.Parameter.empty

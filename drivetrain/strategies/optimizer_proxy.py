@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 from torch.optim import Optimizer
@@ -44,3 +45,9 @@ class OptimizerProxy(Optimizer):
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.optimizer!r})"
+
+
+def needs_closure(optimizer: Optimizer) -> bool:
+    """Whether an optimizer, such as L-BFGS, cannot step without a closure."""
+    parameter = inspect.signature(type(optimizer).step).parameters.get("closure")
+    return parameter is not None and parameter.default is inspect.Parameter.empty

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import nn
@@ -27,6 +27,7 @@ from drivetrain.strategies.deepspeed.membership import Membership
 from drivetrain.strategies.deepspeed.package import require_deepspeed
 from drivetrain.strategies.deepspeed.whole_tensors import is_partitioned
 from drivetrain.strategies.deepspeed.zero_state import ZeroState
+from drivetrain.strategies.optimizer_proxy import needs_closure
 from drivetrain.strategies.precision import Precision
 from drivetrain.strategies.precision.mixed import Float16Mixed
 
@@ -192,6 +193,8 @@ class DeepSpeed(Strategy):
                 "a model of its own (Accelerator.prepare), or use another strategy."
             )
         bare, optimizer = super().unwrap(model), optimizers[0]
+        if needs_closure(optimizer):
+            _refuse_closure(optimizer)
         self._engines.forget(bare)
         names = {id(parameter): name for name, parameter in bare.named_parameters()}
         groups = _names_of_groups(optimizer, names)
@@ -294,10 +297,7 @@ class DeepSpeed(Strategy):
     ) -> bool:
         """Step the engine. Returns False where it skipped the step because of an overflow."""
         if closure is not None:
-            raise ConfigurationError(
-                f"{type(optimizer).__name__} computes gradients in its step (a closure), which DeepSpeed's engine "
-                "cannot. Use another optimizer, or another strategy."
-            )
+            _refuse_closure(optimizer)
         trained = self._engines.stepped_by(optimizer)
         configured = configuration.clipping_of(self.config)
         if configured is not None and not trained.clipped:
@@ -349,6 +349,13 @@ class DeepSpeed(Strategy):
 
     def __repr__(self) -> str:
         return f"DeepSpeed(stage={self.stage})"
+
+
+def _refuse_closure(optimizer: Optimizer) -> NoReturn:
+    raise ConfigurationError(
+        f"{type(optimizer).__name__} computes gradients in its step (a closure), which DeepSpeed's engine "
+        "cannot. Use another optimizer, or another strategy."
+    )
 
 
 def _names_of_groups(optimizer: Optimizer, names: Mapping[int, str]) -> list[list[str]]:
