@@ -5,9 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from drivetrain.runtime.nested import recursively_apply
+
+
+ATTACHES_PRESENCE = "attaches_presence"
+"""Attribute of a step whose loss the module's `presence` takes part in already."""
 
 
 class StepModule(nn.Module):
@@ -36,11 +40,16 @@ class StepModule(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the step that is given first, with the other arguments; else the task's own forward."""
-        if args and callable(args[0]) and not isinstance(args[0], nn.Module):
-            return args[0](*args[1:], **kwargs)
-        output = self.task(*args, **kwargs)
-        presence = self.presence
-        if presence is None or not torch.is_grad_enabled():
+        is_step = args and callable(args[0]) and not isinstance(args[0], nn.Module)
+        output = args[0](*args[1:], **kwargs) if is_step else self.task(*args, **kwargs)
+        if self.presence is None or not torch.is_grad_enabled() or (is_step and hasattr(args[0], ATTACHES_PRESENCE)):
             return output
-        # A part of the graph, since DDP waits for the gradients of all parameters.
-        return recursively_apply(lambda t: t + presence.to(t.dtype) * 0 if t.requires_grad else t, output)
+        # The wrapper waits for the gradient of every parameter: this one takes part in a user's own loss with zero, and
+        # what is left of a Trainer's step must not count in the norm that the user clips.
+        self.presence.grad = None
+        return recursively_apply(self._attach_presence, output)
+
+    def _attach_presence(self, output: Tensor) -> Tensor:
+        if self.presence is None or not output.requires_grad:
+            return output
+        return output + (self.presence * 0.0).to(output.dtype)

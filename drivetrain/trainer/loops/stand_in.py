@@ -8,6 +8,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from drivetrain.strategies import StepModule, Strategy
+from drivetrain.strategies.step_module import ATTACHES_PRESENCE
 
 
 class StandIn:
@@ -50,6 +51,7 @@ class StandIn:
                 return zero if presence is None else zero + presence * 0.0
             return output if presence is None else _attached(output, presence)
 
+        setattr(step_or_stand_in, ATTACHES_PRESENCE, True)
         return step_or_stand_in
 
     def anyone_took_part(self) -> bool:
