@@ -42,10 +42,10 @@ class TrainingBatches:
         source: Where the loaders come from.
 
     Attributes:
-        loader: the prepared training loader.
-        limit: batches of this process in an epoch; infinite where this is not known.
-        finished: the last batch of the last window that was finished in this pass over the data.
-        committed: what this process's state was when the last step or validation was finished.
+        loader: The prepared training loader.
+        limit: Batches of this process in an epoch; infinite where this is not known.
+        finished: The last batch of the last window that was finished in this pass over the data.
+        committed: What this process's state was when the last step or validation was finished.
     """
 
     def __init__(self, trainer: Trainer, source: LoaderSource) -> None:
