@@ -287,7 +287,7 @@ class Trainer(KnownKeywords, OptionAttributes, TrainerStatus):
     def validate(
         self,
         model: Task | None = None,
-        dataloaders: Any = None,
+        dataloaders: DataModule | Any = None,
         ckpt_path: str | os.PathLike[str] | None = None,
         verbose: bool = True,
         datamodule: DataModule | None = None,

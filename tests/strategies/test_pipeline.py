@@ -194,6 +194,41 @@ def test_frozen_stages_batches_left_out_and_recomputed_blocks():
         assert max(found.values()) < 5e-6, found
 
 
+# parameters that cannot be sharded
+
+
+class Gain(nn.Module):
+    """One number, which no dimension of shards has."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.tensor(1.5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.weight
+
+
+class Gained(NetTask):
+    def __init__(self) -> None:
+        super().__init__()
+        for block in self.net.blocks:
+            block[1] = nn.LayerNorm(WIDTH)
+            block.append(Gain())
+
+
+def fit_gained(options: dict[str, Any]) -> dict[str, Tensor]:
+    torch.set_num_threads(1)
+    trainer = clipping_trainer(Parallel(**options) if options else "single")
+    trainer.fit(Gained(), loader(ROWS // trainer.strategy.topology.data_shard.count))
+    return trainer.strategy.state.full(trainer.model)
+
+
+def test_a_scalar_is_averaged_over_the_processes_with_other_data():
+    [expected] = run_in_processes(fit_gained, 1, args=({},))
+    found = run_in_processes(fit_gained, 4, args=({"pp": 2, "dp_shard": 2},), timeout=90)[0]
+    assert gap(found, expected) < 5e-6
+
+
 # random numbers
 
 

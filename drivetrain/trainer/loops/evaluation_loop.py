@@ -13,7 +13,7 @@ from torch import nn
 from drivetrain.callbacks.stage import Stage
 from drivetrain.data import PreparedLoader
 from drivetrain.data.randomness import kept_generators
-from drivetrain.runtime.seeds import isolated_random_state
+from drivetrain.runtime.seeds import RandomState, isolated_random_state
 from drivetrain.strategies.capabilities import PlainEvaluation, evaluation_context
 from drivetrain.trainer.loops.loader_source import LoaderSource, limits_of, own_batches
 from drivetrain.trainer.metrics.log_scopes import TEST_EPOCH, TEST_STEP, VALIDATE_EPOCH, VALIDATE_STEP, LogScope
@@ -41,6 +41,8 @@ class EvaluationLoop:
         source: Where the loaders come from.
         limit: How many batches of each loader: a whole number, a fraction, or None for all.
         limit_name: That argument's name, for errors.
+        drawn_from: The random state that the loaders are first made in, without moving that of training; the present
+            one, which moves on, if None.
     """
 
     def __init__(
@@ -52,12 +54,14 @@ class EvaluationLoop:
         source: LoaderSource,
         limit: float | int | None,
         limit_name: str,
+        drawn_from: RandomState | None = None,
     ) -> None:
         self._trainer, self._task, self._stage = trainer, task, stage
         self._hooks = trainer.hooks
         self._source, self._limit, self._limit_name = source, limit, limit_name
         self._loaders: list[PreparedLoader] | None = None
         self._limits: list[float] = []
+        self._drawn_from = drawn_from
         self._strategy, self._model = trainer.strategy, model
         self._step: Callable[..., Any]
         self._in_step, self._in_epoch = _SCOPES[stage]
@@ -70,11 +74,23 @@ class EvaluationLoop:
         if self._loaders is None or stale:
             for loader in self._loaders or []:
                 trainer.accelerator.forget_loader(loader)
-            self._loaders = self._source.prepare_evaluation()
+            with self._drawing_apart():
+                self._loaders = self._source.prepare_evaluation()
             even = self._strategy.needs_even_batches
             self._limits = limits_of(self._loaders, self._limit, self._limit_name, even)
             trainer.current.evaluation_batches[self._stage] = own_batches(self._loaders, self._limits)
         return self._loaders
+
+    @contextmanager
+    def _drawing_apart(self) -> Iterator[None]:
+        """Let what the first making of loaders draws depend on nothing but the start of the run, and change nothing."""
+        state, self._drawn_from = self._drawn_from, None
+        if state is None:
+            yield
+            return
+        with isolated_random_state(devices=True), kept_generators(self._task, self._trainer.datamodule):
+            state.restore()
+            yield
 
     @contextmanager
     def undone(self) -> Iterator[None]:

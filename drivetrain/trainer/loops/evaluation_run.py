@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from torch import nn
 
 from drivetrain.callbacks.stage import Stage
+from drivetrain.runtime.seeds import RandomState
 from drivetrain.runtime.errors import ConfigurationError
 from drivetrain.trainer import task_checks
 from drivetrain.trainer.data_module import DataModule
@@ -124,7 +125,7 @@ def make_validation(trainer: Trainer, task: Task, model: nn.Module, source: Load
         return None
     limit = trainer.overfit_batches or trainer.limit_val_batches
     name = "overfit_batches" if trainer.overfit_batches else Stage.VALIDATE.limit_name
-    return EvaluationLoop(trainer, task, model, Stage.VALIDATE, source, limit, name)
+    return EvaluationLoop(trainer, task, model, Stage.VALIDATE, source, limit, name, RandomState.capture())
 
 
 def run_sanity_check(trainer: Trainer, validation: EvaluationLoop | None) -> None:
@@ -134,11 +135,8 @@ def run_sanity_check(trainer: Trainer, validation: EvaluationLoop | None) -> Non
         trainer: The trainer.
         validation: The validation, if there is one.
     """
-    if validation is None:
-        return
-    validation.load()  # in any case: making loaders may draw random numbers
     steps = trainer.num_sanity_val_steps
-    if steps == 0:
+    if validation is None or steps == 0:
         return
     with trainer.current.within(Stage.VALIDATE, sanity_checking=True), validation.undone():
         trainer.logged.start((Stage.VALIDATE,))
