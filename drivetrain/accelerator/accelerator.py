@@ -102,7 +102,7 @@ class Accelerator(KnownKeywords, StateSaving, EngineStatus):
         device: name of the kind of device, such as `"cuda"`; found if None.
 
     Raises:
-        ConfigurationError: options contradict each other or cannot run here; the message says what can.
+        ConfigurationError: options contradict each other or cannot run here; the message names what can.
 
     Example:
         ```python
@@ -322,7 +322,8 @@ class Accelerator(KnownKeywords, StateSaving, EngineStatus):
         Args:
             data_loader: a DataLoader, or any iterable of batches.
             device_placement: whether batches are moved to the device; the instance's own choice if None.
-            tail: what happens at the end where batches do not divide; from `even_batches` if None.
+            tail: what happens at the end where the number of batches is no multiple of the processes; from
+                `even_batches` if None.
             place: moves one batch to the device, instead of the default.
             shard: which part of the data is this process's; the strategy's if None.
 
@@ -348,7 +349,7 @@ class Accelerator(KnownKeywords, StateSaving, EngineStatus):
         return prepared
 
     def forget_loader(self, loader: Any) -> None:
-        """Let go of a prepared loader, so that it is no part of the run's state any more."""
+        """Release a prepared loader, so that the run's state no longer includes it."""
         for inner in getattr(loader, "loaders", [loader]):
             self.prepared.loaders[:] = [known for known in self.prepared.loaders if known is not inner]
 
@@ -384,14 +385,14 @@ class Accelerator(KnownKeywords, StateSaving, EngineStatus):
             yield
 
     def backward(self, loss: torch.Tensor, *, weight: torch.Tensor | float | None = None, **kwargs: Any) -> None:
-        """Compute gradients: the loss is divided by the window's micro-batches, scaled, and differentiated.
+        """Compute gradients: the loss is normalised by the window's micro-batches, scaled, and differentiated.
 
         With `weight`, the gradients that clipping and the optimizer see are those of the weighted mean over all
         micro-batches of the window and all processes. Give it for every micro-batch, once for each.
 
         Args:
             loss: The mean loss of this micro-batch, a scalar; with `weight` the sum of its losses.
-            weight: What that sum weighs: the number of tokens, say.
+            weight: What that sum weighs, such as the number of tokens.
             **kwargs: Arguments of `Tensor.backward`.
         """
         self.step.backward(loss, weight, **kwargs)
@@ -482,7 +483,7 @@ class Accelerator(KnownKeywords, StateSaving, EngineStatus):
         A tensor is per-sample where its first dimension is the batch's number of rows; others are gathered whole.
 
         Args:
-            input_data: nested structure of tensors, and of lists that hold one object (a string, say) per sample.
+            input_data: nested structure of tensors, and of lists that hold one object per sample, such as a string.
             use_gather_object: gather as objects even where all are tensors.
             loader: whose batch this is, where several loaders are iterated at once.
 
@@ -541,7 +542,7 @@ class Accelerator(KnownKeywords, StateSaving, EngineStatus):
         return skip_first_batches_of(dataloader, num_batches)
 
     def free_memory(self, *objects: Any) -> list[None]:
-        """Let go of everything prepared and give memory back to the device.
+        """Release everything prepared and give memory back to the device.
 
         Args:
             *objects: the caller's references, to be overwritten with what is returned.
@@ -564,5 +565,5 @@ class Accelerator(KnownKeywords, StateSaving, EngineStatus):
         return self.free_memory(*objects)
 
     def end_training(self) -> None:
-        """Leave the process group, after waiting for the peers. Only needed where a script goes on alone."""
+        """Leave the process group, after waiting for the peers. Only needed where a script continues alone."""
         self.state.destroy_process_group()

@@ -13,7 +13,7 @@ class AccumulationWindow:
     """Counts the micro-batches of optimizer steps, for a raw loop and for a driver that plans its windows.
 
     A raw loop enters each micro-batch by `advance`, and the end of its loader ends the window. A driver that has the
-    micro-batches of a step at hand says how many there are (`begin`) and enters each by `advance_planned`. The count
+    micro-batches of a step at hand sets how many there are (`begin`) and enters each by `advance_planned`. The count
     belongs to the loop over one loader: when that loop ends, however it ends, the next window starts from zero.
 
     Args:
@@ -25,10 +25,10 @@ class AccumulationWindow:
         plugin: The options.
         sync_gradients: Whether the current micro-batch ends a window, so that optimizers step.
         size: Micro-batches of the current window: fewer than `num_steps` where the loader ends before.
-        planned: Whether a driver has said how many micro-batches the current window holds.
+        planned: Whether a driver has set how many micro-batches the current window holds.
         holds_gradients: Whether a backward of the current window's earlier or present micro-batches has run, so
             that clearing gradients now would lose some of it.
-        weighted: Whether the window's losses have weights, so that no gradient was divided by `size`.
+        weighted: Whether the window's losses have weights, so that no gradient was normalised by `size`.
     """
 
     def __init__(self, plugin: GradientAccumulationPlugin, active: ActiveLoaders, gradients: HeldGradients) -> None:
@@ -63,7 +63,7 @@ class AccumulationWindow:
         self.sync_gradients = self._count >= self.plugin.num_steps or (info is not None and info.last)
         if self.sync_gradients:
             if self._count != self.size:
-                # The loader had no length, or not the one it said: what is held was divided by the wrong number.
+                # The loader had no length, or not the one it reported: what is held was normalised by a wrong number.
                 if self.holds_gradients and not self.weighted:
                     self._gradients.scale(self.size / self._count)
                 self.size = self._count

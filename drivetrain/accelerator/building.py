@@ -99,7 +99,7 @@ def make_dataloader_config(split_batches: bool, given: DataLoaderConfiguration |
 
 
 def make_accumulation(steps: int | None, plugin: GradientAccumulationPlugin | None) -> GradientAccumulationPlugin:
-    """How gradients accumulate: as asked for, else as the launcher says."""
+    """How gradients accumulate: as asked for, else as the launcher was started."""
     if plugin is not None and steps is not None and steps != plugin.num_steps:
         raise ConfigurationError(
             f"gradient_accumulation_steps={steps} contradicts gradient_accumulation_plugin, which says "

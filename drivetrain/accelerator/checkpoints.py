@@ -71,7 +71,7 @@ class NumberedCheckpoints:
             checkpoint.remove_checkpoint(self._path(number))
 
     def record_loaded(self, directory: Path) -> None:
-        """Go on counting after the one that was loaded."""
+        """Continue counting after the one that was loaded."""
         number = _NUMBERED.fullmatch(directory.name)
         if self.enabled and number and directory.resolve() == self._path(int(number[1])).resolve():
             self._configuration.iteration = int(number[1]) + 1

@@ -22,7 +22,7 @@ class HeldGradients:
         self._strategy = strategy
 
     def scale(self, factor: float) -> None:
-        """Multiply the gradients, where a window turns out to hold another number of micro-batches than was said."""
+        """Multiply the gradients, where a window turns out to hold another number of micro-batches than planned."""
         owners = [
             *(model.parameters() for model in self._prepared.models),
             *map(parameters_of, self._prepared.optimizers),

@@ -128,7 +128,7 @@ def _gather_objects(data: Any, source: PreparedLoader | ActiveLoaders, topology:
 
 
 class _Ambiguous(str):
-    """What a process that does not know its padding sends instead, so that its peers do not wait."""
+    """What a process without a record of its padding sends instead, so that its peers do not wait."""
 
 
 def _raise_what_any_raised(everyone: list[Any]) -> None:
@@ -145,7 +145,7 @@ def _is_even(source: PreparedLoader | ActiveLoaders) -> bool:
     """Whether every current batch is known to be full and without padding on all processes.
 
     The answer must be the same on all of them, so it rests on what they have in common: a global batch of as many
-    samples as there can be, which a loader that makes batches of one size says.
+    samples as there can be, which a loader with batches of one size reports.
     """
     for loader in _loaders(source):
         info = loader.current

@@ -1,4 +1,4 @@
-"""A prepared optimizer: steps only where an accumulation window ends, and knows when a step was skipped."""
+"""A prepared optimizer: steps only where an accumulation window ends, and records when a step was skipped."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Accelerate's plugins: its names for the options of strategies that divide a model."""
+"""Accelerate's plugins: its names for the options of strategies that shard a model."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 class FullyShardedDataParallelPlugin:
     """Options of the FSDP strategy; see `drivetrain.FSDP`, which `Accelerator(strategy=FSDP(...))` takes directly.
 
-    What means nothing under `fully_shard` is accepted and said once.
+    What means nothing under `fully_shard` is accepted and logged once.
     """
 
     fsdp_version: int | None = None
@@ -178,7 +178,7 @@ def strategy_of_plugins(
     Args:
         fsdp: a plugin, or the keys of an `fsdp_config`.
         deepspeed: a plugin, or the keys of a `deepspeed_config`.
-        parallelism: the sizes of a grid, which `fsdp` may say how to shard over.
+        parallelism: the sizes of a grid, over which `fsdp` may set how to shard.
 
     Raises:
         ConfigurationError: two of them contradict each other.
@@ -205,7 +205,7 @@ def strategy_of_plugins(
 
 
 def _name_of(value: Any) -> Any:
-    """An enumeration's member by its name, as the keys of a YAML say it."""
+    """An enumeration's member by its name, as the keys of a YAML spell it."""
     return getattr(value, "name", value)
 
 

@@ -41,7 +41,7 @@ class Moment:
 class RunState:
     """Collects, writes, reads and restores the state of a run under the schema of `drivetrain.checkpoint.schema`.
 
-    The engine's part is the same whoever drives it. A driver adds named entries, shared and of each process; those
+    The engine's part is the same for every driver. A driver adds named entries, shared and of each process; those
     that the next driver does not take are kept, and written again.
 
     Args:

@@ -82,9 +82,9 @@ class StateSaving(ProcessControl):
         Args:
             output_dir: the checkpoint's directory or URL; numbered under `project_dir/checkpoints` with automatic
                 naming.
-            block: whether to return only when it is there. Else the state is copied and written while training goes
-                on, optimizers' states copied until their next step; what fails then is raised by the next `save_state`,
-                by `save_queue.check()` or `.finish()`.
+            block: whether to return only when it is there. Else the state is copied and written while training
+                continues, optimizers' states copied until their next step; what fails then is raised by the next
+                `save_state`, by `save_queue.check()` or `.finish()`.
 
         Returns:
             The directory.

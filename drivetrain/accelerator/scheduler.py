@@ -20,7 +20,7 @@ class PreparedScheduler:
         window: the accumulation window.
         steps_per_call: how often the scheduler steps for one optimizer step. Scripts moved from Accelerate count
             on one per process, since they write schedules for the loader as it was before it was sharded. One that
-            watches a metric steps once whatever this says: the metric is one, and its patience counts it.
+            watches a metric steps once whatever this is: the metric is one, and its patience counts it.
         with_optimizer: whether to follow the optimizers at all; if not, every call steps once.
     """
 

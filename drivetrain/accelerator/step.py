@@ -87,7 +87,7 @@ class OptimizerStep:
             loss: The mean loss of the micro-batch, a scalar; with `weight` the sum of its losses.
             weight: What that sum weighs, such as a number of tokens.
             share: What the micro-batch counts for beside those of the other processes; 0 for a stand-in, whose
-                gradients count for nothing.
+                gradients are not added.
             **kwargs: Arguments of `Tensor.backward`.
 
         Raises:

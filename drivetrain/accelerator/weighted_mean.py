@@ -18,8 +18,8 @@ class WeightedMean:
 
     The mean over a global batch of `sum_i loss_i / sum_i weight_i` cannot be had by averaging each micro-batch's own
     mean where their weights differ. So the gradients of the sums are added up, the weights of all micro-batches and
-    processes too, and the gradients divided by them once, before anything reads them. Until then they are divided by a
-    power of two of about that size: that keeps them in range, and loses no bit.
+    processes too, and the gradients scaled by their inverse once, before anything reads them. Until then they are
+    scaled by a power of two of about that size: that keeps them in range, and loses no bit.
 
     Args:
         strategy: what averages gradients over processes.
@@ -36,10 +36,10 @@ class WeightedMean:
         """Find out whether losses have weights, by the first of all; call it on all processes.
 
         Args:
-            weight: what the first loss of this process weighs, if that was said.
+            weight: what the first loss of this process weighs, if it was given.
 
         Returns:
-            Whether any process said it.
+            Whether any process gave it.
         """
         if weight is None and not self._strategy.topology.environment.is_distributed:
             self.in_use = False  # without reading anything from the device
@@ -56,7 +56,7 @@ class WeightedMean:
 
         Args:
             loss: the sum of this micro-batch's losses.
-            weight: what they weigh together: the number of tokens, say.
+            weight: what they weigh together, such as the number of tokens.
             counts: whether the micro-batch is real, rather than one that only keeps peers company.
 
         Raises:
@@ -82,7 +82,7 @@ class WeightedMean:
         self._expected = False
 
     def finish(self, parts: Iterable[tuple[nn.Module, Sequence[Optimizer]]]) -> None:
-        """Divide the window's gradients by the weight of all its micro-batches; call it on all processes.
+        """Normalise the window's gradients by the weight of all its micro-batches; call it on all processes.
 
         Args:
             parts: what the strategy prepared, and the optimizers that hold its parameters.

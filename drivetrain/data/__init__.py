@@ -1,4 +1,4 @@
-"""How samples reach processes: sharded loaders that keep the user's order and know which rows are real."""
+"""How samples reach processes: sharded loaders that keep the user's order and record which rows are real."""
 
 from __future__ import annotations
 

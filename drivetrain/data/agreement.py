@@ -1,4 +1,4 @@
-"""What processes agree on batch by batch, where they cannot know it from their loaders alone."""
+"""What processes agree on batch by batch, where their loaders alone do not determine it."""
 
 from __future__ import annotations
 
@@ -39,20 +39,20 @@ def ending_together(pairs: Iterator[Pair]) -> Iterator[Pair]:
     given, world = 0, PartialState().num_processes
     for batch, info in chain(pairs, repeat(_NONE_LEFT)):
         has_one = info is not None
-        goes_on = has_one and not info.last
+        has_more = has_one and not info.last
         given += has_one
-        if any(0 < count < world for count in sum_over_processes([has_one, goes_on])):
-            raise DataError(_different_ends(gather_object([(given, goes_on)])))
+        if any(0 < count < world for count in sum_over_processes([has_one, has_more])):
+            raise DataError(_different_ends(gather_object([(given, has_more)])))
         if has_one:
             yield batch, info
-        if not goes_on:
+        if not has_more:
             return
 
 
 def _different_ends(ends: list[tuple[int, bool]]) -> str:
     counts = ", ".join(
-        f"rank {rank} has more than {given}" if goes_on else f"rank {rank} has {given}"
-        for rank, (given, goes_on) in enumerate(ends)
+        f"rank {rank} has more than {given}" if has_more else f"rank {rank} has {given}"
+        for rank, (given, has_more) in enumerate(ends)
     )
     return (
         f"The processes have different numbers of batches in this epoch: {counts}. They step together, so each needs "

@@ -1,4 +1,4 @@
-"""What a loader knows about the batch that it handed out last, and which loaders are being iterated."""
+"""A loader's record of the batch that it handed out last, and which loaders are being iterated."""
 
 from __future__ import annotations
 

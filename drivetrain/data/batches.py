@@ -25,7 +25,7 @@ class ReadyBatchesReader:
     Every process iterates all of them and keeps its own.
 
     Args:
-        batches: Anything that gives batches anew at each iteration.
+        batches: Anything that gives batches again at each iteration.
         layout: How they are shared.
         counted: Whether rows are counted also where there is one process, since its batches are shared later.
     """
@@ -76,7 +76,7 @@ class ReadyBatchesReader:
 
 
 def _uncounted(batches: Iterator[Any], skipped: int, length: int | None) -> Iterator[Pair]:
-    """All batches, for one process alone: nothing is padded, so nobody has to look into them for their rows."""
+    """All batches, for one process alone: nothing is padded, so their rows need not be counted."""
     for number, (batch, last) in enumerate(with_last(batches, length)):
         if number >= skipped:
             yield batch, BatchInfo(number, None, 0, None, last, None)

@@ -20,7 +20,7 @@ class CombinedLoader:
 
     Args:
         iterables: a list, tuple or dict of loaders.
-        mode: `"min_size"` ends with the shortest; `"max_size_cycle"` starts the shorter ones anew until the longest
+        mode: `"min_size"` ends with the shortest; `"max_size_cycle"` starts the shorter ones again until the longest
             ends; `"max_size"` gives None for those that have ended; `"sequential"` gives one loader's batches after
             the other's.
 
@@ -64,7 +64,7 @@ class CombinedLoader:
         return CombinedLoader(structure, self.mode)
 
     def set_epoch(self, epoch: int) -> None:
-        """Begin an epoch anew, in every loader: one that was started again may call an earlier pass by this number."""
+        """Begin an epoch in every loader from its start: one that was started again may have had this number before."""
         self._resumes = False
         for loader in self.loaders:
             if hasattr(loader, "skip"):
@@ -133,7 +133,7 @@ class CombinedLoader:
         return self.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take up a position: the next iteration goes on there.
+        """Take up a position: the next iteration continues there.
 
         Raises:
             CheckpointError: the state is that of another number of loaders.

@@ -62,7 +62,7 @@ class DataLoaderConfiguration:
             datasets, and only where there are several processes.
         even_batches: Complete the end of an epoch so that each process gets as many full batches
             (`TailPolicy.COMPLETE`). With False, some processes may get one batch less.
-        use_seedable_sampler: Give a `torch.utils.data.RandomSampler` a generator of its own, seeded anew at each
+        use_seedable_sampler: Give a `torch.utils.data.RandomSampler` a generator of its own, seeded again at each
             epoch with the seed plus the epoch.
         data_seed: The seed for `use_seedable_sampler`. None means the run's seed (see `set_seed`).
         non_blocking: Copy batches to the device without waiting, where the host memory is pinned.

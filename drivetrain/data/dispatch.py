@@ -63,7 +63,7 @@ class DispatchReader:
 
     def open(self, epoch: int, position: Position, limit: int | None = None) -> Opened:
         """Begin an iteration over an epoch; on all processes together."""
-        if not dist.is_initialized():  # nobody to send to: a shard that is looked at by itself
+        if not dist.is_initialized():  # no process to send to: a shard that is used by itself
             opened = self._own_reader().open(epoch, position, limit)
             pairs = own_pairs(share_pairs(opened.pairs, self.layout), self.layout.shard.index)
             return Opened(pairs, opened.start, opened.close)
@@ -122,7 +122,7 @@ class _Exchange:
             step = self._next(steps)
 
     def _next(self, steps: Iterator[_Step]) -> _Step | None:
-        """Read a step; if that fails, let the others know."""
+        """Read a step; if that fails, inform the others."""
         try:
             return next(steps, None)
         except Exception as error:

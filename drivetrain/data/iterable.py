@@ -26,7 +26,7 @@ from drivetrain.runtime.seeds import isolated_random_state, sample_seed, seed_al
 
 
 class Record(NamedTuple):
-    """A batch as it leaves the dataset, with what only the reading process knows about it."""
+    """A batch as it leaves the dataset, with what only the reading process can record."""
 
     batch: Any
     rows: int
@@ -210,7 +210,7 @@ class StreamReader:
         return Opened(with_rows_found(pairs, alone=not self._sharded) if self.finds_rows else pairs, start, close)
 
     def _pairs(self, records: Iterator[Record], skipped: int) -> Iterator[tuple[Any, BatchInfo]]:
-        """The batches, each with what is known about it; one is read ahead, to know the last."""
+        """The batches, each with its record; one is read ahead, to recognise the last."""
         consumed = sum(record.global_rows for record in islice(records, skipped))
         index = skipped
         for (batch, rows, padding, global_rows), last in with_last(records):

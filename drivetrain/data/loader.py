@@ -213,7 +213,7 @@ class PreparedLoader:
             self._seedable.set_epoch(self._epoch)
 
     def _epoch_targets(self) -> list[Any]:
-        """The dataset and the samplers, where they want to know the epoch; the dataset, or None, comes first."""
+        """The dataset and the samplers, where they take the epoch; the dataset, or None, comes first."""
         owners = [getattr(self.loader, name, None) for name in ("dataset", "sampler", "batch_sampler")]
         owners.append(getattr(owners[2], "sampler", None))
         targets = [owner if callable(getattr(owner, "set_epoch", None)) else None for owner in owners]

@@ -39,7 +39,7 @@ logger = get_logger(__name__)
 
 
 class IndexStream:
-    """What torch's loader takes for a batch sampler: begins what it was last told to."""
+    """What torch's loader takes for a batch sampler: begins what it was last given."""
 
     def __init__(self) -> None:
         self.begin: Callable[[], Iterator[Any]] = _nothing
@@ -55,7 +55,7 @@ class MapReader:
         loader: The user's loader.
         layout: How its batches are shared. The batch size in it is not used but found.
         seed: The seed that samples' random states derive from; None leaves randomness to torch's loader.
-        alone: Only this process reads, so there is nobody to agree with about the order.
+        alone: Only this process reads, so no agreement about the order is needed.
 
     Raises:
         ConfigurationError: If the loader gives batches out of order to several processes, or its batches cannot be
@@ -72,7 +72,7 @@ class MapReader:
         if distributed is not None:
             self._replicas = distributed.num_replicas
             layout = layout._replace(shard=DataShard(), split=False)
-            _tell_about(distributed)
+            _warn_of(distributed)
         self.layout = layout._replace(batch_size=self.order.batch_size)
         self.layout.check()
         if not loader.in_order and self.layout.shard.count > 1:
@@ -222,7 +222,7 @@ class MapReader:
 class _Requests(NamedTuple):
     """What turns an epoch's batches of indices into what this process reads.
 
-    It knows nothing of the loader: an iteration that was abandoned must not keep workers that stay alive.
+    It holds no reference to the loader: an iteration that was abandoned must not keep workers that stay alive.
     """
 
     order: IndexOrder
@@ -284,8 +284,8 @@ def _agreed(batches: Iterator[Sequence[Any]], source: Any) -> Iterator[Sequence[
     return chain(first, batches)
 
 
-def _tell_about(sampler: Any) -> None:
-    """Say once that a DistributedSampler is left to shard by itself, and what it repeats."""
+def _warn_of(sampler: Any) -> None:
+    """Warn once that a DistributedSampler is left to shard by itself, and of what it repeats."""
     logger.info_once("The loader has a %s, which shards by itself; it is not sharded again.", type(sampler).__name__)
     try:
         repeated = int(sampler.total_size) - len(sampler.dataset)

@@ -97,7 +97,7 @@ class IndexOrder:
 
     @property
     def batch_size(self) -> int | None:
-        """Samples of a full batch; None if the batch sampler does not say."""
+        """Samples of a full batch; None if the batch sampler does not report it."""
         size = getattr(self.batch_sampler, "batch_size", None) if self.batched else 1
         return size if isinstance(size, int) else None
 
@@ -110,7 +110,7 @@ class IndexOrder:
         return len(self.source)
 
     def said_length(self) -> int | None:
-        """How many batches a sampler that may draw at any time says it has; None to read ahead instead.
+        """How many batches a sampler that may draw at any time reports; None to read ahead instead.
 
         Reading ahead would draw from the global generators earlier than a plain loader does.
         """
@@ -122,7 +122,7 @@ class IndexOrder:
             return None
 
     def record_end(self, batches: int, was_last: bool) -> None:
-        """Be told at the end of an epoch how many batches there were, and whether the last one was known as such."""
+        """Record at the end of an epoch how many batches there were, and whether the last one was known as such."""
         if batches and not was_last:
             logger.warning_once(
                 "%s says that it has %d batches, but gave %d. In this epoch the last batch was not known to be the "
@@ -219,7 +219,7 @@ def _skip_batches(iterator: Iterator[Any], position: Position, keep: int) -> tup
 
 
 class SeedableSampler:
-    """Gives a RandomSampler a generator that is seeded anew at each epoch, with the seed plus the epoch.
+    """Gives a RandomSampler a generator that is seeded again at each epoch, with the seed plus the epoch.
 
     Args:
         sampler: The user's sampler.

@@ -83,7 +83,7 @@ def prepare_loader(
         The prepared loader; `loader` itself if it is one already.
 
     Raises:
-        ConfigurationError: If the loader cannot be prepared like this; the message says why and what to do.
+        ConfigurationError: If the loader cannot be prepared like this; the message states why and what to do.
 
     Example:
         ```python

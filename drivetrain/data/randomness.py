@@ -165,7 +165,7 @@ class SeparateDraws:
     def settle(self) -> None:
         """Advance the global generators as if they had been drawn from, where they stood at the start.
 
-        Called once the first items are drawn and again at the end. The second time, only generators that nobody else
+        Called once the first items are drawn and again at the end. The second time, only generators that nothing else
         has used in between are advanced further.
         """
         now = RandomState.capture(devices=False)

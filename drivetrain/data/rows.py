@@ -50,7 +50,7 @@ def row_count(batch: Any) -> int:
 def pick_rows(batches: Sequence[Any], counts: Sequence[int], picks: Sequence[int]) -> Any:
     """Rows out of several batches of the same form, put together to one.
 
-    Tensors and lists (of strings or numbers, say) that are as long as their batch has rows are columns. All else is
+    Tensors and lists, such as of strings or numbers, that are as long as their batch has rows are columns. All else is
     taken from the last batch as it is.
 
     Args:

@@ -22,7 +22,7 @@ from torch.utils.data._utils.collate import default_convert
 
 from drivetrain.runtime.seeds import isolated_random_state, sample_seed, seed_all_generators
 
-COLLATE = 0xC011A7E  # tells the random state of collating a batch from that of its first sample
+COLLATE = 0xC011A7E  # distinguishes the random state of collating a batch from that of its first sample
 
 _FIXED = (TensorDataset, list, tuple, range, torch.Tensor, np.ndarray)
 

@@ -28,7 +28,7 @@ class Share(NamedTuple):
         start: The first row taken of that batch.
         stop: The row after the last one taken.
         padding: How many rows of padding follow.
-        offset: Where in the epoch's first samples the padding begins. It goes on from the start after their end.
+        offset: Where in the epoch's first samples the padding begins. It continues from the start after their end.
     """
 
     source: int | None
@@ -62,7 +62,7 @@ class Layout(NamedTuple):
         """Refuse a batch size that cannot be split.
 
         Raises:
-            ConfigurationError: If the batches are to be split and their size does not divide by the processes.
+            ConfigurationError: If the batches are to be split and their size is no multiple of the processes.
         """
         if self.split and self.batch_size is not None and self.batch_size % self.shard.count:
             raise ConfigurationError(
@@ -150,7 +150,7 @@ def with_last(items: Iterable[Item], length: int | None = None) -> Iterator[tupl
 
     Args:
         items: Any iterable.
-        length: How many items there are said to be. While this says that more follow, none is read ahead; without
+        length: How many items are expected. While more are to follow, none is read ahead; without
             it, one is always read ahead.
     """
     iterator = iter(items)
@@ -187,7 +187,7 @@ def shard_batches(
         index: The number of the first batch that comes out, where the epoch does not begin at its start.
         consumed: Samples of the epoch that were consumed before.
         head: The epoch's first samples, where `batches` does not begin with them.
-        length: How many batches there are said to be (see `with_last`); used in a world of one.
+        length: How many batches are expected (see `with_last`); used in a world of one.
         streaming: Read nothing ahead: `BatchInfo.last` then stays False.
 
     Yields:

@@ -14,7 +14,7 @@ from drivetrain.strategies.deepspeed.package import import_deepspeed
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Build operators, or say which there are."""
+    """Build operators, or print which there are."""
     parser = argparse.ArgumentParser(description="Build DeepSpeed's compiled operators ahead of time.")
     parser.add_argument("names", nargs="*", help=f"of {', '.join(BUILDERS)}; what helps on this machine if none")
     parser.add_argument("--status", action="store_true", help="only say which are built")

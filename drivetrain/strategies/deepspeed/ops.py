@@ -100,7 +100,7 @@ def _is_open(path: Path) -> bool | None:
             if any(os.path.realpath(handle) == wanted for handle in (process / "fd").iterdir()):
                 return True
         except PermissionError:
-            unseen = unseen or process.name != "1"  # which builds nothing, where it does not let itself be looked at
+            unseen = unseen or process.name != "1"  # which builds nothing, where its files cannot be listed
         except OSError:
             continue  # it has ended
     return None if unseen else False
@@ -159,7 +159,7 @@ def require_async_io() -> None:
     cause: Exception | None = None
     try:
         possible = builder is not None and builder.is_compatible(verbose=False)
-    except Exception as error:  # it looks for compilers and libraries in its own ways; what it met is told
+    except Exception as error:  # it looks for compilers and libraries in its own ways; what it met is the cause
         possible, cause = False, error
     if not possible:
         raise ConfigurationError(

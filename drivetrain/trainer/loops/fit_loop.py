@@ -67,7 +67,7 @@ class FitLoop:
 
     @property
     def batches(self) -> TrainingBatches:
-        """The training batches, which know where in the data the run is."""
+        """The training batches, which hold where in the data the run is."""
         return self._batches
 
     def resume_from(self, saved: SavedRun) -> None:

@@ -90,7 +90,7 @@ class TrainingBatches:
     def mark(self) -> None:
         """Remember where this process stands before a step or a validation."""
         self.committed.mark()
-        # A combination knows only where it is now.
+        # A combination has only its present position.
         self._marked = self.loader.state_dict() if isinstance(self.loader, CombinedLoader) else None
 
     def windows(self) -> Generator[list[MicroBatch], None, None]:

@@ -22,7 +22,7 @@ from drivetrain.trainer.task import Task
 if TYPE_CHECKING:
     from drivetrain.trainer.trainer import Trainer
 
-# what hooks see of the engine's part, by the name that they know -> the engine's name
+# what hooks see of the engine's part, by the name that they use -> the engine's name
 _ENGINE = {
     "optimizer_states": "optimizers",
     "lr_schedulers": "schedulers",
@@ -223,7 +223,7 @@ class SavedRun:
             # Only what the next epoch's order is drawn from still counts.
             state = at_start_of(state, progress.epoch + 1)
         elif self._is_ours and progress.batches_in_epoch == 0:
-            # Saved after fit, say: the loader still stands at the end of the epoch before.
+            # Such as one saved after fit: the loader still stands at the end of the epoch before.
             state = at_start_of(state, progress.epoch)
         loader.load_state_dict(state)
         if not self._is_ours:
