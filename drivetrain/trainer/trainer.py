@@ -266,13 +266,13 @@ class Trainer(KnownKeywords, OptionAttributes, TrainerStatus):
         self.tracker_log.write_hyper_parameters(task)
         training_model = self.strategy.view(model, "train" if task.automatic_optimization else "manual")
         step = choose_step(self, task, training_model)
-        batches = TrainingBatches(self, training)
         validation = make_validation(self, task, model, validating)
         if saved is None:
             run_sanity_check(self, validation)
         self.logged.start((Stage.TRAIN, Stage.VALIDATE))
         task_checks.warn_of_evaluation_mode(task)
         self.current.stage = Stage.TRAIN
+        batches = TrainingBatches(self, training)
         task_checks.warn_of_rare_logging(self, self.estimated_stepping_batches)
         self.fit_loop = FitLoop(self, step, batches, validation, EpochHealth(self, task))
         self.accelerator.run_state.moment = partial(moment_of, self)

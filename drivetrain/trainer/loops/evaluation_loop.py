@@ -96,14 +96,10 @@ class EvaluationLoop:
     def undone(self) -> Iterator[None]:
         """Undo in the end what the body draws, as the sanity check does: training then draws what it does without.
 
-        The global generators are put back, those of devices too, and those that the task, the data module, the loaders
-        and their datasets hold.
+        The global generators are put back, those of devices too, and those that the task and the data module hold; a
+        `run` that keeps nothing puts back those of its loaders and their datasets.
         """
-        with ExitStack() as stack:
-            stack.enter_context(isolated_random_state(devices=True))
-            stack.enter_context(kept_generators(self._task, self._trainer.datamodule))
-            for loader in self.load():
-                stack.enter_context(loader.undone())
+        with isolated_random_state(devices=True), kept_generators(self._task, self._trainer.datamodule):
             yield
 
     def run(
@@ -123,7 +119,10 @@ class EvaluationLoop:
         loaders = self.load()
         limits = [min(limit, FOREVER if at_most is None else at_most) for limit in self._limits]
         self._step = bind_evaluation_step(trainer, self._task, self._model, getattr(self._task, stage.step_name))
-        with evaluating(self._task, stage):
+        with ExitStack() as stack:
+            stack.enter_context(evaluating(self._task, stage))
+            for loader in () if keep else loaders:
+                stack.enter_context(loader.undone())
             trainer.logged.enter(self._in_epoch)
             hooks.call(stage.hook_name("start"))
             hooks.call(stage.hook_name("epoch_start"))
