@@ -273,6 +273,7 @@ class Trainer(KnownKeywords, OptionAttributes, TrainerStatus):
         self.logged.start((Stage.TRAIN, Stage.VALIDATE))
         task_checks.warn_of_evaluation_mode(task)
         self.current.stage = Stage.TRAIN
+        batches = TrainingBatches(self, training)
         task_checks.warn_of_rare_logging(self, self.estimated_stepping_batches)
         self.fit_loop = FitLoop(self, step, batches, validation, EpochHealth(self, task))
         self.accelerator.run_state.moment = partial(moment_of, self)

@@ -93,27 +93,14 @@ class EvaluationLoop:
             yield
 
     @contextmanager
-    def undone(self) -> Iterator[ExitStack]:
+    def undone(self) -> Iterator[None]:
         """Undo in the end what the body draws, as the sanity check does: training then draws what it does without.
 
-        The global generators are put back, those of devices too, and those that the task and the data module hold.
-
-        Returns:
-            Where `load_undone` adds those of the loaders and their datasets.
+        The global generators are put back, those of devices too, and those that the task and the data module hold; a
+        `run` that keeps nothing puts back those of its loaders and their datasets.
         """
-        with ExitStack() as stack:
-            stack.enter_context(isolated_random_state(devices=True))
-            stack.enter_context(kept_generators(self._task, self._trainer.datamodule))
-            yield stack
-
-    def load_undone(self, stack: ExitStack) -> None:
-        """Prepare the loaders, and let what they draw from now on be undone with the rest.
-
-        Args:
-            stack: What `undone` gave.
-        """
-        for loader in self.load():
-            stack.enter_context(loader.undone())
+        with isolated_random_state(devices=True), kept_generators(self._task, self._trainer.datamodule):
+            yield
 
     def run(
         self, at_most: int | None = None, keep: bool = True, on_results: Callable[[], None] | None = None
@@ -132,7 +119,10 @@ class EvaluationLoop:
         loaders = self.load()
         limits = [min(limit, FOREVER if at_most is None else at_most) for limit in self._limits]
         self._step = bind_evaluation_step(trainer, self._task, self._model, getattr(self._task, stage.step_name))
-        with evaluating(self._task, stage):
+        with ExitStack() as stack:
+            stack.enter_context(evaluating(self._task, stage))
+            for loader in () if keep else loaders:
+                stack.enter_context(loader.undone())
             trainer.logged.enter(self._in_epoch)
             hooks.call(stage.hook_name("start"))
             hooks.call(stage.hook_name("epoch_start"))

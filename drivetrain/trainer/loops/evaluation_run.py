@@ -138,9 +138,8 @@ def run_sanity_check(trainer: Trainer, validation: EvaluationLoop | None) -> Non
     steps = trainer.num_sanity_val_steps
     if validation is None or steps == 0:
         return
-    with trainer.current.within(Stage.VALIDATE, sanity_checking=True), validation.undone() as undone:
+    with trainer.current.within(Stage.VALIDATE, sanity_checking=True), validation.undone():
         trainer.logged.start((Stage.VALIDATE,))
         trainer.hooks.call("on_sanity_check_start")
-        validation.load_undone(undone)
         validation.run(at_most=None if steps < 0 else steps, keep=False)
         trainer.hooks.call("on_sanity_check_end")
