@@ -1,4 +1,4 @@
-"""drivetrain: one task class, one `fit`, any hardware.
+"""One task class, one `fit`, any hardware.
 
 Names are resolved on first use, so importing the package costs next to nothing and the command
 line needs no torch.

@@ -80,29 +80,29 @@ class Accelerator(KnownKeywords, StateSaving, EngineStatus):
     instance: a second Accelerator changes nothing about the first.
 
     Args:
-        device_placement: whether `prepare` and prepared loaders move models and batches to the device.
-        split_batches: whether a loader's batch is the global one and is split; else each process takes a whole one.
-        mixed_precision: a precision's name or a `Precision`; the launcher's `--mixed_precision`, else full.
-        gradient_accumulation_steps: micro-batches per optimizer step; the launcher's, else 1.
-        cpu: run on the CPU even where there is an accelerator.
-        dataloader_config: how loaders are sharded.
-        strategy: a strategy's name or a `Strategy`; `"auto"` takes DDP among several processes, else single.
-        project_dir: where the run writes.
-        project_config: the same in more detail.
-        gradient_accumulation_plugin: accumulation in more detail; give this or `gradient_accumulation_steps`.
-        step_scheduler_with_optimizer: whether prepared schedulers follow the optimizers.
-        step_scheduler_per_process: whether a prepared scheduler steps once per process for each optimizer step,
+        device_placement: Whether `prepare` and prepared loaders move models and batches to the device.
+        split_batches: Whether a loader's batch is the global one and is split; else each process takes a whole one.
+        mixed_precision: A precision's name or a `Precision`; the launcher's `--mixed_precision`, else full.
+        gradient_accumulation_steps: Micro-batches per optimizer step; the launcher's, else 1.
+        cpu: Run on the CPU even where there is an accelerator.
+        dataloader_config: How loaders are sharded.
+        strategy: A strategy's name or a `Strategy`; `"auto"` takes DDP among several processes, else single.
+        project_dir: Where the run writes.
+        project_config: The same in more detail.
+        gradient_accumulation_plugin: Accumulation in more detail; give this or `gradient_accumulation_steps`.
+        step_scheduler_with_optimizer: Whether prepared schedulers follow the optimizers.
+        step_scheduler_per_process: Whether a prepared scheduler steps once per process for each optimizer step,
             as Accelerate's do (unless `split_batches`); False steps it once.
-        rng_types: accepted for scripts that move over; every loader's order is the same on all processes anyway.
-        kwargs_handlers: option holders in Accelerate's names.
-        fsdp_plugin: options of `strategy="fsdp"` in Accelerate's names, or the keys of its `fsdp_config`.
-        deepspeed_plugin: options of `strategy="deepspeed"` in Accelerate's names, or the keys of its
+        rng_types: Accepted for scripts that move over; every loader's order is the same on all processes anyway.
+        kwargs_handlers: Option holders in Accelerate's names.
+        fsdp_plugin: Options of `strategy="fsdp"` in Accelerate's names, or the keys of its `fsdp_config`.
+        deepspeed_plugin: Options of `strategy="deepspeed"` in Accelerate's names, or the keys of its
             `deepspeed_config`.
-        parallelism_config: sizes of the grid of processes in Accelerate's names; `strategy=Parallel(...)` has more.
-        device: name of the kind of device, such as `"cuda"`; found if None.
+        parallelism_config: Sizes of the grid of processes in Accelerate's names; `strategy=Parallel(...)` has more.
+        device: Name of the kind of device, such as `"cuda"`; found if None.
 
     Raises:
-        ConfigurationError: options contradict each other or cannot run here; the message names what can.
+        ConfigurationError: Options contradict each other or cannot run here; the message names what can.
 
     Example:
         ```python
@@ -188,8 +188,8 @@ class Accelerator(KnownKeywords, StateSaving, EngineStatus):
         """Prepare models, optimizers, loaders and schedulers, in any order.
 
         Args:
-            *objects: modules, optimizers, DataLoaders and learning-rate schedulers; anything else is returned as it is.
-            device_placement: for each object, whether to move it; the instance's own choice where None.
+            *objects: Modules, optimizers, DataLoaders and learning-rate schedulers; anything else is returned as it is.
+            device_placement: For each object, whether to move it; the instance's own choice where None.
 
         Returns:
             The prepared objects in the order given; one object alone is not wrapped in a tuple. What is prepared
@@ -230,9 +230,9 @@ class Accelerator(KnownKeywords, StateSaving, EngineStatus):
         """Prepare one model.
 
         Args:
-            model: the model.
-            device_placement: whether to move it; the instance's own choice if None.
-            evaluation_mode: place it without wrapping it for training.
+            model: The model.
+            device_placement: Whether to move it; the instance's own choice if None.
+            evaluation_mode: Place it without wrapping it for training.
 
         Returns:
             The module to call.
@@ -320,12 +320,12 @@ class Accelerator(KnownKeywords, StateSaving, EngineStatus):
         """Prepare one loader: this process's share of exactly the order that the loader has by itself.
 
         Args:
-            data_loader: a DataLoader, or any iterable of batches.
-            device_placement: whether batches are moved to the device; the instance's own choice if None.
-            tail: what happens at the end where the number of batches is no multiple of the processes; from
+            data_loader: A DataLoader, or any iterable of batches.
+            device_placement: Whether batches are moved to the device; the instance's own choice if None.
+            tail: What happens at the end where the number of batches is no multiple of the processes; from
                 `even_batches` if None.
-            place: moves one batch to the device, instead of the default.
-            shard: which part of the data is this process's; the strategy's if None.
+            place: Moves one batch to the device, instead of the default.
+            shard: Which part of the data is this process's; the strategy's if None.
 
         Returns:
             The prepared loader.
@@ -366,7 +366,7 @@ class Accelerator(KnownKeywords, StateSaving, EngineStatus):
         """Context of one micro-batch: inside it, optimizers step and gradients are reduced only where a window ends.
 
         Args:
-            *models: the prepared models whose gradients accumulate; all of them if none is named.
+            *models: The prepared models whose gradients accumulate; all of them if none is named.
         """
         self.accumulation.advance()
         if self.accumulation.sync_gradients or self.accumulation.plugin.sync_each_batch:
@@ -424,7 +424,7 @@ class Accelerator(KnownKeywords, StateSaving, EngineStatus):
         """The precision's context, for computations outside a prepared model, such as a loss.
 
         Args:
-            autocast_handler: options of this context alone; `AutocastKwargs(enabled=False)` computes in full.
+            autocast_handler: Options of this context alone; `AutocastKwargs(enabled=False)` computes in full.
         """
         if autocast_handler is None:
             return self.precision.forward_context()
@@ -446,8 +446,8 @@ class Accelerator(KnownKeywords, StateSaving, EngineStatus):
         """Context for a loop in which processes may have different numbers of batches.
 
         Args:
-            joinables: the prepared models.
-            even_batches: overrides the instance's choice for loops that start in the context.
+            joinables: The prepared models.
+            even_batches: Overrides the instance's choice for loops that start in the context.
         """
         return self._joined(joinables, even_batches)
 
@@ -483,9 +483,9 @@ class Accelerator(KnownKeywords, StateSaving, EngineStatus):
         A tensor is per-sample where its first dimension is the batch's number of rows; others are gathered whole.
 
         Args:
-            input_data: nested structure of tensors, and of lists that hold one object per sample, such as a string.
-            use_gather_object: gather as objects even where all are tensors.
-            loader: whose batch this is, where several loaders are iterated at once.
+            input_data: Nested structure of tensors, and of lists that hold one object per sample, such as a string.
+            use_gather_object: Gather as objects even where all are tensors.
+            loader: Whose batch this is, where several loaders are iterated at once.
 
         Returns:
             The real rows of all processes, in the order of the plain loader.
@@ -521,9 +521,9 @@ class Accelerator(KnownKeywords, StateSaving, EngineStatus):
         """The user's own module.
 
         Args:
-            model: a prepared model.
-            keep_fp32_wrapper: whether its forward keeps running under the precision.
-            keep_torch_compile: accepted; a compiled module is returned as its original.
+            model: A prepared model.
+            keep_fp32_wrapper: Whether its forward keeps running under the precision.
+            keep_torch_compile: Accepted; a compiled module is returned as its original.
         """
         bare = self.strategy.unwrap(model)
         if not keep_fp32_wrapper:
@@ -545,7 +545,7 @@ class Accelerator(KnownKeywords, StateSaving, EngineStatus):
         """Release everything prepared and give memory back to the device.
 
         Args:
-            *objects: the caller's references, to be overwritten with what is returned.
+            *objects: The caller's references, to be overwritten with what is returned.
 
         Returns:
             A None for each object: `model, optimizer = accelerator.free_memory(model, optimizer)`.

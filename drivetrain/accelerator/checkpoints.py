@@ -18,8 +18,8 @@ class NumberedCheckpoints:
     """The checkpoints `checkpoints/checkpoint_<n>` of a project.
 
     Args:
-        configuration: where they are, how many to keep, and the number of the next one.
-        state: this process among its peers: the main process looks and removes, all get the same answer.
+        configuration: Where they are, how many to keep, and the number of the next one.
+        state: This process among its peers: the main process looks and removes, all get the same answer.
     """
 
     def __init__(self, configuration: ProjectConfiguration, state: PartialState) -> None:
@@ -35,7 +35,7 @@ class NumberedCheckpoints:
         """Where the next one goes.
 
         Raises:
-            ConfigurationError: naming is off, or there is one of that number already.
+            ConfigurationError: Naming is off, or there is one of that number already.
         """
         number = self._configuration.iteration
         if number in self._from_main_process():
@@ -49,8 +49,8 @@ class NumberedCheckpoints:
         """The one with the highest number.
 
         Raises:
-            CheckpointError: there is none.
-            ConfigurationError: naming is off.
+            CheckpointError: There is none.
+            ConfigurationError: Naming is off.
         """
         numbers = self._from_main_process()
         if not numbers:

@@ -117,9 +117,9 @@ class ProcessControl:
         With a strategy that does not split sequences it changes nothing.
 
         Args:
-            buffers: tensors that hold whole sequences, such as tokens, labels and positions.
-            buffer_seq_dims: for each, which dimension is the sequence.
-            no_restore_buffers: those that need not be whole again afterwards.
+            buffers: Tensors that hold whole sequences, such as tokens, labels and positions.
+            buffer_seq_dims: For each, which dimension is the sequence.
+            no_restore_buffers: Those that need not be whole again afterwards.
         """
         capability = self.strategy.capability(ContextParallel)
         if capability is None:

@@ -35,8 +35,8 @@ class PrecisionForward:
     Outputs come back in 32 bits under the mixed precisions, so that a loss outside the model is computed in full.
 
     Args:
-        forward: the module's own forward.
-        precision: the number formats.
+        forward: The module's own forward.
+        precision: The number formats.
     """
 
     def __init__(self, forward: Callable[..., Any], precision: Precision) -> None:

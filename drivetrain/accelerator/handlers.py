@@ -57,8 +57,8 @@ class InitProcessGroupKwargs:
     """Options of the process group.
 
     Attributes:
-        backend: overrides the device's own backend.
-        timeout: how long a collective may wait for a peer.
+        backend: Overrides the device's own backend.
+        timeout: How long a collective may wait for a peer.
     """
 
     backend: str | None = None
@@ -78,10 +78,10 @@ class GradientAccumulationPlugin:
     """How gradients are accumulated.
 
     Attributes:
-        num_steps: micro-batches per optimizer step.
-        adjust_scheduler: accepted for scripts that move over; a prepared scheduler steps where its optimizer does.
-        sync_with_dataloader: whether the last batch of a loader always ends a window.
-        sync_each_batch: reduce gradients over processes in each micro-batch, which saves memory under sharding.
+        num_steps: Micro-batches per optimizer step.
+        adjust_scheduler: Accepted for scripts that move over; a prepared scheduler steps where its optimizer does.
+        sync_with_dataloader: Whether the last batch of a loader always ends a window.
+        sync_each_batch: Reduce gradients over processes in each micro-batch, which saves memory under sharding.
     """
 
     num_steps: int = 1
@@ -101,11 +101,11 @@ class ProjectConfiguration:
     """Where a run writes.
 
     Attributes:
-        project_dir: the run's directory.
-        logging_dir: where trackers write; `project_dir` if None.
-        automatic_checkpoint_naming: let `save_state()` number its checkpoints under `project_dir/checkpoints`.
-        total_limit: how many of those to keep, the latest ones.
-        iteration: the number of the next one.
+        project_dir: The run's directory.
+        logging_dir: Where trackers write; `project_dir` if None.
+        automatic_checkpoint_naming: Let `save_state()` number its checkpoints under `project_dir/checkpoints`.
+        total_limit: How many of those to keep, the latest ones.
+        iteration: The number of the next one.
     """
 
     project_dir: str | None = None

@@ -23,10 +23,10 @@ def gather_real_rows(
     """Gather nested per-sample values of the current batch from all processes.
 
     Args:
-        data: nested structure of tensors and of lists that hold one object per sample.
-        source: the loader whose batch this is, or the loaders being iterated.
-        topology: which processes have a share in it.
-        as_objects: gather as objects even where all are tensors.
+        data: Nested structure of tensors and of lists that hold one object per sample.
+        source: The loader whose batch this is, or the loaders being iterated.
+        topology: Which processes have a share in it.
+        as_objects: Gather as objects even where all are tensors.
 
     Returns:
         The real rows in rank order.

@@ -55,7 +55,7 @@ class FullyShardedDataParallelPlugin:
         """The strategy that these options mean.
 
         Raises:
-            ConfigurationError: an option cannot be.
+            ConfigurationError: An option cannot be.
         """
         from drivetrain.strategies.fsdp import FSDP
         from drivetrain.strategies.fsdp.accelerate_config import options_from
@@ -106,7 +106,7 @@ class DeepSpeedPlugin:
     """Options of the DeepSpeed strategy; see `drivetrain.DeepSpeed`, which `Accelerator(strategy=...)` takes directly.
 
     Attributes:
-        hf_ds_config: a DeepSpeed configuration, as a dict or a path.
+        hf_ds_config: A DeepSpeed configuration, as a dict or a path.
     """
 
     hf_ds_config: Any = None
@@ -145,7 +145,7 @@ class ParallelismConfig:
     """Sizes of the grid of processes; see `drivetrain.Parallel`, which `Accelerator(strategy=...)` takes directly.
 
     Attributes:
-        tp_plan: which layers are split how; Accelerate takes it from the model alone, which is `"auto"`.
+        tp_plan: Which layers are split how; Accelerate takes it from the model alone, which is `"auto"`.
     """
 
     dp_replicate_size: int | None = None
@@ -158,7 +158,7 @@ class ParallelismConfig:
         """The strategy that these sizes mean.
 
         Args:
-            **options: those of `FSDP`, by which parameters are sharded.
+            **options: Those of `FSDP`, by which parameters are sharded.
         """
         from drivetrain.strategies.parallel import Parallel
 
@@ -176,12 +176,12 @@ def strategy_of_plugins(
     """The strategy that Accelerate's plugins ask for, if any was given.
 
     Args:
-        fsdp: a plugin, or the keys of an `fsdp_config`.
-        deepspeed: a plugin, or the keys of a `deepspeed_config`.
-        parallelism: the sizes of a grid, over which `fsdp` may set how to shard.
+        fsdp: A plugin, or the keys of an `fsdp_config`.
+        deepspeed: A plugin, or the keys of a `deepspeed_config`.
+        parallelism: The sizes of a grid, over which `fsdp` may set how to shard.
 
     Raises:
-        ConfigurationError: two of them contradict each other.
+        ConfigurationError: Two of them contradict each other.
     """
     if deepspeed is not None and (fsdp is not None or parallelism is not None):
         raise ConfigurationError("deepspeed_plugin goes with neither fsdp_plugin nor parallelism_config; give one.")

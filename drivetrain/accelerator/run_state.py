@@ -30,8 +30,8 @@ class Moment:
     """The moment that a save describes, where that is not the present one but the last finished step.
 
     Attributes:
-        random: the random state at that moment; the present one if None.
-        loaders: the loaders' positions; the present ones if None.
+        random: The random state at that moment; the present one if None.
+        loaders: The loaders' positions; the present ones if None.
     """
 
     random: RandomState | None = None
@@ -45,16 +45,16 @@ class RunState:
     that the next driver does not take are kept, and written again.
 
     Args:
-        state: this process among its peers.
-        strategy: gives and takes the state of models and optimizers.
-        precision: its scaler is part of the state.
-        numbered: the checkpoints that have a number instead of a name.
-        prepared: what the engine has prepared, and what was registered.
+        state: This process among its peers.
+        strategy: Gives and takes the state of models and optimizers.
+        precision: Its scaler is part of the state.
+        numbered: The checkpoints that have a number instead of a name.
+        prepared: What the engine has prepared, and what was registered.
 
     Attributes:
-        prepared: what the engine has prepared, and what was registered.
-        hooks: functions of the user's that run before `save_state` and `load_state`.
-        moment: gives the moment that a save describes; set by a driver that may save within a step.
+        prepared: What the engine has prepared, and what was registered.
+        hooks: Functions of the user's that run before `save_state` and `load_state`.
+        moment: Gives the moment that a save describes; set by a driver that may save within a step.
     """
 
     def __init__(
@@ -75,7 +75,7 @@ class RunState:
         """Save and load further objects with the run.
 
         Raises:
-            ConfigurationError: one has no `state_dict` and `load_state_dict`.
+            ConfigurationError: One has no `state_dict` and `load_state_dict`.
         """
         for item in objects:
             if not (hasattr(item, "state_dict") and hasattr(item, "load_state_dict")):
@@ -96,8 +96,8 @@ class RunState:
         """Collect the engine's part of the shared state; call it on all processes.
 
         Args:
-            weights_only: leave out everything but the models.
-            moment: the moment that the save describes; from `self.moment` if None.
+            weights_only: Leave out everything but the models.
+            moment: The moment that the save describes; from `self.moment` if None.
         """
         strategy, classes = self.strategy, self.classes()
         states = [strategy.state.model(model) for model in self.prepared.models]
@@ -140,14 +140,14 @@ class RunState:
         """Write a checkpoint; call it on all processes.
 
         Args:
-            directory: the checkpoint's directory, or a URL.
-            engine: the engine's part, from `engine()`.
-            driver: the driver's entries that are the same on all processes.
-            own: the driver's entries of this process.
-            step: the optimizer step, by which the newest checkpoint is found.
-            block: whether to return only when it is durable; else it is written while training continues.
-            extra: a directory whose files become part of the checkpoint.
-            moment: the moment that the save describes; from `self.moment` if None.
+            directory: The checkpoint's directory, or a URL.
+            engine: The engine's part, from `engine()`.
+            driver: The driver's entries that are the same on all processes.
+            own: The driver's entries of this process.
+            step: The optimizer step, by which the newest checkpoint is found.
+            block: Whether to return only when it is durable; else it is written while training continues.
+            extra: A directory whose files become part of the checkpoint.
+            moment: The moment that the save describes; from `self.moment` if None.
 
         Returns:
             The save; done already where `block` is set.
@@ -189,8 +189,8 @@ class RunState:
         """Open a checkpoint; call it on all processes.
 
         Args:
-            directory: the checkpoint's directory, or a URL.
-            whole: read all tensors at once, rather than each process its shards where the strategy can.
+            directory: The checkpoint's directory, or a URL.
+            whole: Read all tensors at once, rather than each process its shards where the strategy can.
         """
         return SavedEngine(self, self._state, directory, whole)
 

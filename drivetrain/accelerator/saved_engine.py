@@ -25,20 +25,20 @@ class SavedEngine:
     """A checkpoint, opened: all but the tensors that each process reads straight into its shards.
 
     Args:
-        run: the state that it goes into.
-        state: this process among its peers.
-        directory: the checkpoint's directory, or a URL.
-        whole: read all tensors at once.
+        run: The state that it goes into.
+        state: This process among its peers.
+        directory: The checkpoint's directory, or a URL.
+        whole: Read all tensors at once.
 
     Attributes:
-        directory: the checkpoint's directory, or a URL.
-        engine: the engine's part, as `RunState.engine` gives it.
-        driver: the entries that a driver has added, by name.
-        kept: the names of those that are of an earlier checkpoint than the rest.
-        own: the driver's entries of this process; None where another number of processes wrote them.
+        directory: The checkpoint's directory, or a URL.
+        engine: The engine's part, as `RunState.engine` gives it.
+        driver: The entries that a driver has added, by name.
+        kept: The names of those that are of an earlier checkpoint than the rest.
+        own: The driver's entries of this process; None where another number of processes wrote them.
 
     Raises:
-        CheckpointError: it cannot be read, or is not the state of a run.
+        CheckpointError: It cannot be read, or is not the state of a run.
     """
 
     def __init__(
@@ -86,7 +86,7 @@ class SavedEngine:
         """Refuse a checkpoint that training cannot continue from.
 
         Raises:
-            CheckpointError: the models are all that was saved.
+            CheckpointError: The models are all that was saved.
         """
         if "optimizers" not in self.engine:
             raise CheckpointError(
@@ -98,11 +98,11 @@ class SavedEngine:
         """Refuse a checkpoint of other objects than those that are prepared and registered.
 
         Args:
-            models: those that are to be restored; all that are prepared if None.
-            advice: what to do where there are more or fewer of a kind.
+            models: Those that are to be restored; all that are prepared if None.
+            advice: What to do where there are more or fewer of a kind.
 
         Raises:
-            CheckpointError: there are more or fewer of a kind, or an optimizer is of another class; both are named.
+            CheckpointError: There are more or fewer of a kind, or an optimizer is of another class; both are named.
         """
         run = self._run
         here: dict[str, Sequence[Any]] = {
@@ -134,7 +134,7 @@ class SavedEngine:
         """Give the models their weights.
 
         Args:
-            models: those to restore; all that are prepared if None.
+            models: Those to restore; all that are prepared if None.
         """
         strategy, models = self._run.strategy, self._run.prepared.models if models is None else models
         if self._in_shards:

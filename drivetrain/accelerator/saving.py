@@ -22,7 +22,7 @@ class StateSaving(ProcessControl):
         """Save and load further objects with the run.
 
         Raises:
-            ConfigurationError: one has no `state_dict` and `load_state_dict`.
+            ConfigurationError: One has no `state_dict` and `load_state_dict`.
         """
         self.run_state.register(objects)
 
@@ -38,10 +38,10 @@ class StateSaving(ProcessControl):
         Call it on all processes.
 
         Args:
-            model: a prepared model.
-            save_directory: the directory, which gets `model.safetensors`, or several files and an index.
-            max_shard_size: bytes in a file at most, such as `"5GB"`.
-            safe_serialization: accepted; weights are never pickled.
+            model: A prepared model.
+            save_directory: The directory, which gets `model.safetensors`, or several files and an index.
+            max_shard_size: Bytes in a file at most, such as `"5GB"`.
+            safe_serialization: Accepted; weights are never pickled.
         """
         self.run_state.export(model, save_directory, max_shard_size)
 
@@ -49,7 +49,7 @@ class StateSaving(ProcessControl):
         """Call a function before `save_state` writes.
 
         Args:
-            hook: called on every process as `hook(models, weights, output_dir)` with the prepared models and their
+            hook: Called on every process as `hook(models, weights, output_dir)` with the prepared models and their
                 state dicts, and a directory that becomes the checkpoint: what it writes there is part of it. What it
                 takes out of `weights` is not saved again.
 
@@ -62,7 +62,7 @@ class StateSaving(ProcessControl):
         """Call a function before `load_state` loads.
 
         Args:
-            hook: called on every process as `hook(models, input_dir)`. What it takes out of `models` is not loaded.
+            hook: Called on every process as `hook(models, input_dir)`. What it takes out of `models` is not loaded.
 
         Returns:
             A handle whose `remove()` takes it back.
@@ -80,9 +80,9 @@ class StateSaving(ProcessControl):
         Call it on all processes. The directory appears complete or not at all.
 
         Args:
-            output_dir: the checkpoint's directory or URL; numbered under `project_dir/checkpoints` with automatic
+            output_dir: The checkpoint's directory or URL; numbered under `project_dir/checkpoints` with automatic
                 naming.
-            block: whether to return only when it is there. Else the state is copied and written while training
+            block: Whether to return only when it is there. Else the state is copied and written while training
                 continues, optimizers' states copied until their next step; what fails then is raised by the next
                 `save_state`, by `save_queue.check()` or `.finish()`.
 
@@ -90,7 +90,7 @@ class StateSaving(ProcessControl):
             The directory.
 
         Raises:
-            CheckpointError: it could not be written; raised on all processes.
+            CheckpointError: It could not be written; raised on all processes.
         """
         return self.run_state.save(output_dir, block)
 
@@ -101,9 +101,9 @@ class StateSaving(ProcessControl):
         engine's part is loaded; what the Trainer has added is kept, and written again by `save_state`.
 
         Args:
-            input_dir: the checkpoint's directory; with automatic naming the latest one if None.
+            input_dir: The checkpoint's directory; with automatic naming the latest one if None.
 
         Raises:
-            CheckpointError: there is none, or it is of other objects than those that are prepared.
+            CheckpointError: There is none, or it is of other objects than those that are prepared.
         """
         self.run_state.load(input_dir)

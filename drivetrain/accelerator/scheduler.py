@@ -15,13 +15,13 @@ class PreparedScheduler:
     """What `Accelerator.prepare` returns for a scheduler.
 
     Args:
-        scheduler: the user's scheduler, also found under `.scheduler`.
-        optimizers: the prepared optimizers; a step that one of them skipped on overflow is skipped here too.
-        window: the accumulation window.
-        steps_per_call: how often the scheduler steps for one optimizer step. Scripts moved from Accelerate count
+        scheduler: The user's scheduler, also found under `.scheduler`.
+        optimizers: The prepared optimizers; a step that one of them skipped on overflow is skipped here too.
+        window: The accumulation window.
+        steps_per_call: How often the scheduler steps for one optimizer step. Scripts moved from Accelerate count
             on one per process, since they write schedules for the loader as it was before it was sharded. One that
             watches a metric steps once whatever this is: the metric is one, and its patience counts it.
-        with_optimizer: whether to follow the optimizers at all; if not, every call steps once.
+        with_optimizer: Whether to follow the optimizers at all; if not, every call steps once.
     """
 
     def __init__(

@@ -22,7 +22,7 @@ class WeightedMean:
     scaled by a power of two of about that size: that keeps them in range, and loses no bit.
 
     Args:
-        strategy: what averages gradients over processes.
+        strategy: What averages gradients over processes.
     """
 
     def __init__(self, strategy: Strategy) -> None:
@@ -36,7 +36,7 @@ class WeightedMean:
         """Find out whether losses have weights, by the first of all; call it on all processes.
 
         Args:
-            weight: what the first loss of this process weighs, if it was given.
+            weight: What the first loss of this process weighs, if it was given.
 
         Returns:
             Whether any process gave it.
@@ -55,12 +55,12 @@ class WeightedMean:
         """What to differentiate for one micro-batch.
 
         Args:
-            loss: the sum of this micro-batch's losses.
-            weight: what they weigh together, such as the number of tokens.
-            counts: whether the micro-batch is real, rather than one that only keeps peers company.
+            loss: The sum of this micro-batch's losses.
+            weight: What they weigh together, such as the number of tokens.
+            counts: Whether the micro-batch is real, rather than one that only keeps peers company.
 
         Raises:
-            ConfigurationError: the weight is not one number, or needs gradients.
+            ConfigurationError: The weight is not one number, or needs gradients.
         """
         own = self._checked(weight)
         self._weights.append(own if counts else torch.zeros_like(own))
@@ -85,7 +85,7 @@ class WeightedMean:
         """Normalise the window's gradients by the weight of all its micro-batches; call it on all processes.
 
         Args:
-            parts: what the strategy prepared, and the optimizers that hold its parameters.
+            parts: What the strategy prepared, and the optimizers that hold its parameters.
         """
         device = self._strategy.topology.device
         own = torch.stack(self._weights).sum() if self._weights else torch.zeros((), dtype=_wide(device), device=device)

@@ -19,13 +19,13 @@ class CombinedLoader:
     """Several loaders iterated as one; each batch has the structure that the loaders were given in.
 
     Args:
-        iterables: a list, tuple or dict of loaders.
+        iterables: A list, tuple or dict of loaders.
         mode: `"min_size"` ends with the shortest; `"max_size_cycle"` starts the shorter ones again until the longest
             ends; `"max_size"` gives None for those that have ended; `"sequential"` gives one loader's batches after
             the other's.
 
     Raises:
-        ConfigurationError: the mode is unknown, or there are no loaders.
+        ConfigurationError: The mode is unknown, or there are no loaders.
 
     Example:
         ```python
@@ -136,7 +136,7 @@ class CombinedLoader:
         """Take up a position: the next iteration continues there.
 
         Raises:
-            CheckpointError: the state is that of another number of loaders.
+            CheckpointError: The state is that of another number of loaders.
         """
         if len(state["loaders"]) != len(self.loaders):
             raise CheckpointError(

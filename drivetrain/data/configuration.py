@@ -15,7 +15,7 @@ class DataShard:
     Processes that work on the same batch (tensor, pipeline or context parallel) have the same shard.
 
     Args:
-        index: This part's number, from 0 to ``count - 1``.
+        index: This part's number, from 0 to `count - 1`.
         count: How many parts the data is split into.
 
     Raises:

@@ -271,7 +271,7 @@ class PreparedLoader:
         """The position after one of the batches handed out in the epoch under way, as `state_dict` gives it.
 
         Args:
-            reached: what was known about the batch; None for the position before the first.
+            reached: What was known about the batch; None for the position before the first.
 
         Returns:
             As `state_dict`.

@@ -23,11 +23,11 @@ _Words = npt.NDArray[np.uint64]
 
 
 class KeyedPermutation:
-    """A pseudo-random bijection of ``range(length)``, computed position by position.
+    """A pseudo-random bijection of `range(length)`, computed position by position.
 
     A Feistel network (Luby and Rackoff, "How to construct pseudorandom permutations from pseudorandom functions",
     SIAM J. Comput. 17(2), 1988) of 8 rounds permutes the smallest domain of an even number of bits that holds
-    `length`; results outside of ``range(length)`` are sent through it again until they fall inside (cycle walking:
+    `length`; results outside of `range(length)` are sent through it again until they fall inside (cycle walking:
     Black and Rogaway, "Ciphers with arbitrary finite domains", CT-RSA 2002), on average fewer than four times. The
     round function is MurmurHash3's 64-bit finaliser over the half and the round's key. The halves of a small domain
     are too narrow for this, so up to 1024 elements are sorted by their images in a domain of 32 bits (the prefix
@@ -81,7 +81,7 @@ class KeyedPermutation:
 class PermutationSampler(Sampler[int]):
     """Shuffles a set of any size in constant memory, and begins anywhere in the order at once.
 
-    Works as ``sampler=`` of any `torch.utils.data.DataLoader`. Each epoch has its own order; an iteration that no
+    Works as `sampler=` of any `torch.utils.data.DataLoader`. Each epoch has its own order; an iteration that no
     `set_epoch` precedes is the next epoch. The order depends on the length, the seed and the epoch only.
 
     Args:

@@ -17,7 +17,7 @@ class SideStreamPlacement:
 
     Nothing is read ahead and nothing waits on the host: the copy begins at once, beside the kernels of the step
     before, which the device still runs when the host comes for the next batch; kernels queued from then on wait for
-    the copy. It pays where host memory is pinned and the placing callable copies with ``non_blocking=True``.
+    the copy. It pays where host memory is pinned and the placing callable copies with `non_blocking=True`.
 
     Args:
         place: Puts a batch on the device.

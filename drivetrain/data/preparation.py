@@ -74,7 +74,7 @@ def prepare_loader(
         shard: Which part of the data is this process's.
         place: Puts a batch on the device. None leaves batches as they are.
         device: The kind of device and the device; where it has streams, batches are placed on one of their own.
-        config: The options. ``even_batches=False`` turns `TailPolicy.COMPLETE` into `TailPolicy.UNEVEN`.
+        config: The options. `even_batches=False` turns `TailPolicy.COMPLETE` into `TailPolicy.UNEVEN`.
         tail: What happens at the end of an epoch.
         seed: The run's seed, which each sample's random state derives from. None leaves randomness to the loader.
         active: Where the loader is listed while it is iterated.

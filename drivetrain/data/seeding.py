@@ -62,14 +62,14 @@ def as_is(batch: Any) -> Any:
 class SeededBatches(Dataset[Any]):
     """Reads and collates whole batches of a map-style dataset, each sample in its own random state.
 
-    It is indexed with ``(epoch, indices)``: the epoch travels with the indices, since persistent workers hold a copy
+    It is indexed with `(epoch, indices)`: the epoch travels with the indices, since persistent workers hold a copy
     that no `set_epoch` reaches. In the main process the global generators are left as they were.
 
     Args:
         dataset: The user's dataset.
         collate_fn: The user's collate function; it gets a random state of its own.
         seed: The run's seed.
-        batched: Whether `indices` is a batch; False for a single index (``batch_size=None``).
+        batched: Whether `indices` is a batch; False for a single index (`batch_size=None`).
     """
 
     def __init__(self, dataset: Any, collate_fn: Callable[[Any], Any], seed: int, batched: bool) -> None:
@@ -110,7 +110,7 @@ def collate_seed(seed: int, epoch: int, key: int) -> int:
 
 
 class ShowUsersDataset:
-    """A worker's init function: ``get_worker_info().dataset`` is the user's dataset, not what wraps it.
+    """A worker's init function: `get_worker_info().dataset` is the user's dataset, not what wraps it.
 
     Args:
         worker_init_fn: The user's own, called then.

@@ -32,16 +32,18 @@ class RankAgent(LocalElasticAgent):
     """Starts the ranks of one machine, watches them and ends them together.
 
     Args:
-        grace_period: seconds that ranks have to save and end once they were asked to, or once one of them has
+        spec: What to run, as torch's agent takes it.
+        **options: Those of torch's agent, by name.
+        grace_period: Seconds that ranks have to save and end once they were asked to, or once one of them has
             reported that the run was preempted.
-        can_shrink: whether the run may continue with fewer machines.
-        signal_all: whether a signal also goes to all that a rank has started.
-        on_restart: called with the first failure of an attempt that is followed by another (None: a machine is
+        can_shrink: Whether the run may continue with fewer machines.
+        signal_all: Whether a signal also goes to all that a rank has started.
+        on_restart: Called with the first failure of an attempt that is followed by another (None: a machine is
             gone), and with the number of that restart.
-        on_resize: called when the number of machines has changed, with the old one and the new one.
-        on_interrupt: called when the first Ctrl-C has been passed on.
-        watchdog: finds ranks that make no progress; None where nothing shall.
-        arguments: those of torch's agent.
+        on_resize: Called when the number of machines has changed, with the old one and the new one.
+        on_interrupt: Called when the first Ctrl-C has been passed on.
+        watchdog: Finds ranks that make no progress; None where nothing shall.
+        *arguments: Those of torch's agent.
     """
 
     def __init__(

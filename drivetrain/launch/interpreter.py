@@ -17,9 +17,9 @@ class Invocation:
 
     Attributes:
         kind: `"script"`, `"module"`, `"command"` (`-c`) or `"stdin"` (nothing named).
-        target: the script's path, the module's name or the command; empty for stdin.
-        arguments: what follows it.
-        options: the interpreter's own options worth passing on, each an argument of its own.
+        target: The script's path, the module's name or the command; empty for stdin.
+        arguments: What follows it.
+        options: The interpreter's own options worth passing on, each an argument of its own.
     """
 
     kind: str
@@ -37,7 +37,7 @@ class Invocation:
         """Take a command line apart.
 
         Args:
-            arguments: everything after the interpreter, such as `["-W", "error", "train.py", "--lr", "1"]`.
+            arguments: Everything after the interpreter, such as `["-W", "error", "train.py", "--lr", "1"]`.
         """
         options: list[str] = []
         rest = list(arguments)

@@ -40,9 +40,9 @@ def launch_script(options: LaunchOptions, script: str, args: Sequence[str] = ())
     The first rank that fails stops the others; its traceback is written to stderr, once.
 
     Args:
-        options: how many processes, where, and with which settings.
-        script: the script's path, or a module's or program's name if the options ask for that.
-        args: its arguments, passed on as they are.
+        options: How many processes, where, and with which settings.
+        script: The script's path, or a module's or program's name if the options ask for that.
+        args: Its arguments, passed on as they are.
 
     Returns:
         0; the exit code of the first rank that failed; 128 + the number of the signal that ended it; the same for
@@ -50,9 +50,9 @@ def launch_script(options: LaunchOptions, script: str, args: Sequence[str] = ())
         `RESUME_EXIT_CODE`, where the run was preempted and has saved its state, so that it can be started again.
 
     Raises:
-        ConfigurationError: the script is not there, or the options do not fit this machine.
-        DeviceNotAvailableError: accelerators were asked for where there are none.
-        LaunchError: the machines did not meet, or a port is taken.
+        ConfigurationError: The script is not there, or the options do not fit this machine.
+        DeviceNotAvailableError: Accelerators were asked for where there are none.
+        LaunchError: The machines did not meet, or a port is taken.
     """
     options.check_script(script)
     plan = LaunchPlan.make(options)

@@ -41,20 +41,20 @@ def notebook_launcher(
     """Run a function in several processes and wait for them.
 
     Args:
-        function: what each process runs. It makes its own Trainer or Accelerator.
-        args: its arguments.
-        num_processes: processes over all machines; one per accelerator, or one on the CPU, if None. With one
+        function: What each process runs. It makes its own Trainer or Accelerator.
+        args: Its arguments.
+        num_processes: Processes over all machines; one per accelerator, or one on the CPU, if None. With one
             process altogether, the function runs in this one.
-        mixed_precision: default number format in the processes.
-        use_port: port where they meet; 0 for a free one (on one machine).
-        master_addr: address of machine 0.
-        node_rank: which machine this is, from 0.
-        num_nodes: machines that take part; the same call runs on each.
+        mixed_precision: Default number format in the processes.
+        use_port: Port where they meet; 0 for a free one (on one machine).
+        master_addr: Address of machine 0.
+        node_rank: Which machine this is, from 0.
+        num_nodes: Machines that take part; the same call runs on each.
 
     Raises:
-        LaunchError: a process failed; the message holds the first one's traceback. Or the processes cannot be
+        LaunchError: A process failed; the message holds the first one's traceback. Or the processes cannot be
             started: an accelerator or an Accelerator is in use here already.
-        ConfigurationError: an argument that cannot be.
+        ConfigurationError: An argument that cannot be.
 
     Example:
         ```python

@@ -37,41 +37,41 @@ class LaunchOptions:
     """How many processes to start, where, and with which settings.
 
     Args:
-        num_processes: processes over all machines together; None starts one per accelerator that is
+        num_processes: Processes over all machines together; None starts one per accelerator that is
             visible, or one where there is none.
-        num_machines: machines that take part; the same command runs on each. `"1:2"` for at least one and at most
+        num_machines: Machines that take part; the same command runs on each. `"1:2"` for at least one and at most
             two: the run continues when one dies or comes, and `num_processes` counts those of two.
-        machine_rank: which of them this one is, 0 to `num_machines` - 1.
-        main_process_ip: address of machine 0; needed for more than one machine.
-        main_process_port: port on machine 0; a free one (on one machine) or 29500 if None.
-        cpu: run on the CPU, also where there are accelerators.
-        multi_gpu: insist on accelerators: refused where there are none.
-        gpu_ids: accelerators to use, such as `"0,2"`; None or `"all"` for all.
-        mixed_precision: default number format of the run.
-        gradient_accumulation_steps: default number of micro-batches in an optimizer step.
-        module: the script is a module's name, as in `python -m`.
-        no_python: the script is a program of its own, not Python.
-        rdzv_backend: how several machines find each other: `"static"` or `"c10d"` (or torch's `"etcd"`); None is
+        machine_rank: Which of them this one is, 0 to `num_machines` - 1.
+        main_process_ip: Address of machine 0; needed for more than one machine.
+        main_process_port: Port on machine 0; a free one (on one machine) or 29500 if None.
+        cpu: Run on the CPU, also where there are accelerators.
+        multi_gpu: Insist on accelerators: refused where there are none.
+        gpu_ids: Accelerators to use, such as `"0,2"`; None or `"all"` for all.
+        mixed_precision: Default number format of the run.
+        gradient_accumulation_steps: Default number of micro-batches in an optimizer step.
+        module: The script is a module's name, as in `python -m`.
+        no_python: The script is a program of its own, not Python.
+        rdzv_backend: How several machines find each other: `"static"` or `"c10d"` (or torch's `"etcd"`); None is
             static, or c10d where the number of machines may change.
-        rdzv_conf: further settings of that, as `"key=value,key=value"`.
-        same_network: accepted for Accelerate's sake; the rendezvous backend decides how machines meet.
-        max_restarts: how often all processes are started again after a failure.
-        preemption_grace_period: seconds that the processes have to save and end after SIGTERM, SIGUSR1 or Ctrl-C,
+        rdzv_conf: Further settings of that, as `"key=value,key=value"`.
+        same_network: Accepted for Accelerate's sake; the rendezvous backend decides how machines meet.
+        max_restarts: How often all processes are started again after a failure.
+        preemption_grace_period: Seconds that the processes have to save and end after SIGTERM, SIGUSR1 or Ctrl-C,
             or once one of them has saved and ended.
-        hang_timeout: seconds without progress after which the run is ended with a report of where each rank waits;
+        hang_timeout: Seconds without progress after which the run is ended with a report of where each rank waits;
             0 never. With None it is DRIVETRAIN_HANG_TIMEOUT, and without that a run ends in which a rank waits in a
             collective for almost as long as the process group's time-out (30 minutes unless the script sets another).
-        monitor_interval: seconds between two checks of the processes.
-        num_cpu_threads_per_process: threads of each process; an equal share of the cores if None.
-        enable_cpu_affinity: give each process of a machine its own equal share of the cores.
-        tee: which output to write to files as well: `"0"` none, `"1"` stdout, `"2"` stderr, `"3"` both, or by
+        monitor_interval: Seconds between two checks of the processes.
+        num_cpu_threads_per_process: Threads of each process; an equal share of the cores if None.
+        enable_cpu_affinity: Give each process of a machine its own equal share of the cores.
+        tee: Which output to write to files as well: `"0"` none, `"1"` stdout, `"2"` stderr, `"3"` both, or by
             local rank, as in `"0:3,1:1"`; both if None and `log_dir` is given, else none.
-        log_dir: directory of these files.
-        debug: show what the launcher decides and torch's own messages, and let the processes compare their calls
+        log_dir: Directory of these files.
+        debug: Show what the launcher decides and torch's own messages, and let the processes compare their calls
             before each collective and barrier.
 
     Raises:
-        ConfigurationError: a value that cannot be, or two that contradict each other.
+        ConfigurationError: A value that cannot be, or two that contradict each other.
 
     Example:
         ```python
@@ -117,11 +117,11 @@ class LaunchOptions:
         """Build the options from several sources, such as the command line and then a file.
 
         Args:
-            sources: mappings from option to value; of an option that several give, the first one
+            sources: Mappings from option to value; of an option that several give, the first one
                 counts. None means not given.
 
         Raises:
-            ConfigurationError: an option that does not exist, or a value that cannot be.
+            ConfigurationError: An option that does not exist, or a value that cannot be.
         """
         known = {field.name for field in fields(cls)}
         merged: dict[str, Any] = {}
@@ -140,7 +140,7 @@ class LaunchOptions:
         """Refuse a script or program that is not there. A module is looked for by the ranks, as `python -m` does.
 
         Raises:
-            ConfigurationError: it is not there.
+            ConfigurationError: It is not there.
         """
         if self.module:
             return
@@ -182,7 +182,7 @@ class LaunchOptions:
         """Seconds without progress that are a hang: `hang_timeout`, or the environment's; None if neither.
 
         Raises:
-            ConfigurationError: the variable's value is no number of seconds.
+            ConfigurationError: The variable's value is no number of seconds.
         """
         given = os.environ.get(HANG_TIMEOUT_VARIABLE)
         if self.hang_timeout is not None or not given:

@@ -24,11 +24,11 @@ def agree_on_counts(store: Store, machine: int, machines: int, attempts: int, fa
     """Count alike on every machine, also on one that has joined late.
 
     Args:
-        store: one that only this round's machines have written to.
-        machine: index of this one.
-        machines: how many there are.
-        attempts: how often this machine has started its ranks.
-        failures: how many of these ended in a failure.
+        store: One that only this round's machines have written to.
+        machine: Index of this one.
+        machines: How many there are.
+        attempts: How often this machine has started its ranks.
+        failures: How many of these ended in a failure.
 
     Returns:
         The largest of each over all machines.
@@ -44,10 +44,10 @@ class Peers:
     """The launchers of all machines of a run, seen from one of them, during one attempt.
 
     Args:
-        store: the store that the rendezvous gave.
-        machine: index of this one.
-        machines: how many there are.
-        attempt: number of restarts so far.
+        store: The store that the rendezvous gave.
+        machine: Index of this one.
+        machines: How many there are.
+        attempt: Number of restarts so far.
     """
 
     def __init__(self, store: Store, machine: int, machines: int, attempt: int) -> None:
@@ -162,8 +162,8 @@ class Peers:
         """Find the first failure over all machines, after this machine's ranks have ended.
 
         Args:
-            own: the first of this machine.
-            final: whether this launcher ends now, and must stay until the others have read.
+            own: The first of this machine.
+            final: Whether this launcher ends now, and must stay until the others have read.
 
         Returns:
             The failure with the earliest time by the machines' clocks; `own` where none answers.

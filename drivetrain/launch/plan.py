@@ -30,9 +30,9 @@ class LaunchPlan:
     """What the options mean on this machine.
 
     Attributes:
-        local_processes: processes to start here.
-        kind: name of the kind of device that they run on.
-        variables: environment variables through which the options reach them.
+        local_processes: Processes to start here.
+        kind: Name of the kind of device that they run on.
+        variables: Environment variables through which the options reach them.
     """
 
     local_processes: int
@@ -44,8 +44,8 @@ class LaunchPlan:
         """Hold the options against this machine's devices and cores.
 
         Raises:
-            ConfigurationError: more processes than devices, or a setting that this system does not have.
-            DeviceNotAvailableError: accelerators were asked for where there are none.
+            ConfigurationError: More processes than devices, or a setting that this system does not have.
+            DeviceNotAvailableError: Accelerators were asked for where there are none.
         """
         kind = _device_kind(options)
         if options.num_processes is not None:

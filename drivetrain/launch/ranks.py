@@ -31,10 +31,10 @@ class LocalRanks:
     """The processes that one attempt has started on this machine, by local rank.
 
     Args:
-        processes: each a session of its own, so that a signal can reach what it has started too.
-        global_ranks: their global ranks.
-        error_files: where each leaves its failure.
-        signal_all: whether a signal that is passed on goes to all that a rank has started as well. A program that is
+        processes: Each a session of its own, so that a signal can reach what it has started too.
+        global_ranks: Their global ranks.
+        error_files: Where each leaves its failure.
+        signal_all: Whether a signal that is passed on goes to all that a rank has started as well. A program that is
             not Python may be a shell, which would end alone; loader workers of one that is would die of it, and the
             rank with them.
     """

@@ -25,11 +25,11 @@ def relaunch_script(num_processes: int, cpu: bool = False) -> NoReturn:
     What it did in this process before the call is done once more than there are processes.
 
     Args:
-        num_processes: how many.
-        cpu: run them on the CPU, also where there are accelerators.
+        num_processes: How many.
+        cpu: Run them on the CPU, also where there are accelerators.
 
     Raises:
-        LaunchError: there is no script to run again: in a notebook, an interactive session, `python -c`, a
+        LaunchError: There is no script to run again: in a notebook, an interactive session, `python -c`, a
             script read from stdin, a test, or a child process.
 
     Example:

@@ -40,15 +40,15 @@ class RankFailure:
     """How one rank failed.
 
     Attributes:
-        rank: global rank.
-        local_rank: rank on its machine.
-        pid: process id on its machine.
-        exit_code: as `subprocess` gives it: negative for a signal.
-        timestamp: seconds since the epoch: when it raised, or when it was last seen alive.
-        text: traceback, or the message given to `sys.exit`; empty where the rank left none. Where the run hangs, what
+        rank: Global rank.
+        local_rank: Rank on its machine.
+        pid: Process id on its machine.
+        exit_code: As `subprocess` gives it: negative for a signal.
+        timestamp: Seconds since the epoch: when it raised, or when it was last seen alive.
+        text: Traceback, or the message given to `sys.exit`; empty where the rank left none. Where the run hangs, what
             is known of each rank.
-        host: its machine.
-        hung: whether the launcher ended it because the run made no progress.
+        host: Its machine.
+        hung: Whether the launcher ended it because the run made no progress.
     """
 
     rank: int
@@ -80,10 +80,10 @@ class FailureRecord:
     """What a rank wrote about its failure.
 
     Attributes:
-        text: a traceback, or the message given to `sys.exit`.
-        timestamp: seconds since the epoch.
-        exit_code: what it was about to end with; its exit handlers may still have kept it until it was killed.
-        final: whether the rank certainly ends with it; a script that writes elastic's own record may continue.
+        text: A traceback, or the message given to `sys.exit`.
+        timestamp: Seconds since the epoch.
+        exit_code: What it was about to end with; its exit handlers may still have kept it until it was killed.
+        final: Whether the rank certainly ends with it; a script that writes elastic's own record may continue.
     """
 
     text: str
@@ -96,10 +96,10 @@ def write_record(path: str, text: str, summary: str, exit_code: int = 1) -> None
     """Write a rank's failure so that the file appears complete or not at all.
 
     Args:
-        path: the file that the elastic agent named.
-        text: what the user will see: a traceback or a message.
-        summary: one line.
-        exit_code: what the rank will end with.
+        path: The file that the elastic agent named.
+        text: What the user will see: a traceback or a message.
+        summary: One line.
+        exit_code: What the rank will end with.
     """
     now = time.time()
     extra = {"py_callstack": text, "timestamp": str(int(now))}
@@ -136,11 +136,11 @@ def describe(failure: RankFailure, world_size: int, *, then: str = "", advise: b
     """Explain to the user how a rank failed.
 
     Args:
-        failure: the first one.
-        world_size: processes of the run.
-        then: what became of the others; a sentence that they were stopped if empty.
-        advise: whether to name the likely cause, and what to do.
-        debug: whether the processes compare their calls before each collective, so that this need not be advised.
+        failure: The first one.
+        world_size: Processes of the run.
+        then: What became of the others; a sentence that they were stopped if empty.
+        advise: Whether to name the likely cause, and what to do.
+        debug: Whether the processes compare their calls before each collective, so that this need not be advised.
 
     Returns:
         A line that names the rank, and its traceback or message.

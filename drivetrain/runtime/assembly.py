@@ -19,8 +19,8 @@ def all_arrive(name: str, patience: timedelta) -> bool:
     answer, unless the process that holds the store is gone.
 
     Args:
-        name: the place; each may be asked about once.
-        patience: how long to wait for the others.
+        name: The place; each may be asked about once.
+        patience: How long to wait for the others.
     """
     state = PartialState()
     if not state.use_distributed:

@@ -4,7 +4,7 @@ Every function here must be called by all processes, takes structures as describ
 `drivetrain.runtime.nested`, keeps dtypes and devices, and gives every process the same result. In a world of
 one nothing is exchanged.
 
-With ``DRIVETRAIN_DEBUG=1`` the processes first compare what they are about to exchange, and a
+With `DRIVETRAIN_DEBUG=1` the processes first compare what they are about to exchange, and a
 `CollectiveError` names the rank that differs, where there would otherwise be a hang or garbage.
 """
 
@@ -55,7 +55,7 @@ def gather(tensor: Any) -> Any:
             of rows differs there are `pad_across_processes` and `gather_rows`.
 
     Returns:
-        The structure with tensors of ``num_processes`` times as many rows. A tensor without dimensions
+        The structure with tensors of `num_processes` times as many rows. A tensor without dimensions
         becomes one with a row for each process. In a world of one, `tensor` itself.
 
     Raises:
@@ -140,12 +140,12 @@ def reduce(tensor: Any, reduction: str = "mean", scale: float = 1.0) -> Any:
     """Combine the tensors of all processes, element by element.
 
     Half precision is added up in single precision. Dtypes are kept, so a reduction whose result would not fit
-    the dtype is refused: the mean of integers, and the sum or mean of booleans (``"max"`` of them is *any*,
-    ``"min"`` is *all*).
+    the dtype is refused: the mean of integers, and the sum or mean of booleans (`"max"` of them is *any*,
+    `"min"` is *all*).
 
     Args:
         tensor: A nested structure of tensors, of the same shapes on all processes.
-        reduction: ``"mean"``, ``"sum"``, ``"max"``, ``"min"``, or ``"none"``, which leaves each process its
+        reduction: `"mean"`, `"sum"`, `"max"`, `"min"`, or `"none"`, which leaves each process its
             own.
         scale: What the result is multiplied with.
 
@@ -275,7 +275,7 @@ def _gather_tensor(tensor: Tensor, state: PartialState) -> Tensor:
 
 
 def _gather_rows_of_tensor(tensor: Tensor, counts: Sequence[int], state: PartialState) -> Tensor:
-    """Concatenate the first ``counts[rank]`` rows of one tensor over all processes."""
+    """Concatenate the first `counts[rank]` rows of one tensor over all processes."""
     if tensor.dim() == 0:
         return _gather_tensor(tensor, state)
     most, mine = max(counts), counts[state.process_index]

@@ -18,9 +18,9 @@ class DeviceKind:
     """One kind of device, such as `cuda`, with everything that is particular to it.
 
     Args:
-        name: the name that users write, which is torch's own for it.
-        backend: process-group backend for collectives over tensors of this kind.
-        aliases: other names that users write for it.
+        name: The name that users write, which is torch's own for it.
+        backend: Process-group backend for collectives over tensors of this kind.
+        aliases: Other names that users write for it.
 
     Example:
         ```python
@@ -202,11 +202,11 @@ def register_device(kind: DeviceKind, *, replace: bool = False) -> None:
     """Add a kind of device.
 
     Args:
-        kind: the kind; its name and aliases become valid wherever a device is named.
-        replace: whether a kind of the same name may be replaced.
+        kind: The kind; its name and aliases become valid wherever a device is named.
+        replace: Whether a kind of the same name may be replaced.
 
     Raises:
-        ConfigurationError: the name is taken and `replace` is False.
+        ConfigurationError: The name is taken and `replace` is False.
     """
     names = (kind.name, *kind.aliases)
     taken = [name for name in names if name in _KINDS]
@@ -241,8 +241,8 @@ def get_device_kind(name: str) -> DeviceKind:
     """Look a kind up by name, such as `"cuda"`, and make sure that this machine has one.
 
     Raises:
-        ConfigurationError: no kind has this name.
-        DeviceNotAvailableError: this machine has no such device.
+        ConfigurationError: No kind has this name.
+        DeviceNotAvailableError: This machine has no such device.
     """
     base = name.split(":", 1)[0].lower()
     kind = _KINDS.get(base)

@@ -12,11 +12,11 @@ def parse_duration(value: Any, name: str) -> timedelta | None:
     """Read a duration.
 
     Args:
-        value: a `timedelta`, a dict of its arguments, `"DD:HH:MM:SS"`, or None.
-        name: the argument's name, for errors.
+        value: A `timedelta`, a dict of its arguments, `"DD:HH:MM:SS"`, or None.
+        name: The argument's name, for errors.
 
     Raises:
-        ConfigurationError: it is none of these.
+        ConfigurationError: It is none of these.
     """
     if value is None or isinstance(value, timedelta):
         return value

@@ -19,13 +19,13 @@ class ProcessEnvironment:
     """This process among its peers.
 
     Attributes:
-        rank: global rank, 0 to `world_size` - 1.
-        world_size: number of processes of the run.
-        local_rank: rank among the processes of this machine.
-        local_world_size: number of processes on this machine.
-        main_address: host of rank 0.
-        main_port: port of rank 0's store.
-        source: where this was found: `"drivetrain launch"`, `"torchrun"`, `"slurm"`, `"openmpi"`, `"intelmpi"`,
+        rank: Global rank, 0 to `world_size` - 1.
+        world_size: Number of processes of the run.
+        local_rank: Rank among the processes of this machine.
+        local_world_size: Number of processes on this machine.
+        main_address: Host of rank 0.
+        main_port: Port of rank 0's store.
+        source: Where this was found: `"drivetrain launch"`, `"torchrun"`, `"slurm"`, `"openmpi"`, `"intelmpi"`,
             `"single"`, or `"torch.distributed"` where a script made its process group itself.
     """
 
@@ -69,13 +69,13 @@ class ProcessEnvironment:
         """Find this process's place from torchrun's, SLURM's, Open MPI's or Intel MPI's variables.
 
         Args:
-            environ: the variables to read; `os.environ` if None.
+            environ: The variables to read; `os.environ` if None.
 
         Returns:
             The environment found, or a world of one.
 
         Raises:
-            ConfigurationError: a launcher's variables are incomplete or contradict each other.
+            ConfigurationError: A launcher's variables are incomplete or contradict each other.
         """
         variables = os.environ if environ is None else environ
         for source, identifying, keys in _LAUNCHERS:

@@ -35,6 +35,6 @@ class LaunchError(DrivetrainError, RuntimeError):
 
 
 def nearest(given: str, allowed: Iterable[str]) -> str:
-    """Return ``" Did you mean 'x'?"`` for the nearest allowed spelling, or an empty string."""
+    """Return `" Did you mean 'x'?"` for the nearest allowed spelling, or an empty string."""
     matches = difflib.get_close_matches(given, list(allowed), n=1)
     return f" Did you mean {matches[0]!r}?" if matches else ""

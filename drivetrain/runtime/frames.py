@@ -22,17 +22,17 @@ def is_library(filename: str) -> bool:
 
 
 def in_package(filename: str, folder: str = "") -> bool:
-    """Whether a file is in a folder of drivetrain, such as ``"runtime"``."""
+    """Whether a file is in a folder of drivetrain, such as `"runtime"`."""
     return filename.startswith(os.path.join(_PACKAGE, folder))
 
 
 def in_torch(filename: str, folder: str = "") -> bool:
-    """Whether a file is in a folder of torch, such as ``"distributed"``."""
+    """Whether a file is in a folder of torch, such as `"distributed"`."""
     return filename.startswith(os.path.join(_TORCH, folder))
 
 
 def user_line() -> str:
-    """Return the innermost line of the user's code that is running, as ``"train.py:12 in main"``."""
+    """Return the innermost line of the user's code that is running, as `"train.py:12 in main"`."""
     frame = sys._getframe(1)
     while frame.f_back is not None and is_library(frame.f_code.co_filename):
         frame = frame.f_back

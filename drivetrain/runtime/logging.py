@@ -24,13 +24,13 @@ _LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")
 def get_logger(name: str, log_level: str | int | None = None) -> RankLogger:
     """A logger for the module `name` that prints on the main process unless asked otherwise.
 
-    Every logging method takes two more keyword arguments: ``main_process_only`` (default True), and
-    ``in_order`` (default False), which logs on all processes, one after the other. Making or using the logger
+    Every logging method takes two more keyword arguments: `main_process_only` (default True), and
+    `in_order` (default False), which logs on all processes, one after the other. Making or using the logger
     never starts a process group.
 
     Args:
-        name: The logger's name, usually ``__name__``.
-        log_level: A level name or number. Without it the environment variable ``DRIVETRAIN_LOG_LEVEL``
+        name: The logger's name, usually `__name__`.
+        log_level: A level name or number. Without it the environment variable `DRIVETRAIN_LOG_LEVEL`
             decides, and without that the configuration of Python's logging.
 
     Raises:
@@ -56,7 +56,7 @@ def get_logger(name: str, log_level: str | int | None = None) -> RankLogger:
 
 
 class RankLogger(_Adapter):
-    """Python's logger with ``main_process_only`` and ``in_order`` on every method; made by `get_logger`."""
+    """Python's logger with `main_process_only` and `in_order` on every method; made by `get_logger`."""
 
     def __init__(self, logger: logging.Logger, extra: dict[str, object]) -> None:
         super().__init__(logger, extra)
@@ -75,7 +75,7 @@ class RankLogger(_Adapter):
 
         Args:
             level: The level's number.
-            msg: The message, with ``%`` placeholders for `args`.
+            msg: The message, with `%` placeholders for `args`.
             *args: The values for the placeholders.
             main_process_only: Log on the main process only; with False on every process, with the rank in
                 front.

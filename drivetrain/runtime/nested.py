@@ -1,8 +1,8 @@
 """Operations over nested structures of tensors: what a batch is made of.
 
-A structure is a tensor, or a ``dict`` or any other mapping, a list, a tuple, a named tuple or a dataclass
+A structure is a tensor, or a `dict` or any other mapping, a list, a tuple, a named tuple or a dataclass
 instance of structures. Every function here gives back the same types it was given. What is neither a tensor
-nor a container (a string, a number, ``None``) is a leaf that passes through unchanged.
+nor a container (a string, a number, `None`) is a leaf that passes through unchanged.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def recursively_apply(
     """Apply `func` to every leaf of a nested structure that passes `test_type`.
 
     Args:
-        func: Called as ``func(leaf, *args, **kwargs)``.
+        func: Called as `func(leaf, *args, **kwargs)`.
         data: The structure.
         *args: Handed to `func`.
         test_type: Which leaves `func` is for; by default tensors.
@@ -107,7 +107,7 @@ def send_to_device(
     non_blocking: bool = False,
     skip_keys: str | Sequence[str] | None = None,
 ) -> Any:
-    """Move every tensor of a nested structure, and every object with a ``to`` method, to a device.
+    """Move every tensor of a nested structure, and every object with a `to` method, to a device.
 
     Args:
         tensor: The structure.
@@ -116,7 +116,7 @@ def send_to_device(
         skip_keys: Keys of mappings, at any depth, whose values stay where they are.
 
     Returns:
-        The structure with its tensors on `device`. Objects with a ``to`` method are moved by it.
+        The structure with its tensors on `device`. Objects with a `to` method are moved by it.
     """
     if isinstance(tensor, Tensor):
         return tensor.to(device, non_blocking=non_blocking)
@@ -190,7 +190,7 @@ def concatenate(data: Sequence[Any], dim: int = 0) -> Any:
         dim: The dimension along which their tensors are concatenated.
 
     Returns:
-        One structure of the type of ``data[0]``.
+        One structure of the type of `data[0]`.
 
     Raises:
         DataError: If there is nothing to concatenate, the forms differ, or a leaf is not a tensor.
@@ -297,7 +297,7 @@ def _expect_tensor(value: Any) -> Tensor:
 
 
 def _move_object(data: Any, device: torch.device | str | int, non_blocking: bool) -> Any:
-    """Call the ``to`` of an object that is no tensor; not every such method supports `non_blocking`."""
+    """Call the `to` of an object that is no tensor; not every such method supports `non_blocking`."""
     if non_blocking:
         try:
             return data.to(device, non_blocking=True)

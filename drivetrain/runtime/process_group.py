@@ -33,17 +33,17 @@ def init_process_group(
     gathering Python objects never waits for the device.
 
     Args:
-        environment: this process among its peers.
-        kind: the kind of device whose tensors are exchanged.
-        backend: overrides the kind's backend.
-        timeout: how long a collective may wait for a peer; 30 minutes if None.
-        device: the device to bind the group to, for backends that want one.
+        environment: This process among its peers.
+        kind: The kind of device whose tensors are exchanged.
+        backend: Overrides the kind's backend.
+        timeout: How long a collective may wait for a peer; 30 minutes if None.
+        device: The device to bind the group to, for backends that want one.
 
     Returns:
         The backend's name, and the store that the processes met at.
 
     Raises:
-        LaunchError: the other processes were not there in time.
+        LaunchError: The other processes were not there in time.
     """
     chosen = backend or kind.backend
     spec = chosen if chosen == "gloo" or ":" in chosen or kind.name == "cpu" else f"cpu:gloo,{kind.name}:{chosen}"
@@ -106,8 +106,8 @@ def leave_process_group(store: Store, patience: timedelta) -> None:
     """Leave the process group at exit, waiting for the peers a short while only: they may be dead or busy.
 
     Args:
-        store: the store that the processes met at, which outlives any collective that hangs.
-        patience: how long to wait.
+        store: The store that the processes met at, which outlives any collective that hangs.
+        patience: How long to wait.
     """
     if not (dist.is_available() and dist.is_initialized()):
         return

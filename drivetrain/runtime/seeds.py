@@ -36,7 +36,7 @@ def set_seed(seed: int, device_specific: bool = False, deterministic: bool | Lit
         seed: From 0 to 2**32 - 1.
         device_specific: Add this process's rank to what the generators are seeded with.
         deterministic: Make torch use deterministic algorithms only, and raise where an operation has none;
-            with ``"warn"`` it warns instead. False changes nothing.
+            with `"warn"` it warns instead. False changes nothing.
 
     Raises:
         ConfigurationError: If `seed` or `deterministic` is none of the allowed values.

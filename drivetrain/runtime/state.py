@@ -62,14 +62,14 @@ class PartialState:
     processes, joins their process group.
 
     Args:
-        cpu: run on the CPU even where there is an accelerator. The launcher's `--cpu` asks the same.
-        device: name of the kind of device, such as `"cuda"`; found if None.
-        backend: process-group backend; the device kind's own if None.
-        timeout: how long a collective may wait for a peer.
+        cpu: Run on the CPU even where there is an accelerator. The launcher's `--cpu` asks the same.
+        device: Name of the kind of device, such as `"cuda"`; found if None.
+        backend: Process-group backend; the device kind's own if None.
+        timeout: How long a collective may wait for a peer.
 
     Raises:
-        ConfigurationError: the state exists already and was asked to be something else.
-        DeviceNotAvailableError: the device named is not there.
+        ConfigurationError: The state exists already and was asked to be something else.
+        DeviceNotAvailableError: The device named is not there.
 
     Example:
         ```python
@@ -279,15 +279,15 @@ class PartialState:
         """Give each process its contiguous part of `inputs`; the first get one more where the length is no multiple.
 
         Args:
-            inputs: a list, tuple, tensor, array, Hugging Face dataset, anything else with a length and
+            inputs: A list, tuple, tensor, array, Hugging Face dataset, anything else with a length and
                 slices, or a dict of equally long ones.
-            apply_padding: repeat the last item so that every process gets as many.
+            apply_padding: Repeat the last item so that every process gets as many.
 
         Yields:
             This process's part, of the same type.
 
         Raises:
-            ConfigurationError: the values of a dict differ in length, or their last item cannot be repeated.
+            ConfigurationError: The values of a dict differ in length, or their last item cannot be repeated.
         """
         if self.num_processes == 1:
             yield inputs

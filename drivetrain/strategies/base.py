@@ -30,8 +30,8 @@ class Given(NamedTuple):
     """What the user gave a loop.
 
     Attributes:
-        argument: where it was given, such as `"Trainer(gradient_clip_val)"`.
-        value: its value.
+        argument: Where it was given, such as `"Trainer(gradient_clip_val)"`.
+        value: Its value.
     """
 
     argument: str
@@ -43,9 +43,9 @@ class RunOptions:
     """What a loop was asked for that a strategy may refuse, or that its own configuration may give too.
 
     Args:
-        precision: the number formats.
-        gradient_accumulation_steps: micro-batches of a step.
-        gradient_clipping: the norm that gradients are clipped to; None where the loop takes no such argument.
+        precision: The number formats.
+        gradient_accumulation_steps: Micro-batches of a step.
+        gradient_clipping: The norm that gradients are clipped to; None where the loop takes no such argument.
     """
 
     precision: Precision
@@ -62,12 +62,12 @@ class Strategy(ABC):
     belongs to three parts, which `setup` makes.
 
     Attributes:
-        name: the name that users write.
-        schedules_microbatches: whether the strategy must see all micro-batches of a step at once, as a pipeline does.
-        needs_even_batches: whether every process must see as many evaluation batches, since its forward is collective.
-        topology: this process's place among the others, and which processes count.
-        gradients: how gradients are reduced, held, scaled and clipped.
-        state: the state of models and optimizers, under the bare model's names.
+        name: The name that users write.
+        schedules_microbatches: Whether the strategy must see all micro-batches of a step at once, as a pipeline does.
+        needs_even_batches: Whether every process must see as many evaluation batches, since its forward is collective.
+        topology: This process's place among the others, and which processes count.
+        gradients: How gradients are reduced, held, scaled and clipped.
+        state: The state of models and optimizers, under the bare model's names.
     """
 
     name: ClassVar[str]
@@ -82,10 +82,10 @@ class Strategy(ABC):
         """Take this process's place, and make the three parts.
 
         Args:
-            state: this process, its device and its peers.
+            state: This process, its device and its peers.
 
         Raises:
-            ConfigurationError: the strategy cannot run in this environment.
+            ConfigurationError: The strategy cannot run in this environment.
         """
         self.topology = Topology.data_parallel(state)
         self.gradients = Gradients()
@@ -95,10 +95,10 @@ class Strategy(ABC):
         """Refuse what cannot work with this strategy; called after `setup`, before anything is built.
 
         Args:
-            options: what the loop was asked for.
+            options: What the loop was asked for.
 
         Raises:
-            ConfigurationError: names what contradicts what, and what would work.
+            ConfigurationError: Names what contradicts what, and what would work.
         """
 
     def capability(self, kind: type[Capability]) -> Capability | None:
@@ -115,9 +115,9 @@ class Strategy(ABC):
         """Bring a model's parameters onto the device and into the precision's dtype, without wrapping it.
 
         Args:
-            model: the model.
-            precision: the number formats.
-            move: whether to move it; not where its user places it by hand.
+            model: The model.
+            precision: The number formats.
+            move: Whether to move it; not where its user places it by hand.
         """
         converted = precision.convert(model)
         return converted.to(self.topology.device) if move else converted
@@ -128,10 +128,10 @@ class Strategy(ABC):
         """Place a model together with its optimizers.
 
         Args:
-            model: the model as the user built it.
-            optimizers: the optimizers over its parameters.
-            precision: the number formats.
-            move: whether to bring the model onto the device.
+            model: The model as the user built it.
+            optimizers: The optimizers over its parameters.
+            precision: The number formats.
+            move: Whether to bring the model onto the device.
 
         Returns:
             The module to call, and the optimizers to step.
@@ -155,7 +155,7 @@ class Strategy(ABC):
         """The module to call in a stage of the run; call it on all processes as the stage begins.
 
         Args:
-            model: what `prepare` returned.
+            model: What `prepare` returned.
             stage: `"train"`; `"manual"` where the task runs backward within its training step; or `"evaluate"`, in
                 which no gradients need reducing, and for which every process is given the same model.
         """
@@ -171,9 +171,9 @@ class Strategy(ABC):
         Gradients are reduced over processes in the last one only.
 
         Args:
-            model: what `prepare` returned.
-            step_fn: runs forward and backward on one micro-batch.
-            microbatches: the window of one step.
+            model: What `prepare` returned.
+            step_fn: Runs forward and backward on one micro-batch.
+            microbatches: The window of one step.
 
         Returns:
             What `step_fn` returned for each.

@@ -19,9 +19,9 @@ class ContextParallel:
         """Context in which tensors are this process's part of themselves, and attention sees all parts.
 
         Args:
-            buffers: tensors that hold whole sequences, and this process's part of them in the context.
-            seq_dims: for each, which dimension is the sequence.
-            keep: those that stay parts afterwards.
+            buffers: Tensors that hold whole sequences, and this process's part of them in the context.
+            seq_dims: For each, which dimension is the sequence.
+            keep: Those that stay parts afterwards.
         """
         raise NotImplementedError
 
@@ -33,10 +33,10 @@ class Join:
         """Context in which processes that run out of batches shadow the collectives of the others.
 
         Args:
-            models: what `prepare` returned.
+            models: What `prepare` returned.
 
         Raises:
-            ConfigurationError: every process needs as many batches under this strategy.
+            ConfigurationError: Every process needs as many batches under this strategy.
         """
         raise NotImplementedError
 
@@ -49,7 +49,7 @@ def evaluation_context(capable: PlainEvaluation | None, inference_mode: bool) ->
     """Context without gradients that an evaluation runs in.
 
     Args:
-        capable: what `strategy.capability(PlainEvaluation)` returned.
-        inference_mode: whether inference mode was asked for, where it can be had.
+        capable: What `strategy.capability(PlainEvaluation)` returned.
+        inference_mode: Whether inference mode was asked for, where it can be had.
     """
     return torch.inference_mode() if inference_mode and capable is None else torch.no_grad()

@@ -23,7 +23,7 @@ class Gradients:
         """Whether forwards and backwards in this context reduce gradients over processes.
 
         Args:
-            model: what `prepare` returned.
+            model: What `prepare` returned.
             enabled: False within an accumulation window.
         """
         return nullcontext()
@@ -39,7 +39,7 @@ class Gradients:
         """A loss with gradients of zero, for a batch that a task leaves out while its peers wait for gradients.
 
         Raises:
-            ConfigurationError: no batch can be left out here.
+            ConfigurationError: No batch can be left out here.
         """
         parts = [parameter.reshape(-1)[:1].sum() for parameter in task.parameters() if parameter.requires_grad]
         return torch.stack(parts).nan_to_num(0.0, 0.0, 0.0).sum() * 0.0
@@ -50,9 +50,9 @@ class Gradients:
         """Scale gradients down to a total norm of at most `max_norm`, over all shards.
 
         Args:
-            parameters: the parameters whose gradients they are.
-            max_norm: the largest norm allowed.
-            norm_type: the p of the p-norm.
+            parameters: The parameters whose gradients they are.
+            max_norm: The largest norm allowed.
+            norm_type: The p of the p-norm.
 
         Returns:
             The total norm before clipping, a scalar tensor on the device.
@@ -67,9 +67,9 @@ class Gradients:
         """Multiply the gradients of a window, which have been reduced already.
 
         Args:
-            model: what `prepare` returned.
-            optimizers: those whose parameters' gradients they are.
-            factor: a scalar tensor, the same on all processes.
+            model: What `prepare` returned.
+            optimizers: Those whose parameters' gradients they are.
+            factor: A scalar tensor, the same on all processes.
         """
         parameters = {id(p): p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]}
         gradients = [local_part(p.grad) for p in parameters.values() if p.grad is not None]
@@ -80,8 +80,8 @@ class Gradients:
         """Get ready for a backward that a task runs by itself, during its training step.
 
         Args:
-            model: what `prepare` returned.
-            loss: the loss that it goes back from.
+            model: What `prepare` returned.
+            loss: The loss that it goes back from.
         """
 
 
@@ -96,7 +96,7 @@ def refuse_left_out_batch(task: nn.Module, rank: int) -> NoReturn:
     """Raise where a task leaves out a batch, but its peers' backward gathers over all processes.
 
     Raises:
-        ConfigurationError: always.
+        ConfigurationError: Always.
     """
     raise ConfigurationError(
         f"{type(task).__name__}.training_step returned None on rank {rank}. With a sharded model every process must run "

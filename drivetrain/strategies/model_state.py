@@ -20,11 +20,11 @@ class ModelState:
     """The state of models that each process holds whole.
 
     Args:
-        topology: this process's place.
-        unwrap: returns the user's own module inside what `prepare` returned.
+        topology: This process's place.
+        unwrap: Returns the user's own module inside what `prepare` returned.
 
     Attributes:
-        reads_shards: whether a checkpoint's tensors can be read straight into this process's shards.
+        reads_shards: Whether a checkpoint's tensors can be read straight into this process's shards.
     """
 
     reads_shards: bool = False
@@ -53,8 +53,8 @@ class ModelState:
         """Tensors that a saved optimizer state is to be read into, where `reads_shards`.
 
         Args:
-            model: what `prepare` returned.
-            saved: what `optimizer` returned under any strategy, its tensors on the meta device.
+            model: What `prepare` returned.
+            saved: What `optimizer` returned under any strategy, its tensors on the meta device.
         """
         raise NotImplementedError
 
@@ -80,8 +80,8 @@ def with_buffers_of_rank_0(model: nn.Module, state: StateDict) -> StateDict:
     checkpoint may take each tensor from another process.
 
     Args:
-        model: the bare model.
-        state: its state, which is changed.
+        model: The bare model.
+        state: Its state, which is changed.
     """
     for name, _ in model.named_buffers():
         if name in state:

@@ -15,11 +15,11 @@ def named_optimizer_state(model: nn.Module, optimizer: Optimizer) -> dict[str, A
     """Return `{"state": {parameter name: {...}}, "param_groups": [{"params": [names], ...}]}`.
 
     Args:
-        model: the bare model, whose names are used.
-        optimizer: an optimizer over some of its parameters.
+        model: The bare model, whose names are used.
+        optimizer: An optimizer over some of its parameters.
 
     Raises:
-        CheckpointError: the optimizer holds a parameter that the model does not.
+        CheckpointError: The optimizer holds a parameter that the model does not.
     """
     names = {id(parameter): name for name, parameter in model.named_parameters()}
 
@@ -42,7 +42,7 @@ def restore_optimizer_state(model: nn.Module, optimizer: Optimizer, saved: dict[
     """Load what `named_optimizer_state` returned, in whatever order the parameters are now.
 
     Raises:
-        CheckpointError: the groups hold other parameters than the saved ones; both are listed.
+        CheckpointError: The groups hold other parameters than the saved ones; both are listed.
     """
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     current = optimizer.state_dict()
@@ -73,7 +73,7 @@ def class_chosen(item: Any) -> str | None:
     """The name of the class that a user chose for an optimizer or a scheduler.
 
     Args:
-        item: what a strategy steps, which may hold the user's own as `.optimizer`.
+        item: What a strategy steps, which may hold the user's own as `.optimizer`.
 
     Returns:
         The name; None where a backend has chosen it, from a configuration that names none.

@@ -22,12 +22,12 @@ def register_strategy(name: str, factory: Callable[[], Strategy], *, replace: bo
     """Make a strategy available under a name.
 
     Args:
-        name: what users will write, as in `Trainer(strategy=name)`.
-        factory: a `Strategy` class, or anything that makes one without arguments.
-        replace: whether the name may be taken over.
+        name: What users will write, as in `Trainer(strategy=name)`.
+        factory: A `Strategy` class, or anything that makes one without arguments.
+        replace: Whether the name may be taken over.
 
     Raises:
-        ConfigurationError: the name is taken and `replace` is False.
+        ConfigurationError: The name is taken and `replace` is False.
     """
     if (name == "auto" or name in _STRATEGIES) and not replace:
         raise ConfigurationError(f"A strategy named {name!r} is registered already; pass replace=True to replace it.")
@@ -69,11 +69,11 @@ def resolve_strategy(spec: Any, environment: ProcessEnvironment) -> Strategy:
     """Turn a name into a strategy.
 
     Args:
-        spec: a registered name, `"auto"` (`"ddp"` among several processes, else `"single"`), or a `Strategy`.
-        environment: this process among its peers.
+        spec: A registered name, `"auto"` (`"ddp"` among several processes, else `"single"`), or a `Strategy`.
+        environment: This process among its peers.
 
     Raises:
-        ConfigurationError: no strategy has this name.
+        ConfigurationError: No strategy has this name.
     """
     if isinstance(spec, Strategy):
         return spec
@@ -105,12 +105,12 @@ def resolve_ddp(spec: Any, environment: ProcessEnvironment, given: str, **option
 
     Args:
         spec: `"auto"` or `"ddp"`.
-        environment: this process among its peers.
-        given: those arguments as the user wrote them, for the message.
-        options: of `DDP`; one process needs none of them.
+        environment: This process among its peers.
+        given: Those arguments as the user wrote them, for the message.
+        options: Of `DDP`; one process needs none of them.
 
     Raises:
-        ConfigurationError: another strategy was asked for.
+        ConfigurationError: Another strategy was asked for.
     """
     if spec not in ("auto", DDP.name):
         raise ConfigurationError(

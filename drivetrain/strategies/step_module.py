@@ -22,8 +22,8 @@ class StepModule(nn.Module):
     Called with anything but a step, it is the task's own forward, so that a loop after `fit` may call it as a model.
 
     Args:
-        task: the module that the steps belong to.
-        partial_backwards: whether one step may run several backwards, each over some of the parameters.
+        task: The module that the steps belong to.
+        partial_backwards: Whether one step may run several backwards, each over some of the parameters.
 
     Attributes:
         presence: A zero that a step's real losses are added to, where a strategy makes one: its reduced gradient is

@@ -26,17 +26,17 @@ class Topology:
     """Which share of the data and of the model is this process's, and which processes' results count.
 
     Args:
-        environment: this process among its peers.
-        kind: the kind of device that it computes on.
-        device: where its tensors live.
-        data_shard: which slice of the data it loads: not its rank where several processes share a batch.
-        data_ranks: for each data shard, in their order, the rank whose rows stand for it; None where every rank does.
-        value_ranks: the ranks whose logged values together are those of the global batch, each counted once; None
+        environment: This process among its peers.
+        kind: The kind of device that it computes on.
+        device: Where its tensors live.
+        data_shard: Which slice of the data it loads: not its rank where several processes share a batch.
+        data_ranks: For each data shard, in their order, the rank whose rows stand for it; None where every rank does.
+        value_ranks: The ranks whose logged values together are those of the global batch, each counted once; None
             where all are.
-        averaging_processes: over how many processes gradients are averaged; the data shards if None.
-        stage_group: the processes that compute parts of one forward, as the stages of a pipeline do; None where each
+        averaging_processes: Over how many processes gradients are averaged; the data shards if None.
+        stage_group: The processes that compute parts of one forward, as the stages of a pipeline do; None where each
             process computes all of it.
-        loss_rank: the rank in that group that computes losses.
+        loss_rank: The rank in that group that computes losses.
     """
 
     environment: ProcessEnvironment
@@ -54,7 +54,7 @@ class Topology:
         """Every process loads a shard of the data of its own and computes the whole model.
 
         Args:
-            state: this process, its device and its peers.
+            state: This process, its device and its peers.
         """
         count = state.num_processes
         shard = DataShard(state.process_index, count)
@@ -95,8 +95,8 @@ class Topology:
         """Those of the values of all processes that count, in the order of the data.
 
         Args:
-            per_rank: a value of each process, in the order of the ranks.
-            rows: whether they are rows of the data, which processes that share a sequence hold copies of, rather than
+            per_rank: A value of each process, in the order of the ranks.
+            rows: Whether they are rows of the data, which processes that share a sequence hold copies of, rather than
                 values computed from each process's part of it.
         """
         ranks = self.data_ranks if rows else self.value_ranks

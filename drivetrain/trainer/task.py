@@ -432,7 +432,7 @@ class Task(DataHooks, TaskHooks):
             The task.
 
         Raises:
-            CheckpointError: there is no complete checkpoint, or it holds another number of models than one.
+            CheckpointError: There is no complete checkpoint, or it holds another number of models than one.
         """
         parts = (*EVERY_PLACE_OF_MODELS, "driver/hyper_parameters", "hyper_parameters")
         shared = in_schema(checkpoint.load_run_state(checkpoint_path, only=parts)[0])

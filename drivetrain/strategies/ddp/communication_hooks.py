@@ -38,9 +38,9 @@ def register_communication_hook(model: DistributedDataParallel, name: str, optio
     """Register one of the hooks by name.
 
     Args:
-        model: the DDP module.
+        model: The DDP module.
         name: `"fp16"`, `"bf16"` or `"powersgd"` (Vogels et al., 2019, https://arxiv.org/abs/1905.13727).
-        options: for PowerSGD, the arguments of torch's `PowerSGDState`.
+        options: For PowerSGD, the arguments of torch's `PowerSGDState`.
 
     Raises:
         ConfigurationError: PowerSGD has no such option.

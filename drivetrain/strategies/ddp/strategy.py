@@ -33,17 +33,17 @@ class DDP(Strategy):
     """A copy of the model on every process; gradients are averaged during backward.
 
     Args:
-        find_unused_parameters: look in each forward for parameters that take no part in it.
-        static_graph: the same parameters are used in every step, which lets more overlap and checkpointing.
-        bucket_cap_mb: size of the gradient buckets, in MiB.
-        gradient_as_bucket_view: let gradients be views of the buckets, which saves a copy and its memory.
-        broadcast_buffers: send rank 0's buffers to all before each training forward.
+        find_unused_parameters: Look in each forward for parameters that take no part in it.
+        static_graph: The same parameters are used in every step, which lets more overlap and checkpointing.
+        bucket_cap_mb: Size of the gradient buckets, in MiB.
+        gradient_as_bucket_view: Let gradients be views of the buckets, which saves a copy and its memory.
+        broadcast_buffers: Send rank 0's buffers to all before each training forward.
         comm_hook: `"fp16"`, `"bf16"`, `"powersgd"`, or a function `(state, bucket) -> Future`, to send less.
-        comm_hook_options: arguments of the PowerSGD state, or under `"state"` the state of a function.
-        sync_batchnorm: compute batch statistics over all processes (GPU only, as torch's is).
+        comm_hook_options: Arguments of the PowerSGD state, or under `"state"` the state of a function.
+        sync_batchnorm: Compute batch statistics over all processes (GPU only, as torch's is).
 
     Raises:
-        ConfigurationError: an option cannot be.
+        ConfigurationError: An option cannot be.
     """
 
     name = "ddp"
@@ -187,8 +187,8 @@ class ReducedGradients(Gradients):
     """Gradients that backward averages over processes, bucket by bucket.
 
     Args:
-        device: where this process's tensors live.
-        finds_unused: whether DDP looks for parameters that take no part in a loss.
+        device: Where this process's tensors live.
+        finds_unused: Whether DDP looks for parameters that take no part in a loss.
     """
 
     def __init__(self, device: torch.device, finds_unused: bool) -> None:

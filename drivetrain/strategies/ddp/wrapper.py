@@ -38,7 +38,7 @@ class DistributedDataParallel(parallel.DistributedDataParallel):
         """Raise where the last backward has left out parameters, whose gradients the peers wait for.
 
         Raises:
-            ConfigurationError: names the rank and the parameters.
+            ConfigurationError: Names the rank and the parameters.
         """
         reducer = self.__dict__.get("reducer")
         if reducer is None:  # the strategy has been torn down

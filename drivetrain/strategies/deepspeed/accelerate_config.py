@@ -40,7 +40,7 @@ def arguments_from(given: Mapping[str, Any]) -> dict[str, Any]:
     """The arguments of `DeepSpeed` that keys of Accelerate's `deepspeed_config` mean.
 
     Raises:
-        ConfigurationError: there is no such key.
+        ConfigurationError: There is no such key.
     """
     for key in given:
         if key not in KEYS:

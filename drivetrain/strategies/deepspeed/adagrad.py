@@ -27,7 +27,7 @@ def kept(optimizer: Optimizer) -> Iterator[None]:
     group: a schedule over the user's would change nothing, and a second group would break the engine.
 
     Args:
-        optimizer: the user's optimizer, of any class.
+        optimizer: The user's optimizer, of any class.
     """
     own: Any = type(optimizer)
     if not issubclass(own, torch.optim.Adagrad):
@@ -44,7 +44,7 @@ def make_state(layout: Layout) -> None:
     """Make the state of an Adagrad for the tensors that it steps in an engine.
 
     Args:
-        layout: where the engine keeps them.
+        layout: Where the engine keeps them.
     """
     optimizer = layout.inner
     if not isinstance(optimizer, torch.optim.Adagrad):

@@ -15,9 +15,9 @@ def total_norm(trained: TrainedModel, parameters: Sequence[nn.Parameter], norm_t
     """The norm of the gradients of some parameters over all processes, a scalar; collective.
 
     Args:
-        trained: their engine's model.
-        parameters: the model's parameters.
-        norm_type: the order of the norm; may be infinite.
+        trained: Their engine's model.
+        parameters: The model's parameters.
+        norm_type: The order of the norm; may be infinite.
     """
     layout = trained.layout
     gradients = layout.gradients(parameters)

@@ -34,10 +34,10 @@ def read_config(given: Mapping[str, Any] | str | os.PathLike[str] | None) -> Con
     """A configuration as a dict of its own.
 
     Args:
-        given: a dict, the path of a JSON file, JSON text, or None.
+        given: A dict, the path of a JSON file, JSON text, or None.
 
     Raises:
-        ConfigurationError: it is none of them.
+        ConfigurationError: It is none of them.
     """
     if given is None:
         return {}
@@ -66,12 +66,12 @@ class Known:
     """What the loop, the model and the optimizer give, for `"auto"` and for contradictions.
 
     Attributes:
-        world_size: processes.
-        precision: the number formats; None before they are known.
-        given: by the configuration's name, the argument of the same meaning, and its value.
-        optimizer: the user's optimizer; None before it is known.
-        scheduler: what stands for the configuration's scheduler.
-        model: the model; None before it is known.
+        world_size: Processes.
+        precision: The number formats; None before they are known.
+        given: By the configuration's name, the argument of the same meaning, and its value.
+        optimizer: The user's optimizer; None before it is known.
+        scheduler: What stands for the configuration's scheduler.
+        model: The model; None before it is known.
     """
 
     world_size: int
@@ -89,7 +89,7 @@ def complete(config: Config, known: Known) -> Config:
         A configuration that DeepSpeed takes.
 
     Raises:
-        ConfigurationError: two values contradict each other; both are named.
+        ConfigurationError: Two values contradict each other; both are named.
     """
     done = copy.deepcopy(config)
     _fill_given(done, known)

@@ -17,10 +17,10 @@ class DummyOptim(Optimizer):
     What is given here fills the `"auto"` values there.
 
     Args:
-        params: the parameters, or groups of them.
-        lr: learning rate.
-        weight_decay: weight decay.
-        **kwargs: further values for `"auto"`, such as `betas`.
+        params: The parameters, or groups of them.
+        lr: Learning rate.
+        weight_decay: Weight decay.
+        **kwargs: Further values for `"auto"`, such as `betas`.
     """
 
     def __init__(self, params: Iterable[Any], lr: float = 1e-3, weight_decay: float = 0.0, **kwargs: Any) -> None:
@@ -39,11 +39,11 @@ class DummyScheduler:
     """Stands for the scheduler that the DeepSpeed configuration defines under `"scheduler"`, which the engine steps.
 
     Args:
-        optimizer: the optimizer that it is for.
-        total_num_steps: fills the `"auto"` of `total_num_steps`.
-        warmup_num_steps: fills that of `warmup_num_steps`.
-        lr_scheduler_callable: makes the scheduler from the engine's optimizer, where the configuration defines none.
-        **kwargs: further values for `"auto"`.
+        optimizer: The optimizer that it is for.
+        total_num_steps: Fills the `"auto"` of `total_num_steps`.
+        warmup_num_steps: Fills that of `warmup_num_steps`.
+        lr_scheduler_callable: Makes the scheduler from the engine's optimizer, where the configuration defines none.
+        **kwargs: Further values for `"auto"`.
     """
 
     def __init__(

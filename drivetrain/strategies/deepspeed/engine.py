@@ -18,15 +18,15 @@ class TrainedModel:
     """An engine with what belongs to it.
 
     Args:
-        engine: the DeepSpeed engine.
-        bare: the user's model, whose names are canonical.
-        groups: the names of the parameters in each of the optimizer's groups.
+        engine: The DeepSpeed engine.
+        bare: The user's model, whose names are canonical.
+        groups: The names of the parameters in each of the optimizer's groups.
 
     Attributes:
-        layout: where the engine keeps gradients and states.
-        holds_gradients: whether a backward has run since the last step.
-        forwards: the number of its last forward among those of all models; 0 where a backward has followed it.
-        clipped: whether the gradients held have been clipped to the configuration's norm.
+        layout: Where the engine keeps gradients and states.
+        holds_gradients: Whether a backward has run since the last step.
+        forwards: The number of its last forward among those of all models; 0 where a backward has followed it.
+        clipped: Whether the gradients held have been clipped to the configuration's norm.
     """
 
     def __init__(self, engine: Any, bare: nn.Module, groups: list[list[str]]) -> None:
@@ -110,7 +110,7 @@ class Engines:
         """The engine of a model.
 
         Raises:
-            ConfigurationError: it has none.
+            ConfigurationError: It has none.
         """
         trained = self.find(model)
         if trained is None:
@@ -123,7 +123,7 @@ class Engines:
         """The engine that steps an optimizer.
 
         Raises:
-            ConfigurationError: none does.
+            ConfigurationError: None does.
         """
         for trained in self._trained:
             if optimizer is trained.optimizer or optimizer is trained.layout.inner:
@@ -152,7 +152,7 @@ class EngineOptimizer(OptimizerProxy):
     """What loops step and clear; groups, options and state are those of the optimizer inside the engine.
 
     Args:
-        trained: the engine's model.
+        trained: The engine's model.
     """
 
     def __init__(self, trained: TrainedModel) -> None:

@@ -21,10 +21,10 @@ class EngineGradients(Gradients):
     """Gradients that engines reduce and keep, whole or in parts.
 
     Args:
-        engines: the engines of all prepared models.
-        topology: this process's place.
-        stage: that of ZeRO.
-        clipping_norm: the norm that the configuration clips to, if it does.
+        engines: The engines of all prepared models.
+        topology: This process's place.
+        stage: That of ZeRO.
+        clipping_norm: The norm that the configuration clips to, if it does.
     """
 
     def __init__(self, engines: Engines, topology: Topology, stage: int, clipping_norm: float | None) -> None:

@@ -24,11 +24,11 @@ class Layout(ABC):
     """How one engine keeps what belongs to its parameters.
 
     Args:
-        engine: the DeepSpeed engine.
-        parameters: the model's parameters by name.
+        engine: The DeepSpeed engine.
+        parameters: The model's parameters by name.
 
     Attributes:
-        replicated: whether every process holds whole gradients, so that a norm is not summed over processes.
+        replicated: Whether every process holds whole gradients, so that a norm is not summed over processes.
     """
 
     replicated = False
@@ -87,7 +87,7 @@ class Layout(ABC):
         """Make room for what a checkpoint holds.
 
         Args:
-            states: by a parameter's id: tensors shaped like the parameter, and other values.
+            states: By a parameter's id: tensors shaped like the parameter, and other values.
         """
         for holder, held in self.holders():
             saved = [states[id(parameter)] for parameter in held if id(parameter) in states]

@@ -17,9 +17,9 @@ class Membership:
     """DeepSpeed's own idea of the process group, laid over the group that this process is in already.
 
     Args:
-        environment: this process among its peers.
-        kind: the kind of device.
-        shared_memory: whether CPU tensors go through DeepSpeed's shared-memory operator; if None, where it is built.
+        environment: This process among its peers.
+        kind: The kind of device.
+        shared_memory: Whether CPU tensors go through DeepSpeed's shared-memory operator; if None, where it is built.
     """
 
     def __init__(self, environment: ProcessEnvironment, kind: str, shared_memory: bool | None) -> None:

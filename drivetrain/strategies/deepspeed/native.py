@@ -27,7 +27,7 @@ def load(trained: TrainedModel, directory: str | os.PathLike[str], tag: str | No
     """Let the engine read its checkpoint; collective.
 
     Raises:
-        CheckpointError: there is none, or another number of processes wrote it.
+        CheckpointError: There is none, or another number of processes wrote it.
     """
     folder = folder_of(directory, tag)
     written = len(list(folder.glob(_OPTIMIZER)))
@@ -46,7 +46,7 @@ def folder_of(directory: str | os.PathLike[str], tag: str | None = None) -> Path
     """The folder of one checkpoint: by tag, by the file that names the latest one, or the directory itself.
 
     Raises:
-        CheckpointError: there is none.
+        CheckpointError: There is none.
     """
     found = native_folder(directory, tag)
     if found is None:
@@ -72,7 +72,7 @@ def whole_weights(directory: str | os.PathLike[str]) -> dict[str, Tensor]:
     The files are pickles, which run whatever code they hold: open only those that you trust.
 
     Raises:
-        CheckpointError: there is none.
+        CheckpointError: There is none.
     """
     folder = folder_of(directory)
     require_deepspeed()
@@ -104,13 +104,13 @@ def merge_native(
     """Write the weights in a DeepSpeed checkpoint as plain safetensors, in the files that `consolidate` writes.
 
     Args:
-        directory: what the engine has written.
-        output: the directory to write to.
-        max_shard_size: bytes in a file at most.
-        dtype: what floating-point weights are converted to; 32 bits if None.
-        module: write the weights of this module alone, under the names that they have in it.
-        overwrite: whether to write into a directory that holds something already.
-        progress: whether to show a progress bar.
+        directory: What the engine has written.
+        output: The directory to write to.
+        max_shard_size: Bytes in a file at most.
+        dtype: What floating-point weights are converted to; 32 bits if None.
+        module: Write the weights of this module alone, under the names that they have in it.
+        overwrite: Whether to write into a directory that holds something already.
+        progress: Whether to show a progress bar.
 
     Returns:
         The paths of the safetensors files.

@@ -59,10 +59,10 @@ def check_locks(names: Sequence[str]) -> None:
     """Raise where DeepSpeed would wait for ever for a build that was killed.
 
     Args:
-        names: the operators that are about to be loaded.
+        names: The operators that are about to be loaded.
 
     Raises:
-        ConfigurationError: names the lock to remove.
+        ConfigurationError: Names the lock to remove.
     """
     for name in names:
         lock = build_root() / name / "lock"
@@ -111,7 +111,7 @@ def shared_memory(kind: str, wanted: bool | None) -> Iterator[None]:
     """Decide whether DeepSpeed joins its processes by shared memory too; it would build the operator for that.
 
     Args:
-        kind: the kind of device; other than on the CPU there is nothing to decide.
+        kind: The kind of device; other than on the CPU there is nothing to decide.
         wanted: None takes the operator where it is built already.
     """
     use = kind == "cpu" and (is_built(SHARED_MEMORY) if wanted is None else wanted)
@@ -134,9 +134,9 @@ def prefer_built_optimizer(section: dict[str, Any], kind: str, zero: dict[str, A
     """Let a configuration's Adam be torch's on the CPU, where DeepSpeed's own would be compiled first.
 
     Args:
-        section: the configuration's `"optimizer"`, changed in place.
-        kind: the kind of device.
-        zero: the configuration's `"zero_optimization"`.
+        section: The configuration's `"optimizer"`, changed in place.
+        kind: The kind of device.
+        zero: The configuration's `"zero_optimization"`.
     """
     if str(section.get("type", "")).lower() not in ("adam", "adamw") or section["params"].get("torch_adam"):
         return
@@ -174,7 +174,7 @@ def build(name: str, kind: str) -> None:
     """Build one operator.
 
     Raises:
-        ConfigurationError: there is no such operator for this kind of device.
+        ConfigurationError: There is no such operator for this kind of device.
     """
     from deepspeed.accelerator import get_accelerator
 

@@ -21,18 +21,18 @@ def build_config(
     """Put arguments into the user's configuration.
 
     Args:
-        given: the configuration.
-        stage: the ZeRO stage; the configuration's if None, else 2.
-        offload: by `offload_optimizer` and `offload_param`, where to.
-        nvme_path: the folder for NVMe.
-        general: further top-level values.
-        zero_options: further values of the section `zero_optimization`.
+        given: The configuration.
+        stage: The ZeRO stage; the configuration's if None, else 2.
+        offload: By `offload_optimizer` and `offload_param`, where to.
+        nvme_path: The folder for NVMe.
+        general: Further top-level values.
+        zero_options: Further values of the section `zero_optimization`.
 
     Returns:
         The configuration, and its stage.
 
     Raises:
-        ConfigurationError: an argument contradicts the configuration, or cannot be.
+        ConfigurationError: An argument contradicts the configuration, or cannot be.
     """
     config = read_config(given)
     zero = config.setdefault("zero_optimization", {})
@@ -61,7 +61,7 @@ def check_zero_options(config: Config) -> None:
     """Refuse names in `zero_optimization` that the installed DeepSpeed does not have.
 
     Raises:
-        ConfigurationError: names the nearest one.
+        ConfigurationError: Names the nearest one.
     """
     from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
 

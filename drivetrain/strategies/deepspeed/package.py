@@ -25,13 +25,13 @@ def import_deepspeed(kind: str) -> Any:
     """Import the package for a kind of device; it settles on one where it is first imported.
 
     Args:
-        kind: the device's name, such as `"cuda"`.
+        kind: The device's name, such as `"cuda"`.
 
     Returns:
         The module.
 
     Raises:
-        ConfigurationError: it is not installed, or runs on another kind of device in this process already.
+        ConfigurationError: It is not installed, or runs on another kind of device in this process already.
     """
     require_deepspeed()
     if "deepspeed" not in sys.modules:

@@ -38,19 +38,19 @@ class DeepSpeed(Strategy):
     Args:
         stage: 0 to 3; that of `config` if None, else 2.
         offload_optimizer: `"cpu"`, `"nvme"`, or DeepSpeed's section as a dict: where optimizer state is kept.
-        offload_param: the same for parameters, at stage 3.
-        nvme_path: the folder for `"nvme"`.
-        gradient_clipping: clip to this norm in each step; a Trainer's `gradient_clip_val` has the same meaning.
-        gradient_accumulation_steps: micro-batches in a step, to be held against the loop's, which decides.
-        zero_init: whether `init_context` takes parameters apart where they are made; at stage 3, if None.
-        moe_layers: names of module classes that ZeRO-3 gathers as a whole, such as mixtures of experts.
-        shared_memory: whether processes on one machine's CPU also talk through DeepSpeed's shared-memory operator;
+        offload_param: The same for parameters, at stage 3.
+        nvme_path: The folder for `"nvme"`.
+        gradient_clipping: Clip to this norm in each step; a Trainer's `gradient_clip_val` has the same meaning.
+        gradient_accumulation_steps: Micro-batches in a step, to be held against the loop's, which decides.
+        zero_init: Whether `init_context` takes parameters apart where they are made; at stage 3, if None.
+        moe_layers: Names of module classes that ZeRO-3 gathers as a whole, such as mixtures of experts.
+        shared_memory: Whether processes on one machine's CPU also talk through DeepSpeed's shared-memory operator;
             where it is built already, if None.
-        config: a whole DeepSpeed configuration: a dict, the path of a JSON file, or JSON text. `"auto"` is filled.
-        **zero_options: further names of DeepSpeed's `zero_optimization` section, such as `overlap_comm`.
+        config: A whole DeepSpeed configuration: a dict, the path of a JSON file, or JSON text. `"auto"` is filled.
+        **zero_options: Further names of DeepSpeed's `zero_optimization` section, such as `overlap_comm`.
 
     Raises:
-        ConfigurationError: deepspeed is not installed, or options cannot be.
+        ConfigurationError: Deepspeed is not installed, or options cannot be.
     """
 
     name = "deepspeed"
@@ -92,10 +92,10 @@ class DeepSpeed(Strategy):
         """Make the strategy that Accelerate's `deepspeed_config` describes.
 
         Args:
-            config: its keys and values, as `accelerate config` writes them.
+            config: Its keys and values, as `accelerate config` writes them.
 
         Raises:
-            ConfigurationError: a key is unknown; the nearest one is named.
+            ConfigurationError: A key is unknown; the nearest one is named.
         """
         return cls(**arguments_from(config))
 
@@ -323,9 +323,9 @@ class DeepSpeed(Strategy):
         """Write DeepSpeed's own checkpoint, each process its part; call it on all.
 
         Args:
-            model: a prepared model.
-            directory: where to.
-            tag: the name of the folder in it.
+            model: A prepared model.
+            directory: Where to.
+            tag: The name of the folder in it.
         """
         native.save(self._engines.require(model), directory, tag)
 
@@ -333,12 +333,12 @@ class DeepSpeed(Strategy):
         """Read what `save_native` wrote, on as many processes; call it on all.
 
         Args:
-            model: a prepared model.
-            directory: where from.
-            tag: the name of the folder in it; the latest one if None.
+            model: A prepared model.
+            directory: Where from.
+            tag: The name of the folder in it; the latest one if None.
 
         Raises:
-            CheckpointError: there is none, or another number of processes wrote it.
+            CheckpointError: There is none, or another number of processes wrote it.
         """
         native.load(self._engines.require(model), directory, tag, self.topology.environment.world_size)
 

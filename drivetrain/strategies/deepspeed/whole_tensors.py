@@ -20,10 +20,10 @@ def read_model(trained: TrainedModel, masters: bool, holder: Holder, whole: bool
     """All parameters and buffers; collective.
 
     Args:
-        trained: the engine's model.
-        masters: whether to take the 32-bit master weights where there are any, so that nothing is rounded.
-        holder: whether this process keeps the parameter of a number; else it stands on the meta device.
-        whole: whether all is copied to the CPU where it is kept, and left out elsewhere.
+        trained: The engine's model.
+        masters: Whether to take the 32-bit master weights where there are any, so that nothing is rounded.
+        holder: Whether this process keeps the parameter of a number; else it stands on the meta device.
+        whole: Whether all is copied to the CPU where it is kept, and left out elsewhere.
     """
     state: State = {}
     seen: dict[int, Tensor | None] = {}
@@ -115,7 +115,7 @@ def write_optimizer(trained: TrainedModel, saved: State) -> None:
     """Load what `read_optimizer`, or any other strategy, returned.
 
     Raises:
-        CheckpointError: the groups hold other parameters than the saved ones.
+        CheckpointError: The groups hold other parameters than the saved ones.
     """
     here, there = trained.groups, [list(group["params"]) for group in saved["param_groups"]]
     if [sorted(group) for group in here] != [sorted(group) for group in there]:

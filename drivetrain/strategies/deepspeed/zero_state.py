@@ -19,9 +19,9 @@ class ZeroState(ModelState):
     """State that ZeRO spreads over processes, put together under the names of the bare model.
 
     Args:
-        topology: this process's place.
-        unwrap: returns the user's own module inside what `prepare` returned.
-        engines: the engines of all prepared models.
+        topology: This process's place.
+        unwrap: Returns the user's own module inside what `prepare` returned.
+        engines: The engines of all prepared models.
     """
 
     def __init__(self, topology: Topology, unwrap: Callable[[nn.Module], nn.Module], engines: Engines) -> None:

@@ -29,10 +29,10 @@ def options_from(config: Mapping[str, Any]) -> dict[str, Any]:
     """Arguments of `FSDP` for an `fsdp_config`.
 
     Args:
-        config: its keys, with or without their `fsdp_`.
+        config: Its keys, with or without their `fsdp_`.
 
     Raises:
-        ConfigurationError: a key is unknown, or its value cannot be.
+        ConfigurationError: A key is unknown, or its value cannot be.
     """
     given: dict[str, Any] = {}
     for key, value in config.items():

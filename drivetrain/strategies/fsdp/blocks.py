@@ -15,11 +15,11 @@ class BlockForward:
     """Takes the place of a block's `forward`; names in the model's state stay what they are.
 
     Args:
-        block: the block.
-        recompute: keep only what goes into the block, and compute the rest again in backward (Chen et al., 2016,
+        block: The block.
+        recompute: Keep only what goes into the block, and compute the rest again in backward (Chen et al., 2016,
             https://arxiv.org/abs/1604.06174).
-        offload: keep that on the CPU.
-        compile_options: arguments of `torch.compile`; None does not compile.
+        offload: Keep that on the CPU.
+        compile_options: Arguments of `torch.compile`; None does not compile.
     """
 
     def __init__(
@@ -50,10 +50,10 @@ def rewrite_blocks(
     """Let blocks recompute their activations, and compile them.
 
     Args:
-        recomputed: the blocks whose activations are recomputed.
-        offload: whether what goes into those is kept on the CPU.
-        compiled: the blocks that are compiled.
-        compile_options: arguments of `torch.compile`.
+        recomputed: The blocks whose activations are recomputed.
+        offload: Whether what goes into those is kept on the CPU.
+        compiled: The blocks that are compiled.
+        compile_options: Arguments of `torch.compile`.
     """
     again = {id(block): block for block in recomputed}
     fast = {id(block): block for block in compiled}
@@ -70,7 +70,7 @@ class NormInFull:
     statistics in 32 bits (torch 2.13); under autocast inputs may come in either.
 
     Args:
-        module: the normalisation.
+        module: The normalisation.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -90,8 +90,8 @@ def normalise_in_full(model: nn.Module, everywhere: bool) -> None:
     """Let a model's normalisations compute in 32 bits.
 
     Args:
-        model: the model, whose parameters are gathered in half precision.
-        everywhere: not only batch normalisation.
+        model: The model, whose parameters are gathered in half precision.
+        everywhere: Not only batch normalisation.
     """
     batch = nn.modules.batchnorm._BatchNorm
     kinds = (batch, nn.LayerNorm, nn.GroupNorm, nn.modules.instancenorm._InstanceNorm) if everywhere else (batch,)

@@ -21,9 +21,9 @@ def clip_grad_norm_over_meshes_(parameters: Iterable[Tensor], max_norm: float, n
     that it is sharded in, and then those of the groups.
 
     Args:
-        parameters: parameters whose gradients are plain tensors, equal on all processes, or DTensors on any mesh.
-        max_norm: the largest norm allowed.
-        norm_type: the p of the p-norm; infinity for the largest absolute value.
+        parameters: Parameters whose gradients are plain tensors, equal on all processes, or DTensors on any mesh.
+        max_norm: The largest norm allowed.
+        norm_type: The p of the p-norm; infinity for the largest absolute value.
 
     Returns:
         The total norm before clipping, a plain scalar tensor, the same on all processes.
@@ -39,8 +39,8 @@ def total_norm_over_meshes(gradients: Iterable[Tensor], norm_type: float = 2.0) 
     """The norm of all gradients together, as if they were one vector; call it on all processes.
 
     Args:
-        gradients: plain tensors, equal on all processes, or DTensors on any mesh.
-        norm_type: the p of the p-norm.
+        gradients: Plain tensors, equal on all processes, or DTensors on any mesh.
+        norm_type: The p of the p-norm.
     """
     norm_type = float(norm_type)
     groups: dict[tuple[DeviceMesh, tuple[int, ...]] | None, list[Tensor]] = {}

@@ -20,9 +20,9 @@ class ShardedGradients(Gradients):
     """Gradients that backward reduces to the shards of each process.
 
     Args:
-        rank: this process's rank, for errors.
-        averaging: of each prepared model, what averages the gradients of the parameters that stay whole.
-        sync_each_batch: whether gradients are reduced in every micro-batch.
+        rank: This process's rank, for errors.
+        averaging: Of each prepared model, what averages the gradients of the parameters that stay whole.
+        sync_each_batch: Whether gradients are reduced in every micro-batch.
     """
 
     def __init__(

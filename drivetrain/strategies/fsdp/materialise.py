@@ -44,8 +44,8 @@ def take_values(model: nn.Module, whole: Collection[nn.Parameter]) -> dict[tuple
     """Take the values out of a model; parameters that stay whole get memory for theirs.
 
     Args:
-        model: the model, whose parameters are replaced.
-        whole: those that will not be sharded.
+        model: The model, whose parameters are replaced.
+        whole: Those that will not be sharded.
 
     Returns:
         The values that were there, by the `id` of the module and the parameter's name in it.
@@ -76,10 +76,10 @@ class Materialiser:
     No process holds more than one whole parameter at a time, beside what rank 0 had already.
 
     Args:
-        device: where tensors are exchanged.
-        rank: of this process.
-        source: the rank that has the values.
-        peers: whether there are other processes.
+        device: Where tensors are exchanged.
+        rank: Of this process.
+        source: The rank that has the values.
+        peers: Whether there are other processes.
     """
 
     def __init__(self, device: torch.device, rank: int, peers: bool, source: int = 0) -> None:
@@ -91,8 +91,8 @@ class Materialiser:
         """Fill one parameter, whole or this process's shard, with the source's value.
 
         Args:
-            parameter: what to fill; a DTensor, or a plain tensor on all processes.
-            value: the whole value on the source; ignored elsewhere.
+            parameter: What to fill; a DTensor, or a plain tensor on all processes.
+            value: The whole value on the source; ignored elsewhere.
         """
         if self._is_source:
             assert value is not None
@@ -111,8 +111,8 @@ class Materialiser:
         """Fill all parameters of a model.
 
         Args:
-            model: the model, whose parameters are allocated.
-            values: on the source, what `take_values` returned.
+            model: The model, whose parameters are allocated.
+            values: On the source, what `take_values` returned.
         """
         done: set[int] = set()
         for module, name, parameter in slots_of(model):
@@ -141,8 +141,8 @@ class Materialiser:
         """Fill what nothing has a value for by the modules' own initialisation, run on the source, module by module.
 
         Args:
-            model: the model, whose parameters are allocated.
-            random_state: of the CPU's generator when the model was built, so that the values are those of a plain
+            model: The model, whose parameters are allocated.
+            random_state: Of the CPU's generator when the model was built, so that the values are those of a plain
                 build; the present one if None.
         """
         check_initialisable(model)

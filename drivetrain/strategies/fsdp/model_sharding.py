@@ -34,15 +34,15 @@ class ModelSharder:
     """Builds models without values and shards them.
 
     Args:
-        options: what was asked for.
-        topology: this process's place.
-        unwrap: returns the user's own module inside a wrapped one.
-        mesh: makes the mesh that parameters are sharded over: (shard,) or (replicate, shard).
-        split_layers: changes a model before it is sharded, as tensor parallelism does; its parameters may be on meta.
+        options: What was asked for.
+        topology: This process's place.
+        unwrap: Returns the user's own module inside a wrapped one.
+        mesh: Makes the mesh that parameters are sharded over: (shard,) or (replicate, shard).
+        split_layers: Changes a model before it is sharded, as tensor parallelism does; its parameters may be on meta.
 
     Attributes:
-        options: what was asked for.
-        averaging: of each prepared model, what averages the gradients of the parameters that stay whole.
+        options: What was asked for.
+        averaging: Of each prepared model, what averages the gradients of the parameters that stay whole.
     """
 
     def __init__(
@@ -125,10 +125,10 @@ class ModelSharder:
         """Shard a model, unit by unit from the inside, and what is left over as the outermost one.
 
         Args:
-            model: the model.
-            precision: the number formats.
-            replicated: the parameters that every process holds whole.
-            units: the modules that become units, and that are recomputed as one; found by the options if None.
+            model: The model.
+            precision: The number formats.
+            replicated: The parameters that every process holds whole.
+            units: The modules that become units, and that are recomputed as one; found by the options if None.
         """
         options = self.options
         roots = self._roots(model)
@@ -200,8 +200,8 @@ class ModelSharder:
         """Let blocks recompute their activations and be compiled, as the options ask for.
 
         Args:
-            model: the model.
-            blocks: the modules that are recomputed or compiled as one; found by the options if None.
+            model: The model.
+            blocks: The modules that are recomputed or compiled as one; found by the options if None.
         """
         options = self.options
         if not (options.activation_checkpointing or options.compile):
@@ -303,8 +303,8 @@ class ModelSharder:
         """Average the gradients of parameters that every process holds whole.
 
         Args:
-            model: what is called, or the stage of a pipeline.
-            replicated: the parameters.
+            model: What is called, or the stage of a pipeline.
+            replicated: The parameters.
         """
         if replicated and self._topology.environment.is_distributed:
             self.averaging[model] = GradientAveraging(self._mesh())

@@ -19,7 +19,7 @@ class FSDPOptions:
     """What `FSDP` was asked for; see there.
 
     Raises:
-        ConfigurationError: an option cannot be.
+        ConfigurationError: An option cannot be.
     """
 
     wrap: Any = "auto"

@@ -21,9 +21,9 @@ class Slot(NamedTuple):
     """A place that a parameter is registered at.
 
     Attributes:
-        module: its module.
-        name: its name there.
-        parameter: the parameter that was there when asked.
+        module: Its module.
+        name: Its name there.
+        parameter: The parameter that was there when asked.
     """
 
     module: nn.Module
@@ -96,9 +96,9 @@ def shard_like(whole: Tensor, like: DTensor, copy: bool = True) -> DTensor:
     """This process's shard of a tensor that every process holds whole; nothing is exchanged.
 
     Args:
-        whole: the tensor.
-        like: a DTensor of its shape, whose mesh and placements count.
-        copy: whether the shard is a copy on the device of `like`, rather than a view.
+        whole: The tensor.
+        like: A DTensor of its shape, whose mesh and placements count.
+        copy: Whether the shard is a copy on the device of `like`, rather than a view.
     """
     if isinstance(whole, DTensor):
         return whole
@@ -125,8 +125,8 @@ class ReplacedParameters:
         """Let optimizers hold what stands in place of their parameters.
 
         Args:
-            slots: where the model's parameters were registered before it was placed.
-            optimizers: the optimizers over them.
+            slots: Where the model's parameters were registered before it was placed.
+            optimizers: The optimizers over them.
         """
         now = replaced(slots)
         self._gone |= {id(slot.parameter): ref(slot.parameter) for slot in slots if id(slot.parameter) in now}
@@ -138,7 +138,7 @@ class ReplacedParameters:
         """Refuse an optimizer that holds parameters as they were before, the first time that it steps.
 
         Raises:
-            ConfigurationError: its steps would change nothing.
+            ConfigurationError: Its steps would change nothing.
         """
         if optimizer in self._checked:
             return

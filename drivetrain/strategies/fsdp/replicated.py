@@ -14,10 +14,10 @@ class GradientAveraging:
     """Averages the gradients of whole parameters over the processes, as DDP would.
 
     Args:
-        mesh: over whose dimensions they are averaged, one after another.
+        mesh: Over whose dimensions they are averaged, one after another.
 
     Attributes:
-        enabled: whether backward averages; not within an accumulation window.
+        enabled: Whether backward averages; not within an accumulation window.
     """
 
     def __init__(self, mesh: DeviceMesh) -> None:
@@ -45,8 +45,8 @@ def parameters_to_replicate(model: nn.Module, ignored: Iterable[nn.Module]) -> s
     """Parameters that cannot be sharded, or shall not be.
 
     Args:
-        model: the model.
-        ignored: modules that are left as they are.
+        model: The model.
+        ignored: Modules that are left as they are.
     """
     chosen = {parameter for module in ignored for parameter in module.parameters()}
     # A scalar has no dimension to shard.

@@ -13,11 +13,11 @@ class ShardMesh:
     """All processes, in copies of a sharded model: called, it returns the mesh (shard,) or (replicate, shard).
 
     Args:
-        topology: this process's place.
-        copies: copies of the sharded model.
+        topology: This process's place.
+        copies: Copies of the sharded model.
 
     Raises:
-        ConfigurationError: the number of processes is no multiple of the copies.
+        ConfigurationError: The number of processes is no multiple of the copies.
     """
 
     def __init__(self, topology: Topology, copies: int) -> None:

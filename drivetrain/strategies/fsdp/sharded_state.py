@@ -89,8 +89,8 @@ class ShardedState(ModelState):
         The model cannot be called meanwhile.
 
         Args:
-            model: what `prepare` returned.
-            writeback: whether what the body does to the parameters is kept.
+            model: What `prepare` returned.
+            writeback: Whether what the body does to the parameters is kept.
 
         Yields:
             The user's own module.
@@ -104,9 +104,9 @@ class ShardedState(ModelState):
         """Fill a prepared model from safetensors or a checkpoint; each process reads its shards only.
 
         Args:
-            model: what `prepare` returned.
-            path: a safetensors file, a directory with an index of several, or a checkpoint.
-            strict: whether names that are missing or left over are an error.
+            model: What `prepare` returned.
+            path: A safetensors file, a directory with an index of several, or a checkpoint.
+            strict: Whether names that are missing or left over are an error.
         """
         self.reshard(model)
         load_weights(self.unwrap(model), path, strict)

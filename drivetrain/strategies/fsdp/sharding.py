@@ -27,13 +27,13 @@ class UnitSharding:
     """How a unit is sharded, so that a copy of it can be too.
 
     Attributes:
-        mesh: over what: (shard,) or (replicate, shard).
-        mixed_precision: the dtypes that it is gathered and reduced in.
-        offload: where shards live between uses.
-        reshard_after_forward: whether it is freed between forward and backward.
-        outermost: whether it is called from outside, not from within another unit.
-        whole: parameters inside that are not sharded.
-        reduce_unused: whether parameters that a backward did not reach are reduced too, as zeros.
+        mesh: Over what: (shard,) or (replicate, shard).
+        mixed_precision: The dtypes that it is gathered and reduced in.
+        offload: Where shards live between uses.
+        reshard_after_forward: Whether it is freed between forward and backward.
+        outermost: Whether it is called from outside, not from within another unit.
+        whole: Parameters inside that are not sharded.
+        reduce_unused: Whether parameters that a backward did not reach are reduced too, as zeros.
     """
 
     mesh: DeviceMesh
@@ -51,8 +51,8 @@ class UnitSharding:
         """The same for a unit that is called from outside.
 
         Args:
-            whole: other whole parameters than its own.
-            frees: whether it is freed after forward where nothing else is given: it is called several times in a step.
+            whole: Other whole parameters than its own.
+            frees: Whether it is freed after forward where nothing else is given: it is called several times in a step.
         """
         resharding = True if frees and self.reshard_after_forward is None else self.reshard_after_forward
         whole = self.whole if whole is None else whole
@@ -143,8 +143,8 @@ def set_shard(one: Any, local: Tensor) -> None:
     """Give one sharded parameter its local shard.
 
     Args:
-        one: torch's own record of the parameter.
-        local: the shard, of the right shape.
+        one: Torch's own record of the parameter.
+        local: The shard, of the right shape.
     """
     old = one.sharded_param
     shard = DTensor.from_local(
@@ -217,10 +217,10 @@ def copy_sharded(module: nn.Module, unit: nn.Module, own_class: type[nn.Module],
     """Copy a sharded module, as `copy.deepcopy` would a plain one: the copy is sharded in the same way.
 
     Args:
-        module: what to copy.
-        unit: the unit that has the shards of what no unit inside `module` has: itself, or what is wrapped around it.
-        own_class: its class before it was sharded.
-        memo: what `copy.deepcopy` has copied so far.
+        module: What to copy.
+        unit: The unit that has the shards of what no unit inside `module` has: itself, or what is wrapped around it.
+        own_class: Its class before it was sharded.
+        memo: What `copy.deepcopy` has copied so far.
     """
     reshard_units(unit)
     unit_sharding: UnitSharding = unit.__dict__[UNIT_SHARDING]
@@ -251,8 +251,8 @@ class ShardedInside:
     """Takes the place of `__deepcopy__` of a module that is sharded with what is wrapped around it.
 
     Args:
-        module: the module.
-        outer: the unit around it, which has the shards of what no unit inside `module` has.
+        module: The module.
+        outer: The unit around it, which has the shards of what no unit inside `module` has.
     """
 
     def __init__(self, module: nn.Module, outer: nn.Module) -> None:
@@ -295,9 +295,9 @@ def prefetch(units: Sequence[FSDPModule], forward: int, backward: int) -> None:
     """Let units gather those that follow while they compute.
 
     Args:
-        units: in the order in which they run.
-        forward: how many of those after a unit its forward gathers.
-        backward: how many of those before it its backward gathers.
+        units: In the order in which they run.
+        forward: How many of those after a unit its forward gathers.
+        backward: How many of those before it its backward gathers.
     """
     for index, unit in enumerate(units):
         if forward:

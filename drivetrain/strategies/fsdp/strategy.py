@@ -45,36 +45,36 @@ class FSDP(Strategy):
     """Parameters, gradients and optimizer state are sharded among the processes, by torch's `fully_shard`.
 
     Args:
-        wrap: which modules are gathered and freed as one: `"auto"` (what the model names in `_no_split_modules`, else
+        wrap: Which modules are gathered and freed as one: `"auto"` (what the model names in `_no_split_modules`, else
             the blocks that repeat in a `ModuleList`), classes or their names, a number of parameters from which on a
             module is one, a function of a module, or None for the whole model at once.
-        reshard_after_forward: whether a unit is freed between forward and backward, which costs a gather more; or the
+        reshard_after_forward: Whether a unit is freed between forward and backward, which costs a gather more; or the
             number of processes among which it stays sharded meanwhile. None frees all but the outermost.
-        replicate_size: copies of the sharded model: each is sharded among world size / `replicate_size` processes,
+        replicate_size: Copies of the sharded model: each is sharded among world size / `replicate_size` processes,
             and gradients are averaged over the copies (HYBRID_SHARD).
-        cpu_offload: keep parameters, gradients and optimizer state on the CPU, and step there.
-        activation_checkpointing: recompute activations in backward: True for the blocks of the model, or which modules
+        cpu_offload: Keep parameters, gradients and optimizer state on the CPU, and step there.
+        activation_checkpointing: Recompute activations in backward: True for the blocks of the model, or which modules
             in the words of `wrap`.
-        activation_offload: keep on the CPU what goes into those blocks.
-        ignored_modules: modules, or names of them in the model, that every process holds whole; their gradients are
+        activation_offload: Keep on the CPU what goes into those blocks.
+        ignored_modules: Modules, or names of them in the model, that every process holds whole; their gradients are
             averaged.
-        gather_dtype: dtype in which parameters are gathered; the precision's if None.
-        reduce_dtype: dtype in which gradients are reduced; the precision's if None.
-        init: what `init_context()` builds: `"rank0"` the real model on rank 0 and none of its values elsewhere,
+        gather_dtype: Dtype in which parameters are gathered; the precision's if None.
+        reduce_dtype: Dtype in which gradients are reduced; the precision's if None.
+        init: What `init_context()` builds: `"rank0"` the real model on rank 0 and none of its values elsewhere,
             `"meta"` no values anywhere, which the modules' `reset_parameters` then make one by one.
-        weights: safetensors or a checkpoint that the model's values are read from, each process its shards.
-        sync_module_states: give all processes rank 0's values where each has built the model.
-        compile: compile each block; a dict holds options of `torch.compile`.
-        sync_each_batch: reduce gradients in every micro-batch of an accumulation window, which keeps no whole
+        weights: Safetensors or a checkpoint that the model's values are read from, each process its shards.
+        sync_module_states: Give all processes rank 0's values where each has built the model.
+        compile: Compile each block; a dict holds options of `torch.compile`.
+        sync_each_batch: Reduce gradients in every micro-batch of an accumulation window, which keeps no whole
             gradients in memory meanwhile.
-        reduce_unused: reduce parameters that a backward does not reach as zeros: needed where they are others on
+        reduce_unused: Reduce parameters that a backward does not reach as zeros: needed where they are others on
             other processes.
-        forward_prefetch: how many units ahead are gathered in forward.
-        backward_prefetch: how many units ahead are gathered in backward; 0 leaves it to torch, which gathers one.
-        forward_methods: methods besides `forward` that the model is called by, such as `"generate"`.
+        forward_prefetch: How many units ahead are gathered in forward.
+        backward_prefetch: How many units ahead are gathered in backward; 0 leaves it to torch, which gathers one.
+        forward_methods: Methods besides `forward` that the model is called by, such as `"generate"`.
 
     Raises:
-        ConfigurationError: an option cannot be.
+        ConfigurationError: An option cannot be.
 
     Example:
         ```python
@@ -140,10 +140,10 @@ class FSDP(Strategy):
         """Make one from Accelerate's `fsdp_config`, of either version.
 
         Args:
-            config: its keys, with or without their `fsdp_`, as in the YAML that `accelerate config` writes.
+            config: Its keys, with or without their `fsdp_`, as in the YAML that `accelerate config` writes.
 
         Raises:
-            ConfigurationError: a key is unknown, or its value cannot be.
+            ConfigurationError: A key is unknown, or its value cannot be.
         """
         from drivetrain.strategies.fsdp.accelerate_config import options_from
 
@@ -161,8 +161,8 @@ class FSDP(Strategy):
         """Make the parts, from a topology and a way of placing models that may be others than this strategy's own.
 
         Args:
-            topology: this process's place.
-            placer: shards models, or places them in another way.
+            topology: This process's place.
+            placer: Shards models, or places them in another way.
         """
         self.topology, self._placer = topology, placer
         self.gradients = ShardedGradients(topology.rank, placer.averaging, self.options.sync_each_batch)
@@ -205,8 +205,8 @@ class FSDP(Strategy):
         The model cannot be called in the body.
 
         Args:
-            model: what `prepare` returned.
-            writeback: whether what the body does to the parameters is kept.
+            model: What `prepare` returned.
+            writeback: Whether what the body does to the parameters is kept.
 
         Returns:
             A context whose value is the user's own module.
@@ -217,9 +217,9 @@ class FSDP(Strategy):
         """Fill a prepared model from safetensors or a checkpoint; each process reads its shards only.
 
         Args:
-            model: what `prepare` returned.
-            path: a safetensors file, a directory with an index of several, or a checkpoint.
-            strict: whether names that are missing or left over are an error.
+            model: What `prepare` returned.
+            path: A safetensors file, a directory with an index of several, or a checkpoint.
+            strict: Whether names that are missing or left over are an error.
         """
         self.state.load_weights(model, path, strict)
 

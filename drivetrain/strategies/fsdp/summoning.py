@@ -19,8 +19,8 @@ def whole_parameters(model: nn.Module, writeback: bool) -> Iterator[None]:
     They are in full precision, and the model cannot be called meanwhile.
 
     Args:
-        model: the model.
-        writeback: whether what the body does to them is kept: each process keeps its shard of its own copy.
+        model: The model.
+        writeback: Whether what the body does to them is kept: each process keeps its shard of its own copy.
     """
     slots = [slot for slot in slots_of(model) if isinstance(slot.parameter, DTensor)]
     whole: dict[int, nn.Parameter] = {}

@@ -24,13 +24,13 @@ def load_weights(model: nn.Module, path: str | os.PathLike[str], strict: bool = 
     """Fill a model's parameters and buffers, whole or sharded, from files; only slices are read.
 
     Args:
-        model: the bare model, whose parameters are allocated.
-        path: a safetensors file; a directory with `model.safetensors`, or several with their index; or a checkpoint
+        model: The bare model, whose parameters are allocated.
+        path: A safetensors file; a directory with `model.safetensors`, or several with their index; or a checkpoint
             of this library.
-        strict: whether names that are missing or left over are an error.
+        strict: Whether names that are missing or left over are an error.
 
     Raises:
-        CheckpointError: there are no such files, or they are another model's.
+        CheckpointError: There are no such files, or they are another model's.
     """
     place = Path(path)
     wanted = tensors_by_names(model)

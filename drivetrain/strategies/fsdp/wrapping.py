@@ -23,14 +23,14 @@ def units_of(model: nn.Module, wrap: Any, option: str = "wrap") -> list[nn.Modul
     """The modules inside a model that become units of their own, innermost first.
 
     Args:
-        model: the model; what no unit takes belongs to the model itself.
+        model: The model; what no unit takes belongs to the model itself.
         wrap: `"auto"` (the model's own `_no_split_modules`, else the blocks that repeat in a `ModuleList`), a class or
             a class's name or several, a number of parameters from which on a module is a unit, a function of a
             module that returns whether it is one, or None for the whole model as one.
-        option: what the user calls it, for errors.
+        option: What the user calls it, for errors.
 
     Raises:
-        ConfigurationError: nothing in the model matches; the classes that it has are listed.
+        ConfigurationError: Nothing in the model matches; the classes that it has are listed.
     """
     chosen = _chosen(model, wrap, option)
     wanted = {id(module) for module in chosen if any(True for _ in module.parameters())}
@@ -158,8 +158,8 @@ def without_tied_across(model: nn.Module, units: Collection[nn.Module]) -> list[
     A parameter can be gathered by one unit alone, so one that is used in two belongs to the unit around both.
 
     Args:
-        model: the model.
-        units: its units, innermost first.
+        model: The model.
+        units: Its units, innermost first.
     """
     left = list(units)
     while True:

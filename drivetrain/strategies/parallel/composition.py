@@ -33,14 +33,14 @@ class GridOptions:
     """The options of `Parallel` besides its sizes; see there.
 
     Args:
-        tp_plan: which layers are split how.
-        loss_parallel: whether losses take logits that are split by class.
-        cp_seq_dim: which dimension of a batch's tensors is the sequence.
-        cp_load_balance: whether each process has a chunk from the front of sequences and its mirror from the back.
+        tp_plan: Which layers are split how.
+        loss_parallel: Whether losses take logits that are split by class.
+        cp_seq_dim: Which dimension of a batch's tensors is the sequence.
+        cp_load_balance: Whether each process has a chunk from the front of sequences and its mirror from the back.
         cp_attention: `"gather"` or `"ring"`.
-        cp_shard_batch: splits a batch instead.
-        stages: the options of the pipeline, without their `pp_`.
-        sharding: the options of `FSDP`.
+        cp_shard_batch: Splits a batch instead.
+        stages: The options of the pipeline, without their `pp_`.
+        sharding: The options of `FSDP`.
     """
 
     tp_plan: Plan | str | None
@@ -57,11 +57,11 @@ class Composition(NamedTuple):
     """The parts of a grid.
 
     Attributes:
-        place: this process's place.
-        layers: splits layers, or leaves them whole.
-        sequences: splits sequences, or leaves them whole.
-        strategy: places and runs models.
-        state: its state.
+        place: This process's place.
+        layers: Splits layers, or leaves them whole.
+        sequences: Splits sequences, or leaves them whole.
+        strategy: Places and runs models.
+        state: Its state.
     """
 
     place: MeshPlace
@@ -75,13 +75,13 @@ def compose(sizes: MeshSizes, options: GridOptions, unwrap: Unwrap, state: Parti
     """Make the parts of a grid; a collective.
 
     Args:
-        sizes: sizes that multiply to the number of processes.
-        options: what else was asked for.
-        unwrap: returns the user's own module inside a wrapped one.
-        state: this process, its device and its peers.
+        sizes: Sizes that multiply to the number of processes.
+        options: What else was asked for.
+        unwrap: Returns the user's own module inside a wrapped one.
+        state: This process, its device and its peers.
 
     Raises:
-        ConfigurationError: an option cannot be on this device, or with these sizes.
+        ConfigurationError: An option cannot be on this device, or with these sizes.
     """
     mesh = make_mesh(sizes, state.device.type)
     layers = _layers(submesh(mesh, "tp"), options, unwrap, state)
@@ -190,7 +190,7 @@ class WholeStages:
     """Leaves each stage whole on its process.
 
     Args:
-        sharder: finds the modules that are recomputed as one.
+        sharder: Finds the modules that are recomputed as one.
     """
 
     shards = False

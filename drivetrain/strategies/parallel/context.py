@@ -45,10 +45,10 @@ class SequenceShard:
     """Which tokens of every sequence are this process's.
 
     Args:
-        group: the processes that share each sequence.
-        index: this process's rank among them.
-        count: how many they are.
-        balanced: whether each takes a chunk from the front and its mirror from the back; else one stretch.
+        group: The processes that share each sequence.
+        index: This process's rank among them.
+        count: How many they are.
+        balanced: Whether each takes a chunk from the front and its mirror from the back; else one stretch.
     """
 
     group: ProcessGroup
@@ -70,11 +70,11 @@ class SequenceShard:
         """This process's part of a tensor that holds whole sequences.
 
         Args:
-            tensor: of any shape.
-            dim: which dimension is the sequence.
+            tensor: Of any shape.
+            dim: Which dimension is the sequence.
 
         Raises:
-            ConfigurationError: the length is no multiple of the number of chunks.
+            ConfigurationError: The length is no multiple of the number of chunks.
         """
         length = tensor.size(dim)
         if length % self.chunks:
@@ -102,8 +102,8 @@ class SequenceShard:
         """Where this process's tokens stand in the whole sequence.
 
         Args:
-            length: how many tokens of each sequence are this process's.
-            device: where to put the positions.
+            length: How many tokens of each sequence are this process's.
+            device: Where to put the positions.
 
         Returns:
             `length` numbers, int64.
@@ -115,11 +115,11 @@ class SequenceShard:
         """This process's part of a batch: every tensor that has a dimension `dim` is split along it.
 
         Args:
-            batch: nested structure of tensors with whole sequences.
-            dim: which dimension is the sequence.
+            batch: Nested structure of tensors with whole sequences.
+            dim: Which dimension is the sequence.
 
         Raises:
-            ConfigurationError: the lengths differ, so that it is not known which are sequences.
+            ConfigurationError: The lengths differ, so that it is not known which are sequences.
         """
         lengths: dict[int, list[tuple[int, ...]]] = {}
 
@@ -151,13 +151,13 @@ def split_in_place(
     """Let tensors be this process's part of themselves in the body.
 
     Args:
-        shard: which tokens are this process's.
-        buffers: tensors that hold whole sequences.
-        dims: for each, which dimension is the sequence.
-        keep: those that stay parts afterwards.
+        shard: Which tokens are this process's.
+        buffers: Tensors that hold whole sequences.
+        dims: For each, which dimension is the sequence.
+        keep: Those that stay parts afterwards.
 
     Raises:
-        ConfigurationError: the numbers of tensors and dimensions differ, or a length is no multiple of the number of
+        ConfigurationError: The numbers of tensors and dimensions differ, or a length is no multiple of the number of
             chunks.
     """
     if len(buffers) != len(dims):
@@ -192,10 +192,10 @@ class SharedAttention(TorchFunctionMode):
     """Context in which `F.scaled_dot_product_attention` attends to the tokens of all processes.
 
     Args:
-        shard: which tokens are this process's.
+        shard: Which tokens are this process's.
 
     Attributes:
-        calls: how often attention was computed.
+        calls: How often attention was computed.
     """
 
     def __init__(self, shard: SequenceShard) -> None:
@@ -210,7 +210,7 @@ class SharedAttention(TorchFunctionMode):
             since: `calls` before.
 
         Raises:
-            ConfigurationError: tokens saw only those of their own process.
+            ConfigurationError: Tokens saw only those of their own process.
         """
         if self.calls == since:
             raise ConfigurationError(
@@ -248,9 +248,9 @@ class RingAttention(SharedAttention):
     It sends them around a ring while it computes (Liu et al., 2023, https://arxiv.org/abs/2310.01889).
 
     Args:
-        shard: which tokens are this process's.
-        mesh: the processes that share each sequence.
-        device: where tensors live; torch has kernels for it on GPUs only.
+        shard: Which tokens are this process's.
+        mesh: The processes that share each sequence.
+        device: Where tensors live; torch has kernels for it on GPUs only.
     """
 
     def __init__(self, shard: SequenceShard, mesh: DeviceMesh, device: torch.device) -> None:
@@ -325,21 +325,21 @@ def attend(
     """`F.scaled_dot_product_attention` where each process has some of the tokens.
 
     Args:
-        shard: which tokens are this process's.
+        shard: Which tokens are this process's.
         query: (..., heads, own tokens, head size).
         key: (..., key heads, own tokens, head size).
         value: (..., key heads, own tokens, value size).
         attn_mask: None.
         dropout_p: 0.
-        is_causal: whether a token sees only itself and those before it, in the whole sequence.
-        scale: of the products; by the head size if None.
-        enable_gqa: whether several query heads share a key head.
+        is_causal: Whether a token sees only itself and those before it, in the whole sequence.
+        scale: Of the products; by the head size if None.
+        enable_gqa: Whether several query heads share a key head.
 
     Returns:
         (..., heads, own tokens, value size).
 
     Raises:
-        ConfigurationError: a mask, dropout, or queries and keys of other tokens under a causal mask.
+        ConfigurationError: A mask, dropout, or queries and keys of other tokens under a causal mask.
     """
     if isinstance(query, DTensor):
         return _attend_on_shards(shard, query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
@@ -407,8 +407,8 @@ def sequence_positions(length: int, device: torch.device | str | None = None) ->
     Without context parallelism it is exactly that `arange`.
 
     Args:
-        length: how many tokens of each sequence this process has: `x.shape[1]`.
-        device: where to put the positions.
+        length: How many tokens of each sequence this process has: `x.shape[1]`.
+        device: Where to put the positions.
 
     Returns:
         `length` numbers, int64.

@@ -21,8 +21,8 @@ def share_random_state(mesh: DeviceMesh, kind: DeviceKind) -> None:
     """Give all processes of a mesh the random state of its first: dropout of copies must leave out the same.
 
     Args:
-        mesh: the processes, in one dimension.
-        kind: the kind of their devices.
+        mesh: The processes, in one dimension.
+        kind: The kind of their devices.
     """
     group = mesh.get_group()
     states = [torch.get_rng_state(), None if kind.name == "cpu" else kind.get_rng_state()]
@@ -39,8 +39,8 @@ class CopyCheck:
     They drift apart otherwise, without any error.
 
     Args:
-        mesh: the processes, in one dimension.
-        model: the model, for the names of its parameters.
+        mesh: The processes, in one dimension.
+        model: The model, for the names of its parameters.
     """
 
     def __init__(self, mesh: DeviceMesh, model: nn.Module) -> None:
@@ -51,7 +51,7 @@ class CopyCheck:
         """Compare the gradients of an optimizer's parameters.
 
         Raises:
-            ConfigurationError: some differ; their names are listed.
+            ConfigurationError: Some differ; their names are listed.
         """
         copies = [
             (self._names.get(id(parameter), "?"), parameter.grad)

@@ -22,8 +22,8 @@ class Layers(Protocol):
         """Split them, in place.
 
         Args:
-            model: the model.
-            elsewhere: the `id` of modules that other stages of a pipeline compute, which stay as they are.
+            model: The model.
+            elsewhere: The `id` of modules that other stages of a pipeline compute, which stay as they are.
         """
 
     def begin(self, model: nn.Module) -> None:
@@ -56,11 +56,11 @@ class SplitLayers:
     """Processes share the computation of each layer.
 
     Args:
-        mesh: the processes that share layers.
-        kind: the kind of their devices.
-        plan: which layers are split how; `"auto"` takes the model's own.
-        loss_parallel: whether losses take logits that are split by class.
-        unwrap: returns the user's own module inside a wrapped one.
+        mesh: The processes that share layers.
+        kind: The kind of their devices.
+        plan: Which layers are split how; `"auto"` takes the model's own.
+        loss_parallel: Whether losses take logits that are split by class.
+        unwrap: Returns the user's own module inside a wrapped one.
     """
 
     def __init__(

@@ -24,15 +24,15 @@ class MeshSizes:
     """How many processes there are along each dimension.
 
     Args:
-        dp_replicate: groups of processes that each hold the whole model, for other data.
-        dp_shard: processes over which parameters, gradients and optimizer state are sharded; -1 takes all that are
+        dp_replicate: Groups of processes that each hold the whole model, for other data.
+        dp_shard: Processes over which parameters, gradients and optimizer state are sharded; -1 takes all that are
             left.
-        tp: processes that share the computation of each layer.
-        cp: processes that share each sequence.
-        pp: stages that the layers are spread over.
+        tp: Processes that share the computation of each layer.
+        cp: Processes that share each sequence.
+        pp: Stages that the layers are spread over.
 
     Raises:
-        ConfigurationError: a size is not a whole number of at least 1.
+        ConfigurationError: A size is not a whole number of at least 1.
     """
 
     dp_replicate: int = 1
@@ -53,10 +53,10 @@ class MeshSizes:
         """The same with `dp_shard` known.
 
         Args:
-            world_size: number of processes of the run.
+            world_size: Number of processes of the run.
 
         Raises:
-            ConfigurationError: the sizes do not multiply to the number of processes.
+            ConfigurationError: The sizes do not multiply to the number of processes.
         """
         others = prod(getattr(self, name) for name in DIMENSIONS if not (name == "dp_shard" and self.dp_shard == REST))
         asked = " x ".join(
@@ -85,10 +85,10 @@ class MeshSizes:
         """Read Accelerate's names, such as `tp_size`, or ours.
 
         Args:
-            config: sizes by name; None, as Accelerate writes what is not asked for, is 1.
+            config: Sizes by name; None, as Accelerate writes what is not asked for, is 1.
 
         Raises:
-            ConfigurationError: a name is not a size.
+            ConfigurationError: A name is not a size.
         """
         own = {field.name for field in fields(cls)}
         names = {**{name: name for name in own}, **{f"{name}_size": name for name in own}}
@@ -111,9 +111,9 @@ class MeshPlace:
     """One process's place in the grid of all.
 
     Args:
-        sizes: sizes that multiply to the number of processes.
-        rank: this process's global rank.
-        loss_index: the index along `pp` of the processes that compute losses; the last if None.
+        sizes: Sizes that multiply to the number of processes.
+        rank: This process's global rank.
+        loss_index: The index along `pp` of the processes that compute losses; the last if None.
     """
 
     sizes: MeshSizes
@@ -172,8 +172,8 @@ def make_mesh(sizes: MeshSizes, device_type: str) -> DeviceMesh | None:
     A collective: all processes make it together.
 
     Args:
-        sizes: sizes that multiply to the number of processes.
-        device_type: the kind of device whose tensors are exchanged, such as `"cpu"`.
+        sizes: Sizes that multiply to the number of processes.
+        device_type: The kind of device whose tensors are exchanged, such as `"cpu"`.
     """
     from torch.distributed.device_mesh import init_device_mesh
 
@@ -189,8 +189,8 @@ def submesh(mesh: DeviceMesh | None, *names: str) -> DeviceMesh | None:
     """This process's peers along some dimensions, as one dimension; None where it has none.
 
     Args:
-        mesh: what `make_mesh` made.
-        *names: of `DIMENSIONS`.
+        mesh: What `make_mesh` made.
+        *names: Of `DIMENSIONS`.
     """
     present = tuple(name for name in names if mesh is not None and name in (mesh.mesh_dim_names or ()))
     if mesh is None or not present:

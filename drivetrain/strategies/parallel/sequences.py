@@ -53,13 +53,13 @@ class SplitSequences(ContextParallel):
     """Processes share each sequence.
 
     Args:
-        shard: which tokens are this process's.
-        attention: makes attention see the tokens of all processes.
-        seq_dim: which dimension of a batch's tensors is the sequence.
-        shard_batch: splits a batch instead, called with it and `shard`.
+        shard: Which tokens are this process's.
+        attention: Makes attention see the tokens of all processes.
+        seq_dim: Which dimension of a batch's tensors is the sequence.
+        shard_batch: Splits a batch instead, called with it and `shard`.
 
     Attributes:
-        shard: which tokens are this process's.
+        shard: Which tokens are this process's.
     """
 
     def __init__(
@@ -102,10 +102,10 @@ class SequenceStep(nn.Module):
     """Called with whole batches as `module(step, batch, ...)`, runs the step on this process's tokens.
 
     Args:
-        inner: the module that runs steps.
-        attention: makes attention see the tokens of all processes.
-        split: takes its tokens of a batch.
-        joined_dim: the dimension along which what the step returns is made whole; None leaves it as it is.
+        inner: The module that runs steps.
+        attention: Makes attention see the tokens of all processes.
+        split: Takes its tokens of a batch.
+        joined_dim: The dimension along which what the step returns is made whole; None leaves it as it is.
     """
 
     def __init__(

@@ -35,34 +35,34 @@ class Parallel(Strategy):
     """Several kinds of parallelism over one grid of processes.
 
     Args:
-        dp_replicate: copies of the sharded model, each for other data.
-        dp_shard: processes over which parameters, gradients and optimizer state are sharded, each for other data; -1
+        dp_replicate: Copies of the sharded model, each for other data.
+        dp_shard: Processes over which parameters, gradients and optimizer state are sharded, each for other data; -1
             takes all that are left by the other sizes.
-        tp: processes that share the computation of each layer, and the batch.
-        cp: processes that share each sequence; parameters are sharded over them too.
-        pp: stages that the layers are spread over.
-        tp_plan: which layers are split how, by patterns of module names, as in
+        tp: Processes that share the computation of each layer, and the batch.
+        cp: Processes that share each sequence; parameters are sharded over them too.
+        pp: Stages that the layers are spread over.
+        tp_plan: Which layers are split how, by patterns of module names, as in
             `{"layers.*.attention.wq": Colwise(), "layers.*.attention.wo": Rowwise()}`; `"auto"` takes the model's own.
-        loss_parallel: let `F.cross_entropy` take logits that are split by class, from a last layer
+        loss_parallel: Let `F.cross_entropy` take logits that are split by class, from a last layer
             `Colwise(use_local_output=False)`.
-        cp_seq_dim: which dimension of a batch's tensors is the sequence.
-        cp_load_balance: give each process a chunk of every sequence from the front and its mirror from the back, which
+        cp_seq_dim: Which dimension of a batch's tensors is the sequence.
+        cp_load_balance: Give each process a chunk of every sequence from the front and its mirror from the back, which
             makes causal attention cost the same on all.
         cp_attention: `"gather"` collects the keys and values of all processes, on any device; `"ring"` is torch's
             `context_parallel`, which passes them on while it computes, on GPUs.
-        cp_shard_batch: splits a batch instead, called with it and a `SequenceShard`.
-        **options: those of `FSDP`, such as `wrap`, and of the pipeline, which begin with `pp_`.
+        cp_shard_batch: Splits a batch instead, called with it and a `SequenceShard`.
+        **options: Those of `FSDP`, such as `wrap`, and of the pipeline, which begin with `pp_`.
 
     Attributes:
-        sizes: those of the grid; `dp_shard` is known once the strategy is set up.
-        options: those of `FSDP`.
-        place_in_mesh: this process's place in the grid.
-        layers: splits layers over processes, or leaves them whole.
-        sequences: splits sequences over processes, or leaves them whole.
-        inner: the strategy that places and runs models on this grid.
+        sizes: Those of the grid; `dp_shard` is known once the strategy is set up.
+        options: Those of `FSDP`.
+        place_in_mesh: This process's place in the grid.
+        layers: Splits layers over processes, or leaves them whole.
+        sequences: Splits sequences over processes, or leaves them whole.
+        inner: The strategy that places and runs models on this grid.
 
     Raises:
-        ConfigurationError: an option cannot be.
+        ConfigurationError: An option cannot be.
     """
 
     name = "parallel"
@@ -109,10 +109,10 @@ class Parallel(Strategy):
 
         Args:
             config: `dp_replicate_size`, `dp_shard_size`, `tp_size`, `cp_size`, `pp_size`; those left out are 1.
-            **options: everything else.
+            **options: Everything else.
 
         Raises:
-            ConfigurationError: a name is not a size.
+            ConfigurationError: A name is not a size.
         """
         sizes = MeshSizes.from_config(config)
         return cls(
@@ -166,8 +166,8 @@ class Parallel(Strategy):
         """Let a model's parameters be whole tensors in the body, in full precision; call it on all processes.
 
         Args:
-            model: what `prepare` returned.
-            writeback: whether what the body does to the parameters is kept.
+            model: What `prepare` returned.
+            writeback: Whether what the body does to the parameters is kept.
 
         Returns:
             A context whose value is the user's own module.
@@ -178,9 +178,9 @@ class Parallel(Strategy):
         """Fill a prepared model from safetensors or a checkpoint; each process reads its shards only.
 
         Args:
-            model: what `prepare` returned.
-            path: a safetensors file, a directory with an index of several, or a checkpoint.
-            strict: whether names that are missing or left over are an error.
+            model: What `prepare` returned.
+            path: A safetensors file, a directory with an index of several, or a checkpoint.
+            strict: Whether names that are missing or left over are an error.
         """
         self.state.load_weights(model, path, strict)
 

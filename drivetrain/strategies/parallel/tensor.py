@@ -72,13 +72,13 @@ def plan_of_model(module: nn.Module) -> dict[str, str]:
     """The plan that a model carries, as those of transformers do.
 
     Args:
-        module: the model, or a task that holds it.
+        module: The model, or a task that holds it.
 
     Returns:
         Names of styles by pattern, relative to `module`.
 
     Raises:
-        ConfigurationError: neither it nor anything in it carries one.
+        ConfigurationError: Neither it nor anything in it carries one.
     """
     for name, part in module.named_modules():
         plan = getattr(part, "tp_plan", None) or getattr(part, "_tp_plan", None)
@@ -103,16 +103,16 @@ def apply_plan(module: nn.Module, mesh: DeviceMesh, plan: Plan, elsewhere: froze
     """Split a module's layers over processes, in place.
 
     Args:
-        module: the model, or the task that holds it: patterns are taken from the outermost module in which all match.
-        mesh: the processes that share each layer.
-        plan: styles by pattern of module names; `*` stands for one part of a name.
-        elsewhere: the `id` of modules that other stages of a pipeline compute, which stay as they are.
+        module: The model, or the task that holds it: patterns are taken from the outermost module in which all match.
+        mesh: The processes that share each layer.
+        plan: Styles by pattern of module names; `*` stands for one part of a name.
+        elsewhere: The `id` of modules that other stages of a pipeline compute, which stay as they are.
 
     Returns:
         The module that the patterns' names begin in.
 
     Raises:
-        ConfigurationError: a pattern matches nothing, a size is no multiple of the processes, or a tied parameter would be split in
+        ConfigurationError: A pattern matches nothing, a size is no multiple of the processes, or a tied parameter would be split in
             two ways.
     """
     let_attention_run_split()

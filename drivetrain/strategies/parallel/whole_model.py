@@ -25,11 +25,11 @@ class WholeModelPlacer:
     """Gives all processes rank 0's values, and splits layers.
 
     Args:
-        sizes: those of the grid of processes.
-        topology: this process's place.
-        unwrap: returns the user's own module inside a wrapped one.
-        split_layers: splits layers in place.
-        rewrite_blocks: lets blocks recompute their activations, and compiles them.
+        sizes: Those of the grid of processes.
+        topology: This process's place.
+        unwrap: Returns the user's own module inside a wrapped one.
+        split_layers: Splits layers in place.
+        rewrite_blocks: Lets blocks recompute their activations, and compiles them.
     """
 
     def __init__(
@@ -71,11 +71,11 @@ def placed_before(bare: nn.Module, sizes: MeshSizes) -> nn.Module | None:
     """What an earlier `prepare` made of the same model.
 
     Args:
-        bare: the user's own module.
-        sizes: those of the grid that it comes to.
+        bare: The user's own module.
+        sizes: Those of the grid that it comes to.
 
     Raises:
-        ConfigurationError: it was placed over another grid.
+        ConfigurationError: It was placed over another grid.
     """
     known, before = bare.__dict__.get(_MEMORY, (None, None))
     if known is None or before == sizes:

@@ -20,9 +20,9 @@ class Precision:
     precision does not override costs nothing in the step.
 
     Attributes:
-        name: canonical name, such as `"bf16"`.
-        param_dtype: dtype of parameters during compute, for strategies that shard; None keeps the model's.
-        reduce_dtype: dtype in which gradients are reduced, for strategies that shard; None keeps the model's.
+        name: Canonical name, such as `"bf16"`.
+        param_dtype: Dtype of parameters during compute, for strategies that shard; None keeps the model's.
+        reduce_dtype: Dtype in which gradients are reduced, for strategies that shard; None keeps the model's.
     """
 
     name: ClassVar[str] = "32"
@@ -34,7 +34,7 @@ class Precision:
         """Bind the precision to a kind of device.
 
         Raises:
-            ConfigurationError: this precision cannot run there; the message names the pair and what would work.
+            ConfigurationError: This precision cannot run there; the message names the pair and what would work.
         """
 
     def convert(self, model: nn.Module) -> nn.Module:
@@ -64,7 +64,7 @@ class Precision:
         """Take note that each process sees a part of the gradients only, so that they must agree on overflow.
 
         Args:
-            largest: returns the largest value of a scalar tensor over the processes, the same on all.
+            largest: Returns the largest value of a scalar tensor over the processes, the same on all.
         """
 
     def unscale(self, optimizer: Optimizer) -> None:

@@ -20,10 +20,10 @@ class MixedPrecision(Precision):
     """Forward passes under autocast to one dtype; parameters and gradients stay in 32 bits.
 
     Args:
-        cache_enabled: whether autocast keeps the cast copies of the weights within one forward.
+        cache_enabled: Whether autocast keeps the cast copies of the weights within one forward.
 
     Attributes:
-        enabled: whether to cast at all.
+        enabled: Whether to cast at all.
     """
 
     dtype: ClassVar[torch.dtype]
@@ -66,12 +66,12 @@ class Float16Mixed(MixedPrecision):
     optimizers of a step have stepped, that is before the next loss is scaled.
 
     Args:
-        init_scale: first loss scale.
-        growth_factor: what the scale is multiplied by after `growth_interval` steps without overflow.
-        backoff_factor: what the scale is multiplied by after an overflow.
-        growth_interval: steps without overflow before the scale grows.
-        enabled: whether to scale at all.
-        cache_enabled: whether autocast keeps the cast copies of the weights within one forward.
+        init_scale: First loss scale.
+        growth_factor: What the scale is multiplied by after `growth_interval` steps without overflow.
+        backoff_factor: What the scale is multiplied by after an overflow.
+        growth_interval: Steps without overflow before the scale grows.
+        enabled: Whether to scale at all.
+        cache_enabled: Whether autocast keeps the cast copies of the weights within one forward.
     """
 
     name = "fp16"

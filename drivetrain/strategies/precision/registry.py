@@ -14,14 +14,14 @@ def register_precision(precision: type[Precision], *, replace: bool = False) -> 
     """Make a `Precision` class available under its name and aliases; usable as a decorator.
 
     Args:
-        precision: the class; names are compared in lower case.
-        replace: whether names that are taken may be taken over.
+        precision: The class; names are compared in lower case.
+        replace: Whether names that are taken may be taken over.
 
     Returns:
         The class.
 
     Raises:
-        ConfigurationError: a name is taken and `replace` is False.
+        ConfigurationError: A name is taken and `replace` is False.
     """
     names = [name.lower() for name in (precision.name, *precision.__dict__.get("aliases", ()))]
     taken = [name for name in names if name in _PRECISIONS]
@@ -47,11 +47,11 @@ def resolve_precision(spec: str | int | Precision | None) -> Precision:
     """Turn a name into a precision.
 
     Args:
-        spec: a canonical name (`"32"`, `"bf16"`, …), an alias (`"bf16-mixed"`, `"no"`, 16, 32, 64), a `Precision`,
+        spec: A canonical name (`"32"`, `"bf16"`, …), an alias (`"bf16-mixed"`, `"no"`, 16, 32, 64), a `Precision`,
             or None for full precision.
 
     Raises:
-        ConfigurationError: no precision has this name.
+        ConfigurationError: No precision has this name.
     """
     if isinstance(spec, Precision):
         return spec

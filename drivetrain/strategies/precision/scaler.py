@@ -16,9 +16,9 @@ class AgreeingGradScaler(torch.amp.GradScaler):
     Torch's own checks one process's gradients, and cannot take plain tensors and sharded ones together.
 
     Args:
-        device: the kind of device.
-        largest: returns the largest value of a scalar tensor over the processes.
-        options: arguments of `GradScaler`.
+        device: The kind of device.
+        largest: Returns the largest value of a scalar tensor over the processes.
+        options: Arguments of `GradScaler`.
     """
 
     def __init__(self, device: str, largest: Callable[[Tensor], Tensor], options: dict[str, Any]) -> None:

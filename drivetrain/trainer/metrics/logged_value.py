@@ -156,7 +156,7 @@ class LoggedValue:
         """What was kept so far, not added up: adding later must give what it would have given without a checkpoint.
 
         Args:
-            mark: give what had been kept then instead.
+            mark: Give what had been kept then instead.
         """
         then = mark or self.mark()
         pending = then.pending[: then.kept]

@@ -211,7 +211,7 @@ class LoggedValues:
         """What the training epoch under way has kept on this process, and the values of the last epochs.
 
         Args:
-            mark: give what they were then instead.
+            mark: Give what they were then instead.
         """
         then = mark or self.mark()
         return {

@@ -41,7 +41,7 @@ def metric_states(metrics: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
     """What this process's metrics have seen since they were last reset, by their place in the task.
 
     Args:
-        metrics: from `find_metrics`.
+        metrics: From `find_metrics`.
     """
     return {
         path: {

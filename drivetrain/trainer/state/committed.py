@@ -38,9 +38,9 @@ class Committed:
     states of the random generators, the metrics and the buffers.
 
     Args:
-        task: the task, whose metrics are found.
-        logged: the logged values.
-        progress: the counters: a mark holds until they show that the step or the validation is finished.
+        task: The task, whose metrics are found.
+        logged: The logged values.
+        progress: The counters: a mark holds until they show that the step or the validation is finished.
     """
 
     def __init__(self, task: nn.Module, logged: LoggedValues, progress: Progress) -> None:
@@ -116,7 +116,7 @@ def saves_within_steps(trainer: Trainer) -> bool:
     """Whether a hook that runs between the start of a step and its end may save a checkpoint.
 
     Args:
-        trainer: the trainer, with its task and callbacks.
+        trainer: The trainer, with its task and callbacks.
     """
     owners: list[tuple[Any, type]] = [(one, Callback) for one in trainer.callbacks if one.saves_within_steps]
     owners.append((trainer.task, Task))

@@ -49,10 +49,10 @@ def save_run(
     """Write a checkpoint of a Trainer's run; call it on all processes.
 
     Args:
-        trainer: the trainer.
-        directory: the checkpoint's directory, or a URL.
-        weights_only: leave out everything but weights and hyper-parameters.
-        block: whether to return only when it is durable.
+        trainer: The trainer.
+        directory: The checkpoint's directory, or a URL.
+        weights_only: Leave out everything but weights and hyper-parameters.
+        block: Whether to return only when it is durable.
     """
     task = trainer.task
     if task is None or trainer.model is None:
@@ -131,7 +131,7 @@ class SavedRun:
         directory: The checkpoint.
 
     Raises:
-        CheckpointError: it cannot be read, or is not the state of a run.
+        CheckpointError: It cannot be read, or is not the state of a run.
     """
 
     def __init__(self, trainer: Trainer, directory: str) -> None:

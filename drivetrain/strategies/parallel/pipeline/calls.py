@@ -27,8 +27,8 @@ class ModelCalls:
     """Answers the calls of the module that is split.
 
     Args:
-        split: the model.
-        stages: how many stages there are.
+        split: The model.
+        stages: How many stages there are.
     """
 
     def __init__(self, split: SplitModel, stages: int) -> None:
@@ -66,7 +66,7 @@ class ModelCalls:
         """A call and how the stages run it.
 
         Raises:
-            ConfigurationError: an argument requires gradients.
+            ConfigurationError: An argument requires gradients.
         """
         for leaf in pytree.tree_leaves((args, kwargs)):
             if isinstance(leaf, Tensor) and leaf.requires_grad:

@@ -20,9 +20,9 @@ class StagedEvaluation(nn.Module):
     """Called as `module(step, batch, ...)` like `StepModule`; only the last stage's process returns something.
 
     Args:
-        calls: what calls of the model do.
-        place: this process among those of the pipeline.
-        topology: this process's place.
+        calls: What calls of the model do.
+        place: This process among those of the pipeline.
+        topology: This process's place.
     """
 
     def __init__(self, calls: ModelCalls, place: PipelineGroup, topology: Topology) -> None:

@@ -16,9 +16,9 @@ class StagedGradients(ShardedGradients):
     """Gradients whose norm is that over all stages.
 
     Args:
-        rank: this process's rank, for errors.
-        group: the processes of the pipeline.
-        device: where tensors are exchanged.
+        rank: This process's rank, for errors.
+        group: The processes of the pipeline.
+        device: Where tensors are exchanged.
     """
 
     def __init__(self, rank: int, group: dist.ProcessGroup, device: torch.device) -> None:

@@ -21,14 +21,14 @@ class StageHoldings:
     """Which process holds which parameter of a task, and the state of all.
 
     Args:
-        bare: the task, with whole parameters.
-        name: the module in it that is spread over stages.
-        layout: its stages.
-        group: the processes of the pipeline.
-        ranks: for each stage, the process of the group that holds it.
+        bare: The task, with whole parameters.
+        name: The module in it that is spread over stages.
+        layout: Its stages.
+        group: The processes of the pipeline.
+        ranks: For each stage, the process of the group that holds it.
 
     Attributes:
-        group: the processes of the pipeline.
+        group: The processes of the pipeline.
     """
 
     def __init__(
@@ -121,8 +121,8 @@ class StageHoldings:
         """An optimizer's state over all stages; call it on all processes.
 
         Args:
-            optimizer: the optimizer.
-            own: its state over this process's parameters, by canonical name.
+            optimizer: The optimizer.
+            own: Its state over this process's parameters, by canonical name.
         """
         described = {name: {key: _describe(value) for key, value in s.items()} for name, s in own["state"].items()}
         everyone: list[Any] = [None] * dist.get_world_size(self.group)

@@ -17,17 +17,17 @@ class PipelineOptions:
     """What a pipeline was asked for.
 
     Args:
-        module: name of the module that is spread over stages, "" for the task itself; None for the child that holds
+        module: Name of the module that is spread over stages, "" for the task itself; None for the child that holds
             most parameters.
-        split: names of the modules that stages begin with, relative to that module; `"auto"` spreads the blocks of
+        split: Names of the modules that stages begin with, relative to that module; `"auto"` spreads the blocks of
             its largest `ModuleList` or `Sequential` evenly by number of parameters.
-        place: stages of modules or parameters that are registered elsewhere than where the forward uses them.
+        place: Stages of modules or parameters that are registered elsewhere than where the forward uses them.
         schedule: `"gpipe"`, `"1f1b"`, `"looped_bfs"`, `"interleaved_1f1b"`, `"interleaved_zero_bubble"` or
             `"zbv_zero_bubble"`.
-        stages_per_rank: stages of each process; by default 1, and 2 for the schedules after `"1f1b"`.
+        stages_per_rank: Stages of each process; by default 1, and 2 for the schedules after `"1f1b"`.
 
     Raises:
-        ConfigurationError: an option cannot be.
+        ConfigurationError: An option cannot be.
     """
 
     module: str | None = None
@@ -55,10 +55,10 @@ class PipelineOptions:
         """How stages are spread over processes.
 
         Args:
-            ranks: processes of the pipeline.
+            ranks: Processes of the pipeline.
 
         Raises:
-            ConfigurationError: the schedule cannot run so many stages, or `split` names another number of them.
+            ConfigurationError: The schedule cannot run so many stages, or `split` names another number of them.
         """
         kind, per_rank = schedule_kind(self.schedule, self.stages_per_rank)
         stages = StageRanks(kind, per_rank, ranks)
@@ -75,9 +75,9 @@ class StageRanks:
     """Which process of a pipeline holds which stages.
 
     Args:
-        kind: the schedule.
-        per_rank: stages of each process.
-        ranks: how many processes there are.
+        kind: The schedule.
+        per_rank: Stages of each process.
+        ranks: How many processes there are.
     """
 
     kind: ScheduleKind
@@ -113,9 +113,9 @@ class PipelineGroup:
     """This process among those of its pipeline.
 
     Args:
-        group: the processes.
-        rank: this one's number among them.
-        stages: which stages each of them holds.
+        group: The processes.
+        rank: This one's number among them.
+        stages: Which stages each of them holds.
     """
 
     group: dist.ProcessGroup

@@ -31,11 +31,11 @@ class ScheduleKind:
     """A schedule and what it asks for.
 
     Attributes:
-        name: what users write.
-        torch_name: its class in `torch.distributed.pipelining.schedules`.
-        stages: stages of each process by default.
-        allowed: numbers of stages of each process that it can run; None for any.
-        folded: whether stages are laid out as a V, so that the first process holds the first and the last.
+        name: What users write.
+        torch_name: Its class in `torch.distributed.pipelining.schedules`.
+        stages: Stages of each process by default.
+        allowed: Numbers of stages of each process that it can run; None for any.
+        folded: Whether stages are laid out as a V, so that the first process holds the first and the last.
     """
 
     name: str
@@ -62,11 +62,11 @@ def schedule_kind(name: str, stages: int | None) -> tuple[ScheduleKind, int]:
     """A schedule and the number of stages of each process.
 
     Args:
-        name: of `SCHEDULES`, in any case, with or without underscores.
-        stages: what the user asks for, or None.
+        name: Of `SCHEDULES`, in any case, with or without underscores.
+        stages: What the user asks for, or None.
 
     Raises:
-        ConfigurationError: no schedule has this name, or it cannot run so many stages.
+        ConfigurationError: No schedule has this name, or it cannot run so many stages.
     """
     plain = {key.replace("_", ""): kind for key, kind in SCHEDULES.items()}
     kind = plain.get(name.lower().replace("_", "").replace("-", ""))
@@ -93,11 +93,11 @@ class ScheduledStage(_PipelineStageBase):
     """A stage as torch's schedules run it, with tensors of other shapes in each micro-batch where need be.
 
     Args:
-        module: computes the stage.
-        stage: its number.
-        count: how many there are.
-        device: where it computes.
-        group: the processes of the pipeline.
+        module: Computes the stage.
+        stage: Its number.
+        count: How many there are.
+        device: Where it computes.
+        group: The processes of the pipeline.
     """
 
     def __init__(
@@ -111,7 +111,7 @@ class ScheduledStage(_PipelineStageBase):
         """Make room for what the micro-batches of a step receive.
 
         Args:
-            routes: that of each micro-batch.
+            routes: That of each micro-batch.
         """
         self._inputs = [_metas(route, self.stage_index) for route in routes]
         # The last stage hands a loss to its schedule; its shape does not matter.
@@ -194,8 +194,8 @@ class Scheduler:
     """Runs the stages of this process over windows of micro-batches.
 
     Args:
-        kind: the schedule.
-        stages: the stages of this process, in order.
+        kind: The schedule.
+        stages: The stages of this process, in order.
     """
 
     def __init__(self, kind: ScheduleKind, stages: Sequence[ScheduledStage]) -> None:
@@ -209,8 +209,8 @@ class Scheduler:
         """Run forward and backward.
 
         Args:
-            routes: that of each micro-batch.
-            arguments: keyword arguments of the stage modules for each.
+            routes: That of each micro-batch.
+            arguments: Keyword arguments of the stage modules for each.
         """
         schedule = self._schedule(len(routes))
         if [id(route) for route in self._expected] != [id(route) for route in routes]:

@@ -18,9 +18,9 @@ class StageLayout:
     in which their forward uses them, or else `placed` gives where they belong.
 
     Attributes:
-        splits: names of the modules that stages 1, 2, ... begin with.
-        owners: stage of each parameter and buffer, by name.
-        modules: stage of each submodule that has parameters of one stage only, by name.
+        splits: Names of the modules that stages 1, 2, ... begin with.
+        owners: Stage of each parameter and buffer, by name.
+        modules: Stage of each submodule that has parameters of one stage only, by name.
     """
 
     splits: tuple[str, ...]
@@ -37,11 +37,11 @@ def find_pipelined(model: nn.Module, name: str | None) -> str:
     """The name of the module that is spread over stages: the one child that holds most of the parameters.
 
     Args:
-        model: the model or the task.
-        name: what the user gives, "" for the model itself.
+        model: The model or the task.
+        name: What the user gives, "" for the model itself.
 
     Raises:
-        ConfigurationError: there is no such module, or none that can be chosen.
+        ConfigurationError: There is no such module, or none that can be chosen.
     """
     known = {path for path, _ in model.named_modules()}
     if name is not None:
@@ -69,11 +69,11 @@ def choose_splits(module: nn.Module, count: int) -> tuple[str, ...]:
     """Where stages begin so that they hold about equally many parameters of the blocks that repeat.
 
     Args:
-        module: the module to split; its largest `ModuleList` or `Sequential` holds the blocks.
-        count: number of stages.
+        module: The module to split; its largest `ModuleList` or `Sequential` holds the blocks.
+        count: Number of stages.
 
     Raises:
-        ConfigurationError: it has too few blocks.
+        ConfigurationError: It has too few blocks.
     """
     lists = {
         path: part
@@ -100,12 +100,12 @@ def lay_out(module: nn.Module, splits: Sequence[str], placed: Mapping[str, int] 
     """Assign every parameter, buffer and submodule to a stage.
 
     Args:
-        module: the module to split.
-        splits: names of the modules that stages 1, 2, ... begin with, in the order of the forward.
-        placed: stages of modules or parameters that the order of registration has wrong; negative from the end.
+        module: The module to split.
+        splits: Names of the modules that stages 1, 2, ... begin with, in the order of the forward.
+        placed: Stages of modules or parameters that the order of registration has wrong; negative from the end.
 
     Raises:
-        ConfigurationError: a name is unknown, their order is not that of the model, or stages share a parameter.
+        ConfigurationError: A name is unknown, their order is not that of the model, or stages share a parameter.
     """
     count = len(splits) + 1
     _check_splits(module, splits)

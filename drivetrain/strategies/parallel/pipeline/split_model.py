@@ -26,13 +26,13 @@ class SplitModel:
     """A task that is spread over stages.
 
     Attributes:
-        bare: the task.
-        whole: the module in it whose layers are spread.
-        outline: its forward without weights.
-        holdings: which process holds what.
-        modules: the modules of this process's stages.
-        precision: the number formats.
-        made_with: the options of the pipeline, and how many stages there are on each process.
+        bare: The task.
+        whole: The module in it whose layers are spread.
+        outline: Its forward without weights.
+        holdings: Which process holds what.
+        modules: The modules of this process's stages.
+        precision: The number formats.
+        made_with: The options of the pipeline, and how many stages there are on each process.
     """
 
     bare: nn.Module
@@ -56,15 +56,15 @@ class SplitModel:
         """Keep the parameters of this process's stages; others' are on the meta device from now on.
 
         Args:
-            bare: the task, with whole parameters in their dtype.
-            options: which module is split, and where.
-            place: this process among those of the pipeline.
-            device: where it computes.
-            precision: the number formats.
-            whole_outside: whether what is outside of the module that is split may be trained.
+            bare: The task, with whole parameters in their dtype.
+            options: Which module is split, and where.
+            place: This process among those of the pipeline.
+            device: Where it computes.
+            precision: The number formats.
+            whole_outside: Whether what is outside of the module that is split may be trained.
 
         Raises:
-            ConfigurationError: the model cannot be split.
+            ConfigurationError: The model cannot be split.
         """
         name = find_pipelined(bare, options.module)
         whole = bare.get_submodule(name)
@@ -82,12 +82,12 @@ class SplitModel:
         """The split that a task is in already, as that of the trainer before.
 
         Args:
-            bare: the task.
-            options: those of the pipeline that it comes to.
-            place: this process among those of that pipeline.
+            bare: The task.
+            options: Those of the pipeline that it comes to.
+            place: This process among those of that pipeline.
 
         Raises:
-            ConfigurationError: it was split otherwise.
+            ConfigurationError: It was split otherwise.
         """
         split: SplitModel = bare.__dict__[_MEMORY].split
         if split.made_with != _signature(options, place):
@@ -131,7 +131,7 @@ class _Memory:
     """The split that a task is in; a copy of the task is in none.
 
     Args:
-        split: the split.
+        split: The split.
     """
 
     def __init__(self, split: SplitModel | None = None) -> None:

@@ -25,10 +25,10 @@ class Call:
     """One call of the module that is split, as a task's step makes it.
 
     Attributes:
-        args: positional arguments.
-        kwargs: the other ones.
-        route: how stages run it.
-        finish: takes what the last stage returns and gives what the stage module returns in its place.
+        args: Positional arguments.
+        kwargs: The other ones.
+        route: How stages run it.
+        finish: Takes what the last stage returns and gives what the stage module returns in its place.
     """
 
     args: tuple[Any, ...]
@@ -58,11 +58,11 @@ class StageModule(nn.Module):
     Sharding and compilation are applied to this module: its parameters are those of the stage.
 
     Args:
-        module: the module that is split; it stays whole, and is no child of this one.
-        layout: its stages.
-        stage: which of them.
-        device: where it computes.
-        context: makes the context of a forward, such as autocast.
+        module: The module that is split; it stays whole, and is no child of this one.
+        layout: Its stages.
+        stage: Which of them.
+        device: Where it computes.
+        context: Makes the context of a forward, such as autocast.
     """
 
     def __init__(
@@ -121,9 +121,9 @@ class StageModule(nn.Module):
         """Compute this stage's part.
 
         Args:
-            *received: what the stage before handed over.
-            inputs: arguments of the whole model, as `call` has them, where a wrapper may cast them.
-            call: the call that this is part of.
+            *received: What the stage before handed over.
+            inputs: Arguments of the whole model, as `call` has them, where a wrapper may cast them.
+            call: The call that this is part of.
 
         Returns:
             The tensors for the next stage; of the last stage, what `call.finish` makes of the output.

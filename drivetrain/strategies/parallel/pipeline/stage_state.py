@@ -19,9 +19,9 @@ class StagedState(ShardedState):
     """The state of all stages.
 
     Args:
-        topology: this process's place.
-        unwrap: returns the user's own module inside what `prepare` returned.
-        find: returns the model that is split.
+        topology: This process's place.
+        unwrap: Returns the user's own module inside what `prepare` returned.
+        find: Returns the model that is split.
     """
 
     def __init__(

@@ -50,9 +50,9 @@ class StagePlacer(Protocol):
         """Shard the modules of a stage, or leave them whole.
 
         Args:
-            stage: the stage.
-            precision: the number formats.
-            units: those of the whole model that are in it.
+            stage: The stage.
+            precision: The number formats.
+            units: Those of the whole model that are in it.
         """
 
 
@@ -60,15 +60,15 @@ class Pipeline(Strategy):
     """One process's part of a pipeline.
 
     Args:
-        options: how the model is split and scheduled.
-        sizes: those of the grid of processes.
-        topology: this process's place, at which the last stage computes losses.
-        place: this process among those of the pipeline.
-        stage_placer: shards stages, or leaves them whole.
-        layers: splits layers over tensor-parallel processes, or leaves them whole.
+        options: How the model is split and scheduled.
+        sizes: Those of the grid of processes.
+        topology: This process's place, at which the last stage computes losses.
+        place: This process among those of the pipeline.
+        stage_placer: Shards stages, or leaves them whole.
+        layers: Splits layers over tensor-parallel processes, or leaves them whole.
 
     Raises:
-        ConfigurationError: the schedule cannot run on sharded stages.
+        ConfigurationError: The schedule cannot run on sharded stages.
     """
 
     name = "parallel"

@@ -34,9 +34,9 @@ class Cut:
     """What the stages before hand to a stage: arguments of its first module that come from parameters.
 
     Attributes:
-        leaves: how many values the arguments hold, nested ones counted one by one.
-        places: for each of them, which of the tensors handed over it is; None for what every stage has by itself.
-        tensors: the tensors handed over.
+        leaves: How many values the arguments hold, nested ones counted one by one.
+        places: For each of them, which of the tensors handed over it is; None for what every stage has by itself.
+        tensors: The tensors handed over.
     """
 
     leaves: int
@@ -49,8 +49,8 @@ class Route:
     """How to run the stages for arguments of given shapes.
 
     Attributes:
-        cuts: for each stage but the first.
-        stand_ins: for each stage, modules of earlier ones by name, and for each of their calls what it returns, with
+        cuts: For each stage but the first.
+        stand_ins: For each stage, modules of earlier ones by name, and for each of their calls what it returns, with
             `TensorShape` in place of tensors.
     """
 
@@ -66,9 +66,9 @@ class ModelOutline:
     that was computed from parameters crosses over, which is what is checked here, by following every operation.
 
     Args:
-        module: the module that is split, with whole parameters.
-        layout: its stages.
-        device: where it runs.
+        module: The module that is split, with whole parameters.
+        layout: Its stages.
+        device: Where it runs.
     """
 
     def __init__(self, module: nn.Module, layout: StageLayout, device: torch.device) -> None:
@@ -104,12 +104,12 @@ class ModelOutline:
         """Run the forward on shapes alone.
 
         Args:
-            args: positional arguments of the module's call; of tensors only shapes and dtypes count.
-            kwargs: its other arguments.
-            training: whether the module trains.
+            args: Positional arguments of the module's call; of tensors only shapes and dtypes count.
+            kwargs: Its other arguments.
+            training: Whether the module trains.
 
         Raises:
-            ConfigurationError: the model cannot be split there; the message names where and why.
+            ConfigurationError: The model cannot be split there; the message names where and why.
         """
         self._skeleton.train(training)
         trace = _Trace(self._name, self._layout, self._owner_of)

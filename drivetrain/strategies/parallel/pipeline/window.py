@@ -26,9 +26,9 @@ class TrainingWindow:
     """Runs the steps of a task in two halves: up to the call of the model, and from its output to the loss.
 
     Args:
-        calls: what calls of the model do.
-        place: this process among those of the pipeline.
-        topology: this process's place.
+        calls: What calls of the model do.
+        place: This process among those of the pipeline.
+        topology: This process's place.
     """
 
     def __init__(self, calls: ModelCalls, place: PipelineGroup, topology: Topology) -> None:
@@ -46,8 +46,8 @@ class TrainingWindow:
         """Run forward and backward over the micro-batches of one optimizer step.
 
         Args:
-            step_fn: runs the task's step on one micro-batch, and with `probe=True` lets nothing of it count.
-            microbatches: the window of one step.
+            step_fn: Runs the task's step on one micro-batch, and with `probe=True` lets nothing of it count.
+            microbatches: The window of one step.
 
         Returns:
             What `step_fn` returned for each on the process with the last stage, None elsewhere.
