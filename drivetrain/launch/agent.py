@@ -33,7 +33,6 @@ class RankAgent(LocalElasticAgent):
 
     Args:
         spec: What to run, as torch's agent takes it.
-        **options: Those of torch's agent, by name.
         grace_period: Seconds that ranks have to save and end once they were asked to, or once one of them has
             reported that the run was preempted.
         can_shrink: Whether the run may continue with fewer machines.
@@ -44,6 +43,7 @@ class RankAgent(LocalElasticAgent):
         on_interrupt: Called when the first Ctrl-C has been passed on.
         watchdog: Finds ranks that make no progress; None where nothing shall.
         *arguments: Those of torch's agent.
+        **options: Those of torch's agent, by name.
     """
 
     def __init__(
