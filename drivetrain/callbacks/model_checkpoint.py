@@ -20,7 +20,6 @@ from drivetrain.callbacks.checkpoint.writer import CheckpointWriter
 from drivetrain.callbacks.checkpoint.kept import KeptCheckpoints
 from drivetrain.callbacks.support.monitored_metric import find_typo
 from drivetrain.callbacks.checkpoint.step_timer import StepTimer
-from drivetrain.checkpoint.save import LOSS_IS_FINITE
 from drivetrain.runtime.assembly import all_arrive
 from drivetrain.runtime.durations import parse_duration
 from drivetrain.runtime.errors import CheckpointError, ConfigurationError, DrivetrainError
@@ -263,9 +262,6 @@ class ModelCheckpoint(Callback):
                 "checkpoints of this run and stay as they are."
             )
         self._writer.kept.restore(state.without(outside), directory)
-
-    def on_save_checkpoint(self, trainer: Trainer, task: Task, checkpoint: dict[str, Any]) -> None:
-        checkpoint[LOSS_IS_FINITE] = trainer.is_finite  # marks the manifest, too: the last choice for a resume
 
     # when
 

@@ -199,6 +199,8 @@ class RankAgent(LocalElasticAgent):
             ranks.await_deaths()
             if ranks.was_preempted():
                 return self._end_preempted()
+            if ranks.was_interrupted():
+                ranks.wait(ranks.alive(), _EXIT_PATIENCE)  # they may still be saving
             failures = ranks.failures()
             peers.publish(first_failure(failures) if failures else None)
             self._stop_peers(local for local in ranks.alive() if not ranks.is_failing(local))

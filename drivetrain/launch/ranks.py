@@ -132,6 +132,11 @@ class LocalRanks:
         failures = self.failures()
         return bool(failures) and first_failure(failures).exit_code == RESUME_EXIT_CODE
 
+    def was_interrupted(self) -> bool:
+        """Whether the first rank to end by itself ended by Ctrl-C, which the others got as well."""
+        failures = self.failures()
+        return bool(failures) and first_failure(failures).exit_code == 128 + signal.SIGINT
+
     def _record(self, local: int) -> FailureRecord | None:
         return read_record(self._error_files[local])
 

@@ -10,6 +10,7 @@ from drivetrain.accelerator.run_state import Moment
 from drivetrain.accelerator.saved_engine import restore_random
 from drivetrain.callbacks import Callback
 from drivetrain.checkpoint import PendingSave
+from drivetrain.checkpoint.save import LOSS_IS_FINITE
 from drivetrain.data import CombinedLoader, PreparedLoader
 from drivetrain.runtime.errors import CheckpointError
 from drivetrain.trackers.base import plain
@@ -40,6 +41,7 @@ _ENTRIES = (
     "datamodule",
     "combined_loader",
     "hooks",
+    LOSS_IS_FINITE,
 )
 
 
@@ -80,6 +82,7 @@ def _entries(trainer: Trainer, task: Task, weights_only: bool) -> dict[str, Any]
     entries: dict[str, Any] = {
         "progress": trainer.progress.state_dict(),
         "hyper_parameters": plain(dict(task.hparams)),
+        LOSS_IS_FINITE: trainer.is_finite,  # marks the manifest, too: the last choice for a resume
     }
     if weights_only:
         return entries
