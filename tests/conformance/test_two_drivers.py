@@ -138,7 +138,7 @@ def check(found: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("way", [through_checkpoints, live])
-@pytest.mark.parametrize("strategy", ["single", "ddp"])
+@pytest.mark.parametrize("strategy", ["single", pytest.param("ddp", marks=pytest.mark.sharded)])
 def test_fit_a_raw_loop_and_fit_are_one_run(strategy: str, way: Any, tmp_path: Path) -> None:
     processes = STRATEGIES[strategy][0]
     check(run_in_processes(way, processes, args=(strategy, str(tmp_path), PRECISIONS), timeout=240)[0])

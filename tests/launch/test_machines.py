@@ -12,7 +12,7 @@ import pytest
 from drivetrain.runtime.exit_codes import HANG_EXIT_CODE
 from tests.launch.launching import Ended, end, started, write_script
 
-pytestmark = pytest.mark.timeout(150)
+pytestmark = [pytest.mark.timeout(150), pytest.mark.crash]
 
 MEET = """
     import os, sys, time

@@ -19,7 +19,7 @@ from drivetrain.runtime.heartbeat import HEARTBEAT_VARIABLE
 from tests.launch.launching import launch, started, wait_for_lines, write_script
 from tests.launch.test_machines import free_port
 
-pytestmark = pytest.mark.timeout(120)
+pytestmark = [pytest.mark.timeout(120), pytest.mark.crash]
 
 TWO = ("--num_processes", "2", "--cpu")
 
@@ -95,7 +95,6 @@ def test_the_environment_sets_the_time_and_a_run_that_hangs_can_be_started_again
     assert "Starting all processes again (restart 1 of 1)." in ended.err
 
 
-@pytest.mark.crash
 def test_a_run_that_is_slow_but_makes_progress_is_left_alone(tmp_path: Path) -> None:
     write_script(
         tmp_path,

@@ -185,6 +185,7 @@ def records(directory: Path) -> list[dict[str, Any]]:
     return [json.loads(path.read_text()) for path in sorted(directory.glob("rank*.json"))]
 
 
+@pytest.mark.crash
 def test_devices_2_in_a_plain_script_starts_two_processes(tmp_path: Path) -> None:
     script = write_script(tmp_path, SCRIPT)
     command = [sys.executable, str(script), "3"]
@@ -195,6 +196,7 @@ def test_devices_2_in_a_plain_script_starts_two_processes(tmp_path: Path) -> Non
     assert records(tmp_path) == [{"world": 2, "steps": 3, "interrupted": False}] * 2
 
 
+@pytest.mark.crash
 def test_ctrl_c_in_a_terminal_ends_both_processes_of_a_script_at_the_same_step(tmp_path: Path) -> None:
     script = write_script(tmp_path, SCRIPT)
     with started(str(script), "100000", cwd=tmp_path) as process:
@@ -249,6 +251,7 @@ ALONE = """
 """
 
 
+@pytest.mark.crash
 @pytest.mark.parametrize(("kind", "workers", "times"), [("steps", 0, 1), ("steps", 2, 1), ("native", 0, 2)])
 def test_ctrl_c_ends_the_script_with_130(tmp_path: Path, kind: str, workers: int, times: int) -> None:
     script = write_script(tmp_path, ALONE)
