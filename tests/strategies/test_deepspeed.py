@@ -109,7 +109,7 @@ def test_optimizer_and_scheduler_of_the_configuration(result_of):
 
 @runs
 def adagrad_under_a_schedule(directory: Path) -> dict[Any, Any]:
-    """Two groups of other rates under Adagrad, which DeepSpeed makes anew, against DDP; also the rates at the end."""
+    """Two groups of other rates under Adagrad, which DeepSpeed makes again, against DDP; also the rates at the end."""
 
     def adagrad(model: nn.Module) -> Any:
         trained = [p for p in model.parameters() if p.requires_grad]

@@ -266,7 +266,7 @@ def test_overflow_in_one_shard_skips_the_step_everywhere(here):
 
 @runs
 def clips() -> dict[str, Any]:
-    """By the norm over whole and divided parameters together, in three norms, and by value."""
+    """By the norm over whole and sharded parameters together, in three norms, and by value."""
     found: dict[str, Any] = {}
     reference = Scaled()
     x, y = batches(1)[0]

@@ -121,7 +121,7 @@ def test_weights_are_streamed_from_files(tmp_path):
 
 @runs
 def copies() -> dict[str, Any]:
-    """A deep copy is a divided model of its own; an average of the weights follows them."""
+    """A deep copy is a sharded model of its own; an average of the weights follows them."""
     accelerator, model, optimizer = prepared(net, FSDP(activation_checkpointing=True))
     train(accelerator, model, optimizer, steps=1)
     twin = copy.deepcopy(model)
