@@ -86,14 +86,20 @@ class WeightedMean:
 
         Args:
             parts: What the strategy prepared, and the optimizers that hold its parameters.
+
+        Raises:
+            ConfigurationError: This process's losses leave out parameters whose gradients the peers wait for.
         """
+        parts, gradients = list(parts), self._strategy.gradients
+        for model, _ in parts:
+            gradients.require_reduced(model)  # else the sum below meets the reduction that the peers are still in
         device = self._strategy.topology.device
         own = torch.stack(self._weights).sum() if self._weights else torch.zeros((), dtype=_wide(device), device=device)
         total = self._strategy.topology.sum(own)
         # Without any weight there is no gradient either.
         factor = torch.where(total > 0, self._divisor / total, torch.zeros_like(total)).float()
         for model, optimizers in parts:
-            self._strategy.gradients.scale(model, optimizers, factor)
+            gradients.scale(model, optimizers, factor)
         self.discard()
 
     def _checked(self, weight: Tensor | float) -> Tensor:

@@ -35,6 +35,18 @@ class Gradients:
     def discard(self, model: nn.Module) -> None:
         """Forget those gradients, of a window that did not end."""
 
+    def require_reduced(self, model: nn.Module) -> None:
+        """Raise where this process's backward has left out gradients that its peers wait for.
+
+        Nothing is exchanged, so it may precede a collective that those peers would not meet.
+
+        Args:
+            model: What `prepare` returned.
+
+        Raises:
+            ConfigurationError: Names the rank and the parameters.
+        """
+
     def zero_loss(self, task: nn.Module) -> torch.Tensor:
         """A loss with gradients of zero, for a batch that a task leaves out while its peers wait for gradients.
 

@@ -164,6 +164,32 @@ def test_a_raw_loop_that_leaves_parameters_out_on_all_ranks_or_one_is_told_which
         run_in_processes(step_by_hand, 2, args=(-1, steps), timeout=30)
 
 
+def step_weighted(clips: bool) -> None:
+    """A window of two micro-batches with weights; rank 1's losses leave the right branch out."""
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
+    module = Both()
+    model, optimizer = accelerator.prepare(module, torch.optim.SGD(module.parameters(), lr=0.1))
+    for _ in range(2):
+        with accelerator.accumulate(model):
+            left, right = model(torch.ones(1, 2))
+            loss = left.sum() + right.sum() if accelerator.is_main_process else left.sum()
+            accelerator.backward(loss, weight=2)
+            if clips:
+                accelerator.clip_grad_norm_(module.parameters(), 1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("clips", [False, True])
+def test_a_raw_loop_with_weights_names_what_one_rank_leaves_out(clips):
+    with pytest.raises(ProcessesFailed) as failed:
+        run_in_processes(step_weighted, 2, args=(clips,), timeout=30)
+    message = failed.value.tracebacks[1]
+    assert "On rank 1 no gradient was computed for right.weight, right.bias: the loss" in message
+    assert ADVICE in message
+    assert not failed.value.hung
+
+
 def forwards_without_steps() -> None:
     accelerator = Accelerator(cpu=True)
     model = accelerator.prepare(Branches())

@@ -145,8 +145,7 @@ class DDP(Strategy):
     ) -> list[Output]:
         """Run forward and backward over a window; raise before peers wait for gradients that are not computed."""
         outputs = super().forward_backward(model, step_fn, microbatches)
-        if isinstance(model, DistributedDataParallel):
-            model.require_reduced()
+        self.gradients.require_reduced(model)
         return outputs
 
     def optimizer_step(
@@ -203,6 +202,11 @@ class ReducedGradients(Gradients):
             # reducing in every micro-batch of that one window gives the same gradients.
             return nullcontext()
         return model.no_sync()
+
+    def require_reduced(self, model: nn.Module) -> None:
+        """Raise where the last backward has left out parameters, whose gradients the peers wait for."""
+        if isinstance(model, DistributedDataParallel):
+            model.require_reduced()
 
     def zero_loss(self, task: nn.Module) -> torch.Tensor:
         """A loss with gradients of zero; of no parameter at all where DDP looks for those that take no part.
