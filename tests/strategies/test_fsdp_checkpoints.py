@@ -216,7 +216,7 @@ def start_from_a_checkpoint(root: str) -> dict[str, Any]:
     found["late"] = gap(whole(trainer, trainer.model), plain_task(1))
     accelerator = Accelerator(cpu=True, strategy=FSDP())
     model = accelerator.prepare(NetTask())
-    accelerator.strategy.load_weights(model, f"{root}/written")
+    accelerator.strategy.state.load_weights(model, f"{root}/written")
     found["prepared"] = gap(whole(accelerator, model), plain_task(1))
     return found
 

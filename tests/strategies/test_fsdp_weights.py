@@ -168,13 +168,13 @@ def test_copies_are_divided_models_of_their_own_and_averages_follow(here):
 @runs
 def summons() -> dict[str, Any]:
     accelerator, model, _ = prepared(net, FSDP())
-    strategy = accelerator.strategy
-    with strategy.summoned(model) as bare:
+    state = accelerator.strategy.state
+    with state.summoned(model) as bare:
         read = gap({n: p.detach().clone() for n, p in bare.named_parameters()}, dict(net().named_parameters()))
         with torch.no_grad():
             bare.head.weight.add_(1.0)
     kept = gap(whole(accelerator, model), net().state_dict())
-    with strategy.summoned(model, writeback=True) as bare, torch.no_grad():
+    with state.summoned(model, writeback=True) as bare, torch.no_grad():
         bare.head.weight.add_(1.0)
     changed = whole(accelerator, model)["head.weight"] - net().head.weight
     with torch.no_grad():

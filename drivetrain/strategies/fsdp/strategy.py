@@ -199,30 +199,6 @@ class FSDP(Strategy):
             broadcast(list(self.unwrap(model).buffers()))
         return model
 
-    def summoned(self, model: nn.Module, writeback: bool = False) -> AbstractContextManager[nn.Module]:
-        """Let a model's parameters be whole tensors in the body, in full precision; call it on all processes.
-
-        The model cannot be called in the body.
-
-        Args:
-            model: What `prepare` returned.
-            writeback: Whether what the body does to the parameters is kept.
-
-        Returns:
-            A context whose value is the user's own module.
-        """
-        return self.state.summoned(model, writeback)
-
-    def load_weights(self, model: nn.Module, path: str | os.PathLike[str], strict: bool = True) -> None:
-        """Fill a prepared model from safetensors or a checkpoint; each process reads its shards only.
-
-        Args:
-            model: What `prepare` returned.
-            path: A safetensors file, a directory with an index of several, or a checkpoint.
-            strict: Whether names that are missing or left over are an error.
-        """
-        self.state.load_weights(model, path, strict)
-
     # one optimizer step
 
     def forward_backward(
