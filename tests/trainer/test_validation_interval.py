@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from drivetrain import Callback, Task, Trainer
 from tests.pool import run_in_processes
-from tests.trainer.tasks import Count, Weight, fitted, ones, stream
+from tests.trainer.resume_runs import Broken
+from tests.trainer.tasks import Count, Weight, fitted, ones, quiet, stream
 from tests.trainer.test_limits import Clock, clock  # noqa: F401  (a fixture)
 
 # options, the global steps at which validation begins; of 3 epochs of 6 batches
@@ -54,6 +57,40 @@ def test_validation_may_follow_the_clock(clock: None) -> None:  # noqa: F811
     count = Count("on_validation_start")
     fitted(Clock(), ones(6), ones(1), callbacks=count, max_epochs=3, val_check_interval={"seconds": 5})
     assert count.steps["on_validation_start"] == [5, 10, 15]
+
+
+class SaveAndBreak(Callback):
+    """Saves at a hook of the first validation, and ends the run there."""
+
+    def __init__(self, path: Path, late: bool) -> None:
+        self.path, self.late = path, late
+
+    def on_validation_start(self, trainer: Trainer, task: Task) -> None:
+        self._break(trainer, not self.late)
+
+    def on_validation_end(self, trainer: Trainer, task: Task) -> None:
+        self._break(trainer, self.late)
+
+    def _break(self, trainer: Trainer, here: bool) -> None:
+        if here:
+            trainer.save_checkpoint(self.path)
+            raise Broken
+
+
+@pytest.mark.parametrize(("seconds", "late", "steps"), [(5, False, [5, 10]), (5, True, [10]), (6, False, [6, 12])])
+def test_a_validation_by_the_clock_runs_again_after_a_save_within_it(
+    clock: None,  # noqa: F811
+    tmp_path: Path,
+    seconds: int,
+    late: bool,
+    steps: list[int],
+) -> None:
+    every = {"max_epochs": 2, "val_check_interval": {"seconds": seconds}}
+    path, count = tmp_path / "within", Count("on_validation_start")
+    with pytest.raises(Broken):
+        fitted(Clock(), ones(6), ones(1), callbacks=SaveAndBreak(path, late), **every)
+    quiet(callbacks=count, **every).fit(Clock(), ones(6), ones(1), resume=path)
+    assert count.steps["on_validation_start"] == steps
 
 
 def test_the_end_of_training_is_told_from_validation() -> None:

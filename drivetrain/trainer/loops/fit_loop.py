@@ -147,7 +147,8 @@ class FitLoop:
             saved.restore_process()
             trainer.tracker_log.record_written()
             if self._schedule.is_pending:  # the checkpoint was written between a batch and its validation
-                self._validate(at_end=progress.batches_in_epoch >= self._batches.limit)
+                at_end = progress.batches_in_epoch >= self._batches.limit and not self._schedule.follows_a_clock
+                self._validate(at_end)
             if progress.phase is Phase.CLOSING:
                 self._close_epoch()
                 return False
@@ -186,6 +187,7 @@ class FitLoop:
         if self._progress.total_batches >= self._next_agreement:
             [is_due] = control.agree(trainer.saves, self._schedule.is_overdue)
             if is_due and self._schedule.is_this_epoch:
+                self._schedule.record_due()
                 self._validate()
         control.check_steps()
         self._plan()

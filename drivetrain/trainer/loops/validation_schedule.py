@@ -70,6 +70,10 @@ class ValidationSchedule:
         """Measure the time to the next validation from now on."""
         self._validated_at = time.monotonic()
 
+    def record_due(self) -> None:
+        """Remember that a validation by the clock begins, for a run that resumes from a save within it."""
+        self._progress.due_at = self._progress.total_batches
+
     def record_validation(self) -> None:
         """Count a validation once its results are there: a checkpoint that its last hooks write includes it."""
         self._progress.validations += 1
@@ -98,7 +102,11 @@ class ValidationSchedule:
     def is_pending(self) -> bool:
         """Whether it comes before the next batch; after a resume, the checkpoint was written between the two."""
         progress, every = self._progress, self._every
-        if every == FOREVER or not self.is_this_epoch:
+        if not self.is_this_epoch:
+            return False
+        if self.follows_a_clock:
+            return progress.due_at == progress.total_batches != progress.validated_at
+        if every == FOREVER:
             return False
         done, last = progress.total_batches, max(progress.validated_at, 0)
         if self._epochs is not None:

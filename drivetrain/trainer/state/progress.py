@@ -35,6 +35,7 @@ class Progress:
         total_batches: Batches of this process consumed in all.
         validations: Validation runs finished.
         validated_at: `total_batches` at the last of them.
+        due_at: `total_batches` at the last one that was due by a clock, which cannot be derived when resuming.
         phase: How far the epoch under way has come.
     """
 
@@ -44,6 +45,7 @@ class Progress:
     total_batches: int = 0
     validations: int = 0
     validated_at: int = -1
+    due_at: int = -1
     phase: Phase = field(default=Phase.BATCHES)
 
     @property
