@@ -58,7 +58,10 @@ class NumberedCheckpoints:
         return self._path(numbers[-1])
 
     def record_written(self, directory: Path, pending: checkpoint.PendingSave) -> None:
-        """Count one, and remove the oldest beyond the limit as soon as it is there."""
+        """Count one, and remove the oldest beyond the limit as soon as it is there.
+
+        What has such a name but is no checkpoint stays, and does not count.
+        """
         if directory != self._path(self._configuration.iteration):
             return
         self._configuration.iteration += 1
@@ -67,8 +70,9 @@ class NumberedCheckpoints:
             pending.add_done_callback(lambda save: None if save.failed() else self._remove_beyond(limit))
 
     def _remove_beyond(self, limit: int) -> None:
-        for number in self._numbers()[:-limit]:
-            checkpoint.remove_checkpoint(self._path(number))
+        found = [path for number in self._numbers() if checkpoint.is_checkpoint(path := self._path(number))]
+        for path in found[:-limit]:
+            checkpoint.remove_checkpoint(path)
 
     def record_loaded(self, directory: Path) -> None:
         """Continue counting after the one that was loaded."""

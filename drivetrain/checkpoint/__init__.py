@@ -13,6 +13,7 @@ What is stable, all of it to be called on every process unless marked otherwise:
   `prepare(tensors)` before the first save in the background, `settle()` until what it copies may change.
 - `describe_run_state(directory) -> shared` (one process): its tensors on the meta device, without values.
 - `remove_checkpoint(directory)` (one process): gone under its name at once.
+- `is_checkpoint(directory)` (one process): whether it has a manifest of ours, without which nothing is removed.
 - `Checkpoint(directory)` (one process): `manifest`, `shared(into, strict) -> (state, LoadReport)`, `own(rank)`,
   `verify()`.
 - `clean_stale(root)` (one process): what dead runs left. Every save and every look for checkpoints does it too.
@@ -39,6 +40,7 @@ _EXPORTS = {
     "consolidate": "drivetrain.checkpoint.export",
     "describe_run_state": "drivetrain.checkpoint.describe",
     "extra_place": "drivetrain.checkpoint.save",
+    "is_checkpoint": "drivetrain.checkpoint.entry_points",
     "list_checkpoints": "drivetrain.checkpoint.discovery",
     "load_run_state": "drivetrain.checkpoint.entry_points",
     "newest_checkpoint": "drivetrain.checkpoint.discovery",
@@ -59,6 +61,7 @@ __all__ = [
     "consolidate",
     "describe_run_state",
     "extra_place",
+    "is_checkpoint",
     "list_checkpoints",
     "load_run_state",
     "newest_checkpoint",
@@ -83,6 +86,7 @@ if TYPE_CHECKING:
     from drivetrain.checkpoint.discovery import FoundCheckpoint as FoundCheckpoint
     from drivetrain.checkpoint.discovery import list_checkpoints as list_checkpoints
     from drivetrain.checkpoint.discovery import newest_checkpoint as newest_checkpoint
+    from drivetrain.checkpoint.entry_points import is_checkpoint as is_checkpoint
     from drivetrain.checkpoint.entry_points import load_run_state as load_run_state
     from drivetrain.checkpoint.entry_points import remove_checkpoint as remove_checkpoint
     from drivetrain.checkpoint.entry_points import save_run_state as save_run_state

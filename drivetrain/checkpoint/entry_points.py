@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 from drivetrain.checkpoint.discovery import whole_beside
 from drivetrain.checkpoint.load import Checkpoint, Verify
 from drivetrain.checkpoint.locations import storage_of
-from drivetrain.checkpoint.manifest import check_is_checkpoint
+from drivetrain.checkpoint.manifest import check_is_checkpoint, has_manifest
 from drivetrain.checkpoint.peers import Failure, Peers
 from drivetrain.checkpoint.queue import PendingSave, save_queue
 from drivetrain.checkpoint.storage import Storage
@@ -122,6 +122,15 @@ def load_run_state(
         peers.fail(failure, f"The checkpoint {os.fspath(directory)} could not be loaded", advice)
     assert not isinstance(result, Failure)
     return result
+
+
+def is_checkpoint(directory: str | os.PathLike[str]) -> bool:
+    """Whether a directory has a `MANIFEST.json` of ours, whole or not: only such a one is ever removed.
+
+    Args:
+        directory: The directory or URL.
+    """
+    return has_manifest(*storage_of(directory))
 
 
 def remove_checkpoint(directory: str | os.PathLike[str], *, storage: Storage | None = None) -> None:

@@ -169,6 +169,21 @@ def _compare(storage: Storage, directory: str, manifest: Manifest, found: dict[s
         )
 
 
+def has_manifest(storage: Storage, directory: str) -> bool:
+    """Whether a directory has a manifest of ours, whole or not.
+
+    Args:
+        storage: Where it is.
+        directory: The directory.
+    """
+    path = storage.join(directory, MANIFEST)
+    try:
+        content = decoded(storage.read(path), path)
+    except (OSError, CheckpointError):
+        return False
+    return isinstance(content, dict) and content.get("format") == FORMAT
+
+
 def check_is_checkpoint(storage: Storage, directory: str, what: str) -> None:
     """Refuse a directory without a manifest of ours, whole or not: it holds something else.
 
@@ -180,12 +195,7 @@ def check_is_checkpoint(storage: Storage, directory: str, what: str) -> None:
     Raises:
         CheckpointError: It is no checkpoint.
     """
-    path = storage.join(directory, MANIFEST)
-    try:
-        content = decoded(storage.read(path), path)
-    except (OSError, CheckpointError):
-        content = None
-    if not isinstance(content, dict) or content.get("format") != FORMAT:
+    if not has_manifest(storage, directory):
         raise CheckpointError(f"{directory} {what}: it is no checkpoint, as it has no {MANIFEST} of drivetrain's.")
 
 

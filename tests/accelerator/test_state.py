@@ -196,6 +196,18 @@ def test_checkpoints_are_numbered_and_the_oldest_go(tmp_path):
     assert accelerator.project_configuration.iteration == 11
 
 
+def test_what_only_has_the_name_of_a_checkpoint_stays_and_does_not_count(tmp_path):
+    for number in (0, 2):
+        notes = tmp_path / "checkpoints" / f"checkpoint_{number}" / "notes.txt"
+        notes.parent.mkdir(parents=True)
+        notes.write_text("mine")
+    accelerator = project(tmp_path, total_limit=1, iteration=3)
+    for _ in range(2):
+        accelerator.save_state()
+    assert names(tmp_path) == ["checkpoint_0", "checkpoint_2", "checkpoint_4"]
+    assert notes.read_text() == "mine"
+
+
 def test_the_latest_is_loaded_and_counted_on_from(tmp_path):
     accelerator = project(tmp_path)
     counter = Counter()
