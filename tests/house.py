@@ -166,6 +166,62 @@ def written_from_outside(house: House, owner: str, place: str) -> list[str]:
     return found
 
 
+# Faces
+
+# What a statement that only forwards to a part does not have.
+WORK = (ast.BoolOp, ast.BinOp, ast.Compare, ast.IfExp, ast.Lambda, ast.comprehension, ast.JoinedStr, ast.Await)
+
+
+def faces_of(house: House, place: str, name: str) -> list[tuple[Module, ast.ClassDef]]:
+    """A public class and those of its base classes that are in the same room, each with its module."""
+    home = house.module(place)
+    classes = {
+        node.name: (module, node)
+        for module in house.modules
+        if module.room == home.room
+        for node in module.definitions
+        if isinstance(node, ast.ClassDef)
+    }
+    face = classes[name][1]
+    return [classes[name], *(classes[base] for each in face.bases if (base := dotted(each)) in classes)]
+
+
+def members_that_work(house: House, place: str, name: str) -> list[str]:
+    """What a face does beyond forwarding to the parts that its constructor made.
+
+    Each member is one statement without branches or arithmetic, which reads parts and no other member. What the class
+    inherits from its room has no base class, no constructor and no values: members by topic, and nothing shared.
+    """
+    faces = faces_of(house, place, name)
+    members = {item.name for _, face in faces for item in face.body if isinstance(item, DEFINITIONS)}
+    found = []
+    for module, face in faces:
+        inherited = face.name != name
+        if inherited and (face.bases or face.keywords):
+            found.append(f"{module.place}:{face.lineno} {face.name} has a base class")
+        for item in face.body:
+            if isinstance(item, (ast.FunctionDef, ast.AsyncFunctionDef)):
+                if inherited if item.name == "__init__" else not forwards(item, members):
+                    found.append(f"{module.place}:{item.lineno} {face.name}.{item.name}")
+            elif not isinstance(item, ast.Expr) and not (isinstance(item, ast.AnnAssign) and item.value is None):
+                found.append(f"{module.place}:{item.lineno} {face.name} holds a value")
+    return found
+
+
+def forwards(method: ast.FunctionDef | ast.AsyncFunctionDef, members: set[str]) -> bool:
+    """Whether a method is one statement that forwards, beside its docstring, and reads no other member."""
+    statements = method.body[ast.get_docstring(method) is not None :]
+    if len(statements) != 1 or not isinstance(statements[0], (ast.Return, ast.Expr, ast.Assign)):
+        return False
+    for node in ast.walk(statements[0]):
+        name = dotted(node)
+        if isinstance(node, WORK) or (name.startswith("self.") and name.split(".")[1] in members):
+            return False
+        if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store) and name.count(".") < 2:
+            return False  # a value of its own
+    return True
+
+
 # Lengths
 
 
@@ -411,6 +467,11 @@ FIGURES = [
         attributes_written("accelerator", "accelerator/accelerator.py"),
     ),
     Figure("attributes of Strategy that other rooms write", 0, attributes_written("strategy", "strategies/base.py")),
+    Figure(
+        "members of Accelerator that do more than forward",
+        0,
+        counted(lambda house: members_that_work(house, "accelerator/accelerator.py", "Accelerator")),
+    ),
     Figure("lines of the longest file", 450, longest(file_lengths, 450)),
     Figure("lines of the longest function", 60, longest(lambda house: lengths(house, classes=False), 60)),
     Figure("lines of the longest class", 350, longest(lambda house: lengths(house, classes=True), 350)),

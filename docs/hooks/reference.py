@@ -30,6 +30,10 @@ TITLES = {
 FROM_TORCH = {"PrepareModuleInput", "PrepareModuleInputOutput", "PrepareModuleOutput", "SequenceParallel"}
 
 
+# Classes whose members are in several base classes, by topic; those have no entries of their own.
+WITH_BASES = {"Accelerator"}
+
+
 def public_names() -> dict[str, list[str]]:
     """Find the public names of each room: what the package imports for type checkers."""
     tree = ast.parse((PACKAGE / "__init__.py").read_text())
@@ -48,9 +52,13 @@ def page(room: str, names: list[str]) -> str:
     source = source if source.exists() else PACKAGE / f"{room}.py"
     introduction = ast.get_docstring(ast.parse(source.read_text())) or ""
     title = TITLES.get(room, room.capitalize())
-    return "\n\n".join(
-        [f"# {title}", introduction, *(f"::: drivetrain.{name}" for name in names), ""],
-    )
+    return "\n\n".join([f"# {title}", introduction, *map(entry, names), ""])
+
+
+def entry(name: str) -> str:
+    """Compose the directive for a public name."""
+    directive = f"::: drivetrain.{name}"
+    return f"{directive}\n    options:\n      inherited_members: true" if name in WITH_BASES else directive
 
 
 def on_config(config: MkDocsConfig) -> MkDocsConfig:

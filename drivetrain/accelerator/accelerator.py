@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-import gc
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from typing import Any, cast
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from typing import Any
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
-from torch.utils.data import DataLoader
 
 from drivetrain.accelerator.accumulation import AccumulationWindow
 from drivetrain.accelerator.building import (
     choose_strategy,
-    is_scheduler,
     make_accumulation,
     make_dataloader_config,
     make_precision,
@@ -24,7 +21,10 @@ from drivetrain.accelerator.building import (
     make_strategy,
 )
 from drivetrain.accelerator.checkpoints import NumberedCheckpoints
-from drivetrain.accelerator.forward import PrecisionForward, wrap_forward
+from drivetrain.accelerator.faces.processes import ProcessControl
+from drivetrain.accelerator.faces.saving import StateSaving
+from drivetrain.accelerator.faces.status import EngineStatus
+from drivetrain.accelerator.forward import autocast_context
 from drivetrain.accelerator.gradients import HeldGradients
 from drivetrain.accelerator.handlers import (
     AutocastKwargs,
@@ -37,19 +37,19 @@ from drivetrain.accelerator.handlers import (
     handler_options,
 )
 from drivetrain.accelerator.metrics import gather_real_rows
-from drivetrain.accelerator.optimizer import PreparedOptimizer, unwrap_optimizer
+from drivetrain.accelerator.optimizer import PreparedOptimizer
 from drivetrain.accelerator.plugins import (
     DeepSpeedPlugin,
     FullyShardedDataParallelPlugin,
     ParallelismConfig,
     strategy_of_plugins,
 )
-from drivetrain.accelerator.prepared import Prepared, parameters_of
+from drivetrain.accelerator.preparation import Preparation, PreparationOptions
+from drivetrain.accelerator.prepared import Prepared
 from drivetrain.accelerator.run_state import RunState
-from drivetrain.accelerator.saving import StateSaving
 from drivetrain.accelerator.scheduler import PreparedScheduler
-from drivetrain.accelerator.status import EngineStatus
 from drivetrain.accelerator.step import OptimizerStep
+from drivetrain.accelerator.trigger import Trigger
 from drivetrain.data import (
     ActiveLoaders,
     DataLoaderConfiguration,
@@ -57,23 +57,18 @@ from drivetrain.data import (
     PreparedLoader,
     SkippingLoader,
     TailPolicy,
-    prepare_loader,
 )
 from drivetrain.data import skip_first_batches as skip_first_batches_of
 from drivetrain.runtime import collectives
-from drivetrain.runtime.errors import ConfigurationError
 from drivetrain.runtime.keywords import KnownKeywords
-from drivetrain.runtime.nested import send_to_device
-from drivetrain.runtime.seeds import recorded_seed
 from drivetrain.runtime.state import PartialState
-from drivetrain.strategies import StepModule, Strategy
-from drivetrain.strategies.base import Given, RunOptions, move_optimizer_state
-from drivetrain.strategies.capabilities import Join
+from drivetrain.strategies import Strategy
+from drivetrain.strategies.base import Given, RunOptions
+from drivetrain.strategies.capabilities import ContextParallel, split_context
 from drivetrain.strategies.precision import Precision
-from drivetrain.strategies.precision.mixed import MixedPrecision
 
 
-class Accelerator(KnownKeywords, StateSaving, EngineStatus):
+class Accelerator(KnownKeywords, EngineStatus, ProcessControl, StateSaving):
     """The raw engine under a training loop: four changed lines in a plain PyTorch loop.
 
     Arguments that are given win over the launcher's environment variables. State belongs to the
@@ -148,11 +143,13 @@ class Accelerator(KnownKeywords, StateSaving, EngineStatus):
         check_handlers(handlers)
         self.state = PartialState(cpu, device=device, **handler_options(find_handler(handlers, InitProcessGroupKwargs)))
         self.project_configuration = make_project(project_dir, project_config)
-        self.device_placement = device_placement
-        self.dataloader_config = make_dataloader_config(split_batches, dataloader_config)
         self.rng_types = list(rng_types or ["generator"])
-        self.step_scheduler_with_optimizer = step_scheduler_with_optimizer
-        self.step_scheduler_per_process = step_scheduler_per_process
+        options = PreparationOptions(
+            device_placement,
+            make_dataloader_config(split_batches, dataloader_config),
+            step_scheduler_with_optimizer,
+            step_scheduler_per_process,
+        )
 
         chosen = choose_strategy(strategy, strategy_of_plugins(fsdp_plugin, deepspeed_plugin, parallelism_config))
         self.strategy = make_strategy(chosen, self.state, find_handler(handlers, DistributedDataParallelKwargs))
@@ -166,21 +163,16 @@ class Accelerator(KnownKeywords, StateSaving, EngineStatus):
 
         self.active_loaders = ActiveLoaders()
         self.prepared = Prepared()
-        self.accumulation = AccumulationWindow(
-            accumulation,
-            self.active_loaders,
-            HeldGradients(self.prepared, self.strategy),
-        )
+        held = HeldGradients(self.prepared, self.strategy)
+        self.accumulation = AccumulationWindow(accumulation, self.active_loaders, held)
         self.step = OptimizerStep(self.strategy, self.precision, self.prepared, self.accumulation)
         self.precision.hold_scale_while(lambda: self.accumulation.holds_gradients)
-        self.run_state = RunState(
-            self.state,
-            self.strategy,
-            self.precision,
-            NumberedCheckpoints(self.project_configuration, self.state),
-            self.prepared,
+        self.preparation = Preparation(
+            self.state, self.strategy, self.precision, self.step, self.prepared, self.active_loaders, options
         )
-        self._trigger = False
+        numbered = NumberedCheckpoints(self.project_configuration, self.state)
+        self.run_state = RunState(self.state, self.strategy, self.precision, numbered, self.prepared)
+        self.trigger = Trigger(self.state)
 
     # prepare
 
@@ -199,30 +191,7 @@ class Accelerator(KnownKeywords, StateSaving, EngineStatus):
         Raises:
             ConfigurationError: `device_placement` has another length than the objects.
         """
-        if device_placement is not None and len(device_placement) != len(objects):
-            raise ConfigurationError(
-                f"device_placement has {len(device_placement)} entries for {len(objects)} objects; give one for each."
-            )
-        placement = list(device_placement or [None] * len(objects))
-        prepared: list[Any] = list(objects)
-        optimizers = [(i, o) for i, o in enumerate(objects) if isinstance(o, Optimizer)]
-        # Models take their optimizers along, since a strategy may replace the parameters they hold.
-        for index, item in enumerate(objects):
-            if isinstance(item, nn.Module):
-                own = {id(parameter) for parameter in item.parameters()}
-                mine = [(i, o) for i, o in optimizers if any(id(p) in own for p in parameters_of(o))]
-                prepared[index], stepped = self._prepare_model_with(item, [o for _, o in mine], placement[index])
-                for (i, _), optimizer in zip(mine, stepped, strict=True):
-                    prepared[i] = optimizer
-        for index, item in enumerate(prepared):
-            if isinstance(item, Optimizer):
-                prepared[index] = self.prepare_optimizer(item, placement[index])
-            elif isinstance(item, DataLoader):
-                prepared[index] = self.prepare_data_loader(item, placement[index])
-        for index, item in enumerate(prepared):
-            if is_scheduler(item):
-                prepared[index] = self.prepare_scheduler(item)
-        return prepared[0] if len(prepared) == 1 else tuple(prepared)
+        return self.preparation.objects(objects, device_placement)
 
     def prepare_model(
         self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
@@ -237,48 +206,11 @@ class Accelerator(KnownKeywords, StateSaving, EngineStatus):
         Returns:
             The module to call.
         """
-        return self._prepare_model_with(model, [], device_placement, evaluation_mode)[0]
-
-    def _prepare_model_with(
-        self,
-        model: nn.Module,
-        optimizers: list[Optimizer],
-        device_placement: bool | None = None,
-        evaluation_mode: bool = False,
-    ) -> tuple[nn.Module, list[Optimizer]]:
-        for known in self.prepared.models:
-            if model is known:
-                return known, optimizers
-            if model is self.strategy.unwrap(known):
-                wrap_forward(model, self.precision)
-                return known, optimizers
-        if not isinstance(model, StepModule):  # whose steps open the precision themselves
-            wrap_forward(model, self.precision)
-        move = self.device_placement if device_placement is None else device_placement
-        if evaluation_mode:
-            return self.strategy.place(model, self.precision, move), optimizers
-        prepared, stepped = self.strategy.prepare(
-            model, [unwrap_optimizer(optimizer) for optimizer in optimizers], self.precision, move
-        )
-        self.prepared.models.append(prepared)
-        rewrapped = [
-            given if isinstance(given, PreparedOptimizer) and given.optimizer is new else new
-            for given, new in zip(optimizers, stepped, strict=True)
-        ]
-        return prepared, rewrapped
+        return self.preparation.model(model, device_placement, evaluation_mode)
 
     def prepare_optimizer(self, optimizer: Optimizer, device_placement: bool | None = None) -> PreparedOptimizer:
         """Prepare one optimizer, so that it steps where accumulation windows end."""
-        if isinstance(optimizer, PreparedOptimizer):
-            return optimizer
-        for known in self.prepared.optimizers:
-            if known.optimizer is optimizer:
-                return known
-        move_optimizer_state(optimizer)
-        self.precision.prepare_optimizer(optimizer)
-        prepared = PreparedOptimizer(optimizer, self.step, self.prepared, self.strategy)
-        self.prepared.optimizers.append(prepared)
-        return prepared
+        return self.preparation.optimizer(optimizer)
 
     def prepare_scheduler(self, scheduler: Any, *, steps_per_call: int | None = None) -> PreparedScheduler:
         """Prepare one learning-rate scheduler, so that it steps when its optimizer does.
@@ -287,26 +219,7 @@ class Accelerator(KnownKeywords, StateSaving, EngineStatus):
             scheduler: The scheduler.
             steps_per_call: How often it steps for one optimizer step; as `step_scheduler_per_process` asks if None.
         """
-        if isinstance(scheduler, PreparedScheduler):
-            return scheduler
-        for known in self.prepared.schedulers:
-            if known.scheduler is scheduler:
-                return known
-        own = unwrap_optimizer(scheduler.optimizer) if hasattr(scheduler, "optimizer") else None
-        followed = [
-            optimizer for optimizer in self.prepared.optimizers if optimizer.optimizer is own
-        ] or self.prepared.optimizers
-        if steps_per_call is None:
-            steps_per_call = self.num_processes if self.step_scheduler_per_process and not self.split_batches else 1
-        prepared = PreparedScheduler(
-            scheduler,
-            followed,
-            self.accumulation,
-            steps_per_call=steps_per_call,
-            with_optimizer=self.step_scheduler_with_optimizer,
-        )
-        self.prepared.schedulers.append(prepared)
-        return prepared
+        return self.preparation.scheduler(scheduler, steps_per_call)
 
     def prepare_data_loader(
         self,
@@ -330,35 +243,15 @@ class Accelerator(KnownKeywords, StateSaving, EngineStatus):
         Returns:
             The prepared loader.
         """
-        if isinstance(data_loader, PreparedLoader | SkippingLoader):
-            return cast("PreparedLoader", data_loader)
-        if tail is None:
-            tail = TailPolicy.COMPLETE if self.even_batches else TailPolicy.UNEVEN
-        moves = self.device_placement if device_placement is None else device_placement
-        prepared = prepare_loader(
-            data_loader,
-            shard=shard or self.strategy.topology.data_shard,
-            place=place or (self.default_placement() if moves else None),
-            device=(self.kind, self.device) if moves else None,
-            config=self.dataloader_config,
-            tail=tail,
-            seed=recorded_seed(),
-            active=self.active_loaders,
-        )
-        self.prepared.loaders.append(prepared)
-        return prepared
+        return self.preparation.loader(data_loader, device_placement, tail, place, shard)
 
     def forget_loader(self, loader: Any) -> None:
         """Release a prepared loader, so that the run's state no longer includes it."""
-        for inner in getattr(loader, "loaders", [loader]):
-            self.prepared.loaders[:] = [known for known in self.prepared.loaders if known is not inner]
+        self.preparation.forget_loader(loader)
 
     def default_placement(self) -> Callable[[Any], Any] | None:
         """The function that moves a batch to the device; None on the CPU, where loaders make their batches."""
-        if self.kind.name == "cpu":
-            return None
-        device, non_blocking = self.device, self.dataloader_config.non_blocking or self.kind.supports_streams
-        return lambda batch: send_to_device(batch, device, non_blocking)
+        return self.preparation.default_placement()
 
     # step
 
@@ -368,21 +261,11 @@ class Accelerator(KnownKeywords, StateSaving, EngineStatus):
         Args:
             *models: The prepared models whose gradients accumulate; all of them if none is named.
         """
-        self.accumulation.advance()
-        if self.accumulation.sync_gradients or self.accumulation.plugin.sync_each_batch:
-            return nullcontext()
-        return self._without_sync(models or tuple(self.prepared.models))
+        return self.step.accumulate(models)
 
     def no_sync(self, model: nn.Module | None) -> AbstractContextManager[None]:
         """Context in which the model's gradients are not reduced over processes."""
-        return self._without_sync(() if model is None else (model,))
-
-    @contextmanager
-    def _without_sync(self, models: Iterable[nn.Module]) -> Iterator[None]:
-        with ExitStack() as stack:
-            for model in models:
-                stack.enter_context(self.strategy.gradients.sync(model, enabled=False))
-            yield
+        return self.step.without_sync(model)
 
     def backward(self, loss: torch.Tensor, *, weight: torch.Tensor | float | None = None, **kwargs: Any) -> None:
         """Compute gradients: the loss is normalised by the window's micro-batches, scaled, and differentiated.
@@ -403,8 +286,7 @@ class Accelerator(KnownKeywords, StateSaving, EngineStatus):
         Args:
             optimizer: One or several prepared optimizers; all if None.
         """
-        chosen = self.prepared.optimizers if optimizer is None else optimizer
-        self.step.unscale(unwrap_optimizer(one) for one in ([chosen] if isinstance(chosen, Optimizer) else chosen))
+        self.step.unscale(optimizer)
 
     def clip_grad_norm_(
         self, parameters: torch.Tensor | Iterable[torch.Tensor], max_norm: float, norm_type: float = 2.0
@@ -426,15 +308,24 @@ class Accelerator(KnownKeywords, StateSaving, EngineStatus):
         Args:
             autocast_handler: Options of this context alone; `AutocastKwargs(enabled=False)` computes in full.
         """
-        if autocast_handler is None:
-            return self.precision.forward_context()
-        enabled = autocast_handler.enabled and isinstance(self.precision, MixedPrecision)
-        return torch.autocast(
-            self.kind.autocast_type,
-            dtype=self.precision.param_dtype if enabled else None,
-            enabled=enabled,
-            cache_enabled=autocast_handler.cache_enabled,
-        )
+        return autocast_context(self.precision, self.state.kind, autocast_handler)
+
+    def maybe_context_parallel(
+        self,
+        buffers: Sequence[torch.Tensor] | None = None,
+        buffer_seq_dims: Sequence[int] | None = None,
+        no_restore_buffers: Collection[torch.Tensor] | None = None,
+    ) -> AbstractContextManager[Any]:
+        """Context of one batch's forward and backward, in which its sequences are split over processes.
+
+        With a strategy that does not split sequences it changes nothing.
+
+        Args:
+            buffers: Tensors that hold whole sequences, such as tokens, labels and positions.
+            buffer_seq_dims: For each, which dimension is the sequence.
+            no_restore_buffers: Those that need not be whole again afterwards.
+        """
+        return split_context(self.strategy.capability(ContextParallel), buffers, buffer_seq_dims, no_restore_buffers)
 
     def init_context(self) -> AbstractContextManager[Any]:
         """The strategy's context for building a model in."""
@@ -449,21 +340,7 @@ class Accelerator(KnownKeywords, StateSaving, EngineStatus):
             joinables: The prepared models.
             even_batches: Overrides the instance's choice for loops that start in the context.
         """
-        return self._joined(joinables, even_batches)
-
-    @contextmanager
-    def _joined(self, joinables: Sequence[nn.Module], even_batches: bool | None) -> Iterator[None]:
-        changed = [loader for loader in self.prepared.loaders if even_batches is not None]
-        before = [loader.tail for loader in changed]
-        for loader in changed:
-            loader.tail = TailPolicy.COMPLETE if even_batches else TailPolicy.UNEVEN
-        try:
-            join = self.strategy.capability(Join)
-            with nullcontext() if join is None else join.joined(joinables):
-                yield
-        finally:
-            for loader, tail in zip(changed, before, strict=True):
-                loader.tail = tail
+        return self.preparation.uneven_inputs(joinables, even_batches)
 
     # collectives
 
@@ -490,10 +367,7 @@ class Accelerator(KnownKeywords, StateSaving, EngineStatus):
         Returns:
             The real rows of all processes, in the order of the plain loader.
         """
-        if isinstance(loader, SkippingLoader):
-            loader = loader.whole
-        source = self.active_loaders if loader is None else loader
-        return gather_real_rows(input_data, source, self.strategy.topology, use_gather_object)
+        return gather_real_rows(input_data, loader, self.active_loaders, self.strategy.topology, use_gather_object)
 
     def reduce(self, tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
         """Combine tensors of all processes elementwise: `"sum"`, `"mean"`, `"max"`, `"min"` or `"none"`."""
@@ -505,13 +379,11 @@ class Accelerator(KnownKeywords, StateSaving, EngineStatus):
 
     def set_trigger(self) -> None:
         """Raise a flag on this process that `check_trigger` sees on all."""
-        self._trigger = True
+        self.trigger.set()
 
     def check_trigger(self) -> bool:
         """Whether any process raised the flag; lowers it."""
-        flag = torch.tensor(int(self._trigger), device=self.device)
-        self._trigger = False
-        return bool(collectives.reduce(flag, "max").item())
+        return self.trigger.check()
 
     # models and state
 
@@ -525,10 +397,7 @@ class Accelerator(KnownKeywords, StateSaving, EngineStatus):
             keep_fp32_wrapper: Whether its forward keeps running under the precision.
             keep_torch_compile: Accepted; a compiled module is returned as its original.
         """
-        bare = self.strategy.unwrap(model)
-        if not keep_fp32_wrapper:
-            PrecisionForward.remove(bare)
-        return bare
+        return self.preparation.unwrap_model(model, keep_fp32_wrapper)
 
     def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, Any]:
         """All parameters and buffers under their canonical names, whole, on the CPU, on the main process."""
@@ -550,19 +419,11 @@ class Accelerator(KnownKeywords, StateSaving, EngineStatus):
         Returns:
             A None for each object: `model, optimizer = accelerator.free_memory(model, optimizer)`.
         """
-        for loader in self.prepared.loaders:
-            self.active_loaders.leave(loader)
-        self.prepared.clear()
-        self.accumulation.reset()
-        freed: list[None] = [None for _ in objects]
-        del objects
-        gc.collect()
-        self.kind.empty_cache()
-        return freed
+        return self.preparation.release(objects)
 
     def clear(self, *objects: Any) -> list[None]:
         """The same as `free_memory`."""
-        return self.free_memory(*objects)
+        return self.preparation.release(objects)
 
     def end_training(self) -> None:
         """Leave the process group, after waiting for the peers. Only needed where a script continues alone."""

@@ -70,6 +70,11 @@ def make_precision(spec: str | Precision | None, handlers: Sequence[Any]) -> Pre
     return precision
 
 
+def accelerate_name(precision: Precision) -> str:
+    """A precision's name in Accelerate's words, where full precision is `"no"`."""
+    return "no" if precision.name == "32" else precision.name
+
+
 def make_project(
     directory: str | os.PathLike[str] | None, configuration: ProjectConfiguration | None
 ) -> ProjectConfiguration:

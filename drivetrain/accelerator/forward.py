@@ -3,13 +3,31 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 from torch import nn
 
+from drivetrain.accelerator.handlers import AutocastKwargs
+from drivetrain.runtime.devices import DeviceKind
 from drivetrain.runtime.nested import recursively_apply
 from drivetrain.strategies.precision import Precision, overrides
+
+
+def autocast_context(
+    precision: Precision, kind: DeviceKind, options: AutocastKwargs | None
+) -> AbstractContextManager[Any]:
+    """The precision's context for computations outside a model.
+
+    Args:
+        precision: The number formats.
+        kind: The kind of device.
+        options: Those of this context alone; None takes the context of a forward.
+    """
+    if options is None:
+        return precision.forward_context()
+    return precision.autocast(kind, options.enabled, options.cache_enabled)
 
 
 def under_precision(function: Callable[..., Any], precision: Precision) -> Callable[..., Any]:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from drivetrain.data import ActiveLoaders, PreparedLoader
+from drivetrain.data import ActiveLoaders, PreparedLoader, SkippingLoader
 from drivetrain.runtime import collectives
 from drivetrain.runtime.errors import DataError
 from drivetrain.runtime.nested import honor_type, recursively_apply
@@ -18,13 +18,18 @@ from drivetrain.strategies.topology import Topology
 
 
 def gather_real_rows(
-    data: Any, source: PreparedLoader | ActiveLoaders, topology: Topology, as_objects: bool = False
+    data: Any,
+    loader: PreparedLoader | SkippingLoader | None,
+    active: ActiveLoaders,
+    topology: Topology,
+    as_objects: bool = False,
 ) -> Any:
     """Gather nested per-sample values of the current batch from all processes.
 
     Args:
         data: Nested structure of tensors and of lists that hold one object per sample.
-        source: The loader whose batch this is, or the loaders being iterated.
+        loader: The loader whose batch this is; None finds it among those being iterated.
+        active: The loaders being iterated.
         topology: Which processes have a share in it.
         as_objects: Gather as objects even where all are tensors.
 
@@ -33,6 +38,8 @@ def gather_real_rows(
     """
     if topology.environment.world_size == 1:
         return data
+    given = loader.whole if isinstance(loader, SkippingLoader) else loader
+    source = active if given is None else given
     if as_objects:
         return _gather_objects(data, source, topology)
     return _gather(data, source, topology)

@@ -48,6 +48,11 @@ class Prepared:
         bare = (optimizer.optimizer for optimizer in self.optimizers)
         return [one for one in bare if any(id(parameter) in wanted for parameter in parameters_of(one))]
 
+    @property
+    def step_was_skipped(self) -> bool:
+        """Whether the last step of any optimizer was skipped on overflow."""
+        return any(optimizer.step_was_skipped for optimizer in self.optimizers)
+
     def forget(self, objects: Sequence[Any]) -> None:
         """Leave objects out of the run, by identity; those that were never prepared are ignored."""
         gone = {id(item) for item in objects}

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from drivetrain.accelerator.accumulation import AccumulationWindow
-from drivetrain.accelerator.optimizer import PreparedOptimizer
+from drivetrain.accelerator.optimizer import PreparedOptimizer, unwrap_optimizer
 from drivetrain.accelerator.prepared import Prepared
 from drivetrain.accelerator.weighted_mean import WeightedMean
 from drivetrain.runtime.errors import ConfigurationError
@@ -212,11 +213,32 @@ class OptimizerStep:
 
     # parts that a loop may run by itself
 
-    def unscale(self, optimizers: Iterable[Optimizer]) -> None:
-        """Bring gradients of bare optimizers to their true size."""
+    def accumulate(self, models: Sequence[nn.Module]) -> AbstractContextManager[None]:
+        """Enter the next micro-batch, and the context in which gradients are reduced only where a window ends.
+
+        Args:
+            models: Those whose gradients accumulate; all that were prepared where there are none.
+        """
+        self.window.advance()
+        if self.window.sync_gradients or self.window.plugin.sync_each_batch:
+            return nullcontext()
+        return self.without_sync(*(models or self._prepared.models))
+
+    @contextmanager
+    def without_sync(self, *models: nn.Module | None) -> Iterator[None]:
+        """Context in which gradients are not reduced over processes; without a model it has no effect."""
+        with ExitStack() as stack:
+            for model in models:
+                if model is not None:
+                    stack.enter_context(self._strategy.gradients.sync(model, enabled=False))
+            yield
+
+    def unscale(self, optimizers: Optimizer | Sequence[Optimizer] | None) -> None:
+        """Bring gradients to their true size: those of one or several optimizers, prepared or bare, or of all."""
         self.finish_gradients()
-        for optimizer in optimizers:
-            self._precision.unscale(optimizer)
+        chosen = self._prepared.optimizers if optimizers is None else optimizers
+        for optimizer in [chosen] if isinstance(chosen, Optimizer) else chosen:
+            self._precision.unscale(unwrap_optimizer(optimizer))
 
     def clip_norm(self, parameters: Iterable[Tensor], max_norm: float, norm_type: float = 2.0) -> Tensor | None:
         """Scale gradients down to a total norm of at most `max_norm`, where a window ends.

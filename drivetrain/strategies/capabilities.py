@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -26,6 +26,23 @@ class ContextParallel:
         raise NotImplementedError
 
 
+def split_context(
+    capable: ContextParallel | None,
+    buffers: Sequence[torch.Tensor] | None,
+    seq_dims: Sequence[int] | None,
+    keep: Collection[torch.Tensor] | None,
+) -> AbstractContextManager[Any]:
+    """Context in which sequences are split; without effect where the strategy does not split them.
+
+    Args:
+        capable: What `strategy.capability(ContextParallel)` returned.
+        buffers: Tensors that hold whole sequences.
+        seq_dims: For each, which dimension is the sequence.
+        keep: Those that stay parts afterwards.
+    """
+    return nullcontext() if capable is None else capable.split(buffers or (), seq_dims or (), keep or ())
+
+
 class Join:
     """Lets processes have different numbers of batches."""
 
@@ -39,6 +56,16 @@ class Join:
             ConfigurationError: Every process needs as many batches under this strategy.
         """
         raise NotImplementedError
+
+
+def join_context(capable: Join | None, models: Sequence[nn.Module]) -> AbstractContextManager[Any]:
+    """Context in which processes may run out of batches; without effect where the strategy has no `Join`.
+
+    Args:
+        capable: What `strategy.capability(Join)` returned.
+        models: What `prepare` returned.
+    """
+    return nullcontext() if capable is None else capable.joined(models)
 
 
 class PlainEvaluation:

@@ -53,6 +53,16 @@ class Precision:
         """Context around every forward."""
         return nullcontext()
 
+    def autocast(self, kind: DeviceKind, enabled: bool, cache_enabled: bool) -> AbstractContextManager[Any]:
+        """Autocast with options of its own, for computations outside a model; off where the precision does not cast.
+
+        Args:
+            kind: The kind of device.
+            enabled: Whether to cast.
+            cache_enabled: Whether cast copies of the weights are kept within the context.
+        """
+        return torch.autocast(kind.autocast_type, enabled=False, cache_enabled=cache_enabled)
+
     def scale(self, loss: torch.Tensor) -> torch.Tensor:
         """Scale a loss before its backward."""
         return loss

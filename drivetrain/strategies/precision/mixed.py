@@ -45,6 +45,10 @@ class MixedPrecision(Precision):
             self._device_type, dtype=self.dtype, enabled=self.enabled, cache_enabled=self.cache_enabled
         )
 
+    def autocast(self, kind: DeviceKind, enabled: bool, cache_enabled: bool) -> AbstractContextManager[Any]:
+        """Autocast to the precision's dtype."""
+        return torch.autocast(kind.autocast_type, dtype=self.dtype, enabled=enabled, cache_enabled=cache_enabled)
+
 
 class BFloat16Mixed(MixedPrecision):
     """Autocast to bfloat16; its range is that of 32-bit floats, so nothing is scaled."""

@@ -5,37 +5,44 @@ from __future__ import annotations
 import torch
 
 from drivetrain.accelerator.accumulation import AccumulationWindow
-from drivetrain.accelerator.handlers import (
-    ProjectConfiguration,
-)
+from drivetrain.accelerator.building import accelerate_name
+from drivetrain.accelerator.handlers import ProjectConfiguration
+from drivetrain.accelerator.preparation import Preparation
 from drivetrain.accelerator.prepared import Prepared
-from drivetrain.data import (
-    DataLoaderConfiguration,
-)
+from drivetrain.data import DataLoaderConfiguration
 from drivetrain.runtime.devices import DeviceKind
 from drivetrain.runtime.state import PartialState
 from drivetrain.strategies.precision import Precision
 
 
 class EngineStatus:
-    """The read-only face of `Accelerator`, in Accelerate's words."""
+    """What an Accelerator reports of its parts, and their settings, in Accelerate's words."""
 
     state: PartialState
     precision: Precision
     accumulation: AccumulationWindow
-    dataloader_config: DataLoaderConfiguration
+    preparation: Preparation
     project_configuration: ProjectConfiguration
     prepared: Prepared
 
     @property
     def mixed_precision(self) -> str:
         """Name of the precision; full precision is `"no"`, as in Accelerate."""
-        return "no" if self.precision.name == "32" else self.precision.name
+        return accelerate_name(self.precision)
 
     @property
     def kind(self) -> DeviceKind:
         """The kind of device that this run is on."""
         return self.state.kind
+
+    @property
+    def device_placement(self) -> bool:
+        """Whether `prepare` and prepared loaders move models and batches to the device."""
+        return self.preparation.options.device_placement
+
+    @device_placement.setter
+    def device_placement(self, value: bool) -> None:
+        self.preparation.options.device_placement = value
 
     @property
     def sync_gradients(self) -> bool:
@@ -56,18 +63,45 @@ class EngineStatus:
         self.accumulation.set_steps(value)
 
     @property
+    def dataloader_config(self) -> DataLoaderConfiguration:
+        """How loaders are sharded."""
+        return self.preparation.options.dataloader_config
+
+    @dataloader_config.setter
+    def dataloader_config(self, value: DataLoaderConfiguration) -> None:
+        self.preparation.options.dataloader_config = value
+
+    @property
     def split_batches(self) -> bool:
         """Whether a loader's batch is the global one."""
-        return self.dataloader_config.split_batches
+        return self.preparation.options.dataloader_config.split_batches
 
     @property
     def even_batches(self) -> bool:
         """Whether every process gets as many batches, the tail completed with rows that metrics drop."""
-        return self.dataloader_config.even_batches
+        return self.preparation.options.dataloader_config.even_batches
 
     @even_batches.setter
     def even_batches(self, value: bool) -> None:
-        self.dataloader_config.even_batches = value
+        self.preparation.options.dataloader_config.even_batches = value
+
+    @property
+    def step_scheduler_with_optimizer(self) -> bool:
+        """Whether prepared schedulers follow the optimizers."""
+        return self.preparation.options.step_scheduler_with_optimizer
+
+    @step_scheduler_with_optimizer.setter
+    def step_scheduler_with_optimizer(self, value: bool) -> None:
+        self.preparation.options.step_scheduler_with_optimizer = value
+
+    @property
+    def step_scheduler_per_process(self) -> bool:
+        """Whether a prepared scheduler steps once per process for each optimizer step."""
+        return self.preparation.options.step_scheduler_per_process
+
+    @step_scheduler_per_process.setter
+    def step_scheduler_per_process(self, value: bool) -> None:
+        self.preparation.options.step_scheduler_per_process = value
 
     @property
     def scaler(self) -> torch.amp.GradScaler | None:
@@ -77,7 +111,7 @@ class EngineStatus:
     @property
     def optimizer_step_was_skipped(self) -> bool:
         """Whether the last step of any optimizer was skipped on overflow."""
-        return any(optimizer.step_was_skipped for optimizer in self.prepared.optimizers)
+        return self.prepared.step_was_skipped
 
     @property
     def project_dir(self) -> str | None:

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any, TypeVar
 
 import torch
 
 from drivetrain.runtime.state import DistributedType, PartialState
-from drivetrain.strategies import Strategy
-from drivetrain.strategies.capabilities import ContextParallel
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
@@ -19,7 +17,6 @@ class ProcessControl:
     """Accelerate's process members, each the one of `self.state`."""
 
     state: PartialState
-    strategy: Strategy
 
     @property
     def device(self) -> torch.device:
@@ -105,23 +102,3 @@ class ProcessControl:
     def print(self, *args: Any, **kwargs: Any) -> None:
         """Print once per machine."""
         self.state.print(*args, **kwargs)
-
-    def maybe_context_parallel(
-        self,
-        buffers: Sequence[torch.Tensor] | None = None,
-        buffer_seq_dims: Sequence[int] | None = None,
-        no_restore_buffers: Collection[torch.Tensor] | None = None,
-    ) -> AbstractContextManager[Any]:
-        """Context of one batch's forward and backward, in which its sequences are split over processes.
-
-        With a strategy that does not split sequences it changes nothing.
-
-        Args:
-            buffers: Tensors that hold whole sequences, such as tokens, labels and positions.
-            buffer_seq_dims: For each, which dimension is the sequence.
-            no_restore_buffers: Those that need not be whole again afterwards.
-        """
-        capability = self.strategy.capability(ContextParallel)
-        if capability is None:
-            return nullcontext()
-        return capability.split(buffers or (), buffer_seq_dims or (), no_restore_buffers or ())

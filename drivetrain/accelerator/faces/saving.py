@@ -8,13 +8,12 @@ from typing import Any
 from torch import nn
 
 from drivetrain import checkpoint
-from drivetrain.accelerator.control import ProcessControl
 from drivetrain.accelerator.run_state import RunState
 from drivetrain.accelerator.state_hooks import HookHandle, LoadHook, SaveHook
 
 
-class StateSaving(ProcessControl):
-    """Accelerate's `save_state` and what belongs to it, each one line to `run_state`."""
+class StateSaving:
+    """Accelerate's `save_state` and what belongs to it."""
 
     run_state: RunState
 

@@ -1,0 +1,269 @@
+"""Preparation: models, optimizers, schedulers and loaders as the processes of a run need them."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, cast
+
+from torch import nn
+from torch.optim import Optimizer
+from torch.utils.data import DataLoader
+
+from drivetrain.accelerator.building import is_scheduler
+from drivetrain.accelerator.forward import PrecisionForward, wrap_forward
+from drivetrain.accelerator.optimizer import PreparedOptimizer, unwrap_optimizer
+from drivetrain.accelerator.prepared import Prepared, parameters_of
+from drivetrain.accelerator.scheduler import PreparedScheduler
+from drivetrain.accelerator.step import OptimizerStep
+from drivetrain.data import (
+    ActiveLoaders,
+    DataLoaderConfiguration,
+    DataShard,
+    PreparedLoader,
+    SkippingLoader,
+    TailPolicy,
+    prepare_loader,
+)
+from drivetrain.runtime.errors import ConfigurationError
+from drivetrain.runtime.nested import send_to_device
+from drivetrain.runtime.seeds import recorded_seed
+from drivetrain.runtime.state import PartialState
+from drivetrain.strategies import StepModule, Strategy
+from drivetrain.strategies.base import move_optimizer_state
+from drivetrain.strategies.capabilities import Join, join_context
+from drivetrain.strategies.precision import Precision
+
+
+@dataclass
+class PreparationOptions:
+    """How objects are prepared; each may change at any time, for what is prepared from then on.
+
+    Attributes:
+        device_placement: Whether models and batches are moved to the device.
+        dataloader_config: How loaders are sharded.
+        step_scheduler_with_optimizer: Whether schedulers follow the optimizers.
+        step_scheduler_per_process: Whether a scheduler steps once per process for each optimizer step, unless
+            `split_batches`.
+    """
+
+    device_placement: bool
+    dataloader_config: DataLoaderConfiguration
+    step_scheduler_with_optimizer: bool
+    step_scheduler_per_process: bool
+
+
+class Preparation:
+    """Prepares the objects of a run, records them in `Prepared`, and releases them.
+
+    Args:
+        state: This process among its peers.
+        strategy: Places models.
+        precision: In which number formats they compute.
+        step: What prepared optimizers are parts of.
+        prepared: What has been prepared.
+        active: The loaders that are being iterated.
+        options: How objects are prepared.
+    """
+
+    def __init__(
+        self,
+        state: PartialState,
+        strategy: Strategy,
+        precision: Precision,
+        step: OptimizerStep,
+        prepared: Prepared,
+        active: ActiveLoaders,
+        options: PreparationOptions,
+    ) -> None:
+        self.options = options
+        self._state, self._strategy, self._precision = state, strategy, precision
+        self._step, self._prepared, self._active = step, prepared, active
+
+    def objects(self, objects: Sequence[Any], device_placement: Sequence[bool | None] | None) -> Any:
+        """Prepare models, optimizers, loaders and schedulers, in any order; see `Accelerator.prepare`."""
+        if device_placement is not None and len(device_placement) != len(objects):
+            raise ConfigurationError(
+                f"device_placement has {len(device_placement)} entries for {len(objects)} objects; give one for each."
+            )
+        placement = list(device_placement or [None] * len(objects))
+        prepared: list[Any] = list(objects)
+        optimizers = [(i, o) for i, o in enumerate(objects) if isinstance(o, Optimizer)]
+        # Models take their optimizers along, since a strategy may replace the parameters they hold.
+        for index, item in enumerate(objects):
+            if isinstance(item, nn.Module):
+                own = {id(parameter) for parameter in item.parameters()}
+                mine = [(i, o) for i, o in optimizers if any(id(p) in own for p in parameters_of(o))]
+                prepared[index], stepped = self._model_with(item, [o for _, o in mine], placement[index])
+                for (i, _), optimizer in zip(mine, stepped, strict=True):
+                    prepared[i] = optimizer
+        for index, item in enumerate(prepared):
+            if isinstance(item, Optimizer):
+                prepared[index] = self.optimizer(item)
+            elif isinstance(item, DataLoader):
+                prepared[index] = self.loader(item, placement[index])
+        for index, item in enumerate(prepared):
+            if is_scheduler(item):
+                prepared[index] = self.scheduler(item)
+        return prepared[0] if len(prepared) == 1 else tuple(prepared)
+
+    # models
+
+    def model(self, model: nn.Module, device_placement: bool | None, evaluation_mode: bool) -> nn.Module:
+        """Prepare one model; see `Accelerator.prepare_model`."""
+        return self._model_with(model, [], device_placement, evaluation_mode)[0]
+
+    def _model_with(
+        self,
+        model: nn.Module,
+        optimizers: list[Optimizer],
+        device_placement: bool | None,
+        evaluation_mode: bool = False,
+    ) -> tuple[nn.Module, list[Optimizer]]:
+        for known in self._prepared.models:
+            if model is known:
+                return known, optimizers
+            if model is self._strategy.unwrap(known):
+                wrap_forward(model, self._precision)
+                return known, optimizers
+        if not isinstance(model, StepModule):  # whose steps open the precision themselves
+            wrap_forward(model, self._precision)
+        move = self._moves(device_placement)
+        if evaluation_mode:
+            return self._strategy.place(model, self._precision, move), optimizers
+        prepared, stepped = self._strategy.prepare(
+            model, [unwrap_optimizer(optimizer) for optimizer in optimizers], self._precision, move
+        )
+        self._prepared.models.append(prepared)
+        rewrapped = [
+            given if isinstance(given, PreparedOptimizer) and given.optimizer is new else new
+            for given, new in zip(optimizers, stepped, strict=True)
+        ]
+        return prepared, rewrapped
+
+    def unwrap_model(self, model: nn.Module, keep_forward: bool) -> nn.Module:
+        """The user's own module.
+
+        Args:
+            model: A prepared model.
+            keep_forward: Whether its forward keeps running under the precision.
+        """
+        bare = self._strategy.unwrap(model)
+        if not keep_forward:
+            PrecisionForward.remove(bare)
+        return bare
+
+    # optimizers and schedulers
+
+    def optimizer(self, optimizer: Optimizer) -> PreparedOptimizer:
+        """Prepare one optimizer, so that it steps where accumulation windows end."""
+        if isinstance(optimizer, PreparedOptimizer):
+            return optimizer
+        for known in self._prepared.optimizers:
+            if known.optimizer is optimizer:
+                return known
+        move_optimizer_state(optimizer)
+        self._precision.prepare_optimizer(optimizer)
+        prepared = PreparedOptimizer(optimizer, self._step, self._prepared, self._strategy)
+        self._prepared.optimizers.append(prepared)
+        return prepared
+
+    def scheduler(self, scheduler: Any, steps_per_call: int | None = None) -> PreparedScheduler:
+        """Prepare one learning-rate scheduler; see `Accelerator.prepare_scheduler`."""
+        if isinstance(scheduler, PreparedScheduler):
+            return scheduler
+        for known in self._prepared.schedulers:
+            if known.scheduler is scheduler:
+                return known
+        own = unwrap_optimizer(scheduler.optimizer) if hasattr(scheduler, "optimizer") else None
+        followed = [
+            optimizer for optimizer in self._prepared.optimizers if optimizer.optimizer is own
+        ] or self._prepared.optimizers
+        options = self.options
+        if steps_per_call is None:
+            once = options.dataloader_config.split_batches or not options.step_scheduler_per_process
+            steps_per_call = 1 if once else self._state.num_processes
+        prepared = PreparedScheduler(
+            scheduler,
+            followed,
+            self._step.window,
+            steps_per_call=steps_per_call,
+            with_optimizer=options.step_scheduler_with_optimizer,
+        )
+        self._prepared.schedulers.append(prepared)
+        return prepared
+
+    # loaders
+
+    def loader(
+        self,
+        data_loader: Any,
+        device_placement: bool | None = None,
+        tail: TailPolicy | None = None,
+        place: Callable[[Any], Any] | None = None,
+        shard: DataShard | None = None,
+    ) -> PreparedLoader:
+        """Prepare one loader; see `Accelerator.prepare_data_loader`."""
+        if isinstance(data_loader, PreparedLoader | SkippingLoader):
+            return cast("PreparedLoader", data_loader)
+        config = self.options.dataloader_config
+        moves = self._moves(device_placement)
+        prepared = prepare_loader(
+            data_loader,
+            shard=shard or self._strategy.topology.data_shard,
+            place=place or (self.default_placement() if moves else None),
+            device=(self._state.kind, self._state.device) if moves else None,
+            config=config,
+            tail=_tail(config.even_batches) if tail is None else tail,
+            seed=recorded_seed(),
+            active=self._active,
+        )
+        self._prepared.loaders.append(prepared)
+        return prepared
+
+    def forget_loader(self, loader: Any) -> None:
+        """Release a prepared loader, so that the run's state no longer includes it."""
+        for inner in getattr(loader, "loaders", [loader]):
+            self._prepared.loaders[:] = [known for known in self._prepared.loaders if known is not inner]
+
+    def default_placement(self) -> Callable[[Any], Any] | None:
+        """The function that moves a batch to the device; None on the CPU, where loaders make their batches."""
+        kind, device = self._state.kind, self._state.device
+        if kind.name == "cpu":
+            return None
+        non_blocking = self.options.dataloader_config.non_blocking or kind.supports_streams
+        return lambda batch: send_to_device(batch, device, non_blocking)
+
+    @contextmanager
+    def uneven_inputs(self, models: Sequence[nn.Module], even_batches: bool | None) -> Iterator[None]:
+        """Context in which processes may have different numbers of batches; see `Accelerator.join_uneven_inputs`."""
+        changed = [loader for loader in self._prepared.loaders if even_batches is not None]
+        before = [loader.tail for loader in changed]
+        for loader in changed:
+            loader.tail = _tail(even_batches)
+        try:
+            with join_context(self._strategy.capability(Join), models):
+                yield
+        finally:
+            for loader, tail in zip(changed, before, strict=True):
+                loader.tail = tail
+
+    def release(self, objects: Sequence[Any]) -> list[None]:
+        """Release everything prepared and give memory back to the device; see `Accelerator.free_memory`."""
+        for loader in self._prepared.loaders:
+            self._active.leave(loader)
+        self._prepared.clear()
+        self._step.window.reset()
+        gc.collect()
+        self._state.kind.empty_cache()
+        return [None for _ in objects]
+
+    def _moves(self, device_placement: bool | None) -> bool:
+        return self.options.device_placement if device_placement is None else device_placement
+
+
+def _tail(even_batches: bool | None) -> TailPolicy:
+    """What happens at the end of a loader whose number of batches is no multiple of the processes."""
+    return TailPolicy.COMPLETE if even_batches else TailPolicy.UNEVEN
