@@ -56,9 +56,7 @@ class Gradients:
         parts = [parameter.reshape(-1)[:1].sum() for parameter in task.parameters() if parameter.requires_grad]
         return torch.stack(parts).nan_to_num(0.0, 0.0, 0.0).sum() * 0.0
 
-    def clip_norm(
-        self, parameters: Iterable[torch.Tensor], max_norm: float, norm_type: float = 2.0
-    ) -> torch.Tensor:
+    def clip_norm(self, parameters: Iterable[torch.Tensor], max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
         """Scale gradients down to a total norm of at most `max_norm`, over all shards.
 
         Args:
@@ -111,7 +109,7 @@ def refuse_left_out_batch(task: nn.Module, rank: int) -> NoReturn:
         ConfigurationError: Always.
     """
     raise ConfigurationError(
-        f"{type(task).__name__}.training_step returned None on rank {rank}. With a sharded model every process must run "
-        "as many forwards and backwards. Return a loss that counts for nothing instead, such as loss * 0, or leave the "
-        "sample out of the dataset."
+        f"{type(task).__name__}.training_step returned None on rank {rank}. With a sharded model every process must "
+        "run as many forwards and backwards. Return a loss that counts for nothing instead, such as loss * 0, or leave "
+        "the sample out of the dataset."
     )

@@ -52,7 +52,9 @@ class DistributedDataParallel(parallel.DistributedDataParallel):
         if _UNFINISHED not in str(error):
             return error
         names = self._names_without_gradients(str(error))
-        shown = ", ".join(names[:_MOST_NAMES]) + (f" and {len(names) - _MOST_NAMES} more" if names[_MOST_NAMES:] else "")
+        shown = ", ".join(names[:_MOST_NAMES]) + (
+            f" and {len(names) - _MOST_NAMES} more" if names[_MOST_NAMES:] else ""
+        )
         return ConfigurationError(
             f"On rank {dist.get_rank()} no gradient was computed for {shown or 'some parameters'}: the loss does not "
             'depend on them, and DDP waits for the gradients of all. Use strategy="ddp_find_unused_parameters_true", '

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterator, MutableMapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
@@ -27,7 +26,6 @@ from drivetrain.strategies.step_module import StepModule
 from drivetrain.strategies.topology import Topology
 
 _HALVES = (torch.bfloat16, torch.float16)
-
 
 
 class ModelSharder:
@@ -72,7 +70,7 @@ class ModelSharder:
         torch.randint(2, ())  # so that a second model does not get the values of the first
 
     def place(self, model: nn.Module, precision: Precision, move: bool = True) -> nn.Module:
-        """Shard a model, for evaluation too: it may not fit otherwise. `move` has no meaning here: shards are placed."""
+        """Shard a model, for evaluation too: it may not fit otherwise. `move` has no meaning: shards are placed."""
         known = self._placed_before(model, precision)
         if known is not None:
             return known
@@ -106,7 +104,9 @@ class ModelSharder:
                 )
             return None
         unit_sharding: sharding.UnitSharding = next(
-            module.__dict__[sharding.UNIT_SHARDING] for module in known.modules() if sharding.UNIT_SHARDING in module.__dict__
+            module.__dict__[sharding.UNIT_SHARDING]
+            for module in known.modules()
+            if sharding.UNIT_SHARDING in module.__dict__
         )
         if unit_sharding.mesh != self._mesh() or unit_sharding.mixed_precision != self._mixed_precision(precision):
             raise ConfigurationError(
@@ -209,7 +209,11 @@ class ModelSharder:
         blocks = self._blocks(model) if blocks is None else blocks
         again = options.activation_checkpointing
         recomputed = (
-            [] if again is False else list(blocks) if again is True else units_of(model, again, "activation_checkpointing")
+            []
+            if again is False
+            else list(blocks)
+            if again is True
+            else units_of(model, again, "activation_checkpointing")
         )
         if not (blocks or recomputed):
             raise ConfigurationError(
@@ -256,12 +260,18 @@ class ModelSharder:
 
     def _offload_policy(self) -> OffloadPolicy:
         """Where shards live between uses."""
-        return CPUOffloadPolicy(pin_memory=self._topology.kind.name != "cpu") if self.options.cpu_offload else OffloadPolicy()
+        return (
+            CPUOffloadPolicy(pin_memory=self._topology.kind.name != "cpu")
+            if self.options.cpu_offload
+            else OffloadPolicy()
+        )
 
     # values
 
     def _materialiser(self) -> Materialiser:
-        return Materialiser(self._topology.device, self._topology.environment.rank, self._topology.environment.is_distributed)
+        return Materialiser(
+            self._topology.device, self._topology.environment.rank, self._topology.environment.is_distributed
+        )
 
     def _take_values(self, model: nn.Module, replicated: frozenset[nn.Parameter]) -> dict[tuple[int, str], Any] | None:
         """Take the values out of a model that not all processes have them of; None where all have.
@@ -309,4 +319,3 @@ class ModelSharder:
         if replicated and self._topology.environment.is_distributed:
             self.averaging[model] = GradientAveraging(self._mesh())
             self.averaging[model].watch(replicated)
-

@@ -173,9 +173,7 @@ def _sequences(mesh: DeviceMesh | None, options: GridOptions, state: PartialStat
     return SplitSequences(shard, attention, options.cp_seq_dim, options.cp_shard_batch)
 
 
-def _attention(
-    shard: SequenceShard, mesh: DeviceMesh, options: GridOptions, state: PartialState
-) -> SharedAttention:
+def _attention(shard: SequenceShard, mesh: DeviceMesh, options: GridOptions, state: PartialState) -> SharedAttention:
     if options.cp_attention == "gather":
         return SharedAttention(shard)
     if state.kind.name == "cpu":

@@ -7,7 +7,6 @@ What each dimension needs is elsewhere: the grid in `mesh`, layers split over pr
 from __future__ import annotations
 
 import inspect
-import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any

@@ -112,8 +112,8 @@ def apply_plan(module: nn.Module, mesh: DeviceMesh, plan: Plan, elsewhere: froze
         The module that the patterns' names begin in.
 
     Raises:
-        ConfigurationError: A pattern matches nothing, a size is no multiple of the processes, or a tied parameter would be split in
-            two ways.
+        ConfigurationError: A pattern matches nothing, a size is no multiple of the processes, or a tied parameter would
+            be split in two ways.
     """
     let_attention_run_split()
     root, matches = _matches(module, plan)

@@ -43,7 +43,8 @@ class PipelineOptions:
         for name in given:
             if f"pp_{name}" not in allowed:
                 raise ConfigurationError(
-                    f"A pipeline has no option pp_{name}. Allowed: {', '.join(allowed)}.{nearest(f'pp_{name}', allowed)}"
+                    f"A pipeline has no option pp_{name}. Allowed: {', '.join(allowed)}."
+                    f"{nearest(f'pp_{name}', allowed)}"
                 )
         return cls(**given)
 

@@ -133,9 +133,9 @@ class Pipeline(Strategy):
         """Split a model; also the `id` of modules whose parameters other stages hold."""
         if not isinstance(model, StepModule):
             raise ConfigurationError(
-                f"pp={self._place.stages.ranks} spreads {type(model).__name__} over processes, and forward and backward "
-                "of all micro-batches of a step run interleaved, which a loop with loss.backward() cannot do. Use the "
-                "Trainer, or another strategy."
+                f"pp={self._place.stages.ranks} spreads {type(model).__name__} over processes, and forward and "
+                "backward of all micro-batches of a step run interleaved, which a loop with loss.backward() cannot do. "
+                "Use the Trainer, or another strategy."
             )
         slots = slots_of(model)
         split = SplitModel.make(
