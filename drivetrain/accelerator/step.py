@@ -213,7 +213,7 @@ class OptimizerStep:
 
     # parts that a loop may run by itself
 
-    def accumulate(self, models: Sequence[nn.Module]) -> AbstractContextManager[None]:
+    def accumulate(self, models: Sequence[nn.Module]) -> AbstractContextManager[Any]:
         """Enter the next micro-batch, and the context in which gradients are reduced only where a window ends.
 
         Args:
@@ -222,15 +222,18 @@ class OptimizerStep:
         self.window.advance()
         if self.window.sync_gradients or self.window.plugin.sync_each_batch:
             return nullcontext()
-        return self.without_sync(*(models or self._prepared.models))
+        chosen = models or self._prepared.models
+        return self.without_sync(chosen[0]) if len(chosen) == 1 else self._all_without_sync(chosen)
+
+    def without_sync(self, model: nn.Module | None) -> AbstractContextManager[Any]:
+        """Context in which the gradients of a model are not reduced over processes; without one it has no effect."""
+        return nullcontext() if model is None else self._strategy.gradients.sync(model, enabled=False)
 
     @contextmanager
-    def without_sync(self, *models: nn.Module | None) -> Iterator[None]:
-        """Context in which gradients are not reduced over processes; without a model it has no effect."""
+    def _all_without_sync(self, models: Iterable[nn.Module]) -> Iterator[None]:
         with ExitStack() as stack:
             for model in models:
-                if model is not None:
-                    stack.enter_context(self._strategy.gradients.sync(model, enabled=False))
+                stack.enter_context(self.without_sync(model))
             yield
 
     def unscale(self, optimizers: Optimizer | Sequence[Optimizer] | None) -> None:
