@@ -26,7 +26,7 @@ endif
 export PYTHONPATH := $(CURDIR)$(if $(PYTHONPATH),:$(PYTHONPATH))
 
 .DEFAULT_GOAL := help
-.PHONY: help env demo test test-slow test-sharded test-crash test-gpu deepspeed-ops lint format types floors docs wheel bench clean
+.PHONY: help env demo test test-slow test-sharded test-crash test-gpu deepspeed-ops lint format types floors docs wheel bench bench-gpu clean
 
 help: ## list these commands
 	@awk 'BEGIN {FS = ":.*## "} /^[a-z-]+:.*## / {printf "  make %-14s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
@@ -83,6 +83,9 @@ wheel: $(DEV_ENV) ## build sdist and wheel, install the wheel in a clean environ
 bench: $(BENCH_ENV) ## time per step and start-up, beside the other frameworks (an environment of its own)
 	$(BENCH_PYTHON) benchmarks/overhead.py
 	$(BENCH_PYTHON) benchmarks/startup.py
+
+bench-gpu: $(DEV_ENV) ## tokens per second of a GPT-2-sized model, beside a bare loop (PYTHON=python3: with a Python that holds torch)
+	$(PYTHON) benchmarks/tokens.py
 
 clean: ## remove what builds, tests and runs left (not .venv)
 	rm -rf build dist site .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache *.egg-info
