@@ -211,7 +211,7 @@ def main(
 ) -> None:
     shape = SIZES[size]
     results = [measure(precision, shape, rows, block, rounds, compiled) for precision in precisions]
-    device = torch.accelerator.current_accelerator() or torch.device("cpu")
+    device = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
     model = make_model(shape, compiled=False)
     flops = flops_per_token(model, shape)
     peak = peak or peak_of(device)
