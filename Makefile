@@ -1,7 +1,17 @@
 # Everything a developer runs. `make` alone lists it. See CONTRIBUTING.md for which command is for what.
 
 BASE_PYTHON ?= python3
+# `make test TORCH=newest` runs on the newest torch that is released, in an environment of its own.
+TORCH ?= pinned
+ifeq ($(TORCH),newest)
+VENV ?= .venv-newest
+CONSTRAINTS = $(VENV)/constraints.txt
+else ifeq ($(TORCH),pinned)
 VENV ?= .venv
+CONSTRAINTS = constraints.txt
+else
+$(error TORCH is pinned or newest, not $(TORCH))
+endif
 # Apart from .venv: what the benchmarks compare with must not be there by accident where drivetrain is tested.
 BENCH_VENV ?= .venv-bench
 PIP := $(VENV)/bin/python -m pip --disable-pip-version-check
@@ -26,7 +36,7 @@ endif
 export PYTHONPATH := $(CURDIR)$(if $(PYTHONPATH),:$(PYTHONPATH))
 
 .DEFAULT_GOAL := help
-.PHONY: help env demo test test-slow test-sharded test-crash test-gpu deepspeed-ops lint format types floors docs wheel bench clean
+.PHONY: help env demo test test-slow test-sharded test-crash test-gpu deepspeed-ops lint format types floors docs wheel bench bench-gpu clean
 
 help: ## list these commands
 	@awk 'BEGIN {FS = ":.*## "} /^[a-z-]+:.*## / {printf "  make %-14s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
@@ -84,6 +94,9 @@ bench: $(BENCH_ENV) ## time per step and start-up, beside the other frameworks (
 	$(BENCH_PYTHON) benchmarks/overhead.py
 	$(BENCH_PYTHON) benchmarks/startup.py
 
+bench-gpu: $(DEV_ENV) ## tokens per second of a GPT-2-sized model on this GPU, beside a bare loop
+	$(PYTHON) benchmarks/tokens.py
+
 clean: ## remove what builds, tests and runs left (not .venv)
 	rm -rf build dist site .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache *.egg-info
 	find . -name __pycache__ -type d -not -path "./$(VENV)/*" -prune -exec rm -rf {} +
@@ -95,14 +108,18 @@ $(VENV)/bin/python $(BENCH_VENV)/bin/python:
 		"Name another one: make BASE_PYTHON=python3.12 ..." >&2; exit 1; }
 	$(BASE_PYTHON) -m venv $(patsubst %/bin/python,%,$@)
 
-$(VENV)/.made-for-examples: pyproject.toml constraints.txt | $(VENV)/bin/python
-	$(PIP) install torch -c constraints.txt
-	$(PIP) install -e ".[examples]" -c constraints.txt
+# All versions that are tested with, but for torch's.
+$(VENV)/constraints.txt: constraints.txt | $(VENV)/bin/python
+	grep -v '^torch==' constraints.txt > $@
+
+$(VENV)/.made-for-examples: pyproject.toml $(CONSTRAINTS) | $(VENV)/bin/python
+	$(PIP) install torch -c $(CONSTRAINTS)
+	$(PIP) install -e ".[examples]" -c $(CONSTRAINTS)
 	@touch $@
 
-$(VENV)/.made-for-development: pyproject.toml constraints.txt | $(VENV)/bin/python
-	$(PIP) install torch -c constraints.txt
-	$(PIP) install -e ".[test,dev,docs,examples]" -c constraints.txt
+$(VENV)/.made-for-development: pyproject.toml $(CONSTRAINTS) | $(VENV)/bin/python
+	$(PIP) install torch -c $(CONSTRAINTS)
+	$(PIP) install -e ".[test,dev,docs,examples]" -c $(CONSTRAINTS)
 	@touch $@ $(VENV)/.made-for-examples
 
 $(BENCH_VENV)/.made-for-benchmarks: pyproject.toml constraints.txt | $(BENCH_VENV)/bin/python

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -13,17 +14,29 @@ from drivetrain import Task
 VOCABULARY, LENGTH, WIDTH, HEADS, LAYERS = 4096, 64, 512, 8, 8
 
 
+@dataclass(frozen=True)
+class Size:
+    """Sizes of a transformer: tokens that it knows, tokens in a sequence, width, heads, blocks."""
+
+    vocabulary: int = VOCABULARY
+    length: int = LENGTH
+    width: int = WIDTH
+    heads: int = HEADS
+    layers: int = LAYERS
+
+
 class Block(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, width: int = WIDTH, heads: int = HEADS) -> None:
         super().__init__()
-        self.norm1, self.norm2 = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
-        self.query, self.key, self.value = (nn.Linear(WIDTH, WIDTH) for _ in range(3))
-        self.output = nn.Linear(WIDTH, WIDTH)
-        self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
+        self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.query, self.key, self.value = (nn.Linear(width, width) for _ in range(3))
+        self.output = nn.Linear(width, width)
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+        self.head_size = width // heads
 
     def forward(self, x: Tensor) -> Tensor:
         inside = self.norm1(x)
-        heads = (*x.shape[:2], -1, WIDTH // HEADS)  # as many as this process has
+        heads = (*x.shape[:2], -1, self.head_size)  # as many as this process has
         q, k, v = (layer(inside).view(heads).transpose(1, 2) for layer in (self.query, self.key, self.value))
         x = x + self.output(self.attend(q, k, v).transpose(1, 2).flatten(2))
         return x + self.down(F.gelu(self.up(self.norm2(x))))
@@ -35,13 +48,13 @@ class Block(nn.Module):
 class Transformer(nn.Module):
     """Tokens (rows, length) to logits (rows, length, vocabulary)."""
 
-    def __init__(self, layers: int = LAYERS) -> None:
+    def __init__(self, size: Size) -> None:
         super().__init__()
-        self.tokens = nn.Embedding(VOCABULARY, WIDTH)
-        self.positions = nn.Parameter(torch.zeros(LENGTH, WIDTH))
-        self.blocks = nn.ModuleList(Block() for _ in range(layers))
-        self.norm = nn.LayerNorm(WIDTH)
-        self.head = nn.Linear(WIDTH, VOCABULARY, bias=False)
+        self.tokens = nn.Embedding(size.vocabulary, size.width)
+        self.positions = nn.Parameter(torch.zeros(size.length, size.width))
+        self.blocks = nn.ModuleList(Block(size.width, size.heads) for _ in range(size.layers))
+        self.norm = nn.LayerNorm(size.width)
+        self.head = nn.Linear(size.width, size.vocabulary, bias=False)
 
     def forward(self, tokens: Tensor, positions: Tensor | None = None) -> Tensor:
         places = self.positions[: tokens.shape[1]] if positions is None else self.positions[positions]
@@ -53,7 +66,7 @@ class Transformer(nn.Module):
 
 def make_model(layers: int = LAYERS) -> Transformer:
     torch.manual_seed(0)
-    return Transformer(layers)
+    return Transformer(Size(layers=layers))
 
 
 def make_optimizer(parameters: Any) -> torch.optim.Optimizer:

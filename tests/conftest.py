@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import signal
 import sys
 from collections.abc import Callable, Iterator
@@ -27,6 +28,12 @@ def pytest_configure() -> None:
     """Let tests interrupt what they start: jobs in a shell's background are deaf to SIGINT, and all that they start."""
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def pytest_collection_finish() -> None:
+    """Leave what has been imported and collected out of every garbage collection from here on."""
+    gc.collect()
+    gc.freeze()
 
 
 def pytest_sessionfinish() -> None:

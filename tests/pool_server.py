@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import faulthandler
+import gc
 import importlib
 import io
 import os
@@ -73,6 +74,9 @@ def serve(descriptor: int, session: int) -> None:
     _adopt_orphans()
     connection = Connection(descriptor)
     _warm_up()
+    # Out of the garbage collector's sight: else each rank walks, and so copies, all that was imported.
+    gc.collect()
+    gc.freeze()
     connection.send_bytes(pickle.dumps(_count_threads()))
     while True:
         try:

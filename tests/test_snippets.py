@@ -2,8 +2,8 @@
 
 Python blocks run as scripts of their own, in an empty directory. A block marked `<!-- continues -->` above
 its fence goes on where the block before it on the page ended; one marked `<!-- needs: gpu -->` runs only
-where there is one. In shell blocks, `drivetrain` commands are parsed by the command itself, and `make`
-targets, extras and scripts must exist.
+where there is one, and one marked `<!-- processes: 2 -->` in as many processes. In shell blocks, `drivetrain`
+commands are parsed by the command itself, and `make` targets, extras and scripts must exist.
 """
 
 from __future__ import annotations
@@ -37,6 +37,7 @@ class Script:
     line: int
     text: str
     needs: set[str] = field(default_factory=set)
+    processes: int = 1
 
     def __str__(self) -> str:
         return f"{self.page.relative_to(ROOT)}:{self.line}"
@@ -73,6 +74,8 @@ def scripts_of(page: Path, text: str) -> list[Script]:
             scripts.append(script)
         script.text += "\n" * (line - 1 - script.text.count("\n")) + code
         script.needs |= set(re.findall(r"<!-- needs: (\w+) -->", marks))
+        if asked := re.search(r"<!-- processes: (\d+) -->", marks):
+            script.processes = int(asked[1])
     return scripts
 
 
@@ -97,17 +100,12 @@ COMMANDS = [
 ]
 
 
-def run_script(path: str) -> None:
-    """Run a script as `python path` would, without what makes a rank of this process."""
-    for name in (
-        "RANK",
-        "WORLD_SIZE",
-        "LOCAL_RANK",
-        "LOCAL_WORLD_SIZE",
-        "MASTER_ADDR",
-        "MASTER_PORT",
-        INSIDE,
-    ):
+RANK_OF_THIS_PROCESS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+
+def run_script(path: str, processes: int = 1) -> None:
+    """Run a script as `python path` would, or `drivetrain launch` in several processes."""
+    for name in (INSIDE, *(RANK_OF_THIS_PROCESS if processes == 1 else ())):
         os.environ.pop(name, None)
     sys.argv = [path]
     sys.path.insert(0, str(Path(path).parent))
@@ -168,7 +166,8 @@ def test_python_block_runs(script: Script, tmp_path: Path, monkeypatch: pytest.M
     path = tmp_path / "snippet.py"
     path.write_text(script.text)
     monkeypatch.chdir(tmp_path)
-    run_in_processes(run_script, 1, args=(str(path),), timeout=120, env={"DRIVETRAIN_USE_CPU": None})
+    arguments = (str(path), script.processes)
+    run_in_processes(run_script, script.processes, args=arguments, timeout=120, env={"DRIVETRAIN_USE_CPU": None})
 
 
 @pytest.mark.parametrize(("where", "command"), COMMANDS)

@@ -45,6 +45,16 @@ def test_overhead_measures_every_way_of_running_drivetrain(
         assert f"| {name} |" in printed
 
 
+def test_tokens_measures_the_trainer_beside_a_bare_loop(tmp_path: Path) -> None:
+    file = tmp_path / "tokens.json"
+    short = ("--size", "tiny", "--no-compile", "--precision", "bf16", "--rounds", "2", "--block", "1", "--rows", "2")
+    run_in_processes(run_benchmark, 1, args=("tokens.py", *short, "--json", str(file)), timeout=120)
+    (result,) = json.loads(file.read_text())["results"]
+    assert len(result["bare"]) == len(result["own"]) == 2
+    bare, own = result["losses"]
+    assert own == pytest.approx(bare, abs=1e-6)
+
+
 def test_checkpoint_measures_both_ways_of_saving(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "checkpoint.json"
     short = ("--rounds", "1", "--params", "8e6", "--only", "drivetrain", "--folder", str(tmp_path))
