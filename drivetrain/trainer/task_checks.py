@@ -174,7 +174,7 @@ def warn_of_rare_logging(trainer: Trainer, steps: float) -> None:
     if trainer.loggers and 0 < steps < every and not trainer.global_step:
         logger.warning(
             f"The run takes {steps:.0f} optimizer steps, fewer than log_every_n_steps={every}, so trackers get no "
-            f"values of single steps. Give Trainer(log_every_n_steps={max(1, int(steps) // 10)}), say, to see them."
+            f"values of single training steps. Give Trainer(log_every_n_steps={max(1, int(steps) // 10)}), say, to see them."
         )
 
 

@@ -260,7 +260,7 @@ def shuffled(strategy: Any, path: str, resume: bool) -> dict[str, Any]:
     torch.manual_seed(9)
     trainer = quiet_trainer(strategy, **options, callbacks=[SaveAt(6, path)])
     trainer.fit(task, DataLoader(data, batch_size=4, shuffle=True))
-    found = {"order": task.order, "masks": task.masks, "state": torch.get_rng_state().sum().item()}
+    found = {"order": task.order, "masks": task.masks}
     if resume:
         torch.manual_seed(1)
         again = Shuffled()

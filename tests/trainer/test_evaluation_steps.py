@@ -54,6 +54,20 @@ def test_each_validation_batch_is_written_against_a_count_that_goes_on() -> None
     assert not written & {"hidden_step", "hidden_epoch", "both", "alone_epoch", "whole_step"}
 
 
+class Both(Weight):
+    """Logs each batch's mean for the step and for the epoch, and nothing else."""
+
+    def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
+        self.log("both", batch[0].mean(), on_step=True, on_epoch=True)
+
+
+def test_values_of_steps_are_written_beside_those_of_the_epoch() -> None:
+    tracker = Kept()
+    fitted(Both(), ones(1), rows([1.0, 4.0]), logger=tracker)
+    assert by_step(tracker, "both_step") == [(0, {"both_step": 1.0}), (1, {"both_step": 4.0})]
+    assert by_step(tracker, "both_epoch") == [(1, {"both_epoch": 2.5})]
+
+
 def test_step_values_are_among_the_metrics_of_callbacks_and_the_bar() -> None:
     task = Stepwise()
     trainer = fitted(task, ones(1), rows([1.0, 4.0]))

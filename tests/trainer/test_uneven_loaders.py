@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
 
 from drivetrain import Accelerator, DataLoaderConfiguration, PartialState
 from drivetrain.runtime.errors import DataError
@@ -90,10 +91,21 @@ def test_a_stream_that_all_read_must_be_the_same_on_all() -> None:
     assert run_in_processes(read_by_all, 2, args=((8, 8),), timeout=30) == ["", ""]
 
 
+class Layer(Weight):
+    """A model that every evaluation step calls."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = torch.nn.Linear(1, 1)
+
+    def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
+        self.log("val_loss", self.layer(batch[0].reshape(-1, 1)).mean() * 0.0 + 1.0)
+
+
 def evaluated(strategy: str) -> Any:
     trainer = quiet(strategy=strategy, use_distributed_sampler=False)
     try:
-        return trainer.validate(Weight(), ones(own_count()), verbose=False)
+        return trainer.validate(Layer(), ones(own_count()), verbose=False)
     except DataError as error:
         return str(error)
 
