@@ -275,8 +275,8 @@ class Accelerator(KnownKeywords, StateSaving, EngineStatus):
             if known.optimizer is optimizer:
                 return known
         move_optimizer_state(optimizer)
-        self.precision.prepare_optimizer(optimizer)
-        prepared = PreparedOptimizer(optimizer, self.step, self.prepared, self.strategy)
+        stepped = self.precision.prepare_optimizer(optimizer)
+        prepared = PreparedOptimizer(stepped, self.step, self.prepared, self.strategy)
         self.prepared.optimizers.append(prepared)
         return prepared
 
