@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from drivetrain import FP8, FSDP, Colwise, Parallel, Rowwise
+from drivetrain import FP8, FSDP, Parallel
 from tests.conformance import language_model
 from tests.conformance.harness import Outcome
 from tests.conformance.language_model import Run
