@@ -44,7 +44,8 @@ class GatheredWeight:
         self._cast = WeightWithDynamicFloat8CastTensor(
             self._shard.detach(), layer.linear_mm_config, layer.config.cast_config_weight.target_dtype
         )
-        self._version = -1
+        self._weight = weight
+        self._scaled: tuple[int, int] | None = None
         with torch.device("meta"):
             self.twin = Float8Linear(layer.in_features, layer.out_features, bias=False, config=layer.config)
         sharded = DTensor.from_local(
@@ -67,10 +68,14 @@ class GatheredWeight:
 
     def mark_scaled(self) -> None:
         """Take note that the scale is that of the values that the shard has now."""
-        self._version = self._shard._version
+        self._scaled = self._versions()
+
+    def _versions(self) -> tuple[int, int]:
+        """How often the weight was changed, as a sharded tensor and through its local part; the same on all processes."""
+        return self._weight._version, self._shard._version
 
     def _pre_all_gather(self, mesh: DeviceMesh) -> Any:
-        if self._version != self._shard._version:
+        if self._scaled != self._versions():
             self._cast._precomputed_scale = None  # of values that have been loaded over since: computed in the gather
         return self._cast.fsdp_pre_all_gather(mesh)
 
@@ -125,7 +130,8 @@ def _sharded_layers(model: nn.Module) -> Iterator[tuple[Any, Any]]:
         for group in unit._get_fsdp_state()._fsdp_param_groups:
             for record in group.fsdp_params:
                 layer = record._module_info.module
-                even = record._sharded_local_tensor.size() == record.padded_sharded_param_size
+                # By what all processes have in common: they must agree on who gathers what.
+                even = record._orig_size[0] % record.mesh_info.shard_mesh_size == 0
                 if hasattr(layer, CONVERTED) and record._module_info.param_name == "weight" and even:
                     if not group._use_post_forward_mesh and not record.offload_to_cpu:
                         yield layer, record
