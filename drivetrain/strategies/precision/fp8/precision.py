@@ -105,10 +105,10 @@ class FP8(MixedPrecision):
 
     def setup(self, kind: DeviceKind) -> None:
         """Bind the backend, and refuse devices that cannot run it."""
+        self.backend.setup(kind)
         if self.enabled:
             refuse_without_bf16(self.name, kind)
         super().setup(kind)
-        self.backend.setup(kind)
 
     def convert(self, model: nn.Module) -> nn.Module:
         """Let linear layers compute in 8-bit floats, in place; list once which layers do not fit."""
