@@ -29,7 +29,7 @@ class AORecipeKwargs(FP8Handler):
     """Options of torchao.
 
     Attributes:
-        config: torchao's own `Float8LinearConfig`, in place of the others.
+        config: A `Float8LinearConfig` of torchao's, in place of the others.
         module_filter_func: Called with a layer and its name: whether it computes in 8-bit floats.
         pad_inner_dim: Pad the inner dimension of products to a multiple of 16; True if None.
         enable_fsdp_float8_all_gather: Under FSDP, gather weights in 8-bit floats; True if None.

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
+from operator import attrgetter
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -24,12 +25,14 @@ from drivetrain.strategies.precision.fp8.layers import CONVERTED
 
 logger = get_logger(__name__)
 
+_version = attrgetter("_version")  # torch counts the changes in place
+
 
 class GatheredWeight:
     """One sharded weight that is gathered in float8.
 
     Args:
-        layer: torchao's layer.
+        layer: A layer of torchao's.
 
     Attributes:
         twin: A layer beside the real one, whose weight is torchao's subclass over the same shard.
@@ -72,7 +75,7 @@ class GatheredWeight:
 
     def _versions(self) -> tuple[int, int]:
         """How often the weight was changed, as a sharded tensor and through its local part; the same on all processes."""
-        return self._weight._version, self._shard._version
+        return _version(self._weight), _version(self._shard)
 
     def _pre_all_gather(self, mesh: DeviceMesh) -> Any:
         if self._scaled != self._versions():

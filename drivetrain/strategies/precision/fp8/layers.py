@@ -11,7 +11,7 @@ LayerFilter = Callable[[nn.Module, str], bool]
 
 CONVERTED = "_computes_in_float8"
 _SHOWN = 12
-# Shared with the layer that is replaced: whoever holds on to that one sees its parameters as they become.
+# Shared with the layer that is replaced, so that what is registered or removed there later counts here.
 _SHARED = (
     "_forward_hooks",
     "_forward_hooks_with_kwargs",

@@ -1,4 +1,4 @@
-"""torchao's float8 training: `torch._scaled_mm` on operands that are scaled as they come."""
+"""Float8 training by torchao: `torch._scaled_mm` on operands that are scaled as they come."""
 
 from __future__ import annotations
 
@@ -137,7 +137,7 @@ class TorchAO(FP8Backend):
 
 
 def _import_convert() -> Any:
-    """torchao's entry point; its import warns about kernels of devices that are not there (0.18)."""
+    """Import the entry point; that warns about kernels of devices that are not there (0.18)."""
     import logging
 
     quiet = logging.getLogger("torchao")
@@ -154,7 +154,7 @@ def _import_convert() -> Any:
 
 @cache
 def float8_layer() -> type[nn.Module]:
-    """torchao's layer as it is under autocast on any device, and in inference mode.
+    """The layer of torchao as it is under autocast on any device, and in inference mode.
 
     torchao's own asks for CUDA's autocast alone; and in inference mode torch does not take apart the operations on its
     tensors that it has no rules for (torchao 0.18).
