@@ -21,6 +21,10 @@ _EXPORTS: dict[str, str] = {
     "ParallelismConfig": "drivetrain.accelerator",
     "GradScalerKwargs": "drivetrain.accelerator",
     "GradientAccumulationPlugin": "drivetrain.accelerator",
+    "AORecipeKwargs": "drivetrain.accelerator",
+    "FP8RecipeKwargs": "drivetrain.accelerator",
+    "MSAMPRecipeKwargs": "drivetrain.accelerator",
+    "TERecipeKwargs": "drivetrain.accelerator",
     "InitProcessGroupKwargs": "drivetrain.accelerator",
     "ProjectConfiguration": "drivetrain.accelerator",
     "Trainer": "drivetrain.trainer",
@@ -54,6 +58,7 @@ _EXPORTS: dict[str, str] = {
     "register_strategy": "drivetrain.strategies",
     "available_strategies": "drivetrain.strategies",
     "Precision": "drivetrain.strategies.precision",
+    "FP8": "drivetrain.strategies.precision",
     "register_precision": "drivetrain.strategies.precision",
     "available_precisions": "drivetrain.strategies.precision",
     "CombinedLoader": "drivetrain.data",
@@ -113,15 +118,19 @@ def __dir__() -> list[str]:
 
 if TYPE_CHECKING:
     from drivetrain.accelerator import Accelerator as Accelerator
+    from drivetrain.accelerator import AORecipeKwargs as AORecipeKwargs
     from drivetrain.accelerator import AutocastKwargs as AutocastKwargs
     from drivetrain.accelerator import DeepSpeedPlugin as DeepSpeedPlugin
     from drivetrain.accelerator import DistributedDataParallelKwargs as DistributedDataParallelKwargs
+    from drivetrain.accelerator import FP8RecipeKwargs as FP8RecipeKwargs
     from drivetrain.accelerator import FullyShardedDataParallelPlugin as FullyShardedDataParallelPlugin
     from drivetrain.accelerator import GradientAccumulationPlugin as GradientAccumulationPlugin
     from drivetrain.accelerator import GradScalerKwargs as GradScalerKwargs
     from drivetrain.accelerator import InitProcessGroupKwargs as InitProcessGroupKwargs
+    from drivetrain.accelerator import MSAMPRecipeKwargs as MSAMPRecipeKwargs
     from drivetrain.accelerator import ParallelismConfig as ParallelismConfig
     from drivetrain.accelerator import ProjectConfiguration as ProjectConfiguration
+    from drivetrain.accelerator import TERecipeKwargs as TERecipeKwargs
     from drivetrain.callbacks import Callback as Callback
     from drivetrain.callbacks import EarlyStopping as EarlyStopping
     from drivetrain.callbacks import EvaluationGather as EvaluationGather
@@ -182,6 +191,7 @@ if TYPE_CHECKING:
     from drivetrain.strategies.parallel import Rowwise as Rowwise
     from drivetrain.strategies.parallel import SequenceParallel as SequenceParallel
     from drivetrain.strategies.parallel import sequence_positions as sequence_positions
+    from drivetrain.strategies.precision import FP8 as FP8
     from drivetrain.strategies.precision import Precision as Precision
     from drivetrain.strategies.precision import available_precisions as available_precisions
     from drivetrain.strategies.precision import register_precision as register_precision

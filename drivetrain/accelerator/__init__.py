@@ -1,6 +1,7 @@
 """The raw engine: composes strategy, precision, data, checkpoint and trackers."""
 
 from drivetrain.accelerator.accelerator import Accelerator
+from drivetrain.accelerator.fp8_handlers import AORecipeKwargs, FP8RecipeKwargs, MSAMPRecipeKwargs, TERecipeKwargs
 from drivetrain.accelerator.handlers import (
     AutocastKwargs,
     DistributedDataParallelKwargs,
@@ -15,17 +16,21 @@ from drivetrain.accelerator.scheduler import PreparedScheduler
 from drivetrain.accelerator.weighted_mean import WeightedMean
 
 __all__ = [
+    "AORecipeKwargs",
     "Accelerator",
     "AutocastKwargs",
     "DeepSpeedPlugin",
     "DistributedDataParallelKwargs",
+    "FP8RecipeKwargs",
     "FullyShardedDataParallelPlugin",
     "GradScalerKwargs",
     "GradientAccumulationPlugin",
     "InitProcessGroupKwargs",
+    "MSAMPRecipeKwargs",
     "ParallelismConfig",
     "PreparedOptimizer",
     "PreparedScheduler",
     "ProjectConfiguration",
+    "TERecipeKwargs",
     "WeightedMean",
 ]

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from drivetrain.accelerator.fp8_handlers import FP8Handler
 from drivetrain.accelerator.handlers import (
     AutocastKwargs,
     DistributedDataParallelKwargs,
@@ -27,7 +28,7 @@ from drivetrain.data import (
 from drivetrain.runtime.errors import ConfigurationError
 from drivetrain.runtime.state import PartialState
 from drivetrain.strategies import Strategy, resolve_ddp, resolve_strategy
-from drivetrain.strategies.precision import Float16Mixed, Precision, resolve_precision
+from drivetrain.strategies.precision import FP8, Float16Mixed, Precision, resolve_precision
 from drivetrain.strategies.precision.mixed import MixedPrecision
 
 
@@ -52,8 +53,9 @@ def make_precision(spec: str | Precision | None, handlers: Sequence[Any]) -> Pre
     if spec is None:
         spec = os.environ.get("DRIVETRAIN_MIXED_PRECISION", "no")
     scaling, casting = find_handler(handlers, GradScalerKwargs), find_handler(handlers, AutocastKwargs)
+    recipes = find_handler(handlers, FP8Handler)
     if isinstance(spec, Precision):
-        for handler in (scaling, casting):
+        for handler in (scaling, casting, recipes):
             if handler is not None:
                 raise ConfigurationError(
                     f"{type(handler).__name__} are options of a precision given by its name, but mixed_precision is "
@@ -61,6 +63,8 @@ def make_precision(spec: str | Precision | None, handlers: Sequence[Any]) -> Pre
                 )
         return spec
     precision = resolve_precision(spec)
+    if recipes is not None and isinstance(precision, FP8):
+        precision = recipes.precision()
     if not isinstance(precision, MixedPrecision):
         return precision
     if isinstance(precision, Float16Mixed):

@@ -7,6 +7,13 @@ from dataclasses import dataclass, fields
 from datetime import timedelta
 from typing import Any, TypeVar
 
+from drivetrain.accelerator.fp8_handlers import (
+    AORecipeKwargs,
+    FP8Handler,
+    FP8RecipeKwargs,
+    MSAMPRecipeKwargs,
+    TERecipeKwargs,
+)
 from drivetrain.runtime.errors import ConfigurationError
 
 Handler = TypeVar("Handler")
@@ -120,7 +127,16 @@ class ProjectConfiguration:
         self.logging_dir = self.logging_dir or self.project_dir
 
 
-HANDLER_TYPES = (DistributedDataParallelKwargs, GradScalerKwargs, InitProcessGroupKwargs, AutocastKwargs)
+HANDLER_TYPES = (
+    DistributedDataParallelKwargs,
+    GradScalerKwargs,
+    InitProcessGroupKwargs,
+    AutocastKwargs,
+    AORecipeKwargs,
+    TERecipeKwargs,
+    MSAMPRecipeKwargs,
+    FP8RecipeKwargs,
+)
 
 
 def check_handlers(handlers: Sequence[Any]) -> None:
@@ -133,6 +149,9 @@ def check_handlers(handlers: Sequence[Any]) -> None:
             )
         if any(type(handler) is type(other) for other in handlers[:index]):
             raise ConfigurationError(f"kwargs_handlers holds two {type(handler).__name__}; give one.")
+    recipes = [type(handler).__name__ for handler in handlers if isinstance(handler, FP8Handler)]
+    if len(recipes) > 1:
+        raise ConfigurationError(f"kwargs_handlers holds {' and '.join(recipes)}, recipes for 'fp8' both; give one.")
 
 
 def find_handler(handlers: Sequence[Any], kind: type[Handler]) -> Handler | None:

@@ -165,8 +165,8 @@ class Preparation:
             if known.optimizer is optimizer:
                 return known
         move_optimizer_state(optimizer)
-        self._precision.prepare_optimizer(optimizer)
-        prepared = PreparedOptimizer(optimizer, self._step, self._prepared, self._strategy)
+        stepped = self._precision.prepare_optimizer(optimizer)
+        prepared = PreparedOptimizer(stepped, self._step, self._prepared, self._strategy)
         self._prepared.optimizers.append(prepared)
         return prepared
 

@@ -128,6 +128,13 @@ class DeviceKind:
         check = getattr(self.module, "is_bf16_supported", None)
         return bool(check()) if check is not None else True
 
+    def supports_float8(self) -> bool:
+        """Whether products of 8-bit floats are computed by this kind's hardware."""
+        getter = getattr(self.module, "get_device_capability", None)
+        capability = getter() if getter is not None and self.is_available() else None
+        least = (9, 4) if torch.version.hip else (8, 9)
+        return isinstance(capability, tuple) and capability >= least
+
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.name!r}, backend={self.backend!r})"
 

@@ -1,6 +1,7 @@
 """Number formats: one precision a file, over `base.Precision`."""
 
 from drivetrain.strategies.precision.base import Precision, overrides
+from drivetrain.strategies.precision.fp8 import FP8
 from drivetrain.strategies.precision.mixed import BFloat16Mixed, Float16Mixed
 from drivetrain.strategies.precision.registry import (
     available_precisions,
@@ -10,6 +11,7 @@ from drivetrain.strategies.precision.registry import (
 from drivetrain.strategies.precision.true import BFloat16True, Double, Float16True
 
 __all__ = [
+    "FP8",
     "BFloat16Mixed",
     "BFloat16True",
     "Double",

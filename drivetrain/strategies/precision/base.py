@@ -88,8 +88,13 @@ class Precision:
             optimizer.step(closure)
         return True
 
-    def prepare_optimizer(self, optimizer: Optimizer) -> None:
-        """See an optimizer once before its first step."""
+    def prepare_optimizer(self, optimizer: Optimizer) -> Optimizer:
+        """See an optimizer once before its first step.
+
+        Returns:
+            The optimizer to step in its place: the same, unless this precision needs one of its own.
+        """
+        return optimizer
 
     def state_dict(self) -> dict[str, Any]:
         """What must survive a restart, such as the loss scale."""

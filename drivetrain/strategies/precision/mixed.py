@@ -108,9 +108,10 @@ class Float16Mixed(MixedPrecision):
         super().setup(kind)
         self.scaler = torch.amp.GradScaler(kind.autocast_type, **self._options)  # type: ignore[arg-type]
 
-    def prepare_optimizer(self, optimizer: Optimizer) -> None:
+    def prepare_optimizer(self, optimizer: Optimizer) -> Optimizer:
         """Watch an optimizer, to record which of its steps the scaler let through."""
         optimizer.register_step_post_hook(self._record_step)
+        return optimizer
 
     def scale(self, loss: torch.Tensor) -> torch.Tensor:
         """Multiply a loss by the scale, after bringing the scale up to date with the step before."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from drivetrain.runtime.errors import ConfigurationError, nearest
 from drivetrain.strategies.precision.base import Precision
+from drivetrain.strategies.precision.fp8.precision import FP8
 from drivetrain.strategies.precision.mixed import BFloat16Mixed, Float16Mixed
 from drivetrain.strategies.precision.true import BFloat16True, Double, Float16True
 
@@ -34,7 +35,7 @@ def register_precision(precision: type[Precision], *, replace: bool = False) -> 
     return precision
 
 
-for _precision in (Precision, Double, BFloat16Mixed, BFloat16True, Float16Mixed, Float16True):
+for _precision in (Precision, Double, BFloat16Mixed, BFloat16True, Float16Mixed, Float16True, FP8):
     register_precision(_precision)
 
 

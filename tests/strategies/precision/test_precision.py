@@ -38,7 +38,7 @@ def test_every_name_and_alias(kind, name):
 
 
 def test_the_names_are_listed():
-    assert available_precisions() == ["32", "64", "bf16", "bf16-true", "fp16", "fp16-true"]
+    assert available_precisions() == ["32", "64", "bf16", "bf16-true", "fp16", "fp16-true", "fp8"]
     made = Float16Mixed()
     assert resolve_precision(made) is made
     assert repr(made) == "Float16Mixed()"

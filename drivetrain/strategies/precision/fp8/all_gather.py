@@ -1,0 +1,140 @@
+"""Gathering weights in float8 under FSDP: shards are cast before they are sent.
+
+torchao does so with a tensor subclass as the parameter. Here the parameter stays a plain sharded tensor, so that
+checkpoints, exports, optimizers and copies see nothing else; torchao's subclass wraps the shard beside it, for FSDP's
+extension of the all-gather and for the scales.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
+from operator import attrgetter
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from drivetrain.runtime.logging import get_logger
+from drivetrain.strategies.precision.fp8.layers import CONVERTED
+
+logger = get_logger(__name__)
+
+_version = attrgetter("_version")  # torch counts the changes in place
+
+
+class GatheredWeight:
+    """One sharded weight that is gathered in float8.
+
+    Args:
+        layer: A layer of torchao's.
+
+    Attributes:
+        twin: A layer beside the real one, whose weight is torchao's subclass over the same shard.
+    """
+
+    def __init__(self, layer: Any) -> None:
+        from torchao.float8.float8_linear import Float8Linear
+        from torchao.float8.fsdp_utils import WeightWithDynamicFloat8CastTensor
+
+        weight = layer.weight
+        self._shard: torch.Tensor = weight._local_tensor
+        self._cast = WeightWithDynamicFloat8CastTensor(
+            self._shard.detach(), layer.linear_mm_config, layer.config.cast_config_weight.target_dtype
+        )
+        self._weight = weight
+        self._scaled: tuple[int, int] | None = None
+        with torch.device("meta"):
+            self.twin = Float8Linear(layer.in_features, layer.out_features, bias=False, config=layer.config)
+        sharded = DTensor.from_local(
+            self._cast,
+            weight.device_mesh,
+            weight.placements,
+            run_check=False,
+            shape=weight.shape,
+            stride=weight.stride(),
+        )
+        self.twin.weight = nn.Parameter(sharded, requires_grad=False)
+        self._cast = self.twin.weight._local_tensor
+        # What FSDP looks for in a shard that casts itself before it is gathered, and after.
+        self._shard.fsdp_pre_all_gather = self._pre_all_gather
+        self._shard.fsdp_post_all_gather = self._cast.fsdp_post_all_gather
+
+    def is_of(self, layer: Any) -> bool:
+        """Whether a layer's weight still is the shard that this was made for."""
+        return layer.weight._local_tensor is self._shard
+
+    def mark_scaled(self) -> None:
+        """Take note that the scale is that of the values that the shard has now."""
+        self._scaled = self._versions()
+
+    def _versions(self) -> tuple[int, int]:
+        """How often the weight was changed, as a sharded tensor and through its local part; the same on all processes."""
+        return _version(self._weight), _version(self._shard)
+
+    def _pre_all_gather(self, mesh: DeviceMesh) -> Any:
+        if self._scaled != self._versions():
+            self._cast._precomputed_scale = None  # of values that have been loaded over since: computed in the gather
+        return self._cast.fsdp_pre_all_gather(mesh)
+
+
+class Float8AllGather:
+    """The weights that are gathered in float8, and the optimizers that change them."""
+
+    def __init__(self) -> None:
+        self._weights: WeakKeyDictionary[nn.Module, GatheredWeight] = WeakKeyDictionary()
+        self._groups: WeakKeyDictionary[Optimizer, list[list[nn.Module]]] = WeakKeyDictionary()
+
+    def attach(self, models: Iterable[nn.Module], optimizer: Optimizer) -> None:
+        """Let the float8 layers of sharded models gather in float8.
+
+        Args:
+            models: Models that were converted; those that are not sharded are left as they are.
+            optimizer: Changes their parameters.
+        """
+        stepped = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+        by_mesh: dict[Any, list[nn.Module]] = defaultdict(list)
+        for model in models:
+            for layer, record in _sharded_layers(model):
+                if layer not in self._weights:
+                    self._weights[layer] = GatheredWeight(layer)
+                    record._init_extensions()
+                if id(layer.weight) in stepped:
+                    by_mesh[layer.weight.device_mesh, layer.weight.placements].append(layer)
+        if not by_mesh:
+            logger.info_once("float8_all_gather changes nothing: no weight of a float8 layer is sharded.")
+        self._groups[optimizer] = list(by_mesh.values())
+
+    def compute_scales(self, optimizer: Optimizer) -> None:
+        """Compute the scales of the weights that an optimizer has changed; a collective."""
+        from torchao.float8 import precompute_float8_dynamic_scale_for_fsdp
+
+        for layers in self._groups.get(optimizer, ()):
+            known = [self._weights[layer] for layer in layers if self._weights[layer].is_of(layer)]
+            precompute_float8_dynamic_scale_for_fsdp(nn.ModuleList(weight.twin for weight in known))
+            for weight in known:
+                weight.mark_scaled()
+
+
+def _sharded_layers(model: nn.Module) -> Iterator[tuple[Any, Any]]:
+    """The float8 layers of a model whose weights FSDP gathers, each with FSDP's record of its weight.
+
+    Left out are weights that are sharded unevenly, for which torchao's cast cannot pad, and those that stay sharded over
+    fewer processes between forward and backward, where FSDP has no such extension (torch 2.13).
+    """
+    for unit in model.modules():
+        if not isinstance(unit, FSDPModule):
+            continue
+        for group in unit._get_fsdp_state()._fsdp_param_groups:
+            for record in group.fsdp_params:
+                layer = record._module_info.module
+                # By what all processes have in common: they must agree on who gathers what.
+                even = record._orig_size[0] % record.mesh_info.shard_mesh_size == 0
+                if hasattr(layer, CONVERTED) and record._module_info.param_name == "weight" and even:
+                    if not group._use_post_forward_mesh and not record.offload_to_cpu:
+                        yield layer, record

@@ -1,0 +1,101 @@
+"""Microsoft's MS-AMP: weights, gradients and optimizer states in low precision too."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from drivetrain.runtime.devices import DeviceKind
+from drivetrain.runtime.environment import ProcessEnvironment
+from drivetrain.runtime.errors import ConfigurationError
+from drivetrain.strategies.precision.fp8.base import FP8Backend, check_choice
+
+# What MS-AMP leaves a linear layer in 32 bits by.
+_KEEP = "use_fp32_linear"
+
+
+class MSAMP(FP8Backend):
+    """MS-AMP (Peng et al., 2023, https://arxiv.org/abs/2310.18313), for one process on an NVIDIA GPU.
+
+    The package is not developed any more. It replaces the optimizer, which must be Adam or AdamW, and keeps its weights in
+    scaled float16.
+
+    Args:
+        recipe: `"O1"`: gradients in 8-bit floats. `"O2"`: the optimizer's first moment too.
+
+    Raises:
+        ConfigurationError: An option cannot be.
+    """
+
+    name = "msamp"
+    recipes = ("O2", "O1")
+
+    def __init__(self, recipe: str = "O2") -> None:
+        self.recipe = check_choice("recipe", recipe, self.recipes)
+        self._msamp: Any = None
+        self._initialized = False
+
+    def setup(self, kind: DeviceKind) -> None:
+        """Import the package; refuse other devices, and several processes."""
+        elsewhere = "It runs on one NVIDIA GPU; FP8(backend='torchao') runs anywhere but on mps, with any strategy."
+        try:
+            import msamp
+        except ImportError as error:
+            raise ConfigurationError(
+                f"FP8(backend='msamp') needs MS-AMP, which cannot be imported ({error}): "
+                f'pip install "git+https://github.com/Azure/MS-AMP". {elsewhere}'
+            ) from error
+        if kind.name != "cuda":
+            raise ConfigurationError(f"FP8(backend='msamp') cannot run on {kind.name}. {elsewhere}")
+        environment = ProcessEnvironment.detect()
+        if environment.is_distributed:
+            raise ConfigurationError(
+                f"FP8(backend='msamp') cannot run on {environment.world_size} processes: MS-AMP reduces its gradients by "
+                f"itself, which no strategy does. {elsewhere}"
+            )
+        self._msamp = msamp
+
+    def convert(self, model: nn.Module, layers: Sequence[nn.Linear], kept: Sequence[nn.Linear]) -> None:
+        """Mark what stays as it is; MS-AMP converts the others together with their optimizer."""
+        for layer in kept:
+            setattr(layer, _KEEP, True)
+
+    def prepare_optimizer(self, optimizer: Optimizer, models: Iterable[nn.Module]) -> Optimizer:
+        """Convert the model and its optimizer, which is replaced.
+
+        Raises:
+            ConfigurationError: There is another model or optimizer, which MS-AMP cannot convert.
+        """
+        known = list(models)
+        if len(known) != 1 or self._initialized:
+            raise ConfigurationError(
+                f"FP8(backend='msamp') takes one model and one optimizer, prepared together; got {len(known)} models"
+                f"{' and a second optimizer' if self._initialized else ''}. Use FP8(backend='torchao')."
+            )
+        self._initialized = True
+        model, cast = self._msamp.initialize(known[0], optimizer, opt_level=self.recipe)
+        for module in model.modules():
+            if getattr(module, "scaling_metas", None) is not None:
+                module.register_state_dict_post_hook(_plain_tensors)
+                module.register_load_state_dict_pre_hook(_scaled_tensors)
+        replaced: Optimizer = cast
+        return replaced
+
+
+def _plain_tensors(module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
+    """Let a state dict hold plain tensors in 32 bits."""
+    for name in module._parameters:
+        value = state.get(prefix + name)
+        if value is not None and hasattr(value, "meta"):
+            state[prefix + name] = value.float()
+
+
+def _scaled_tensors(module: nn.Module, state: dict[str, Any], prefix: str, *rest: Any) -> None:
+    """Scale plain tensors as the module's own weights are, before they are copied there."""
+    for name, parameter in module._parameters.items():
+        value = state.get(prefix + name)
+        if isinstance(value, Tensor) and parameter is not None and hasattr(parameter, "meta"):
+            state[prefix + name] = value.to(parameter.device).cast(parameter.meta.qtype)  # type: ignore[attr-defined]

@@ -1,0 +1,219 @@
+"""`FP8`: linear layers compute in 8-bit floats, everything else in bfloat16 or in 32 bits."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
+from weakref import ReferenceType, ref
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from drivetrain.runtime.devices import DeviceKind
+from drivetrain.runtime.errors import ConfigurationError
+from drivetrain.runtime.logging import get_logger
+from drivetrain.strategies.precision.fp8.base import FP8Backend, check_choice
+from drivetrain.strategies.precision.fp8.layers import LayerFilter, choose_layers, listed
+from drivetrain.strategies.precision.fp8.msamp import MSAMP
+from drivetrain.strategies.precision.fp8.te import TransformerEngine
+from drivetrain.strategies.precision.fp8.torchao import TorchAO
+from drivetrain.strategies.precision.mixed import MixedPrecision
+from drivetrain.strategies.precision.true import refuse_without_bf16
+from drivetrain.strategies.step_module import StepModule
+
+logger = get_logger(__name__)
+
+BACKENDS: dict[str, type[FP8Backend]] = {kind.name: kind for kind in (TorchAO, TransformerEngine, MSAMP)}
+_SPELLINGS = {"ao": "torchao", "transformer-engine": "te", "transformer_engine": "te", "ms-amp": "msamp"}
+_BASES = ("bf16", "32")
+
+
+class FP8(MixedPrecision):
+    """Linear layers compute in 8-bit floats (Micikevicius et al., 2022, https://arxiv.org/abs/2209.05433).
+
+    Parameters, gradients and the optimizer stay in 32 bits, or in whatever the model was built in, and so do checkpoints
+    and exports, under the names of the plain model. The first and the last linear layer, and layers whose sizes do not
+    fit, are kept out.
+
+    Args:
+        backend: `"torchao"`, `"te"` (TransformerEngine), `"msamp"`, or one of their objects, such as `TorchAO()`.
+        recipe: How values are scaled into the range of 8 bits; the backend's default if None. torchao: `"tensorwise"`,
+            `"rowwise"`, `"rowwise_gw_hp"`; te: `"delayed"`, `"current"`, `"mxfp8"`; msamp: `"O1"`, `"O2"`.
+        filter: Called with a linear layer and its name in the model: whether it computes in 8-bit floats. None for all.
+        keep_first_and_last: Whether the first and the last linear layer are kept out.
+        multiple_of: What the sizes of a layer must be a multiple of; others are kept out. Where tensor parallelism
+            splits layers over n processes, 16 n.
+        base: What everything else computes in: `"bf16"` by autocast, or `"32"`.
+        cache_enabled: Whether autocast keeps the cast copies of the weights within one forward.
+        **options: Further options of the backend, as its class takes them.
+
+    Attributes:
+        backend: The backend.
+
+    Raises:
+        ConfigurationError: An option cannot be.
+
+    Example:
+        ```python
+        from drivetrain import FP8, Accelerator
+
+        accelerator = Accelerator(cpu=True, mixed_precision=FP8(recipe="rowwise", base="32"))
+        ```
+    """
+
+    name = "fp8"
+    dtype = torch.bfloat16
+
+    def __init__(
+        self,
+        backend: str | FP8Backend = "torchao",
+        recipe: str | None = None,
+        *,
+        filter: LayerFilter | None = None,
+        keep_first_and_last: bool = True,
+        multiple_of: int = 16,
+        base: str = "bf16",
+        cache_enabled: bool = True,
+        **options: Any,
+    ) -> None:
+        super().__init__(cache_enabled)
+        if multiple_of < 1:
+            raise ConfigurationError(f"multiple_of={multiple_of}: give a positive number, such as 16.")
+        self.backend = _make_backend(backend, recipe, options)
+        self.base = check_choice("base", base, _BASES)
+        self.enabled = self.base == "bf16"
+        if not self.enabled:
+            self.param_dtype = self.reduce_dtype = None
+        self._filter, self._keep_ends, self._multiple_of = filter, keep_first_and_last, multiple_of
+        self._converted: list[ReferenceType[nn.Module]] = []
+
+    @classmethod
+    def from_config(cls, config: Mapping[str, Any]) -> FP8:
+        """Make one from Accelerate's `fp8_config`, in either spelling of its keys.
+
+        Args:
+            config: Its keys, with or without their `fp8_`, as in the YAML that `accelerate config` writes.
+
+        Raises:
+            ConfigurationError: A key is unknown, or its value cannot be.
+        """
+        from drivetrain.strategies.precision.fp8.accelerate_config import arguments_from
+
+        return cls(**arguments_from(config))
+
+    def setup(self, kind: DeviceKind) -> None:
+        """Bind the backend, and refuse devices that cannot run it."""
+        self.backend.setup(kind)
+        if self.enabled:
+            refuse_without_bf16(self.name, kind)
+        super().setup(kind)
+
+    def convert(self, model: nn.Module) -> nn.Module:
+        """Let linear layers compute in 8-bit floats, in place; list once which layers do not fit."""
+        bare = _bare(model)
+        chosen = choose_layers(bare, self._multiple_of, self._keep_ends, self._filter)
+        if chosen.misfits:
+            logger.warning_once(
+                f"precision='fp8' leaves {len(chosen.misfits)} layer(s) in {self.base}, whose sizes are no multiples of "
+                f"{self._multiple_of}: {listed(chosen.misfits)}."
+            )
+        if chosen.converted:
+            self.backend.convert(bare, list(chosen.converted.values()), list(chosen.kept.values()))
+            kept = listed(sorted(chosen.kept)) or "none"
+            logger.info(
+                f"{len(chosen.converted)} linear layers compute in float8 ({self.backend.name}, {self.backend.recipe}); "
+                f"kept in {self.base}: {kept}."
+            )
+        elif not chosen.before:
+            logger.warning_once(
+                f"precision='fp8' converts no layer of {type(bare).__name__}, which has {len(chosen.kept)} linear "
+                "layer(s), all kept out: by the filter, as the first and the last one (keep_first_and_last=False "
+                f"converts them), or by their sizes. It computes in {self.base}."
+            )
+        if all(known is not bare for known in self._models()):
+            self._converted.append(ref(bare))
+        return model
+
+    def _models(self) -> list[nn.Module]:
+        """The bare models that were converted and are still there."""
+        return [model for held in self._converted if (model := held()) is not None]
+
+    def forward_context(self) -> AbstractContextManager[Any]:
+        """Autocast for what is not in 8-bit floats, and the backend's own context."""
+        autocast, inner = super().forward_context(), self.backend.context()
+        return autocast if inner is None else _both(autocast, inner)
+
+    def autocast(self, kind: DeviceKind, enabled: bool, cache_enabled: bool) -> AbstractContextManager[Any]:
+        """Autocast to bfloat16, unless `base` is `"32"`."""
+        return super().autocast(kind, enabled and self.base == "bf16", cache_enabled)
+
+    def prepare_optimizer(self, optimizer: Optimizer) -> Optimizer:
+        """Let the backend see an optimizer, which it may replace."""
+        return self.backend.prepare_optimizer(optimizer, self._models())
+
+    def step(self, optimizer: Optimizer, closure: Callable[[], Any] | None = None) -> bool:
+        """Step, and bring up to date what the backend derives from the parameters."""
+        stepped = super().step(optimizer, closure)
+        self.backend.after_step(optimizer)
+        return stepped
+
+    def state_dict(self) -> dict[str, Any]:
+        """What the backend's scaling must remember; nothing where scales are computed from the values at hand."""
+        state = self.backend.state_dict(self._models())
+        return {"backend": self.backend.name, "recipe": self.backend.recipe, "scaling": state} if state else {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take it back; what another backend, recipe or precision has written is left out."""
+        if not state:
+            return
+        written = (state.get("backend"), state.get("recipe"))
+        if written != (self.backend.name, self.backend.recipe):
+            logger.warning_once(
+                f"The checkpoint's scaling state is of {written}, and this run is of "
+                f"{(self.backend.name, self.backend.recipe)}: scaling starts from scratch."
+            )
+            return
+        self.backend.load_state_dict(self._models(), state["scaling"])
+
+    def __repr__(self) -> str:
+        return f"FP8(backend={self.backend.name!r}, recipe={self.backend.recipe!r}, base={self.base!r})"
+
+
+def _make_backend(spec: str | FP8Backend, recipe: str | None, options: dict[str, Any]) -> FP8Backend:
+    if isinstance(spec, FP8Backend):
+        if recipe is not None or options:
+            raise ConfigurationError(
+                f"recipe and further options belong to a backend given by its name, but backend is a "
+                f"{type(spec).__name__} already. Give them to it."
+            )
+        return spec
+    spelled = _SPELLINGS.get(str(spec).lower(), spec)
+    kind = BACKENDS[check_choice("backend", spelled, tuple(BACKENDS))]
+    given = dict(options) if recipe is None else {**options, "recipe": recipe}
+    try:
+        return kind(**given)
+    except TypeError as error:
+        allowed = kind.__init__.__annotations__
+        raise ConfigurationError(
+            f"FP8(backend={kind.name!r}) does not take these options ({error}). Allowed: "
+            f"{', '.join(sorted(set(allowed) - {'return'}))}."
+        ) from error
+
+
+def _bare(model: nn.Module) -> nn.Module:
+    """The user's own module, whose names filters and messages use."""
+    while True:
+        if isinstance(model, StepModule):
+            model = model.task
+        elif hasattr(model, "_orig_mod"):
+            model = model._orig_mod  # type: ignore[assignment]
+        else:
+            return model
+
+
+@contextmanager
+def _both(outer: AbstractContextManager[Any], inner: AbstractContextManager[Any]) -> Iterator[None]:
+    with outer, inner:
+        yield

@@ -1,0 +1,186 @@
+"""Float8 training by torchao: `torch._scaled_mm` on operands that are scaled as they come."""
+
+from __future__ import annotations
+
+import importlib.util
+import warnings
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from functools import cache
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from drivetrain.runtime.devices import DeviceKind
+from drivetrain.runtime.errors import ConfigurationError
+from drivetrain.runtime.logging import get_logger
+from drivetrain.strategies.precision.fp8.all_gather import Float8AllGather
+from drivetrain.strategies.precision.fp8.base import FP8Backend, check_choice
+from drivetrain.strategies.precision.fp8.layers import replace_layers
+
+if TYPE_CHECKING:
+    from torchao.float8 import Float8LinearConfig
+
+logger = get_logger(__name__)
+
+_TORCHAOS_NAMES = {"rowwise_gw_hp": "rowwise_with_gw_hp"}
+
+
+class TorchAO(FP8Backend):
+    """Float8 training by torchao (https://github.com/pytorch/ao/tree/main/torchao/float8).
+
+    Scales are computed from the values at hand, so there is no state to save. It also runs where there is no float8
+    arithmetic, emulated.
+
+    Args:
+        recipe: `"tensorwise"`: one scale a tensor, gradients in e5m2, the fastest. `"rowwise"`: one scale a row, which
+            outliers disturb less. `"rowwise_gw_hp"`: the same, and the gradient of the weight in high precision, the
+            most exact.
+        emulate: Round operands to float8 and compute in 32 bits; None where the device has no float8 arithmetic.
+        float8_all_gather: Under FSDP, gather weights in float8, which halves that traffic; with `"tensorwise"` alone.
+        pad_inner_dim: Pad the inner dimension of products to a multiple of 16, as the number of tokens may not be one.
+        config: A `Float8LinearConfig` of torchao, in place of the other options.
+
+    Raises:
+        ConfigurationError: An option cannot be.
+    """
+
+    name = "torchao"
+    recipes = ("tensorwise", "rowwise", "rowwise_gw_hp")
+
+    def __init__(
+        self,
+        recipe: str = "tensorwise",
+        *,
+        emulate: bool | None = None,
+        float8_all_gather: bool = False,
+        pad_inner_dim: bool = False,
+        config: Float8LinearConfig | None = None,
+    ) -> None:
+        known = {name: ours for ours, name in _TORCHAOS_NAMES.items()}
+        self.recipe = check_choice("recipe", known.get(recipe, recipe), self.recipes)
+        if float8_all_gather and self.recipe != "tensorwise":
+            raise ConfigurationError(
+                f"float8_all_gather=True gathers weights with one scale each, but recipe={recipe!r} scales rows, whose "
+                "shards are others than those that are gathered. Use recipe='tensorwise', or leave it out."
+            )
+        self._emulate, self._pad, self._given = emulate, pad_inner_dim, config
+        self._gathers = float8_all_gather
+        if config is not None:
+            self.recipe, self._gathers = "config", config.enable_fsdp_float8_all_gather
+        self._all_gather = Float8AllGather()
+        self._kind: DeviceKind | None = None
+
+    def setup(self, kind: DeviceKind) -> None:
+        """Find the package, and whether the device has float8 arithmetic."""
+        if importlib.util.find_spec("torchao") is None:
+            raise ConfigurationError(
+                "precision='fp8' needs torchao, which is not installed: pip install \"drivetrain[fp8]\"."
+            )
+        if kind.name == "mps":
+            raise ConfigurationError(
+                "precision='fp8' cannot run on mps, which has no 8-bit floats, not even to emulate with. Use 'bf16', or "
+                "the CPU."
+            )
+        self._kind = kind
+        native = kind.supports_float8()
+        if self._emulate is False and not native and kind.name != "cpu":
+            raise ConfigurationError(
+                f"FP8(emulate=False) needs float8 arithmetic, which this machine's {kind.name} device has not (NVIDIA: "
+                "compute capability 8.9 or newer, as Ada and Hopper). Leave emulate out to emulate it, or use 'bf16'."
+            )
+        if self._emulates():
+            logger.warning_once(
+                f"precision='fp8' is emulated on {kind.name}, which has no float8 arithmetic: operands are rounded to "
+                "float8 and multiplied in 32 bits, so a layer takes 2 to 4 times as long as in 32 bits. This shows what "
+                "float8 does to accuracy, not to speed; to train faster here, use 'bf16'."
+            )
+
+    def _emulates(self) -> bool:
+        assert self._kind is not None, "FP8 is set up by an Accelerator or a Trainer"
+        given = self._emulate if self._given is None else self._given.emulate or None
+        return not self._kind.supports_float8() if given is None else given
+
+    def config(self) -> Float8LinearConfig:
+        """What torchao is asked for; the gather is this backend's own, since parameters stay plain tensors."""
+        from torchao.float8 import Float8LinearConfig
+
+        config = self._given
+        if config is None:
+            name = _TORCHAOS_NAMES.get(self.recipe, self.recipe)
+            config = replace(Float8LinearConfig.from_recipe_name(name), pad_inner_dim=self._pad)
+        return replace(config, emulate=self._emulates(), enable_fsdp_float8_all_gather=False)
+
+    def convert(self, model: nn.Module, layers: Sequence[nn.Linear], kept: Sequence[nn.Linear]) -> None:
+        """Put torchao's `Float8Linear` in the place of each layer."""
+        convert_to_float8_training = _import_convert()
+        config = self.config()
+        new: dict[nn.Module, nn.Module] = {}
+        for layer in layers:
+            converted: Any = convert_to_float8_training(nn.ModuleList([layer]), config=config)[0]
+            converted.__class__ = float8_layer()
+            new[layer] = converted
+        replace_layers(model, new)
+
+    def prepare_optimizer(self, optimizer: Optimizer, models: Iterable[nn.Module]) -> Optimizer:
+        """Let weights that are sharded by now be gathered in float8."""
+        if self._gathers:
+            self._all_gather.attach(models, optimizer)
+        return optimizer
+
+    def after_step(self, optimizer: Optimizer) -> None:
+        """Compute the scales of the weights that will be gathered, all in one reduction."""
+        if self._gathers:
+            self._all_gather.compute_scales(optimizer)
+
+
+def _import_convert() -> Any:
+    """Import the entry point; that warns about kernels of devices that are not there (0.18)."""
+    import logging
+
+    quiet = logging.getLogger("torchao")
+    level = quiet.level
+    quiet.setLevel(logging.ERROR)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            from torchao.float8 import convert_to_float8_training
+    finally:
+        quiet.setLevel(level)
+    return convert_to_float8_training
+
+
+@cache
+def float8_layer() -> type[nn.Module]:
+    """The layer of torchao as it is under autocast on any device, and in inference mode.
+
+    torchao's own asks for CUDA's autocast alone; and in inference mode torch does not take apart the operations on its
+    tensors that it has no rules for (torchao 0.18).
+    """
+    from torchao.float8.float8_linear import Float8Linear
+
+    class Float8Layer(Float8Linear):  # type: ignore[misc, no-any-unimported, unused-ignore]
+        """A linear layer in 8-bit floats."""
+
+        def forward(self, input: torch.Tensor) -> torch.Tensor:
+            """Compute `input @ weight.T + bias` in 8-bit floats."""
+            if torch.is_inference_mode_enabled():
+                with torch.inference_mode(False), torch.no_grad():
+                    return self.forward(input)
+            kind = input.device.type
+            if not torch.is_autocast_enabled(kind):
+                return super().forward(input)  # type: ignore[no-any-return, unused-ignore]
+            input = input.to(torch.get_autocast_dtype(kind))
+            with torch.autocast(kind, enabled=False):
+                return super().forward(input)  # type: ignore[no-any-return, unused-ignore]
+
+    Float8Layer.__qualname__ = Float8Layer.__name__  # found here by pickle
+    return Float8Layer
+
+
+def __getattr__(name: str) -> Any:
+    if name == "Float8Layer":
+        return float8_layer()
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
