@@ -50,6 +50,7 @@ from drivetrain.accelerator.saving import StateSaving
 from drivetrain.accelerator.scheduler import PreparedScheduler
 from drivetrain.accelerator.status import EngineStatus
 from drivetrain.accelerator.step import OptimizerStep
+from drivetrain.accelerator.tracking import LogWith, RunTracking, TrackerAccess
 from drivetrain.data import (
     ActiveLoaders,
     DataLoaderConfiguration,
@@ -73,7 +74,7 @@ from drivetrain.strategies.precision import Precision
 from drivetrain.strategies.precision.mixed import MixedPrecision
 
 
-class Accelerator(KnownKeywords, StateSaving, EngineStatus):
+class Accelerator(KnownKeywords, StateSaving, TrackerAccess, EngineStatus):
     """The raw engine under a training loop: four changed lines in a plain PyTorch loop.
 
     Arguments that are given win over the launcher's environment variables. State belongs to the
@@ -100,6 +101,7 @@ class Accelerator(KnownKeywords, StateSaving, EngineStatus):
             `deepspeed_config`.
         parallelism_config: Sizes of the grid of processes in Accelerate's names; `strategy=Parallel(...)` has more.
         device: Name of the kind of device, such as `"cuda"`; found if None.
+        log_with: Trackers that `init_trackers` opens: names, objects, several of them, or `"all"`.
 
     Raises:
         ConfigurationError: Options contradict each other or cannot run here; the message names what can.
@@ -143,6 +145,7 @@ class Accelerator(KnownKeywords, StateSaving, EngineStatus):
         deepspeed_plugin: DeepSpeedPlugin | Mapping[str, Any] | None = None,
         parallelism_config: ParallelismConfig | None = None,
         device: str | None = None,
+        log_with: LogWith = None,
     ) -> None:
         handlers = list(kwargs_handlers or [])
         check_handlers(handlers)
@@ -173,12 +176,14 @@ class Accelerator(KnownKeywords, StateSaving, EngineStatus):
         )
         self.step = OptimizerStep(self.strategy, self.precision, self.prepared, self.accumulation)
         self.precision.hold_scale_while(lambda: self.accumulation.holds_gradients)
+        self.tracking = RunTracking(self.state, log_with, self.project_configuration)
         self.run_state = RunState(
             self.state,
             self.strategy,
             self.precision,
             NumberedCheckpoints(self.project_configuration, self.state),
             self.prepared,
+            self.tracking,
         )
         self._trigger = False
 
@@ -565,5 +570,10 @@ class Accelerator(KnownKeywords, StateSaving, EngineStatus):
         return self.free_memory(*objects)
 
     def end_training(self) -> None:
-        """Leave the process group, after waiting for the peers. Only needed where a script continues alone."""
+        """Close the trackers, and leave the process group after waiting for the peers.
+
+        Within the handling of an exception the trackers' runs end as failed. The end of the script does the same; needed
+        where a script continues alone.
+        """
+        self.tracking.finish()
         self.state.destroy_process_group()

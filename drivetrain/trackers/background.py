@@ -17,7 +17,7 @@ from drivetrain.runtime.state import PartialState
 from drivetrain.trackers.absent import Absent
 from drivetrain.trackers.base import COMPLETED, Tracker, hyperparameters_of, plain
 from drivetrain.trackers.call_queue import CallQueue
-from drivetrain.trackers.losses import Losses, first_line
+from drivetrain.trackers.losses import Losses, first_line, outcome_of
 from drivetrain.trackers.media import as_array, as_images, as_rows
 from drivetrain.trackers.secrets import Secrets
 
@@ -212,11 +212,7 @@ class BackgroundTracker(Tracker):
 
     def _at_exit(self) -> None:
         """Close a run that the script has left open."""
-        error = None if hasattr(sys, "ps1") else getattr(sys, "last_value", None)
-        if error is None:
-            self.finalize()
-        else:
-            self.finalize("interrupted" if isinstance(error, KeyboardInterrupt) else "failed", first_line(error))
+        self.finalize(*outcome_of(None if hasattr(sys, "ps1") else getattr(sys, "last_value", None)))
 
     # the thread
 

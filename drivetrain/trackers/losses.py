@@ -7,6 +7,7 @@ import threading
 from collections import Counter
 
 from drivetrain.runtime.logging import get_logger
+from drivetrain.trackers.base import COMPLETED
 from drivetrain.trackers.secrets import Secrets
 
 logger = get_logger(__name__)
@@ -75,3 +76,10 @@ def first_line(error: BaseException) -> str:
     """The type of an error and the first line of its message."""
     text = str(error).strip()
     return f"{type(error).__name__}: {text.splitlines()[0]}" if text else type(error).__name__
+
+
+def outcome_of(error: BaseException | None) -> tuple[str, str]:
+    """The status with which a run ends that an error may have ended, and the first line of that error."""
+    if error is None:
+        return COMPLETED, ""
+    return ("interrupted" if isinstance(error, KeyboardInterrupt) else "failed"), first_line(error)
