@@ -169,11 +169,8 @@ class Accelerator(KnownKeywords, StateSaving, TrackerAccess, EngineStatus):
 
         self.active_loaders = ActiveLoaders()
         self.prepared = Prepared()
-        self.accumulation = AccumulationWindow(
-            accumulation,
-            self.active_loaders,
-            HeldGradients(self.prepared, self.strategy),
-        )
+        held = HeldGradients(self.prepared, self.strategy)
+        self.accumulation = AccumulationWindow(accumulation, self.active_loaders, held)
         self.step = OptimizerStep(self.strategy, self.precision, self.prepared, self.accumulation)
         self.precision.hold_scale_while(lambda: self.accumulation.holds_gradients)
         self.tracking = RunTracking(self.state, log_with, self.project_configuration)
@@ -572,8 +569,8 @@ class Accelerator(KnownKeywords, StateSaving, TrackerAccess, EngineStatus):
     def end_training(self) -> None:
         """Close the trackers, and leave the process group after waiting for the peers.
 
-        Within the handling of an exception the trackers' runs end as failed. The end of the script does the same; needed
-        where a script continues alone.
+        Within the handling of an exception the trackers' runs end as failed. The end of the script does the same, so it
+        is needed only where a script continues alone.
         """
         self.tracking.finish()
         self.state.destroy_process_group()

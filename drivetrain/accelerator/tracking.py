@@ -144,11 +144,13 @@ class TrackerAccess:
 
 def _checked(log_with: LogWith) -> LogWith:
     """What `log_with` asks for, once every name in it is known and what it needs is installed."""
-    items = list(log_with) if isinstance(log_with, Iterable) and not isinstance(log_with, str) else [log_with]
+    if log_with is None:
+        return None
+    items: list[Any] = (
+        list(log_with) if isinstance(log_with, Iterable) and not isinstance(log_with, str) else [log_with]
+    )
     for item in items:
         if isinstance(item, type) and issubclass(item, Tracker):
             raise ConfigurationError(f"log_with holds the class {item.__name__}. Give an instance: {item.__name__}().")
-    if log_with is None:
-        return None
     resolve_trackers(items)  # raises on a name that is not known, and on a package that is not installed
     return items

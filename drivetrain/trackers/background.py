@@ -161,8 +161,8 @@ class BackgroundTracker(Tracker):
         self._is_behind = found is None
         if found is None:
             logger.warning_once(
-                f"{self._losses.owner} had not written or opened its run {STATE_SECONDS:.0f} s after a checkpoint asked "
-                "for its state: a run that resumes from there may begin a new one."
+                f"{self._losses.owner} had not opened or written its run {STATE_SECONDS:.0f} s after a checkpoint "
+                "asked for its state: a run that resumes from there may begin a new one."
             )
         else:
             self._state = found

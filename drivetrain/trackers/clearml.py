@@ -28,10 +28,11 @@ _NO_FORK = "CLEARML__SDK__DEVELOPMENT__REPORT_USE_SUBPROCESS"
 class ClearMLLogger(BackgroundTracker):
     """Writes to a task on a ClearML server; all calls return at once, and a thread makes them.
 
-    `train_loss` and `val_loss` are two series of one plot, `loss`; `train/loss` is the series `loss` of the plot `train`.
-    Values that are not finite are written as text, since ClearML would show zeros. A resumed run continues the task of
-    the run before it; offline, as a further session that names it as the property `continues`. When a `fit` ends, the
-    task gets the properties `status` and, of a failed one, `error`, and is closed; what logs later continues it.
+    `train_loss` and `val_loss` are two series of one plot, `loss`; `train/loss` is the series `loss` of the plot
+    `train`. Values that are not finite are written as text, since ClearML would show zeros. A resumed run continues the
+    task of the run before it; offline, as a further session that names it as the property `continues`. When a `fit`
+    ends, the task gets the properties `status` and, of a failed one, `error`, and is closed; what logs later continues
+    it.
 
     Args:
         project_name: The project; that of `CLEARML_PROJECT` if None, else `"drivetrain"`.
@@ -131,7 +132,7 @@ class _ClearMLRun(Tracker):
         self.load()
         from clearml import Task
 
-        running = Task.current_task()
+        running: Task | None = Task.current_task()
         if running is not None:  # the script's own, which it closes
             self._task, self._is_shared, self.task_id = running, True, running.id
             return
@@ -151,7 +152,7 @@ class _ClearMLRun(Tracker):
             "reuse_last_task_id": False if continued is None or Task.is_offline() else continued,
             "continue_last_task": False if continued is None or Task.is_offline() else 0,
         }
-        task = Task.init(**self._names, **{**given, **self._options})
+        task: Task = Task.init(**self._names, **{**given, **self._options})
         if self.task_id is None:
             self.task_id = task.id
         elif task.id != self.task_id:

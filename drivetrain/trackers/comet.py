@@ -24,9 +24,9 @@ _SOURCE_OPTIONS = ("log_code", "log_git_patch", "log_git_metadata", "log_env_hos
 class CometLogger(BackgroundTracker):
     """Writes to an experiment on Comet; all calls return at once, and a thread makes them.
 
-    A resumed run continues the experiment of the run before it. When a `fit` ends, the experiment gets `status` and, of a
-    failed one, `error` among its other values, and is closed; what logs later continues it. Offline, each time that it is
-    open makes an archive, in the order of which `comet upload` sends them.
+    A resumed run continues the experiment of the run before it. When a `fit` ends, the experiment gets `status` and, of
+    a failed one, `error` among its other values, and is closed; what logs later continues it. Offline, each time that
+    it is open makes an archive; `comet upload` sends them in the order in which they were made.
 
     Args:
         api_key: The API key; that of the environment (`COMET_API_KEY`) or of Comet's own configuration if None.
@@ -159,8 +159,7 @@ class _CometRun(Tracker):
     def _check_server(self, comet_ml: Any) -> None:
         if not (self._api_key or comet_ml.get_config("comet.api_key")):
             raise TrackerError(
-                "CometLogger has no API key. Set COMET_API_KEY, run `comet login`, or give api_key=. "
-                + _OFFLINE_ADVICE
+                "CometLogger has no API key. Set COMET_API_KEY, run `comet login`, or give api_key=. " + _OFFLINE_ADVICE
             )
         check_reachable("CometLogger", comet_ml.get_config("comet.url_override"), _OFFLINE_ADVICE)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from drivetrain.runtime.errors import CheckpointError, ConfigurationError
@@ -94,7 +95,7 @@ class TrackerGroup:
         by_name = {ALIASES.get(name, name): given for name, given in (options or {}).items()}
         for tracker in self.trackers:
             given = by_name.get(tracker.name, {})
-            self._call(tracker, lambda target, given=given: target.log(dict(kept), step, **given), len(kept))
+            self._call(tracker, partial(_log, values=kept, step=step, options=given), len(kept))
 
     def save(self) -> None:
         """Bring everything logged so far to its place."""
@@ -143,7 +144,7 @@ class TrackerGroup:
         """
         if self._is_main:
             for tracker, state in zip(self.trackers, states, strict=False):
-                self._call(tracker, lambda target, state=state: target.load_state_dict(state), 0)
+                self._call(tracker, partial(_load, state=state))
 
     # one tracker
 
@@ -188,7 +189,15 @@ class TrackerGroup:
         known = self._targets.get(id(tracker))
         if known is None:
             # One that every process calls may hold collectives, which must stay in the order of the loop.
-            goes_along = tracker.in_background and tracker.main_process_only
-            target = BackgroundTracker(tracker) if goes_along else tracker
+            is_separate = tracker.in_background and tracker.main_process_only
+            target = BackgroundTracker(tracker) if is_separate else tracker
             known = self._targets[id(tracker)] = (tracker, target, Losses(type(tracker).__name__))
         return known[1], known[2]
+
+
+def _log(target: Any, values: Mapping[str, Any], step: int | None, options: Mapping[str, Any]) -> None:
+    target.log(dict(values), step, **options)
+
+
+def _load(target: Tracker, state: Mapping[str, Any]) -> None:
+    target.load_state_dict(state)

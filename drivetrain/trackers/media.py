@@ -19,7 +19,9 @@ def as_images(values: Mapping[str, Any]) -> dict[str, list[NDArray[Any]]]:
     Raises:
         ConfigurationError: One has another shape.
     """
-    return {name: [image for each in _several(value) for image in _images(name, each)] for name, value in values.items()}
+    return {
+        name: [image for each in _several(value) for image in _images(name, each)] for name, value in values.items()
+    }
 
 
 def _several(value: Any) -> Iterable[Any]:

@@ -25,8 +25,8 @@ _SHORTEST = 8
 class Secrets:
     """Finds secrets by the names that values have, and wherever known ones are repeated.
 
-    A name such as `api_key`, `hf_token`, `password` or `clientSecret` makes a text secret, whatever it is. The values of
-    environment variables with such names are known, and so are those that are given.
+    A name such as `api_key`, `hf_token`, `password` or `clientSecret` makes a text secret, whatever it is. The values
+    of environment variables with such names are known, and so are those that are given.
 
     Args:
         values: Further values that are secret, such as the key that a tracker was given.

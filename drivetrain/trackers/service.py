@@ -46,7 +46,7 @@ def check_reachable(owner: str, url: str, advice: str) -> None:
         TrackerError: There is no connection.
     """
     if any(scheme in urllib.request.getproxies() for scheme in ("http", "https", "all")):
-        return  # only the package knows the way
+        return  # through which the package connects
     parsed = urllib.parse.urlsplit(url)
     place = (parsed.hostname or "", parsed.port or (80 if parsed.scheme == "http" else 443))
     try:

@@ -119,15 +119,17 @@ def set_randomness(seed: int | None, deterministic: bool | str | None, benchmark
 
 
 def make_trackers(
-    given: str | Tracker | Iterable[str | Tracker] | bool | None, engine: Accelerator, root: str
+    given: str | Tracker | Iterable[str | Tracker] | bool | None, engine: Accelerator, options: TrainerOptions
 ) -> TrackerGroup:
-    """The trackers asked for; else those of an engine that has some, else a `CSVLogger`.
+    """The trackers asked for; else those of an engine that has some, else a `CSVLogger`. None in a quiet run.
 
     A raw loop over the engine logs to the same ones, unless it has its own.
     """
-    if given is None and engine.trackers:
+    if options.is_quiet:
+        given = False
+    elif given is None and engine.trackers:
         return engine.tracking.group
-    found: list[Tracker] = resolve_trackers(True if given is None else given, save_dir=root)
+    found: list[Tracker] = resolve_trackers(True if given is None else given, save_dir=options.default_root_dir)
     if engine.trackers:
         return TrackerGroup(found, engine.is_main_process)
     return engine.tracking.adopt(found)

@@ -163,9 +163,7 @@ class Trainer(KnownKeywords, OptionAttributes, TrainerStatus):
             )
         )
         building.set_randomness(seed, deterministic, benchmark)
-        self.tracker_group = building.make_trackers(
-            False if self.options.is_quiet else logger, self.accelerator, self.default_root_dir
-        )
+        self.tracker_group = building.make_trackers(logger, self.accelerator, self.options)
         self.callbacks = building.make_callbacks(callbacks, given, self.options)
         self._start()
 

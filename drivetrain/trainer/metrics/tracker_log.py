@@ -118,7 +118,7 @@ class TrackerLog:
 
         Args:
             error: What ended it, if anything was raised.
-            is_training: Whether it was a `fit`, which knows more, and has a best checkpoint.
+            is_training: Whether it was a `fit`, which may have been interrupted, and has a best checkpoint.
         """
         trainer, control = self._trainer, self._trainer.control
         group = trainer.tracker_group
