@@ -70,6 +70,7 @@ class CallQueue:
         """End the thread after the call that it makes now, if any; returns how many values still waited."""
         with self._changed:
             items, self._items = self._items, queue.SimpleQueue()
+            idle = self._thread if self._pending == 0 else None
             self._generation += 1
             self._pending, self._thread = 0, None
         waiting = 0
@@ -80,6 +81,8 @@ class CallQueue:
                 break
             waiting += item[1] if item is not None else 0
         items.put(None)
+        if idle is not None and not self.is_current:
+            idle.join(1.0)
         return waiting
 
     def _work(self, items: queue.SimpleQueue[Item | None], generation: int) -> None:

@@ -34,11 +34,13 @@ def _images(name: str, value: Any) -> list[NDArray[Any]]:
     array = as_array(value)
     if array.ndim == 2:
         array = array[..., None]
+        first, last = False, True
+    else:
+        first, last = array.ndim > 2 and array.shape[-3] in _CHANNELS, array.ndim > 2 and array.shape[-1] in _CHANNELS
     stack = array if array.ndim == 4 else array[None]
-    if stack.ndim == 4 and stack.shape[-1] not in _CHANNELS and stack.shape[1] in _CHANNELS:
+    # Where both could be meant, a tensor has its channels first.
+    if stack.ndim == 4 and first and (not last or hasattr(value, "detach")):
         stack = stack.transpose(0, 2, 3, 1)
-    elif stack.ndim == 4 and stack.shape[1] in _CHANNELS and hasattr(value, "detach"):
-        stack = stack.transpose(0, 2, 3, 1)  # a tensor has its channels first where both could be meant
     if stack.ndim != 4 or stack.shape[-1] not in _CHANNELS:
         raise ConfigurationError(
             f"The image {name!r} has the shape {tuple(array.shape)}. Give (H, W), (C, H, W), (H, W, C) with 1, 3 or 4 "
