@@ -72,6 +72,9 @@ _EXPORTS: dict[str, str] = {
     "Tracker": "drivetrain.trackers",
     "CSVLogger": "drivetrain.trackers",
     "TensorBoardLogger": "drivetrain.trackers",
+    "CometLogger": "drivetrain.trackers",
+    "ClearMLLogger": "drivetrain.trackers",
+    "GeneralTracker": "drivetrain.trackers",
     "register_tracker": "drivetrain.trackers",
     "notebook_launcher": "drivetrain.launch",
     "PartialState": "drivetrain.runtime.state",
@@ -195,7 +198,10 @@ if TYPE_CHECKING:
     from drivetrain.strategies.precision import Precision as Precision
     from drivetrain.strategies.precision import available_precisions as available_precisions
     from drivetrain.strategies.precision import register_precision as register_precision
+    from drivetrain.trackers import ClearMLLogger as ClearMLLogger
+    from drivetrain.trackers import CometLogger as CometLogger
     from drivetrain.trackers import CSVLogger as CSVLogger
+    from drivetrain.trackers import GeneralTracker as GeneralTracker
     from drivetrain.trackers import TensorBoardLogger as TensorBoardLogger
     from drivetrain.trackers import Tracker as Tracker
     from drivetrain.trackers import register_tracker as register_tracker

@@ -24,6 +24,7 @@ from drivetrain.accelerator.checkpoints import NumberedCheckpoints
 from drivetrain.accelerator.faces.processes import ProcessControl
 from drivetrain.accelerator.faces.saving import StateSaving
 from drivetrain.accelerator.faces.status import EngineStatus
+from drivetrain.accelerator.faces.tracking import Tracking
 from drivetrain.accelerator.forward import autocast_context
 from drivetrain.accelerator.gradients import HeldGradients
 from drivetrain.accelerator.handlers import (
@@ -49,6 +50,7 @@ from drivetrain.accelerator.prepared import Prepared
 from drivetrain.accelerator.run_state import RunState
 from drivetrain.accelerator.scheduler import PreparedScheduler
 from drivetrain.accelerator.step import OptimizerStep
+from drivetrain.accelerator.tracking import LogWith, RunTracking
 from drivetrain.accelerator.trigger import Trigger
 from drivetrain.data import (
     ActiveLoaders,
@@ -68,7 +70,7 @@ from drivetrain.strategies.capabilities import ContextParallel, split_context
 from drivetrain.strategies.precision import Precision
 
 
-class Accelerator(KnownKeywords, EngineStatus, ProcessControl, StateSaving):
+class Accelerator(KnownKeywords, EngineStatus, ProcessControl, StateSaving, Tracking):
     """The raw engine under a training loop: four changed lines in a plain PyTorch loop.
 
     Arguments that are given win over the launcher's environment variables. State belongs to the
@@ -95,6 +97,7 @@ class Accelerator(KnownKeywords, EngineStatus, ProcessControl, StateSaving):
             `deepspeed_config`.
         parallelism_config: Sizes of the grid of processes in Accelerate's names; `strategy=Parallel(...)` has more.
         device: Name of the kind of device, such as `"cuda"`; found if None.
+        log_with: Trackers that `init_trackers` opens: names, objects, several of them, or `"all"`.
 
     Raises:
         ConfigurationError: Options contradict each other or cannot run here; the message names what can.
@@ -138,6 +141,7 @@ class Accelerator(KnownKeywords, EngineStatus, ProcessControl, StateSaving):
         deepspeed_plugin: DeepSpeedPlugin | Mapping[str, Any] | None = None,
         parallelism_config: ParallelismConfig | None = None,
         device: str | None = None,
+        log_with: LogWith = None,
     ) -> None:
         handlers = list(kwargs_handlers or [])
         check_handlers(handlers)
@@ -171,7 +175,8 @@ class Accelerator(KnownKeywords, EngineStatus, ProcessControl, StateSaving):
             self.state, self.strategy, self.precision, self.step, self.prepared, self.active_loaders, options
         )
         numbered = NumberedCheckpoints(self.project_configuration, self.state)
-        self.run_state = RunState(self.state, self.strategy, self.precision, numbered, self.prepared)
+        self.tracking = RunTracking(self.state, log_with, self.project_configuration)
+        self.run_state = RunState(self.state, self.strategy, self.precision, numbered, self.prepared, self.tracking)
         self.trigger = Trigger(self.state)
 
     # prepare
@@ -426,5 +431,9 @@ class Accelerator(KnownKeywords, EngineStatus, ProcessControl, StateSaving):
         return self.preparation.release(objects)
 
     def end_training(self) -> None:
-        """Leave the process group, after waiting for the peers. Only needed where a script continues alone."""
-        self.state.destroy_process_group()
+        """Close the trackers, and leave the process group after waiting for the peers.
+
+        Within the handling of an exception the trackers' runs end as failed. The end of the script does the same, so it
+        is needed only where a script continues alone.
+        """
+        self.tracking.leave()

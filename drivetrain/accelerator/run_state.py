@@ -16,6 +16,7 @@ from drivetrain.accelerator.optimizer import PreparedOptimizer
 from drivetrain.accelerator.prepared import Prepared, parameters_of
 from drivetrain.accelerator.saved_engine import SavedEngine
 from drivetrain.accelerator.state_hooks import StateHooks
+from drivetrain.accelerator.tracking import RunTracking
 from drivetrain.data import PreparedLoader
 from drivetrain.runtime.errors import ConfigurationError
 from drivetrain.runtime.seeds import RandomState
@@ -50,6 +51,7 @@ class RunState:
         precision: Its scaler is part of the state.
         numbered: The checkpoints that have a number instead of a name.
         prepared: What the engine has prepared, and what was registered.
+        tracking: Its trackers continue the runs that they wrote.
 
     Attributes:
         prepared: What the engine has prepared, and what was registered.
@@ -64,11 +66,12 @@ class RunState:
         precision: Precision,
         numbered: NumberedCheckpoints,
         prepared: Prepared,
+        tracking: RunTracking,
     ) -> None:
         self.strategy, self.precision, self.prepared = strategy, precision, prepared
         self.hooks = StateHooks()
         self.moment: Callable[[], Moment] = Moment
-        self._state, self._numbered = state, numbered
+        self._state, self._numbered, self._tracking = state, numbered, tracking
         self._kept: dict[str, Any] = {}
 
     def register(self, objects: Sequence[Any]) -> None:
@@ -171,7 +174,7 @@ class RunState:
             for hook in self.hooks.on_save:
                 hook(list(self.prepared.models), engine["models"], extra)
             self._state.wait_for_everyone()
-        pending = self.write(directory, engine, block=block, extra=extra)
+        pending = self.write(directory, engine, self._tracking.entries(), block=block, extra=extra)
         if output_dir is None:
             self._numbered.record_written(Path(directory), pending)
         return directory
@@ -215,6 +218,7 @@ class RunState:
         saved.restore_precision()
         saved.restore_random()
         self.keep(saved.driver)
+        self._tracking.load(saved.driver)
         self._numbered.record_loaded(Path(directory))
 
     def owner(self, optimizer: PreparedOptimizer) -> nn.Module:

@@ -30,6 +30,10 @@ class DataError(DrivetrainError, ValueError):
     """Data cannot be used as given: an empty loader, a batch without a size."""
 
 
+class TrackerError(DrivetrainError, RuntimeError):
+    """An experiment tracker cannot be started; the message names what is missing and what to do."""
+
+
 class LaunchError(DrivetrainError, RuntimeError):
     """Processes could not be started, or one of them failed."""
 

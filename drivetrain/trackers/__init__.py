@@ -3,15 +3,24 @@
 from __future__ import annotations
 
 from drivetrain.trackers.base import Tracker
+from drivetrain.trackers.clearml import ClearMLLogger
+from drivetrain.trackers.comet import CometLogger
 from drivetrain.trackers.csv import CSVLogger
+from drivetrain.trackers.general import GeneralTracker, on_main_process
+from drivetrain.trackers.group import TrackerGroup
 from drivetrain.trackers.registry import available_trackers, register_tracker, resolve_trackers
 from drivetrain.trackers.tensorboard import TensorBoardLogger
 
 __all__ = [
     "CSVLogger",
+    "ClearMLLogger",
+    "CometLogger",
+    "GeneralTracker",
     "TensorBoardLogger",
     "Tracker",
+    "TrackerGroup",
     "available_trackers",
+    "on_main_process",
     "register_tracker",
     "resolve_trackers",
 ]

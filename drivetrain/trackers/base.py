@@ -4,12 +4,20 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import os
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import PurePath
 from typing import Any, ClassVar
 
 from drivetrain.runtime.errors import ConfigurationError
+from drivetrain.runtime.logging import get_logger
+
+logger = get_logger(__name__)
+
+COMPLETED = "completed"
+STATUS_WORDS = {"success": COMPLETED, "finished": COMPLETED}
+"""Other words for how a run ends; Lightning's."""
 
 
 class Tracker(ABC):
@@ -17,10 +25,15 @@ class Tracker(ABC):
 
     Trackers may be made on every process, but only the main process may call them. A run is opened by the
     first call that needs it, and a call after `finish` opens it again. The methods carry Accelerate's names;
-    Lightning's (`log_metrics`, `log_hyperparams`, `experiment`, `finalize`) lead to them.
+    Lightning's (`log_metrics`, `log_hyperparams`, `experiment`) lead to them. What a tracker cannot show, such as
+    images in a table, it leaves out with one warning.
 
     Attributes:
         name: The word that names the kind of tracker, such as `"csv"`.
+        in_background: Whether a run calls the tracker on a thread of its own, so that a slow one delays no step. False
+            for what is fast, and for what must stay on the thread that made it.
+        main_process_only: Whether only the main process of a run calls it.
+        log_model: Whether it gets the best checkpoint when a `fit` ends.
 
     Example:
         ```python
@@ -32,7 +45,7 @@ class Tracker(ABC):
             def store_init_configuration(self, values):
                 print("with", values)
 
-            def log(self, values, step=None):
+            def log(self, values, step=None, **options):
                 print(step, values)
 
         register_tracker(PrintTracker)
@@ -40,11 +53,33 @@ class Tracker(ABC):
     """
 
     name: ClassVar[str]
+    in_background: ClassVar[bool] = True
+    main_process_only: bool = True
+    log_model: bool = False
 
     @classmethod
     def is_available(cls) -> bool:
         """Whether everything that this tracker needs is installed."""
         return True
+
+    @classmethod
+    def for_run(cls, save_dir: str | os.PathLike[str], project: str | None, **options: Any) -> Tracker:
+        """Make the tracker for a run that gave its name alone.
+
+        Args:
+            save_dir: Where the run writes.
+            project: The name of the project or experiment, if the run gave one.
+            **options: Further arguments of the constructor.
+        """
+        return cls(**options)
+
+    @property
+    def secrets(self) -> Sequence[str]:
+        """Values that must be written nowhere, such as the key that the tracker was given."""
+        return ()
+
+    def load(self) -> None:
+        """Import what the tracker needs; a run calls it before its first step, on the thread of the loop."""
 
     def start(self) -> None:
         """Open the run now rather than at the first use; has no effect on an open run."""
@@ -62,9 +97,70 @@ class Tracker(ABC):
         """Write values of one step.
 
         Args:
-            values: Names and values: numbers, or text where the tracker can show it.
+            values: Names and values: numbers, or text where the tracker can show it. `epoch` is the epoch of the step.
             step: The optimizer step that the values belong to.
         """
+
+    def log_images(self, values: Mapping[str, Any], step: int | None = None) -> None:
+        """Write images.
+
+        Args:
+            values: Names and images, one or several of a name: tensors or arrays of shape (H, W), (C, H, W), (H, W, C)
+                or with the number of images before it, in [0, 1] or of bytes; or PIL images.
+            step: The optimizer step that they belong to.
+        """
+        self._leave_out("images")
+
+    def log_table(
+        self, name: str, columns: Sequence[str] | None = None, data: Any = None, step: int | None = None
+    ) -> None:
+        """Write a table.
+
+        Args:
+            name: Its name.
+            columns: The names of its columns; the first row of `data` if None, or a DataFrame's own.
+            data: The rows, or a pandas DataFrame.
+            step: The optimizer step that it belongs to.
+        """
+        self._leave_out("tables")
+
+    def log_text(self, values: Mapping[str, str], step: int | None = None) -> None:
+        """Write texts, such as samples of a language model.
+
+        Args:
+            values: Names and texts.
+            step: The optimizer step that they belong to.
+        """
+        self.log(dict(values), step)
+
+    def log_histogram(self, values: Mapping[str, Any], step: int | None = None) -> None:
+        """Write distributions.
+
+        Args:
+            values: Names and values, as tensors, arrays or sequences.
+            step: The optimizer step that they belong to.
+        """
+        self._leave_out("histograms")
+
+    def log_graph(self, model: Any, input_array: Any = None) -> None:
+        """Write the structure of a model; a `fit` calls it with its task.
+
+        Args:
+            model: The module, or a text that describes it.
+            input_array: What the model can be called with, for trackers that trace it.
+        """
+
+    def log_artifact(self, path: str | os.PathLike[str], name: str | None = None) -> None:
+        """Keep a file or a directory with the run.
+
+        Args:
+            path: The file or directory.
+            name: Its name in the run; that of the file if None.
+        """
+        self._leave_out("artefacts")
+
+    def _leave_out(self, what: str) -> None:
+        logger.warning_once(f"{type(self).__name__} has no place for {what}, which are left out.")
 
     def save(self) -> None:
         """Bring everything logged so far to disk, or to the server."""
@@ -121,11 +217,14 @@ class Tracker(ABC):
         """The same as `tracker`."""
         return self.tracker
 
-    def finalize(self, status: str = "success") -> None:
-        """The same as `finish`; no tracker here records how the run ended.
+    # the end
+
+    def finalize(self, status: str = COMPLETED, message: str = "") -> None:
+        """Record how the run ended, write what is left, and close it. Without a place for that the same as `finish`.
 
         Args:
-            status: `"success"`, `"failed"` or `"interrupted"`.
+            status: `"completed"` (or Lightning's `"success"`), `"failed"`, `"interrupted"` or `"preempted"`.
+            message: The first line of the error that ended it.
         """
         self.finish()
 

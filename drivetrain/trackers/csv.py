@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import csv
 import os
+import re
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from itertools import islice
 from pathlib import Path
 from typing import Any, ClassVar, TextIO
 
 from drivetrain.runtime.logging import get_logger
 from drivetrain.trackers.directory import DirectoryTracker
+from drivetrain.trackers.media import as_rows
 
 logger = get_logger(__name__)
 
@@ -89,6 +91,24 @@ class CSVLogger(DirectoryTracker):
         if self._last_is_written:
             self._rows, self._last_is_written = [], False
         self._rows.append(row)
+
+    def log_table(
+        self, name: str, columns: Sequence[str] | None = None, data: Any = None, step: int | None = None
+    ) -> None:
+        """Write a table as a file of its own, `tables/<name>-<step>.csv`.
+
+        Args:
+            name: Its name.
+            columns: The names of its columns; the first row of `data` if None, or a DataFrame's own.
+            data: The rows, or a pandas DataFrame.
+            step: The optimizer step that it belongs to.
+        """
+        titles, rows = as_rows(columns, data)
+        file_name = re.sub(r"[^\w.-]", "_", name if step is None else f"{name}-{step}")
+        path = self.run_directory.create() / "tables" / f"{file_name}.csv"
+        path.parent.mkdir(exist_ok=True)
+        with path.open("w", newline="", encoding="utf-8") as file:
+            csv.writer(file, lineterminator="\n").writerows([titles, *rows])
 
     def save(self) -> None:
         """Write the rows that wait. The last row stays open for values of the same step."""

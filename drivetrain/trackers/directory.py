@@ -12,7 +12,8 @@ import yaml
 
 from drivetrain.runtime.errors import CheckpointError
 from drivetrain.runtime.logging import get_logger
-from drivetrain.trackers.base import Tracker, plain
+from drivetrain.trackers.base import COMPLETED, STATUS_WORDS, Tracker, plain
+from drivetrain.trackers.secrets import Secrets
 
 logger = get_logger(__name__)
 
@@ -127,6 +128,8 @@ class DirectoryTracker(Tracker):
         prefix: Put before the name of every value, with a `-` between.
     """
 
+    in_background = False  # a file is fast
+
     def __init__(
         self,
         save_dir: str | os.PathLike[str],
@@ -137,6 +140,11 @@ class DirectoryTracker(Tracker):
         self.run_directory = RunDirectory(save_dir, name, version)
         self._prefix = f"{prefix}-" if prefix else ""
         self._hyperparameters: dict[str, Any] = {}
+
+    @classmethod
+    def for_run(cls, save_dir: str | os.PathLike[str], project: str | None, **options: Any) -> Tracker:
+        given = {"save_dir": save_dir} if project is None else {"save_dir": save_dir, "name": project}
+        return cls(**{**given, **options})
 
     @property
     def save_dir(self) -> str:
@@ -187,9 +195,16 @@ class DirectoryTracker(Tracker):
     def _resume_from(self, state: Mapping[str, Any]) -> None:
         """Drop what was written into this run's directory after `state_dict` was called."""
 
+    def finalize(self, status: str = COMPLETED, message: str = "") -> None:
+        """Write what is left. The files stay open where the run is completed: values of the same step may follow."""
+        if STATUS_WORDS.get(status, status) == COMPLETED:
+            self.save()
+        else:
+            self.finish()
+
     def store_init_configuration(self, values: Mapping[str, Any]) -> None:
-        """Write the hyper-parameters to `hparams.yaml`, together with those given before."""
-        self._hyperparameters.update(plain(values))
+        """Write the hyper-parameters to `hparams.yaml`, together with those given before, and without secrets."""
+        self._hyperparameters.update(Secrets().hide(plain(values)))
         target = self.run_directory.create() / "hparams.yaml"
         beside = target.with_name(f".{target.name}.{os.getpid()}")
         beside.write_text(yaml.safe_dump(self._hyperparameters, sort_keys=False, allow_unicode=True), encoding="utf-8")

@@ -8,11 +8,16 @@ from typing import Any, TypeVar
 
 from drivetrain.runtime.errors import ConfigurationError, nearest
 from drivetrain.trackers.base import Tracker
+from drivetrain.trackers.clearml import ClearMLLogger
+from drivetrain.trackers.comet import CometLogger
 from drivetrain.trackers.csv import CSVLogger
 from drivetrain.trackers.directory import DirectoryTracker, RunDirectory
+from drivetrain.trackers.group import ALIASES
 from drivetrain.trackers.tensorboard import TensorBoardLogger
 
-_TRACKERS: dict[str, type[Tracker]] = {cls.name: cls for cls in (CSVLogger, TensorBoardLogger)}
+_TRACKERS: dict[str, type[Tracker]] = {
+    cls.name: cls for cls in (CSVLogger, TensorBoardLogger, CometLogger, ClearMLLogger)
+}
 
 TrackerClass = TypeVar("TrackerClass", bound=type[Tracker])
 
@@ -21,7 +26,7 @@ def register_tracker(tracker: TrackerClass) -> TrackerClass:
     """Make a tracker known by its `name`; also a class decorator.
 
     Args:
-        tracker: The class. One that takes `save_dir` and `name` arguments gets the run's.
+        tracker: The class. `Tracker.for_run` makes it where a run gives its name alone.
 
     Raises:
         ConfigurationError: If the class has no name, or another class has the same.
@@ -49,7 +54,7 @@ def resolve_trackers(
     spec: bool | str | Tracker | Iterable[str | Tracker] | None,
     *,
     save_dir: str | os.PathLike[str] = ".",
-    name: str = "drivetrain_logs",
+    name: str | None = None,
     init_kwargs: Mapping[str, Mapping[str, Any]] | None = None,
 ) -> list[Tracker]:
     """Return the trackers that a user asked for.
@@ -58,10 +63,10 @@ def resolve_trackers(
     of a run lie together.
 
     Args:
-        spec: Names, tracker objects or several of them. `"all"` means each one that is installed, True the
-            CSV table, None and False none.
+        spec: Names (also Accelerate's), tracker objects or several of them. `"all"` means each one that is installed,
+            True the CSV table, None and False none.
         save_dir: The directory of all runs, for trackers given by name.
-        name: The name of the experiment, for trackers given by name.
+        name: The name of the project or experiment, for trackers given by name; their own default if None.
         init_kwargs: Further arguments for trackers given by name: `{"tensorboard": {"flush_secs": 30}}`.
 
     Raises:
@@ -71,13 +76,15 @@ def resolve_trackers(
         return []
     if spec is True:
         spec = "csv"
-    wanted: list[Any] = [spec] if isinstance(spec, (str, Tracker)) else list(spec)
+    wanted: list[Any] = list(spec) if isinstance(spec, Iterable) and not isinstance(spec, str) else [spec]
     trackers: list[Tracker] = []
+    made: set[str] = set()
     for item in wanted:
-        if item == "all":
-            trackers += [_make(known, save_dir, name, init_kwargs) for known in available_trackers()]
-        elif isinstance(item, str):
-            trackers.append(_make(item, save_dir, name, init_kwargs))
+        item = getattr(item, "value", item)  # an enumeration of names, as Accelerate has
+        if isinstance(item, str):
+            names = available_trackers() if item == "all" else [ALIASES.get(item, item)]
+            trackers += [_make(each, save_dir, name, init_kwargs) for each in names if each not in made]
+            made.update(names)
         elif isinstance(item, Tracker):
             trackers.append(item)
         else:
@@ -92,7 +99,7 @@ def resolve_trackers(
 def _make(
     name: str,
     save_dir: str | os.PathLike[str],
-    experiment: str,
+    experiment: str | None,
     init_kwargs: Mapping[str, Mapping[str, Any]] | None,
 ) -> Tracker:
     tracker = _TRACKERS.get(name)
@@ -101,10 +108,8 @@ def _make(
             f"There is no tracker {name!r}.{nearest(name, _TRACKERS)} Known are "
             f"{', '.join(map(repr, _TRACKERS))}; `register_tracker` adds one of your own."
         )
-    arguments = dict((init_kwargs or {}).get(name, {}))
-    if issubclass(tracker, DirectoryTracker):
-        arguments = {"save_dir": save_dir, "name": experiment, **arguments}
-    return tracker(**arguments)
+    given = {ALIASES.get(known, known): options for known, options in (init_kwargs or {}).items()}
+    return tracker.for_run(save_dir, experiment, **given.get(name, {}))
 
 
 def _share_version(trackers: Iterable[Tracker]) -> None:

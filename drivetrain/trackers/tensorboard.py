@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import importlib.util
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from drivetrain.runtime.errors import ConfigurationError
 from drivetrain.trackers.base import flatten, plain
 from drivetrain.trackers.directory import DirectoryTracker
+from drivetrain.trackers.media import as_array, as_images, as_rows
+from drivetrain.trackers.secrets import Secrets
 
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
@@ -97,7 +99,7 @@ class TensorBoardLogger(DirectoryTracker):
 
         allowed = {
             key: value if isinstance(value, (bool, int, float, str)) else str(value)
-            for key, value in flatten(plain(values)).items()
+            for key, value in flatten(Secrets().hide(plain(values))).items()
         }
         file_writer = self.tracker._get_file_writer()  # type: ignore[no-untyped-call]
         for summary in hparams(allowed, {}):  # type: ignore[no-untyped-call]
@@ -119,6 +121,38 @@ class TensorBoardLogger(DirectoryTracker):
                 writer.add_text(self._prefix + key, value, step)
             else:
                 writer.add_scalar(self._prefix + key, float(value), step)
+
+    def log_images(self, values: Mapping[str, Any], step: int | None = None) -> None:
+        for name, images in as_images(values).items():
+            for number, image in enumerate(images):
+                title = self._prefix + (name if len(images) == 1 else f"{name}/{number}")
+                self.tracker.add_image(title, image, step, dataformats="HWC")
+
+    def log_table(
+        self, name: str, columns: Sequence[str] | None = None, data: Any = None, step: int | None = None
+    ) -> None:
+        titles, rows = as_rows(columns, data)
+        lines = [titles, ["---"] * len(titles), *rows]
+        text = "\n".join("| " + " | ".join(map(str, line)) + " |" for line in lines)
+        self.tracker.add_text(self._prefix + name, text, step)
+
+    def log_text(self, values: Mapping[str, str], step: int | None = None) -> None:
+        for name, text in values.items():
+            self.tracker.add_text(self._prefix + name, text, step)
+
+    def log_histogram(self, values: Mapping[str, Any], step: int | None = None) -> None:
+        for name, each in values.items():
+            self.tracker.add_histogram(self._prefix + name, as_array(each), step)
+
+    def log_graph(self, model: Any, input_array: Any = None) -> None:
+        """Trace the model with `input_array` and write its graph; nothing without an input.
+
+        Args:
+            model: The module.
+            input_array: What it can be called with.
+        """
+        if input_array is not None:
+            self.tracker.add_graph(model, input_array)
 
     def save(self) -> None:
         if self._writer is not None:

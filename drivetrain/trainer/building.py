@@ -17,7 +17,7 @@ from drivetrain.runtime.errors import ConfigurationError, LaunchError
 from drivetrain.runtime.seeds import make_deterministic, set_seed
 from drivetrain.strategies import Strategy, resolve_ddp
 from drivetrain.strategies.precision import Precision
-from drivetrain.trackers import CSVLogger, Tracker, resolve_trackers
+from drivetrain.trackers import Tracker, TrackerGroup, resolve_trackers
 from drivetrain.trainer.options import TrainerOptions
 from drivetrain.trainer.task_checks import described
 
@@ -118,14 +118,21 @@ def set_randomness(seed: int | None, deterministic: bool | str | None, benchmark
         torch.backends.cudnn.benchmark = benchmark
 
 
-def make_loggers(given: Tracker | Iterable[Tracker] | bool | None, root: str) -> list[Tracker]:
-    """The trackers asked for; a `CSVLogger` by default."""
-    if given is False:
-        return []
-    if given is None or given is True:
-        return [CSVLogger(root)]
-    found: list[Tracker] = resolve_trackers(given, save_dir=root)
-    return found
+def make_trackers(
+    given: str | Tracker | Iterable[str | Tracker] | bool | None, engine: Accelerator, options: TrainerOptions
+) -> TrackerGroup:
+    """The trackers asked for; else those of an engine that has some, else a `CSVLogger`. None in a quiet run.
+
+    A raw loop over the engine logs to the same ones, unless it has its own.
+    """
+    if options.is_quiet:
+        given = False
+    elif given is None and engine.trackers:
+        return engine.tracking.group
+    found: list[Tracker] = resolve_trackers(True if given is None else given, save_dir=options.default_root_dir)
+    if engine.trackers:
+        return TrackerGroup(found, engine.is_main_process)
+    return engine.tracking.adopt(found)
 
 
 def make_callbacks(

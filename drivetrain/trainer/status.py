@@ -13,7 +13,7 @@ from drivetrain.callbacks import Callback, EarlyStopping, ModelCheckpoint
 from drivetrain.callbacks.stage import Stage
 from drivetrain.data import BatchInfo
 from drivetrain.strategies import Strategy
-from drivetrain.trackers import Tracker
+from drivetrain.trackers import Tracker, TrackerGroup
 from drivetrain.trainer.metrics.logged_value import Value
 from drivetrain.trainer.metrics.logged_values import LoggedValues
 from drivetrain.trainer.state.progress import Progress
@@ -37,7 +37,7 @@ class TrainerStatus:
 
     accelerator: Accelerator
     callbacks: list[Callback]
-    loggers: list[Tracker]
+    tracker_group: TrackerGroup
     logged: LoggedValues
     progress: Progress
     task_run: TaskRun
@@ -105,6 +105,11 @@ class TrainerStatus:
     def optimizers(self) -> list[Any]:
         """The optimizers."""
         return [optimizer.optimizer for optimizer in self.task_optimizers]
+
+    @property
+    def loggers(self) -> list[Tracker]:
+        """All trackers."""
+        return self.tracker_group.trackers
 
     @property
     def logger(self) -> Tracker | None:

@@ -49,6 +49,7 @@ class TaskRun:
         self.optimizers: list[PreparedOptimizer] = []
         self.schedulers: list[SchedulerConfig] = []
         self.steps_schedulers = False
+        self._error: BaseException | None = None  # what has ended the run
 
     # before and after
 
@@ -89,25 +90,22 @@ class TaskRun:
         engine.accumulation.end_planned()
         trainer.current.leave_batch()
         call_teardown_hooks(trainer, task, self.datamodule, stage.verb)
-        for tracker in trainer.loggers:
-            if trainer.is_global_zero:
-                tracker.save()
+        error, self._error = self._error, None
+        trainer.tracker_log.end_run(error, stage is Stage.TRAIN)
         engine.run_state.moment = Moment
         if trainer.fit_loop is not None:
             engine.forget_loader(trainer.fit_loop.loader)
         trainer.current.leave_stage()
 
     def report_exception(self, task: Task, error: BaseException) -> None:
-        """Call `on_exception` of all, and close the trackers."""
+        """Call `on_exception` of all, and remember the error for the trackers."""
         trainer = self._trainer
+        self._error = error
         for callback in trainer.callbacks:
             callback.on_exception(trainer, task, error)
         task.on_exception(error)
         if self.datamodule is not None:
             self.datamodule.on_exception(error)
-        if trainer.is_global_zero:
-            for tracker in trainer.loggers:
-                tracker.finalize("interrupted" if isinstance(error, KeyboardInterrupt) else "failed")
 
     # on the hardware
 

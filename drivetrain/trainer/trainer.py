@@ -66,7 +66,8 @@ class Trainer(KnownKeywords, OptionAttributes, TrainerStatus):
             without a launcher and more than one is asked for, it is started again under one.
         num_nodes: Number of machines; the launcher decides, this is checked.
         precision: `"32"`, `"bf16"`, `"fp16"`, …, Lightning's spellings, or a `Precision`.
-        logger: Trackers: one, several, True for a `CSVLogger`, False for none.
+        logger: Trackers: names, objects or several of them; True for a `CSVLogger`, False for none. If None, those of the
+            given `Accelerator`, else a `CSVLogger`.
         callbacks: One or several callbacks.
         fast_dev_run: Run this many batches (1 for True) of everything, without loggers and checkpoints.
         max_epochs: Epochs to train; 1000 where nothing else ends the run, -1 for no end.
@@ -114,7 +115,7 @@ class Trainer(KnownKeywords, OptionAttributes, TrainerStatus):
         devices: int | str = "auto",
         num_nodes: int = 1,
         precision: str | int | Precision | None = None,
-        logger: Tracker | Iterable[Tracker] | bool | None = None,
+        logger: str | Tracker | Iterable[str | Tracker] | bool | None = None,
         callbacks: Callback | Sequence[Callback] | None = None,
         fast_dev_run: int | bool = False,
         max_epochs: int | None = None,
@@ -162,7 +163,7 @@ class Trainer(KnownKeywords, OptionAttributes, TrainerStatus):
             )
         )
         building.set_randomness(seed, deterministic, benchmark)
-        self.loggers = [] if self.options.is_quiet else building.make_loggers(logger, self.default_root_dir)
+        self.tracker_group = building.make_trackers(logger, self.accelerator, self.options)
         self.callbacks = building.make_callbacks(callbacks, given, self.options)
         self._start()
 
@@ -263,7 +264,7 @@ class Trainer(KnownKeywords, OptionAttributes, TrainerStatus):
         self.hooks.call("on_fit_start")
         if saved is not None:
             saved.restore_training()
-        self.tracker_log.write_hyper_parameters(task)
+        self.tracker_log.begin_run(task)
         training_model = self.strategy.view(model, "train" if task.automatic_optimization else "manual")
         step = choose_step(self, task, training_model)
         validation = make_validation(self, task, model, validating)

@@ -8,6 +8,8 @@ import pytest
 
 from drivetrain.runtime.errors import ConfigurationError
 from drivetrain.trackers import (
+    ClearMLLogger,
+    CometLogger,
     CSVLogger,
     TensorBoardLogger,
     Tracker,
@@ -48,7 +50,8 @@ def registered() -> Iterator[type[ListTracker]]:
         ("csv", [CSVLogger]),
         ("tensorboard", [TensorBoardLogger]),
         (["tensorboard", "csv"], [TensorBoardLogger, CSVLogger]),
-        ("all", [CSVLogger, TensorBoardLogger]),
+        ("all", [CSVLogger, TensorBoardLogger, CometLogger, ClearMLLogger]),
+        (["comet_ml", "clearml", "comet"], [CometLogger, ClearMLLogger]),
         (("csv", ListTracker()), [CSVLogger, ListTracker]),
     ],
 )

@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from drivetrain.callbacks.stage import Stage
+from drivetrain.trackers.base import COMPLETED
+from drivetrain.trackers.losses import outcome_of
 from drivetrain.trainer.metrics.logged_value import EpochValue, to_numbers
 from drivetrain.trainer.task import Task
 
@@ -51,7 +53,7 @@ class TrackerLog:
             return
         self._written_at = step
         values = trainer.logged.synced_step_values()
-        if values and trainer.is_global_zero:
+        if values and trainer.tracker_group.writes_here:
             numbers = to_numbers(values)
             trainer.finiteness.check_values(numbers.items(), f"at step {step}")
             self.write(numbers, step)
@@ -59,7 +61,7 @@ class TrackerLog:
     def write_evaluation_step(self) -> None:
         """Write what an evaluation step logged with `on_step`, against the number of batches evaluated before."""
         values, number = self._trainer.logged.end_evaluation_batch()
-        if values and self._trainer.loggers and self._trainer.is_global_zero:
+        if values and self._trainer.tracker_group.writes_here:
             self.write(to_numbers(values), number)
 
     # an epoch's
@@ -84,27 +86,47 @@ class TrackerLog:
         """Write an epoch's values."""
         trainer = self._trainer
         values = {result.epoch_name: result.value for result in results if result.logger}
-        if values and trainer.loggers and trainer.is_global_zero:
+        if values and trainer.tracker_group.writes_here:
             self.write(to_numbers(values), trainer.global_step)
 
     # all
 
     def write(self, values: Mapping[str, float], step: int) -> None:
-        """Give numbers to the trackers; only the main process does anything.
+        """Give numbers to the trackers, on the processes where one is called; none of them is waited for.
 
         Args:
             values: Names and numbers.
             step: The optimizer step; for the values of evaluation steps, the number of batches evaluated before.
         """
         trainer = self._trainer
-        if not trainer.is_global_zero or not trainer.loggers:
-            return
-        self.written.update(values)
-        for tracker in trainer.loggers:
-            tracker.log({"epoch": trainer.current_epoch, **values}, step)
+        if trainer.tracker_group.writes_here:
+            self.written.update(values)
+            trainer.tracker_group.log({"epoch": trainer.current_epoch, **values}, step)
 
-    def write_hyper_parameters(self, task: Task) -> None:
-        """Give a task's hyper-parameters to the trackers, where it wants that."""
-        if self._trainer.is_global_zero and task.hparams and task.__dict__.get("_log_hyperparams", True):
-            for tracker in self._trainer.loggers:
-                tracker.store_init_configuration(dict(task.hparams))
+    # before and after
+
+    def begin_run(self, task: Task) -> None:
+        """Let the trackers open their runs, and give them a task's hyper-parameters, where it wants that."""
+        group = self._trainer.tracker_group
+        group.start()
+        if task.hparams and task.__dict__.get("_log_hyperparams", True):
+            group.store_init_configuration(task.hparams)
+        group.log_graph(task)
+
+    def end_run(self, error: BaseException | None, is_training: bool) -> None:
+        """Record how a run ended, and close it.
+
+        Args:
+            error: What ended it, if anything was raised.
+            is_training: Whether it was a `fit`, which may have been interrupted, and has a best checkpoint.
+        """
+        trainer, control = self._trainer, self._trainer.control
+        group = trainer.tracker_group
+        status, message = outcome_of(error)
+        if is_training and control.ends_to_be_resumed and status != "failed":
+            status = str(control.signal)
+        if is_training and status == COMPLETED:
+            best = next((each.best_model_path for each in trainer.checkpoint_callbacks if each.best_model_path), "")
+            if best:
+                group.log_best_model(best)
+        group.finalize(status, message)

@@ -81,14 +81,14 @@ def _entries(trainer: Trainer, task: Task, weights_only: bool) -> dict[str, Any]
     """The Trainer's own entries, by name."""
     entries: dict[str, Any] = {
         "progress": trainer.progress.state_dict(),
-        "hyper_parameters": plain(dict(task.hparams)),
+        "hyper_parameters": trainer.tracker_group.secrets.drop(plain(dict(task.hparams))),
         LOSS_IS_FINITE: trainer.is_finite,  # marks the manifest, too: the last choice for a resume
     }
     if weights_only:
         return entries
     return entries | {
         "callbacks": {c.state_key: found for c in trainer.callbacks if (found := c.state_dict())},
-        "trackers": [tracker.state_dict() for tracker in trainer.loggers] if trainer.is_global_zero else [],
+        "trackers": trainer.tracker_group.state(),
         # A run that a signal or a limit has ended continues where it is resumed, perhaps with another limit.
         "should_stop": trainer.control.stops_for_good,
         "datamodule": trainer.datamodule.state_dict() if trainer.datamodule is not None else {},
@@ -207,9 +207,7 @@ class SavedRun:
             positions = saved.engine["loaders"]
             trainer.progress.begin_epoch(positions[0]["epoch"] if positions else 0)
         trainer.control.resume_stop(self._is_ours and bool(entries["should_stop"]))
-        if trainer.is_global_zero:
-            for tracker, state in zip(trainer.loggers, entries.get("trackers", ()), strict=False):
-                tracker.load_state_dict(state)
+        trainer.tracker_group.load_state(entries.get("trackers", ()))
 
     def restore_loader(self, loader: PreparedLoader | CombinedLoader) -> None:
         """Go to the batch that comes next.

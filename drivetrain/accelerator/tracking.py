@@ -1,0 +1,110 @@
+"""The trackers of a raw loop, in Accelerate's words."""
+
+from __future__ import annotations
+
+import atexit
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from drivetrain.accelerator.handlers import ProjectConfiguration
+from drivetrain.runtime.errors import ConfigurationError
+from drivetrain.runtime.state import PartialState
+from drivetrain.trackers import Tracker, TrackerGroup, resolve_trackers
+from drivetrain.trackers.losses import outcome_of
+
+LogWith = str | Tracker | Iterable[str | Tracker] | None
+
+
+class RunTracking:
+    """Holds the trackers of an Accelerator: those of a raw loop, or of the Trainer that drives it.
+
+    Args:
+        state: This process among its peers.
+        log_with: Names of trackers, tracker objects, or `"all"`.
+        project: Where the run writes.
+
+    Attributes:
+        group: The trackers that are called; none before `init`.
+    """
+
+    def __init__(self, state: PartialState, log_with: LogWith, project: ProjectConfiguration) -> None:
+        self._state, self._project = state, project
+        self._asked = _checked(log_with)
+        self._states: Sequence[Mapping[str, Any]] = ()
+        self.group = TrackerGroup([], state.is_main_process)
+
+    def init(
+        self,
+        project_name: str,
+        config: Mapping[str, Any] | None,
+        init_kwargs: Mapping[str, Mapping[str, Any]] | None,
+    ) -> None:
+        """Make and open the trackers; see `Accelerator.init_trackers`."""
+        self.group.finalize()
+        trackers = resolve_trackers(
+            self._asked, save_dir=self._project.logging_dir or ".", name=project_name, init_kwargs=init_kwargs
+        )
+        self.adopt(trackers)
+        states, self._states = self._states, ()
+        self.group.load_state(states)
+        self.group.open()
+        if config is not None:
+            self.group.store_init_configuration(config)
+        atexit.register(self._at_exit)
+
+    def adopt(self, trackers: list[Tracker]) -> TrackerGroup:
+        """Call these trackers from now on; returns their group."""
+        self.group = TrackerGroup(trackers, self._state.is_main_process)
+        return self.group
+
+    def finish(self) -> None:
+        """Close the runs; within the handling of an exception, as failed."""
+        self._finish(sys.exc_info()[1])
+
+    def leave(self) -> None:
+        """Close the runs, and leave the process group after waiting for the peers."""
+        self.finish()
+        self._state.destroy_process_group()
+
+    def get(self, name: str, unwrap: bool) -> Any:
+        """One of the trackers, or the raw object behind it; see `Accelerator.get_tracker`."""
+        found = self.group.get(name)
+        return found.tracker if unwrap else found
+
+    def _at_exit(self) -> None:
+        self._finish(None if hasattr(sys, "ps1") else getattr(sys, "last_value", None))
+
+    def _finish(self, error: BaseException | None) -> None:
+        atexit.unregister(self._at_exit)
+        self.group.finalize(*outcome_of(error))
+
+    # the state of the run
+
+    def entries(self) -> dict[str, Any]:
+        """What is saved of the trackers with the state of a run."""
+        return {"trackers": self.group.state()} if self.group.trackers else {}
+
+    def load(self, entries: Mapping[str, Any]) -> None:
+        """Let the trackers continue where a saved run was; those that are made later, too.
+
+        Args:
+            entries: The driver's entries of a checkpoint.
+        """
+        self._states = entries.get("trackers", ())
+        if self.group.trackers:
+            self.group.load_state(self._states)
+
+
+def _checked(log_with: LogWith) -> LogWith:
+    """What `log_with` asks for, once every name in it is known and what it needs is installed."""
+    if log_with is None:
+        return None
+    items: list[Any] = (
+        list(log_with) if isinstance(log_with, Iterable) and not isinstance(log_with, str) else [log_with]
+    )
+    for item in items:
+        if isinstance(item, type) and issubclass(item, Tracker):
+            raise ConfigurationError(f"log_with holds the class {item.__name__}. Give an instance: {item.__name__}().")
+    resolve_trackers(items)  # raises on a name that is not known, and on a package that is not installed
+    return items
