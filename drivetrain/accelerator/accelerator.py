@@ -68,7 +68,7 @@ from drivetrain.runtime.seeds import recorded_seed
 from drivetrain.runtime.state import PartialState
 from drivetrain.strategies import StepModule, Strategy
 from drivetrain.strategies.base import Given, RunOptions, move_optimizer_state
-from drivetrain.strategies.capabilities import Join
+from drivetrain.strategies.capabilities import BatchPlacement, Join
 from drivetrain.strategies.precision import Precision
 from drivetrain.strategies.precision.mixed import MixedPrecision
 
@@ -165,6 +165,9 @@ class Accelerator(KnownKeywords, StateSaving, EngineStatus):
         self.strategy.check(RunOptions(self.precision, steps))
 
         self.active_loaders = ActiveLoaders()
+        self.batch_placement = self.strategy.capability(BatchPlacement)
+        if self.batch_placement is not None:
+            self.active_loaders.on_leave.append(lambda _, finish=self.batch_placement.finish: finish())
         self.prepared = Prepared()
         self.accumulation = AccumulationWindow(
             accumulation,
@@ -316,6 +319,7 @@ class Accelerator(KnownKeywords, StateSaving, EngineStatus):
         tail: TailPolicy | None = None,
         place: Callable[[Any], Any] | None = None,
         shard: DataShard | None = None,
+        fill: bool | None = None,
     ) -> PreparedLoader:
         """Prepare one loader: this process's share of exactly the order that the loader has by itself.
 
@@ -326,6 +330,8 @@ class Accelerator(KnownKeywords, StateSaving, EngineStatus):
                 `even_batches` if None.
             place: Moves one batch to the device, instead of the default.
             shard: Which part of the data is this process's; the strategy's if None.
+            fill: Whether a short batch is filled up where the strategy wants batches of one shape; from `even_batches`
+                if None.
 
         Returns:
             The prepared loader.
@@ -335,15 +341,19 @@ class Accelerator(KnownKeywords, StateSaving, EngineStatus):
         if tail is None:
             tail = TailPolicy.COMPLETE if self.even_batches else TailPolicy.UNEVEN
         moves = self.device_placement if device_placement is None else device_placement
+        place = place or (self.default_placement() if moves else None)
+        if self.batch_placement is not None and place is not None:
+            place = self.batch_placement.around(place)
         prepared = prepare_loader(
             data_loader,
             shard=shard or self.strategy.topology.data_shard,
-            place=place or (self.default_placement() if moves else None),
+            place=place,
             device=(self.kind, self.device) if moves else None,
             config=self.dataloader_config,
             tail=tail,
             seed=recorded_seed(),
             active=self.active_loaders,
+            fill=self.batch_placement is not None and (self.even_batches if fill is None else fill),
         )
         self.prepared.loaders.append(prepared)
         return prepared

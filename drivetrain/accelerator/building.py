@@ -43,8 +43,21 @@ def choose_strategy(spec: str | Strategy, plugin: Strategy | None) -> str | Stra
 def make_strategy(spec: str | Strategy, state: PartialState, options: DistributedDataParallelKwargs | None) -> Strategy:
     """The strategy asked for, with DDP's options in Accelerate's holder."""
     if options is None:
-        return resolve_strategy(spec, state.environment)
+        chosen = resolve_strategy(spec, state.environment, state.kind)
+        _check_device(chosen, state)
+        return chosen
     return resolve_ddp(spec, state.environment, "DistributedDataParallelKwargs", **options.strategy_options())
+
+
+def _check_device(strategy: Strategy, state: PartialState) -> None:
+    """Refuse a strategy that cannot run on this kind of device."""
+    allowed = state.kind.strategies
+    names = {getattr(parent, "name", None) for parent in type(strategy).__mro__}
+    if allowed and not names & {*allowed}:
+        raise ConfigurationError(
+            f"strategy={strategy.name!r} cannot run on {state.kind.name!r} devices. Use "
+            f"{' or '.join(repr(name) for name in allowed)}, or another device: cpu=True, Trainer(accelerator='cpu')."
+        )
 
 
 def make_precision(spec: str | Precision | None, handlers: Sequence[Any]) -> Precision:

@@ -53,7 +53,7 @@ class LaunchPlan:
         elif options.device_ids is not None:
             local_processes = len(options.device_ids)
         else:
-            local_processes = kind.count() if kind.name != "cpu" else 1
+            local_processes = kind.default_processes()
         count = len(options.device_ids) if options.device_ids is not None else kind.count()
         if kind.name != "cpu" and local_processes > count:
             raise ConfigurationError(

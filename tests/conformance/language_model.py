@@ -209,7 +209,7 @@ class Recorder(Callback):
         loss = outputs["loss"].double()
         weight = outputs.get("weight")
         # A mean weighs as many rows as it is of; a sum, where any of them is real, by what the task says.
-        pair = [loss * rows, torch.tensor(rows)] if weight is None else [loss * bool(rows), weight * bool(rows)]
+        pair = [loss * rows, loss.new_tensor(rows)] if weight is None else [loss * bool(rows), weight * bool(rows)]
         total, count = trainer.accelerator.reduce(torch.stack([value.double() for value in pair]), "sum").tolist()
         self.outcome.losses.append(total / count)
 
@@ -261,7 +261,7 @@ def train_with_accelerator(strategy: str | Strategy, run: Run) -> Outcome:
             logits = model(batch["tokens"], batch["positions"])
             loss = loss_of(logits, batch["labels"], "sum" if run.ragged else "mean")
             count = (batch["labels"] != IGNORED).sum()
-            pair = torch.stack([loss.detach().double(), count.double() if run.ragged else torch.ones(()).double()])
+            pair = torch.stack([loss.detach().double(), count.double() if run.ragged else torch.ones_like(loss).double()])
             total, weight = accelerator.reduce(pair, "sum").tolist()
             outcome.losses.append(total / weight)
             accelerator.backward(loss, weight=count if run.ragged else None)
