@@ -96,16 +96,28 @@ class DeviceMesh:
         return self._sharding.Mesh(range(shape.size), (shape.data, shape.shard, shape.tensor), (DATA, SHARD, TENSOR))
 
     def shard(self, tensor: torch.Tensor, spec: Spec) -> None:
-        """Spread a tensor over the devices, in place; a tensor that is spread already stays as it is.
+        """Spread a tensor over the devices, in place; a batch that its user has spread already stays as it is.
 
         Args:
             tensor: On the XLA device.
             spec: For each of its dimensions the axis, or None.
         """
-        if isinstance(tensor, nn.Parameter):
-            setattr(tensor, _SPEC, spec)  # an attribute, since weak references keep parameters from being moved
-        if any(axes is not None for axes in spec) and not self.is_sharded(tensor):
+        if not any(axes is not None for axes in spec):
+            return
+        if not self.is_spread(tensor):
             self._sharding.mark_sharding(tensor, self.mesh, spec)
+
+    def shard_parameter(self, parameter: nn.Parameter, spec: Spec) -> None:
+        """Spread a parameter as wanted, however it was spread before.
+
+        Args:
+            parameter: On the XLA device.
+            spec: For each of its dimensions the axis, or None.
+        """
+        if self.is_spread(parameter):
+            self._sharding.clear_sharding(parameter)
+        setattr(parameter, _SPEC, spec)  # an attribute, since weak references keep parameters from being moved
+        self.shard(parameter, spec)
 
     def shard_rows(self, tensor: torch.Tensor) -> None:
         """Spread a tensor's first dimension over the devices that take rows of a batch."""
@@ -113,12 +125,12 @@ class DeviceMesh:
             self.shard(tensor, ((DATA, SHARD), *[None] * (tensor.dim() - 1)))
 
     def shard_like(self, tensor: torch.Tensor, parameter: torch.Tensor) -> None:
-        """Spread a tensor as a parameter of the same shape was spread by `shard`."""
+        """Spread a tensor as a parameter of the same shape was by `shard_parameter`."""
         self.shard(tensor, getattr(parameter, _SPEC, (None,) * tensor.dim()))
 
-    def is_sharded(self, tensor: torch.Tensor) -> bool:
-        """Whether a tensor was spread already."""
-        return bool(self.spec_of(tensor))
+    def is_spread(self, tensor: torch.Tensor) -> bool:
+        """Whether devices hold different parts of a tensor."""
+        return self.spec_of(tensor) not in ("", "{replicated}")
 
     @staticmethod
     def spec_of(tensor: torch.Tensor) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import os
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -21,7 +20,7 @@ from drivetrain.strategies.xla.batches import XLABatches
 from drivetrain.strategies.xla.bfloat16 import Rounding
 from drivetrain.strategies.xla.compilations import Compilations
 from drivetrain.strategies.xla.gradients import AveragedGradients
-from drivetrain.strategies.xla.mesh import DATA, REST, SHARD, DeviceMesh, MeshShape, Spec
+from drivetrain.strategies.xla.mesh import DeviceMesh, MeshShape, Spec
 from drivetrain.strategies.xla.moving import move_in_place
 from drivetrain.strategies.xla.state import XLAState
 from drivetrain.strategies.xla.tensor_plan import Plan, plan_specs
@@ -150,9 +149,11 @@ class XLA(Strategy):
             placed = move_in_place(converted, device)
         else:
             specs = plan_specs(converted, self._plan, mesh.shape.tensor)
-            placed = move_in_place(
-                converted, device, lambda name, parameter: mesh.shard(parameter, self._spec(parameter, specs.get(name)))
-            )
+
+            def spread(name: str, parameter: nn.Parameter) -> None:
+                mesh.shard_parameter(parameter, self._spec(parameter, specs.get(name)))
+
+            placed = move_in_place(converted, device, spread)
         xla.sync()
         return placed
 

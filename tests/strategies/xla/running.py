@@ -69,7 +69,7 @@ class Classifier(Task):
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         loss = F.cross_entropy(self.net(batch[0]), batch[1])
-        self.log("loss", loss, on_step=True, on_epoch=True)
+        self.log("loss", loss)
         self.losses.append(loss.detach())
         return loss
 
