@@ -116,8 +116,10 @@ class DeviceMesh:
         """
         if self.is_spread(parameter):
             self._sharding.clear_sharding(parameter)
+            self._sharding.mark_sharding(parameter, self.mesh, spec)
+        else:
+            self.shard(parameter, spec)
         setattr(parameter, _SPEC, spec)  # an attribute, since weak references keep parameters from being moved
-        self.shard(parameter, spec)
 
     def shard_rows(self, tensor: torch.Tensor) -> None:
         """Spread a tensor's first dimension over the devices that take rows of a batch."""
