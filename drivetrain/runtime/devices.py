@@ -137,6 +137,11 @@ class DeviceKind:
         if setter is not None:
             setter(state)
 
+    def is_started(self) -> bool:
+        """Whether this process uses such devices already, in a state that does not survive a fork."""
+        check = getattr(self.module, "is_initialized", None)
+        return bool(check()) if check is not None else False
+
     def supports_bf16(self) -> bool:
         """Whether bfloat16 arithmetic runs on this kind."""
         check = getattr(self.module, "is_bf16_supported", None)
@@ -218,7 +223,8 @@ class XLADevice(DeviceKind):
     strategies = ("xla", "xla_fsdp")
 
     def __init__(self) -> None:
-        super().__init__("xla", backend="xla", aliases=("tpu",))
+        # Gloo: what is exchanged beside gradients is small, and XLA would compile a graph for each of its shapes.
+        super().__init__("xla", backend="gloo", aliases=("tpu",))
         self._seed: int | None = None
 
     def is_available(self) -> bool:
@@ -244,6 +250,10 @@ class XLADevice(DeviceKind):
     def set_device(self, device: torch.device) -> None:
         """See that torch_xla is there and fits this torch."""
         xla.import_torch_xla()
+
+    def is_started(self) -> bool:
+        """Whether this process's XLA runtime runs."""
+        return xla.is_started()
 
     def start(self, spmd: bool) -> None:
         """Start this process's runtime, as `drivetrain.runtime.xla.start` does, with the seed given before."""

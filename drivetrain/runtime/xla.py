@@ -134,6 +134,15 @@ def device_count() -> int:
     return int(importlib.import_module("torch_xla._internal.tpu").num_available_devices())
 
 
+def has_process_per_device() -> bool:
+    """Whether a process can drive one device alone: not on the CPU, nor on TPUs v2 and v3, where it takes two cores."""
+    if runs_on_cpu() or not _tpu_files():
+        return False
+    import_torch_xla()
+    tpu = importlib.import_module("torch_xla._internal.tpu")
+    return int(tpu.num_available_chips()) == int(tpu.num_available_devices())
+
+
 def sync(wait: bool = False) -> None:
     """Compile and run what has been recorded since the last call; the host does not wait for results.
 
