@@ -16,6 +16,7 @@ from torch.utils.data import DataLoader
 from drivetrain.accelerator.accumulation import AccumulationWindow
 from drivetrain.accelerator.building import (
     choose_strategy,
+    find_batch_placement,
     is_scheduler,
     make_accumulation,
     make_dataloader_config,
@@ -68,7 +69,7 @@ from drivetrain.runtime.seeds import recorded_seed
 from drivetrain.runtime.state import PartialState
 from drivetrain.strategies import StepModule, Strategy
 from drivetrain.strategies.base import Given, RunOptions, move_optimizer_state
-from drivetrain.strategies.capabilities import BatchPlacement, Join
+from drivetrain.strategies.capabilities import Join
 from drivetrain.strategies.precision import Precision
 from drivetrain.strategies.precision.mixed import MixedPrecision
 
@@ -165,9 +166,7 @@ class Accelerator(KnownKeywords, StateSaving, EngineStatus):
         self.strategy.check(RunOptions(self.precision, steps))
 
         self.active_loaders = ActiveLoaders()
-        self.batch_placement = self.strategy.capability(BatchPlacement)
-        if self.batch_placement is not None:
-            self.active_loaders.on_leave.append(lambda _, finish=self.batch_placement.finish: finish())
+        self.batch_placement = find_batch_placement(self.strategy, self.active_loaders)
         self.prepared = Prepared()
         self.accumulation = AccumulationWindow(
             accumulation,

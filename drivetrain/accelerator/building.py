@@ -21,12 +21,11 @@ from drivetrain.accelerator.handlers import (
     handler_options,
 )
 from drivetrain.accelerator.scheduler import PreparedScheduler
-from drivetrain.data import (
-    DataLoaderConfiguration,
-)
+from drivetrain.data import ActiveLoaders, DataLoaderConfiguration
 from drivetrain.runtime.errors import ConfigurationError
 from drivetrain.runtime.state import PartialState
 from drivetrain.strategies import Strategy, resolve_ddp, resolve_strategy
+from drivetrain.strategies.capabilities import BatchPlacement
 from drivetrain.strategies.precision import Float16Mixed, Precision, resolve_precision
 from drivetrain.strategies.precision.mixed import MixedPrecision
 
@@ -58,6 +57,15 @@ def _check_device(strategy: Strategy, state: PartialState) -> None:
             f"strategy={strategy.name!r} cannot run on {state.kind.name!r} devices. Use "
             f"{' or '.join(repr(name) for name in allowed)}, or another device: cpu=True, Trainer(accelerator='cpu')."
         )
+
+
+def find_batch_placement(strategy: Strategy, active: ActiveLoaders) -> BatchPlacement | None:
+    """The strategy's own way of bringing batches over, if it has one, which ends where a loop over a loader ends."""
+    placement = strategy.capability(BatchPlacement)
+    if placement is not None:
+        finish = placement.finish
+        active.on_leave.append(lambda loader: finish())
+    return placement
 
 
 def make_precision(spec: str | Precision | None, handlers: Sequence[Any]) -> Precision:

@@ -7,6 +7,7 @@ from typing import Any
 
 from drivetrain.data.batch_info import BatchInfo
 from drivetrain.data.rows import pick_rows
+from drivetrain.runtime.nested import batch_size_or_none
 
 
 def filled(pairs: Iterable[tuple[Any, BatchInfo]], size: int | None) -> Iterator[tuple[Any, BatchInfo]]:
@@ -21,7 +22,7 @@ def filled(pairs: Iterable[tuple[Any, BatchInfo]], size: int | None) -> Iterator
     """
     full = size or 0
     for batch, info in pairs:
-        rows = info.rows
+        rows = batch_size_or_none(batch) if info.rows is None else info.rows
         if rows:
             full = max(full, rows)
             if rows < full:

@@ -68,7 +68,7 @@ def launch_on_xla(
         )
     if processes != devices:
         raise ConfigurationError(
-            f"num_processes={processes}, but this host has {devices} XLA devices. Allowed: 1, a process that drives all "
+            f"num_processes={processes}, but this host has {devices} XLA devices. Allowed: 1, which drives all "
             f"of them, or {devices}, one for each."
         )
     refuse_what_a_fork_would_break("xla")

@@ -267,7 +267,9 @@ def train_with_accelerator(strategy: str | Strategy, run: Run) -> Outcome:
             logits = model(batch["tokens"], batch["positions"])
             loss = loss_of(logits, batch["labels"], "sum" if run.ragged else "mean")
             count = (batch["labels"] != IGNORED).sum()
-            pair = torch.stack([loss.detach().double(), count.double() if run.ragged else torch.ones_like(loss).double()])
+            pair = torch.stack(
+                [loss.detach().double(), count.double() if run.ragged else torch.ones_like(loss).double()]
+            )
             total, weight = accelerator.reduce(pair, "sum").tolist()
             outcome.losses.append(total / weight)
             accelerator.backward(loss, weight=count if run.ragged else None)

@@ -83,9 +83,7 @@ def take_steps(accelerator: Accelerator, call: Any, optimizer: Any, batches: Any
 def raw_loop(strategy: str, run: Run, load: str, save: str) -> None:
     """Train in a raw loop from a Trainer's checkpoint on."""
     torch.set_num_threads(1)
-    accelerator = Accelerator(
-        device=run.device, strategy=STRATEGIES[strategy][1](), mixed_precision=precision_of(run)
-    )
+    accelerator = Accelerator(device=run.device, strategy=STRATEGIES[strategy][1](), mixed_precision=precision_of(run))
     task = Switching(layers=run.layers)
     prepared = accelerator.prepare(task, task.configure_optimizers(), data_of(run, accelerator))
     model, optimizer, loader = prepared

@@ -18,7 +18,7 @@ from tests.strategies.xla.running import environment
 
 pytestmark = [pytest.mark.xla, pytest.mark.timeout(1800)]
 
-FP32, BF16 = 5e-6, 3e-3
+FP32, FP64, BF16, BF16_TRUE = 5e-6, 1e-10, 3e-3, 3e-2
 
 PLAN = {f"layers.*.attention.{name}": Colwise() for name in ("wq", "wk", "wv")} | {
     "layers.*.attention.wo": Rowwise(),
@@ -40,6 +40,8 @@ CASES = [
     ("one device", "accelerator", Run(layers=2, device="xla"), FP32),
     ("one device", "trainer", Run(accumulate=2, layers=2, ragged=True, device="xla"), FP32),
     ("one device", "trainer", Run("bf16", layers=2, device="xla"), BF16),
+    ("one device", "trainer", Run("64", layers=2, device="xla"), FP64),
+    ("one device", "trainer", Run("bf16-true", layers=2, device="xla"), BF16_TRUE),
     ("data parallel", "trainer", Run(layers=2, device="xla"), FP32),
     ("sharded", "trainer", Run(accumulate=3, layers=2, device="xla"), FP32),
     ("sharded", "accelerator", Run(layers=2, device="xla"), FP32),
@@ -47,7 +49,9 @@ CASES = [
     ("tensor parallel", "trainer", Run(layers=2, device="xla"), FP32),
     ("tensor parallel and sharded", "trainer", Run(layers=2, device="xla"), FP32),
 ]
-NAMES = [f"{name}, {driver}, {run.precision}, {run.accumulate}{', ragged' * run.ragged}" for name, driver, run, _ in CASES]
+NAMES = [
+    f"{name}, {driver}, {run.precision}, {run.accumulate}{', ragged' * run.ragged}" for name, driver, run, _ in CASES
+]
 
 
 def run_all(devices: int) -> dict[str, Outcome]:

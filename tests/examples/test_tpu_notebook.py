@@ -11,7 +11,6 @@ from tests.pool import run_in_processes
 from tests.strategies.xla.running import environment
 
 
-
 def accuracies(printed: str) -> list[float]:
     found = re.findall(r"epoch +\d+  test accuracy ([\d.]+)% of (\d+) images", printed)
     assert {images for _, images in found} == {"300"}, printed

@@ -49,7 +49,7 @@ def _move(name: str, parameter: nn.Parameter, device: torch.device) -> None:
     parameter.grad = None
     target = nn.Parameter(parameter.detach().to(device), requires_grad=parameter.requires_grad)
     try:
-        torch.utils.swap_tensors(parameter, target)
+        torch.utils.swap_tensors(parameter, target)  # type: ignore[no-untyped-call]
     except RuntimeError as error:
         raise ConfigurationError(
             f"Parameter {name!r} cannot be moved to {device} since something else refers to it: a graph of a forward "

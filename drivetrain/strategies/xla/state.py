@@ -30,7 +30,7 @@ class XLAState(ModelState):
         self,
         topology: Topology,
         unwrap: Callable[[nn.Module], nn.Module],
-        place_like: Callable[[torch.Tensor, nn.Parameter], None],
+        place_like: Callable[[torch.Tensor, torch.Tensor], None],
     ) -> None:
         super().__init__(topology, unwrap)
         self._place_like = place_like

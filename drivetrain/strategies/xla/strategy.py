@@ -161,7 +161,7 @@ class XLA(Strategy):
         """Over which axis each dimension of a parameter is sharded."""
         return split or (None,) * parameter.dim()
 
-    def _place_like(self, tensor: torch.Tensor, parameter: nn.Parameter) -> None:
+    def _place_like(self, tensor: torch.Tensor, parameter: torch.Tensor) -> None:
         if self._mesh is not None:
             self._mesh.shard_like(tensor, parameter)
 
