@@ -18,7 +18,9 @@ from tests.strategies.xla.running import environment
 
 pytestmark = [pytest.mark.xla, pytest.mark.timeout(1800)]
 
-FP32, FP64, BF16, BF16_TRUE = 5e-6, 1e-10, 3e-3, 3e-2
+FP32, BF16, BF16_TRUE = 5e-6, 3e-3, 3e-2
+# XLA computes erf and exp by approximations of its own, which differ from torch's beyond the tenth digit.
+FP64 = 1e-9
 
 PLAN = {f"layers.*.attention.{name}": Colwise() for name in ("wq", "wk", "wv")} | {
     "layers.*.attention.wo": Rowwise(),

@@ -19,7 +19,7 @@ from drivetrain.strategies.precision import Precision
 from drivetrain.strategies.xla.batches import XLABatches
 from drivetrain.strategies.xla.bfloat16 import Rounding
 from drivetrain.strategies.xla.compilations import Compilations
-from drivetrain.strategies.xla.gradients import AveragedGradients
+from drivetrain.strategies.xla.gradients import AveragedGradients, XLAGradients
 from drivetrain.strategies.xla.mesh import DeviceMesh, MeshShape, Spec
 from drivetrain.strategies.xla.moving import move_in_place
 from drivetrain.strategies.xla.state import XLAState
@@ -104,8 +104,7 @@ class XLA(Strategy):
             raise ConfigurationError(f"{self!r} shards over all devices of one process, which spmd=False forbids.")
         self.compilations = Compilations()
         self.state = XLAState(self.topology, self.unwrap, self._place_like)
-        if not alone:
-            self.gradients = AveragedGradients(state.num_processes)
+        self.gradients = XLAGradients() if alone else AveragedGradients(state.num_processes)
 
     def _refuse_isolated_processes(self, alone: bool) -> None:
         if alone:
