@@ -14,6 +14,10 @@ $(error TORCH is pinned or newest, not $(TORCH))
 endif
 # Apart from .venv: what the benchmarks compare with must not be there by accident where drivetrain is tested.
 BENCH_VENV ?= .venv-bench
+# torch_xla fits one version of torch only, the oldest that drivetrain supports.
+XLA_VENV ?= .venv-xla
+XLA_PYTHON := $(XLA_VENV)/bin/python
+XLA_ENV := $(XLA_VENV)/.made-for-xla
 PIP := $(VENV)/bin/python -m pip --disable-pip-version-check
 
 # `make test-gpu PYTHON=python3` uses a Python that already holds torch, and makes no environment.
@@ -36,7 +40,8 @@ endif
 export PYTHONPATH := $(CURDIR)$(if $(PYTHONPATH),:$(PYTHONPATH))
 
 .DEFAULT_GOAL := help
-.PHONY: help env demo test test-slow test-sharded test-crash test-gpu deepspeed-ops lint format types floors docs wheel bench bench-gpu clean
+.PHONY: help env demo test test-slow test-sharded test-crash test-gpu test-xla test-oldest deepspeed-ops lint format types \
+	floors docs wheel bench bench-gpu clean
 
 help: ## list these commands
 	@awk 'BEGIN {FS = ":.*## "} /^[a-z-]+:.*## / {printf "  make %-14s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
@@ -60,6 +65,12 @@ test-crash: $(DEV_ENV) ## the tests that kill processes and machines over and ov
 
 test-gpu: $(DEV_ENV) ## the tests that need a GPU (PYTHON=python3: with a Python that holds torch)
 	$(PYTHON) -m pytest -m gpu $(TESTS)
+
+test-xla: $(XLA_ENV) ## the tests that need torch_xla, on the CPU (an environment of its own)
+	$(XLA_PYTHON) -m pytest -m "xla and not (slow or tpu)" $(TESTS)
+
+test-oldest: $(XLA_ENV) ## the default lane on the oldest torch supported (in the environment of test-xla)
+	$(XLA_PYTHON) -m pytest $(TESTS)
 
 deepspeed-ops: $(DEV_ENV) ## build DeepSpeed's shared-memory operator ahead of time (1 min; nothing needs it)
 	$(PYTHON) -m drivetrain.strategies.deepspeed.build_ops
@@ -102,7 +113,7 @@ clean: ## remove what builds, tests and runs left (not .venv)
 	find . -name __pycache__ -type d -not -path "./$(VENV)/*" -prune -exec rm -rf {} +
 
 # torch comes first and alone, at the pinned version: as another package's need, pip may choose another build of it.
-$(VENV)/bin/python $(BENCH_VENV)/bin/python:
+$(VENV)/bin/python $(BENCH_VENV)/bin/python $(XLA_VENV)/bin/python:
 	@$(BASE_PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || \
 		{ echo "drivetrain needs Python >= 3.10, and $(BASE_PYTHON) is $$($(BASE_PYTHON) --version 2>&1)." \
 		"Name another one: make BASE_PYTHON=python3.12 ..." >&2; exit 1; }
@@ -125,4 +136,10 @@ $(VENV)/.made-for-development: pyproject.toml $(CONSTRAINTS) | $(VENV)/bin/pytho
 $(BENCH_VENV)/.made-for-benchmarks: pyproject.toml constraints.txt | $(BENCH_VENV)/bin/python
 	$(BENCH_PYTHON) -m pip --disable-pip-version-check install torch -c constraints.txt
 	$(BENCH_PYTHON) -m pip --disable-pip-version-check install -e ".[bench]" -c constraints.txt
+	@touch $@
+
+$(XLA_ENV): pyproject.toml constraints.txt constraints-xla.txt | $(XLA_VENV)/bin/python
+	grep -v '^torch==' constraints.txt | cat - constraints-xla.txt > $(XLA_VENV)/constraints.txt
+	$(XLA_PYTHON) -m pip --disable-pip-version-check install -r constraints-xla.txt
+	$(XLA_PYTHON) -m pip --disable-pip-version-check install -e ".[test]" -c $(XLA_VENV)/constraints.txt
 	@touch $@

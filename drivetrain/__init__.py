@@ -54,6 +54,8 @@ _EXPORTS: dict[str, str] = {
     "PrepareModuleOutput": "drivetrain.strategies.parallel",
     "PrepareModuleInputOutput": "drivetrain.strategies.parallel",
     "sequence_positions": "drivetrain.strategies.parallel",
+    "XLA": "drivetrain.strategies.xla",
+    "XLAFSDP": "drivetrain.strategies.xla",
     "Single": "drivetrain.strategies",
     "register_strategy": "drivetrain.strategies",
     "available_strategies": "drivetrain.strategies",
@@ -198,6 +200,8 @@ if TYPE_CHECKING:
     from drivetrain.strategies.precision import Precision as Precision
     from drivetrain.strategies.precision import available_precisions as available_precisions
     from drivetrain.strategies.precision import register_precision as register_precision
+    from drivetrain.strategies.xla import XLA as XLA
+    from drivetrain.strategies.xla import XLAFSDP as XLAFSDP
     from drivetrain.trackers import ClearMLLogger as ClearMLLogger
     from drivetrain.trackers import CometLogger as CometLogger
     from drivetrain.trackers import CSVLogger as CSVLogger

@@ -6,6 +6,8 @@ import gc
 import signal
 import sys
 from collections.abc import Callable, Iterator
+from glob import glob
+from importlib.util import find_spec
 from typing import Any
 
 import pytest
@@ -14,14 +16,26 @@ from tests import pool
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skip, by name of what is missing, the tests for hardware that this machine has not."""
-    marked = [item for item in items if item.get_closest_marker("gpu")]
-    if marked:
-        import torch
+    """Skip, by name of what is missing, the tests for hardware and packages that this machine has not."""
+    for mark, missing in (("gpu", _missing_gpu), ("xla", _missing_xla), ("tpu", _missing_tpu)):
+        marked = [item for item in items if item.get_closest_marker(mark)]
+        reason = missing() if marked else None
+        for item in marked if reason else ():
+            item.add_marker(pytest.mark.skip(reason=reason))
 
-        if not torch.cuda.is_available():
-            for item in marked:
-                item.add_marker(pytest.mark.skip(reason="needs a CUDA GPU, and this machine has none"))
+
+def _missing_gpu() -> str | None:
+    import torch
+
+    return None if torch.cuda.is_available() else "needs a CUDA GPU, and this machine has none"
+
+
+def _missing_xla() -> str | None:
+    return None if find_spec("torch_xla") else "needs torch_xla, which `make test-xla` installs"
+
+
+def _missing_tpu() -> str | None:
+    return None if glob("/dev/accel*") or glob("/dev/vfio/[0-9]*") else "needs a TPU, and this machine has none"
 
 
 def pytest_configure() -> None:

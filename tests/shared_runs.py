@@ -22,7 +22,7 @@ import gc
 import importlib
 import inspect
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -40,12 +40,20 @@ class SharedRuns:
         module: The module's name: the processes import it.
         world_size: How many processes.
         timeout: Seconds for all runs together.
+        env: Environment variables to set in the processes, or to remove where the value is None.
     """
 
-    def __init__(self, module: str, world_size: int = 2, timeout: float = 180) -> None:
+    def __init__(
+        self,
+        module: str,
+        world_size: int = 2,
+        timeout: float = 180,
+        env: Mapping[str, str | None] | None = None,
+    ) -> None:
         self.module = module
         self.world_size = world_size
         self.timeout = timeout
+        self.env = env
         self.functions: dict[str, Callable[..., Any]] = {}
         self.results: dict[str, list[Any]] = {}
         self.together: bool | None = None
@@ -80,7 +88,7 @@ class SharedRuns:
 
     def _run(self, names: list[str]) -> dict[str, list[Any]]:
         given = (self.module, names, self._directory())
-        ranks = run_in_processes(run_declared, self.world_size, args=given, timeout=self.timeout)
+        ranks = run_in_processes(run_declared, self.world_size, args=given, timeout=self.timeout, env=self.env)
         return {name: [results[name] for results in ranks] for name in names}
 
 

@@ -1,9 +1,10 @@
 """What the README and the documentation show is run, so none of it can go stale.
 
 Python blocks run as scripts of their own, in an empty directory. A block marked `<!-- continues -->` above
-its fence goes on where the block before it on the page ended; one marked `<!-- needs: gpu -->` runs only
-where there is one, and one marked `<!-- processes: 2 -->` in as many processes. In shell blocks, `drivetrain`
-commands are parsed by the command itself, and `make` targets, extras and scripts must exist.
+its fence goes on where the block before it on the page ended; one marked `<!-- needs: gpu -->` or
+`<!-- needs: xla -->` runs only where there is one, and one marked `<!-- processes: 2 -->` in as many processes.
+In shell blocks, `drivetrain` commands are parsed by the command itself, and `make` targets, extras and scripts
+must exist.
 """
 
 from __future__ import annotations
@@ -156,7 +157,9 @@ def pyproject() -> str:
     return (ROOT / "pyproject.toml").read_text()
 
 
-@pytest.mark.parametrize("script", SCRIPTS, ids=str)
+@pytest.mark.parametrize(
+    "script", [pytest.param(each, marks=[pytest.mark.xla] * ("xla" in each.needs)) for each in SCRIPTS], ids=str
+)
 def test_python_block_runs(script: Script, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     if "gpu" in script.needs:
         import torch
@@ -166,8 +169,8 @@ def test_python_block_runs(script: Script, tmp_path: Path, monkeypatch: pytest.M
     path = tmp_path / "snippet.py"
     path.write_text(script.text)
     monkeypatch.chdir(tmp_path)
-    arguments = (str(path), script.processes)
-    run_in_processes(run_script, script.processes, args=arguments, timeout=120, env={"DRIVETRAIN_USE_CPU": None})
+    env = {"DRIVETRAIN_USE_CPU": None, **({"PJRT_DEVICE": "CPU"} if "xla" in script.needs else {})}
+    run_in_processes(run_script, script.processes, args=(str(path), script.processes), timeout=120, env=env)
 
 
 @pytest.mark.parametrize(("where", "command"), COMMANDS)

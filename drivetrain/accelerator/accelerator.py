@@ -234,6 +234,7 @@ class Accelerator(KnownKeywords, EngineStatus, ProcessControl, StateSaving, Trac
         tail: TailPolicy | None = None,
         place: Callable[[Any], Any] | None = None,
         shard: DataShard | None = None,
+        fill: bool | None = None,
     ) -> PreparedLoader:
         """Prepare one loader: this process's share of exactly the order that the loader has by itself.
 
@@ -244,11 +245,13 @@ class Accelerator(KnownKeywords, EngineStatus, ProcessControl, StateSaving, Trac
                 `even_batches` if None.
             place: Moves one batch to the device, instead of the default.
             shard: Which part of the data is this process's; the strategy's if None.
+            fill: Whether a short batch is filled up where the strategy wants batches of one shape; from `even_batches`
+                if None.
 
         Returns:
             The prepared loader.
         """
-        return self.preparation.loader(data_loader, device_placement, tail, place, shard)
+        return self.preparation.loader(data_loader, device_placement, tail, place, shard, fill)
 
     def forget_loader(self, loader: Any) -> None:
         """Release a prepared loader, so that the run's state no longer includes it."""

@@ -22,12 +22,11 @@ from drivetrain.accelerator.handlers import (
     handler_options,
 )
 from drivetrain.accelerator.scheduler import PreparedScheduler
-from drivetrain.data import (
-    DataLoaderConfiguration,
-)
+from drivetrain.data import ActiveLoaders, DataLoaderConfiguration
 from drivetrain.runtime.errors import ConfigurationError
 from drivetrain.runtime.state import PartialState
 from drivetrain.strategies import Strategy, resolve_ddp, resolve_strategy
+from drivetrain.strategies.capabilities import BatchPlacement
 from drivetrain.strategies.precision import FP8, Float16Mixed, Precision, resolve_precision
 from drivetrain.strategies.precision.mixed import MixedPrecision
 
@@ -44,8 +43,30 @@ def choose_strategy(spec: str | Strategy, plugin: Strategy | None) -> str | Stra
 def make_strategy(spec: str | Strategy, state: PartialState, options: DistributedDataParallelKwargs | None) -> Strategy:
     """The strategy asked for, with DDP's options in Accelerate's holder."""
     if options is None:
-        return resolve_strategy(spec, state.environment)
+        chosen = resolve_strategy(spec, state.environment, state.kind)
+        _check_device(chosen, state)
+        return chosen
     return resolve_ddp(spec, state.environment, "DistributedDataParallelKwargs", **options.strategy_options())
+
+
+def _check_device(strategy: Strategy, state: PartialState) -> None:
+    """Refuse a strategy that cannot run on this kind of device."""
+    allowed = state.kind.strategies
+    names = {getattr(parent, "name", None) for parent in type(strategy).__mro__}
+    if allowed and not names & {*allowed}:
+        raise ConfigurationError(
+            f"strategy={strategy.name!r} cannot run on {state.kind.name!r} devices. Use "
+            f"{' or '.join(repr(name) for name in allowed)}, or another device: cpu=True, Trainer(accelerator='cpu')."
+        )
+
+
+def find_batch_placement(strategy: Strategy, active: ActiveLoaders) -> BatchPlacement | None:
+    """The strategy's own way of bringing batches over, if it has one, which ends where a loop over a loader ends."""
+    placement = strategy.capability(BatchPlacement)
+    if placement is not None:
+        finish = placement.finish
+        active.on_leave.append(lambda loader: finish())
+    return placement
 
 
 def make_precision(spec: str | Precision | None, handlers: Sequence[Any]) -> Precision:

@@ -36,10 +36,10 @@ def gather_real_rows(
     Returns:
         The real rows in rank order.
     """
-    if topology.environment.world_size == 1:
-        return data
     given = loader.whole if isinstance(loader, SkippingLoader) else loader
     source = active if given is None else given
+    if topology.environment.world_size == 1 and not _has_padding(source):
+        return data
     if as_objects:
         return _gather_objects(data, source, topology)
     return _gather(data, source, topology)
@@ -161,6 +161,11 @@ def _is_even(source: PreparedLoader | ActiveLoaders) -> bool:
             if not fixed or info.global_rows != loader.total_batch_size:
                 return False
     return True
+
+
+def _has_padding(source: PreparedLoader | ActiveLoaders) -> bool:
+    """Whether any current batch of this process is filled up."""
+    return any(loader.current is not None and loader.current.padding for loader in _loaders(source))
 
 
 def _matches(source: PreparedLoader | ActiveLoaders, rows: int) -> bool:

@@ -12,7 +12,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
-from drivetrain.accelerator.building import is_scheduler
+from drivetrain.accelerator.building import find_batch_placement, is_scheduler
 from drivetrain.accelerator.forward import PrecisionForward, wrap_forward
 from drivetrain.accelerator.optimizer import PreparedOptimizer, unwrap_optimizer
 from drivetrain.accelerator.prepared import Prepared, parameters_of
@@ -66,6 +66,9 @@ class Preparation:
         prepared: What has been prepared.
         active: The loaders that are being iterated.
         options: How objects are prepared.
+
+    Attributes:
+        batch_placement: The strategy's own way of bringing batches over, if it has one.
     """
 
     def __init__(
@@ -79,6 +82,7 @@ class Preparation:
         options: PreparationOptions,
     ) -> None:
         self.options = options
+        self.batch_placement = find_batch_placement(strategy, active)
         self._state, self._strategy, self._precision = state, strategy, precision
         self._step, self._prepared, self._active = step, prepared, active
 
@@ -204,21 +208,27 @@ class Preparation:
         tail: TailPolicy | None = None,
         place: Callable[[Any], Any] | None = None,
         shard: DataShard | None = None,
+        fill: bool | None = None,
     ) -> PreparedLoader:
         """Prepare one loader; see `Accelerator.prepare_data_loader`."""
         if isinstance(data_loader, PreparedLoader | SkippingLoader):
             return cast("PreparedLoader", data_loader)
         config = self.options.dataloader_config
         moves = self._moves(device_placement)
+        place = place or (self.default_placement() if moves else None)
+        own = self.batch_placement
+        if own is not None and place is not None:
+            place = own.around(place)
         prepared = prepare_loader(
             data_loader,
             shard=shard or self._strategy.topology.data_shard,
-            place=place or (self.default_placement() if moves else None),
+            place=place,
             device=(self._state.kind, self._state.device) if moves else None,
             config=config,
             tail=_tail(config.even_batches) if tail is None else tail,
             seed=recorded_seed(),
             active=self._active,
+            fill=own is not None and (config.even_batches if fill is None else fill),
         )
         self._prepared.loaders.append(prepared)
         return prepared

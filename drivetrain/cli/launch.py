@@ -74,6 +74,11 @@ def _flag(*names: str, section: str, **settings: Any) -> Callable[[Command], Com
     section="Processes",
     help=f"Default number format: {', '.join(MIXED_PRECISIONS)}.",
 )
+@_flag(
+    "--downcast_bf16",
+    section="Processes",
+    help="On XLA devices, let bf16 round 32-bit floats to bfloat16 and compute 64-bit ones in 32 bits.",
+)
 @_option(
     "--gradient_accumulation_steps",
     type=int,

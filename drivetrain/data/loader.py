@@ -11,6 +11,7 @@ from torch.utils.data import DistributedSampler
 from drivetrain.data.agreement import ending_together, with_rows_of_all
 from drivetrain.data.batch_info import ActiveLoaders, BatchInfo
 from drivetrain.data.configuration import TailPolicy
+from drivetrain.data.filling import filled
 from drivetrain.data.order import Position, SeedableSampler
 from drivetrain.data.randomness import (
     EpochStart,
@@ -50,6 +51,7 @@ class PreparedLoader:
         place: Place | None,
         active: ActiveLoaders,
         seedable: SeedableSampler | None = None,
+        fill: bool = False,
     ) -> None:
         self.loader = loader
         self.active = active
@@ -59,6 +61,7 @@ class PreparedLoader:
         self._layout = layout
         self._place = place
         self._seedable = seedable
+        self._fill = fill
         self._epoch = 0
         self._begun = False  # whether `_epoch` was iterated, wholly or in part
         self._exhausted = False
@@ -100,6 +103,8 @@ class PreparedLoader:
             if self._reader.finds_rows and layout.shard.count > 1:
                 pairs = with_rows_of_all(pairs, layout.shard.count)
             opened = opened._replace(pairs=pairs)
+        if self._fill:
+            opened = opened._replace(pairs=filled(opened.pairs, getattr(self.loader, "batch_size", None)))
         self._start = opened.start
         return self._batches(opened)
 

@@ -66,6 +66,7 @@ def prepare_loader(
     tail: TailPolicy = TailPolicy.COMPLETE,
     seed: int | None = None,
     active: ActiveLoaders | None = None,
+    fill: bool = False,
 ) -> PreparedLoader:
     """Make a loader that gives this process its share of a user's loader.
 
@@ -78,6 +79,7 @@ def prepare_loader(
         tail: What happens at the end of an epoch.
         seed: The run's seed, which each sample's random state derives from. None leaves randomness to the loader.
         active: Where the loader is listed while it is iterated.
+        fill: Fill a short batch up to the size of the others, also in a world of one; its rows are counted as padding.
 
     Returns:
         The prepared loader; `loader` itself if it is one already.
@@ -107,7 +109,7 @@ def prepare_loader(
     reader = _make_reader(loader, layout, config, _sample_seed_of(config, seed))
     if active is None:  # not `or`: a list of loaders that is empty is still the caller's
         active = ActiveLoaders()
-    return PreparedLoader(loader, reader, layout, overlapped(place, device), active, seedable)
+    return PreparedLoader(loader, reader, layout, overlapped(place, device), active, seedable, fill)
 
 
 def skip_first_batches(dataloader: Iterable[Any], num_batches: int = 0) -> SkippingLoader:

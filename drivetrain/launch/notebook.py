@@ -5,7 +5,6 @@ from __future__ import annotations
 import multiprocessing
 import os
 import signal
-import socket
 import sys
 import threading
 import time
@@ -16,12 +15,12 @@ from typing import Any
 
 import torch
 
+from drivetrain.launch.forking import free_port, refuse_what_a_fork_would_break
+from drivetrain.launch.notebook_xla import launch_on_xla, runs_on_xla
 from drivetrain.launch.options import LaunchOptions
 from drivetrain.launch.plan import LaunchPlan
 from drivetrain.launch.report import RankFailure, describe, first_failure
-from drivetrain.runtime.devices import get_device_kind
 from drivetrain.runtime.errors import ConfigurationError, LaunchError
-from drivetrain.runtime.state import PartialState
 
 _STOP_PATIENCE = 2.0  # seconds between SIGTERM and SIGKILL for the peers of a failed process
 _INTERRUPT_PATIENCE = 30.0  # seconds to end cleanly after an interrupt; another interrupt cuts it short
@@ -66,6 +65,9 @@ def notebook_launcher(
         notebook_launcher(train, args=(3,), num_processes=1)
         ```
     """
+    if runs_on_xla():
+        launch_on_xla(function, args, num_processes, mixed_precision, num_nodes)
+        return
     options = LaunchOptions(
         num_processes=num_processes,
         num_machines=num_nodes,
@@ -80,13 +82,13 @@ def notebook_launcher(
         with plan.environment():
             function(*args)
         return
-    _refuse_what_a_fork_would_break(plan.kind)
+    refuse_what_a_fork_would_break(plan.kind)
     variables = {
         **plan.variables,
         "WORLD_SIZE": str(world_size),
         "LOCAL_WORLD_SIZE": str(plan.local_processes),
         "MASTER_ADDR": master_addr,
-        "MASTER_PORT": str(options.main_process_port or _free_port()),
+        "MASTER_PORT": str(options.main_process_port or free_port()),
     }
     _Forked(function, args, variables, first_rank=node_rank * plan.local_processes).run()
 
@@ -207,31 +209,3 @@ def _port(given: str | int, machines: int) -> int | None:
     if port == 0 and machines > 1:
         raise ConfigurationError("use_port is 0, but several machines must agree on one. Give the same port on each.")
     return port
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
-def _refuse_what_a_fork_would_break(kind: str) -> None:
-    if "fork" not in multiprocessing.get_all_start_methods():
-        raise LaunchError(
-            "notebook_launcher needs fork, which this system does not have. Save the training as a file and "
-            "run `drivetrain launch` on it."
-        )
-    if PartialState.existing() is not None:
-        raise LaunchError(
-            "An Accelerator, Trainer or PartialState exists in this process already, so its processes could "
-            "not make their own. Restart the kernel, and make it only inside the function given to "
-            "notebook_launcher."
-        )
-    started = getattr(get_device_kind(kind).module, "is_initialized", None)
-    if kind != "cpu" and started is not None and started():
-        raise LaunchError(
-            f"{kind} is in use in this process already, and its state does not survive a fork. Restart the "
-            f"kernel, and touch {kind} only inside the function given to notebook_launcher."
-        )
-    if threading.current_thread() is not threading.main_thread():
-        raise LaunchError("notebook_launcher must be called from the main thread, where forking is safe.")

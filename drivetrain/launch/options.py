@@ -48,6 +48,7 @@ class LaunchOptions:
         multi_gpu: Insist on accelerators: refused where there are none.
         gpu_ids: Accelerators to use, such as `"0,2"`; None or `"all"` for all.
         mixed_precision: Default number format of the run.
+        downcast_bf16: On XLA devices, let `bf16` round 32-bit floats to bfloat16 and compute 64-bit ones in 32 bits.
         gradient_accumulation_steps: Default number of micro-batches in an optimizer step.
         module: The script is a module's name, as in `python -m`.
         no_python: The script is a program of its own, not Python.
@@ -90,6 +91,7 @@ class LaunchOptions:
     multi_gpu: bool = False
     gpu_ids: str | None = None
     mixed_precision: str | None = None
+    downcast_bf16: bool = False
     gradient_accumulation_steps: int | None = None
     module: bool = False
     no_python: bool = False

@@ -53,13 +53,18 @@ class LaunchPlan:
         elif options.device_ids is not None:
             local_processes = len(options.device_ids)
         else:
-            local_processes = kind.count() if kind.name != "cpu" else 1
+            local_processes = kind.default_processes()
         count = len(options.device_ids) if options.device_ids is not None else kind.count()
         if kind.name != "cpu" and local_processes > count:
             raise ConfigurationError(
                 f"{local_processes} processes were asked for on this machine, but it has {count} {kind.name} "
                 f"device(s). Ask for at most {count * options.max_machines} over all machines, or run on the "
                 "CPU with cpu (`--cpu`)."
+            )
+        if kind.name == "xla" and local_processes > 1:
+            raise ConfigurationError(
+                f"{local_processes} processes were asked for on this machine, but one drives all of its {count} XLA "
+                "devices. Leave the number out. In a notebook, notebook_launcher can start one for each device."
             )
         return cls(local_processes, kind.name, _run_variables(options, kind, local_processes))
 
@@ -96,6 +101,8 @@ def _run_variables(options: LaunchOptions, kind: DeviceKind, local_processes: in
         variables["DRIVETRAIN_USE_CPU"] = "1"
     if options.mixed_precision is not None:
         variables["DRIVETRAIN_MIXED_PRECISION"] = options.mixed_precision
+    if options.downcast_bf16:
+        variables["DRIVETRAIN_DOWNCAST_BF16"] = "1"
     if options.gradient_accumulation_steps is not None:
         variables["DRIVETRAIN_GRADIENT_ACCUMULATION_STEPS"] = str(options.gradient_accumulation_steps)
     if options.debug:

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from drivetrain.runtime import xla
 from drivetrain.runtime.errors import ConfigurationError, DeviceNotAvailableError, nearest
 
 
@@ -22,6 +23,9 @@ class DeviceKind:
         backend: Process-group backend for collectives over tensors of this kind.
         aliases: Other names that users write for it.
 
+    Attributes:
+        strategies: Names of those that can run on it, the first of which `"auto"` stands for; empty where all can.
+
     Example:
         ```python
         from drivetrain.runtime.devices import DeviceKind, get_device_kind, register_device
@@ -30,6 +34,8 @@ class DeviceKind:
         assert get_device_kind("vpu").backend == "gloo"
         ```
     """
+
+    strategies: tuple[str, ...] = ()
 
     def __init__(self, name: str, backend: str, aliases: tuple[str, ...] = ()) -> None:
         self.name = name
@@ -65,6 +71,14 @@ class DeviceKind:
         """Number of such devices that this process can see."""
         counter = getattr(self.module, "device_count", None)
         return int(counter()) if counter is not None else int(self.is_available())
+
+    def default_processes(self) -> int:
+        """How many processes a run starts on this machine where no number is given: one for each device."""
+        return self.count()
+
+    def why_absent(self) -> str:
+        """Why `is_available` is False, and what to do; ends a sentence."""
+        return "this machine has none (or torch was built without it)."
 
     def device(self, index: int) -> torch.device:
         """The device for the process with this local rank."""
@@ -122,6 +136,11 @@ class DeviceKind:
         setter = getattr(self.module, "set_rng_state", None)
         if setter is not None:
             setter(state)
+
+    def is_started(self) -> bool:
+        """Whether this process uses such devices already, in a state that does not survive a fork."""
+        check = getattr(self.module, "is_initialized", None)
+        return bool(check()) if check is not None else False
 
     def supports_bf16(self) -> bool:
         """Whether bfloat16 arithmetic runs on this kind."""
@@ -202,6 +221,74 @@ class MPS(DeviceKind):
         """Nothing to choose."""
 
 
+class XLADevice(DeviceKind):
+    """What torch_xla compiles for, such as a TPU: one process may drive all devices of a machine as one.
+
+    Choosing one starts nothing: the strategy does, since whether the runtime has one device or all cannot be changed.
+    """
+
+    strategies = ("xla", "xla_fsdp")
+
+    def __init__(self) -> None:
+        # Gloo: what is exchanged beside gradients is small, and XLA would compile a graph for each of its shapes.
+        super().__init__("xla", backend="gloo", aliases=("tpu",))
+        self._seed: int | None = None
+
+    def is_available(self) -> bool:
+        """Whether torch_xla is installed, and there is a TPU or `PJRT_DEVICE` names something else."""
+        return xla.is_present()
+
+    def why_absent(self) -> str:
+        """What is missing: torch_xla, or a TPU."""
+        return xla.why_absent()
+
+    def count(self) -> int:
+        """XLA devices of this machine."""
+        return xla.device_count()
+
+    def default_processes(self) -> int:
+        """One, which drives all devices."""
+        return 1
+
+    def device(self, index: int) -> torch.device:
+        """This process's device, whatever the local rank."""
+        return torch.device("xla", 0)
+
+    def set_device(self, device: torch.device) -> None:
+        """See that torch_xla is there and fits this torch."""
+        xla.import_torch_xla()
+
+    def is_started(self) -> bool:
+        """Whether this process's XLA runtime runs."""
+        return xla.is_started()
+
+    def start(self, spmd: bool) -> None:
+        """Start this process's runtime, as `drivetrain.runtime.xla.start` does, with the seed given before."""
+        xla.start(spmd)
+        if self._seed is not None:
+            xla.seed(self._seed)
+            self._seed = None
+
+    def synchronize(self, device: torch.device | None = None) -> None:
+        """Wait until everything that was launched has run."""
+        xla.wait()
+
+    def manual_seed_all(self, seed: int) -> None:
+        """Seed the generator; one that is not there yet when the runtime starts, since a fork may come before."""
+        if xla.is_started():
+            xla.seed(seed)
+        else:
+            self._seed = seed
+
+    def get_rng_state(self) -> torch.Tensor | None:
+        """State of the generator, eight bytes; None before the runtime starts."""
+        return xla.rng_state() if xla.is_started() else None
+
+    def set_rng_state(self, state: torch.Tensor) -> None:
+        """Restore what `get_rng_state` returned."""
+        self.manual_seed_all(xla.seed_of(state))
+
+
 _KINDS: dict[str, DeviceKind] = {}
 
 
@@ -242,6 +329,7 @@ register_device(DeviceKind("xpu", backend="xccl"))
 register_device(DeviceKind("npu", backend="hccl"))
 register_device(DeviceKind("mlu", backend="cncl"))
 register_device(DeviceKind("hpu", backend="hccl"))
+register_device(XLADevice())
 
 
 def get_device_kind(name: str) -> DeviceKind:
@@ -260,7 +348,7 @@ def get_device_kind(name: str) -> DeviceKind:
         )
     if not kind.is_available():
         raise DeviceNotAvailableError(
-            f"Device {name!r} was asked for, but this machine has none (or torch was built without it). "
+            f"Device {name!r} was asked for, but {kind.why_absent()} "
             f"Available here: {', '.join(k.name for k in available_device_kinds())}."
         )
     return kind
@@ -273,7 +361,9 @@ def available_device_kinds() -> list[DeviceKind]:
 
 
 def detect_device_kind() -> DeviceKind:
-    """The kind that a run uses when none is named: torch's current accelerator, else the CPU."""
+    """The kind that a run uses when none is named: XLA's where it is set up, torch's accelerator, else the CPU."""
+    if "xla" in _KINDS and _KINDS["xla"].is_available():
+        return _KINDS["xla"]
     if torch.accelerator.is_available():
         accelerator = torch.accelerator.current_accelerator()
         if accelerator is not None and accelerator.type in _KINDS:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -66,6 +66,28 @@ def join_context(capable: Join | None, models: Sequence[nn.Module]) -> AbstractC
         models: What `prepare` returned.
     """
     return nullcontext() if capable is None else capable.joined(models)
+
+
+class BatchPlacement:
+    """Brings batches onto the devices in a way of its own, for devices that compile a graph for each shape.
+
+    Attributes:
+        fills_evaluation: Whether short batches are filled up in evaluations whose values include the padding, too.
+    """
+
+    fills_evaluation: bool = False
+
+    def around(self, place: Callable[[Any], Any]) -> Callable[[Any], Any]:
+        """What a loader calls with each batch.
+
+        Args:
+            place: Puts a batch on the device, as the user or the loop wants it.
+        """
+        raise NotImplementedError
+
+    def finish(self) -> None:
+        """End the work on the last batch; called where an iteration over a loader ends."""
+        raise NotImplementedError
 
 
 class PlainEvaluation:

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+from drivetrain.runtime.devices import DeviceKind
 from drivetrain.runtime.environment import ProcessEnvironment
 from drivetrain.runtime.errors import ConfigurationError, nearest
 from drivetrain.strategies.base import Strategy
@@ -47,6 +48,18 @@ def _deepspeed(stage: int | None = None, offload: bool = False) -> Strategy:
     return DeepSpeed(stage, offload_optimizer=device, offload_param=device if stage == 3 else None)
 
 
+def _xla() -> Strategy:
+    from drivetrain.strategies.xla import XLA
+
+    return XLA()
+
+
+def _xla_fsdp() -> Strategy:
+    from drivetrain.strategies.xla import XLAFSDP
+
+    return XLAFSDP()
+
+
 register_strategy("single", Single)
 register_strategy("ddp", DDP)
 register_strategy("ddp_find_unused_parameters_true", partial(DDP, find_unused_parameters=True))
@@ -58,6 +71,8 @@ for _stage in (1, 2, 3):
     register_strategy(f"deepspeed_stage_{_stage}", partial(_deepspeed, _stage))
 register_strategy("deepspeed_stage_2_offload", partial(_deepspeed, 2, True))
 register_strategy("deepspeed_stage_3_offload", partial(_deepspeed, 3, True))
+register_strategy("xla", _xla)
+register_strategy("xla_fsdp", _xla_fsdp)
 
 
 def available_strategies() -> list[str]:
@@ -65,12 +80,13 @@ def available_strategies() -> list[str]:
     return ["auto", *_STRATEGIES]
 
 
-def resolve_strategy(spec: Any, environment: ProcessEnvironment) -> Strategy:
+def resolve_strategy(spec: Any, environment: ProcessEnvironment, kind: DeviceKind | None = None) -> Strategy:
     """Turn a name into a strategy.
 
     Args:
         spec: A registered name, `"auto"` (`"ddp"` among several processes, else `"single"`), or a `Strategy`.
         environment: This process among its peers.
+        kind: The kind of device, which may need a strategy of its own: `"auto"` is then that one.
 
     Raises:
         ConfigurationError: No strategy has this name.
@@ -86,7 +102,8 @@ def resolve_strategy(spec: Any, environment: ProcessEnvironment) -> Strategy:
             f"strategy must be a name or a Strategy, got {type(spec).__name__}. "
             f"Names: {', '.join(available_strategies())}."
         )
-    name = ("ddp" if environment.is_distributed else "single") if spec == "auto" else spec
+    usual = "ddp" if environment.is_distributed else "single"
+    name = (kind.strategies[0] if kind is not None and kind.strategies else usual) if spec == "auto" else spec
     if name in _NEEDS_SIZES and name not in _STRATEGIES:
         raise ConfigurationError(
             f"strategy={spec!r} needs to know over how many processes: give strategy=Parallel(tp=2, tp_plan={{...}}), "

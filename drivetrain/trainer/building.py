@@ -91,7 +91,7 @@ def _start_processes(kind: str | None, devices: int | str, num_nodes: int) -> No
             "--machine_rank <0…> --main_process_ip <address> script.py, or srun."
         )
     found = detect_device_kind() if kind is None else get_device_kind(kind)
-    wanted = found.count() if devices in ("auto", -1) else devices
+    wanted = found.default_processes() if devices in ("auto", -1) else devices
     if not isinstance(wanted, int) or wanted <= 1:
         return
     try:

@@ -124,6 +124,8 @@ class Run:
         world: processes that a global batch is made for, whatever number there is.
         ragged: whether labels are left out, and the task says how many tokens each loss is the sum of.
         samples: of the training set; whole global batches if None.
+        layers: of the model.
+        device: the kind of device.
     """
 
     precision: str = "32"
@@ -132,6 +134,7 @@ class Run:
     ragged: bool = False
     samples: int | None = None
     layers: int = LAYERS
+    device: str = "cpu"
 
     def data(self) -> Texts:
         return Texts(self.samples or LOCAL_ROWS * self.world * self.accumulate * STEPS, self.ragged)
@@ -209,7 +212,7 @@ class Recorder(Callback):
         loss = outputs["loss"].double()
         weight = outputs.get("weight")
         # A mean weighs as many rows as it is of; a sum, where any of them is real, by what the task says.
-        pair = [loss * rows, torch.tensor(rows)] if weight is None else [loss * bool(rows), weight * bool(rows)]
+        pair = [loss * rows, loss.new_tensor(rows)] if weight is None else [loss * bool(rows), weight * bool(rows)]
         total, count = trainer.accelerator.reduce(torch.stack([value.double() for value in pair]), "sum").tolist()
         self.outcome.losses.append(total / count)
 
@@ -222,7 +225,7 @@ def train_with_trainer(strategy: str | Strategy, run: Run) -> Outcome:
     outcome = Outcome()
     task = LanguageTask(run.ragged, run.layers)
     trainer = Trainer(
-        accelerator="cpu",
+        accelerator=run.device,
         strategy=strategy,
         precision=precision_of(run),
         accumulate_grad_batches=run.accumulate,
@@ -247,7 +250,10 @@ def train_with_accelerator(strategy: str | Strategy, run: Run) -> Outcome:
     """The same through the raw Accelerator."""
     outcome = Outcome()
     accelerator = Accelerator(
-        cpu=True, strategy=strategy, mixed_precision=precision_of(run), gradient_accumulation_steps=run.accumulate
+        device=run.device,
+        strategy=strategy,
+        mixed_precision=precision_of(run),
+        gradient_accumulation_steps=run.accumulate,
     )
     model = make_model(run.layers)
     optimizer = make_optimizer(model.parameters())
@@ -261,7 +267,9 @@ def train_with_accelerator(strategy: str | Strategy, run: Run) -> Outcome:
             logits = model(batch["tokens"], batch["positions"])
             loss = loss_of(logits, batch["labels"], "sum" if run.ragged else "mean")
             count = (batch["labels"] != IGNORED).sum()
-            pair = torch.stack([loss.detach().double(), count.double() if run.ragged else torch.ones(()).double()])
+            pair = torch.stack(
+                [loss.detach().double(), count.double() if run.ragged else torch.ones_like(loss).double()]
+            )
             total, weight = accelerator.reduce(pair, "sum").tolist()
             outcome.losses.append(total / weight)
             accelerator.backward(loss, weight=count if run.ragged else None)
@@ -277,7 +285,7 @@ def train_with_accelerator(strategy: str | Strategy, run: Run) -> Outcome:
             found, each = accelerator.gather_for_metrics((logits.argmax(-1), each))
             predictions.append(found)
             losses.append(each)
-    outcome.predictions = torch.cat(predictions)
+    outcome.predictions = torch.cat(predictions).cpu()
     outcome.evaluation_loss = torch.cat(losses).mean().item()
     return outcome
 

@@ -46,7 +46,7 @@ def data_of(run: Run, driver: Trainer | Accelerator) -> DataLoader[Any]:
 
 def trainer_of(strategy: str, run: Run, steps: int) -> Trainer:
     return Trainer(
-        accelerator="cpu",
+        accelerator=run.device,
         strategy=STRATEGIES[strategy][1](),
         precision=precision_of(run),
         gradient_clip_val=MAX_NORM,
@@ -83,7 +83,7 @@ def take_steps(accelerator: Accelerator, call: Any, optimizer: Any, batches: Any
 def raw_loop(strategy: str, run: Run, load: str, save: str) -> None:
     """Train in a raw loop from a Trainer's checkpoint on."""
     torch.set_num_threads(1)
-    accelerator = Accelerator(cpu=True, strategy=STRATEGIES[strategy][1](), mixed_precision=precision_of(run))
+    accelerator = Accelerator(device=run.device, strategy=STRATEGIES[strategy][1](), mixed_precision=precision_of(run))
     task = Switching(layers=run.layers)
     prepared = accelerator.prepare(task, task.configure_optimizers(), data_of(run, accelerator))
     model, optimizer, loader = prepared

@@ -222,7 +222,7 @@ def test_one_that_cannot_start_names_why_and_the_run_continues(options: dict[str
 
 
 def test_what_is_wrong_with_the_arguments_is_raised_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(ConfigurationError, match="mode='append'.*'get_or_create'"):
+    with pytest.raises(ConfigurationError, match=r"mode='append'.*'get_or_create'"):
         CometLogger(mode="append")
     with pytest.raises(ConfigurationError, match="needs the experiment_key"):
         CometLogger(mode="get")

@@ -48,7 +48,9 @@ __all__ = [
     "Rowwise",
     "SequenceParallel",
     "Shard",
+    "PlanMatch",
     "apply_plan",
+    "plan_matches",
     "plan_of_model",
     "whole_outputs_without_gradients",
 ]
@@ -91,7 +93,7 @@ def plan_of_model(module: nn.Module) -> dict[str, str]:
 
 
 @dataclass(frozen=True)
-class _Match:
+class PlanMatch:
     """One module that a plan splits."""
 
     name: str
@@ -138,6 +140,22 @@ def apply_plan(module: nn.Module, mesh: DeviceMesh, plan: Plan, elsewhere: froze
     return root
 
 
+def plan_matches(module: nn.Module, plan: Plan, count: int) -> list[PlanMatch]:
+    """The modules that a plan splits.
+
+    Args:
+        module: The model, or the task that holds it.
+        plan: Styles by pattern of module names.
+        count: Over how many each is split.
+
+    Raises:
+        ConfigurationError: A pattern matches nothing, or a size is no multiple of `count`.
+    """
+    _, matches = _matches(module, plan)
+    _check_sizes(module, matches, count)
+    return matches
+
+
 def whole_outputs_without_gradients(module: nn.Module) -> None:
     """Let a module return plain tensors in evaluation, also where a loss in training wants them split by class."""
 
@@ -161,7 +179,7 @@ class _AddUp:
         return gradient
 
 
-def _matches(module: nn.Module, plan: Plan) -> tuple[nn.Module, list[_Match]]:
+def _matches(module: nn.Module, plan: Plan) -> tuple[nn.Module, list[PlanMatch]]:
     """The outermost module in which a plan's names begin, and those that it names, each with its style."""
     roots = [("", module), *((name, part) for name, part in module.named_modules() if name and name.count(".") < 2)]
     for prefix, root in roots:
@@ -169,7 +187,7 @@ def _matches(module: nn.Module, plan: Plan) -> tuple[nn.Module, list[_Match]]:
         by_pattern = {pattern: [name for name in names if _pattern(pattern).fullmatch(name)] for pattern in plan}
         if all(by_pattern.values()):
             return root, [
-                _Match(f"{prefix}.{name}" if prefix else name, names[name], style)
+                PlanMatch(f"{prefix}.{name}" if prefix else name, names[name], style)
                 for pattern, given in plan.items()
                 for name in by_pattern[pattern]
                 if (style := _style(pattern, given)) is not None
@@ -211,7 +229,7 @@ def _style(pattern: str, given: Any) -> ParallelStyle | None:
     )
 
 
-def _check_sizes(module: nn.Module, matches: list[_Match], count: int) -> None:
+def _check_sizes(module: nn.Module, matches: list[PlanMatch], count: int) -> None:
     """Raise where a size is not a multiple of the number of processes."""
     modules = dict(module.named_modules())
     for match in matches:
@@ -232,7 +250,7 @@ def _check_sizes(module: nn.Module, matches: list[_Match], count: int) -> None:
                     )
 
 
-def _split_sizes(match: _Match) -> Iterator[tuple[str, int]]:
+def _split_sizes(match: PlanMatch) -> Iterator[tuple[str, int]]:
     layer, style = match.module, match.style
     if isinstance(style, ColwiseParallel):
         if isinstance(layer, nn.Linear):

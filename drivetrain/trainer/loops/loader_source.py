@@ -109,10 +109,18 @@ class LoaderSource:
             tail=tail,
             place=self._placing(index),
             shard=None if self._trainer.use_distributed_sampler else DataShard(0, 1),
+            fill=self._fills(),
         )
         if length_of(loader) == 0:  # not the prepared one: a process may get none of the few batches that there are
             raise DataError(f"The {self._stage.loader} loader is empty: {_describe(loader)}.")
         return prepared
+
+    def _fills(self) -> bool:
+        """Whether short batches may be filled up: rows of predictions can be left out again, not those of a mean."""
+        placement = self._trainer.accelerator.preparation.batch_placement
+        if self._stage is Stage.PREDICT:
+            return True
+        return placement is not None and placement.fills_evaluation and self._stage is not Stage.TRAIN
 
     def _placing(self, dataloader_idx: int) -> Callable[[Any], Any] | None:
         """How a batch gets to the device: through the transfer hooks that are overridden; None for the default."""

@@ -1,0 +1,150 @@
+"""How often XLA compiles, and a warning that names what changed where it compiles in step after step."""
+
+from __future__ import annotations
+
+import importlib
+from collections import deque
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from drivetrain.runtime.logging import get_logger
+
+logger = get_logger(__name__)
+
+_WARM_UP = 2
+"""The first step, and the second, in which optimizers have their state, are compiled in every run."""
+_WINDOW, _MANY = 6, 3
+_SHOWN = 4
+
+Shapes = tuple[tuple[str, tuple[int, ...]], ...]
+
+
+class Compilations:
+    """Counts compilations in steps and in batches that no step follows, as in evaluation.
+
+    Attributes:
+        steps: Optimizer steps so far.
+        recompiled: Steps after the first two in which a graph was compiled.
+    """
+
+    def __init__(self) -> None:
+        self.steps = 0
+        self.recompiled = 0
+        self._metrics: Any = importlib.import_module("torch_xla.debug.metrics")
+        self._started = self.total
+        self._began = self.seconds
+        self._in_steps = _Watched(self._started)
+        self._between = _Watched(self._started)
+        self._batch: Shapes = ()
+        self._stepped = False
+        self._next_warning = 1
+
+    @property
+    def total(self) -> int:
+        """Graphs that this process has compiled."""
+        return int(self._metrics.counter_value("UncachedCompile") or 0)
+
+    @property
+    def count(self) -> int:
+        """Graphs that were compiled since the strategy was set up."""
+        return self.total - self._started
+
+    @property
+    def seconds(self) -> float:
+        """Seconds that this process has spent on compiling."""
+        data = self._metrics.metric_data("CompileTime")
+        return data[1] / 1e9 if data else 0.0
+
+    def note_batch(self, batch: Any) -> None:
+        """Keep the shapes of a batch, with which the next graph is compiled."""
+        self._batch = shapes_of(batch)
+
+    def end_step(self) -> None:
+        """Look whether a graph was compiled in the step that ends, and warn where that happens again and again."""
+        self.steps += 1
+        self._stepped = True
+        compiled = self._in_steps.note(self.total, self._batch)
+        if self.steps <= _WARM_UP:
+            self._in_steps.recent.clear()
+            return
+        self.recompiled += compiled
+        if compiled and sum(self._in_steps.recent) >= _MANY and self.recompiled >= self._next_warning:
+            self._next_warning = self.recompiled * 10
+            self._warn(f"{self.recompiled} of {self.steps} steps", self._in_steps)
+
+    def end_batch(self) -> None:
+        """Look whether a graph was compiled for a batch that no step followed, as in evaluation."""
+        if self._stepped:
+            self._stepped = False
+            self._between.seen = self.total
+            return
+        self._between.note(self.total, self._batch)
+        if sum(self._between.recent) == _WINDOW:
+            self._warn(f"the last {_WINDOW} batches that no step followed", self._between)
+            self._between.recent.clear()
+
+    def _warn(self, where: str, watched: _Watched) -> None:
+        seconds = self.seconds - self._began
+        logger.warning(
+            f"XLA compiled a graph in {where} ({self.count} compilations, {seconds:.1f} s in all). "
+            f"{describe_change([*watched.shapes])}"
+        )
+
+
+class _Watched:
+    """Whether each of the last few graphs had to be compiled, and the shapes of their batches.
+
+    Args:
+        seen: Compilations before.
+    """
+
+    def __init__(self, seen: int) -> None:
+        self.seen = seen
+        self.recent: deque[bool] = deque(maxlen=_WINDOW)
+        self.shapes: deque[Shapes] = deque(maxlen=_WINDOW)
+
+    def note(self, total: int, shapes: Shapes) -> bool:
+        """Take note of one graph; returns whether anything was compiled since the one before."""
+        compiled, self.seen = total != self.seen, total
+        self.recent.append(compiled)
+        self.shapes.append(shapes)
+        return compiled
+
+
+def shapes_of(batch: Any, name: str = "batch") -> Shapes:
+    """The shapes of the tensors in a batch, each with where it is."""
+    if isinstance(batch, torch.Tensor):
+        return ((name, tuple(batch.shape)),)
+    if isinstance(batch, Mapping):
+        return tuple(each for key, value in batch.items() for each in shapes_of(value, f"{name}[{key!r}]"))
+    if isinstance(batch, list | tuple):
+        return tuple(each for index, value in enumerate(batch) for each in shapes_of(value, f"{name}[{index}]"))
+    return ()
+
+
+def describe_change(seen: list[Shapes]) -> str:
+    """What differed between batches, and what to do about it.
+
+    Args:
+        seen: The shapes of the batches.
+    """
+    by_name: dict[str, list[tuple[int, ...]]] = {}
+    for shapes in seen:
+        for name, shape in shapes:
+            known = by_name.setdefault(name, [])
+            if shape not in known:
+                known.append(shape)
+    changed = {name: shapes for name, shapes in by_name.items() if len(shapes) > 1}
+    if not changed:
+        return (
+            "The shapes of the batches did not change. Look for an output shape that depends on values (boolean masks, "
+            "nonzero, unique), for Python numbers that the forward takes from data or counts itself, and for .item() "
+            "within a step."
+        )
+    listed = "; ".join(
+        f"{name} had the shapes {', '.join(map(str, shapes[:_SHOWN]))}{' and others' if len(shapes) > _SHOWN else ''}"
+        for name, shapes in changed.items()
+    )
+    return f"{listed}. Pad to one length, or to a few, in the collate function, and use drop_last=True in training."

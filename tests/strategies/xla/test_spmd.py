@@ -1,0 +1,207 @@
+"""Four XLA devices as one: rows of a batch, parameters and layers spread over them give what one plain process gives."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.data import DataLoader
+
+from drivetrain import XLA, XLAFSDP, Accelerator, Colwise, Rowwise, Strategy
+from drivetrain.strategies.xla.mesh import DeviceMesh, MeshShape
+from tests.shared_runs import SharedRuns
+from tests.strategies.xla.running import (
+    EXACT,
+    Classifier,
+    environment,
+    gap,
+    make_model,
+    make_optimizer,
+    make_trainer,
+    samples,
+    train_plain,
+)
+
+pytestmark = [pytest.mark.xla, pytest.mark.timeout(900)]
+
+runs = SharedRuns(__name__, world_size=1, timeout=800, env=environment(4))
+
+STEPS = 6
+PLAN = {"0": Colwise(), "3": Rowwise()}
+
+
+def run_of(strategy: Strategy, batch_size: int = 8) -> dict[str, Any]:
+    """A run of the Trainer, and how its parameters and their state were spread."""
+    trainer, task = make_trainer(strategy=strategy), Classifier()
+    trainer.fit(task, DataLoader(samples(8 * STEPS), batch_size))
+    weight = task.net[0].weight
+    state = trainer.task_optimizers[0].state[weight]["exp_avg"]
+    return {
+        "parameters": trainer.strategy.state.full(task.net),
+        "losses": [loss.item() for loss in task.losses],
+        "weight": DeviceMesh.spec_of(weight),
+        "state": DeviceMesh.spec_of(state),
+        "compilations": trainer.strategy.compilations.count,
+    }
+
+
+STRATEGIES: dict[str, Any] = {
+    "data parallel": XLA,
+    "sharded": XLAFSDP,
+    "sharded in two copies": lambda: XLAFSDP(replicate_size=2),
+    "tensor parallel": lambda: XLA(tp=2, tp_plan=PLAN),
+    "tensor parallel and sharded": lambda: XLAFSDP(tp=2, tp_plan=PLAN),
+}
+
+
+@runs
+def train_under_each() -> dict[str, dict[str, Any]]:
+    return {name: run_of(make()) for name, make in STRATEGIES.items()}
+
+
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_gives_what_one_plain_process_gives(name: str) -> None:
+    seen = runs.of(train_under_each)[0][name]
+    model, losses = train_plain(samples(8 * STEPS))
+    assert max(abs(a - b) for a, b in zip(seen["losses"], losses, strict=True)) <= EXACT
+    assert gap(seen["parameters"], model.state_dict()) <= EXACT
+
+
+@pytest.mark.parametrize(
+    ("name", "spread"),
+    [
+        ("data parallel", "{replicated}"),
+        ("sharded", "devices=[4,1]"),
+        ("sharded in two copies", "devices=[2,1,2]"),
+        ("tensor parallel", "devices=[2,1,2]"),
+        ("tensor parallel and sharded", "devices=[2,2]"),
+    ],
+)
+def test_parameters_and_the_state_of_optimizers_are_spread_alike(name: str, spread: str) -> None:
+    seen = runs.of(train_under_each)[0][name]
+    assert spread in seen["weight"]
+    assert seen["state"] == seen["weight"]
+
+
+@runs
+def train_on_uneven_rows() -> dict[str, Any]:
+    return run_of(XLAFSDP(), batch_size=6)
+
+
+def test_rows_that_the_devices_do_not_divide_count_once() -> None:
+    seen = runs.of(train_on_uneven_rows)[0]
+    model, losses = train_plain(samples(8 * STEPS), batch_size=6)
+    assert max(abs(a - b) for a, b in zip(seen["losses"], losses, strict=True)) <= EXACT
+    assert gap(seen["parameters"], model.state_dict()) <= EXACT
+
+
+@runs
+def change_the_strategy() -> dict[str, Any]:
+    """One task, first sharded and then not, and the other way round."""
+    seen = {}
+    for names in (("sharded", "data parallel"), ("data parallel", "sharded")):
+        task, data = Classifier(), DataLoader(samples(16), 8)
+        for name in names:
+            make_trainer(strategy=STRATEGIES[name]()).fit(task, data)
+        seen[names[-1]] = DeviceMesh.spec_of(task.net[0].weight)
+    return seen
+
+
+def test_a_model_is_spread_as_the_last_strategy_wants_it() -> None:
+    seen = runs.of(change_the_strategy)[0]
+    assert seen["data parallel"] == "{replicated}"
+    assert "devices=[4,1]" in seen["sharded"]
+
+
+@runs
+def train_with_a_raw_loop() -> dict[str, Any]:
+    accelerator = Accelerator(device="xla", strategy="xla_fsdp")
+    model = make_model()
+    model, optimizer, loader = accelerator.prepare(model, make_optimizer(model), DataLoader(samples(8 * STEPS), 8))
+    specs = set()
+    for x, y in loader:
+        specs.add(DeviceMesh.spec_of(x))
+        optimizer.zero_grad()
+        accelerator.backward(F.cross_entropy(model(x), y))
+        optimizer.step()
+    return {"parameters": accelerator.get_state_dict(model), "specs": specs}
+
+
+def test_batches_of_a_raw_loop_are_spread_by_rows() -> None:
+    seen = runs.of(train_with_a_raw_loop)[0]
+    assert len(seen["specs"]) == 1
+    assert "devices=[4,1]" in seen["specs"].pop()
+    assert gap(seen["parameters"], train_plain(samples(8 * STEPS))[0].state_dict()) <= EXACT
+
+
+@runs
+def save_and_resume(directory: Path) -> dict[str, Any]:
+    """Three of six steps, saved; the rest under each strategy; and where the state of the optimizer then is."""
+    data = DataLoader(samples(8 * STEPS), 8)
+    first = make_trainer(strategy=XLAFSDP(), max_steps=3)
+    first.fit(Classifier(), data)
+    first.save_checkpoint(directory / "saved")
+    seen = {}
+    for name in ("data parallel", "sharded"):
+        trainer, task = make_trainer(strategy=STRATEGIES[name]()), Classifier()
+        trainer.fit(task, data, resume=str(directory / "saved"))
+        state = trainer.task_optimizers[0].state[task.net[0].weight]["exp_avg"]
+        seen[name] = {
+            "parameters": trainer.strategy.state.full(task.net),
+            "steps": trainer.global_step,
+            "alike": DeviceMesh.spec_of(state) == DeviceMesh.spec_of(task.net[0].weight),
+        }
+    return seen
+
+
+@pytest.mark.parametrize("name", ["data parallel", "sharded"])
+def test_a_run_resumes_as_if_nothing_had_happened(name: str) -> None:
+    seen = runs.of(save_and_resume)[0][name]
+    assert seen["steps"] == STEPS
+    assert seen["alike"]
+    assert gap(seen["parameters"], train_plain(samples(8 * STEPS))[0].state_dict()) <= EXACT
+
+
+@runs
+def refuse() -> dict[str, str]:
+    said = {}
+    for name, make in {
+        "one device": lambda: Accelerator(device="xla", strategy=XLA(spmd=False)),
+        "sizes": lambda: Accelerator(device="xla", strategy=XLA(tp=3, tp_plan=PLAN)),
+        "style": lambda: Accelerator(device="xla", strategy=XLA(tp=2, tp_plan={"2": Colwise()})).prepare(make_model()),
+        "pattern": lambda: Accelerator(device="xla", strategy=XLA(tp=2, tp_plan={"9": Colwise()})).prepare(make_model()),
+        "width": lambda: Accelerator(device="xla", strategy=XLA(tp=2, tp_plan={"0": Colwise()})).prepare(
+            nn.Sequential(nn.Linear(4, 7))
+        ),
+    }.items():
+        try:
+            make()
+            said[name] = "accepted"
+        except Exception as error:
+            said[name] = f"{type(error).__name__}: {error}"
+    return said
+
+
+@pytest.mark.parametrize(
+    ("what", "said"),
+    [
+        ("one device", "runs over all devices already and cannot run on one device too"),
+        ("sizes", "do not multiply to the 4 XLA device(s) of this process. Sizes that fit: 1, 2, 4"),
+        ("style", "gives '2', a LayerNorm, the style ColwiseParallel"),
+        ("pattern", "tp_plan has patterns that match no module of Sequential: '9'"),
+        ("width", "'0' has out_features 7, which tp=2 does not divide"),
+    ],
+)
+def test_what_cannot_be_is_refused_with_what_can(what: str, said: str) -> None:
+    found = runs.of(refuse)[0][what]
+    assert found.startswith("ConfigurationError: ")
+    assert said in found
+
+
+def test_a_mesh_takes_what_its_sizes_leave() -> None:
+    assert MeshShape(tensor=2).fill(8) == MeshShape(data=4, shard=1, tensor=2)
+    assert MeshShape(data=2, shard=-1).fill(8) == MeshShape(data=2, shard=4, tensor=1)
+    assert MeshShape(data=1, shard=2, tensor=3).size == 6
