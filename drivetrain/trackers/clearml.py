@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import math
 import os
+import threading
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -21,8 +22,10 @@ _OFFLINE_ADVICE = (
 )
 _OFFLINE_ID = "offline-"
 _SPLITS = ("train", "val", "valid", "test", "eval")
-# ClearML reports from a process of its own otherwise, which it forks while torch's threads run.
-_NO_FORK = "CLEARML__SDK__DEVELOPMENT__REPORT_USE_SUBPROCESS"
+# ClearML (2.1) reports from a process of its own otherwise. It forks that while other threads run, and the copy may hold
+# their locks and pipes for ever.
+_NO_FORK = {"sdk": {"development": {"report_use_subprocess": False}}}
+_CONFIGURING = threading.Lock()
 
 
 class ClearMLLogger(BackgroundTracker):
@@ -123,8 +126,12 @@ class _ClearMLRun(Tracker):
         return [value for key, value in self._credentials.items() if key != "api_host"]
 
     def load(self) -> None:
-        os.environ.setdefault(_NO_FORK, "false")
-        import clearml  # noqa: F401
+        from clearml.config import ConfigSDKWrapper, config_obj
+
+        with _CONFIGURING:  # a thread may open a run while another one begins to
+            if config_obj.get("sdk.development.report_use_subprocess", True):
+                config_obj.set_overrides(_NO_FORK)
+                ConfigSDKWrapper.clear_config_impl()  # which is read again at its next use
 
     def start(self) -> None:
         if self._task is not None:

@@ -137,7 +137,7 @@ def test_parameters_graph_source_environment_and_the_best_checkpoint_are_there(
     [graph] = [message["payload"]["graph"] for message in messages if message["type"] == "graph"]
     assert graph.startswith("Planted(")
     uploads = [message["payload"] for message in messages if message["type"] == "file_upload"]
-    model = [each for each in uploads if each["additional_params"].get("groupingName") == "best"]
+    model = [each for each in uploads if (each["additional_params"] or {}).get("groupingName") == "best"]
     names = {each["additional_params"]["fileName"].partition("/")[2] for each in model}
     best = Path(runs[0]["best"])
     assert names == {str(path.relative_to(best)) for path in best.rglob("*") if path.is_file()}
