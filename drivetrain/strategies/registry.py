@@ -47,6 +47,12 @@ def _deepspeed(stage: int | None = None, offload: bool = False) -> Strategy:
     return DeepSpeed(stage, offload_optimizer=device, offload_param=device if stage == 3 else None)
 
 
+def _megatron() -> Strategy:
+    from drivetrain.strategies.megatron import Megatron
+
+    return Megatron()
+
+
 register_strategy("single", Single)
 register_strategy("ddp", DDP)
 register_strategy("ddp_find_unused_parameters_true", partial(DDP, find_unused_parameters=True))
@@ -58,6 +64,7 @@ for _stage in (1, 2, 3):
     register_strategy(f"deepspeed_stage_{_stage}", partial(_deepspeed, _stage))
 register_strategy("deepspeed_stage_2_offload", partial(_deepspeed, 2, True))
 register_strategy("deepspeed_stage_3_offload", partial(_deepspeed, 3, True))
+register_strategy("megatron", _megatron)
 
 
 def available_strategies() -> list[str]:
