@@ -64,6 +64,11 @@ def complete(config: Any, options: MegatronOptions, precision: Precision) -> Any
         "params_dtype": low or torch.float32,
         "pipeline_dtype": low or torch.float32,
     }
+    # What the configuration has derived from the sizes and formats that it had before.
+    if config.microbatch_group_size_per_vp_stage == config.pipeline_model_parallel_size:
+        settings["microbatch_group_size_per_vp_stage"] = options.pipeline_parallel
+    if config.autocast_dtype is config.params_dtype:
+        settings["autocast_dtype"] = settings["params_dtype"]
     if interleaved:
         # Batched sends and receives between the same two ranks arrive in another order than they are waited for.
         settings |= {"overlap_p2p_comm": True, "batch_p2p_comm": False}
@@ -217,6 +222,12 @@ def explained(provide: Callable[[], Any]) -> Any:
     try:
         return provide()
     except AssertionError as error:
+        if "sequence parallel not supported" in str(error):
+            raise ConfigurationError(
+                "sequence_parallel=True needs norms that sum their gradients over the parts of a sequence: those of "
+                "TransformerEngine (get_gpt_layer_with_transformer_engine_spec) or of Apex. Install one of them, or leave "
+                "sequence_parallel out."
+            ) from error
         words = str(error).split()
         if "divisible" not in words or not (words[0].isdigit() and words[-1].isdigit()):
             raise

@@ -155,7 +155,8 @@ class Schedule:
         """Keep a loss for the schedule, which goes back from it when it is its turn."""
         if loss.numel() != 1 or not loss.requires_grad:
             raise RuntimeError(f"cannot go back from a tensor of shape {tuple(loss.shape)}: {loss}")
-        self._loss = loss
+        # Where stages free what they have handed over, the loss would go with it.
+        self._loss = loss.clone() if self._placed.config.deallocate_pipeline_outputs else loss
 
     def _taken_loss(self) -> Tensor:
         loss, self._loss = self._loss, None

@@ -11,6 +11,7 @@ import logging
 from typing import Any
 
 import torch
+from torch.autograd import Variable
 from torch.overrides import TorchFunctionMode
 
 CPU = torch.device("cpu")
@@ -21,6 +22,8 @@ class OnCPU(TorchFunctionMode):
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
+        if function in (torch.autograd.backward, torch.Tensor.backward):
+            return self._go_back(args[0], args[1] if len(args) > 1 else kwargs.get("grad_tensors"))
         if _is_cuda(kwargs.get("device")):
             kwargs["device"] = CPU
         if function is torch.Tensor.cuda:
@@ -31,6 +34,16 @@ class OnCPU(TorchFunctionMode):
         if function is torch.Tensor.type and isinstance(result, str):
             return result.replace("torch.", "torch.cuda.", 1)  # megatron-core compares the names of types
         return result
+
+    def _go_back(self, given: Any, gradients: Any) -> None:
+        """Run a backward with this mode on, since layers that recompute run their forward in it."""
+        tensors = (given,) if isinstance(given, torch.Tensor) else tuple(given)
+        known = gradients if isinstance(gradients, tuple | list) else (gradients,) * len(tensors)
+        ones = [torch.ones_like(t) if g is None else g for t, g in zip(tensors, known, strict=True)]
+        with self:
+            Variable._execution_engine.run_backward(
+                tensors, tuple(ones), False, False, (), allow_unreachable=True, accumulate_grad=True
+            )
 
 
 def _is_cuda(device: Any) -> bool:

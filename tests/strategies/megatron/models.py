@@ -35,12 +35,34 @@ class Texts(Dataset[dict[str, Tensor]]):
         return {"tokens": self.tokens[index], "labels": self.labels[index], "loss_mask": self.mask[index]}
 
 
+class PlainNorm(torch.nn.LayerNorm):
+    """In place of the norms of TransformerEngine and Apex, without which megatron-core has none for sharded sequences."""
+
+    def __init__(self, config: Any, hidden_size: int, eps: float = 1e-5, **_: Any) -> None:
+        super().__init__(hidden_size, eps)
+        for parameter in self.parameters():
+            parameter.sequence_parallel = config.sequence_parallel  # its gradient is summed over the parts
+
+
+def layers_of(config: Any, vp_stage: int | None) -> Any:
+    """Megatron-core's own layers, without fused kernels."""
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+    from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
+
+    spec = get_gpt_layer_local_spec()
+    if not config.sequence_parallel:
+        return spec
+    spec.submodules.input_layernorm = spec.submodules.pre_mlp_layernorm = PlainNorm
+    return TransformerBlockSubmodules([spec] * get_num_layers_to_build(config, vp_stage), PlainNorm)
+
+
 class GPT(MegatronTask):
     """As a user would write it."""
 
-    def __init__(self, optimizer: Any = None, vocabulary: int = VOCABULARY, **config: Any) -> None:
+    def __init__(self, optimizer: Any = None, vocabulary: int = VOCABULARY, tied: bool = False, **config: Any) -> None:
         super().__init__()
-        self.config, self.vocabulary, self.make_optimizer = config, vocabulary, optimizer or adamw
+        self.config, self.vocabulary, self.tied = config, vocabulary, tied
+        self.make_optimizer = optimizer or adamw
 
     def transformer_config(self) -> Any:
         from megatron.core.transformer import TransformerConfig
@@ -59,16 +81,16 @@ class GPT(MegatronTask):
         self, pre_process: bool = True, post_process: bool = True, vp_stage: int | None = None, config: Any = None
     ) -> Any:
         from megatron.core.models.gpt import GPTModel
-        from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 
         return GPTModel(
             config,
-            get_gpt_layer_local_spec(),
+            layers_of(config, vp_stage),
             vocab_size=self.vocabulary,
             max_sequence_length=LENGTH,
             pre_process=pre_process,
             post_process=post_process,
             vp_stage=vp_stage,
+            share_embeddings_and_output_weights=self.tied,
         )
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
