@@ -4,6 +4,8 @@ BASE_PYTHON ?= python3
 VENV ?= .venv
 # Apart from .venv: what the benchmarks compare with must not be there by accident where drivetrain is tested.
 BENCH_VENV ?= .venv-bench
+# So is what megatron-core installs.
+MEGATRON_VENV ?= .venv-megatron
 PIP := $(VENV)/bin/python -m pip --disable-pip-version-check
 
 # `make test-gpu PYTHON=python3` uses a Python that already holds torch, and makes no environment.
@@ -12,6 +14,8 @@ DEV_ENV :=
 DEMO_ENV :=
 BENCH_ENV :=
 BENCH_PYTHON := $(PYTHON)
+MEGATRON_ENV :=
+MEGATRON_PYTHON := $(PYTHON)
 DRIVETRAIN := $(PYTHON) -m drivetrain
 else
 PYTHON := $(VENV)/bin/python
@@ -19,6 +23,8 @@ DEV_ENV := $(VENV)/.made-for-development
 DEMO_ENV := $(VENV)/.made-for-examples
 BENCH_ENV := $(BENCH_VENV)/.made-for-benchmarks
 BENCH_PYTHON := $(BENCH_VENV)/bin/python
+MEGATRON_ENV := $(MEGATRON_VENV)/.made-for-megatron
+MEGATRON_PYTHON := $(MEGATRON_VENV)/bin/python
 DRIVETRAIN := $(VENV)/bin/drivetrain
 endif
 
@@ -26,7 +32,7 @@ endif
 export PYTHONPATH := $(CURDIR)$(if $(PYTHONPATH),:$(PYTHONPATH))
 
 .DEFAULT_GOAL := help
-.PHONY: help env demo test test-slow test-sharded test-crash test-gpu deepspeed-ops lint format types floors docs wheel bench clean
+.PHONY: help env demo test test-slow test-sharded test-crash test-megatron test-gpu deepspeed-ops lint format types floors docs wheel bench clean
 
 help: ## list these commands
 	@awk 'BEGIN {FS = ":.*## "} /^[a-z-]+:.*## / {printf "  make %-14s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
@@ -47,6 +53,9 @@ test-sharded: $(DEV_ENV) ## the tests that divide models: FSDP, DeepSpeed, tenso
 
 test-crash: $(DEV_ENV) ## the tests that kill processes and machines over and over
 	$(PYTHON) -m pytest -m "crash and not slow" $(TESTS)
+
+test-megatron: $(MEGATRON_ENV) ## the tests of Megatron, on the CPU (an environment of its own)
+	$(MEGATRON_PYTHON) -m pytest -m "megatron and not gpu" $(or $(TESTS),tests/strategies/megatron tests/conformance/test_megatron.py)
 
 test-gpu: $(DEV_ENV) ## the tests that need a GPU (PYTHON=python3: with a Python that holds torch)
 	$(PYTHON) -m pytest -m gpu $(TESTS)
@@ -89,7 +98,7 @@ clean: ## remove what builds, tests and runs left (not .venv)
 	find . -name __pycache__ -type d -not -path "./$(VENV)/*" -prune -exec rm -rf {} +
 
 # torch comes first and alone, at the pinned version: as another package's need, pip may choose another build of it.
-$(VENV)/bin/python $(BENCH_VENV)/bin/python:
+$(VENV)/bin/python $(BENCH_VENV)/bin/python $(MEGATRON_VENV)/bin/python:
 	@$(BASE_PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || \
 		{ echo "drivetrain needs Python >= 3.10, and $(BASE_PYTHON) is $$($(BASE_PYTHON) --version 2>&1)." \
 		"Name another one: make BASE_PYTHON=python3.12 ..." >&2; exit 1; }
@@ -108,4 +117,9 @@ $(VENV)/.made-for-development: pyproject.toml constraints.txt | $(VENV)/bin/pyth
 $(BENCH_VENV)/.made-for-benchmarks: pyproject.toml constraints.txt | $(BENCH_VENV)/bin/python
 	$(BENCH_PYTHON) -m pip --disable-pip-version-check install torch -c constraints.txt
 	$(BENCH_PYTHON) -m pip --disable-pip-version-check install -e ".[bench]" -c constraints.txt
+	@touch $@
+
+$(MEGATRON_VENV)/.made-for-megatron: pyproject.toml constraints.txt | $(MEGATRON_VENV)/bin/python
+	$(MEGATRON_PYTHON) -m pip --disable-pip-version-check install torch -c constraints.txt
+	$(MEGATRON_PYTHON) -m pip --disable-pip-version-check install -e ".[megatron]" pytest pytest-timeout -c constraints.txt
 	@touch $@

@@ -18,6 +18,7 @@ _EXPORTS: dict[str, str] = {
     "DeepSpeedPlugin": "drivetrain.accelerator",
     "DistributedDataParallelKwargs": "drivetrain.accelerator",
     "FullyShardedDataParallelPlugin": "drivetrain.accelerator",
+    "MegatronLMPlugin": "drivetrain.accelerator",
     "ParallelismConfig": "drivetrain.accelerator",
     "GradScalerKwargs": "drivetrain.accelerator",
     "GradientAccumulationPlugin": "drivetrain.accelerator",
@@ -122,6 +123,7 @@ if TYPE_CHECKING:
     from drivetrain.accelerator import GradientAccumulationPlugin as GradientAccumulationPlugin
     from drivetrain.accelerator import GradScalerKwargs as GradScalerKwargs
     from drivetrain.accelerator import InitProcessGroupKwargs as InitProcessGroupKwargs
+    from drivetrain.accelerator import MegatronLMPlugin as MegatronLMPlugin
     from drivetrain.accelerator import ParallelismConfig as ParallelismConfig
     from drivetrain.accelerator import ProjectConfiguration as ProjectConfiguration
     from drivetrain.callbacks import Callback as Callback

@@ -10,7 +10,12 @@ from drivetrain.accelerator.handlers import (
     ProjectConfiguration,
 )
 from drivetrain.accelerator.optimizer import PreparedOptimizer
-from drivetrain.accelerator.plugins import DeepSpeedPlugin, FullyShardedDataParallelPlugin, ParallelismConfig
+from drivetrain.accelerator.plugins import (
+    DeepSpeedPlugin,
+    FullyShardedDataParallelPlugin,
+    MegatronLMPlugin,
+    ParallelismConfig,
+)
 from drivetrain.accelerator.scheduler import PreparedScheduler
 from drivetrain.accelerator.weighted_mean import WeightedMean
 
@@ -23,6 +28,7 @@ __all__ = [
     "GradScalerKwargs",
     "GradientAccumulationPlugin",
     "InitProcessGroupKwargs",
+    "MegatronLMPlugin",
     "ParallelismConfig",
     "PreparedOptimizer",
     "PreparedScheduler",

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import re
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import fields, is_dataclass, replace
 from typing import Any
 
@@ -26,6 +28,8 @@ _ADAM = {"lr": "lr", "weight_decay": "weight_decay", "eps": "adam_eps"}
 _SGD = {"lr": "lr", "weight_decay": "weight_decay", "momentum": "sgd_momentum"}
 # Options of these that change what a step computes, and that megatron-core's optimizers do not have.
 _REFUSED = {"amsgrad": False, "maximize": False, "nesterov": False, "dampening": 0}
+# What megatron-core asserts where a size cannot be shared.
+_DIVISIBILITY = re.compile(r"(\d+) is not divisible by (\d+)")
 
 
 def low_dtype(precision: Precision) -> torch.dtype | None:
@@ -196,6 +200,8 @@ def optimizer_config(optimizer: Optimizer, options: MegatronOptions, low: torch.
             f"{type(optimizer).__name__}. Return torch.optim.AdamW, Adam or SGD over self.parameters(): its options "
             "and its learning-rate schedule are taken."
         )
+    if options.distributed_optimizer:
+        _check_distributed(optimizer)
     chosen |= {there: float(defaults[here]) for here, there in names.items()}
     return OptimizerConfig(
         **{
@@ -210,17 +216,28 @@ def optimizer_config(optimizer: Optimizer, options: MegatronOptions, low: torch.
     )
 
 
-def explained(provide: Callable[[], Any]) -> Any:
-    """What a model provider returns, with megatron-core's assertion about sizes in our words.
+def _check_distributed(optimizer: Optimizer) -> None:
+    """Refuse what megatron-core's distributed optimizer does not spread over processes."""
+    from megatron.core import optimizer as kernels
 
-    Args:
-        provide: Calls the model provider.
+    adam = (AdamW,) if kernels.USING_PYTORCH_OPTIMIZER else (Adam, AdamW)
+    if type(optimizer) not in adam:
+        raise ConfigurationError(
+            f"Megatron(distributed_optimizer=True) cannot spread the state of {type(optimizer).__name__}: megatron-core "
+            "does so for AdamW, and with TransformerEngine or Apex for Adam. Use torch.optim.AdamW, or "
+            "Megatron(distributed_optimizer=False)."
+        )
+
+
+@contextmanager
+def explained() -> Iterator[None]:
+    """Context of a model provider, in which megatron-core's assertions about sizes are raised in our words.
 
     Raises:
         ConfigurationError: A size of the model does not fit the tensor-parallel processes.
     """
     try:
-        return provide()
+        yield
     except AssertionError as error:
         if "sequence parallel not supported" in str(error):
             raise ConfigurationError(
@@ -228,10 +245,10 @@ def explained(provide: Callable[[], Any]) -> Any:
                 "TransformerEngine (get_gpt_layer_with_transformer_engine_spec) or of Apex. Install one of them, or leave "
                 "sequence_parallel out."
             ) from error
-        words = str(error).split()
-        if "divisible" not in words or not (words[0].isdigit() and words[-1].isdigit()):
+        found = _DIVISIBILITY.search(str(error))
+        if found is None:
             raise
-        size, parts = int(words[0]), int(words[-1])
+        size, parts = int(found[1]), int(found[2])
         raise ConfigurationError(
             f"model_provider built a layer of size {size}, such as vocab_size, which is no multiple of "
             f"tensor_parallel={parts}. Pad it to {-(-size // parts) * parts}, or choose a tensor_parallel that {size} is "

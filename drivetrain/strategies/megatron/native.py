@@ -11,6 +11,8 @@ import torch
 from drivetrain.runtime.errors import CheckpointError
 from drivetrain.strategies.megatron.membership import Membership
 from drivetrain.strategies.megatron.model import PlacedModel
+from drivetrain.strategies.megatron.optimizer import GROUP, MegatronOptimizerFront
+from drivetrain.strategies.megatron.parameter_state import ParameterState
 
 # The optimizer's state in the space of the model, so that another number of data shards can read it.
 _METADATA = {
@@ -19,6 +21,8 @@ _METADATA = {
     "chained_optim_avoid_prefix": True,
 }
 _GENERATOR = "generator"
+# What the value that is stepped is called there.
+_STEPPED = ("param", "fp32_param")
 
 
 def save(placed: PlacedModel, membership: Membership, directory: str | os.PathLike[str]) -> None:
@@ -63,13 +67,34 @@ def load(placed: PlacedModel, membership: Membership, directory: str | os.PathLi
         chunk.load_state_dict(state[_name(number, placed)], strict=False)
     front = placed.optimizer
     if front is not None:
-        front.inner.load_state_dict(state["optimizer"])
+        _load_optimizer(front, state["optimizer"])
         for group in front.inner.param_groups:
-            front.param_groups[group["group_index"]].update(
-                {name: group[name] for name in front.param_groups[group["group_index"]] if name in group and name != "params"}
-            )
+            own = front.param_groups[group[GROUP]]
+            own.update({name: group[name] for name in own if name in group and name != "params"})
     if membership.generator is not None and _GENERATOR in state:
         membership.generator.set_state(state[_GENERATOR])
+
+
+def _load_optimizer(front: MegatronOptimizerFront, state: dict[Any, Any]) -> None:
+    kept = ParameterState(front)
+    parts = front.inner.chained_optimizers
+    held = [(part, state if len(parts) == 1 else state[number]) for number, part in enumerate(parts)]
+    later = []
+    for part, own in held:
+        # What torch's optimizers count steps in stands in the way of megatron-core's own loader (0.16.1).
+        if "param_state" in own and any("step" in values for values in part.optimizer.state.values()):
+            parameters = [parameter for buffer in part.buffers for parameter in buffer.param_index_map]
+            later.append((parameters, own.pop("param_state")))
+            del own["param_state_sharding_type"]
+    front.inner.load_state_dict(state)
+    for parameters, values in later:
+        for number, parameter in enumerate(parameters):
+            for key, value in values[number].items():
+                kept.write(parameter, None if key in _STEPPED else key, value)
+    steps = kept.steps()
+    if steps is not None:
+        # Loading has given all parameters one tensor of steps, which each of them would count up (0.16.1).
+        kept.write_steps(steps)
 
 
 def _name(number: int, placed: PlacedModel) -> str:
@@ -82,6 +107,7 @@ def _sharded(placed: PlacedModel, is_loading: bool) -> dict[str, Any]:
         for number, chunk in enumerate(placed.bare)
     }
     if placed.optimizer is not None:
+        ParameterState(placed.optimizer).make()
         model = state if len(placed.bare) > 1 else state["model"]
         state["optimizer"] = placed.optimizer.inner.sharded_state_dict(
             dict(model), is_loading=is_loading, metadata=dict(_METADATA)

@@ -141,7 +141,8 @@ def make_optimizer(
     inner = get_megatron_optimizer(
         optimizer_config(optimizer, options, low),
         placed.wrapped,
-        config_overrides={matching(index): {GROUP: index} for index in range(len(groups))},
+        # Its own checkpoints tell groups apart by lr_mult, which nothing else reads.
+        config_overrides={matching(index): {GROUP: index, "lr_mult": 1.0 + index} for index in range(len(groups))},
         use_gloo_process_groups=False,
     )
     front = MegatronOptimizerFront(optimizer, placed, inner)

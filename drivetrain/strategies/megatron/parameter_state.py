@@ -84,6 +84,19 @@ class ParameterState:
                     return float(group["step"])
         return None
 
+    def make(self) -> None:
+        """Make the state of an optimizer that has not stepped yet, where megatron-core's checkpoints need it to be there."""
+        for part in self._front.parts:
+            if part.optimizer.state or not hasattr(part, "gbuf_ranges"):
+                continue
+            rates = [(group, group["lr"]) for group in part.optimizer.param_groups]
+            for group, _ in rates:
+                group["lr"] = 0.0  # what fills the state in is a step, which must not change anything
+            part._init_optimizer_states_with_dummy_values()
+            for group, rate in rates:
+                group["lr"] = rate
+            self.write_steps(0.0)
+
     def read(self, parameter: Tensor, key: str | None) -> Tensor:
         """A state of the parameter's shape in 32 bits, on all processes that step it together; a collective of those.
 

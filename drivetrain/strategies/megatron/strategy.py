@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -176,6 +177,10 @@ class Megatron(Strategy):
 
     # model
 
+    def init_context(self) -> AbstractContextManager[Any]:
+        """Build models with the same values where processes hold copies, and others where they hold parts."""
+        return self._joined().initial_values(self.topology)
+
     def transformer_config(self, config: Any) -> Any:
         """A `TransformerConfig` with the sizes of the grid and the precision in it, for a loop of one's own.
 
@@ -194,12 +199,12 @@ class Megatron(Strategy):
 
         config = self.transformer_config(program.transformer_config())
         chunks = []
-        with self._joined().initial_values(self.topology):
-            for number in range(self.options.chunks):
-                stage = number if self.options.chunks > 1 else None
-                first = parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=stage)
-                last = parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=stage)
-                chunks.append(explained(lambda f=first, e=last, s=stage: program.model_provider(f, e, s, config)))
+        for number in range(self.options.chunks):
+            stage = number if self.options.chunks > 1 else None
+            first = parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=stage)
+            last = parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=stage)
+            with explained():
+                chunks.append(program.model_provider(first, last, stage, config))
         return chunks
 
     def place(self, model: nn.Module, precision: Precision, move: bool = True) -> nn.Module:

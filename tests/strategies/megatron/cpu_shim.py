@@ -8,6 +8,7 @@ mixture of experts, context parallelism.
 from __future__ import annotations
 
 import logging
+import warnings
 from typing import Any
 
 import torch
@@ -54,6 +55,8 @@ def _is_cuda(device: Any) -> bool:
 
 def install() -> None:
     """Put the shim in place, for the rest of this process."""
+    warnings.filterwarnings("ignore", category=UserWarning)  # of megatron-core, about the kernels that are not there
+    warnings.filterwarnings("ignore", category=FutureWarning)
     # There the CPU's generator stands for the device's, which is what it warns of.
     logging.getLogger("megatron.core.tensor_parallel.random").setLevel(logging.ERROR)
     cuda: Any = torch.cuda
