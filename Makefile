@@ -18,6 +18,8 @@ BENCH_VENV ?= .venv-bench
 XLA_VENV ?= .venv-xla
 XLA_PYTHON := $(XLA_VENV)/bin/python
 XLA_ENV := $(XLA_VENV)/.made-for-xla
+# What megatron-core installs is not needed elsewhere.
+MEGATRON_VENV ?= .venv-megatron
 PIP := $(VENV)/bin/python -m pip --disable-pip-version-check
 
 # `make test-gpu PYTHON=python3` uses a Python that already holds torch, and makes no environment.
@@ -26,6 +28,8 @@ DEV_ENV :=
 DEMO_ENV :=
 BENCH_ENV :=
 BENCH_PYTHON := $(PYTHON)
+MEGATRON_ENV :=
+MEGATRON_PYTHON := $(PYTHON)
 DRIVETRAIN := $(PYTHON) -m drivetrain
 else
 PYTHON := $(VENV)/bin/python
@@ -33,6 +37,8 @@ DEV_ENV := $(VENV)/.made-for-development
 DEMO_ENV := $(VENV)/.made-for-examples
 BENCH_ENV := $(BENCH_VENV)/.made-for-benchmarks
 BENCH_PYTHON := $(BENCH_VENV)/bin/python
+MEGATRON_ENV := $(MEGATRON_VENV)/.made-for-megatron
+MEGATRON_PYTHON := $(MEGATRON_VENV)/bin/python
 DRIVETRAIN := $(VENV)/bin/drivetrain
 endif
 
@@ -40,8 +46,8 @@ endif
 export PYTHONPATH := $(CURDIR)$(if $(PYTHONPATH),:$(PYTHONPATH))
 
 .DEFAULT_GOAL := help
-.PHONY: help env demo test test-slow test-sharded test-crash test-gpu test-xla test-oldest deepspeed-ops lint format types \
-	floors docs wheel bench bench-gpu clean
+.PHONY: help env demo test test-slow test-sharded test-crash test-megatron test-gpu test-xla test-oldest deepspeed-ops \
+	lint format types floors docs wheel bench bench-gpu clean
 
 help: ## list these commands
 	@awk 'BEGIN {FS = ":.*## "} /^[a-z-]+:.*## / {printf "  make %-14s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
@@ -62,6 +68,9 @@ test-sharded: $(DEV_ENV) ## the tests that divide models: FSDP, DeepSpeed, tenso
 
 test-crash: $(DEV_ENV) ## the tests that kill processes and machines over and over
 	$(PYTHON) -m pytest -m "crash and not slow" $(TESTS)
+
+test-megatron: $(MEGATRON_ENV) ## the tests of Megatron, on the CPU (an environment of its own)
+	$(MEGATRON_PYTHON) -m pytest -m "megatron and not gpu" $(or $(TESTS),tests/strategies/megatron tests/conformance/test_megatron.py)
 
 test-gpu: $(DEV_ENV) ## the tests that need a GPU (PYTHON=python3: with a Python that holds torch)
 	$(PYTHON) -m pytest -m gpu $(TESTS)
@@ -113,7 +122,7 @@ clean: ## remove what builds, tests and runs left (not .venv)
 	find . -name __pycache__ -type d -not -path "./$(VENV)/*" -prune -exec rm -rf {} +
 
 # torch comes first and alone, at the pinned version: as another package's need, pip may choose another build of it.
-$(VENV)/bin/python $(BENCH_VENV)/bin/python $(XLA_VENV)/bin/python:
+$(VENV)/bin/python $(BENCH_VENV)/bin/python $(XLA_VENV)/bin/python $(MEGATRON_VENV)/bin/python:
 	@$(BASE_PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || \
 		{ echo "drivetrain needs Python >= 3.10, and $(BASE_PYTHON) is $$($(BASE_PYTHON) --version 2>&1)." \
 		"Name another one: make BASE_PYTHON=python3.12 ..." >&2; exit 1; }
@@ -142,4 +151,9 @@ $(XLA_ENV): pyproject.toml constraints.txt constraints-xla.txt | $(XLA_VENV)/bin
 	grep -v '^torch==' constraints.txt | cat - constraints-xla.txt > $(XLA_VENV)/constraints.txt
 	$(XLA_PYTHON) -m pip --disable-pip-version-check install -r constraints-xla.txt
 	$(XLA_PYTHON) -m pip --disable-pip-version-check install -e ".[test]" -c $(XLA_VENV)/constraints.txt
+	@touch $@
+
+$(MEGATRON_VENV)/.made-for-megatron: pyproject.toml constraints.txt | $(MEGATRON_VENV)/bin/python
+	$(MEGATRON_PYTHON) -m pip --disable-pip-version-check install torch -c constraints.txt
+	$(MEGATRON_PYTHON) -m pip --disable-pip-version-check install -e ".[megatron]" pytest pytest-timeout -c constraints.txt
 	@touch $@

@@ -18,6 +18,7 @@ _EXPORTS: dict[str, str] = {
     "DeepSpeedPlugin": "drivetrain.accelerator",
     "DistributedDataParallelKwargs": "drivetrain.accelerator",
     "FullyShardedDataParallelPlugin": "drivetrain.accelerator",
+    "MegatronLMPlugin": "drivetrain.accelerator",
     "ParallelismConfig": "drivetrain.accelerator",
     "GradScalerKwargs": "drivetrain.accelerator",
     "GradientAccumulationPlugin": "drivetrain.accelerator",
@@ -29,6 +30,7 @@ _EXPORTS: dict[str, str] = {
     "ProjectConfiguration": "drivetrain.accelerator",
     "Trainer": "drivetrain.trainer",
     "Task": "drivetrain.trainer",
+    "MegatronTask": "drivetrain.trainer",
     "DataModule": "drivetrain.trainer",
     "Callback": "drivetrain.callbacks",
     "EarlyStopping": "drivetrain.callbacks",
@@ -46,6 +48,7 @@ _EXPORTS: dict[str, str] = {
     "DeepSpeed": "drivetrain.strategies.deepspeed",
     "DummyOptim": "drivetrain.strategies.deepspeed",
     "DummyScheduler": "drivetrain.strategies.deepspeed",
+    "Megatron": "drivetrain.strategies.megatron",
     "Parallel": "drivetrain.strategies.parallel",
     "Colwise": "drivetrain.strategies.parallel",
     "Rowwise": "drivetrain.strategies.parallel",
@@ -132,6 +135,7 @@ if TYPE_CHECKING:
     from drivetrain.accelerator import GradientAccumulationPlugin as GradientAccumulationPlugin
     from drivetrain.accelerator import GradScalerKwargs as GradScalerKwargs
     from drivetrain.accelerator import InitProcessGroupKwargs as InitProcessGroupKwargs
+    from drivetrain.accelerator import MegatronLMPlugin as MegatronLMPlugin
     from drivetrain.accelerator import MSAMPRecipeKwargs as MSAMPRecipeKwargs
     from drivetrain.accelerator import ParallelismConfig as ParallelismConfig
     from drivetrain.accelerator import ProjectConfiguration as ProjectConfiguration
@@ -188,6 +192,7 @@ if TYPE_CHECKING:
     from drivetrain.strategies.deepspeed import DummyOptim as DummyOptim
     from drivetrain.strategies.deepspeed import DummyScheduler as DummyScheduler
     from drivetrain.strategies.fsdp import FSDP as FSDP
+    from drivetrain.strategies.megatron import Megatron as Megatron
     from drivetrain.strategies.parallel import Colwise as Colwise
     from drivetrain.strategies.parallel import Parallel as Parallel
     from drivetrain.strategies.parallel import PrepareModuleInput as PrepareModuleInput
@@ -210,5 +215,6 @@ if TYPE_CHECKING:
     from drivetrain.trackers import Tracker as Tracker
     from drivetrain.trackers import register_tracker as register_tracker
     from drivetrain.trainer import DataModule as DataModule
+    from drivetrain.trainer import MegatronTask as MegatronTask
     from drivetrain.trainer import Task as Task
     from drivetrain.trainer import Trainer as Trainer

@@ -11,7 +11,12 @@ from drivetrain.accelerator.handlers import (
     ProjectConfiguration,
 )
 from drivetrain.accelerator.optimizer import PreparedOptimizer
-from drivetrain.accelerator.plugins import DeepSpeedPlugin, FullyShardedDataParallelPlugin, ParallelismConfig
+from drivetrain.accelerator.plugins import (
+    DeepSpeedPlugin,
+    FullyShardedDataParallelPlugin,
+    MegatronLMPlugin,
+    ParallelismConfig,
+)
 from drivetrain.accelerator.scheduler import PreparedScheduler
 from drivetrain.accelerator.weighted_mean import WeightedMean
 
@@ -27,6 +32,7 @@ __all__ = [
     "GradientAccumulationPlugin",
     "InitProcessGroupKwargs",
     "MSAMPRecipeKwargs",
+    "MegatronLMPlugin",
     "ParallelismConfig",
     "PreparedOptimizer",
     "PreparedScheduler",

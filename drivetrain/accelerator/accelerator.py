@@ -42,6 +42,7 @@ from drivetrain.accelerator.optimizer import PreparedOptimizer
 from drivetrain.accelerator.plugins import (
     DeepSpeedPlugin,
     FullyShardedDataParallelPlugin,
+    MegatronLMPlugin,
     ParallelismConfig,
     strategy_of_plugins,
 )
@@ -96,6 +97,8 @@ class Accelerator(KnownKeywords, EngineStatus, ProcessControl, StateSaving, Trac
         deepspeed_plugin: Options of `strategy="deepspeed"` in Accelerate's names, or the keys of its
             `deepspeed_config`.
         parallelism_config: Sizes of the grid of processes in Accelerate's names; `strategy=Parallel(...)` has more.
+        megatron_lm_plugin: Options of `strategy="megatron"` in Accelerate's names, or the keys of its
+            `megatron_lm_config`.
         device: Name of the kind of device, such as `"cuda"`; found if None.
         log_with: Trackers that `init_trackers` opens: names, objects, several of them, or `"all"`.
 
@@ -140,6 +143,7 @@ class Accelerator(KnownKeywords, EngineStatus, ProcessControl, StateSaving, Trac
         fsdp_plugin: FullyShardedDataParallelPlugin | Mapping[str, Any] | None = None,
         deepspeed_plugin: DeepSpeedPlugin | Mapping[str, Any] | None = None,
         parallelism_config: ParallelismConfig | None = None,
+        megatron_lm_plugin: MegatronLMPlugin | Mapping[str, Any] | None = None,
         device: str | None = None,
         log_with: LogWith = None,
     ) -> None:
@@ -155,7 +159,8 @@ class Accelerator(KnownKeywords, EngineStatus, ProcessControl, StateSaving, Trac
             step_scheduler_per_process,
         )
 
-        chosen = choose_strategy(strategy, strategy_of_plugins(fsdp_plugin, deepspeed_plugin, parallelism_config))
+        plugged = strategy_of_plugins(fsdp_plugin, deepspeed_plugin, parallelism_config, megatron_lm_plugin)
+        chosen = choose_strategy(strategy, plugged)
         self.strategy = make_strategy(chosen, self.state, find_handler(handlers, DistributedDataParallelKwargs))
         self.strategy.setup(self.state)
         self.state.before_leaving(self.strategy.teardown)

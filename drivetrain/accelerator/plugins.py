@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from drivetrain.accelerator.megatron_plugin import MegatronLMPlugin
 from drivetrain.runtime.errors import ConfigurationError
 from drivetrain.runtime.logging import get_logger
 from drivetrain.strategies import Strategy
@@ -172,6 +173,7 @@ def strategy_of_plugins(
     fsdp: FullyShardedDataParallelPlugin | Mapping[str, Any] | None,
     deepspeed: DeepSpeedPlugin | Mapping[str, Any] | None,
     parallelism: ParallelismConfig | None,
+    megatron: MegatronLMPlugin | Mapping[str, Any] | None = None,
 ) -> Strategy | None:
     """The strategy that Accelerate's plugins ask for, if any was given.
 
@@ -179,10 +181,21 @@ def strategy_of_plugins(
         fsdp: A plugin, or the keys of an `fsdp_config`.
         deepspeed: A plugin, or the keys of a `deepspeed_config`.
         parallelism: The sizes of a grid, over which `fsdp` may set how to shard.
+        megatron: A plugin, or the keys of a `megatron_lm_config`.
 
     Raises:
         ConfigurationError: Two of them contradict each other.
     """
+    if megatron is not None:
+        if any(other is not None for other in (fsdp, deepspeed, parallelism)):
+            raise ConfigurationError(
+                "megatron_lm_plugin goes with no other plugin, nor with parallelism_config; give one."
+            )
+        if isinstance(megatron, Mapping):
+            from drivetrain.strategies.megatron import Megatron
+
+            return Megatron.from_config(megatron)
+        return megatron.strategy()
     if deepspeed is not None and (fsdp is not None or parallelism is not None):
         raise ConfigurationError("deepspeed_plugin goes with neither fsdp_plugin nor parallelism_config; give one.")
     if deepspeed is not None:

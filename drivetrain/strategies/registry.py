@@ -60,6 +60,12 @@ def _xla_fsdp() -> Strategy:
     return XLAFSDP()
 
 
+def _megatron() -> Strategy:
+    from drivetrain.strategies.megatron import Megatron
+
+    return Megatron()
+
+
 register_strategy("single", Single)
 register_strategy("ddp", DDP)
 register_strategy("ddp_find_unused_parameters_true", partial(DDP, find_unused_parameters=True))
@@ -73,6 +79,7 @@ register_strategy("deepspeed_stage_2_offload", partial(_deepspeed, 2, True))
 register_strategy("deepspeed_stage_3_offload", partial(_deepspeed, 3, True))
 register_strategy("xla", _xla)
 register_strategy("xla_fsdp", _xla_fsdp)
+register_strategy("megatron", _megatron)
 
 
 def available_strategies() -> list[str]:

@@ -1,0 +1,207 @@
+"""Where the parts of a model that each process holds belong in the whole one, by its canonical names.
+
+The places are those of megatron-core's `sharded_state_dict`; the names are those of the same model on one process.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from drivetrain.runtime.collectives import gather_object
+from drivetrain.runtime.errors import CheckpointError
+
+Slices = tuple[Any, ...]
+Holder = Callable[[str, list[int]], int]
+
+_LAYER = re.compile(r"(.*\blayers)\.(\d+)\Z")
+# Each layer under its own number: the name that it has on one process.
+_METADATA = {"non_homogeneous_layers": True}
+
+
+@dataclass
+class Entry:
+    """One tensor of this process.
+
+    Attributes:
+        name: Of the whole that it is a part of.
+        tensor: A parameter, or a buffer.
+        sharded: Megatron-core's description of its place.
+        shape: Of the whole.
+        counts: Whether it stands for its part, rather than being a copy of a peer's.
+    """
+
+    name: str
+    tensor: Tensor
+    sharded: Any
+    shape: tuple[int, ...]
+    counts: bool
+
+    def pieces(self, like: Tensor) -> list[tuple[Slices, Tensor]]:
+        """Views of a tensor of this one's shape, such as an optimizer's state, each with its place in the whole."""
+        return [(piece.global_slice(), piece.data) for piece in _pieces(self.sharded, like)]
+
+    def fill(self, like: Tensor, whole: Tensor) -> None:
+        """Copy this process's part of a whole tensor.
+
+        Args:
+            like: Where to, a tensor of this one's shape.
+            whole: The whole tensor.
+
+        Raises:
+            CheckpointError: It has another shape.
+        """
+        if tuple(whole.shape) != self.shape:
+            raise CheckpointError(
+                f"{self.name} has the shape {tuple(whole.shape)} in the checkpoint, but {self.shape} here."
+            )
+        with torch.no_grad():
+            for place, view in self.pieces(like):
+                view.copy_(whole[place])
+
+
+class Layout:
+    """Where the tensors of all processes belong; made by all processes together.
+
+    Args:
+        chunks: The parts of the model that this process holds.
+        prefix: What the names of the model begin with in the user's module.
+        device: Where tensors are exchanged.
+
+    Attributes:
+        entries: The tensors of this process.
+        names: Those of the whole model, in its order.
+    """
+
+    def __init__(self, chunks: Iterable[nn.Module], prefix: str, device: torch.device) -> None:
+        self._device = device
+        self.entries = [entry for chunk in chunks for entry in _entries(chunk, prefix)]
+        self._by_tensor = {id(entry.tensor): entry for entry in self.entries}
+        own = [(e.name, e.shape, e.tensor.dtype, [place for place, _ in e.pieces(e.tensor)]) for e in self.entries if e.counts]
+        self._parts: dict[str, list[tuple[int, Slices]]] = {}
+        self._described: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
+        for rank, described in enumerate(gather_object([own])):
+            for name, shape, dtype, places in described:
+                self._described.setdefault(name, (shape, dtype))
+                self._parts.setdefault(name, []).extend((rank, place) for place in places)
+        self.names = sorted(self._described, key=_natural)
+
+    def find(self, tensor: Tensor) -> Entry | None:
+        """The place of a parameter of this process."""
+        return self._by_tensor.get(id(tensor))
+
+    def dtype(self, name: str) -> torch.dtype:
+        """The dtype of a tensor in the model."""
+        return self._described[name][1]
+
+    def rotating(self, name: str, ranks: list[int]) -> int:
+        """The process that keeps a whole tensor: one of those that have parts of it, in turn."""
+        return ranks[self.names.index(name) % len(ranks)]
+
+    def read(
+        self,
+        values: Callable[[Entry], Tensor | None],
+        dtype: Callable[[str], torch.dtype],
+        holder: Holder | None = None,
+    ) -> dict[str, Tensor]:
+        """Whole tensors on the CPU, each on one process and on the meta device on the others; a collective.
+
+        Args:
+            values: What to read for each of this process's tensors: a tensor of the same shape, or None where no
+                process has any.
+            dtype: Of the whole, by name.
+            holder: Which process keeps one, by its name and the processes that have parts of it; in turn if None.
+        """
+        rank = dist.get_rank()
+        state: dict[str, Tensor] = {}
+        own = {entry.name: entry for entry in self.entries if entry.counts}
+        for name in self.names:
+            parts, shape = self._parts[name], self._described[name][0]
+            keeper = (holder or self.rotating)(name, sorted({owner for owner, _ in parts}))
+            views: Iterator[Tensor] = iter(())
+            if name in own:
+                value = values(own[name])
+                assert value is not None, name
+                views = iter([view for _, view in own[name].pieces(value.detach())])
+            whole = torch.empty(shape, dtype=dtype(name), device="cpu" if rank == keeper else "meta")
+            for owner, place in parts:
+                if owner == rank:
+                    self._hand_over(next(views), whole, place, keeper)
+                elif rank == keeper:
+                    received = torch.empty_like(whole[place], device=self._device, memory_format=torch.contiguous_format)
+                    dist.recv(received, src=owner)
+                    whole[place] = received.cpu()
+            state[name] = whole
+        return state
+
+    def _hand_over(self, part: Tensor, whole: Tensor, place: Slices, keeper: int) -> None:
+        if not whole.is_meta:
+            whole[place] = part.to(whole.dtype).cpu()
+        else:
+            dist.send(part.to(whole.dtype).contiguous(), dst=keeper)
+
+    def elements(self, tensor: Tensor) -> int:
+        """How many elements the whole of a parameter has."""
+        entry = self.find(tensor)
+        return tensor.numel() if entry is None else torch.Size(entry.shape).numel()
+
+
+def _entries(chunk: nn.Module, prefix: str) -> Iterator[Entry]:
+    renumbered = {
+        f"{match[1]}.{match[2]}.": f"{match[1]}.{module.layer_number - 1}."
+        for path, module in chunk.named_modules()
+        if (match := _LAYER.match(path)) and hasattr(module, "layer_number")
+    }
+    for local, sharded in chunk.sharded_state_dict(metadata=dict(_METADATA)).items():  # type: ignore[operator]
+        if not isinstance(getattr(sharded, "data", None), Tensor) or local.endswith("_extra_state"):
+            continue
+        pieces = _pieces(sharded, sharded.data)
+        yield Entry(
+            name=prefix + _canonical(local, sharded.key, renumbered),
+            tensor=sharded.data,
+            sharded=sharded,
+            shape=tuple(pieces[0].global_shape),
+            counts=_is_main(sharded.replica_id),
+        )
+
+
+def _canonical(local: str, key: str, renumbered: dict[str, str]) -> str:
+    """The name on one process: layers by their number in the whole model, a tied weight by that of the embedding."""
+    if key.endswith("embedding.word_embeddings.weight"):
+        return key
+    for before, after in renumbered.items():
+        if local.startswith(before):
+            return after + local.removeprefix(before)
+    return local
+
+
+def _pieces(sharded: Any, like: Tensor) -> list[Any]:
+    build = getattr(sharded, "build_fn", None)
+    if build is None:
+        return [replace(sharded, data=like, dtype=like.dtype)]
+    return list(_flat(build(sharded.key, like, sharded.replica_id, sharded.flattened_range)))
+
+
+def _flat(built: Any) -> Iterator[Any]:
+    if isinstance(built, dict):
+        built = list(built.values())
+    if isinstance(built, list | tuple):
+        for each in built:
+            yield from _flat(each)
+    else:
+        yield built
+
+
+def _is_main(replica: Any) -> bool:
+    return not any(replica) if isinstance(replica, tuple) else not replica
+
+
+def _natural(name: str) -> list[Any]:
+    """A key that sorts layer 10 behind layer 9."""
+    return [(int(part), "") if part.isdigit() else (-1, part) for part in name.split(".")]

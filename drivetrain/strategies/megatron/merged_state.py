@@ -1,0 +1,215 @@
+"""The state of a model that is spread over layers, stages and data shards, under the names of the whole."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from drivetrain.runtime.collectives import gather_object
+from drivetrain.runtime.errors import CheckpointError
+from drivetrain.strategies.megatron.layout import Entry
+from drivetrain.strategies.megatron.model import PlacedModel, PlacedModels
+from drivetrain.strategies.megatron.optimizer import GROUP, MegatronOptimizerFront
+from drivetrain.strategies.megatron.parameter_state import ParameterState
+from drivetrain.strategies.model_state import ModelState, StateDict
+from drivetrain.strategies.optimizer_names import named_optimizer_state
+from drivetrain.strategies.topology import Topology
+
+
+class MergedState(ModelState):
+    """State that is put together from the parts of all processes, and taken apart again.
+
+    Args:
+        topology: This process's place.
+        unwrap: Returns the user's own module inside what `prepare` returned.
+        models: All models of the strategy.
+    """
+
+    def __init__(
+        self, topology: Topology, unwrap: Callable[[nn.Module], nn.Module], models: PlacedModels
+    ) -> None:
+        super().__init__(topology, unwrap)
+        self._models = models
+
+    def describe(self, parameter: nn.Parameter) -> tuple[int, bool]:
+        """The size of the whole parameter, of which this process may hold a part."""
+        for placed in self._models:
+            if placed.layout.find(parameter) is not None:
+                return placed.layout.elements(parameter), parameter.requires_grad
+        return super().describe(parameter)
+
+    # models
+
+    def model(self, model: nn.Module) -> StateDict:
+        """Parameters and buffers; in 32 bits where the optimizer keeps such master weights.
+
+        What is put together from several processes is kept by one of them each, and stands as a tensor on the meta
+        device on the others, so that no process ever holds all of it.
+        """
+        placed = self._models.require(model)
+        kept = None if placed.optimizer is None else ParameterState(placed.optimizer)
+
+        def value(entry: Entry) -> Tensor:
+            if kept is None or not entry.tensor.requires_grad or not kept.is_stepped(entry.tensor):
+                return entry.tensor
+            return entry.tensor if entry.tensor.dtype is torch.float32 else kept.read(entry.tensor, None)
+
+        def dtype(name: str) -> torch.dtype:
+            own = placed.layout.dtype(name)
+            low = own in (torch.bfloat16, torch.float16)
+            return torch.float32 if kept is not None and low else own
+
+        state: StateDict = placed.layout.read(_on_all_that_share(placed, value), dtype)
+        return state | self._around(placed)
+
+    def full(self, model: nn.Module) -> dict[str, Tensor]:
+        """All parameters and buffers, whole and on the CPU, on rank 0; an empty dict elsewhere."""
+        placed = self._models.require(model)
+        layout = placed.layout
+        whole = layout.read(lambda entry: entry.tensor, layout.dtype, lambda name, ranks: 0)
+        if self.topology.rank != 0:
+            return {}
+        around = {name: value.detach().cpu() for name, value in self._around(placed).items()}
+        return {name: value.detach() for name, value in whole.items()} | around
+
+    def load_model(self, model: nn.Module, state: StateDict, strict: bool = True) -> Any:
+        """Take this process's parts of whole tensors, into parameters and master weights."""
+        placed = self._models.require(model)
+        around = self._around(placed)
+        missing = [name for name in (*placed.layout.names, *around) if name not in state]
+        unexpected = [name for name in state if name not in placed.layout.names and name not in around]
+        if strict and (missing or unexpected):
+            raise CheckpointError(
+                f"The weights are not those of {type(placed.owner).__name__}: missing {missing[:8]}, not expected "
+                f"{unexpected[:8]}."
+            )
+        kept = None if placed.optimizer is None else ParameterState(placed.optimizer)
+        for entry in placed.layout.entries:
+            if entry.name not in state:
+                continue
+            entry.fill(entry.tensor.detach(), state[entry.name])
+            if kept is not None and entry.tensor.dtype is not torch.float32 and kept.is_stepped(entry.tensor):
+                kept.write(entry.tensor, None, _local(entry, state[entry.name]))
+        placed.owner.load_state_dict({name: state[name] for name in around if name in state}, strict=False)
+        return type(placed.owner.load_state_dict({}, strict=False))(missing, unexpected)
+
+    def _around(self, placed: PlacedModel) -> StateDict:
+        """What the user's module holds beside the model, such as metrics."""
+        own = {id(value) for chunk in placed.bare for value in chunk.state_dict(keep_vars=True).values()}
+        state = placed.owner.state_dict(keep_vars=True)
+        return {
+            name: value.detach()
+            for name, value in state.items()
+            if isinstance(value, Tensor) and id(value) not in own
+        }
+
+    # optimizers
+
+    def optimizer(self, model: nn.Module, optimizer: Optimizer) -> StateDict:
+        """An optimizer's state by canonical parameter name, put together as in `model`."""
+        front = self._front(optimizer)
+        if front is None:
+            return named_optimizer_state(self.unwrap(model), optimizer)
+        placed, kept = front.placed, ParameterState(front)
+        known: dict[str, bool] = {}
+        for each in gather_object([kept.keys()]):
+            known |= each
+        state: StateDict = {}
+        for key in sorted(key for key, sized in known.items() if sized):
+            for name, value in self._read_state(placed, kept, key).items():
+                state.setdefault(name, {})[key] = value
+        steps = max((count for count in gather_object([kept.steps()]) if count is not None), default=None)
+        if steps is not None:
+            for values in state.values():
+                values["step"] = torch.tensor(steps)
+        names = _names_of_groups(front)
+        groups = [
+            {**{key: value for key, value in group.items() if key != "params"}, "params": names[number]}
+            for number, group in enumerate(front.param_groups)
+        ]
+        scalers = [part.grad_scaler.state_dict() for part in front.parts if getattr(part, "grad_scaler", None)]
+        return {"state": state, "param_groups": groups, **({"grad_scaler": scalers[0]} if scalers else {})}
+
+    def _read_state(self, placed: PlacedModel, kept: ParameterState, key: str) -> dict[str, Tensor]:
+        def value(entry: Entry) -> Tensor:
+            if not kept.is_stepped(entry.tensor):
+                return torch.zeros_like(entry.tensor, dtype=torch.float32)
+            return kept.read(entry.tensor, key)
+
+        found = placed.layout.read(_on_all_that_share(placed, value), lambda name: torch.float32)
+        stepped = {
+            name
+            for names in gather_object([[e.name for e in placed.layout.entries if kept.is_stepped(e.tensor)]])
+            for name in names
+        }
+        return {name: tensor for name, tensor in found.items() if name in stepped}
+
+    def load_optimizer(self, model: nn.Module, optimizer: Optimizer, state: StateDict) -> None:
+        """Give each process its part of what any strategy saved."""
+        front = self._front(optimizer)
+        if front is None:
+            super().load_optimizer(model, optimizer, state)
+            return
+        _check_groups(front, state)
+        for group, saved in zip(front.param_groups, state["param_groups"], strict=True):
+            group.update({key: value for key, value in saved.items() if key != "params"})
+        kept = ParameterState(front)
+        steps = 0.0
+        for entry in front.placed.layout.entries:
+            if entry.name not in state["state"] or not kept.is_stepped(entry.tensor):
+                continue
+            for key, value in state["state"][entry.name].items():
+                if key == "step":
+                    steps = max(steps, float(value))
+                elif isinstance(value, Tensor) and value.dim() > 0:
+                    kept.write(entry.tensor, key, _local(entry, value))
+        kept.write_steps(steps)
+        for part in front.parts:
+            if getattr(part, "grad_scaler", None) and "grad_scaler" in state:
+                part.grad_scaler.load_state_dict(state["grad_scaler"])
+
+    def _front(self, optimizer: Optimizer) -> MegatronOptimizerFront | None:
+        return next((placed.optimizer for placed in self._models if placed.optimizer is optimizer), None)
+
+
+def _on_all_that_share(placed: PlacedModel, value: Callable[[Entry], Tensor]) -> Callable[[Entry], Tensor]:
+    """A way to read tensors where those that are copies of a peer's take part in its collectives, too."""
+    found = {entry.name: value(entry) for entry in placed.layout.entries}
+    return lambda entry: found[entry.name]
+
+
+def _local(entry: Entry, whole: Tensor) -> Tensor:
+    """This process's part of a whole tensor, in 32 bits."""
+    part = torch.empty(entry.tensor.shape, dtype=torch.float32, device=entry.tensor.device)
+    entry.fill(part, whole)
+    return part
+
+
+def _names_of_groups(front: MegatronOptimizerFront) -> list[list[str]]:
+    """The canonical names of the parameters in each of the user's groups, over all stages; a collective."""
+    layout = front.placed.layout
+    own = [
+        [entry.name for p in group["params"] if (entry := layout.find(p)) is not None] for group in front.param_groups
+    ]
+    found: list[set[str]] = [set() for _ in own]
+    for everyone in gather_object([own]):
+        for number, names in enumerate(everyone):
+            found[number].update(names)
+    return [[name for name in layout.names if name in names] for names in found]
+
+
+def _check_groups(front: MegatronOptimizerFront, saved: Mapping[str, Any]) -> None:
+    here, there = _names_of_groups(front), [list(group["params"]) for group in saved["param_groups"]]
+    if [sorted(group) for group in here] != [sorted(group) for group in there]:
+        missing = sorted({name for group in here for name in group} - {name for group in there for name in group})
+        left_over = sorted({name for group in there for name in group} - {name for group in here for name in group})
+        raise CheckpointError(
+            f"The optimizer has other parameter groups than the checkpoint: {len(here)} group(s) here, {len(there)} "
+            f"saved; not in the checkpoint: {missing[:8]}; only in the checkpoint: {left_over[:8]}. Build the optimizer "
+            f"as in the run that wrote it."
+        )

@@ -1,0 +1,298 @@
+"""Forward and backward over the micro-batches of a step, through megatron-core's schedules; and evaluation."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from drivetrain.runtime.errors import ConfigurationError
+from drivetrain.strategies.megatron.membership import Membership
+from drivetrain.strategies.megatron.model import PlacedModel
+from drivetrain.strategies.megatron.program import MegatronProgram, MegatronRuntime
+from drivetrain.strategies.topology import Topology
+
+MicroBatch = TypeVar("MicroBatch")
+Output = TypeVar("Output")
+
+
+class StageEnded(Exception):
+    """A step has come to the end of a part of the model that computes no loss.
+
+    Attributes:
+        output: What the part hands over.
+    """
+
+    def __init__(self, output: Any) -> None:
+        super().__init__("the step of a stage without the loss")
+        self.output = output
+
+
+class CurrentChunk:
+    """The part of the model whose turn it is.
+
+    Attributes:
+        chunk: What is called; None outside of a step.
+        is_last: Whether it computes the loss.
+    """
+
+    chunk: nn.Module | None = None
+    is_last: bool = True
+
+    def run(self, program: MegatronProgram, batch: Any) -> tuple[Tensor, Any]:
+        """Run it on a batch; see `MegatronRuntime.run`."""
+        if self.chunk is None:
+            raise ConfigurationError(
+                f"{type(program).__name__} runs its model outside of a step. Call it within training_step, "
+                "validation_step, test_step or predict_step, under Trainer(strategy='megatron')."
+            )
+        output, loss_function = program.forward_step(iter((batch,)), self.chunk)
+        if not self.is_last:
+            raise StageEnded(output)
+        return output, loss_function
+
+    def step(self, chunk: nn.Module, is_last: bool, step: Callable[..., Any], *args: Any) -> tuple[Any, Any]:
+        """Run a step with a part of the model.
+
+        Args:
+            chunk: What is called.
+            is_last: Whether it computes the loss.
+            step: The step; elsewhere it is called with `probe=True`, and lets nothing count.
+            *args: Its arguments.
+
+        Returns:
+            What the step returned, and what the part hands over, one of them None.
+        """
+        self.chunk, self.is_last = chunk, is_last
+        try:
+            if is_last:
+                return step(*args), None
+            step(*args, probe=True)
+        except StageEnded as ended:
+            return None, ended.output
+        finally:
+            self.chunk = None
+        raise ConfigurationError(
+            "The step returned without having run the model, whose parts on other processes wait for each other. Call "
+            "super().training_step(batch, batch_idx), or self.run_model(batch)."
+        )
+
+
+class Schedule:
+    """Runs the windows of one model.
+
+    Args:
+        placed: The model.
+        current: Where its parts are named in turn.
+        membership: Seeds what is random in a window.
+        topology: This process's place.
+    """
+
+    def __init__(self, placed: PlacedModel, current: CurrentChunk, membership: Membership, topology: Topology) -> None:
+        from megatron.core.pipeline_parallel import get_forward_backward_func
+
+        self._placed, self._current, self._membership, self._topology = placed, current, membership, topology
+        self._run = get_forward_backward_func()
+        self._loss: Tensor | None = None
+        self.running = False
+        placed.config.finalize_model_grads_func = placed.finalize
+        ddp = getattr(placed.wrapped[0], "ddp_config", None)
+        if ddp is not None and ddp.overlap_grad_reduce:
+            holds = [chunk.no_sync for chunk in placed.wrapped]
+            placed.config.no_sync_func = holds if len(holds) > 1 else holds[0]
+        if placed.optimizer is not None and placed.config.fp16:
+            placed.config.grad_scale_func = placed.optimizer.inner.scale_loss
+
+    def run(self, step_fn: Callable[..., Output], microbatches: Sequence[MicroBatch]) -> list[Output | None]:
+        """Run forward and backward over the micro-batches of one optimizer step.
+
+        Args:
+            step_fn: Runs the task's step on one micro-batch, and with `probe=True` lets nothing of it count.
+            microbatches: The window of one step.
+
+        Returns:
+            What `step_fn` returned for each on the processes with the last stage, None elsewhere.
+        """
+        self._membership.begin_window()
+        outputs: list[Output | None] = [None] * len(microbatches)
+        padded = [*enumerate(microbatches), *((None, microbatches[-1]) for _ in range(self._missing(len(microbatches))))]
+
+        def forward_step(batches: Iterator[tuple[int | None, MicroBatch]], chunk: nn.Module) -> tuple[Any, Any]:
+            index, microbatch = next(batches)
+            is_last = self._topology.computes_loss and chunk is self._placed.wrapped[-1]
+            self._loss = None
+            # A micro-batch that only fills a window up lets nothing count, and goes back from zero.
+            step = step_fn if index is not None or not is_last else _probing(step_fn)
+            result, handed_over = self._current.step(chunk, is_last, step, microbatch)
+            if not is_last:
+                return handed_over, None
+            if index is None:
+                return _loss_in(result) * 0.0, _no_loss
+            outputs[index] = result
+            return self._taken_loss(), _no_loss
+
+        chunks = self._placed.wrapped
+        rows, length = self._shape(microbatches)
+        self.running = True
+        try:
+            self._run(
+                forward_step_func=forward_step,
+                data_iterator=[iter(padded) for _ in chunks] if len(chunks) > 1 else iter(padded),
+                model=chunks,
+                num_microbatches=len(padded),
+                seq_length=length,
+                micro_batch_size=rows,
+                # The loss comes weighed and scaled from the engine: the schedule is to leave it as it is.
+                collect_non_loss_data=True,
+            )
+        finally:
+            self.running = False
+        return outputs
+
+    def backward(self, loss: Tensor) -> None:
+        """Keep a loss for the schedule, which goes back from it when it is its turn."""
+        if loss.numel() != 1 or not loss.requires_grad:
+            raise RuntimeError(f"cannot go back from a tensor of shape {tuple(loss.shape)}: {loss}")
+        # Where stages free what they have handed over, the loss would go with it.
+        self._loss = loss.clone() if self._placed.config.deallocate_pipeline_outputs else loss
+
+    def _taken_loss(self) -> Tensor:
+        loss, self._loss = self._loss, None
+        if loss is None:
+            raise ConfigurationError(
+                f"{type(self._placed.owner).__name__}.training_step returned no loss, but the other stages of the "
+                "pipeline wait for its gradients. Return a loss that counts for nothing instead, such as loss * 0."
+            )
+        return loss
+
+    def _missing(self, count: int) -> int:
+        """How many micro-batches an interleaved schedule needs beside those of a window."""
+        if len(self._placed.wrapped) == 1:
+            return 0
+        return -count % self._placed.config.pipeline_model_parallel_size
+
+    def _shape(self, microbatches: Sequence[Any]) -> tuple[int, int]:
+        """Rows and length of the window's micro-batches, which stages hand over."""
+        if self._placed.config.pipeline_model_parallel_size == 1:
+            return 1, 1
+        program = self._placed.program
+        shapes = [program.batch_shape(getattr(each, "batch", each)) for each in microbatches]
+        # Then stages also hand over each shape, which takes a message more.
+        self._placed.config.variable_seq_lengths = len(set(shapes)) > 1
+        return shapes[0]
+
+
+class Evaluation(nn.Module):
+    """Called as `module(step, batch, ...)` like `StepModule`; only the process with the last stage returns something.
+
+    Args:
+        placed: The model.
+        current: Where its parts are named in turn.
+        topology: This process's place.
+    """
+
+    def __init__(self, placed: PlacedModel, current: CurrentChunk, topology: Topology) -> None:
+        super().__init__()
+        self.__dict__.update(placed=placed, current=current, topology=topology)
+
+    def forward(self, step: Callable[..., Any], batch: Any, *args: Any) -> Any:
+        """Run a step, forward only, through one stage after another."""
+        from megatron.core import parallel_state
+        from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
+        from megatron.core.utils import get_attr_wrapped_model
+
+        placed: PlacedModel = self.placed
+        topology: Topology = self.topology
+        communicator = P2PCommunicator(parallel_state.get_pipeline_model_parallel_group(), placed.config)
+        placed.config.variable_seq_lengths = False
+        shape = self._handed_over(batch)
+        starts = parallel_state.is_pipeline_first_stage(ignore_virtual=True)
+        result = None
+        for number, chunk in enumerate(placed.wrapped):
+            is_last = topology.computes_loss and number == len(placed.wrapped) - 1
+            received = communicator.recv_forward(shape, starts and number == 0)
+            get_attr_wrapped_model(chunk, "set_input_tensor")([received])
+            result, output = self.current.step(chunk, is_last, step, batch, *args)
+            communicator.send_forward(output, is_last)
+        return result
+
+    def _handed_over(self, batch: Any) -> tuple[int, int, int]:
+        config = self.placed.config
+        if config.pipeline_model_parallel_size == 1:
+            return (1, 1, 1)
+        rows, length = self.placed.program.batch_shape(batch)
+        parts = config.context_parallel_size * (config.tensor_model_parallel_size if config.sequence_parallel else 1)
+        return (length // parts, rows, config.hidden_size)
+
+
+class Runtime(MegatronRuntime):
+    """What a task asks of the strategy.
+
+    Args:
+        build: Builds the parts of a model that this process holds.
+        current: The part whose turn it is.
+        config: Returns the `TransformerConfig` of the model that was built last.
+    """
+
+    def __init__(
+        self, build: Callable[[MegatronProgram], list[nn.Module]], current: CurrentChunk, config: Callable[[], Any]
+    ) -> None:
+        self._build, self._current, self._config = build, current, config
+
+    def build(self, program: MegatronProgram) -> list[nn.Module]:
+        """Build the parts of a model that this process holds."""
+        return self._build(program)
+
+    def run(self, program: MegatronProgram, batch: Any) -> tuple[Tensor, Any]:
+        """Run the part of the model whose turn it is on a batch."""
+        return self._current.run(program, batch)
+
+    def loss_of(self, result: Any) -> tuple[Any, dict[str, Any]]:
+        """What a loss function returned, as a step returns it."""
+        config = self._config()
+        if not isinstance(result, tuple) or len(result) not in (2, 3):
+            raise ConfigurationError(
+                f"The loss function returned {type(result).__name__}. Return (loss, report) with a mean, or (loss, "
+                "num_tokens, report) with a sum, as megatron-core's schedules take them."
+            )
+        if len(result) == 2:
+            loss, report = result
+            return loss * config.context_parallel_size if config.context_parallel_size > 1 else loss, report
+        total, tokens, report = result
+        if config.calculate_per_token_loss:
+            return {"loss": total, "weight": tokens.detach()}, report
+        return total / tokens.clamp(min=1), report
+
+    def own_part(self, batch: dict[str, Any]) -> dict[str, Any]:
+        """This process's part of the sequences of a batch."""
+        if self._config().context_parallel_size == 1:
+            return batch
+        from megatron.core.utils import get_batch_on_this_cp_rank
+
+        part: dict[str, Any] = get_batch_on_this_cp_rank(batch)
+        return part
+
+    def whole_vocabulary(self, logits: Tensor) -> Tensor:
+        """Logits over the whole vocabulary."""
+        from megatron.core.tensor_parallel import gather_from_tensor_model_parallel_region
+
+        gathered: Tensor = gather_from_tensor_model_parallel_region(logits)
+        return gathered
+
+
+def _no_loss(output: Any, non_loss_data: bool = True) -> Any:
+    return None
+
+
+def _loss_in(result: Any) -> Tensor:
+    loss: Tensor = result if isinstance(result, Tensor) else result["loss"]
+    return loss
+
+
+def _probing(step_fn: Callable[..., Any]) -> Callable[..., Any]:
+    def step(*args: Any) -> Any:
+        return step_fn(*args, probe=True)
+
+    return step

@@ -1,0 +1,382 @@
+"""`Megatron`: a strategy whose layers, schedules and optimizer are megatron-core's."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from drivetrain.runtime.errors import ConfigurationError
+from drivetrain.runtime.state import PartialState
+from drivetrain.strategies.base import Capability, MicroBatch, Output, RunOptions, Strategy, View
+from drivetrain.strategies.capabilities import PlainEvaluation
+from drivetrain.strategies.megatron import native
+from drivetrain.strategies.megatron.accelerate_config import arguments_from
+from drivetrain.strategies.megatron.configuration import complete, ddp_config, explained, low_dtype
+from drivetrain.strategies.megatron.gradients import BufferedGradients
+from drivetrain.strategies.megatron.layout import Layout
+from drivetrain.strategies.megatron.membership import Membership
+from drivetrain.strategies.megatron.merged_state import MergedState
+from drivetrain.strategies.megatron.model import PlacedModel, PlacedModels
+from drivetrain.strategies.megatron.optimizer import MegatronOptimizerFront, make_optimizer
+from drivetrain.strategies.megatron.options import MegatronOptions
+from drivetrain.strategies.megatron.package import require_device, require_megatron
+from drivetrain.strategies.megatron.program import MegatronProgram, MegatronRuntime
+from drivetrain.strategies.megatron.schedule import CurrentChunk, Evaluation, Runtime, Schedule
+from drivetrain.strategies.precision import Precision
+from drivetrain.strategies.precision.mixed import Float16Mixed, MixedPrecision
+from drivetrain.strategies.step_module import StepModule
+from drivetrain.strategies.topology import Topology
+
+_PRECISIONS = ("32", "bf16", "fp16")
+MODEL = "model."
+
+
+class Megatron(Strategy):
+    """Tensor, pipeline, sequence, context and expert parallelism with megatron-core's own layers.
+
+    The task is a `MegatronTask`. All processes that the sizes leave over share the data.
+
+    Args:
+        tensor_parallel: Processes that share the computation of each layer, and the batch.
+        pipeline_parallel: Stages that the layers are spread over.
+        virtual_pipeline: Parts of the model that each stage holds, interleaved; 1 if None.
+        context_parallel: Processes that share each sequence.
+        expert_parallel: Processes that the experts of a mixture are spread over, of those that share the data.
+        expert_tensor_parallel: Processes that share the computation of each expert; `tensor_parallel` if None.
+        sequence_parallel: Shard what is between layers by position over the tensor-parallel processes.
+        distributed_optimizer: Spread the optimizer's state over the processes that share the data.
+        recompute: `"selective"` computes attention again in the backward, `"full"` whole layers; None keeps everything.
+        gradient_clipping: Clip to this norm in each step; a Trainer's `gradient_clip_val` has the same meaning.
+        gradient_accumulation_steps: Micro-batches in a step, to be held against the loop's, which decides.
+        transformer: Further fields of the task's `TransformerConfig`.
+        ddp: Fields of megatron-core's `DistributedDataParallelConfig`, such as `overlap_grad_reduce`.
+        optimizer: Fields of its `OptimizerConfig`, such as `use_precision_aware_optimizer`.
+
+    Attributes:
+        options: All of these.
+
+    Raises:
+        ConfigurationError: Megatron-core is not installed, or options cannot be.
+    """
+
+    name = "megatron"
+    schedules_microbatches = True
+    needs_even_batches = True
+
+    def __init__(
+        self,
+        *,
+        tensor_parallel: int = 1,
+        pipeline_parallel: int = 1,
+        virtual_pipeline: int | None = None,
+        context_parallel: int = 1,
+        expert_parallel: int = 1,
+        expert_tensor_parallel: int | None = None,
+        sequence_parallel: bool = False,
+        distributed_optimizer: bool = True,
+        recompute: str | None = None,
+        gradient_clipping: float | None = None,
+        gradient_accumulation_steps: int | None = None,
+        transformer: Mapping[str, Any] | None = None,
+        ddp: Mapping[str, Any] | None = None,
+        optimizer: Mapping[str, Any] | None = None,
+    ) -> None:
+        require_megatron()
+        self.options = MegatronOptions(
+            tensor_parallel,
+            pipeline_parallel,
+            virtual_pipeline,
+            context_parallel,
+            expert_parallel,
+            expert_tensor_parallel,
+            sequence_parallel,
+            distributed_optimizer,
+            recompute,
+            gradient_clipping,
+            gradient_accumulation_steps,
+            transformer or {},
+            ddp or {},
+            optimizer or {},
+        )
+        self._models = PlacedModels()
+        self._current = CurrentChunk()
+        self._schedules: dict[int, Schedule] = {}
+        self._running: Schedule | None = None
+        self._membership: Membership | None = None
+        self._precision: Precision | None = None
+        self._config: Any = None
+
+    @classmethod
+    def from_config(cls, config: Mapping[str, Any]) -> Megatron:
+        """Make the strategy that Accelerate's `megatron_lm_config` describes.
+
+        Args:
+            config: Its keys and values, as `accelerate config` writes them.
+
+        Raises:
+            ConfigurationError: A key is unknown; the nearest one is named.
+        """
+        return cls(**arguments_from(config))
+
+    # processes
+
+    def setup(self, state: PartialState) -> None:
+        """Let megatron-core make its process groups."""
+        require_device(state.device)
+        options = self.options
+        place = options.place(state.process_index, state.num_processes)
+        self._membership = Membership(options, place, state.device)
+        pipelined = options.pipeline_parallel > 1
+        self.topology = Topology(
+            state.environment,
+            state.kind,
+            state.device,
+            place.data_shard,
+            place.data_ranks,
+            place.value_ranks,
+            averaging_processes=place.data_shard.count * options.context_parallel,
+            stage_group=self._membership.stage_group if pipelined else None,
+            loss_rank=place.loss_rank if pipelined else None,
+        )
+        self.gradients = BufferedGradients(self._models, self.topology, options.gradient_clipping)
+        self.state = MergedState(self.topology, self.unwrap, self._models)
+
+    def check(self, options: RunOptions) -> None:
+        """Refuse number formats that megatron-core does not compute in, and leave those that it does to it."""
+        precision = options.precision
+        if precision.name not in _PRECISIONS:
+            raise ConfigurationError(
+                f"precision={precision.name!r} cannot run under strategy='megatron', which keeps 32-bit master weights "
+                "beside low ones. Use '32', 'bf16' or 'fp16'; for 8 bits, Megatron(transformer={'fp8': 'hybrid'}) with "
+                "TransformerEngine's layers."
+            )
+        steps, own = options.gradient_accumulation_steps, self.options.gradient_accumulation_steps
+        if own is not None and steps.value != own:
+            raise ConfigurationError(
+                f"Megatron(gradient_accumulation_steps={own}) contradicts {steps.argument}={steps.value}. Give one of "
+                "the two."
+            )
+        if isinstance(precision, MixedPrecision):
+            precision.enabled = False  # the weights themselves are low: nothing is left to cast
+        if isinstance(precision, Float16Mixed):
+            # Megatron-core's optimizer scales the loss: only it sees an overflow in parts of gradients.
+            precision.scaler = torch.amp.GradScaler(self.topology.kind.autocast_type, enabled=False)
+        self._precision = precision
+
+    def capability(self, kind: type[Capability]) -> Capability | None:
+        """Building and running parts of models; evaluation outside of inference mode, for what stages hand over."""
+        if kind is MegatronRuntime:
+            return Runtime(self._build, self._current, lambda: self._config)  # type: ignore[return-value]
+        return PlainEvaluation() if kind is PlainEvaluation else None  # type: ignore[return-value]
+
+    # model
+
+    def init_context(self) -> AbstractContextManager[Any]:
+        """Build models with the same values where processes hold copies, and others where they hold parts."""
+        return self._joined().initial_values(self.topology)
+
+    def transformer_config(self, config: Any) -> Any:
+        """A `TransformerConfig` with the sizes of the grid and the precision in it, for a loop of one's own.
+
+        Args:
+            config: The model's.
+
+        Raises:
+            ConfigurationError: Sizes of the model do not fit those of the grid.
+        """
+        assert self._precision is not None, "the strategy has not been given to an Accelerator or a Trainer"
+        self._config = complete(config, self.options, self._precision)
+        return self._config
+
+    def _build(self, program: MegatronProgram) -> list[nn.Module]:
+        from megatron.core import parallel_state
+
+        config = self.transformer_config(program.transformer_config())
+        chunks = []
+        for number in range(self.options.chunks):
+            stage = number if self.options.chunks > 1 else None
+            first = parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=stage)
+            last = parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=stage)
+            with explained():
+                chunks.append(program.model_provider(first, last, stage, config))
+        return chunks
+
+    def place(self, model: nn.Module, precision: Precision, move: bool = True) -> nn.Module:
+        """Place a model that is only evaluated."""
+        known = self._models.find(model)
+        if known is None:
+            bare = self._parts_of(model)
+            self._take(model, bare, [self._lowered(chunk, precision) for chunk in bare])
+        return model
+
+    def prepare(
+        self, model: nn.Module, optimizers: Sequence[Optimizer], precision: Precision, move: bool = True
+    ) -> tuple[nn.Module, list[Optimizer]]:
+        """Wrap the parts of a model in megatron-core's DDP, and build its optimizer; without one, only place them."""
+        if not optimizers:
+            return self.place(model, precision, move), []
+        if len(optimizers) > 1:
+            raise ConfigurationError(
+                f"Megatron-core steps a model with one optimizer, but {len(optimizers)} hold parameters of it. Give one "
+                "optimizer several parameter groups."
+            )
+        from megatron.core.distributed import DistributedDataParallel
+
+        low = low_dtype(precision)
+        bare = self._parts_of(model)
+        wrapped = [
+            DistributedDataParallel(
+                chunk.config, ddp_config(self.options, low), self._lowered(chunk, precision), disable_bucketing=number > 0
+            )
+            for number, chunk in enumerate(bare)
+        ]
+        for chunk in wrapped:
+            chunk.broadcast_params()
+        placed = self._take(model, bare, wrapped)
+        front = make_optimizer(optimizers[0], placed, self.options, low)
+        if isinstance(model, StepModule):
+            self._schedules[id(placed)] = Schedule(placed, self._current, self._joined(), self.topology)
+        else:
+            placed.called = wrapped[0]
+        return placed.called, [front]
+
+    def _parts_of(self, model: nn.Module) -> list[nn.Module]:
+        """The parts of a model that this process holds."""
+        bare = super().unwrap(model)
+        if isinstance(model, StepModule):
+            if not isinstance(bare, MegatronProgram):
+                raise ConfigurationError(
+                    f"{type(bare).__name__} is not a MegatronTask: strategy='megatron' runs models that are built from "
+                    "megatron-core's layers. Subclass drivetrain.MegatronTask, which has a model_provider and a "
+                    "forward_step; or use strategy=Parallel(tp=..., pp=...), which splits any model."
+                )
+            return bare.chunks
+        if not hasattr(bare, "sharded_state_dict"):
+            raise ConfigurationError(
+                f"{type(bare).__name__} is not built from megatron-core's layers, which strategy='megatron' runs. "
+                "Prepare a GPTModel or another MegatronModule, or use strategy=Parallel(tp=..., pp=...)."
+            )
+        if self.options.pipeline_parallel > 1:
+            raise ConfigurationError(
+                f"pipeline_parallel={self.options.pipeline_parallel} runs forward and backward of all micro-batches of "
+                "a step interleaved, which a loop with accelerator.backward(loss) cannot do. Use the Trainer with a "
+                "MegatronTask, or leave pipeline_parallel out."
+            )
+        return [bare]
+
+    def _lowered(self, chunk: nn.Module, precision: Precision) -> nn.Module:
+        """A part of a model on the device, in the precision's dtype."""
+        chunk.to(self.topology.device)
+        if low_dtype(precision) is None:
+            return chunk
+        from megatron.core.transformer.module import Float16Module
+
+        lowered: nn.Module = Float16Module(chunk.config, chunk)
+        return lowered
+
+    def _take(self, model: nn.Module, bare: list[nn.Module], wrapped: list[nn.Module]) -> PlacedModel:
+        prefix = MODEL if isinstance(model, StepModule) else ""
+        placed = PlacedModel(super().unwrap(model), bare, wrapped, Layout(bare, prefix, self.topology.device))
+        placed.called = model
+        self._models.add(placed)
+        self._config = placed.config
+        return placed
+
+    def unwrap(self, model: nn.Module) -> nn.Module:
+        """The user's own module."""
+        placed = self._models.find(model)
+        return super().unwrap(model) if placed is None else placed.owner
+
+    def view(self, model: nn.Module, stage: View) -> nn.Module:
+        """The module to call; in evaluation one whose steps go through all stages."""
+        if stage != "evaluate" or not isinstance(model, StepModule):
+            return model
+        return Evaluation(self._models.require(model), self._current, self.topology)
+
+    # one optimizer step
+
+    def forward_backward(
+        self, model: nn.Module, step_fn: Callable[[MicroBatch], Output], microbatches: Sequence[MicroBatch]
+    ) -> list[Output]:
+        """Run forward and backward over the micro-batches of one optimizer step, as megatron-core schedules them."""
+        schedule = self._schedules[id(self._models.require(model))]
+        self._running = schedule
+        try:
+            return schedule.run(step_fn, microbatches)  # type: ignore[return-value]
+        finally:
+            self._running = None
+
+    def backward(self, loss: torch.Tensor, **kwargs: Any) -> None:
+        """Leave a loss to the schedule; in a loop of one's own, go back from it and reduce gradients where a window ends."""
+        if kwargs:
+            raise ConfigurationError(f"Megatron's backward takes no {', '.join(kwargs)}.")
+        if self._running is not None:
+            self._running.backward(loss)
+            return
+        trained = [placed for placed in self._models if placed.optimizer is not None]
+        if trained and trained[-1].config.fp16:
+            loss = trained[-1].optimizer.inner.scale_loss(loss)  # type: ignore[union-attr]
+        loss.backward()  # type: ignore[no-untyped-call]
+        for placed in trained:
+            if not placed.accumulates:
+                placed.finalize()
+
+    def optimizer_step(
+        self, optimizer: Optimizer, precision: Precision, closure: Callable[[], Any] | None = None
+    ) -> bool:
+        """Step megatron-core's optimizer. Returns False where it skipped the step because of an overflow."""
+        if not isinstance(optimizer, MegatronOptimizerFront):
+            raise ConfigurationError(
+                f"{type(optimizer).__name__} was not prepared together with its model, which Megatron needs: "
+                "model, optimizer = accelerator.prepare(model, optimizer)."
+            )
+        assert isinstance(self.gradients, BufferedGradients)
+        self.gradients.clip_by_default(optimizer)
+        return optimizer.step(closure)
+
+    def teardown(self) -> None:
+        """Release megatron-core's groups."""
+        self._schedules.clear()
+        self._models.clear()
+        if self._membership is not None:
+            self._membership.leave()
+            self._membership = None
+
+    # what only megatron-core has
+
+    def save_native(self, model: nn.Module, directory: str | os.PathLike[str]) -> None:
+        """Write megatron-core's own checkpoint, each process its part; call it on all.
+
+        Args:
+            model: A prepared model.
+            directory: Where to; it is made, and must be empty.
+        """
+        native.save(self._models.require(model), self._joined(), directory)
+
+    def load_native(self, model: nn.Module, directory: str | os.PathLike[str]) -> None:
+        """Read what `save_native` wrote, on any grid of processes; call it on all.
+
+        Args:
+            model: A prepared model.
+            directory: Where from.
+
+        Raises:
+            CheckpointError: There is none.
+        """
+        native.load(self._models.require(model), self._joined(), directory)
+
+    def _joined(self) -> Membership:
+        if self._membership is None:
+            raise ConfigurationError("strategy='megatron' has not been set up: give it to a Trainer or Accelerator.")
+        return self._membership
+
+    def __repr__(self) -> str:
+        names = ("tensor_parallel", "pipeline_parallel", "virtual_pipeline", "context_parallel", "expert_parallel")
+        sizes = ", ".join(f"{n}={getattr(self.options, n)}" for n in names if getattr(self.options, n) not in (None, 1))
+        return f"Megatron({sizes})"

@@ -1,0 +1,182 @@
+"""`MegatronTask`: a task in megatron-core's own signatures."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from drivetrain.runtime.errors import ConfigurationError
+from drivetrain.strategies.megatron.program import MegatronRuntime, shape_of
+from drivetrain.trainer.task import Task
+
+
+class MegatronTask(Task):
+    """A task whose model is built from megatron-core's layers; `strategy=Megatron(...)` runs it.
+
+    Override `transformer_config`, `model_provider` and `configure_optimizers`; `forward_step` and `loss_func` as they
+    are take the batches of a language model: dicts of `tokens` and `labels`, each of rows and positions, with
+    `loss_mask`, `position_ids` and `attention_mask` where they are not the usual ones. All have the signatures of
+    Megatron-LM's `pretrain`, so what was written for that can be moved here.
+
+    Attributes:
+        chunks: The parts of the model that this process holds.
+
+    Example:
+        ```text
+        class GPT(MegatronTask):
+            def transformer_config(self):
+                return TransformerConfig(num_layers=12, hidden_size=768, num_attention_heads=12)
+
+            def model_provider(self, pre_process=True, post_process=True, vp_stage=None, config=None):
+                return GPTModel(config, get_gpt_layer_local_spec(), vocab_size=50304, max_sequence_length=1024,
+                                pre_process=pre_process, post_process=post_process, vp_stage=vp_stage)
+
+            def validation_step(self, batch, batch_idx):
+                self.log_loss(batch, "val_")
+
+            def configure_optimizers(self):
+                return torch.optim.AdamW(self.parameters(), lr=3e-4)
+
+        Trainer(strategy=Megatron(tensor_parallel=2, pipeline_parallel=2)).fit(GPT(), loader)
+        ```
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.__dict__["chunks"] = []
+
+    chunks: list[nn.Module]
+
+    # what a task gives
+
+    def transformer_config(self) -> Any:
+        """The model's `TransformerConfig`; the strategy fills in the sizes of the grid and the number formats."""
+        raise ConfigurationError(
+            f"{type(self).__name__} has no transformer_config; override it, such as with `return "
+            "TransformerConfig(num_layers=12, hidden_size=768, num_attention_heads=12)`."
+        )
+
+    def model_provider(
+        self, pre_process: bool = True, post_process: bool = True, vp_stage: int | None = None, config: Any = None
+    ) -> nn.Module:
+        """Build one part of the model.
+
+        Args:
+            pre_process: Whether it has the embeddings.
+            post_process: Whether it computes the output.
+            vp_stage: Which of the parts of this process it is, where stages are interleaved.
+            config: What `transformer_config` returned, filled in.
+
+        Returns:
+            A model of megatron-core, such as a `GPTModel`.
+        """
+        raise ConfigurationError(
+            f"{type(self).__name__} has no model_provider; override it, such as with `return GPTModel(config, "
+            "get_gpt_layer_local_spec(), vocab_size=..., max_sequence_length=..., pre_process=pre_process, "
+            "post_process=post_process, vp_stage=vp_stage)`."
+        )
+
+    def forward_step(self, data_iterator: Iterator[Any], model: nn.Module) -> tuple[Tensor, Any]:
+        """Run one part of the model on the next batch.
+
+        Args:
+            data_iterator: Gives the batch.
+            model: The part.
+
+        Returns:
+            Its output, and a function of the output that computes the loss.
+        """
+        batch = self._on_this_process(next(data_iterator))
+        labels = batch.get("labels")
+        output = model(batch["tokens"], batch["position_ids"], batch.get("attention_mask"), labels=labels)
+        return output, partial(self.loss_func, batch.get("loss_mask"))
+
+    def loss_func(self, loss_mask: Tensor | None, output_tensor: Tensor) -> Any:
+        """The loss of a batch.
+
+        Args:
+            loss_mask: What each position counts for; 1 if None. Of rows and positions.
+            output_tensor: The losses of the positions.
+
+        Returns:
+            The sum of the losses, what they weigh, and what to log; or the mean, and what to log. Where the
+            `TransformerConfig` has `calculate_per_token_loss=True`, sums are averaged over all tokens of a step, else
+            each micro-batch by itself.
+        """
+        losses = output_tensor.float()
+        mask = torch.ones_like(losses) if loss_mask is None else loss_mask.to(losses.dtype)
+        total, tokens = (losses * mask).sum(), mask.sum()
+        return total, tokens, {"loss": total.detach() / tokens.clamp(min=1)}
+
+    def batch_shape(self, batch: Any) -> tuple[int, int]:
+        """How many rows a batch has, and how long they are; whole, where processes share sequences.
+
+        Args:
+            batch: What the loader gave.
+        """
+        return shape_of(batch)
+
+    # what runs it
+
+    def configure_model(self) -> None:
+        """Build the parts of the model that this process holds."""
+        if self.chunks:
+            return
+        self.__dict__["chunks"] = chunks = self._megatron().build(self)
+        self.model = chunks[0] if len(chunks) == 1 else nn.ModuleList(chunks)
+
+    def run_model(self, batch: Any) -> tuple[Tensor, Any]:
+        """Run the model on a batch, within a step; only the process with the last stage continues.
+
+        Args:
+            batch: What the loader gave.
+
+        Returns:
+            The output of the whole model, and the function that computes the loss from it.
+        """
+        return self._megatron().run(self, batch)
+
+    def log_loss(self, batch: Any, prefix: str = "") -> Any:
+        """Run the model on a batch, within a step, and log what the loss function reports.
+
+        Args:
+            batch: What the loader gave.
+            prefix: What the logged names begin with, such as `"val_"`.
+
+        Returns:
+            The loss, or a dict with a sum and its weight where losses are averaged per token.
+        """
+        output, loss_function = self.run_model(batch)
+        result, report = self._megatron().loss_of(loss_function(output))
+        for name, value in report.items():
+            self.log(prefix + name, value)
+        return result
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        """The loss of a batch, which is logged."""
+        return self.log_loss(batch)
+
+    def predict_step(self, batch: Any, batch_idx: int) -> Any:
+        """The logits of a batch: of rows, positions and the whole vocabulary."""
+        logits, _ = self.run_model({key: value for key, value in batch.items() if key != "labels"})
+        return self._megatron().whole_vocabulary(logits)
+
+    def _on_this_process(self, batch: dict[str, Any]) -> dict[str, Any]:
+        if "position_ids" not in batch:
+            tokens = batch["tokens"]
+            batch = {**batch, "position_ids": torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)}
+        return self._megatron().own_part(batch)
+
+    def _megatron(self) -> MegatronRuntime:
+        strategy = self.trainer.strategy
+        found = strategy.capability(MegatronRuntime)
+        if found is None:
+            raise ConfigurationError(
+                f"{type(self).__name__} is a MegatronTask, whose model strategy='megatron' builds and runs, but the "
+                f"strategy is {strategy!r}. Use Trainer(strategy=Megatron(...)), also on one process."
+            )
+        return found
