@@ -179,6 +179,10 @@ class CPU(DeviceKind):
     def set_device(self, device: torch.device) -> None:
         """Nothing to choose."""
 
+    def is_started(self) -> bool:
+        """False: nothing of the host's is lost in a fork."""
+        return False
+
     def synchronize(self, device: torch.device | None = None) -> None:
         """Nothing is queued."""
 
