@@ -25,7 +25,7 @@ def refuse_what_a_fork_would_break(kind: str) -> None:
         kind: Name of the kind of device that they run on.
 
     Raises:
-        LaunchError: Says what is in the way.
+        LaunchError: Something is in the way; the message names it.
     """
     if "fork" not in multiprocessing.get_all_start_methods():
         raise LaunchError(

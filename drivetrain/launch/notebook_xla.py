@@ -17,7 +17,7 @@ from drivetrain.runtime.errors import ConfigurationError, LaunchError
 
 def runs_on_xla() -> bool:
     """Whether ranks of this machine run on XLA devices where nothing else is asked for."""
-    return detect_device_kind().name == "xla" and not os.environ.get("DRIVETRAIN_USE_CPU")
+    return detect_device_kind().drives_all and not os.environ.get("DRIVETRAIN_USE_CPU")
 
 
 def launch_on_xla(

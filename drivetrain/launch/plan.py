@@ -61,10 +61,10 @@ class LaunchPlan:
                 f"device(s). Ask for at most {count * options.max_machines} over all machines, or run on the "
                 "CPU with cpu (`--cpu`)."
             )
-        if kind.name == "xla" and local_processes > 1:
+        if kind.drives_all and local_processes > 1:
             raise ConfigurationError(
-                f"{local_processes} processes were asked for on this machine, but one drives all of its {count} XLA "
-                "devices. Leave the number out. In a notebook, notebook_launcher can start one for each device."
+                f"{local_processes} processes were asked for on this machine, but one drives all of its {count} "
+                f"{kind.name} device(s). Leave the number out. In a notebook, notebook_launcher can start one for each."
             )
         return cls(local_processes, kind.name, _run_variables(options, kind, local_processes))
 

@@ -24,6 +24,7 @@ class DeviceKind:
         aliases: Other names that users write for it.
 
     Attributes:
+        drives_all: Whether one process drives all devices of a machine, rather than one each.
         strategies: Names of those that can run on it, the first of which `"auto"` stands for; empty where all can.
 
     Example:
@@ -35,6 +36,7 @@ class DeviceKind:
         ```
     """
 
+    drives_all: bool = False
     strategies: tuple[str, ...] = ()
 
     def __init__(self, name: str, backend: str, aliases: tuple[str, ...] = ()) -> None:
@@ -73,8 +75,8 @@ class DeviceKind:
         return int(counter()) if counter is not None else int(self.is_available())
 
     def default_processes(self) -> int:
-        """How many processes a run starts on this machine where no number is given: one for each device."""
-        return self.count()
+        """How many processes a run starts on this machine where no number is given."""
+        return 1 if self.drives_all else self.count()
 
     def why_absent(self) -> str:
         """Why `is_available` is False, and what to do; ends a sentence."""
@@ -184,6 +186,10 @@ class CPU(DeviceKind):
     def set_device(self, device: torch.device) -> None:
         """Nothing to choose."""
 
+    def is_started(self) -> bool:
+        """False: nothing of the host's is lost in a fork."""
+        return False
+
     def synchronize(self, device: torch.device | None = None) -> None:
         """Nothing is queued."""
 
@@ -227,6 +233,7 @@ class XLADevice(DeviceKind):
     Choosing one starts nothing: the strategy does, since whether the runtime has one device or all cannot be changed.
     """
 
+    drives_all = True
     strategies = ("xla", "xla_fsdp")
 
     def __init__(self) -> None:
@@ -245,10 +252,6 @@ class XLADevice(DeviceKind):
     def count(self) -> int:
         """XLA devices of this machine."""
         return xla.device_count()
-
-    def default_processes(self) -> int:
-        """One, which drives all devices."""
-        return 1
 
     def device(self, index: int) -> torch.device:
         """This process's device, whatever the local rank."""
@@ -329,7 +332,8 @@ register_device(DeviceKind("xpu", backend="xccl"))
 register_device(DeviceKind("npu", backend="hccl"))
 register_device(DeviceKind("mlu", backend="cncl"))
 register_device(DeviceKind("hpu", backend="hccl"))
-register_device(XLADevice())
+_XLA = XLADevice()
+register_device(_XLA)
 
 
 def get_device_kind(name: str) -> DeviceKind:
@@ -362,8 +366,8 @@ def available_device_kinds() -> list[DeviceKind]:
 
 def detect_device_kind() -> DeviceKind:
     """The kind that a run uses when none is named: XLA's where it is set up, torch's accelerator, else the CPU."""
-    if "xla" in _KINDS and _KINDS["xla"].is_available():
-        return _KINDS["xla"]
+    if _KINDS.get(_XLA.name) is _XLA and _XLA.is_available():
+        return _XLA
     if torch.accelerator.is_available():
         accelerator = torch.accelerator.current_accelerator()
         if accelerator is not None and accelerator.type in _KINDS:

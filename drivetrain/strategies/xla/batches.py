@@ -39,7 +39,7 @@ class XLABatches(BatchPlacement):
         def place_and_shard(batch: Any) -> Any:
             self.finish()
             placed = place(batch)
-            compilations.note_batch(placed)
+            compilations.record_batch(placed)
             return placed if mesh is None else recursively_apply(shard, placed)
 
         return place_and_shard

@@ -34,7 +34,7 @@ class Rounding:
         """What the options ask for.
 
         Args:
-            downcast: 32-bit floats become bfloat16, 64-bit ones 32-bit; as the launcher was told if None.
+            downcast: 32-bit floats become bfloat16, 64-bit ones 32-bit; as the launcher was asked if None.
             use: Both become bfloat16.
 
         Raises:

@@ -57,7 +57,7 @@ class Compilations:
         data = self._metrics.metric_data("CompileTime")
         return data[1] / 1e9 if data else 0.0
 
-    def note_batch(self, batch: Any) -> None:
+    def record_batch(self, batch: Any) -> None:
         """Keep the shapes of a batch, with which the next graph is compiled."""
         self._batch = shapes_of(batch)
 

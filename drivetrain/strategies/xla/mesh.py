@@ -142,7 +142,7 @@ class DeviceMesh:
 
 
 def shard_spec(shape: Sequence[int], devices: int, taken: Spec | None = None) -> Spec:
-    """How a parameter is sharded: its largest dimension that the devices divide, else its largest.
+    """How a parameter is sharded: its largest dimension that is a multiple of the devices, else its largest.
 
     Args:
         shape: The parameter's.

@@ -37,7 +37,7 @@ class XLA(Strategy):
         tp_plan: Which layers are split how, as `Parallel` takes it; `Colwise` and `Rowwise` only.
         spmd: Drive all devices of this process as one; None where this is the only process and it has several.
         downcast_bf16: Let XLA round 32-bit floats to bfloat16, and compute 64-bit ones in 32 bits; as the launcher was
-            told if None.
+            asked if None.
         use_bf16: Let XLA round both to bfloat16.
         pad_evaluation: Fill up short batches in validation and test too; values that a step logs then include rows that
             stand in, unless it leaves them out by `self.trainer.batch_info.real_rows`.

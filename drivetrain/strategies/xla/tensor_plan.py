@@ -27,7 +27,7 @@ def plan_specs(model: nn.Module, plan: Plan | str | None, devices: int) -> dict[
         For each of those parameters, by its name in `model`, the axis of each dimension.
 
     Raises:
-        ConfigurationError: A pattern matches nothing, a size does not divide, or a style cannot be had here.
+        ConfigurationError: A pattern matches nothing, a size is no multiple of the devices, or a style cannot be had here.
     """
     if devices == 1 or plan is None:
         return {}
