@@ -12,6 +12,7 @@ from torch.utils.data import DataLoader
 
 from drivetrain import XLA, XLAFSDP, Accelerator, Colwise, Rowwise, Strategy
 from drivetrain.strategies.xla.mesh import DeviceMesh, MeshShape
+from tests.pool import run_in_processes
 from tests.shared_runs import SharedRuns
 from tests.strategies.xla.running import (
     EXACT,
@@ -199,6 +200,19 @@ def test_what_cannot_be_is_refused_with_what_can(what: str, said: str) -> None:
     found = runs.of(refuse)[0][what]
     assert found.startswith("ConfigurationError: ")
     assert said in found
+
+
+def join_two_processes() -> str:
+    try:
+        Accelerator(device="xla")
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return "joined"
+
+
+def test_several_processes_on_the_cpu_are_refused_since_each_would_train_alone() -> None:
+    said = run_in_processes(join_two_processes, 2, env=environment(4), timeout=120)
+    assert all("ConfigurationError: XLA on the CPU cannot join several processes" in each for each in said)
 
 
 def test_a_mesh_takes_what_its_sizes_leave() -> None:
