@@ -36,12 +36,12 @@ from drivetrain.accelerator.handlers import (
     find_handler,
     handler_options,
 )
+from drivetrain.accelerator.megatron_plugin import MegatronLMPlugin
 from drivetrain.accelerator.metrics import gather_real_rows
 from drivetrain.accelerator.optimizer import PreparedOptimizer, unwrap_optimizer
 from drivetrain.accelerator.plugins import (
     DeepSpeedPlugin,
     FullyShardedDataParallelPlugin,
-    MegatronLMPlugin,
     ParallelismConfig,
     strategy_of_plugins,
 )

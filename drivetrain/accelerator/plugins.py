@@ -188,7 +188,9 @@ def strategy_of_plugins(
     """
     if megatron is not None:
         if any(other is not None for other in (fsdp, deepspeed, parallelism)):
-            raise ConfigurationError("megatron_lm_plugin goes with no other plugin, nor with parallelism_config; give one.")
+            raise ConfigurationError(
+                "megatron_lm_plugin goes with no other plugin, nor with parallelism_config; give one."
+            )
         if isinstance(megatron, Mapping):
             from drivetrain.strategies.megatron import Megatron
 
