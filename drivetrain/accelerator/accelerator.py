@@ -73,6 +73,8 @@ from drivetrain.strategies.capabilities import Join
 from drivetrain.strategies.precision import Precision
 from drivetrain.strategies.precision.mixed import MixedPrecision
 
+_ACCUMULATION = "Accelerator(gradient_accumulation_steps)"
+
 
 class Accelerator(KnownKeywords, StateSaving, EngineStatus):
     """The raw engine under a training loop: four changed lines in a plain PyTorch loop.
@@ -166,8 +168,7 @@ class Accelerator(KnownKeywords, StateSaving, EngineStatus):
         self.precision = make_precision(mixed_precision, handlers)
         self.precision.setup(self.state.kind)
         accumulation = make_accumulation(gradient_accumulation_steps, gradient_accumulation_plugin)
-        steps = Given("Accelerator(gradient_accumulation_steps)", accumulation.num_steps)
-        self.strategy.check(RunOptions(self.precision, steps))
+        self.strategy.check(RunOptions(self.precision, Given(_ACCUMULATION, accumulation.num_steps)))
 
         self.active_loaders = ActiveLoaders()
         self.prepared = Prepared()

@@ -180,8 +180,15 @@ class Schedule:
             return 1, 1
         program = self._placed.program
         shapes = [program.batch_shape(getattr(each, "batch", each)) for each in microbatches]
+        uneven = len(set(shapes)) > 1
+        if uneven and len(self._placed.wrapped) > 1 and self._placed.config.pipeline_model_parallel_size == 2:
+            # Both neighbours of a stage are the same process then, which cannot distinguish whose shape arrives.
+            raise ConfigurationError(
+                f"The micro-batches of a step have the shapes {sorted(set(shapes))}, but virtual_pipeline on two stages "
+                "hands over one. Use DataLoader(drop_last=True), pad the batches, or leave virtual_pipeline out."
+            )
         # Then stages also hand over each shape, which takes a message more.
-        self._placed.config.variable_seq_lengths = len(set(shapes)) > 1
+        self._placed.config.variable_seq_lengths = uneven
         return shapes[0]
 
 

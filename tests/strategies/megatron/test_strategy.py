@@ -233,6 +233,12 @@ REFUSED: dict[str, tuple[dict[str, Any], Any, dict[str, Any], str]] = {
         {},
         r"gradient_accumulation_steps=3\) contradicts .*=2",
     ),
+    "shapes that differ": (
+        {"pipeline_parallel": 2, "virtual_pipeline": 2},
+        GPT,
+        {"samples": ROWS + 3},
+        r"shapes \[\(3, 16\), \(4, 16\)\], but virtual_pipeline on two stages",
+    ),
     "two norms": ({"gradient_clipping": 1.0}, GPT, {}, "contradicts the loop, which clips to 0.5"),
 }
 
@@ -244,7 +250,9 @@ def refusals() -> dict[str, str]:
 
     found = {}
     for name, (sizes, make, options, _) in REFUSED.items():
-        data = torch.randn(8, 4) if name == "another task" else None
+        samples = options.get("samples")
+        data = torch.randn(8, 4) if name == "another task" else None if samples is None else Texts(samples)
+        options = {key: value for key, value in options.items() if key != "samples"}
         try:
             fit(Megatron(**sizes), make(), data, evaluate=False, **options)
         except ConfigurationError as error:
