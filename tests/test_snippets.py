@@ -166,6 +166,8 @@ def test_python_block_runs(script: Script, tmp_path: Path, monkeypatch: pytest.M
 
         if not torch.cuda.is_available():
             pytest.skip("needs a CUDA GPU, and this machine has none")
+    if "megatron" in script.needs:
+        pytest.skip("needs megatron-core and CUDA; tests/strategies/megatron/test_strategy.py runs it")
     path = tmp_path / "snippet.py"
     path.write_text(script.text)
     monkeypatch.chdir(tmp_path)

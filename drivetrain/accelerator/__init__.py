@@ -10,11 +10,11 @@ from drivetrain.accelerator.handlers import (
     InitProcessGroupKwargs,
     ProjectConfiguration,
 )
+from drivetrain.accelerator.megatron_plugin import MegatronLMPlugin
 from drivetrain.accelerator.optimizer import PreparedOptimizer
 from drivetrain.accelerator.plugins import (
     DeepSpeedPlugin,
     FullyShardedDataParallelPlugin,
-    MegatronLMPlugin,
     ParallelismConfig,
 )
 from drivetrain.accelerator.scheduler import PreparedScheduler

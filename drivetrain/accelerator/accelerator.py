@@ -37,12 +37,12 @@ from drivetrain.accelerator.handlers import (
     find_handler,
     handler_options,
 )
+from drivetrain.accelerator.megatron_plugin import MegatronLMPlugin
 from drivetrain.accelerator.metrics import gather_real_rows
 from drivetrain.accelerator.optimizer import PreparedOptimizer
 from drivetrain.accelerator.plugins import (
     DeepSpeedPlugin,
     FullyShardedDataParallelPlugin,
-    MegatronLMPlugin,
     ParallelismConfig,
     strategy_of_plugins,
 )
@@ -69,6 +69,8 @@ from drivetrain.strategies import Strategy
 from drivetrain.strategies.base import Given, RunOptions
 from drivetrain.strategies.capabilities import ContextParallel, split_context
 from drivetrain.strategies.precision import Precision
+
+_ACCUMULATION = "Accelerator(gradient_accumulation_steps)"
 
 
 class Accelerator(KnownKeywords, EngineStatus, ProcessControl, StateSaving, Tracking):
@@ -167,8 +169,7 @@ class Accelerator(KnownKeywords, EngineStatus, ProcessControl, StateSaving, Trac
         self.precision = make_precision(mixed_precision, handlers)
         self.precision.setup(self.state.kind)
         accumulation = make_accumulation(gradient_accumulation_steps, gradient_accumulation_plugin)
-        steps = Given("Accelerator(gradient_accumulation_steps)", accumulation.num_steps)
-        self.strategy.check(RunOptions(self.precision, steps))
+        self.strategy.check(RunOptions(self.precision, Given(_ACCUMULATION, accumulation.num_steps)))
 
         self.active_loaders = ActiveLoaders()
         self.prepared = Prepared()

@@ -19,8 +19,8 @@ from tests.strategies.megatron.models import ACCUMULATE, GPT, MAX_NORM, ROWS, ST
 pytestmark = pytest.mark.megatron
 
 FP32, BF16 = 5e-6, 3e-3
-# Two global batches and a bit: the last batches are short, and their window too.
-SHORT = 2 * ROWS * ACCUMULATE + 3
+# Two global batches and a bit: the last window is short and its batch too; or its micro-batches differ in shape.
+SHORT, UNEVEN = 2 * ROWS * ACCUMULATE + 3, 2 * ROWS * ACCUMULATE + ROWS + 3
 
 
 class Case(NamedTuple):
@@ -43,6 +43,7 @@ REFERENCES: dict[str, dict[str, Any]] = {
     "plain": {},
     "tokens": {"ragged": True, "config": {"calculate_per_token_loss": True}},
     "short": {"samples": SHORT},
+    "uneven": {"samples": UNEVEN},
     "tied": {"config": {"gated_linear_unit": True, "num_query_groups": 2, "add_bias_linear": False}, "tied": True},
 }
 TP, PP, SP = {"tensor_parallel": 2}, {"pipeline_parallel": 2}, {"sequence_parallel": True}
@@ -66,6 +67,7 @@ CASES = {
     "pipeline": Case(2, PP),
     "pipeline, tokens": Case(2, PP, "tokens"),
     "pipeline, short": Case(2, PP, "short"),
+    "pipeline, uneven": Case(2, PP, "uneven"),
     "pipeline, tied": Case(2, PP, "tied"),
     "pipeline, bf16": Case(2, PP, precision="bf16"),
     "interleaved": Case(2, INTERLEAVED),

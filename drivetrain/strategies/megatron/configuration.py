@@ -53,6 +53,7 @@ def complete(config: Any, options: MegatronOptions, precision: Precision) -> Any
             f"transformer_config() returned {type(config).__name__}. Return a TransformerConfig of megatron-core, such as "
             "TransformerConfig(num_layers=4, hidden_size=64, num_attention_heads=4)."
         )
+    had: Any = config
     low = low_dtype(precision)
     interleaved = options.chunks > 1
     settings: dict[str, Any] = {
@@ -69,9 +70,9 @@ def complete(config: Any, options: MegatronOptions, precision: Precision) -> Any
         "pipeline_dtype": low or torch.float32,
     }
     # What the configuration has derived from the sizes and formats that it had before.
-    if config.microbatch_group_size_per_vp_stage == config.pipeline_model_parallel_size:
+    if had.microbatch_group_size_per_vp_stage == had.pipeline_model_parallel_size:
         settings["microbatch_group_size_per_vp_stage"] = options.pipeline_parallel
-    if config.autocast_dtype is config.params_dtype:
+    if had.autocast_dtype is had.params_dtype:
         settings["autocast_dtype"] = settings["params_dtype"]
     if interleaved:
         # Batched sends and receives between the same two ranks arrive in another order than they are waited for.

@@ -91,6 +91,7 @@ class Layout:
                 self._described.setdefault(name, (shape, dtype))
                 self._parts.setdefault(name, []).extend((rank, place) for place in places)
         self.names = sorted(self._described, key=_natural)
+        self._numbers = {name: number for number, name in enumerate(self.names)}
 
     def find(self, tensor: Tensor) -> Entry | None:
         """The place of a parameter of this process."""
@@ -102,41 +103,40 @@ class Layout:
 
     def rotating(self, name: str, ranks: list[int]) -> int:
         """The process that keeps a whole tensor: one of those that have parts of it, in turn."""
-        return ranks[self.names.index(name) % len(ranks)]
+        return ranks[self._numbers[name] % len(ranks)]
 
     def read(
         self,
-        values: Callable[[Entry], Tensor | None],
+        values: Callable[[Entry], Tensor],
         dtype: Callable[[str], torch.dtype],
         holder: Holder | None = None,
     ) -> dict[str, Tensor]:
         """Whole tensors on the CPU, each on one process and on the meta device on the others; a collective.
 
         Args:
-            values: What to read for each of this process's tensors: a tensor of the same shape, or None where no
-                process has any.
+            values: What to read for each of this process's tensors: a tensor of the same shape.
             dtype: Of the whole, by name.
             holder: Which process keeps one, by its name and the processes that have parts of it; in turn if None.
         """
         rank = dist.get_rank()
         state: dict[str, Tensor] = {}
-        own = {entry.name: entry for entry in self.entries if entry.counts}
+        own: dict[str, list[Entry]] = {}
+        for entry in self.entries:
+            own.setdefault(entry.name, []).append(entry)
         for name in self.names:
             parts, shape = self._parts[name], self._described[name][0]
             keeper = (holder or self.rotating)(name, sorted({owner for owner, _ in parts}))
-            views: Iterator[Tensor] = iter(())
-            if name in own:
-                value = values(own[name])
-                assert value is not None, name
-                views = iter([view for _, view in own[name].pieces(value.detach())])
+            # Copies are read as well: what is spread over processes is put together by all that share it.
+            read = [(entry, values(entry)) for entry in own.get(name, [])]
+            views = iter([view for entry, value in read if entry.counts for _, view in entry.pieces(value.detach())])
             whole = torch.empty(shape, dtype=dtype(name), device="cpu" if rank == keeper else "meta")
             for owner, place in parts:
                 if owner == rank:
                     self._hand_over(next(views), whole, place, keeper)
                 elif rank == keeper:
-                    received = torch.empty_like(whole[place], device=self._device, memory_format=torch.contiguous_format)
-                    dist.recv(received, src=owner)
-                    whole[place] = received.cpu()
+                    part = torch.empty(torch.empty(shape, device="meta")[place].shape, dtype=whole.dtype, device=self._device)
+                    dist.recv(part, src=owner)
+                    whole[place] = part.cpu()
             state[name] = whole
         return state
 

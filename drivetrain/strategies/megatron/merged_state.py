@@ -64,7 +64,7 @@ class MergedState(ModelState):
             low = own in (torch.bfloat16, torch.float16)
             return torch.float32 if kept is not None and low else own
 
-        state: StateDict = placed.layout.read(_on_all_that_share(placed, value), dtype)
+        state: StateDict = placed.layout.read(value, dtype)
         return state | self._around(placed)
 
     def full(self, model: nn.Module) -> dict[str, Tensor]:
@@ -141,7 +141,7 @@ class MergedState(ModelState):
                 return torch.zeros_like(entry.tensor, dtype=torch.float32)
             return kept.read(entry.tensor, key)
 
-        found = placed.layout.read(_on_all_that_share(placed, value), lambda name: torch.float32)
+        found = placed.layout.read(value, lambda name: torch.float32)
         stepped = {
             name
             for names in gather_object([[e.name for e in placed.layout.entries if kept.is_stepped(e.tensor)]])
@@ -175,12 +175,6 @@ class MergedState(ModelState):
 
     def _front(self, optimizer: Optimizer) -> MegatronOptimizerFront | None:
         return next((placed.optimizer for placed in self._models if placed.optimizer is optimizer), None)
-
-
-def _on_all_that_share(placed: PlacedModel, value: Callable[[Entry], Tensor]) -> Callable[[Entry], Tensor]:
-    """A way to read tensors where those that are copies of a peer's take part in its collectives, too."""
-    found = {entry.name: value(entry) for entry in placed.layout.entries}
-    return lambda entry: found[entry.name]
 
 
 def _local(entry: Entry, whole: Tensor) -> Tensor:

@@ -69,7 +69,7 @@ class PlacedModel:
         if self.config.calculate_per_token_loss:
             # Megatron-core adds gradients up then, and leaves the average to its own count of tokens.
             for chunk in self.wrapped:
-                chunk.scale_gradients(1.0 / chunk.dp_cp_group.size())  # type: ignore[operator, union-attr]
+                chunk.scale_gradients(1.0 / chunk.dp_cp_group.size())  # type: ignore[operator]
 
     def zero_gradients(self) -> None:
         """Forget gradients that are held."""
@@ -79,7 +79,7 @@ class PlacedModel:
     def held_gradients(self) -> list[torch.Tensor]:
         """What has been accumulated."""
         parameters = (parameter for chunk in self.bare for parameter in chunk.parameters())
-        return [parameter.main_grad for parameter in parameters if hasattr(parameter, "main_grad")]  # type: ignore[attr-defined]
+        return [parameter.main_grad for parameter in parameters if hasattr(parameter, "main_grad")]
 
 
 class PlacedModels:

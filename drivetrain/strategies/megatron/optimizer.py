@@ -141,7 +141,7 @@ def make_optimizer(
     inner = get_megatron_optimizer(
         optimizer_config(optimizer, options, low),
         placed.wrapped,
-        # Its own checkpoints tell groups apart by lr_mult, which nothing else reads.
+        # Its own checkpoints distinguish groups by lr_mult, which nothing else reads.
         config_overrides={matching(index): {GROUP: index, "lr_mult": 1.0 + index} for index in range(len(groups))},
         use_gloo_process_groups=False,
     )

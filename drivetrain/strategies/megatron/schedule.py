@@ -162,8 +162,8 @@ class Schedule:
         loss, self._loss = self._loss, None
         if loss is None:
             raise ConfigurationError(
-                f"{type(self._placed.owner).__name__}.training_step returned no loss, but the other stages of the "
-                "pipeline wait for its gradients. Return a loss that counts for nothing instead, such as loss * 0."
+                f"{type(self._placed.owner).__name__}.training_step returned no loss, but the schedule goes back "
+                "through every micro-batch. Return a loss that counts for nothing instead, such as loss * 0."
             )
         return loss
 
@@ -171,7 +171,8 @@ class Schedule:
         """How many micro-batches an interleaved schedule needs beside those of a window."""
         if len(self._placed.wrapped) == 1:
             return 0
-        return -count % self._placed.config.pipeline_model_parallel_size
+        stages: int = self._placed.config.pipeline_model_parallel_size
+        return -count % stages
 
     def _shape(self, microbatches: Sequence[Any]) -> tuple[int, int]:
         """Rows and length of the window's micro-batches, which stages hand over."""
@@ -179,9 +180,50 @@ class Schedule:
             return 1, 1
         program = self._placed.program
         shapes = [program.batch_shape(getattr(each, "batch", each)) for each in microbatches]
+        uneven = len(set(shapes)) > 1
+        if uneven and len(self._placed.wrapped) > 1 and self._placed.config.pipeline_model_parallel_size == 2:
+            # Both neighbours of a stage are the same process then, which cannot distinguish whose shape arrives.
+            raise ConfigurationError(
+                f"The micro-batches of a step have the shapes {sorted(set(shapes))}, but virtual_pipeline on two stages "
+                "hands over one. Use DataLoader(drop_last=True), pad the batches, or leave virtual_pipeline out."
+            )
         # Then stages also hand over each shape, which takes a message more.
-        self._placed.config.variable_seq_lengths = len(set(shapes)) > 1
+        self._placed.config.variable_seq_lengths = uneven
         return shapes[0]
+
+
+class _EvaluationPass:
+    """One forward through all stages."""
+
+    def __init__(self, placed: PlacedModel, current: CurrentChunk, topology: Topology) -> None:
+        self._placed, self._current, self._topology = placed, current, topology
+
+    def run(self, step: Callable[..., Any], batch: Any, *args: Any) -> Any:
+        from megatron.core import parallel_state
+        from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
+        from megatron.core.utils import get_attr_wrapped_model
+
+        placed, topology = self._placed, self._topology
+        communicator = P2PCommunicator(parallel_state.get_pipeline_model_parallel_group(), placed.config)
+        placed.config.variable_seq_lengths = False
+        shape = self._handed_over(batch)
+        starts = parallel_state.is_pipeline_first_stage(ignore_virtual=True)
+        result = None
+        for number, chunk in enumerate(placed.wrapped):
+            is_last = topology.computes_loss and number == len(placed.wrapped) - 1
+            received = communicator.recv_forward(shape, starts and number == 0)
+            get_attr_wrapped_model(chunk, "set_input_tensor")([received])
+            result, output = self._current.step(chunk, is_last, step, batch, *args)
+            communicator.send_forward(output, is_last)
+        return result
+
+    def _handed_over(self, batch: Any) -> tuple[int, int, int]:
+        config = self._placed.config
+        if config.pipeline_model_parallel_size == 1:
+            return (1, 1, 1)
+        rows, length = self._placed.program.batch_shape(batch)
+        parts = config.context_parallel_size * (config.tensor_model_parallel_size if config.sequence_parallel else 1)
+        return (length // parts, rows, config.hidden_size)
 
 
 class Evaluation(nn.Module):
@@ -195,36 +237,12 @@ class Evaluation(nn.Module):
 
     def __init__(self, placed: PlacedModel, current: CurrentChunk, topology: Topology) -> None:
         super().__init__()
-        self.__dict__.update(placed=placed, current=current, topology=topology)
+        # Not as modules of this one: the parts of the model have their place in the task.
+        self._run: Callable[..., Any] = _EvaluationPass(placed, current, topology).run
 
     def forward(self, step: Callable[..., Any], batch: Any, *args: Any) -> Any:
         """Run a step, forward only, through one stage after another."""
-        from megatron.core import parallel_state
-        from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
-        from megatron.core.utils import get_attr_wrapped_model
-
-        placed: PlacedModel = self.placed
-        topology: Topology = self.topology
-        communicator = P2PCommunicator(parallel_state.get_pipeline_model_parallel_group(), placed.config)
-        placed.config.variable_seq_lengths = False
-        shape = self._handed_over(batch)
-        starts = parallel_state.is_pipeline_first_stage(ignore_virtual=True)
-        result = None
-        for number, chunk in enumerate(placed.wrapped):
-            is_last = topology.computes_loss and number == len(placed.wrapped) - 1
-            received = communicator.recv_forward(shape, starts and number == 0)
-            get_attr_wrapped_model(chunk, "set_input_tensor")([received])
-            result, output = self.current.step(chunk, is_last, step, batch, *args)
-            communicator.send_forward(output, is_last)
-        return result
-
-    def _handed_over(self, batch: Any) -> tuple[int, int, int]:
-        config = self.placed.config
-        if config.pipeline_model_parallel_size == 1:
-            return (1, 1, 1)
-        rows, length = self.placed.program.batch_shape(batch)
-        parts = config.context_parallel_size * (config.tensor_model_parallel_size if config.sequence_parallel else 1)
-        return (length // parts, rows, config.hidden_size)
+        return self._run(step, batch, *args)
 
 
 class Runtime(MegatronRuntime):

@@ -156,7 +156,7 @@ def fit(
         **{"accumulate_grad_batches": accumulate, "gradient_clip_val": MAX_NORM, "callbacks": callbacks, **options},
     )
     rows = ROWS // trainer.strategy.topology.data_shard.count
-    trainer.fit(task, DataLoader(data or Texts(), batch_size=rows), resume=resume)
+    trainer.fit(task, DataLoader(Texts() if data is None else data, batch_size=rows), resume=resume)
     outcome.parameters = trainer.strategy.state.full(trainer.model)
     if evaluate:
         loader = DataLoader(Texts(samples=9, seed=4), batch_size=2)

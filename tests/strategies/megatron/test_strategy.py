@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,11 +12,12 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from drivetrain import Callback, ConfigurationError, MegatronLMPlugin, Task
-from tests.pool import run_in_processes
+from tests.pool import ROOT, run_in_processes
 from tests.shared_runs import SharedRuns
 from tests.strategies.megatron import cpu_shim, models
 from tests.strategies.megatron.models import ACCUMULATE, GPT, MAX_NORM, ROWS, Texts, fit
 from tests.strategies.quiet import quiet_trainer
+from tests.test_snippets import scripts_of
 
 pytestmark = [pytest.mark.megatron, pytest.mark.timeout(300)]
 
@@ -144,6 +147,20 @@ def test_a_summary_counts_whole_parameters() -> None:
     assert held < described == whole
 
 
+def run_example(text: str) -> int:
+    cpu_shim.install()
+    names: dict[str, Any] = {}
+    exec(compile(text, "docs/megatron.md", "exec"), names)
+    return names["trainer"].global_step
+
+
+def test_the_example_of_the_documentation_trains(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    page = ROOT / "docs" / "megatron.md"
+    (script,) = [each for each in scripts_of(page, page.read_text()) if "megatron" in each.needs]
+    monkeypatch.chdir(tmp_path)
+    assert run_in_processes(run_example, 1, args=(script.text,), timeout=60) == [2]
+
+
 # what is refused
 
 
@@ -207,7 +224,7 @@ REFUSED: dict[str, tuple[dict[str, Any], Any, dict[str, Any], str]] = {
     "an unusual optimizer": ({}, Unusual, {}, "own Adam, AdamW and SGD, not with Adagrad"),
     "SGD, spread": ({}, Scheduled, {}, "cannot spread the state of SGD.*distributed_optimizer=False"),
     "parameters left out": ({}, LeavesOut, {}, "leaves out .* parameters that take gradients"),
-    "a step without the model": ({"pipeline_parallel": 2}, NoModel, {}, "without having run the model|returned no loss"),
+    "a step without a loss": ({}, NoModel, {}, "NoModel.training_step returned no loss"),
     "a field that is not there": ({"transformer": {"hiden_dropout": 0.1}}, GPT, {}, "hidden_dropout"),
     "64 bits": ({}, GPT, {"precision": "64"}, "precision='64' cannot run.*Use '32', 'bf16' or 'fp16'"),
     "two counts of micro-batches": (
@@ -215,6 +232,12 @@ REFUSED: dict[str, tuple[dict[str, Any], Any, dict[str, Any], str]] = {
         GPT,
         {},
         r"gradient_accumulation_steps=3\) contradicts .*=2",
+    ),
+    "shapes that differ": (
+        {"pipeline_parallel": 2, "virtual_pipeline": 2},
+        GPT,
+        {"samples": ROWS + 3},
+        r"shapes \[\(3, 16\), \(4, 16\)\], but virtual_pipeline on two stages",
     ),
     "two norms": ({"gradient_clipping": 1.0}, GPT, {}, "contradicts the loop, which clips to 0.5"),
 }
@@ -227,7 +250,9 @@ def refusals() -> dict[str, str]:
 
     found = {}
     for name, (sizes, make, options, _) in REFUSED.items():
-        data = torch.randn(8, 4) if name == "another task" else None
+        samples = options.get("samples")
+        data = torch.randn(8, 4) if name == "another task" else None if samples is None else Texts(samples)
+        options = {key: value for key, value in options.items() if key != "samples"}
         try:
             fit(Megatron(**sizes), make(), data, evaluate=False, **options)
         except ConfigurationError as error:
@@ -239,8 +264,6 @@ def refusals() -> dict[str, str]:
 def test_what_cannot_be_is_refused(name: str) -> None:
     for found in runs.of(refusals):
         assert name in found
-        import re
-
         assert re.search(REFUSED[name][3], found[name], re.DOTALL), found[name]
 
 
