@@ -138,7 +138,6 @@ def test_parameters_graph_media_environment_and_the_best_checkpoint_are_there(
     assert all(path.name in artifact["type_data"]["preview"] for path in best.rglob("*") if path.is_file())
 
 
-@pytest.mark.slow
 def test_a_resumed_fit_names_the_session_that_it_continues_and_how_it_failed(
     runs: list[dict[str, Any]], directory: Path
 ) -> None:
@@ -156,7 +155,6 @@ def test_a_resumed_fit_names_the_session_that_it_continues_and_how_it_failed(
     assert files_with(PLANTED, directory / "resumed") == []
 
 
-@pytest.mark.slow
 def test_a_raw_loop_on_two_processes_is_written_once(directory: Path) -> None:
     logged = run_in_processes(raw_run, 2, args=(directory,), timeout=150)[0]
     task, events, log, _ = session(directory / "raw")
