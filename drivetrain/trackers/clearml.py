@@ -22,8 +22,8 @@ _OFFLINE_ADVICE = (
 )
 _OFFLINE_ID = "offline-"
 _SPLITS = ("train", "val", "valid", "test", "eval")
-# ClearML (2.1) reports from a process of its own otherwise. It forks that while other threads run, and the copy may hold
-# their locks and pipes for ever.
+# ClearML (2.1) reports from a process of its own otherwise. It forks that while other threads run, and the copy may
+# hold their locks and pipes for ever.
 _NO_FORK = {"sdk": {"development": {"report_use_subprocess": False}}}
 _CONFIGURING = threading.Lock()
 

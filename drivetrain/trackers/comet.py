@@ -11,14 +11,14 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from drivetrain.runtime.errors import CheckpointError, ConfigurationError, TrackerError
 from drivetrain.trackers.background import BackgroundTracker
 from drivetrain.trackers.base import COMPLETED, Tracker
-from drivetrain.trackers.service import check_reachable, flat_scalars, refuse_missing, source_is_clean
+from drivetrain.trackers.service import check_reachable, flat_scalars, refuse_missing, script_path, source_is_clean
 
 if TYPE_CHECKING:
     from comet_ml import CometExperiment
 
 _OFFLINE_ADVICE = "CometLogger(online=False) writes an archive to disk, which `comet upload` sends later."
 _MODES = ("get_or_create", "get", "create")
-_SOURCE_OPTIONS = ("log_code", "log_git_patch", "log_git_metadata", "log_env_host", "parse_args")
+_SOURCE_OPTIONS = ("log_git_patch", "log_git_metadata", "log_env_host", "parse_args")
 
 
 class CometLogger(BackgroundTracker):
@@ -141,9 +141,11 @@ class _CometRun(Tracker):
             online = comet_ml.get_config().get_bool(None, "comet.start.online", default=None, not_set_value=None)
         if online is not False:
             self._check_server(comet_ml)
-        options = self._options
-        if not source_is_clean("CometLogger", self.secrets):
-            options = {**options, **dict.fromkeys(_SOURCE_OPTIONS, False)}
+        # Comet would take the file that calls it for the script.
+        options = {**self._options, "log_code": False}
+        is_clean = source_is_clean("CometLogger", self.secrets)
+        if not is_clean:
+            options |= dict.fromkeys(_SOURCE_OPTIONS, False)
         experiment = comet_ml.start(
             api_key=self._api_key,
             experiment_key=self.key,
@@ -153,6 +155,10 @@ class _CometRun(Tracker):
         )
         if not experiment.alive:
             raise TrackerError(f"CometLogger got no experiment from the server. {_OFFLINE_ADVICE}")
+        script = script_path()
+        if is_clean and script is not None and self._options.get("log_code", self._mode != "get"):
+            experiment.log_code(script)
+            experiment.set_filename(script)
         self.key, self._mode = experiment.get_key(), "get"  # from now on it is this one that is continued
         self._experiment = experiment
 

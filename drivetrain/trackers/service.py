@@ -62,10 +62,9 @@ def source_is_clean(owner: str, secrets: Iterable[str]) -> bool:
         owner: The tracker.
         secrets: Values that it was given.
     """
-    script = getattr(sys.modules.get("__main__"), "__file__", None) or sys.argv[0]
-    text = " ".join(sys.argv)
+    script, text = script_path(), " ".join(sys.argv)
     try:
-        text += Path(script).read_text(encoding="utf-8", errors="replace") if os.path.isfile(script) else ""
+        text += "" if script is None else Path(script).read_text(encoding="utf-8", errors="replace")
     except OSError:
         pass
     if HIDDEN not in Secrets(secrets).in_text(text.replace(HIDDEN, "")):
@@ -75,6 +74,11 @@ def source_is_clean(owner: str, secrets: Iterable[str]) -> bool:
         "environment instead."
     )
     return False
+
+
+def script_path() -> str | None:
+    """The path of the script that runs; None in a console."""
+    return os.path.abspath(sys.argv[0]) if sys.argv and os.path.isfile(sys.argv[0]) else None
 
 
 def flat_scalars(values: Mapping[str, Any], prefix: str = "") -> tuple[dict[str, float], dict[str, str]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -116,6 +117,14 @@ def files_with(text: str, *places: Path) -> list[str]:
     return found
 
 
-def environment(**values: str) -> None:
-    """Set variables of the process that runs this, which is one of the test's own."""
-    os.environ.update(values)
+HERE = Path(__file__)
+"""A script that holds a secret."""
+
+SCRIPT = HERE.parents[1] / "trainer" / "tasks.py"
+"""One that does not."""
+
+
+def pretend(script: Path, **environment: str) -> None:
+    """Let the process that runs this, which is one of the test's own, be that of a script, with these variables."""
+    sys.argv = [str(script)]
+    os.environ.update(environment)

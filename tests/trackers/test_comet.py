@@ -12,7 +12,18 @@ import pytest
 from drivetrain import CometLogger
 from drivetrain.runtime.errors import CheckpointError, ConfigurationError
 from tests.pool import run_in_processes
-from tests.trackers.runs import PLANTED, Failing, environment, files_with, fit, log_media, raw_loop, secrets
+from tests.trackers.runs import (
+    HERE,
+    PLANTED,
+    SCRIPT,
+    Failing,
+    files_with,
+    fit,
+    log_media,
+    pretend,
+    raw_loop,
+    secrets,
+)
 
 pytest.importorskip("comet_ml", reason="comet_ml is not installed")
 
@@ -32,13 +43,16 @@ def logger_in(place: Path, **options: Any) -> CometLogger:
 
 def trainer_runs(directory: Path) -> dict[str, Any]:
     """A fit, its resumption, and one that fails, each with an experiment in a directory of its own."""
-    environment(COMET_API_KEY=PLANTED)
+    pretend(SCRIPT, COMET_API_KEY=PLANTED)
     logger = logger_in(directory / "fit", log_model=True)
     trainer, logged = fit(directory / "run", logger)
+    best = Path(trainer.checkpoint_callbacks[0].best_model_path)
+    files = {str(path.relative_to(best)) for path in best.rglob("*") if path.is_file()}
     log_media(logger)
     logger.finish()
     again = logger_in(directory / "resumed")
     _, resumed = fit(directory / "run", again, max_epochs=3, resume="auto")
+    pretend(HERE)
     with pytest.raises(ValueError, match="no more"):
         fit(directory / "failing", logger_in(directory / "failed"), Failing(**secrets()), enable_checkpointing=False)
     return {
@@ -47,7 +61,7 @@ def trainer_runs(directory: Path) -> dict[str, Any]:
         "lost": logger.lost + again.lost,
         "logged": (logged.values, logged.epochs),
         "resumed": resumed.values,
-        "best": trainer.checkpoint_callbacks[0].best_model_path,
+        "best": files,
     }
 
 
@@ -96,6 +110,15 @@ def metrics(messages: list[dict[str, Any]]) -> dict[tuple[str, int], tuple[float
     }
 
 
+def sources(messages: list[dict[str, Any]]) -> list[str]:
+    uploads = [message["payload"] for message in messages if message["type"] == "file_upload"]
+    return [
+        Path(each["additional_params"]["fileName"]).name
+        for each in uploads
+        if (each["additional_params"] or {}).get("type") == "source_code"
+    ]
+
+
 def others(messages: list[dict[str, Any]]) -> dict[str, Any]:
     found = [message["payload"] for message in messages if message["type"] == "log_other"]
     return {each["key"]: each["value"] for each in found}
@@ -110,7 +133,7 @@ def test_a_fit_on_two_processes_is_one_experiment_that_equals_what_was_logged(
     expected = {(f"run_{name}", step): (value, epochs[name, step]) for (name, step), value in values.items()}
     assert metrics(messages) == expected
     assert runs[1]["logged"] == ({}, {})
-    assert (experiment["project_name"], experiment["tags"]) == ("digits", ["a", "b"])
+    assert (experiment["project_name"], sorted(experiment["tags"])) == ("digits", ["a", "b"])
     assert experiment["offline_id"] == runs[0]["key"]
     assert runs[0]["lost"] == 0
     assert others(messages)["status"] == "completed"
@@ -137,10 +160,11 @@ def test_parameters_graph_source_environment_and_the_best_checkpoint_are_there(
     [graph] = [message["payload"]["graph"] for message in messages if message["type"] == "graph"]
     assert graph.startswith("Planted(")
     uploads = [message["payload"] for message in messages if message["type"] == "file_upload"]
+    assert sources(messages) == [SCRIPT.name]
     model = [each for each in uploads if (each["additional_params"] or {}).get("groupingName") == "best"]
     names = {each["additional_params"]["fileName"].partition("/")[2] for each in model}
-    best = Path(runs[0]["best"])
-    assert names == {str(path.relative_to(best)) for path in best.rglob("*") if path.is_file()}
+    assert "MANIFEST.json" in names
+    assert names == runs[0]["best"]
 
 
 def test_what_is_logged_after_a_fit_continues_its_experiment(runs: list[dict[str, Any]], directory: Path) -> None:
@@ -166,6 +190,12 @@ def test_a_fit_that_fails_says_so_with_the_first_line_of_the_error(runs: list[di
     [(_, messages)] = archives(directory / "failed")
     assert others(messages)["status"] == "failed"
     assert others(messages)["error"] == "ValueError: no more of <hidden>"
+
+
+def test_a_script_that_holds_a_secret_is_not_recorded(runs: list[dict[str, Any]], directory: Path) -> None:
+    [(_, messages)] = archives(directory / "failed")
+    assert sources(messages) == []
+    assert "git-patch" not in {message["payload"].get("upload_type") for message in messages}
 
 
 def test_a_raw_loop_on_two_processes_is_written_once_and_resumed_in_place(raw: list[Any], directory: Path) -> None:
