@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
-from drivetrain.callbacks.support.agreement import decide_on_main_process
 from drivetrain.callbacks.base import Callback
+from drivetrain.callbacks.support.agreement import decide_on_main_process
 from drivetrain.callbacks.support.monitored_metric import (
     check_mode,
     find_typo,
@@ -140,7 +140,9 @@ class EarlyStopping(Callback):
 
     def on_sanity_check_end(self, trainer: Trainer, task: Task) -> None:
         if self._fitting:
-            typo = decide_on_main_process(lambda: find_typo(trainer.logged.names("validate"), self.monitor, "EarlyStopping"))
+            typo = decide_on_main_process(
+                lambda: find_typo(trainer.logged.names("validate"), self.monitor, "EarlyStopping")
+            )
             if typo is not None and self.strict:
                 raise ConfigurationError(typo)
             if typo is not None:

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from drivetrain.callbacks.support.agreement import decide_on_main_process
 from drivetrain.callbacks.base import Callback
+from drivetrain.callbacks.support.agreement import decide_on_main_process
 from drivetrain.callbacks.support.sample_store import (
     Part,
     Samples,

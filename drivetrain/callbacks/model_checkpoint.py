@@ -3,23 +3,22 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
-from drivetrain.callbacks.checkpoint import folder
-from drivetrain.callbacks.support.agreement import decide_on_main_process
 from drivetrain.callbacks.base import Callback
-from drivetrain.callbacks.checkpoint.restored import RestoredState, number
+from drivetrain.callbacks.checkpoint import folder
+from drivetrain.callbacks.checkpoint.decision import decide
+from drivetrain.callbacks.checkpoint.kept import KeptCheckpoints
 from drivetrain.callbacks.checkpoint.options import check_intervals, check_options
 from drivetrain.callbacks.checkpoint.policy import BestK, CheckpointName
-from drivetrain.callbacks.checkpoint.decision import decide
-from drivetrain.callbacks.checkpoint.writer import CheckpointWriter
-from drivetrain.callbacks.checkpoint.kept import KeptCheckpoints
-from drivetrain.callbacks.support.monitored_metric import find_typo
+from drivetrain.callbacks.checkpoint.restored import RestoredState, number
 from drivetrain.callbacks.checkpoint.step_timer import StepTimer
+from drivetrain.callbacks.checkpoint.writer import CheckpointWriter
+from drivetrain.callbacks.support.agreement import decide_on_main_process
+from drivetrain.callbacks.support.monitored_metric import find_typo
 from drivetrain.runtime.assembly import all_arrive
 from drivetrain.runtime.durations import parse_duration
 from drivetrain.runtime.errors import CheckpointError, ConfigurationError, DrivetrainError
@@ -291,7 +290,9 @@ class ModelCheckpoint(Callback):
 
     def on_sanity_check_end(self, trainer: Trainer, task: Task) -> None:
         if self.monitor is not None and self._fitting:
-            typo = decide_on_main_process(lambda: find_typo(trainer.logged.names("validate"), str(self.monitor), "ModelCheckpoint"))
+            typo = decide_on_main_process(
+                lambda: find_typo(trainer.logged.names("validate"), str(self.monitor), "ModelCheckpoint")
+            )
             if typo is not None:
                 raise ConfigurationError(typo)
 
@@ -423,6 +424,6 @@ class ModelCheckpoint(Callback):
 
 
 def _is_sound(trainer: Trainer, task: Task) -> bool:
-    """Ask all callbacks whether what is there now is worth saving; all, since they may exchange something with their peers."""
+    """Ask all callbacks whether this state is worth saving; all, since they may exchange values with their peers."""
     answers = [callback.is_state_sound(trainer, task) for callback in trainer.callbacks]
     return all(answers)

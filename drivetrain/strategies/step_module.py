@@ -9,7 +9,6 @@ from torch import Tensor, nn
 
 from drivetrain.runtime.nested import recursively_apply
 
-
 ATTACHES_PRESENCE = "attaches_presence"
 """Attribute of a step whose loss the module's `presence` takes part in already."""
 

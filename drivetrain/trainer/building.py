@@ -31,7 +31,7 @@ def make_accelerator(
     accumulate: int,
     sync_batchnorm: bool,
 ) -> Accelerator:
-    """The engine to run on: the one given, or a new one, after starting the script again where processes are missing."""
+    """The engine to run on: the one given, or a new one, once missing processes are started."""
     if isinstance(accelerator, Accelerator):
         changed = [
             name

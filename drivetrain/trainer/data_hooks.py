@@ -1,4 +1,4 @@
-"""Where the loaders of a run come from and how a batch gets to the device: what a DataModule and a Task may override."""
+"""Where loaders come from and how a batch gets to the device: what a DataModule and a Task may override."""
 
 from __future__ import annotations
 

@@ -140,7 +140,6 @@ class Option(Generic[T]):
         trainer.change_options(**{self._name: value})
 
 
-
 class OptionAttributes:
     """The Trainer's options as its attributes."""
 

@@ -20,13 +20,13 @@ from drivetrain.trainer.state.progress import Progress
 
 if TYPE_CHECKING:
     from drivetrain.accelerator import PreparedOptimizer
+    from drivetrain.trainer.data_module import DataModule
+    from drivetrain.trainer.hooks import Hooks
     from drivetrain.trainer.loops.current_run import CurrentRun
     from drivetrain.trainer.loops.fit_loop import FitLoop
     from drivetrain.trainer.loops.health import Finiteness
     from drivetrain.trainer.loops.run_control import RunControl, StopReason
     from drivetrain.trainer.metrics.tracker_log import TrackerLog
-    from drivetrain.trainer.data_module import DataModule
-    from drivetrain.trainer.hooks import Hooks
     from drivetrain.trainer.optimizers import SchedulerConfig
     from drivetrain.trainer.task import Task
     from drivetrain.trainer.task_run import TaskRun

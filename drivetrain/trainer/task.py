@@ -18,7 +18,7 @@ from drivetrain.checkpoint.schema import EVERY_PLACE_OF_MODELS, in_schema
 from drivetrain.runtime.collectives import gather
 from drivetrain.runtime.errors import CheckpointError, ConfigurationError
 from drivetrain.runtime.keywords import refuse_unknown
-from drivetrain.runtime.nested import recursively_apply, send_to_device
+from drivetrain.runtime.nested import recursively_apply
 from drivetrain.runtime.state import PartialState
 from drivetrain.trainer.data_hooks import DataHooks
 from drivetrain.trainer.hyper_parameters import HyperParameters, constructor_arguments, select_hyper_parameters

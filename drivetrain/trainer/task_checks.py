@@ -141,9 +141,7 @@ def _warn_of_mistyped(owner: Any, base: type, name: str, defining: type) -> None
     hooks = [hook for hook in dir(base) if not hook.startswith("_") and inspect.isfunction(getattr(base, hook))]
     alike = difflib.get_close_matches(name, hooks, n=1, cutoff=_ALIKE)
     if alike and not is_overridden(owner, base, alike[0]):
-        logger.warning_once(
-            f"{defining.__name__}.{name} is no hook, so nothing calls it. Did you mean {alike[0]!r}?"
-        )
+        logger.warning_once(f"{defining.__name__}.{name} is no hook, so nothing calls it. Did you mean {alike[0]!r}?")
 
 
 def warn_of_unused_validation(task: Task, has_loader: bool) -> None:
@@ -174,7 +172,8 @@ def warn_of_rare_logging(trainer: Trainer, steps: float) -> None:
     if trainer.loggers and 0 < steps < every and not trainer.global_step:
         logger.warning(
             f"The run takes {steps:.0f} optimizer steps, fewer than log_every_n_steps={every}, so trackers get no "
-            f"values of single training steps. Give Trainer(log_every_n_steps={max(1, int(steps) // 10)}), say, to see them."
+            f"values of single training steps. Give Trainer(log_every_n_steps={max(1, int(steps) // 10)}), say, to "
+            "see them."
         )
 
 

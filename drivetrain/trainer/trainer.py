@@ -4,48 +4,41 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from datetime import timedelta
 from functools import partial
-from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
 import torch
-from torch import Tensor, nn
-from torch.optim import Optimizer
+from torch import nn
 
 from drivetrain import checkpoint
-from drivetrain.accelerator import Accelerator, PreparedOptimizer
-from drivetrain.accelerator.step import StepHooks
+from drivetrain.accelerator import Accelerator
 from drivetrain.callbacks import Callback
 from drivetrain.callbacks.stage import Stage
 from drivetrain.runtime.errors import ConfigurationError
 from drivetrain.runtime.exit_codes import RESUME_EXIT_CODE
 from drivetrain.runtime.keywords import KnownKeywords, refuse_unknown
-from drivetrain.strategies import StepModule, Strategy
+from drivetrain.strategies import Strategy
 from drivetrain.strategies.base import Given, RunOptions
 from drivetrain.strategies.precision import Precision
 from drivetrain.trackers import Tracker
 from drivetrain.trainer import building, task_checks
 from drivetrain.trainer.data_module import DataModule
-from drivetrain.trainer.hooks import Hooks, call_setup_hooks, call_teardown_hooks
+from drivetrain.trainer.loops.choose_step import choose_step
 from drivetrain.trainer.loops.current_run import CurrentRun
 from drivetrain.trainer.loops.evaluation_run import evaluate, evaluate_logged, make_validation, run_sanity_check
 from drivetrain.trainer.loops.fit_loop import FitLoop
 from drivetrain.trainer.loops.health import EpochHealth, Finiteness
 from drivetrain.trainer.loops.loader_source import LoaderSource
-from drivetrain.trainer.loops.choose_step import choose_step
 from drivetrain.trainer.loops.prediction_loop import PredictionLoop
 from drivetrain.trainer.loops.run_control import RunControl, calling_function
 from drivetrain.trainer.loops.training_batches import TrainingBatches, estimate_steps
-from drivetrain.trainer.metrics.log_scopes import NOWHERE, SAVING
+from drivetrain.trainer.metrics.log_scopes import SAVING
 from drivetrain.trainer.metrics.logged_values import LoggedValues
-from drivetrain.trainer.metrics.results_table import print_results
 from drivetrain.trainer.metrics.tracker_log import TrackerLog
-from drivetrain.trainer.optimizers import SchedulerConfig, parse_configured_optimizers
 from drivetrain.trainer.options import OptionAttributes, TrainerOptions
 from drivetrain.trainer.run_report import run_report
-from drivetrain.trainer.schedulers import step_epoch_schedulers, step_step_schedulers
 from drivetrain.trainer.state.progress import Progress
 from drivetrain.trainer.state.resume import find_checkpoint
 from drivetrain.trainer.state.saved_run import SavedRun, moment_of, save_run
@@ -66,8 +59,8 @@ class Trainer(KnownKeywords, OptionAttributes, TrainerStatus):
             without a launcher and more than one is asked for, it is started again under one.
         num_nodes: Number of machines; the launcher decides, this is checked.
         precision: `"32"`, `"bf16"`, `"fp16"`, …, Lightning's spellings, or a `Precision`.
-        logger: Trackers: names, objects or several of them; True for a `CSVLogger`, False for none. If None, those of the
-            given `Accelerator`, else a `CSVLogger`.
+        logger: Trackers: names, objects or several of them; True for a `CSVLogger`, False for none. If None, those of
+            the given `Accelerator`, else a `CSVLogger`.
         callbacks: One or several callbacks.
         fast_dev_run: Run this many batches (1 for True) of everything, without loggers and checkpoints.
         max_epochs: Epochs to train; 1000 where nothing else ends the run, -1 for no end.
@@ -99,8 +92,8 @@ class Trainer(KnownKeywords, OptionAttributes, TrainerStatus):
         sync_batchnorm: Batch statistics over all processes (DDP on GPUs).
         reload_dataloaders_every_n_epochs: Make the loaders again every so many epochs.
         default_root_dir: Where everything is written by default.
-        on_interrupt: What `fit` does at Ctrl-C once it has finished the step and saved: `"raise"` a `KeyboardInterrupt`,
-            so that the script ends too, or `"return"`.
+        on_interrupt: What `fit` does at Ctrl-C once it has finished the step and saved: `"raise"` a
+            `KeyboardInterrupt`, so that the script ends too, or `"return"`.
         seed: Seed everything with this, samples included, before anything else.
 
     Raises:
@@ -205,8 +198,8 @@ class Trainer(KnownKeywords, OptionAttributes, TrainerStatus):
             datamodule: Where loaders come from instead.
             ckpt_path: Lightning's name for `resume`.
             resume: A checkpoint to resume, exactly: the same batches, random numbers and values as without the
-                break. `"auto"` takes the newest complete one and starts from the beginning where there is none; `"last"` or
-                `"best"` takes the checkpoint callback's.
+                break. `"auto"` takes the newest complete one and starts from the beginning where there is none;
+                `"last"` or `"best"` takes the checkpoint callback's.
 
         Raises:
             SystemExit: The run was preempted (SIGTERM, SIGUSR1), has saved a checkpoint, and should be started again.
@@ -398,7 +391,7 @@ class Trainer(KnownKeywords, OptionAttributes, TrainerStatus):
 
     @property
     def estimated_stepping_batches(self) -> float:
-        """Optimizer steps that `fit` will take, for schedules in `configure_optimizers`; infinite where this is not known.
+        """Optimizer steps that `fit` will take, for schedules in `configure_optimizers`; infinite if not known.
 
         Raises:
             ConfigurationError: No `fit` is under way.

@@ -4,8 +4,8 @@ import itertools
 
 import pytest
 
-from drivetrain.callbacks.support.agreement import decide_on_main_process
 from drivetrain.callbacks.checkpoint.step_timer import StepTimer
+from drivetrain.callbacks.support.agreement import decide_on_main_process
 from drivetrain.runtime.errors import ConfigurationError, DrivetrainError
 from drivetrain.runtime.state import PartialState
 from tests.pool import run_in_processes

@@ -89,9 +89,7 @@ PATHS: dict[str, str] = {
 
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("field", FIELDS)
-def test_a_path_in_the_state_of_model_checkpoint_is_refused(
-    field: str, path: str, saved: Path, tmp_path: Path
-) -> None:
+def test_a_path_in_the_state_of_model_checkpoint_is_refused(field: str, path: str, saved: Path, tmp_path: Path) -> None:
     hostile = PATHS[path].format(outside=tmp_path / "outside")
     edit(saved, "doomed", lambda state: state.update(FIELDS[field](hostile)))
     before = contents(tmp_path)

@@ -29,7 +29,9 @@ class Logs(Scripted):
 
 @pytest.mark.parametrize("name", ["EarlyStopping", "ModelCheckpoint"])
 def test_a_typo_is_found_before_the_first_step(name: str, tmp_path: Path) -> None:
-    callback: Any = EarlyStopping("val_los") if name == "EarlyStopping" else ModelCheckpoint(tmp_path, monitor="val_los")
+    callback: Any = (
+        EarlyStopping("val_los") if name == "EarlyStopping" else ModelCheckpoint(tmp_path, monitor="val_los")
+    )
     task = Logs()
     with pytest.raises(ConfigurationError, match=rf"{name}\(monitor='val_los'\).*Did you mean 'val_loss'"):
         fit(task, tmp_path, 1, [callback], num_sanity_val_steps=1)

@@ -9,7 +9,14 @@ import numpy as np
 import pytest
 import torch
 
-from drivetrain.callbacks.support.sample_store import Part, Samples, collect, real_rows_on_cpu, write_samples, writer_for
+from drivetrain.callbacks.support.sample_store import (
+    Part,
+    Samples,
+    collect,
+    real_rows_on_cpu,
+    write_samples,
+    writer_for,
+)
 from drivetrain.runtime.errors import ConfigurationError, DataError
 from drivetrain.runtime.state import PartialState
 from tests.pool import run_in_processes

@@ -12,7 +12,17 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader
 
-from drivetrain import DDP, Accelerator, Callback, ConfigurationError, DeepSpeed, DummyOptim, DummyScheduler, Task, Trainer
+from drivetrain import (
+    DDP,
+    Accelerator,
+    Callback,
+    ConfigurationError,
+    DeepSpeed,
+    DummyOptim,
+    DummyScheduler,
+    Task,
+    Trainer,
+)
 from drivetrain.runtime.collectives import gather_object
 from tests.launch.launching import launch, write_script
 from tests.pool import ProcessesFailed, run_in_processes

@@ -479,7 +479,9 @@ def gradients_seen_after_backward() -> list[bool]:
     torch.set_num_threads(1)
     watch = SeesGradients()
     data = TensorDataset(torch.randint(11, (ROWS, 4)), torch.randint(CLASSES, (ROWS,)))
-    quiet_trainer(Parallel(pp=2), accumulate_grad_batches=2, callbacks=[watch]).fit(NetTask(), DataLoader(data, batch_size=ROWS // 2))
+    quiet_trainer(Parallel(pp=2), accumulate_grad_batches=2, callbacks=[watch]).fit(
+        NetTask(), DataLoader(data, batch_size=ROWS // 2)
+    )
     return watch.after
 
 

@@ -17,7 +17,9 @@ def test_the_table_has_a_verdict_on_every_pair() -> None:
 
 def test_what_is_written_is_read_again(tmp_path: Path) -> None:
     page = tmp_path / "page.md"
-    page.write_text("before\n<!-- the pairs: written by `python -m tests.conformance.pairs` -->\n\n<!-- end of the pairs -->\nafter")
+    page.write_text(
+        "before\n<!-- the pairs: written by `python -m tests.conformance.pairs` -->\n\n<!-- end of the pairs -->\nafter"
+    )
     verdicts = {"single": {name: Verdict("yes") for name in TOLERANCES}}
     verdicts["single"]["64"] = Verdict("refused", "No: use '32'.")
     write_table(verdicts, page)
@@ -26,6 +28,8 @@ def test_what_is_written_is_read_again(tmp_path: Path) -> None:
     assert page.read_text().endswith("\nafter")
 
 
-@pytest.mark.parametrize("row", [pytest.param(name, marks=getattr(pytest.mark, row.needs)) for name, row in ROWS.items()])
+@pytest.mark.parametrize(
+    "row", [pytest.param(name, marks=getattr(pytest.mark, row.needs)) for name, row in ROWS.items()]
+)
 def test_the_row_is_what_a_run_of_each_pair_finds(row: str) -> None:
     assert judge(row) == read_table()[row]

@@ -67,7 +67,9 @@ def test_a_fit_that_had_nothing_left_to_do_says_so(tmp_path: Path, capsys: pytes
 
 
 def test_a_run_resumed_with_more_steps_trains_on(tmp_path: Path) -> None:
-    saved = fitted(Weight(), ones(10), callbacks=ModelCheckpoint(tmp_path), enable_checkpointing=True, max_epochs=-1, max_steps=5)
+    saved = fitted(
+        Weight(), ones(10), callbacks=ModelCheckpoint(tmp_path), enable_checkpointing=True, max_epochs=-1, max_steps=5
+    )
     trainer = quiet(max_epochs=-1, max_steps=8)
     assert saved.checkpoint_callback is not None
     trainer.fit(Weight(), ones(10), resume=saved.checkpoint_callback.best_model_path)
@@ -256,9 +258,7 @@ def test_it_ends_with_where_it_wrote_and_how_to_resume_it(tmp_path: Path, capsys
     quiet(max_epochs=2).fit(Weight(), ones(3), resume=saved)
 
 
-def test_a_run_that_fails_says_so_and_names_its_checkpoint(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_run_that_fails_says_so_and_names_its_checkpoint(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     class Failing(Weight):
         def training_step(self, batch: Any, batch_idx: int) -> Any:
             if self.current_epoch == 1:

@@ -73,7 +73,7 @@ def raw_loop(load: Any, steps: int, save: Any = None, task: Net | None = None) -
     task = task or Net()
     [optimizer], [config] = task.configure_optimizers()
     accelerator = Accelerator(cpu=True)
-    model, optimizer, schedule, data = accelerator.prepare(task, optimizer, config["scheduler"], loader())
+    _, optimizer, schedule, data = accelerator.prepare(task, optimizer, config["scheduler"], loader())
     if load is not None:
         accelerator.load_state(load)
     for batch in data:
@@ -168,11 +168,11 @@ def test_other_numbers_of_objects_are_refused_with_what_the_checkpoint_holds(tmp
             return [torch.optim.Adam([p], lr=0.1) for p in self.parameters()]
 
     fit(Net(), steps=1, save=tmp_path / "one")
-    with pytest.raises(CheckpointError, match="holds 1 optimizers, but here are 2. It holds: Adam. Let configure"):
+    with pytest.raises(CheckpointError, match=r"holds 1 optimizers, but here are 2. It holds: Adam. Let configure"):
         fit(Two(), resume=tmp_path / "one")
     accelerator = Accelerator(cpu=True)
     accelerator.prepare(Net(), Net())
-    with pytest.raises(CheckpointError, match="holds 1 models, but here are 2. It holds: Net. Prepare"):
+    with pytest.raises(CheckpointError, match=r"holds 1 models, but here are 2. It holds: Net. Prepare"):
         accelerator.load_state(tmp_path / "one")
 
 

@@ -9,8 +9,8 @@ from collections.abc import Sequence
 
 from drivetrain import checkpoint
 from drivetrain.callbacks.checkpoint.restored import RestoredState
-from drivetrain.checkpoint.manifest import check_replaceable
 from drivetrain.checkpoint.locations import storage_of
+from drivetrain.checkpoint.manifest import check_replaceable
 from drivetrain.checkpoint.storage import LocalStorage
 from drivetrain.runtime.errors import CheckpointError
 from drivetrain.runtime.logging import get_logger

@@ -79,9 +79,7 @@ class RestoredState:
         """The names that a link in a local directory makes lead outside of it."""
         every = {*self.scores, *self.names.values(), *(name for listed in self.lists.values() for name in listed)}
         inside = os.path.realpath(directory) + os.sep
-        return {
-            name for name in every - {""} if not os.path.realpath(os.path.join(directory, name)).startswith(inside)
-        }
+        return {name for name in every - {""} if not os.path.realpath(os.path.join(directory, name)).startswith(inside)}
 
 
 def number(state: Mapping[str, Any], key: str, kind: type, optional: bool = False) -> Any:

@@ -12,8 +12,8 @@ from torch import Tensor
 from drivetrain import checkpoint
 from drivetrain.callbacks.checkpoint import folder
 from drivetrain.callbacks.checkpoint.decision import Decision
-from drivetrain.callbacks.support.agreement import decide_on_main_process
 from drivetrain.callbacks.checkpoint.kept import KeptCheckpoints
+from drivetrain.callbacks.support.agreement import decide_on_main_process
 from drivetrain.runtime.errors import CheckpointError
 from drivetrain.runtime.logging import get_logger
 

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from drivetrain.callbacks.base import Callback
-from drivetrain.callbacks.support.monitored_metric import missing_metric_message
 from drivetrain.callbacks.guards.rollback import check_can_roll_back, newest_good_checkpoint
+from drivetrain.callbacks.support.monitored_metric import missing_metric_message
 from drivetrain.runtime.collectives import gather_object, reduce
 from drivetrain.runtime.errors import ConfigurationError, DrivetrainError, nearest
 from drivetrain.runtime.logging import get_logger
@@ -191,7 +191,9 @@ class Guard(Callback):
     def _value(self, trainer: Trainer) -> Tensor:
         if self.monitor == LOSS:
             if not self._losses:
-                return torch.zeros((), device=trainer.strategy.topology.device)  # this process had nothing to learn from
+                return torch.zeros(
+                    (), device=trainer.strategy.topology.device
+                )  # this process had nothing to learn from
             # An optimizer may ask for the gradients of a step several times.
             losses = self._losses if self._is_manual else self._losses[-len(self._batches) :]
             return losses[0].float() if len(losses) == 1 else torch.stack(losses).float().sum()

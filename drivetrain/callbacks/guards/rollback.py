@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from drivetrain import checkpoint
-from drivetrain.callbacks.support.agreement import decide_on_main_process
 from drivetrain.callbacks.model_checkpoint import ModelCheckpoint
+from drivetrain.callbacks.support.agreement import decide_on_main_process
 from drivetrain.runtime.errors import CheckpointError, ConfigurationError
 
 if TYPE_CHECKING:

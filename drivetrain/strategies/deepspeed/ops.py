@@ -9,7 +9,6 @@ and left its lock. So operators that are not needed are not asked for, and a loc
 
 from __future__ import annotations
 
-import argparse
 import importlib
 import os
 import sys

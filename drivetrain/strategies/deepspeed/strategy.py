@@ -16,8 +16,8 @@ from drivetrain.runtime.errors import ConfigurationError, nearest
 from drivetrain.runtime.state import PartialState
 from drivetrain.strategies.base import Capability, Given, RunOptions, Strategy, View
 from drivetrain.strategies.capabilities import PlainEvaluation
-from drivetrain.strategies.deepspeed import config as configuration
 from drivetrain.strategies.deepspeed import adagrad, native, ops, options
+from drivetrain.strategies.deepspeed import config as configuration
 from drivetrain.strategies.deepspeed.accelerate_config import arguments_from
 from drivetrain.strategies.deepspeed.config import Known
 from drivetrain.strategies.deepspeed.dummies import DummyOptim, standing_in_for
@@ -280,7 +280,8 @@ class DeepSpeed(Strategy):
             trained.holds_gradients = True
         engine = ran[-1].engine  # others that the loss went through follow by the hooks on their outputs
         if self.stage == 0:
-            # Its hook on the output that the loss may be scales by the micro-batches once more, unless it is another tensor.
+            # Its hook on the output that the loss may be scales by the micro-batches once more, unless it is another
+            # tensor.
             loss = loss * 1.0
         try:
             engine.backward(loss, scale_wrt_gas=False, **kwargs)

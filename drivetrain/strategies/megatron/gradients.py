@@ -50,7 +50,8 @@ class BufferedGradients(Gradients):
             return torch.zeros((), device=self._topology.device)
         if self._clipping is not None and max_norm not in (self._clipping, float("inf")):
             raise ConfigurationError(
-                f"Megatron(gradient_clipping={self._clipping}) contradicts the loop, which clips to {max_norm}. Give one "
+                f"Megatron(gradient_clipping={self._clipping}) contradicts the loop, which clips to {max_norm}. "
+                "Give one "
                 "of the two."
             )
         front.prepare_gradients()

@@ -83,7 +83,11 @@ class Layout:
         self._device = device
         self.entries = [entry for chunk in chunks for entry in _entries(chunk, prefix)]
         self._by_tensor = {id(entry.tensor): entry for entry in self.entries}
-        own = [(e.name, e.shape, e.tensor.dtype, [place for place, _ in e.pieces(e.tensor)]) for e in self.entries if e.counts]
+        own = [
+            (e.name, e.shape, e.tensor.dtype, [place for place, _ in e.pieces(e.tensor)])
+            for e in self.entries
+            if e.counts
+        ]
         self._parts: dict[str, list[tuple[int, Slices]]] = {}
         self._described: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
         for rank, described in enumerate(gather_object([own])):
@@ -134,7 +138,9 @@ class Layout:
                 if owner == rank:
                     self._hand_over(next(views), whole, place, keeper)
                 elif rank == keeper:
-                    part = torch.empty(torch.empty(shape, device="meta")[place].shape, dtype=whole.dtype, device=self._device)
+                    part = torch.empty(
+                        torch.empty(shape, device="meta")[place].shape, dtype=whole.dtype, device=self._device
+                    )
                     dist.recv(part, src=owner)
                     whole[place] = part.cpu()
             state[name] = whole

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -14,7 +13,7 @@ from drivetrain.runtime.collectives import gather_object
 from drivetrain.runtime.errors import CheckpointError
 from drivetrain.strategies.megatron.layout import Entry
 from drivetrain.strategies.megatron.model import PlacedModel, PlacedModels
-from drivetrain.strategies.megatron.optimizer import GROUP, MegatronOptimizerFront
+from drivetrain.strategies.megatron.optimizer import MegatronOptimizerFront
 from drivetrain.strategies.megatron.parameter_state import ParameterState
 from drivetrain.strategies.model_state import ModelState, StateDict
 from drivetrain.strategies.optimizer_names import named_optimizer_state
@@ -30,9 +29,7 @@ class MergedState(ModelState):
         models: All models of the strategy.
     """
 
-    def __init__(
-        self, topology: Topology, unwrap: Callable[[nn.Module], nn.Module], models: PlacedModels
-    ) -> None:
+    def __init__(self, topology: Topology, unwrap: Callable[[nn.Module], nn.Module], models: PlacedModels) -> None:
         super().__init__(topology, unwrap)
         self._models = models
 
@@ -103,9 +100,7 @@ class MergedState(ModelState):
         own = {id(value) for chunk in placed.bare for value in chunk.state_dict(keep_vars=True).values()}
         state = placed.owner.state_dict(keep_vars=True)
         return {
-            name: value.detach()
-            for name, value in state.items()
-            if isinstance(value, Tensor) and id(value) not in own
+            name: value.detach() for name, value in state.items() if isinstance(value, Tensor) and id(value) not in own
         }
 
     # optimizers
@@ -204,6 +199,7 @@ def _check_groups(front: MegatronOptimizerFront, saved: Mapping[str, Any]) -> No
         left_over = sorted({name for group in there for name in group} - {name for group in here for name in group})
         raise CheckpointError(
             f"The optimizer has other parameter groups than the checkpoint: {len(here)} group(s) here, {len(there)} "
-            f"saved; not in the checkpoint: {missing[:8]}; only in the checkpoint: {left_over[:8]}. Build the optimizer "
+            f"saved; not in the checkpoint: {missing[:8]}; only in the checkpoint: {left_over[:8]}. Build the "
+            "optimizer "
             f"as in the run that wrote it."
         )

@@ -94,7 +94,8 @@ class MegatronOptimizerFront(OptimizerProxy):
         """
         if closure is not None:
             raise ConfigurationError(
-                f"{type(self.optimizer).__name__} under strategy='megatron' takes no closure: the schedule runs forward "
+                f"{type(self.optimizer).__name__} under strategy='megatron' takes no closure: the schedule runs "
+                "forward "
                 "and backward. Leave it out."
             )
         overflowed = self.prepare_gradients()
@@ -135,7 +136,9 @@ def make_optimizer(
 
     def matching(index: int) -> Any:
         return ParamKey(
-            with_name_predicate=ParamWithNamePredicate(f"group_{index}", lambda parameter, _: id(parameter) in groups[index])
+            with_name_predicate=ParamWithNamePredicate(
+                f"group_{index}", lambda parameter, _: id(parameter) in groups[index]
+            )
         )
 
     inner = get_megatron_optimizer(
@@ -163,6 +166,7 @@ def _check_parameters(optimizer: Optimizer, chunks: Sequence[nn.Module], groups:
         )
     if not held <= own.keys():
         raise ConfigurationError(
-            f"{type(optimizer).__name__} holds parameters outside of what model_provider built, which megatron-core does "
+            f"{type(optimizer).__name__} holds parameters outside of what model_provider built, which megatron-core "
+            "does "
             "not step. Build them within the model."
         )

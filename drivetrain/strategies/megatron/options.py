@@ -88,9 +88,7 @@ class MegatronOptions:
                 f"expert does not fit the {per_stage} processes of a pipeline stage. expert_parallel can be "
                 f"{_listed(factors(per_stage // expert_tensor))}."
             )
-        sizes = MeshSizes(
-            dp_shard=data, tp=self.tensor_parallel, cp=self.context_parallel, pp=self.pipeline_parallel
-        )
+        sizes = MeshSizes(dp_shard=data, tp=self.tensor_parallel, cp=self.context_parallel, pp=self.pipeline_parallel)
         return MeshPlace(sizes, rank)
 
     @property

@@ -85,7 +85,7 @@ class ParameterState:
         return None
 
     def make(self) -> None:
-        """Make the state of an optimizer that has not stepped yet, where megatron-core's checkpoints need it to be there."""
+        """Make the state of an optimizer that has not stepped yet, where megatron-core's checkpoints need it."""
         for part in self._front.parts:
             if part.optimizer.state or not hasattr(part, "gbuf_ranges"):
                 continue

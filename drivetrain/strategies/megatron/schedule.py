@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
-import torch
 from torch import Tensor, nn
 
 from drivetrain.runtime.errors import ConfigurationError
@@ -117,7 +116,10 @@ class Schedule:
         """
         self._membership.begin_window()
         outputs: list[Output | None] = [None] * len(microbatches)
-        padded = [*enumerate(microbatches), *((None, microbatches[-1]) for _ in range(self._missing(len(microbatches))))]
+        padded = [
+            *enumerate(microbatches),
+            *((None, microbatches[-1]) for _ in range(self._missing(len(microbatches)))),
+        ]
 
         def forward_step(batches: Iterator[tuple[int | None, MicroBatch]], chunk: nn.Module) -> tuple[Any, Any]:
             index, microbatch = next(batches)
@@ -184,7 +186,8 @@ class Schedule:
         if uneven and len(self._placed.wrapped) > 1 and self._placed.config.pipeline_model_parallel_size == 2:
             # Both neighbours of a stage are the same process then, which cannot distinguish whose shape arrives.
             raise ConfigurationError(
-                f"The micro-batches of a step have the shapes {sorted(set(shapes))}, but virtual_pipeline on two stages "
+                f"The micro-batches of a step have the shapes {sorted(set(shapes))}, but virtual_pipeline on two "
+                "stages "
                 "hands over one. Use DataLoader(drop_last=True), pad the batches, or leave virtual_pipeline out."
             )
         # Then stages also hand over each shape, which takes a message more.

@@ -223,7 +223,8 @@ class Megatron(Strategy):
             return self.place(model, precision, move), []
         if len(optimizers) > 1:
             raise ConfigurationError(
-                f"Megatron-core steps a model with one optimizer, but {len(optimizers)} hold parameters of it. Give one "
+                f"Megatron-core steps a model with one optimizer, but {len(optimizers)} hold parameters of it. Give "
+                "one "
                 "optimizer several parameter groups."
             )
         from megatron.core.distributed import DistributedDataParallel
@@ -232,7 +233,10 @@ class Megatron(Strategy):
         bare = self._parts_of(model)
         wrapped = [
             DistributedDataParallel(
-                chunk.config, ddp_config(self.options, low), self._lowered(chunk, precision), disable_bucketing=number > 0
+                chunk.config,
+                ddp_config(self.options, low),
+                self._lowered(chunk, precision),
+                disable_bucketing=number > 0,
             )
             for number, chunk in enumerate(bare)
         ]
@@ -313,7 +317,7 @@ class Megatron(Strategy):
             self._running = None
 
     def backward(self, loss: torch.Tensor, **kwargs: Any) -> None:
-        """Leave a loss to the schedule; in a loop of one's own, go back from it and reduce gradients where a window ends."""
+        """Leave a loss to the schedule; in a raw loop, compute its gradients and reduce them where a window ends."""
         if kwargs:
             raise ConfigurationError(f"Megatron's backward takes no {', '.join(kwargs)}.")
         if self._running is not None:

@@ -17,9 +17,7 @@ from drivetrain.strategies.gradients import Gradients
 class XLAGradients(Gradients):
     """Gradients on one device, or spread over those of a process; XLA reduces over the devices by itself."""
 
-    def clip_norm(
-        self, parameters: Iterable[torch.Tensor], max_norm: float, norm_type: float = 2.0
-    ) -> torch.Tensor:
+    def clip_norm(self, parameters: Iterable[torch.Tensor], max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
         """Scale gradients down to a total norm of at most `max_norm`, computed in 32 bits at least.
 
         XLA adds up squares in the dtype that they have: in bfloat16 the norm of a small model came out 5 % too low.

@@ -1,4 +1,4 @@
-"""`DeviceMesh`: the devices of one process as a grid, and which dimension of a tensor is sharded over which axis of it."""
+"""`DeviceMesh`: the devices of one process as a grid, and which dimension of a tensor is sharded over which axis."""
 
 from __future__ import annotations
 

@@ -194,4 +194,6 @@ class XLA(Strategy):
         return stepped
 
     def __repr__(self) -> str:
-        return f"{type(self).__name__}()" if self._shape.tensor == 1 else f"{type(self).__name__}(tp={self._shape.tensor})"
+        return (
+            f"{type(self).__name__}()" if self._shape.tensor == 1 else f"{type(self).__name__}(tp={self._shape.tensor})"
+        )

@@ -27,7 +27,8 @@ def plan_specs(model: nn.Module, plan: Plan | str | None, devices: int) -> dict[
         For each of those parameters, by its name in `model`, the axis of each dimension.
 
     Raises:
-        ConfigurationError: A pattern matches nothing, a size is no multiple of the devices, or a style cannot be had here.
+        ConfigurationError: A pattern matches nothing, a size is no multiple of the devices, or a style cannot be had
+            here.
     """
     if devices == 1 or plan is None:
         return {}
@@ -35,7 +36,12 @@ def plan_specs(model: nn.Module, plan: Plan | str | None, devices: int) -> dict[
 
     if isinstance(plan, str):
         plan = plan_of_model(model)
-    dimensions = {(Colwise, nn.Linear): 0, (Rowwise, nn.Linear): 1, (Colwise, nn.Embedding): 1, (Rowwise, nn.Embedding): 0}
+    dimensions = {
+        (Colwise, nn.Linear): 0,
+        (Rowwise, nn.Linear): 1,
+        (Colwise, nn.Embedding): 1,
+        (Rowwise, nn.Embedding): 0,
+    }
     specs: dict[str, Spec] = {}
     for match in plan_matches(model, plan, devices):
         kinds = [pair for pair in dimensions if type(match.style) is pair[0] and isinstance(match.module, pair[1])]

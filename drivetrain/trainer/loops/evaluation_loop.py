@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import nn
 
 from drivetrain.callbacks.stage import Stage
@@ -15,10 +14,10 @@ from drivetrain.data import PreparedLoader
 from drivetrain.data.randomness import kept_generators
 from drivetrain.runtime.seeds import RandomState, isolated_random_state
 from drivetrain.strategies.capabilities import PlainEvaluation, evaluation_context
+from drivetrain.trainer.loops.binding import bind_evaluation_step, muted_logging
 from drivetrain.trainer.loops.loader_source import LoaderSource, limits_of, own_batches
 from drivetrain.trainer.metrics.log_scopes import TEST_EPOCH, TEST_STEP, VALIDATE_EPOCH, VALIDATE_STEP, LogScope
 from drivetrain.trainer.metrics.logged_value import EpochValue, to_numbers
-from drivetrain.trainer.loops.binding import bind_evaluation_step, muted_logging
 from drivetrain.trainer.task import Task
 
 if TYPE_CHECKING:

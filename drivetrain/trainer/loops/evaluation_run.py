@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from torch import nn
 
 from drivetrain.callbacks.stage import Stage
-from drivetrain.runtime.seeds import RandomState
 from drivetrain.runtime.errors import ConfigurationError
+from drivetrain.runtime.seeds import RandomState
 from drivetrain.trainer import task_checks
 from drivetrain.trainer.data_module import DataModule
 from drivetrain.trainer.loops.evaluation_loop import EvaluationLoop

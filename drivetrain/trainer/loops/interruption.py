@@ -98,7 +98,9 @@ class Interruption:
         while _END not in (numbers := os.read(reader, 64)):
             interrupts += numbers.count(signal.SIGINT)
             if interrupts > 1 and not self._raised.wait(GRACE_SECONDS):
-                print("Interrupted twice: ended at once, within a step; nothing was saved.", file=sys.stderr, flush=True)
+                print(
+                    "Interrupted twice: ended at once, within a step; nothing was saved.", file=sys.stderr, flush=True
+                )
                 os._exit(128 + signal.SIGINT)
 
 

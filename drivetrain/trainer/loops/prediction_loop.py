@@ -13,10 +13,10 @@ from drivetrain.data import BatchInfo, PreparedLoader
 from drivetrain.runtime.collectives import gather_object
 from drivetrain.runtime.nested import recursively_apply, send_to_device
 from drivetrain.strategies.capabilities import PlainEvaluation, evaluation_context
+from drivetrain.trainer.loops.binding import bind_evaluation_step
 from drivetrain.trainer.loops.evaluation_loop import evaluating, loader_argument
 from drivetrain.trainer.loops.loader_source import LoaderSource, limits_of, own_batches
 from drivetrain.trainer.metrics.log_scopes import PREDICT
-from drivetrain.trainer.loops.binding import bind_evaluation_step
 from drivetrain.trainer.task import Task
 
 if TYPE_CHECKING:

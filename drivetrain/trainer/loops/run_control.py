@@ -138,7 +138,7 @@ class RunControl:
 
     @property
     def stops_for_good(self) -> bool:
-        """Whether a run that resumes this one is over, too: a callback has ended it, rather than a limit or a signal."""
+        """Whether a run that resumes this one is over too: a callback ended it, not a limit or a signal."""
         return self.stop_agreed and bool(self._requested_by) and not (self.preempted or self.interrupted)
 
     def request_stop(self, by: str) -> None:

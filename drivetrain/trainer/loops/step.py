@@ -11,7 +11,6 @@ from torch.optim import Optimizer
 
 from drivetrain.accelerator.step import StepHooks
 from drivetrain.data import BatchInfo
-from drivetrain.strategies import StepModule
 from drivetrain.trainer.hooks import Hooks, is_overridden
 from drivetrain.trainer.loops.binding import bind_step
 from drivetrain.trainer.loops.stand_in import StandIn, presence_of
@@ -45,7 +44,7 @@ class EpochSkipped(Exception):
 
 
 class PlainStep:
-    """The step of a task whose loss the Trainer differentiates; all that can be decided before the loop is decided here.
+    """The step of a task whose loss the Trainer differentiates; what can be decided before the loop is decided here.
 
     Args:
         trainer: The trainer.

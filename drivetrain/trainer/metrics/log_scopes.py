@@ -26,7 +26,9 @@ NOWHERE = LogScope("outside of the loop", None)
 TRAIN_STEP = LogScope("train", True, False, has_batch=True)
 TRAIN_EPOCH = LogScope("train", False, True)
 TRAIN_END = LogScope("in on_train_end", None)
-MONITORING = LogScope("in on_train_epoch_end of a callback with `runs_last_at_epoch_end`, which reads what the others logged", None)
+MONITORING = LogScope(
+    "in on_train_epoch_end of a callback with `runs_last_at_epoch_end`, which reads what the others logged", None
+)
 SAVING = LogScope("in on_save_checkpoint", None)
 VALIDATE_STEP = LogScope("validate", False, True, has_batch=True)
 VALIDATE_EPOCH = LogScope("validate", False, True)

@@ -15,7 +15,14 @@ from drivetrain.runtime.collectives import gather_object
 from drivetrain.runtime.errors import ConfigurationError, nearest
 from drivetrain.strategies.topology import Topology
 from drivetrain.trainer.metrics.log_scopes import NOWHERE, TRAIN_STEP, LogScope
-from drivetrain.trainer.metrics.logged_value import REDUCTIONS, Arguments, EpochValue, LoggedValue, Mark, Reduction, Value
+from drivetrain.trainer.metrics.logged_value import (
+    REDUCTIONS,
+    Arguments,
+    EpochValue,
+    LoggedValue,
+    Mark,
+    Value,
+)
 from drivetrain.trainer.metrics.metric_sync import compute_over_processes
 from drivetrain.trainer.metrics.reductions import combine_plain, reduced
 

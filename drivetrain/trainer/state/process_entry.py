@@ -13,6 +13,7 @@ from drivetrain.checkpoint.schema import process_in_schema
 from drivetrain.strategies import Strategy
 from drivetrain.trainer.metrics.metric_states import merged_metric_states
 
+
 def layout_of(strategy: Strategy) -> list[Any]:
     """How processes share the data, the same on all: what one has kept belongs to its place in it."""
     topology = strategy.topology

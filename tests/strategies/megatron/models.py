@@ -36,7 +36,7 @@ class Texts(Dataset[dict[str, Tensor]]):
 
 
 class PlainNorm(torch.nn.LayerNorm):
-    """In place of the norms of TransformerEngine and Apex, without which megatron-core has none for sharded sequences."""
+    """In place of TransformerEngine's and Apex's norms: megatron-core has none of its own for sharded sequences."""
 
     def __init__(self, config: Any, hidden_size: int, eps: float = 1e-5, **_: Any) -> None:
         super().__init__(hidden_size, eps)
@@ -117,7 +117,7 @@ class Outcome:
 
 
 class Recorder(Callback):
-    """Begins with the given weights; keeps each micro-batch's loss over all data, and each step's norm before clipping."""
+    """Begins with the given weights; keeps each micro-batch's loss over all data, and each norm before clipping."""
 
     def __init__(self, outcome: Outcome, initial: dict[str, Tensor] | None) -> None:
         self.outcome, self.initial = outcome, initial

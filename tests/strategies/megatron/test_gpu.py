@@ -20,10 +20,16 @@ pytestmark = [
 ]
 NEEDS_TWO = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA GPUs")
 NEEDS_ENGINE = pytest.mark.skipif(
-    find_spec("transformer_engine") is None, reason="transformer_engine is missing: pip install transformer-engine[pytorch]"
+    find_spec("transformer_engine") is None,
+    reason="transformer_engine is missing: pip install transformer-engine[pytorch]",
 )
 ON_GPU = {"DRIVETRAIN_USE_CPU": None}
-EXPERTS = {"num_moe_experts": 4, "moe_router_topk": 2, "moe_token_dispatcher_type": "alltoall", "add_bias_linear": False}
+EXPERTS = {
+    "num_moe_experts": 4,
+    "moe_router_topk": 2,
+    "moe_token_dispatcher_type": "alltoall",
+    "add_bias_linear": False,
+}
 
 
 class Fused(GPT):
@@ -71,7 +77,11 @@ def test_fused_layers_train(config: dict[str, Any]) -> None:
 @NEEDS_ENGINE
 @pytest.mark.parametrize(
     ("sizes", "config"),
-    [({"expert_parallel": 2}, EXPERTS), ({"context_parallel": 2}, {}), ({"tensor_parallel": 2, "sequence_parallel": True}, {})],
+    [
+        ({"expert_parallel": 2}, EXPERTS),
+        ({"context_parallel": 2}, {}),
+        ({"tensor_parallel": 2, "sequence_parallel": True}, {}),
+    ],
     ids=["experts", "context", "sequence"],
 )
 def test_two_gpus_give_what_one_gives(sizes: dict[str, Any], config: dict[str, Any]) -> None:

@@ -102,7 +102,9 @@ def follows_schedules() -> Any:
     from drivetrain import Megatron
 
     seen = Schedules()
-    outcome = fit(Megatron(pipeline_parallel=2, distributed_optimizer=False), Scheduled(), callbacks=[seen], evaluate=False)
+    outcome = fit(
+        Megatron(pipeline_parallel=2, distributed_optimizer=False), Scheduled(), callbacks=[seen], evaluate=False
+    )
     return seen.rates[1::2], outcome.losses
 
 
@@ -206,7 +208,12 @@ REFUSED: dict[str, tuple[dict[str, Any], Any, dict[str, Any], str]] = {
         "num_attention_heads=1 is no multiple of tensor_parallel, 2. tensor_parallel can be 1; or set",
     ),
     "query groups": ({"tensor_parallel": 2}, lambda: GPT(num_query_groups=1), {}, "num_query_groups=1 is no multiple"),
-    "vocabulary": ({"tensor_parallel": 2}, lambda: GPT(vocabulary=47), {}, "size 47, such as vocab_size.* Pad it to 48"),
+    "vocabulary": (
+        {"tensor_parallel": 2},
+        lambda: GPT(vocabulary=47),
+        {},
+        "size 47, such as vocab_size.* Pad it to 48",
+    ),
     "no experts": ({"expert_parallel": 2}, GPT, {}, "TransformerConfig has no num_moe_experts"),
     "size given twice": (
         {},

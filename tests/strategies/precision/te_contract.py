@@ -1,7 +1,7 @@
 """A stand-in for TransformerEngine, built from the signatures of its documentation and sources (2.5 and 2.20).
 
-It records what it is asked for and computes in 32 bits: TransformerEngine itself needs an NVIDIA GPU. What holds here is
-that the calls fit its API; that its kernels compute well is for the tests marked `gpu`.
+It records what it is asked for and computes in 32 bits: TransformerEngine itself needs an NVIDIA GPU. What holds here
+is that the calls fit its API; that its kernels compute well is for the tests marked `gpu`.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import Enum
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -57,8 +57,8 @@ class State:
     enabled = False
     depth = 0
     recipe: Any = None
-    contexts: list[tuple[bool, Any]] = []
-    ran: list[Any] = []
+    contexts: ClassVar[list[tuple[bool, Any]]] = []
+    ran: ClassVar[list[Any]] = []
 
 
 @contextmanager
@@ -188,7 +188,10 @@ def packages(modern: bool, mxfp8: bool = False) -> dict[str, types.ModuleType]:
         mxfp8: Whether the device computes in MXFP8.
     """
     root, common = types.ModuleType("transformer_engine"), types.ModuleType("transformer_engine.common")
-    recipe, pytorch = types.ModuleType("transformer_engine.common.recipe"), types.ModuleType("transformer_engine.pytorch")
+    recipe, pytorch = (
+        types.ModuleType("transformer_engine.common.recipe"),
+        types.ModuleType("transformer_engine.pytorch"),
+    )
     fp8 = types.ModuleType("transformer_engine.pytorch.fp8")
     for kind in (Format, DelayedScaling, Float8CurrentScaling, MXFP8BlockScaling):
         setattr(recipe, kind.__name__, kind)

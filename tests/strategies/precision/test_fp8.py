@@ -264,7 +264,7 @@ class Device(DeviceKind):
 
 
 def test_a_device_without_8_bit_floats_is_refused():
-    with pytest.raises(ConfigurationError, match="cannot run on mps.*Use 'bf16', or the CPU"):
+    with pytest.raises(ConfigurationError, match=r"cannot run on mps.*Use 'bf16', or the CPU"):
         FP8().setup(Device("mps"))
 
 
@@ -273,7 +273,7 @@ def test_a_device_without_8_bit_arithmetic_emulates_unless_that_is_forbidden():
         precision = FP8()
         precision.setup(kind)
         assert precision.backend.config().emulate is emulates
-    with pytest.raises(ConfigurationError, match="compute capability 8.9 or newer.*Leave emulate out"):
+    with pytest.raises(ConfigurationError, match=r"compute capability 8.9 or newer.*Leave emulate out"):
         FP8(emulate=False).setup(Device("cuda"))
 
 

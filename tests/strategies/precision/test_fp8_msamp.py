@@ -110,7 +110,7 @@ def test_a_second_optimizer_is_refused():
     accelerator = Accelerator(cpu=True, mixed_precision=FP8(backend="msamp"))
     model = net()
     accelerator.prepare(model, adamw(model.parameters()))
-    with pytest.raises(ConfigurationError, match="one model and one optimizer.*and a second optimizer"):
+    with pytest.raises(ConfigurationError, match=r"one model and one optimizer.*and a second optimizer"):
         accelerator.prepare_optimizer(adamw(model.parameters()))
 
 

@@ -68,7 +68,10 @@ def test_linear_layers_and_normalisations_become_its_modules(te):
     model = accelerator.prepare(model)
     kinds = {name: type(module) for name, module in model.named_modules()}
     assert [name for name, kind in kinds.items() if issubclass(kind, te.Linear)] == FLOAT8
-    assert [name for name, kind in kinds.items() if issubclass(kind, te.LayerNorm)] == ["blocks.0.norm", "blocks.1.norm"]
+    assert [name for name, kind in kinds.items() if issubclass(kind, te.LayerNorm)] == [
+        "blocks.0.norm",
+        "blocks.1.norm",
+    ]
     assert all(before[name] is parameter for name, parameter in model.named_parameters())
     assert model.state_dict().keys() == plain.state_dict().keys()
     model.load_state_dict(plain.state_dict())
@@ -166,7 +169,7 @@ def test_mxfp8_where_the_device_can(te, monkeypatch):
 
 def test_other_devices_are_refused_by_name(monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name, *_: object())
-    with pytest.raises(ConfigurationError, match="cannot run on xpu.*FP8.backend='torchao'. runs anywhere"):
+    with pytest.raises(ConfigurationError, match=r"cannot run on xpu.*FP8.backend='torchao'. runs anywhere"):
         FP8(backend="te").setup(DeviceKind("xpu", backend="xccl"))
 
 

@@ -123,7 +123,8 @@ class Rotary(nn.Module):
 
 
 @pytest.mark.parametrize(
-    ("name", "dtype"), [("64", torch.cdouble), ("64-true", torch.cdouble), ("bf16-true", torch.cfloat), ("32", torch.cfloat)]
+    ("name", "dtype"),
+    [("64", torch.cdouble), ("64-true", torch.cdouble), ("bf16-true", torch.cfloat), ("32", torch.cfloat)],
 )
 def test_complex_parameters_buffers_and_inputs_stay_complex(name, dtype):
     model = Accelerator(cpu=True, mixed_precision=name).prepare(Rotary())

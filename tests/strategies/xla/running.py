@@ -84,7 +84,12 @@ class Classifier(Task):
 
 
 def make_trainer(**options: Any) -> Trainer:
-    quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False, "enable_model_summary": False}
+    quiet = {
+        "logger": False,
+        "enable_checkpointing": False,
+        "enable_progress_bar": False,
+        "enable_model_summary": False,
+    }
     return Trainer(**{"accelerator": "xla", "max_epochs": 1, **quiet, **options})
 
 

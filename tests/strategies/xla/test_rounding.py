@@ -48,5 +48,5 @@ def test_two_ways_at_once_are_refused() -> None:
 
 
 def test_rounding_is_refused_beside_another_precision() -> None:
-    with pytest.raises(ConfigurationError, match="downcast_bf16=True is a way to compute in bfloat16.*is '32'"):
+    with pytest.raises(ConfigurationError, match=r"downcast_bf16=True is a way to compute in bfloat16.*is '32'"):
         Rounding.choose(True, False).check("32")

@@ -1,4 +1,4 @@
-"""Four XLA devices as one: rows of a batch, parameters and layers spread over them give what one plain process gives."""
+"""Four XLA devices as one: batches, parameters and layers spread over them give what one plain process gives."""
 
 from __future__ import annotations
 
@@ -173,7 +173,9 @@ def refuse() -> dict[str, str]:
         "one device": lambda: Accelerator(device="xla", strategy=XLA(spmd=False)),
         "sizes": lambda: Accelerator(device="xla", strategy=XLA(tp=3, tp_plan=PLAN)),
         "style": lambda: Accelerator(device="xla", strategy=XLA(tp=2, tp_plan={"2": Colwise()})).prepare(make_model()),
-        "pattern": lambda: Accelerator(device="xla", strategy=XLA(tp=2, tp_plan={"9": Colwise()})).prepare(make_model()),
+        "pattern": lambda: Accelerator(device="xla", strategy=XLA(tp=2, tp_plan={"9": Colwise()})).prepare(
+            make_model()
+        ),
         "width": lambda: Accelerator(device="xla", strategy=XLA(tp=2, tp_plan={"0": Colwise()})).prepare(
             nn.Sequential(nn.Linear(4, 7))
         ),

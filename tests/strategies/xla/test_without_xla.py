@@ -14,9 +14,7 @@ from drivetrain.strategies.xla.mesh import MeshShape, shard_spec
 ALONE = ProcessEnvironment.detect({})
 
 
-@pytest.mark.parametrize(
-    ("spec", "made"), [("auto", XLA), ("xla", XLA), ("xla_fsdp", XLAFSDP)]
-)
+@pytest.mark.parametrize(("spec", "made"), [("auto", XLA), ("xla", XLA), ("xla_fsdp", XLAFSDP)])
 def test_the_device_has_strategies_of_its_own(spec: str, made: type) -> None:
     assert type(resolve_strategy(spec, ALONE, XLADevice())) is made
 
@@ -35,7 +33,7 @@ def test_tensor_parallelism_needs_a_plan() -> None:
 def test_sizes_that_do_not_multiply_to_the_devices_are_refused_with_those_that_do(
     shape: MeshShape, devices: int
 ) -> None:
-    with pytest.raises(ConfigurationError, match="do not multiply to the 8 XLA device.*Sizes that fit: 1, 2, 4, 8"):
+    with pytest.raises(ConfigurationError, match=r"do not multiply to the 8 XLA device.*Sizes that fit: 1, 2, 4, 8"):
         shape.fill(devices)
 
 

@@ -74,7 +74,7 @@ class GatheredWeight:
         self._scaled = self._versions()
 
     def _versions(self) -> tuple[int, int]:
-        """How often the weight was changed, as a sharded tensor and through its local part; the same on all processes."""
+        """How often the weight was changed, whole and through its local part; the same on all processes."""
         return _version(self._weight), _version(self._shard)
 
     def _pre_all_gather(self, mesh: DeviceMesh) -> Any:
@@ -124,8 +124,8 @@ class Float8AllGather:
 def _sharded_layers(model: nn.Module) -> Iterator[tuple[Any, Any]]:
     """The float8 layers of a model whose weights FSDP gathers, each with FSDP's record of its weight.
 
-    Left out are weights that are sharded unevenly, for which torchao's cast cannot pad, and those that stay sharded over
-    fewer processes between forward and backward, where FSDP has no such extension (torch 2.13).
+    Left out are weights that are sharded unevenly, for which torchao's cast cannot pad, and those that stay sharded
+    over fewer processes between forward and backward, where FSDP has no such extension (torch 2.13).
     """
     for unit in model.modules():
         if not isinstance(unit, FSDPModule):
@@ -135,6 +135,6 @@ def _sharded_layers(model: nn.Module) -> Iterator[tuple[Any, Any]]:
                 layer = record._module_info.module
                 # By what all processes have in common: they must agree on who gathers what.
                 even = record._orig_size[0] % record.mesh_info.shard_mesh_size == 0
-                if hasattr(layer, CONVERTED) and record._module_info.param_name == "weight" and even:
-                    if not group._use_post_forward_mesh and not record.offload_to_cpu:
-                        yield layer, record
+                stays = not group._use_post_forward_mesh and not record.offload_to_cpu
+                if even and stays and hasattr(layer, CONVERTED) and record._module_info.param_name == "weight":
+                    yield layer, record

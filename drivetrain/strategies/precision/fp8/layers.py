@@ -58,9 +58,12 @@ def choose_layers(
         name = name.replace("_orig_mod.", "")
         if hasattr(layer, CONVERTED):
             chosen.before += 1
-        elif layer is model or not _computes_by_itself(layer) or id(layer) in ends:
-            chosen.kept[name] = layer
-        elif wanted is not None and not wanted(layer, name):
+        elif (
+            layer is model
+            or not _computes_by_itself(layer)
+            or id(layer) in ends
+            or (wanted is not None and not wanted(layer, name))
+        ):
             chosen.kept[name] = layer
         elif layer.in_features % multiple_of or layer.out_features % multiple_of:
             chosen.kept[name] = layer
@@ -89,8 +92,9 @@ def listed(names: list[str]) -> str:
 def replace_layers(model: nn.Module, replacements: Mapping[nn.Module, nn.Module]) -> None:
     """Put modules in the place of others, wherever those are registered.
 
-    Parameters and hooks are those of the module before: both share the dicts that hold them. So an optimizer, a strategy
-    that puts shards in the place of parameters, and the handle of a hook that is removed later find what they expect.
+    Parameters and hooks are those of the module before: both share the dicts that hold them. So an optimizer, a
+    strategy that puts shards in the place of parameters, and the handle of a hook that is removed later find what they
+    expect.
 
     Args:
         model: The model, which is changed in place.

@@ -20,8 +20,8 @@ _KEEP = "use_fp32_linear"
 class MSAMP(FP8Backend):
     """MS-AMP (Peng et al., 2023, https://arxiv.org/abs/2310.18313), for one process on an NVIDIA GPU.
 
-    The package is not developed any more. It replaces the optimizer, which must be Adam or AdamW, and keeps its weights in
-    scaled float16.
+    The package is not developed any more. It replaces the optimizer, which must be Adam or AdamW, and keeps its
+    weights in scaled float16.
 
     Args:
         recipe: `"O1"`: gradients in 8-bit floats. `"O2"`: the optimizer's first moment too.
@@ -53,7 +53,8 @@ class MSAMP(FP8Backend):
         environment = ProcessEnvironment.detect()
         if environment.is_distributed:
             raise ConfigurationError(
-                f"FP8(backend='msamp') cannot run on {environment.world_size} processes: MS-AMP reduces its gradients by "
+                f"FP8(backend='msamp') cannot run on {environment.world_size} processes: MS-AMP reduces its "
+                "gradients by "
                 f"itself, which no strategy does. {elsewhere}"
             )
         self._msamp = msamp

@@ -33,9 +33,9 @@ _BASES = ("bf16", "32")
 class FP8(MixedPrecision):
     """Linear layers compute in 8-bit floats (Micikevicius et al., 2022, https://arxiv.org/abs/2209.05433).
 
-    Parameters, gradients and the optimizer stay in 32 bits, or in whatever the model was built in, and so do checkpoints
-    and exports, under the names of the plain model. The first and the last linear layer, and layers whose sizes do not
-    fit, are kept out.
+    Parameters, gradients and the optimizer stay in 32 bits, or in whatever the model was built in, and so do
+    checkpoints and exports, under the names of the plain model. The first and the last linear layer, and layers whose
+    sizes do not fit, are kept out.
 
     Args:
         backend: `"torchao"`, `"te"` (TransformerEngine), `"msamp"`, or one of their objects, such as `TorchAO()`.
@@ -116,14 +116,16 @@ class FP8(MixedPrecision):
         chosen = choose_layers(bare, self._multiple_of, self._keep_ends, self._filter)
         if chosen.misfits:
             logger.warning_once(
-                f"precision='fp8' leaves {len(chosen.misfits)} layer(s) in {self.base}, whose sizes are no multiples of "
+                f"precision='fp8' leaves {len(chosen.misfits)} layer(s) in {self.base}, whose sizes are no "
+                "multiples of "
                 f"{self._multiple_of}: {listed(chosen.misfits)}."
             )
         if chosen.converted:
             self.backend.convert(bare, list(chosen.converted.values()), list(chosen.kept.values()))
             kept = listed(sorted(chosen.kept)) or "none"
             logger.info(
-                f"{len(chosen.converted)} linear layers compute in float8 ({self.backend.name}, {self.backend.recipe}); "
+                f"{len(chosen.converted)} linear layers compute in float8 ({self.backend.name}, "
+                f"{self.backend.recipe}); "
                 f"kept in {self.base}: {kept}."
             )
         elif not chosen.before:

@@ -170,7 +170,7 @@ def _support(te: Any, recipe: str) -> tuple[bool, str]:
 
 
 def _plain(kind: type[nn.Module]) -> type[nn.Module]:
-    """A class of TransformerEngine without the pickled `_extra_state` in its state, so that names are the plain model's."""
+    """A class of TransformerEngine without the pickled `_extra_state`, so that names are the plain model's."""
     own = {"get_extra_state": nn.Module.get_extra_state, "set_extra_state": nn.Module.set_extra_state}
     return type(kind.__name__, (kind,), {**own, "__module__": kind.__module__})
 
