@@ -13,19 +13,21 @@ import argparse
 import contextlib
 import io
 import sys
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from drivetrain import FSDP, ConfigurationError, DeepSpeed, Parallel
-from tests.conformance import language_model
+from tests.conformance import language_model, test_megatron
 from tests.conformance.harness import Outcome
 from tests.conformance.language_model import Run
 from tests.conformance.test_parallel import layers_split
 from tests.pool import ROOT, run_in_processes
+from tests.strategies.xla.running import environment
 
 PAGE = ROOT / "docs" / "strategies.md"
 BEGIN, END = "<!-- the pairs: written by `python -m tests.conformance.pairs` -->", "<!-- end of the pairs -->"
@@ -51,16 +53,20 @@ class Row:
     """How the pairs of one strategy are tried.
 
     Attributes:
-        train: Trains under the strategy in a precision, in one of its processes.
+        train: Trains in a precision, in one of the strategy's processes, given what `plain` returned.
         plain: The same in one plain process.
+        check: Raises where an outcome, what `plain` returned, the precision and the rank do not agree.
         processes: How many it takes.
         needs: The lane whose environment it needs, `"sharded"` for the usual one.
+        env: Variables of the processes.
     """
 
-    train: Callable[[str, str], Outcome]
-    plain: Callable[[str], Outcome]
+    train: Callable[[str, Any], Any]
+    plain: Callable[[str], Any]
+    check: Callable[[Any, Any, str, int], None]
     processes: int = 2
     needs: str = "sharded"
+    env: Mapping[str, str | None] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -81,32 +87,82 @@ def run_of(precision: str) -> Run:
     return Run(precision, 2, layers=2)
 
 
-def train(strategy: str, precision: str) -> Outcome:
-    return language_model.train_with_trainer(STRATEGIES[strategy](precision), run_of(precision))
+def train(strategy: Callable[[str], Any], precision: str, expected: Outcome) -> Outcome:
+    return language_model.train_with_trainer(strategy(precision), run_of(precision))
 
 
 def train_plain(precision: str) -> Outcome:
     return language_model.train_plain(run_of(precision))
 
 
-ROWS: dict[str, Row] = {name: Row(train, train_plain, 1 if name == "single" else 2) for name in STRATEGIES}
+def check(outcome: Outcome, expected: Outcome, precision: str, rank: int) -> None:
+    language_model.check(outcome, expected, TOLERANCES[precision], rank)
 
 
-def try_each(row: str, precisions: Iterable[str]) -> list[Outcome | str]:
+def train_on_xla(precision: str, expected: Outcome) -> Outcome:
+    from drivetrain import XLA
+
+    return language_model.train_with_trainer(XLA(), replace(run_of(precision), device="xla"))
+
+
+def check_on_xla(outcome: Outcome, expected: Outcome, precision: str, rank: int) -> None:
+    # XLA computes erf and exp by approximations of its own, which differ from torch's beyond the tenth digit.
+    language_model.check(outcome, expected, max(TOLERANCES[precision], 1e-9), rank)
+
+
+def train_with_megatron(precision: str, expected: Any) -> Any:
+    from drivetrain import Megatron
+    from tests.strategies.megatron import cpu_shim, models
+
+    cpu_shim.install()
+    _, initial = expected
+    outcome = models.fit(
+        Megatron(tensor_parallel=2),
+        test_megatron.make_task("plain"),
+        test_megatron.make_data("plain"),
+        initial,
+        precision=precision,
+    )
+    outcome.trainer = None
+    return outcome
+
+
+def train_megatron_plain(precision: str) -> Any:
+    from tests.strategies.megatron import cpu_shim
+
+    cpu_shim.install()
+    return test_megatron.train_plain("plain")
+
+
+def check_megatron(outcome: Any, expected: Any, precision: str, rank: int) -> None:
+    test_megatron.check(outcome, expected[0], TOLERANCES[precision], rank)
+
+
+ROWS: dict[str, Row] = {
+    **{
+        name: Row(partial(train, strategy), train_plain, check, 1 if name == "single" else 2)
+        for name, strategy in STRATEGIES.items()
+    },
+    "megatron": Row(train_with_megatron, train_megatron_plain, check_megatron, needs="megatron"),
+    "xla": Row(train_on_xla, train_plain, check_on_xla, 1, "xla", environment()),
+}
+
+
+def try_each(row: str, expected: Mapping[str, Any]) -> dict[str, Any]:
     """In each process: what each precision came to, or the message that refuses it."""
     torch.set_num_threads(1)
-    found: list[Outcome | str] = []
-    for name in precisions:
+    found: dict[str, Any] = {}
+    for name, plain in expected.items():
         try:
-            found.append(ROWS[row].train(row, name))
+            found[name] = ROWS[row].train(name, plain)
         except ConfigurationError as refusal:
-            found.append(" ".join(str(refusal).split()))
+            found[name] = " ".join(str(refusal).split())
     return found
 
 
-def plain_each(row: str, precisions: Iterable[str]) -> list[Outcome]:
+def plain_each(row: str) -> dict[str, Any]:
     torch.set_num_threads(1)
-    return [ROWS[row].plain(name) for name in precisions]
+    return {name: ROWS[row].plain(name) for name in TOLERANCES}
 
 
 def judge(row: str) -> dict[str, Verdict]:
@@ -115,17 +171,18 @@ def judge(row: str) -> dict[str, Verdict]:
     Raises:
         AssertionError: A pair runs and differs from one plain process.
     """
-    names = list(TOLERANCES)
-    (expected,) = run_in_processes(plain_each, 1, args=(row, names), timeout=200)
+    chosen = ROWS[row]
+    (expected,) = run_in_processes(plain_each, 1, args=(row,), timeout=200)
     verdicts: dict[str, Verdict] = {}
-    for rank, found in enumerate(run_in_processes(try_each, ROWS[row].processes, args=(row, names), timeout=250)):
-        for name, outcome, plain in zip(names, found, expected, strict=True):
+    outcomes = run_in_processes(try_each, chosen.processes, args=(row, expected), timeout=280, env=chosen.env)
+    for rank, found in enumerate(outcomes):
+        for name, outcome in found.items():
             if isinstance(outcome, str):
                 needed = next((each for each in HARDWARE if each in outcome), REFUSED)
                 verdicts[name] = Verdict(needed, outcome)
                 continue
             try:
-                language_model.check(outcome, plain, TOLERANCES[name], rank)
+                chosen.check(outcome, expected[name], name, rank)
             except AssertionError as error:
                 raise AssertionError(f"{row}, {name}: {error}") from error
             verdicts[name] = Verdict(WORKS)

@@ -182,16 +182,21 @@ def trained(plain):
 @pytest.mark.parametrize("name", CASES)
 def test_same_as_one_plain_process(name: str, plain, trained) -> None:
     case, (expected, _) = CASES[name], plain[CASES[name].data]
-    tolerance = FP32 if case.precision == "32" else BF16
     for rank, outcome in enumerate(trained(name)):
-        assert outcome.losses == pytest.approx(expected.losses, abs=tolerance), rank
-        assert outcome.norms == pytest.approx(expected.norms, abs=tolerance * max(1.0, *expected.norms)), rank
-        assert outcome.evaluation_loss == pytest.approx(expected.evaluation_loss, abs=tolerance), rank
-        same = (outcome.predictions == expected.predictions).float().mean()
-        assert same == 1.0 if tolerance == FP32 else same > 0.9, rank
-    parameters = trained(name)[0].parameters
-    assert parameters.keys() == expected.parameters.keys()
+        check(outcome, expected, FP32 if case.precision == "32" else BF16, rank)
+
+
+def check(outcome: Outcome, expected: Outcome, tolerance: float, rank: int) -> None:
+    """Raise where a run differs from plain torch; the parameters are whole on rank 0 only."""
+    assert outcome.losses == pytest.approx(expected.losses, abs=tolerance), rank
+    assert outcome.norms == pytest.approx(expected.norms, abs=tolerance * max(1.0, *expected.norms)), rank
+    assert outcome.evaluation_loss == pytest.approx(expected.evaluation_loss, abs=tolerance), rank
+    same = (outcome.predictions == expected.predictions).float().mean()
+    assert same == 1.0 if tolerance <= FP32 else same > 0.9, rank
+    if rank > 0:
+        return
+    assert outcome.parameters.keys() == expected.parameters.keys()
     for key, value in expected.parameters.items():
         # Low weights are rounded, by half a unit of their last place.
-        rounding = 0.0 if tolerance == FP32 else value.abs() * 2**-8
-        assert ((parameters[key].float() - value).abs() <= tolerance + rounding).all(), key
+        rounding = 0.0 if tolerance <= FP32 else value.abs() * 2**-8
+        assert ((outcome.parameters[key].float() - value).abs() <= tolerance + rounding).all(), key

@@ -98,7 +98,7 @@ def samples_of(prepared: PreparedLoader, epochs: int = 2) -> list[dict[int, list
         {"batch_size": None, "workers": 2},
         {"dataset": AugmentedAtOnce()},
     ],
-    ids=str,
+    ids=lambda change: "-".join(change) or "as it is",
 )
 def test_augmentation_does_not_depend_on_workers_batches_or_order(options: dict[str, Any]) -> None:
     expected = samples_of(loader())
@@ -176,7 +176,9 @@ def test_loading_does_not_disturb_the_models_random_numbers(dataset: Any) -> Non
         assert random_state() == state
 
 
-@pytest.mark.parametrize("dataset", [TensorDataset(torch.zeros(SAMPLES, 4)), Augmented(), AugmentedStream()], ids=str)
+@pytest.mark.parametrize(
+    "dataset", [TensorDataset(torch.zeros(SAMPLES, 4)), Augmented(), AugmentedStream()], ids=lambda d: type(d).__name__
+)
 def test_collating_has_a_random_state_of_its_own(dataset: Any) -> None:
     def run(workers: int) -> list[Any]:
         def collate(samples: list[Any]) -> Tensor:

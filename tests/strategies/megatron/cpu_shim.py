@@ -7,6 +7,7 @@ mixture of experts, context parallelism.
 
 from __future__ import annotations
 
+import functools
 import logging
 import warnings
 from typing import Any
@@ -53,6 +54,7 @@ def _is_cuda(device: Any) -> bool:
     return isinstance(device, torch.device) and device.type == "cuda"
 
 
+@functools.cache
 def install() -> None:
     """Put the shim in place, for the rest of this process."""
     warnings.filterwarnings("ignore", category=UserWarning)  # of megatron-core, about the kernels that are not there
