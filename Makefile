@@ -155,5 +155,5 @@ $(XLA_ENV): pyproject.toml constraints.txt constraints-xla.txt | $(XLA_VENV)/bin
 
 $(MEGATRON_VENV)/.made-for-megatron: pyproject.toml constraints.txt | $(MEGATRON_VENV)/bin/python
 	$(MEGATRON_PYTHON) -m pip --disable-pip-version-check install torch -c constraints.txt
-	$(MEGATRON_PYTHON) -m pip --disable-pip-version-check install -e ".[megatron]" pytest pytest-timeout -c constraints.txt
+	$(MEGATRON_PYTHON) -m pip --disable-pip-version-check install -e ".[megatron,fp8]" pytest pytest-timeout -c constraints.txt
 	@touch $@
