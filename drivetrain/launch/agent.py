@@ -150,12 +150,13 @@ class RankAgent(LocalElasticAgent):
             store.set(key, str(self._fresh_store.port))
         return int(store.get(key))
 
-    def _set_local_rank_env(self, worker_env: dict[str, str | None], *arguments: Any) -> None:
-        super()._set_local_rank_env(worker_env, *arguments)
-        # Torch counts failures of this machine alone.
-        worker_env["TORCHELASTIC_RESTART_COUNT"] = str(self._attempt)
-        if self._watchdog is not None:
-            worker_env[HEARTBEAT_VARIABLE] = self._watchdog.path(int(worker_env["LOCAL_RANK"] or 0))
+    def _setup_local_watchdog(self, envs: dict[int, dict[str, str]]) -> None:
+        # Where torch has put together what it gives the ranks, by local rank; in 2.9 too, which has no hook for one.
+        super()._setup_local_watchdog(envs)
+        for local_rank, variables in envs.items():
+            variables["TORCHELASTIC_RESTART_COUNT"] = str(self._attempt)  # torch counts failures of this machine alone
+            if self._watchdog is not None:
+                variables[HEARTBEAT_VARIABLE] = self._watchdog.path(local_rank)
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         in_main_thread = threading.current_thread() is threading.main_thread()
