@@ -47,6 +47,7 @@ REFERENCES: dict[str, dict[str, Any]] = {
     "tied": {"config": {"gated_linear_unit": True, "num_query_groups": 2, "add_bias_linear": False}, "tied": True},
 }
 TP, PP, SP = {"tensor_parallel": 2}, {"pipeline_parallel": 2}, {"sequence_parallel": True}
+SCALED = {"optimizer": {"initial_loss_scale": 1024.0}}  # that does not overflow
 INTERLEAVED = {**PP, "virtual_pipeline": 2}
 CASES = {
     "one process": Case(1, {}),
@@ -61,6 +62,8 @@ CASES = {
     "tensor": Case(2, TP),
     "tensor, tied": Case(2, TP, "tied"),
     "tensor, bf16": Case(2, TP, precision="bf16"),
+    "tensor, fp16": Case(2, {**TP, **SCALED}, precision="fp16"),
+    "pipeline, fp16": Case(2, {**PP, **SCALED}, precision="fp16"),
     "tensor, sequence": Case(2, {**TP, **SP}),
     "tensor, recompute": Case(2, {**TP, "recompute": "full"}),
     "tensor, recompute attention": Case(2, {**TP, "recompute": "selective"}),

@@ -133,6 +133,25 @@ def test_the_strategys_own_clipping_is_the_trainers() -> None:
 
 
 @runs
+def overflows() -> Any:
+    cpu_shim.install()
+    from drivetrain import Megatron
+
+    scale = {"initial_loss_scale": 2.0**40}
+    outcome = fit(Megatron(pipeline_parallel=2, optimizer=scale), precision="fp16", evaluate=False)
+    trainer = outcome.trainer
+    (optimizer,) = (each.optimizer for each in trainer.task_run.optimizers)
+    scaler = trainer.strategy.state.optimizer(trainer.model, optimizer)["grad_scaler"]
+    return trainer.global_step, float(scaler["scale"])
+
+
+def test_steps_that_overflow_are_left_out_on_all_stages_and_lower_the_scale() -> None:
+    for steps, scale in runs.of(overflows):
+        assert steps == 0
+        assert scale < 2.0**40
+
+
+@runs
 def counts_whole_parameters() -> Any:
     cpu_shim.install()
     from drivetrain import Megatron
