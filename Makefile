@@ -148,7 +148,7 @@ $(BENCH_VENV)/.made-for-benchmarks: pyproject.toml constraints.txt | $(BENCH_VEN
 	@touch $@
 
 $(XLA_ENV): pyproject.toml constraints.txt constraints-xla.txt | $(XLA_VENV)/bin/python
-	grep -v '^torch==' constraints.txt | cat - constraints-xla.txt > $(XLA_VENV)/constraints.txt
+	grep -Ev '^(torch|torchao)==' constraints.txt | cat - constraints-xla.txt > $(XLA_VENV)/constraints.txt
 	$(XLA_PYTHON) -m pip --disable-pip-version-check install -r constraints-xla.txt
 	$(XLA_PYTHON) -m pip --disable-pip-version-check install -e ".[test]" -c $(XLA_VENV)/constraints.txt
 	@touch $@

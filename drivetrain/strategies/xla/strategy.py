@@ -121,8 +121,13 @@ class XLA(Strategy):
             )
 
     def check(self, options: RunOptions) -> None:
-        """Refuse float16, which no XLA device computes in, and rounding that contradicts the precision."""
+        """Refuse formats that no XLA device computes in, and rounding that contradicts the precision."""
         precision = options.precision.name
+        if precision == "fp8":
+            raise ConfigurationError(
+                f"precision='fp8' cannot run under strategy={self.name!r}: torch_xla compiles no products of 8-bit "
+                "floats. Use 'bf16', 'bf16-true' or '32'."
+            )
         if precision in ("fp16", "fp16-true"):
             raise ConfigurationError(
                 f"precision={precision!r} cannot run under strategy={self.name!r}: TPUs compute in bfloat16. Use "
