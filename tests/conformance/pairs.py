@@ -33,7 +33,7 @@ PAGE = ROOT / "docs" / "strategies.md"
 BEGIN, END = "<!-- the pairs: written by `python -m tests.conformance.pairs` -->", "<!-- end of the pairs -->"
 TOLERANCES = {"32": 5e-6, "64": 1e-10, "bf16": 3e-3, "bf16-true": 3e-2, "fp16": 3e-3, "fp16-true": 3e-2, "fp8": 5e-3}
 WORKS, REFUSED = "yes", "refused"
-HARDWARE = ("GPU", "TPU")
+HARDWARE = ("GPU",)
 
 # What leaves casting to autocast, as in one process.
 AUTOCAST = {"bf16": {"gather_dtype": torch.float32}, "fp16": {"gather_dtype": torch.float32}}
