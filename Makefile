@@ -57,8 +57,11 @@ env: $(DEV_ENV) ## make .venv with everything that development needs
 demo: $(DEMO_ENV) ## train a digit classifier on two processes, in under 90 s
 	$(DRIVETRAIN) launch --num_processes 2 examples/digits.py
 
+# Files of tests side by side, one a core.
+IN_PARALLEL := -n 2 --dist loadfile
+
 test: $(DEV_ENV) ## the default test lane: no GPU, nothing slow
-	$(PYTHON) -m pytest $(TESTS)
+	$(PYTHON) -m pytest $(IN_PARALLEL) $(TESTS)
 
 test-slow: $(DEV_ENV) ## the tests that take longer
 	$(PYTHON) -m pytest -m "slow and not (gpu or tpu or xla or megatron)" $(TESTS)
@@ -79,7 +82,7 @@ test-xla: $(XLA_ENV) ## the tests that need torch_xla, on the CPU (an environmen
 	$(XLA_PYTHON) -m pytest -m "xla and not (slow or tpu)" $(TESTS)
 
 test-oldest: $(XLA_ENV) ## the default lane on the oldest torch supported (in the environment of test-xla)
-	$(XLA_PYTHON) -m pytest $(TESTS)
+	$(XLA_PYTHON) -m pytest $(IN_PARALLEL) $(TESTS)
 
 deepspeed-ops: $(DEV_ENV) ## build DeepSpeed's shared-memory operator ahead of time (1 min; nothing needs it)
 	$(PYTHON) -m drivetrain.strategies.deepspeed.build_ops
