@@ -1,14 +1,14 @@
 """What the README and the documentation show is run, so none of it can go stale.
 
 Python blocks run as scripts of their own, in an empty directory. A block marked `<!-- continues -->` above
-its fence goes on where the block before it on the page ended; one marked `<!-- needs: gpu -->` or
-`<!-- needs: xla -->` runs only where there is one, and one marked `<!-- processes: 2 -->` in as many processes.
-In shell blocks, `drivetrain` commands are parsed by the command itself, and `make` targets, extras and scripts
-must exist.
+its fence goes on where the block before it on the page ended; one marked `<!-- needs: gpu -->`, `xla` or
+`pipelining` runs only where there is one, and one marked `<!-- processes: 2 -->` in as many processes. In shell
+blocks, `drivetrain` commands are parsed by the command itself, and `make` targets, extras and scripts must exist.
 """
 
 from __future__ import annotations
 
+import importlib
 import os
 import re
 import runpy
@@ -20,6 +20,7 @@ from pathlib import Path
 
 import pytest
 
+from drivetrain import ConfigurationError
 from tests.pool import INSIDE, ROOT, run_in_processes
 
 FENCE = re.compile(
@@ -168,6 +169,11 @@ def test_python_block_runs(script: Script, tmp_path: Path, monkeypatch: pytest.M
             pytest.skip("needs a CUDA GPU, and this machine has none")
     if "megatron" in script.needs:
         pytest.skip("needs megatron-core and CUDA; tests/strategies/megatron/test_strategy.py runs it")
+    if "pipelining" in script.needs:
+        try:
+            importlib.import_module("drivetrain.strategies.parallel.pipeline.schedule")
+        except ConfigurationError as error:  # of a torch that is too old
+            pytest.skip(str(error))
     path = tmp_path / "snippet.py"
     path.write_text(script.text)
     monkeypatch.chdir(tmp_path)
