@@ -28,7 +28,12 @@ def folders() -> list[Path]:
 
 @pytest.mark.parametrize("name", module_names())
 def test_every_module_imports(name: str) -> None:
-    importlib.import_module(name)
+    try:
+        importlib.import_module(name)
+    except drivetrain.ConfigurationError as error:  # of a torch that is too old for it
+        if "newer; this is" not in str(error):
+            raise
+        pytest.skip(str(error))
 
 
 @pytest.mark.parametrize("folder", folders(), ids=lambda folder: str(folder.relative_to(ROOT)))
