@@ -51,8 +51,7 @@ def complete(config: Any, options: MegatronOptions, precision: Precision) -> Any
     if not is_dataclass(config) or isinstance(config, type) or not hasattr(config, "tensor_model_parallel_size"):
         raise ConfigurationError(
             f"transformer_config() returned {type(config).__name__}. Return a TransformerConfig of megatron-core, "
-            "such as "
-            "TransformerConfig(num_layers=4, hidden_size=64, num_attention_heads=4)."
+            "such as TransformerConfig(num_layers=4, hidden_size=64, num_attention_heads=4)."
         )
     had: Any = config
     low = low_dtype(precision)
@@ -132,8 +131,8 @@ def _refuse_losses_beside(config: Any) -> None:
     if config.calculate_per_token_loss and beside:
         raise ConfigurationError(
             f"TransformerConfig({beside[0]}=..., calculate_per_token_loss=True): the losses that such layers add "
-            "within "
-            "the model are not weighed per token. Set calculate_per_token_loss=False, which averages each micro-batch."
+            "within the model are not weighed per token. Set calculate_per_token_loss=False, which averages each "
+            "micro-batch."
         )
 
 
@@ -227,8 +226,7 @@ def _check_distributed(optimizer: Optimizer) -> None:
     if type(optimizer) not in adam:
         raise ConfigurationError(
             f"Megatron(distributed_optimizer=True) cannot spread the state of {type(optimizer).__name__}: "
-            "megatron-core "
-            "does so for AdamW, and with TransformerEngine or Apex for Adam. Use torch.optim.AdamW, or "
+            "megatron-core does so for AdamW, and with TransformerEngine or Apex for Adam. Use torch.optim.AdamW, or "
             "Megatron(distributed_optimizer=False)."
         )
 
@@ -247,8 +245,7 @@ def explained() -> Iterator[None]:
             raise ConfigurationError(
                 "sequence_parallel=True needs norms that sum their gradients over the parts of a sequence: those of "
                 "TransformerEngine (get_gpt_layer_with_transformer_engine_spec) or of Apex. Install one of them, or "
-                "leave "
-                "sequence_parallel out."
+                "leave sequence_parallel out."
             ) from error
         found = _DIVISIBILITY.search(str(error))
         if found is None:
@@ -257,6 +254,5 @@ def explained() -> Iterator[None]:
         raise ConfigurationError(
             f"model_provider built a layer of size {size}, such as vocab_size, which is no multiple of "
             f"tensor_parallel={parts}. Pad it to {-(-size // parts) * parts}, or choose a tensor_parallel that "
-            f"{size} is "
-            "a multiple of."
+            f"{size} is a multiple of."
         ) from error

@@ -51,8 +51,7 @@ class BufferedGradients(Gradients):
         if self._clipping is not None and max_norm not in (self._clipping, float("inf")):
             raise ConfigurationError(
                 f"Megatron(gradient_clipping={self._clipping}) contradicts the loop, which clips to {max_norm}. "
-                "Give one "
-                "of the two."
+                "Give one of the two."
             )
         front.prepare_gradients()
         total = _total_norm(front, norm_type)

@@ -200,6 +200,5 @@ def _check_groups(front: MegatronOptimizerFront, saved: Mapping[str, Any]) -> No
         raise CheckpointError(
             f"The optimizer has other parameter groups than the checkpoint: {len(here)} group(s) here, {len(there)} "
             f"saved; not in the checkpoint: {missing[:8]}; only in the checkpoint: {left_over[:8]}. Build the "
-            "optimizer "
-            f"as in the run that wrote it."
+            "optimizer as in the run that wrote it."
         )

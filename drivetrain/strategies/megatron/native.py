@@ -60,8 +60,7 @@ def load(placed: PlacedModel, membership: Membership, directory: str | os.PathLi
     if not dist_checkpointing.check_is_distributed_checkpoint(os.fspath(directory)):
         raise CheckpointError(
             f"{os.fspath(directory)} holds no checkpoint of megatron-core's dist_checkpointing. Give the directory "
-            "that "
-            "save_native wrote; for checkpoints of a Trainer, use Trainer.fit(resume=...)."
+            "that save_native wrote; for checkpoints of a Trainer, use Trainer.fit(resume=...)."
         )
     state: dict[str, Any] = dist_checkpointing.load(_sharded(placed, is_loading=True), os.fspath(directory))
     for number, chunk in enumerate(placed.bare):

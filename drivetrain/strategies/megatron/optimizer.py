@@ -95,8 +95,7 @@ class MegatronOptimizerFront(OptimizerProxy):
         if closure is not None:
             raise ConfigurationError(
                 f"{type(self.optimizer).__name__} under strategy='megatron' takes no closure: the schedule runs "
-                "forward "
-                "and backward. Leave it out."
+                "forward and backward. Leave it out."
             )
         overflowed = self.prepare_gradients()
         self.follow_options()
@@ -167,6 +166,5 @@ def _check_parameters(optimizer: Optimizer, chunks: Sequence[nn.Module], groups:
     if not held <= own.keys():
         raise ConfigurationError(
             f"{type(optimizer).__name__} holds parameters outside of what model_provider built, which megatron-core "
-            "does "
-            "not step. Build them within the model."
+            "does not step. Build them within the model."
         )

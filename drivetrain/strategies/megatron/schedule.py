@@ -187,8 +187,7 @@ class Schedule:
             # Both neighbours of a stage are the same process then, which cannot distinguish whose shape arrives.
             raise ConfigurationError(
                 f"The micro-batches of a step have the shapes {sorted(set(shapes))}, but virtual_pipeline on two "
-                "stages "
-                "hands over one. Use DataLoader(drop_last=True), pad the batches, or leave virtual_pipeline out."
+                "stages hands over one. Use DataLoader(drop_last=True), pad the batches, or leave virtual_pipeline out."
             )
         # Then stages also hand over each shape, which takes a message more.
         self._placed.config.variable_seq_lengths = uneven

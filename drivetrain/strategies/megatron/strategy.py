@@ -224,8 +224,7 @@ class Megatron(Strategy):
         if len(optimizers) > 1:
             raise ConfigurationError(
                 f"Megatron-core steps a model with one optimizer, but {len(optimizers)} hold parameters of it. Give "
-                "one "
-                "optimizer several parameter groups."
+                "one optimizer several parameter groups."
             )
         from megatron.core.distributed import DistributedDataParallel
 

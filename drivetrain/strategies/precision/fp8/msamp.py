@@ -54,8 +54,7 @@ class MSAMP(FP8Backend):
         if environment.is_distributed:
             raise ConfigurationError(
                 f"FP8(backend='msamp') cannot run on {environment.world_size} processes: MS-AMP reduces its "
-                "gradients by "
-                f"itself, which no strategy does. {elsewhere}"
+                f"gradients by itself, which no strategy does. {elsewhere}"
             )
         self._msamp = msamp
 

@@ -117,16 +117,14 @@ class FP8(MixedPrecision):
         if chosen.misfits:
             logger.warning_once(
                 f"precision='fp8' leaves {len(chosen.misfits)} layer(s) in {self.base}, whose sizes are no "
-                "multiples of "
-                f"{self._multiple_of}: {listed(chosen.misfits)}."
+                f"multiples of {self._multiple_of}: {listed(chosen.misfits)}."
             )
         if chosen.converted:
             self.backend.convert(bare, list(chosen.converted.values()), list(chosen.kept.values()))
             kept = listed(sorted(chosen.kept)) or "none"
             logger.info(
                 f"{len(chosen.converted)} linear layers compute in float8 ({self.backend.name}, "
-                f"{self.backend.recipe}); "
-                f"kept in {self.base}: {kept}."
+                f"{self.backend.recipe}); kept in {self.base}: {kept}."
             )
         elif not chosen.before:
             logger.warning_once(

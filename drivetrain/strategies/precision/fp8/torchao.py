@@ -82,8 +82,7 @@ class TorchAO(FP8Backend):
         if kind.name == "mps":
             raise ConfigurationError(
                 "precision='fp8' cannot run on mps, which has no 8-bit floats, not even to emulate with. Use "
-                "'bf16', or "
-                "the CPU."
+                "'bf16', or the CPU."
             )
         self._kind = kind
         native = kind.supports_float8()
@@ -96,8 +95,7 @@ class TorchAO(FP8Backend):
             logger.warning_once(
                 f"precision='fp8' is emulated on {kind.name}, which has no float8 arithmetic: operands are rounded to "
                 "float8 and multiplied in 32 bits, so a layer takes 2 to 4 times as long as in 32 bits. This shows "
-                "what "
-                "float8 does to accuracy, not to speed; to train faster here, use 'bf16'."
+                "what float8 does to accuracy, not to speed; to train faster here, use 'bf16'."
             )
 
     def _emulates(self) -> bool:
