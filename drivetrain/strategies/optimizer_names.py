@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -47,15 +48,7 @@ def restore_optimizer_state(model: nn.Module, optimizer: Optimizer, saved: dict[
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     current = optimizer.state_dict()
     here = [[names.get(id(p), "?") for p in group["params"]] for group in optimizer.param_groups]
-    there = [list(group["params"]) for group in saved["param_groups"]]
-    if [sorted(group) for group in here] != [sorted(group) for group in there]:
-        missing = sorted({name for group in here for name in group} - {name for group in there for name in group})
-        left_over = sorted({name for group in there for name in group} - {name for group in here for name in group})
-        raise CheckpointError(
-            f"{type(optimizer).__name__} has other parameter groups than the checkpoint: {len(here)} group(s) here, "
-            f"{len(there)} saved; not in the checkpoint: {missing[:8]}; only in the checkpoint: {left_over[:8]}. "
-            "Build the optimizer as in the run that wrote it."
-        )
+    check_groups(here, saved, type(optimizer).__name__)
     position = {
         name: index
         for group_names, group in zip(here, current["param_groups"], strict=True)
@@ -67,6 +60,28 @@ def restore_optimizer_state(model: nn.Module, optimizer: Optimizer, saved: dict[
     ]
     state = {position[name]: value for name, value in saved["state"].items()}
     optimizer.load_state_dict({"state": state, "param_groups": groups})
+
+
+def check_groups(here: Sequence[Sequence[str]], saved: Mapping[str, Any], owner: str = "The optimizer") -> None:
+    """Compare the parameters of each group with those that were saved.
+
+    Args:
+        here: Their names, by group.
+        saved: What `named_optimizer_state` returned.
+        owner: What has the groups, for the message.
+
+    Raises:
+        CheckpointError: They are others; both are listed.
+    """
+    there = [list(group["params"]) for group in saved["param_groups"]]
+    if [sorted(group) for group in here] == [sorted(group) for group in there]:
+        return
+    own, other = {name for group in here for name in group}, {name for group in there for name in group}
+    raise CheckpointError(
+        f"{owner} has other parameter groups than the checkpoint: {len(here)} group(s) here, {len(there)} saved; not "
+        f"in the checkpoint: {sorted(own - other)[:8]}; only in the checkpoint: {sorted(other - own)[:8]}. Build the "
+        "optimizer as in the run that wrote it."
+    )
 
 
 def class_chosen(item: Any) -> str | None:

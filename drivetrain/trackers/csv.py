@@ -95,14 +95,7 @@ class CSVLogger(DirectoryTracker):
     def log_table(
         self, name: str, columns: Sequence[str] | None = None, data: Any = None, step: int | None = None
     ) -> None:
-        """Write a table as a file of its own, `tables/<name>-<step>.csv`.
-
-        Args:
-            name: Its name.
-            columns: The names of its columns; the first row of `data` if None, or a DataFrame's own.
-            data: The rows, or a pandas DataFrame.
-            step: The optimizer step that it belongs to.
-        """
+        """Write a table as a file of its own, `tables/<name>-<step>.csv`."""
         titles, rows = as_rows(columns, data)
         file_name = re.sub(r"[^\w.-]", "_", name if step is None else f"{name}-{step}")
         path = self.run_directory.create() / "tables" / f"{file_name}.csv"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import sys
 from collections.abc import Mapping
@@ -128,3 +129,16 @@ def pretend(script: Path, **environment: str) -> None:
     """Let the process that runs this, which is one of the test's own, be that of a script, with these variables."""
     sys.argv = [str(script)]
     os.environ.update(environment)
+
+
+def complaint(logger: Any) -> tuple[str, int]:
+    """The first message about a tracker that logs three values, and how many of them are lost."""
+    lines: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("drivetrain").addHandler(handler)
+    logger.load()
+    for step in range(3):
+        logger.log({"loss": 1.0}, step)
+    logger.finish()
+    return lines[0], logger.lost

@@ -19,6 +19,7 @@ from tests.trackers.runs import (
     PLANTED,
     SCRIPT,
     Failing,
+    complaint,
     files_with,
     fit,
     log_media,
@@ -174,18 +175,7 @@ def test_no_planted_secret_is_in_anything_that_was_written(runs: list[dict[str, 
 
 
 def complaint_of(options: dict[str, Any]) -> tuple[str, int]:
-    import logging
-
-    lines: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger("drivetrain").addHandler(handler)
-    logger = ClearMLLogger("digits", **options)
-    logger.load()
-    for step in range(3):
-        logger.log({"loss": 1.0}, step)
-    logger.finish()
-    return lines[0], logger.lost
+    return complaint(ClearMLLogger("digits", **options))
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from drivetrain.runtime.collectives import broadcast
 from drivetrain.runtime.errors import CheckpointError
 from drivetrain.strategies.deepspeed.engine import TrainedModel
+from drivetrain.strategies.optimizer_names import check_groups
 
 State = dict[str, Any]
 Holder = Callable[[int], bool]
@@ -117,15 +118,7 @@ def write_optimizer(trained: TrainedModel, saved: State) -> None:
     Raises:
         CheckpointError: The groups hold other parameters than the saved ones.
     """
-    here, there = trained.groups, [list(group["params"]) for group in saved["param_groups"]]
-    if [sorted(group) for group in here] != [sorted(group) for group in there]:
-        missing = sorted({name for group in here for name in group} - {name for group in there for name in group})
-        left_over = sorted({name for group in there for name in group} - {name for group in here for name in group})
-        raise CheckpointError(
-            f"The optimizer has other parameter groups than the checkpoint: {len(here)} group(s) here, {len(there)} "
-            f"saved; not in the checkpoint: {missing[:8]}; only in the checkpoint: {left_over[:8]}. Build the "
-            "optimizer as in the run that wrote it."
-        )
+    check_groups(trained.groups, saved)
     layout = trained.layout
     for group, options in zip(layout.inner.param_groups, saved["param_groups"], strict=True):
         group.update({key: value for key, value in options.items() if key != "params"})

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -16,7 +16,7 @@ from drivetrain.strategies.megatron.model import PlacedModel, PlacedModels
 from drivetrain.strategies.megatron.optimizer import MegatronOptimizerFront
 from drivetrain.strategies.megatron.parameter_state import ParameterState
 from drivetrain.strategies.model_state import ModelState, StateDict
-from drivetrain.strategies.optimizer_names import named_optimizer_state
+from drivetrain.strategies.optimizer_names import check_groups, named_optimizer_state
 from drivetrain.strategies.topology import Topology
 
 
@@ -150,7 +150,7 @@ class MergedState(ModelState):
         if front is None:
             super().load_optimizer(model, optimizer, state)
             return
-        _check_groups(front, state)
+        check_groups(_names_of_groups(front), state)
         for group, saved in zip(front.param_groups, state["param_groups"], strict=True):
             group.update({key: value for key, value in saved.items() if key != "params"})
         kept = ParameterState(front)
@@ -190,15 +190,3 @@ def _names_of_groups(front: MegatronOptimizerFront) -> list[list[str]]:
         for number, names in enumerate(everyone):
             found[number].update(names)
     return [[name for name in layout.names if name in names] for names in found]
-
-
-def _check_groups(front: MegatronOptimizerFront, saved: Mapping[str, Any]) -> None:
-    here, there = _names_of_groups(front), [list(group["params"]) for group in saved["param_groups"]]
-    if [sorted(group) for group in here] != [sorted(group) for group in there]:
-        missing = sorted({name for group in here for name in group} - {name for group in there for name in group})
-        left_over = sorted({name for group in there for name in group} - {name for group in here for name in group})
-        raise CheckpointError(
-            f"The optimizer has other parameter groups than the checkpoint: {len(here)} group(s) here, {len(there)} "
-            f"saved; not in the checkpoint: {missing[:8]}; only in the checkpoint: {left_over[:8]}. Build the "
-            "optimizer as in the run that wrote it."
-        )

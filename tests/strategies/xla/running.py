@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -111,3 +111,15 @@ def warnings_of(name: str) -> Iterator[list[str]]:
         yield found
     finally:
         logger.removeHandler(handler)
+
+
+def answers(attempts: Mapping[str, Callable[[], Any]]) -> dict[str, str]:
+    """What becomes of each attempt: `"accepted"`, or the class and the text of what it raises."""
+    found = {}
+    for name, attempt in attempts.items():
+        try:
+            attempt()
+            found[name] = "accepted"
+        except Exception as error:
+            found[name] = f"{type(error).__name__}: {error}"
+    return found
