@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import math
 import os
@@ -120,6 +121,7 @@ class _ClearMLRun(Tracker):
         self._is_given = task_id is not None
         self._task: Task | None = None
         self._is_shared = False
+        self._properties: dict[str, str] = {}
 
     @property
     def secrets(self) -> Sequence[str]:
@@ -163,7 +165,8 @@ class _ClearMLRun(Tracker):
         if self.task_id is None:
             self.task_id = task.id
         elif task.id != self.task_id:
-            task.set_user_properties(continues=self.task_id)
+            self._properties["continues"] = self.task_id
+            task.set_user_properties(**self._properties)
         self._task, self._is_shared = task, False
 
     @property
@@ -240,11 +243,14 @@ class _ClearMLRun(Tracker):
         task, self._task = self._task, None
         if task is None:
             return
-        task.set_user_properties(status=status, **({"error": message} if message else {}))
+        properties, self._properties = {**self._properties, "status": status}, {}
+        is_offline = task.is_offline()
+        if is_offline:
+            _wait_for_source(task)
+        task.set_user_properties(**properties, **({"error": message} if message else {}))
         if self._is_shared:
             task.flush()
             return
-        is_offline = task.is_offline()
         task.close()
         if status != COMPLETED and not is_offline:  # which `close` has called completed
             mark = task.mark_failed if status == "failed" else task.mark_stopped
@@ -274,6 +280,15 @@ def plot_of(name: str) -> tuple[str, str]:
         return title, series
     split, _, rest = name.partition("_")
     return (rest, split) if split in _SPLITS and rest else (name, name)
+
+
+def _wait_for_source(task: Task) -> None:
+    """Wait until ClearML has looked at the source, on a thread that then writes the whole of an offline session.
+
+    ClearML (2.1) sets properties without the lock of that thread, which would write the session without them.
+    """
+    with contextlib.suppress(AttributeError, TypeError):  # it found no requirements
+        task.get_requirements()
 
 
 def _check_server() -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import math
+import threading
+import time
 import zipfile
 from pathlib import Path
 from typing import Any
@@ -49,9 +51,32 @@ def trainer_run(directory: Path) -> dict[str, Any]:
     return {"id": logger.version, "lost": logger.lost, "logged": (logged.values, logged.epochs), "best": best}
 
 
+def let_source_detection_write_last() -> None:
+    """Let the thread that looks at the source read the session before the end of the run, and write it after."""
+    from clearml import Task
+
+    reload, set_user_properties = Task._reload, Task.set_user_properties
+    was_read = threading.Event()
+
+    def read_early(task: Task) -> Any:
+        found = reload(task)
+        if "_update_repository" in threading.current_thread().name and not was_read.is_set():
+            was_read.set()
+            time.sleep(1.0)
+        return found
+
+    def set_late(task: Task, **properties: str) -> bool:
+        if "status" in properties:
+            assert was_read.wait(30.0)
+        return set_user_properties(task, **properties)
+
+    Task._reload, Task.set_user_properties = read_early, set_late
+
+
 def resumed_run(directory: Path) -> dict[str, Any]:
     """Resumes that fit, and lets it fail."""
     pretend(HERE, **CREDENTIALS, CLEARML_CACHE_DIR=str(directory / "resumed"))
+    let_source_detection_write_last()
     logger = logger_of("first")
     with pytest.raises(ValueError, match="no more"):
         fit(directory / "run", logger, Failing(**secrets()), max_epochs=3, resume="auto")
