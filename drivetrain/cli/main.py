@@ -21,6 +21,10 @@ _COMMANDS = {
         "drivetrain.cli.merge_weights:merge_weights",
         "Write the weights in a checkpoint as plain safetensors.",
     ),
+    "import-checkpoint": (
+        "drivetrain.cli.import_checkpoint:import_checkpoint",
+        "Convert a checkpoint of Accelerate into one of drivetrain.",
+    ),
     "env": (
         "drivetrain.cli.env:env",
         "Show versions, devices and settings, and where each setting came from.",
