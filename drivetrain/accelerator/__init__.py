@@ -15,6 +15,7 @@ from drivetrain.accelerator.handlers import (
     ProfileKwargs,
     ProjectConfiguration,
 )
+from drivetrain.accelerator.local_sgd import LocalSGD
 from drivetrain.accelerator.megatron_plugin import MegatronLMPlugin
 from drivetrain.accelerator.optimizer import PreparedOptimizer
 from drivetrain.accelerator.plugins import (
@@ -40,6 +41,7 @@ __all__ = [
     "GradientAccumulationPlugin",
     "GradientState",
     "InitProcessGroupKwargs",
+    "LocalSGD",
     "MSAMPRecipeKwargs",
     "MegatronLMPlugin",
     "ParallelismConfig",

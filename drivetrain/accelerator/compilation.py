@@ -86,7 +86,7 @@ class TorchDynamoPlugin:
             "options": self.options,
         }
         for module in _regions(model) if self.use_regional_compilation else [model]:
-            module.compile(backend=backend, **options)  # type: ignore[no-untyped-call]
+            module.compile(backend=backend, **options)
 
     def to_dict(self) -> dict[str, Any]:
         """The options, the backend by its lower-case name."""

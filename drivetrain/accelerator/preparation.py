@@ -315,7 +315,7 @@ def _compiled_around(bare: nn.Module, model: nn.Module) -> nn.Module | None:
         if inner is bare:
             return model
         if inner is not None:  # compiled after it was wrapped
-            return type(model)(bare, model.dynamo_ctx)  # type: ignore[no-any-return, operator]
+            return type(model)(bare, model.dynamo_ctx)
         inner = getattr(model, "module", None)
         if not isinstance(inner, nn.Module):
             return None
