@@ -17,6 +17,10 @@ _COMMANDS = {
         "drivetrain.cli.launch:launch",
         "Run a script on several processes, here or on several machines.",
     ),
+    "config": (
+        "drivetrain.cli.config:config",
+        "Write the file that launch reads, or show what is in force and from where.",
+    ),
     "merge-weights": (
         "drivetrain.cli.merge_weights:merge_weights",
         "Write the weights in a checkpoint as plain safetensors.",
