@@ -37,6 +37,7 @@ from drivetrain.accelerator.handlers import (
     find_handler,
     handler_options,
 )
+from drivetrain.accelerator.launched import Launched
 from drivetrain.accelerator.megatron_plugin import MegatronLMPlugin
 from drivetrain.accelerator.metrics import gather_real_rows
 from drivetrain.accelerator.optimizer import PreparedOptimizer
@@ -44,7 +45,6 @@ from drivetrain.accelerator.plugins import (
     DeepSpeedPlugin,
     FullyShardedDataParallelPlugin,
     ParallelismConfig,
-    strategy_of_plugins,
 )
 from drivetrain.accelerator.preparation import Preparation, PreparationOptions
 from drivetrain.accelerator.prepared import Prepared
@@ -86,7 +86,7 @@ class Accelerator(KnownKeywords, EngineStatus, ProcessControl, StateSaving, Trac
         gradient_accumulation_steps: Micro-batches per optimizer step; the launcher's, else 1.
         cpu: Run on the CPU even where there is an accelerator.
         dataloader_config: How loaders are sharded.
-        strategy: A strategy's name or a `Strategy`; `"auto"` takes DDP among several processes, else single.
+        strategy: A strategy's name or a `Strategy`; `"auto"` takes the launcher's, else DDP among several processes.
         project_dir: Where the run writes.
         project_config: The same in more detail.
         gradient_accumulation_plugin: Accumulation in more detail; give this or `gradient_accumulation_steps`.
@@ -161,7 +161,7 @@ class Accelerator(KnownKeywords, EngineStatus, ProcessControl, StateSaving, Trac
             step_scheduler_per_process,
         )
 
-        plugged = strategy_of_plugins(fsdp_plugin, deepspeed_plugin, parallelism_config, megatron_lm_plugin)
+        plugged = Launched.here().strategy_with(fsdp_plugin, deepspeed_plugin, parallelism_config, megatron_lm_plugin)
         chosen = choose_strategy(strategy, plugged)
         self.strategy = make_strategy(chosen, self.state, find_handler(handlers, DistributedDataParallelKwargs))
         self.strategy.setup(self.state)

@@ -174,6 +174,7 @@ def strategy_of_plugins(
     deepspeed: DeepSpeedPlugin | Mapping[str, Any] | None,
     parallelism: ParallelismConfig | None,
     megatron: MegatronLMPlugin | Mapping[str, Any] | None = None,
+    grid_options: Mapping[str, Any] | None = None,
 ) -> Strategy | None:
     """The strategy that Accelerate's plugins ask for, if any was given.
 
@@ -182,6 +183,7 @@ def strategy_of_plugins(
         deepspeed: A plugin, or the keys of a `deepspeed_config`.
         parallelism: The sizes of a grid, over which `fsdp` may set how to shard.
         megatron: A plugin, or the keys of a `megatron_lm_config`.
+        grid_options: Further arguments of `drivetrain.Parallel` for a grid.
 
     Raises:
         ConfigurationError: Two of them contradict each other.
@@ -205,7 +207,7 @@ def strategy_of_plugins(
             return DeepSpeed.from_config(deepspeed)
         return deepspeed.strategy()
     if fsdp is None:
-        return None if parallelism is None else parallelism.strategy()
+        return None if parallelism is None else parallelism.strategy(**(grid_options or {}))
     from drivetrain.strategies.fsdp import FSDP
 
     sharding = FSDP.from_config(fsdp) if isinstance(fsdp, Mapping) else fsdp.strategy()
@@ -214,7 +216,7 @@ def strategy_of_plugins(
     options = sharding.options
     changed = {one.name: value for one in fields(options) if (value := getattr(options, one.name)) != one.default}
     changed.pop("replicate_size", None)  # that is dp_replicate_size
-    return parallelism.strategy(**changed)
+    return parallelism.strategy(**changed, **(grid_options or {}))
 
 
 def _name_of(value: Any) -> Any:

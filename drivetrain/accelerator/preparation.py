@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader
 
 from drivetrain.accelerator.building import find_batch_placement, is_scheduler
 from drivetrain.accelerator.forward import PrecisionForward, wrap_forward
+from drivetrain.accelerator.launched import Launched
 from drivetrain.accelerator.optimizer import PreparedOptimizer, unwrap_optimizer
 from drivetrain.accelerator.prepared import Prepared, parameters_of
 from drivetrain.accelerator.scheduler import PreparedScheduler
@@ -82,6 +83,7 @@ class Preparation:
         options: PreparationOptions,
     ) -> None:
         self.options = options
+        self._compilation = Launched.here().compilation
         self.batch_placement = find_batch_placement(strategy, active)
         self._state, self._strategy, self._precision = state, strategy, precision
         self._step, self._prepared, self._active = step, prepared, active
@@ -140,6 +142,8 @@ class Preparation:
         prepared, stepped = self._strategy.prepare(
             model, [unwrap_optimizer(optimizer) for optimizer in optimizers], self._precision, move
         )
+        if self._compilation is not None:
+            self._compilation.apply(self._strategy.unwrap(prepared) if not isinstance(model, StepModule) else model)
         self._prepared.models.append(prepared)
         rewrapped = [
             given if isinstance(given, PreparedOptimizer) and given.optimizer is new else new
