@@ -12,6 +12,8 @@ import pytest
 from tests.examples.test_examples import EXAMPLES, run_example
 from tests.pool import run_in_processes
 
+pytestmark = pytest.mark.sharded  # a minute or so, which the default lane has not
+
 FOLDER = EXAMPLES / "by_feature"
 SHARED = "digits_data.py"
 EQUAL = 2e-4
