@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import json
 import re
 import sys
 from pathlib import Path
@@ -126,3 +127,36 @@ def test_compressed_gradients_train_nearly_as_well(hook: str, capsys: pytest.Cap
     assert figures_in(hooked)[1] > 85
     difference = abs(figures_in(hooked)[0] - figures_in(plain)[0])
     assert 0 < difference < 0.15  # other gradients, and nearly the same model
+
+
+@pytest.mark.parametrize("every", [1, 8])
+def test_processes_that_step_alone_end_with_one_model(every: int, capsys: pytest.CaptureFixture[str]) -> None:
+    printed = output_of(capsys, "local_sgd.py", 2, "--every", every)
+    [norms] = re.findall(r"on each process: \[([\d., ]+)\]", printed)
+    first, second = norms.split(",")
+    assert float(first) == float(second)
+    assert figures_in(printed)[1] > 85
+    alone = output_of(capsys, "local_sgd.py", 1)  # has nothing to average, and is plain SGD
+    assert figures_in(alone)[0] == pytest.approx(figures_in(output_of(capsys, "four_lines.py", 1))[0], abs=EQUAL)
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_each_process_writes_a_trace_of_what_it_ran(
+    processes: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    printed = output_of(capsys, "profiler.py", processes, "--output", tmp_path, "--steps", 5)
+    assert "10 products in the forwards of 5 steps" in printed
+    assert figures_in(printed)[1] > 85
+    for rank in range(processes):
+        events = json.loads((tmp_path / f"profile_{rank}.json").read_text())["traceEvents"]
+        assert sum(event.get("name") == "aten::addmm" for event in events) == 10
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="needs Linux, where a process's memory can be capped")
+@pytest.mark.parametrize("processes", [1, 2])
+def test_a_batch_that_does_not_fit_is_made_smaller(processes: int, capsys: pytest.CaptureFixture[str]) -> None:
+    printed = output_of(capsys, "automatic_batch_size.py", processes, "--spare", 220)
+    assert re.findall(r"trying (\d+) images", printed) == ["1024", "256"]
+    assert "trained with 256 images" in printed
+    assert figures_in(printed)[1] > 60
+    assert "trained with 1024 images" in output_of(capsys, "automatic_batch_size.py", 1, "--epochs", 1)
