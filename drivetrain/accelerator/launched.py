@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any, TypeVar
 
@@ -162,6 +162,5 @@ def _filled(plugin: Any, launched: Plugin | None) -> Any:
     """A plugin whose open fields are as the launcher was asked; a mapping is taken as it is."""
     if launched is None or plugin is None or isinstance(plugin, Mapping):
         return plugin
-    opened: Callable[[str], bool] = lambda name: getattr(plugin, name) is None  # noqa: E731
-    given = {each.name: getattr(launched, each.name) for each in fields(launched)}  # type: ignore[arg-type]
-    return replace(plugin, **{name: value for name, value in given.items() if value is not None and opened(name)})
+    left_open = [each.name for each in fields(plugin) if getattr(plugin, each.name) is None]
+    return replace(plugin, **{name: getattr(launched, name) for name in left_open})
