@@ -79,8 +79,8 @@ def update(group_file: str | None, config_file: str | None) -> None:
 @click.pass_obj
 def show(group_file: str | None, config_file: str | None, **flags: Any) -> None:
     """Show each setting and where its value comes from, with the launcher's flags if some are given."""
+    from drivetrain.launch.listing import settings_table
     from drivetrain.launch.options import LaunchOptions
-    from drivetrain.launch.preview import settings_table
     from drivetrain.launch.settings.file import default_config_file
     from drivetrain.launch.settings.sources import collect, find_config_file
 
