@@ -21,9 +21,25 @@ _COMMANDS = {
         "drivetrain.cli.config:config",
         "Write the file that launch reads, or show what is in force and from where.",
     ),
+    "test": (
+        "drivetrain.cli.test:test",
+        "Train for a moment on the configured setup, and report what is wrong with it.",
+    ),
+    "estimate-memory": (
+        "drivetrain.cli.estimate_memory:estimate_memory",
+        "Estimate the memory that a model takes in training and in inference.",
+    ),
     "merge-weights": (
         "drivetrain.cli.merge_weights:merge_weights",
         "Write the weights in a checkpoint as plain safetensors.",
+    ),
+    "to-fsdp2": (
+        "drivetrain.cli.to_fsdp2:to_fsdp2",
+        "Rewrite a configuration for FSDP 1 as one for FSDP 2.",
+    ),
+    "tpu-config": (
+        "drivetrain.cli.tpu_config:tpu_config",
+        "Run commands on all workers of a TPU pod.",
     ),
     "env": (
         "drivetrain.cli.env:env",
