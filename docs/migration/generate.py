@@ -135,8 +135,9 @@ class Comparison:
     def _judge(self, name: str, owner: str, there: bool, place: str = "") -> Entry:
         explained = self.explanations.of(name)
         if there:
-            better = explained if explained and explained["verdict"] == BETTER else {}
-            return Entry(name, owner, BETTER if better else SAME, place, better.get("why", ""))
+            # A flag may be taken, and yet have no meaning here.
+            stated = explained if explained and explained["verdict"] in (BETTER, LEFT_OUT) else {"verdict": SAME}
+            return Entry(name, owner, stated["verdict"], place, stated.get("why", ""))
         if explained is None or explained["verdict"] == BETTER:
             return Entry(name, owner, "")
         return Entry(name, owner, explained["verdict"], explained.get("ours", ""), explained.get("why", ""))
