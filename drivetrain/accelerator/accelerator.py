@@ -44,6 +44,7 @@ from drivetrain.accelerator.handlers import (
     find_handler,
     process_options,
 )
+from drivetrain.accelerator.launched import Launched
 from drivetrain.accelerator.megatron_plugin import MegatronLMPlugin
 from drivetrain.accelerator.optimizer import PreparedOptimizer
 from drivetrain.accelerator.plugins import (
@@ -89,7 +90,7 @@ class Accelerator(KnownKeywords, EngineStatus, ProcessControl, Collectives, Mode
         gradient_accumulation_steps: Micro-batches per optimizer step; the launcher's, else 1.
         cpu: Run on the CPU even where there is an accelerator.
         dataloader_config: How loaders are sharded.
-        strategy: A strategy's name or a `Strategy`; `"auto"` takes DDP among several processes, else single.
+        strategy: A strategy's name or a `Strategy`; `"auto"` takes the launcher's, else DDP among several processes.
         project_dir: Where the run writes.
         project_config: The same in more detail.
         gradient_accumulation_plugin: Accumulation in more detail; give this or `gradient_accumulation_steps`.
@@ -175,9 +176,10 @@ class Accelerator(KnownKeywords, EngineStatus, ProcessControl, Collectives, Mode
             make_compilation(dynamo_backend, dynamo_plugin),
         )
 
-        plugins = Plugins.given(
+        given = Plugins.given(
             fsdp_plugin, deepspeed_plugin, deepspeed_plugins, parallelism_config, megatron_lm_plugin, torch_tp_plugin
         )
+        plugins = Launched.here().complete(strategy, given)
         chosen = choose_strategy(strategy, plugins.strategy())
         self.strategy = make_strategy(chosen, process, find_handler(handlers, DistributedDataParallelKwargs))
         self.strategy.setup(process)

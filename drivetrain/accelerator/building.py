@@ -22,16 +22,20 @@ from drivetrain.accelerator.handlers import (
     find_handler,
     handler_options,
 )
+from drivetrain.accelerator.launched import Launched
 from drivetrain.accelerator.plugins import Plugins
 from drivetrain.accelerator.scheduler import PreparedScheduler
 from drivetrain.data import ActiveLoaders, DataLoaderConfiguration
 from drivetrain.runtime.errors import ConfigurationError
+from drivetrain.runtime.logging import get_logger
 from drivetrain.runtime.state import PartialState
 from drivetrain.strategies import Strategy, resolve_ddp, resolve_strategy
 from drivetrain.strategies.accelerate_names import distributed_type_of
 from drivetrain.strategies.capabilities import BatchPlacement
 from drivetrain.strategies.precision import FP8, Float16Mixed, Precision, resolve_precision
 from drivetrain.strategies.precision.mixed import MixedPrecision
+
+logger = get_logger(__name__)
 
 
 def choose_strategy(spec: str | Strategy, plugin: Strategy | None) -> str | Strategy:
@@ -45,6 +49,9 @@ def choose_strategy(spec: str | Strategy, plugin: Strategy | None) -> str | Stra
 
 def make_strategy(spec: str | Strategy, state: PartialState, options: DistributedDataParallelKwargs | None) -> Strategy:
     """The strategy asked for, with DDP's options in Accelerate's holder."""
+    if options is not None and Launched.here().asks_for(spec):
+        logger.warning_once("DistributedDataParallelKwargs change nothing: the launcher chose another strategy.")
+        options = None
     if options is None:
         chosen = resolve_strategy(spec, state.environment, state.kind)
         _check_device(chosen, state)
@@ -74,8 +81,9 @@ def find_batch_placement(strategy: Strategy, active: ActiveLoaders) -> BatchPlac
 
 def make_precision(spec: str | Precision | None, handlers: Sequence[Any]) -> Precision:
     """The precision asked for, else the launcher's, with the options of Accelerate's holders."""
+    launched = Launched.here()
     if spec is None:
-        spec = os.environ.get("DRIVETRAIN_MIXED_PRECISION", "no")
+        spec = launched.settings.get("mixed_precision", "no")
     scaling, casting = find_handler(handlers, GradScalerKwargs), find_handler(handlers, AutocastKwargs)
     recipes = find_handler(handlers, FP8Handler)
     if isinstance(spec, Precision):
@@ -87,8 +95,9 @@ def make_precision(spec: str | Precision | None, handlers: Sequence[Any]) -> Pre
                 )
         return spec
     precision = resolve_precision(spec)
-    if recipes is not None and isinstance(precision, FP8):
-        precision = recipes.precision()
+    if isinstance(precision, FP8):
+        recipe = launched.fp8_config
+        precision = recipes.precision() if recipes is not None else FP8.from_config(recipe) if recipe else precision
     if not isinstance(precision, MixedPrecision):
         return precision
     if isinstance(precision, Float16Mixed):
@@ -154,13 +163,8 @@ def make_accumulation(steps: int | None, plugin: GradientAccumulationPlugin | No
         )
     if plugin is not None:
         return plugin
-    asked = os.environ.get("DRIVETRAIN_GRADIENT_ACCUMULATION_STEPS", "1") if steps is None else steps
-    try:
-        return GradientAccumulationPlugin(int(asked) if isinstance(asked, str) else asked)
-    except ValueError as error:
-        if isinstance(error, ConfigurationError):
-            raise
-        raise ConfigurationError(f"DRIVETRAIN_GRADIENT_ACCUMULATION_STEPS={asked!r} is not a whole number.") from None
+    launched = Launched.here().settings.get("gradient_accumulation_steps", 1) if steps is None else steps
+    return GradientAccumulationPlugin(launched)
 
 
 def is_scheduler(item: Any) -> bool:

@@ -2,14 +2,24 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
 from torch import nn
 
+from drivetrain.launch.settings.environment import settings_in_environment
 from drivetrain.runtime.errors import ConfigurationError, nearest
+from drivetrain.strategies import StepModule
+
+# Fields of the plugin, and the settings of a launch that they are where the script leaves them open.
+_LAUNCHED = {
+    "backend": "dynamo_backend",
+    "mode": "dynamo_mode",
+    "fullgraph": "dynamo_use_fullgraph",
+    "dynamic": "dynamo_use_dynamic",
+    "use_regional_compilation": "dynamo_use_regional_compilation",
+}
 
 
 class DynamoBackend(str, Enum):
@@ -40,8 +50,8 @@ class TorchDynamoPlugin:
     A model is compiled in place (`nn.Module.compile`), so its parameters keep their names and every strategy takes it.
 
     Attributes:
-        backend: A member of `DynamoBackend`, its name, or any other backend that `torch.compile` knows; from the
-            launcher's environment if None.
+        backend: A member of `DynamoBackend`, its name, or any other backend that `torch.compile` knows; as the launcher
+            was asked if None, like the mode, `fullgraph`, `dynamic` and `use_regional_compilation`.
         mode: The `mode` of `torch.compile`.
         fullgraph: Whether a break in the graph is an error.
         dynamic: Whether shapes are dynamic.
@@ -63,7 +73,11 @@ class TorchDynamoPlugin:
     use_regional_compilation: bool | None = None
 
     def __post_init__(self) -> None:
-        given = self.backend or os.environ.get("ACCELERATE_DYNAMO_BACKEND") or "NO"
+        launched = settings_in_environment()
+        for name, setting in _LAUNCHED.items():
+            if getattr(self, name) is None:
+                setattr(self, name, launched.get(setting))
+        given = self.backend or "NO"
         if isinstance(given, str) and not isinstance(given, DynamoBackend):
             known = DynamoBackend.__members__.get(given.upper())
             if known is None and given not in _registered():
@@ -75,7 +89,7 @@ class TorchDynamoPlugin:
         self.backend = given
 
     def compile(self, model: nn.Module) -> None:
-        """Compile a model in place, as far as the options ask for it."""
+        """Compile a model in place, as far as the options ask for it; of a Trainer's task, each of its modules."""
         if self.backend is DynamoBackend.NO or self.disable:
             return
         backend = self.backend.value.lower() if isinstance(self.backend, DynamoBackend) else self.backend
@@ -85,8 +99,9 @@ class TorchDynamoPlugin:
             "dynamic": self.dynamic,
             "options": self.options,
         }
-        for module in _regions(model) if self.use_regional_compilation else [model]:
-            module.compile(backend=backend, **options)
+        for part in model.task.children() if isinstance(model, StepModule) else [model]:
+            for module in _regions(part) if self.use_regional_compilation else [part]:
+                module.compile(backend=backend, **options)
 
     def to_dict(self) -> dict[str, Any]:
         """The options, the backend by its lower-case name."""

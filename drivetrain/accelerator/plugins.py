@@ -146,6 +146,7 @@ class ParallelismConfig:
     """Sizes of the grid of processes; see `drivetrain.Parallel`, which `Accelerator(strategy=...)` takes directly.
 
     Attributes:
+        cp_handler: Its `cp_comm_strategy` is how keys and values are exchanged: `"allgather"` or `"alltoall"`.
         tp_plan: Which layers are split how; Accelerate takes it from the model alone, which is `"auto"`.
 
     Raises:
@@ -227,6 +228,9 @@ class ParallelismConfig:
         sizes = {name: size for name in names if (size := getattr(self, name)) is not None}
         if (self.tp_size or 1) > 1:
             options["tp_plan"] = self.tp_plan
+        exchange = getattr(self.cp_handler, "cp_comm_strategy", None)
+        if exchange is not None:
+            options["cp_attention"] = {"allgather": "gather", "alltoall": "ring"}[exchange]
         return Parallel.from_config(sizes, **options)
 
 
