@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from drivetrain.accelerator.engine_state import EngineRecord
 from drivetrain.accelerator.fp8_handlers import FP8Handler
 from drivetrain.accelerator.handlers import (
     AutocastKwargs,
@@ -22,12 +23,14 @@ from drivetrain.accelerator.handlers import (
     handler_options,
 )
 from drivetrain.accelerator.launched import Launched
+from drivetrain.accelerator.plugins import Plugins
 from drivetrain.accelerator.scheduler import PreparedScheduler
 from drivetrain.data import ActiveLoaders, DataLoaderConfiguration
 from drivetrain.runtime.errors import ConfigurationError
 from drivetrain.runtime.logging import get_logger
 from drivetrain.runtime.state import PartialState
 from drivetrain.strategies import Strategy, resolve_ddp, resolve_strategy
+from drivetrain.strategies.accelerate_names import distributed_type_of
 from drivetrain.strategies.capabilities import BatchPlacement
 from drivetrain.strategies.precision import FP8, Float16Mixed, Precision, resolve_precision
 from drivetrain.strategies.precision.mixed import MixedPrecision
@@ -45,14 +48,10 @@ def choose_strategy(spec: str | Strategy, plugin: Strategy | None) -> str | Stra
 
 
 def make_strategy(spec: str | Strategy, state: PartialState, options: DistributedDataParallelKwargs | None) -> Strategy:
-    """The strategy asked for, else the launcher's, with DDP's options in Accelerate's holder."""
-    launched = Launched.here().strategy() if spec == "auto" else None
-    if launched is not None and launched != "auto":
-        if options is not None:
-            logger.warning_once(
-                f"DistributedDataParallelKwargs change nothing: the launcher was asked for {launched.name!r}."
-            )
-        spec, options = launched, None
+    """The strategy asked for, with DDP's options in Accelerate's holder."""
+    if options is not None and Launched.here().asks_for(spec):
+        logger.warning_once("DistributedDataParallelKwargs change nothing: the launcher chose another strategy.")
+        options = None
     if options is None:
         chosen = resolve_strategy(spec, state.environment, state.kind)
         _check_device(chosen, state)
@@ -111,6 +110,20 @@ def make_precision(spec: str | Precision | None, handlers: Sequence[Any]) -> Pre
 def accelerate_name(precision: Precision) -> str:
     """A precision's name in Accelerate's words, where full precision is `"no"`."""
     return "no" if precision.name == "32" else precision.name
+
+
+def backend_of(precision: Precision) -> str | None:
+    """Which package computes a precision, such as `"torchao"`; None where torch itself does."""
+    return getattr(getattr(precision, "backend", None), "name", None)
+
+
+def make_record(
+    precision: Precision, strategy: Strategy, process: PartialState, plugins: Plugins, compilation: Any
+) -> EngineRecord:
+    """What `accelerator.state` shows of an engine."""
+    given = {**plugins.by_name(), "dynamo_plugin": compilation}
+    kind = distributed_type_of(strategy, process.distributed_type)
+    return EngineRecord(accelerate_name(precision), kind, given)
 
 
 def make_project(

@@ -8,9 +8,7 @@ from typing import Any
 
 import click
 
-from drivetrain.launch.options import LaunchOptions
 from drivetrain.launch.settings.setting import Setting
-from drivetrain.launch.settings.sources import collect
 from drivetrain.launch.settings.table import SETTINGS
 
 _TYPES = {"int": int, "float": float}
@@ -106,6 +104,9 @@ def launch(script: str, args: tuple[str, ...], config_file: str | None, dry_run:
     drivetrain launch --config_file fsdp.yaml --dry_run train.py
     drivetrain launch --num_machines 2 --machine_rank 0 --main_process_ip 10.0.0.1 train.py
     """  # noqa: D301
+    from drivetrain.launch.options import LaunchOptions  # here, so that the help needs the table of settings alone
+    from drivetrain.launch.settings.sources import collect
+
     given = collect({name: value for name, value in flags.items() if value != ()}, os.environ, config_file)
     options = LaunchOptions.from_given(given)
     options.check_script(script)  # a mistyped name needs no second of importing torch

@@ -33,6 +33,10 @@ _COMMANDS = {
         "drivetrain.cli.merge_weights:merge_weights",
         "Write the weights in a checkpoint as plain safetensors.",
     ),
+    "import-checkpoint": (
+        "drivetrain.cli.import_checkpoint:import_checkpoint",
+        "Convert a checkpoint of Accelerate into one of drivetrain.",
+    ),
     "to-fsdp2": (
         "drivetrain.cli.to_fsdp2:to_fsdp2",
         "Rewrite a configuration for FSDP 1 as one for FSDP 2.",
