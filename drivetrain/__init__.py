@@ -35,6 +35,7 @@ _EXPORTS: dict[str, str] = {
     "DynamoBackend": "drivetrain.accelerator",
     "ProfileKwargs": "drivetrain.accelerator",
     "TorchDynamoPlugin": "drivetrain.accelerator",
+    "TorchContextParallelConfig": "drivetrain.accelerator",
     "Trainer": "drivetrain.trainer",
     "Task": "drivetrain.trainer",
     "MegatronTask": "drivetrain.trainer",
@@ -157,6 +158,7 @@ if TYPE_CHECKING:
     from drivetrain.accelerator import ProfileKwargs as ProfileKwargs
     from drivetrain.accelerator import ProjectConfiguration as ProjectConfiguration
     from drivetrain.accelerator import TERecipeKwargs as TERecipeKwargs
+    from drivetrain.accelerator import TorchContextParallelConfig as TorchContextParallelConfig
     from drivetrain.accelerator import TorchDynamoPlugin as TorchDynamoPlugin
     from drivetrain.callbacks import Callback as Callback
     from drivetrain.callbacks import EarlyStopping as EarlyStopping

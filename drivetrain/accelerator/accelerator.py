@@ -22,7 +22,7 @@ from drivetrain.accelerator.building import (
     make_strategy,
 )
 from drivetrain.accelerator.checkpoints import NumberedCheckpoints
-from drivetrain.accelerator.compilation import DynamoBackend, TorchDynamoPlugin, make_compilation
+from drivetrain.accelerator.dynamo_plugin import DynamoBackend, TorchDynamoPlugin, make_dynamo_plugin
 from drivetrain.accelerator.engine_state import AcceleratorState
 from drivetrain.accelerator.faces.collectives import Collectives
 from drivetrain.accelerator.faces.models import ModelHandling
@@ -31,6 +31,7 @@ from drivetrain.accelerator.faces.saving import StateSaving
 from drivetrain.accelerator.faces.status import EngineStatus
 from drivetrain.accelerator.faces.tracking import Tracking
 from drivetrain.accelerator.forward import autocast_context
+from drivetrain.accelerator.given_plugins import Plugins
 from drivetrain.accelerator.gradient_state import GradientState
 from drivetrain.accelerator.gradients import HeldGradients
 from drivetrain.accelerator.handlers import (
@@ -51,7 +52,6 @@ from drivetrain.accelerator.plugins import (
     DeepSpeedPlugin,
     FullyShardedDataParallelPlugin,
     ParallelismConfig,
-    Plugins,
 )
 from drivetrain.accelerator.preparation import Preparation, PreparationOptions
 from drivetrain.accelerator.prepared import Prepared
@@ -173,20 +173,19 @@ class Accelerator(KnownKeywords, EngineStatus, ProcessControl, Collectives, Mode
             make_dataloader_config(split_batches, dataloader_config),
             step_scheduler_with_optimizer,
             step_scheduler_per_process,
-            make_compilation(dynamo_backend, dynamo_plugin),
+            make_dynamo_plugin(dynamo_backend, dynamo_plugin),
         )
 
-        given = Plugins.given(
+        plugins = Plugins.given(
             fsdp_plugin, deepspeed_plugin, deepspeed_plugins, parallelism_config, megatron_lm_plugin, torch_tp_plugin
         )
-        plugins = Launched.here().complete(strategy, given)
-        chosen = choose_strategy(strategy, plugins.strategy())
+        chosen = choose_strategy(strategy, plugins.strategy(Launched.here()))
         self.strategy = make_strategy(chosen, process, find_handler(handlers, DistributedDataParallelKwargs))
         self.strategy.setup(process)
         process.before_leaving(self.strategy.teardown)
         self.precision = make_precision(mixed_precision, handlers)
         self.precision.setup(process.kind)
-        record = make_record(self.precision, self.strategy, process, plugins, options.compilation)
+        record = make_record(self.precision, self.strategy, process, plugins, options.dynamo_plugin)
         self.state = AcceleratorState(record=record)
         accumulation = make_accumulation(gradient_accumulation_steps, gradient_accumulation_plugin)
         self.strategy.check(RunOptions(self.precision, Given(_ACCUMULATION, accumulation.num_steps)))

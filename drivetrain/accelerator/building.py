@@ -11,8 +11,10 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from drivetrain.accelerator.dynamo_plugin import TorchDynamoPlugin
 from drivetrain.accelerator.engine_state import EngineRecord
 from drivetrain.accelerator.fp8_handlers import FP8Handler
+from drivetrain.accelerator.given_plugins import Plugins
 from drivetrain.accelerator.handlers import (
     AutocastKwargs,
     DistributedDataParallelKwargs,
@@ -23,7 +25,6 @@ from drivetrain.accelerator.handlers import (
     handler_options,
 )
 from drivetrain.accelerator.launched import Launched
-from drivetrain.accelerator.plugins import Plugins
 from drivetrain.accelerator.scheduler import PreparedScheduler
 from drivetrain.data import ActiveLoaders, DataLoaderConfiguration
 from drivetrain.runtime.errors import ConfigurationError
@@ -48,10 +49,14 @@ def choose_strategy(spec: str | Strategy, plugin: Strategy | None) -> str | Stra
 
 
 def make_strategy(spec: str | Strategy, state: PartialState, options: DistributedDataParallelKwargs | None) -> Strategy:
-    """The strategy asked for, with DDP's options in Accelerate's holder."""
-    if options is not None and Launched.here().asks_for(spec):
-        logger.warning_once("DistributedDataParallelKwargs change nothing: the launcher chose another strategy.")
-        options = None
+    """The strategy asked for, else the launcher's, with DDP's options in Accelerate's holder."""
+    launched = Launched.here().strategy() if spec == "auto" else None
+    if isinstance(launched, Strategy):
+        if options is not None:
+            logger.warning_once(
+                f"DistributedDataParallelKwargs change nothing: the launcher was asked for {launched.name!r}."
+            )
+        spec, options = launched, None
     if options is None:
         chosen = resolve_strategy(spec, state.environment, state.kind)
         _check_device(chosen, state)
@@ -118,10 +123,17 @@ def backend_of(precision: Precision) -> str | None:
 
 
 def make_record(
-    precision: Precision, strategy: Strategy, process: PartialState, plugins: Plugins, compilation: Any
+    precision: Precision, strategy: Strategy, process: PartialState, plugins: Plugins, dynamo: TorchDynamoPlugin | None
 ) -> EngineRecord:
     """What `accelerator.state` shows of an engine."""
-    given = {**plugins.by_name(), "dynamo_plugin": compilation}
+    launched = Launched.here()
+    asked = {
+        "fsdp_plugin": launched.fsdp,
+        "deepspeed_plugin": launched.deepspeed,
+        "megatron_lm_plugin": launched.megatron,
+        "parallelism_config": launched.parallelism,
+    }
+    given = {**asked, **plugins.by_name(), "dynamo_plugin": dynamo or TorchDynamoPlugin()}
     kind = distributed_type_of(strategy, process.distributed_type)
     return EngineRecord(accelerate_name(precision), kind, given)
 

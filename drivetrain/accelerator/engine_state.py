@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass, field
 from typing import Any
 
+from drivetrain.accelerator.launched import Launched
 from drivetrain.runtime.errors import ConfigurationError
 from drivetrain.runtime.state import DistributedType, PartialState
 
@@ -51,7 +51,7 @@ class AcceleratorState(PartialState):
         if record is None:
             record = self._shared.get(_KEY)
         if record is None:
-            named = mixed_precision or os.environ.get("DRIVETRAIN_MIXED_PRECISION", "no")
+            named = mixed_precision or Launched.here().settings.get("mixed_precision", "no")
             record = EngineRecord(named, plugins=plugins)
         elif mixed_precision is not None and mixed_precision != record.mixed_precision:
             raise ConfigurationError(

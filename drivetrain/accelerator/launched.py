@@ -1,21 +1,24 @@
-"""What the launcher was asked for, where the script does not choose by itself: a strategy, its options, a recipe."""
+"""What the launcher was asked for, where the script does not choose by itself: a strategy, a recipe, compilation."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, replace
-from types import SimpleNamespace
-from typing import Any
+from typing import Any, TypeVar
 
+from drivetrain.accelerator.compilation import Compilation
 from drivetrain.accelerator.megatron_plugin import MegatronLMPlugin
 from drivetrain.accelerator.plugins import (
     DeepSpeedPlugin,
     FullyShardedDataParallelPlugin,
     ParallelismConfig,
-    Plugins,
+    strategy_of_plugins,
 )
 from drivetrain.launch.settings.environment import settings_in_environment
 from drivetrain.strategies import Strategy
+
+Plugin = TypeVar("Plugin")
+Sharding = FullyShardedDataParallelPlugin | Mapping[str, Any] | None
 
 # Names of settings without their prefix, and what the plugins call them.
 _FIELDS = {
@@ -24,6 +27,7 @@ _FIELDS = {
     "config_file": "hf_ds_config",
     "moe_layer_cls_names": "transformer_moe_cls_names",
 }
+_CP_ATTENTION = {"allgather": "gather", "alltoall": "ring"}
 _UNIT_SIZE = 100_000_000  # of SIZE_BASED_WRAP where none is given, as in Accelerate
 
 
@@ -76,8 +80,7 @@ class Launched:
             for name, value in self._options("parallelism_config_").items()
             if name in {each.name for each in fields(ParallelismConfig)} and name.endswith("_size")
         }
-        exchange = self.settings.get("parallelism_config_cp_comm_strategy")
-        return ParallelismConfig(**sizes, cp_handler=exchange and SimpleNamespace(cp_comm_strategy=exchange))
+        return ParallelismConfig(**sizes)
 
     @property
     def megatron(self) -> MegatronLMPlugin | None:
@@ -92,50 +95,73 @@ class Launched:
         return {name: value for name, value in self.settings.items() if name.startswith("fp8_")}
 
     @property
-    def plugins(self) -> Plugins:
-        """The strategies that were asked for, as plugins."""
-        fsdp = self.fsdp
-        if fsdp is not None and "NO_SHARD" in (fsdp.sharding_strategy, fsdp.reshard_after_forward):
-            fsdp = None  # the name of a strategy of FSDP that is DDP
-        return Plugins(fsdp, self.deepspeed, None, self.parallelism, self.megatron)
-
-    def complete(self, spec: str | Strategy, given: Plugins) -> Plugins:
-        """The plugins of a script, and the launcher's where it chooses no strategy; what it leaves open is filled.
-
-        Args:
-            spec: The strategy that the script names; `"auto"` where it names none.
-            given: The plugins that the script gives. A mapping is taken as it is.
-        """
-        launched = self.plugins
-        if not given.by_name():
-            return launched if spec == "auto" else given
-        fsdp, parallelism = given.fsdp_plugin, given.parallelism_config
-        if parallelism is not None and fsdp is None:
-            fsdp = launched.fsdp_plugin
-        elif fsdp is not None and parallelism is None:
-            parallelism = launched.parallelism_config
-        return replace(
-            given,
-            fsdp_plugin=_filled(fsdp, launched.fsdp_plugin),
-            deepspeed_plugin=_filled(given.deepspeed_plugin, launched.deepspeed_plugin),
-            parallelism_config=parallelism,
-            megatron_lm_plugin=_filled(given.megatron_lm_plugin, launched.megatron_lm_plugin),
+    def compilation(self) -> Compilation | None:
+        """How prepared models are compiled, if they shall be."""
+        options = self._options("dynamo_")
+        backend = options.get("backend", "no")
+        if backend == "no":
+            return None
+        return Compilation(
+            backend,
+            options.get("mode"),
+            bool(options.get("use_fullgraph")),
+            options.get("use_dynamic"),
+            bool(options.get("use_regional_compilation")),
         )
 
-    def asks_for(self, strategy: str | Strategy) -> bool:
-        """Whether a strategy is the one that the launcher was asked for."""
-        launched = self.plugins.strategy() if isinstance(strategy, Strategy) else None
-        return launched is not None and launched.name == getattr(strategy, "name", None)
+    @property
+    def grid_options(self) -> dict[str, Any]:
+        """Further arguments of `Parallel`."""
+        given = self.settings.get("parallelism_config_cp_comm_strategy")
+        return {} if given is None else {"cp_attention": _CP_ATTENTION[given]}
+
+    def strategy(self) -> Strategy | str | None:
+        """The strategy that was asked for, or None."""
+        if self._shards_nothing(self.fsdp) and self.parallelism is None:
+            return "auto"
+        grid = self.parallelism
+        return strategy_of_plugins(
+            self.fsdp, self.deepspeed, grid, self.megatron, self.grid_options if grid is not None else None
+        )
+
+    def strategy_with(
+        self,
+        fsdp: Sharding,
+        deepspeed: DeepSpeedPlugin | Mapping[str, Any] | None,
+        parallelism: ParallelismConfig | None,
+        megatron: MegatronLMPlugin | Mapping[str, Any] | None,
+    ) -> Strategy | None:
+        """The strategy of the plugins that a script gives; what they leave open is as the launcher was asked.
+
+        Returns:
+            The strategy, or None where no plugin is given.
+        """
+        if parallelism is not None and fsdp is None:
+            fsdp = self.fsdp
+        elif fsdp is not None and parallelism is None:
+            parallelism = self.parallelism
+        return strategy_of_plugins(
+            _filled(fsdp, self.fsdp),
+            _filled(deepspeed, self.deepspeed),
+            parallelism,
+            _filled(megatron, self.megatron),
+        )
 
     def _options(self, prefix: str) -> dict[str, Any]:
         """The settings with a prefix, under the names of the plugins' fields."""
         short = {name.removeprefix(prefix): value for name, value in self.settings.items() if name.startswith(prefix)}
         return {_FIELDS.get(name, name): value for name, value in short.items()}
 
+    @staticmethod
+    def _shards_nothing(plugin: FullyShardedDataParallelPlugin | None) -> bool:
+        """Whether FSDP was asked for by the name of the strategy that is DDP."""
+        return plugin is not None and "NO_SHARD" in (plugin.sharding_strategy, plugin.reshard_after_forward)
 
-def _filled(plugin: Any, launched: Any) -> Any:
+
+def _filled(plugin: Any, launched: Plugin | None) -> Any:
     """A plugin whose open fields are as the launcher was asked; a mapping is taken as it is."""
     if launched is None or plugin is None or isinstance(plugin, Mapping):
         return plugin
-    left_open = [each.name for each in fields(plugin) if getattr(plugin, each.name) is None]
-    return replace(plugin, **{name: getattr(launched, name) for name in left_open})
+    opened: Callable[[str], bool] = lambda name: getattr(plugin, name) is None  # noqa: E731
+    given = {each.name: getattr(launched, each.name) for each in fields(launched)}  # type: ignore[arg-type]
+    return replace(plugin, **{name: value for name, value in given.items() if value is not None and opened(name)})

@@ -77,7 +77,7 @@ def update(group_file: str | None, config_file: str | None) -> None:
 @click.option("--config_file", metavar="FILE", help="The file. Default: the user's own.")
 @add_settings
 @click.pass_obj
-def show(group_file: str | None, config_file: str | None, **flags: Any) -> None:
+def show(group_file: str | None, /, config_file: str | None, **flags: Any) -> None:
     """Show each setting and where its value comes from, with the launcher's flags if some are given."""
     from drivetrain.launch.listing import settings_table
     from drivetrain.launch.options import LaunchOptions

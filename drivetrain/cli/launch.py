@@ -47,7 +47,7 @@ def option_of(setting: Setting) -> LaunchOption:
     """The flag of a setting."""
     names = [setting.name, *(flag for flag in setting.flags if len(flag) == 2)]
     names += [f"--{setting.name}", *(flag for flag in setting.flags if len(flag) > 2)]
-    shown = {"help": setting.help, "section": setting.section, "default": None}
+    shown: dict[str, Any] = {"help": setting.help, "section": setting.section, "default": None}
     if setting.kind == "switch":
         return LaunchOption(names, is_flag=True, flag_value=True, **shown)
     metavar = setting.metavar or {"bool": "BOOL", "choice": "NAME", "words": "NAMES"}.get(setting.kind)

@@ -10,9 +10,9 @@ import torch
 from torch import nn
 
 from drivetrain import DDP, Accelerator, DistributedDataParallelKwargs, FullyShardedDataParallelPlugin, Trainer
-from drivetrain.accelerator.compilation import TorchDynamoPlugin
+from drivetrain.accelerator.compilation import Compilation
 from drivetrain.accelerator.launched import Launched
-from drivetrain.accelerator.plugins import Plugins
+from drivetrain.runtime.errors import ConfigurationError
 from tests.pool import run_in_processes
 
 FSDP = {"DRIVETRAIN_USE_FSDP": "1", "DRIVETRAIN_FSDP_TRANSFORMER_LAYER_CLS_TO_WRAP": "Linear"}
@@ -40,11 +40,12 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 def test_nothing_is_asked_for_without_a_launcher(launched: Any) -> None:
-    assert launched().plugins == Plugins()
+    assert launched().strategy() is None
+    assert launched().compilation is None
 
 
 def test_the_options_of_fsdp_are_the_launchers(launched: Any) -> None:
-    strategy = launched(**THEIRS).plugins.strategy()
+    strategy = launched(**THEIRS).strategy()
     assert strategy.name == "fsdp"
     assert strategy.options.wrap == ["Linear"]
     assert strategy.options.reshard_after_forward is False
@@ -52,12 +53,12 @@ def test_the_options_of_fsdp_are_the_launchers(launched: Any) -> None:
 
 
 def test_fsdp_that_shards_nothing_is_ddp(launched: Any) -> None:
-    assert launched(DRIVETRAIN_USE_FSDP="1", DRIVETRAIN_FSDP_SHARDING_STRATEGY="NO_SHARD").plugins.strategy() is None
+    assert launched(DRIVETRAIN_USE_FSDP="1", DRIVETRAIN_FSDP_SHARDING_STRATEGY="NO_SHARD").strategy() == "auto"
 
 
 def test_units_by_size_have_a_size(launched: Any) -> None:
     launched(DRIVETRAIN_USE_FSDP="1", DRIVETRAIN_FSDP_AUTO_WRAP_POLICY="SIZE_BASED_WRAP")
-    assert Launched.here().plugins.strategy().options.wrap == 100_000_000
+    assert Launched.here().strategy().options.wrap == 100_000_000
 
 
 def test_a_grid_is_the_launchers(launched: Any) -> None:
@@ -67,7 +68,7 @@ def test_a_grid_is_the_launchers(launched: Any) -> None:
         DRIVETRAIN_PARALLELISM_CONFIG_CP_SIZE="2",
         DRIVETRAIN_PARALLELISM_CONFIG_DP_SHARD_SIZE="2",
         DRIVETRAIN_PARALLELISM_CONFIG_CP_COMM_STRATEGY="alltoall",
-    ).plugins.strategy()
+    ).strategy()
     assert (strategy.name, strategy.sizes.cp, strategy.sizes.dp_shard) == ("parallel", 2, 2)
     assert strategy.options.wrap == ["Linear"]
     assert strategy._options.cp_attention == "ring"
@@ -75,7 +76,7 @@ def test_a_grid_is_the_launchers(launched: Any) -> None:
 
 def test_what_a_plugin_leaves_open_is_the_launchers(launched: Any) -> None:
     plugin = FullyShardedDataParallelPlugin(reshard_after_forward=True)
-    strategy = launched(**THEIRS).complete("auto", Plugins(plugin)).strategy()
+    strategy = launched(**THEIRS).strategy_with(plugin, None, None, None)
     assert strategy.options.reshard_after_forward is True
     assert strategy.options.wrap == ["Linear"]
 
@@ -88,7 +89,7 @@ def test_the_options_of_deepspeed_are_the_launchers(launched: Any) -> None:
         ACCELERATE_GRADIENT_CLIPPING="0.5",
         ACCELERATE_DEEPSPEED_OFFLOAD_OPTIMIZER_DEVICE="none",
         ACCELERATE_DEEPSPEED_ZERO3_INIT="false",
-    ).plugins.strategy()
+    ).strategy()
     assert (strategy.name, strategy.stage) == ("deepspeed", 1)
     assert strategy.config["gradient_clipping"] == 0.5
 
@@ -113,20 +114,17 @@ def test_the_recipe_for_fp8_is_the_launchers(launched: Any) -> None:
 
 def test_prepared_models_are_compiled_in_place(launched: Any) -> None:
     launched(DRIVETRAIN_DYNAMO_BACKEND="eager", DRIVETRAIN_DYNAMO_USE_REGIONAL_COMPILATION="1")
-    model = nn.Sequential(nn.ModuleList([nn.Linear(2, 2)])[0], nn.ReLU())
+    model = nn.Sequential(nn.Linear(2, 2), nn.ReLU(), nn.Linear(2, 2))
     names = list(model.state_dict())
     prepared = Accelerator(cpu=True).prepare(model)
-    assert model._compiled_call_impl is not None
+    assert [each._compiled_call_impl is not None for each in model] == [True, False, True]
     assert list(model.state_dict()) == names
     torch.testing.assert_close(prepared(torch.ones(1, 2)), model.forward(torch.ones(1, 2)))
 
 
-def test_what_a_script_says_about_compilation_wins(launched: Any) -> None:
-    launched(ACCELERATE_DYNAMO_BACKEND="INDUCTOR", ACCELERATE_DYNAMO_MODE="max-autotune")
-    assert TorchDynamoPlugin().to_dict().items() >= {"backend": "inductor", "mode": "max-autotune"}.items()
-    assert (
-        TorchDynamoPlugin("eager", mode="default").to_dict().items() >= {"backend": "eager", "mode": "default"}.items()
-    )
+def test_a_backend_that_torch_does_not_have_is_refused() -> None:
+    with pytest.raises(ConfigurationError, match=r"dynamo_backend is 'ofi'.*It has: .*inductor"):
+        Compilation("ofi")
 
 
 def chosen(kind: str) -> tuple[str, Any, str]:
