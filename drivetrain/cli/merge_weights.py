@@ -104,6 +104,6 @@ def _as_pickle(files: Sequence[str], output: Path) -> str:
         weights |= {tied: weights[first] for tied, first in described.items() if first in weights}
     target = output / _UNSAFE_NAME
     torch.save(weights, target)
-    for written in (*files, *output.glob("*.safetensors.index.json")):
-        Path(written).unlink()
+    for written in (*map(Path, files), *output.glob("*.safetensors.index.json")):
+        written.unlink()
     return str(target)
