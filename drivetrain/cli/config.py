@@ -5,17 +5,16 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Sequence
-from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from drivetrain.cli.launch import add_settings
-from drivetrain.launch.options import LaunchOptions
-from drivetrain.launch.settings.file import default_config_file, read_config, write_config
-from drivetrain.launch.settings.sources import Given, collect, find_config_file
 from drivetrain.launch.settings.table import SETTINGS
 from drivetrain.runtime.errors import ConfigurationError
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 _INSTALL = 'pip install "drivetrain[config]"'
 _FILE = click.option("--config_file", "--config-file", metavar="FILE", help="The file. Default: the user's own.")
@@ -67,9 +66,10 @@ def default(group_file: str | None, config_file: str | None, mixed_precision: st
 @click.pass_obj
 def update(group_file: str | None, config_file: str | None) -> None:
     """Write a file again in today's keys, such as one of an older Accelerate."""
+    from drivetrain.launch.settings.file import read_config
+
     path = _file(config_file or group_file)
     values = read_config(path)
-    LaunchOptions.from_given({name: Given(value, str(path)) for name, value in values.items()})
     _write(path.with_suffix(".yaml") if path.suffix == ".json" else path, values)
 
 
@@ -77,9 +77,12 @@ def update(group_file: str | None, config_file: str | None) -> None:
 @click.option("--config_file", metavar="FILE", help="The file. Default: the user's own.")
 @add_settings
 @click.pass_obj
-def show(group_file: str | None, config_file: str | None, **flags: Any) -> None:
+def show(group_file: str | None, /, config_file: str | None, **flags: Any) -> None:
     """Show each setting and where its value comes from, with the launcher's flags if some are given."""
-    from drivetrain.launch.preview import settings_table
+    from drivetrain.launch.listing import settings_table
+    from drivetrain.launch.options import LaunchOptions
+    from drivetrain.launch.settings.file import default_config_file
+    from drivetrain.launch.settings.sources import collect, find_config_file
 
     named = config_file or group_file
     given = collect({name: value for name, value in flags.items() if value != ()}, os.environ, named)
@@ -90,11 +93,16 @@ def show(group_file: str | None, config_file: str | None, **flags: Any) -> None:
 
 
 def _file(named: str | None) -> Path:
-    return Path(named).expanduser() if named else default_config_file()
+    from drivetrain.launch.settings.file import default_config_file
+
+    return default_config_file({"DRIVETRAIN_CONFIG_FILE": named} if named else None)
 
 
 def _write(path: Path, values: dict[str, Any]) -> None:
-    LaunchOptions.from_given({name: Given(value, "") for name, value in values.items()})  # refuses what cannot be
+    from drivetrain.launch.options import LaunchOptions
+    from drivetrain.launch.settings.file import write_config
+
+    LaunchOptions.from_sources(values)  # refuses what cannot be
     write_config(path, values)
     click.echo(f"Written: {path}")
 

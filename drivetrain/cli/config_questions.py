@@ -101,12 +101,9 @@ class Questionnaire:
     def _strategy(self, kind: str) -> None:
         choices = (PLAIN, FSDP, DEEPSPEED, *((MEGATRON,) if kind == GPUS else ()))
         chosen = self._terminal.choose("How is the model spread over the processes?", choices, PLAIN)
-        if chosen == DEEPSPEED:
-            self._deepspeed()
-        elif chosen == FSDP:
-            self._fsdp()
-        elif chosen == MEGATRON:
-            self._megatron()
+        further = {FSDP: self._fsdp, DEEPSPEED: self._deepspeed, MEGATRON: self._megatron}
+        if chosen in further:
+            further[chosen]()
 
     def _deepspeed(self) -> None:
         self.values["use_deepspeed"] = True

@@ -8,9 +8,7 @@ from typing import Any
 
 import click
 
-from drivetrain.launch.options import LaunchOptions
 from drivetrain.launch.settings.setting import Setting
-from drivetrain.launch.settings.sources import collect
 from drivetrain.launch.settings.table import SETTINGS
 
 _TYPES = {"int": int, "float": float}
@@ -49,7 +47,7 @@ def option_of(setting: Setting) -> LaunchOption:
     """The flag of a setting."""
     names = [setting.name, *(flag for flag in setting.flags if len(flag) == 2)]
     names += [f"--{setting.name}", *(flag for flag in setting.flags if len(flag) > 2)]
-    shown = {"help": setting.help, "section": setting.section, "default": None}
+    shown: dict[str, Any] = {"help": setting.help, "section": setting.section, "default": None}
     if setting.kind == "switch":
         return LaunchOption(names, is_flag=True, flag_value=True, **shown)
     metavar = setting.metavar or {"bool": "BOOL", "choice": "NAME", "words": "NAMES"}.get(setting.kind)
@@ -106,6 +104,9 @@ def launch(script: str, args: tuple[str, ...], config_file: str | None, dry_run:
     drivetrain launch --config_file fsdp.yaml --dry_run train.py
     drivetrain launch --num_machines 2 --machine_rank 0 --main_process_ip 10.0.0.1 train.py
     """  # noqa: D301
+    from drivetrain.launch.options import LaunchOptions  # here, so that the help needs the table of settings alone
+    from drivetrain.launch.settings.sources import collect
+
     given = collect({name: value for name, value in flags.items() if value != ()}, os.environ, config_file)
     options = LaunchOptions.from_given(given)
     options.check_script(script)  # a mistyped name needs no second of importing torch

@@ -85,7 +85,7 @@ class LaunchPlan:
 
 def _device_kind(options: LaunchOptions) -> DeviceKind:
     kind = detect_device_kind()
-    if options.tpu and kind.name != "xla":
+    if options.tpu and not kind.drives_all:
         raise DeviceNotAvailableError(
             f"tpu asks for a TPU, but torch_xla finds none on this machine (found: {kind.name}). Leave it out, or "
             'install torch_xla: pip install "drivetrain[xla]".'

@@ -36,7 +36,7 @@ def settings_in_environment(environ: Mapping[str, str] | None = None) -> dict[st
             found[setting.name] = value
     theirs = _theirs(variables)
     if any(found.get(switch) for switch in _SWITCHES):
-        # The strategy is drivetrain's choice, so another launcher's has no say in it.
+        # The strategy is drivetrain's choice, so that of another launcher does not count.
         theirs = {name: value for name, value in theirs.items() if not _of_strategy(name)}
     return {**theirs, **found}
 

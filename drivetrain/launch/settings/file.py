@@ -29,7 +29,7 @@ _PLACE = Setting(
     "compute_environment", "Where.", "choice", choices=("LOCAL_MACHINE", "AMAZON_SAGEMAKER", "CUSTOM_CLUSTER")
 )
 _FP16 = Setting("fp16", "Older: mixed_precision.", "bool")
-_OLD_GROUPS = {
+_OLD_GROUPS: dict[str, dict[str, Setting | None]] = {
     "ipex_config": {"ipex": None, "use_xpu": None},  # torch has taken over what that extension did
     "tp_config": {"tp_size": SETTINGS["parallelism_config_tp_size"]},
 }
@@ -151,7 +151,7 @@ class _Reader:
             raise ConfigurationError(
                 f"{self._place(name)} holds {type(value).__name__}, but must be a mapping of keys to values."
             )
-        keys = GROUPS[name].keys() if name in GROUPS else _OLD_GROUPS[name]
+        keys: Mapping[str, Setting | None] = GROUPS[name].keys() if name in GROUPS else _OLD_GROUPS[name]
         for key, each in value.items():
             if not isinstance(key, str) or key not in keys:
                 raise ConfigurationError(

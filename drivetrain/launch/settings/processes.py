@@ -25,8 +25,8 @@ _NO_SAGEMAKER = (
     "drivetrain starts no jobs on SageMaker. Run `drivetrain launch` as the entry point of a job, and leave it out."
 )
 _NO_POD = (
-    "drivetrain opens no connection to the machines of a pod. Run `drivetrain launch` on each of them, such as with "
-    "`gcloud compute tpus tpu-vm ssh --worker all --command ...`, and leave it out here."
+    "drivetrain launch opens no connection to the machines of a pod. Run it on each of them, such as with "
+    '`drivetrain tpu-config --command "drivetrain launch train.py"`, and leave it out here.'
 )
 _OF_A_POD = "it concerns the machines of a pod, on each of which `drivetrain launch` is run by itself"
 
