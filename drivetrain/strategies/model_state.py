@@ -62,7 +62,9 @@ class ModelState:
         """All parameters and buffers, whole and on the CPU, on rank 0; an empty dict elsewhere."""
         if self.topology.rank != 0:
             return {}
-        return {name: value.detach().cpu() for name, value in self.unwrap(model).state_dict().items()}
+        state = self.unwrap(model).state_dict()
+        # A module's extra state may be anything.
+        return {name: value.detach().cpu() for name, value in state.items() if isinstance(value, torch.Tensor)}
 
     def original_type(self, module: nn.Module) -> type[nn.Module]:
         """The class that the user gave a module, where sharding it changed that."""
