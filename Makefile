@@ -73,7 +73,8 @@ test-crash: $(DEV_ENV) ## the tests that kill processes and machines over and ov
 	$(PYTHON) -m pytest -m "crash and not slow" $(TESTS)
 
 test-megatron: $(MEGATRON_ENV) ## the tests of Megatron, on the CPU (an environment of its own)
-	$(MEGATRON_PYTHON) -m pytest -m "megatron and not gpu" $(or $(TESTS),tests/strategies/megatron tests/conformance/test_megatron.py)
+	$(MEGATRON_PYTHON) -m pytest -m "megatron and not gpu" $(or $(TESTS),tests/strategies/megatron \
+		$(addprefix tests/conformance/test_,megatron.py any_to_any.py two_drivers.py))
 
 test-gpu: $(DEV_ENV) ## the tests that need a GPU (PYTHON=python3: with a Python that holds torch)
 	$(PYTHON) -m pytest -m gpu $(TESTS)
