@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 
 import click
 
-from drivetrain.launch.options import MIXED_PRECISIONS, RENDEZVOUS_BACKENDS, LaunchOptions
+from drivetrain.launch.options import MIXED_PRECISIONS, RENDEZVOUS_BACKENDS, STAND_INS, LaunchOptions
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 
@@ -98,6 +98,13 @@ def _flag(*names: str, section: str, **settings: Any) -> Callable[[Command], Com
 )
 @_flag("-m", "--module", section="Script", help="SCRIPT is a module's name, as in python -m.")
 @_flag("--no_python", section="Script", help="SCRIPT is a program of its own, not Python.")
+@_option(
+    "--as",
+    "stand_in",
+    section="Script",
+    metavar="PACKAGE",
+    help=f"Give SCRIPT, and what it imports, drivetrain under the name of: {', '.join(STAND_INS)}.",
+)
 @_option(
     "--num_machines",
     "--nnodes",

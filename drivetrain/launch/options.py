@@ -27,6 +27,7 @@ MIXED_PRECISIONS = (
     "32-true",
     "64-true",
 )
+STAND_INS = ("accelerate",)
 RENDEZVOUS_BACKENDS = ("static", "c10d", "etcd", "etcd-v2")
 HANG_TIMEOUT_VARIABLE = "DRIVETRAIN_HANG_TIMEOUT"
 DEFAULT_PORT = 29500  # where machines meet when no port is named, as with torchrun
@@ -52,6 +53,7 @@ class LaunchOptions:
         gradient_accumulation_steps: Default number of micro-batches in an optimizer step.
         module: The script is a module's name, as in `python -m`.
         no_python: The script is a program of its own, not Python.
+        stand_in: Package that the script and what it imports get drivetrain's own version of: `"accelerate"`.
         rdzv_backend: How several machines find each other: `"static"` or `"c10d"` (or torch's `"etcd"`); None is
             static, or c10d where the number of machines may change.
         rdzv_conf: Further settings of that, as `"key=value,key=value"`.
@@ -95,6 +97,7 @@ class LaunchOptions:
     gradient_accumulation_steps: int | None = None
     module: bool = False
     no_python: bool = False
+    stand_in: str | None = None
     rdzv_backend: str | None = None
     rdzv_conf: str = ""
     same_network: bool = True
@@ -303,6 +306,7 @@ class LaunchOptions:
 
     def _check_choices(self) -> None:
         self._check_choice("mixed_precision", self.mixed_precision, MIXED_PRECISIONS)
+        self._check_choice("stand_in (--as)", self.stand_in, STAND_INS)
         self._check_choice("rdzv_backend", self.rdzv_backend, RENDEZVOUS_BACKENDS)
         if any("=" not in pair for pair in self.rdzv_conf.split(",") if pair.strip()):
             raise ConfigurationError(
