@@ -28,6 +28,12 @@ _EXPORTS: dict[str, str] = {
     "TERecipeKwargs": "drivetrain.accelerator",
     "InitProcessGroupKwargs": "drivetrain.accelerator",
     "ProjectConfiguration": "drivetrain.accelerator",
+    "AcceleratorState": "drivetrain.accelerator",
+    "GradientState": "drivetrain.accelerator",
+    "DDPCommunicationHookType": "drivetrain.accelerator",
+    "DynamoBackend": "drivetrain.accelerator",
+    "ProfileKwargs": "drivetrain.accelerator",
+    "TorchDynamoPlugin": "drivetrain.accelerator",
     "Trainer": "drivetrain.trainer",
     "Task": "drivetrain.trainer",
     "MegatronTask": "drivetrain.trainer",
@@ -126,20 +132,26 @@ def __dir__() -> list[str]:
 
 if TYPE_CHECKING:
     from drivetrain.accelerator import Accelerator as Accelerator
+    from drivetrain.accelerator import AcceleratorState as AcceleratorState
     from drivetrain.accelerator import AORecipeKwargs as AORecipeKwargs
     from drivetrain.accelerator import AutocastKwargs as AutocastKwargs
+    from drivetrain.accelerator import DDPCommunicationHookType as DDPCommunicationHookType
     from drivetrain.accelerator import DeepSpeedPlugin as DeepSpeedPlugin
     from drivetrain.accelerator import DistributedDataParallelKwargs as DistributedDataParallelKwargs
+    from drivetrain.accelerator import DynamoBackend as DynamoBackend
     from drivetrain.accelerator import FP8RecipeKwargs as FP8RecipeKwargs
     from drivetrain.accelerator import FullyShardedDataParallelPlugin as FullyShardedDataParallelPlugin
     from drivetrain.accelerator import GradientAccumulationPlugin as GradientAccumulationPlugin
+    from drivetrain.accelerator import GradientState as GradientState
     from drivetrain.accelerator import GradScalerKwargs as GradScalerKwargs
     from drivetrain.accelerator import InitProcessGroupKwargs as InitProcessGroupKwargs
     from drivetrain.accelerator import MegatronLMPlugin as MegatronLMPlugin
     from drivetrain.accelerator import MSAMPRecipeKwargs as MSAMPRecipeKwargs
     from drivetrain.accelerator import ParallelismConfig as ParallelismConfig
+    from drivetrain.accelerator import ProfileKwargs as ProfileKwargs
     from drivetrain.accelerator import ProjectConfiguration as ProjectConfiguration
     from drivetrain.accelerator import TERecipeKwargs as TERecipeKwargs
+    from drivetrain.accelerator import TorchDynamoPlugin as TorchDynamoPlugin
     from drivetrain.callbacks import Callback as Callback
     from drivetrain.callbacks import EarlyStopping as EarlyStopping
     from drivetrain.callbacks import EvaluationGather as EvaluationGather

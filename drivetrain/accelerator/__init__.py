@@ -1,13 +1,18 @@
 """The raw engine: composes strategy, precision, data, checkpoint and trackers."""
 
 from drivetrain.accelerator.accelerator import Accelerator
+from drivetrain.accelerator.compilation import DynamoBackend, TorchDynamoPlugin
+from drivetrain.accelerator.engine_state import AcceleratorState
 from drivetrain.accelerator.fp8_handlers import AORecipeKwargs, FP8RecipeKwargs, MSAMPRecipeKwargs, TERecipeKwargs
+from drivetrain.accelerator.gradient_state import GradientState
 from drivetrain.accelerator.handlers import (
     AutocastKwargs,
+    DDPCommunicationHookType,
     DistributedDataParallelKwargs,
     GradientAccumulationPlugin,
     GradScalerKwargs,
     InitProcessGroupKwargs,
+    ProfileKwargs,
     ProjectConfiguration,
 )
 from drivetrain.accelerator.megatron_plugin import MegatronLMPlugin
@@ -23,20 +28,26 @@ from drivetrain.accelerator.weighted_mean import WeightedMean
 __all__ = [
     "AORecipeKwargs",
     "Accelerator",
+    "AcceleratorState",
     "AutocastKwargs",
+    "DDPCommunicationHookType",
     "DeepSpeedPlugin",
     "DistributedDataParallelKwargs",
+    "DynamoBackend",
     "FP8RecipeKwargs",
     "FullyShardedDataParallelPlugin",
     "GradScalerKwargs",
     "GradientAccumulationPlugin",
+    "GradientState",
     "InitProcessGroupKwargs",
     "MSAMPRecipeKwargs",
     "MegatronLMPlugin",
     "ParallelismConfig",
     "PreparedOptimizer",
     "PreparedScheduler",
+    "ProfileKwargs",
     "ProjectConfiguration",
     "TERecipeKwargs",
+    "TorchDynamoPlugin",
     "WeightedMean",
 ]

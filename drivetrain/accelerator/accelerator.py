@@ -18,33 +18,39 @@ from drivetrain.accelerator.building import (
     make_dataloader_config,
     make_precision,
     make_project,
+    make_record,
     make_strategy,
 )
 from drivetrain.accelerator.checkpoints import NumberedCheckpoints
+from drivetrain.accelerator.compilation import DynamoBackend, TorchDynamoPlugin, make_compilation
+from drivetrain.accelerator.engine_state import AcceleratorState
+from drivetrain.accelerator.faces.collectives import Collectives
+from drivetrain.accelerator.faces.models import ModelHandling
 from drivetrain.accelerator.faces.processes import ProcessControl
 from drivetrain.accelerator.faces.saving import StateSaving
 from drivetrain.accelerator.faces.status import EngineStatus
 from drivetrain.accelerator.faces.tracking import Tracking
 from drivetrain.accelerator.forward import autocast_context
+from drivetrain.accelerator.gradient_state import GradientState
 from drivetrain.accelerator.gradients import HeldGradients
 from drivetrain.accelerator.handlers import (
     AutocastKwargs,
     DistributedDataParallelKwargs,
     GradientAccumulationPlugin,
     InitProcessGroupKwargs,
+    ProfileKwargs,
     ProjectConfiguration,
     check_handlers,
     find_handler,
-    handler_options,
+    process_options,
 )
 from drivetrain.accelerator.megatron_plugin import MegatronLMPlugin
-from drivetrain.accelerator.metrics import gather_real_rows
 from drivetrain.accelerator.optimizer import PreparedOptimizer
 from drivetrain.accelerator.plugins import (
     DeepSpeedPlugin,
     FullyShardedDataParallelPlugin,
     ParallelismConfig,
-    strategy_of_plugins,
+    Plugins,
 )
 from drivetrain.accelerator.preparation import Preparation, PreparationOptions
 from drivetrain.accelerator.prepared import Prepared
@@ -58,12 +64,9 @@ from drivetrain.data import (
     DataLoaderConfiguration,
     DataShard,
     PreparedLoader,
-    SkippingLoader,
     TailPolicy,
 )
-from drivetrain.data import skip_first_batches as skip_first_batches_of
-from drivetrain.runtime import collectives
-from drivetrain.runtime.keywords import KnownKeywords
+from drivetrain.runtime.keywords import KnownKeywords, made_again
 from drivetrain.runtime.state import PartialState
 from drivetrain.strategies import Strategy
 from drivetrain.strategies.base import Given, RunOptions
@@ -73,7 +76,7 @@ from drivetrain.strategies.precision import Precision
 _ACCUMULATION = "Accelerator(gradient_accumulation_steps)"
 
 
-class Accelerator(KnownKeywords, EngineStatus, ProcessControl, StateSaving, Tracking):
+class Accelerator(KnownKeywords, EngineStatus, ProcessControl, Collectives, ModelHandling, StateSaving, Tracking):
     """The raw engine under a training loop: four changed lines in a plain PyTorch loop.
 
     Arguments that are given win over the launcher's environment variables. State belongs to the
@@ -95,10 +98,15 @@ class Accelerator(KnownKeywords, EngineStatus, ProcessControl, StateSaving, Trac
             as Accelerate's do (unless `split_batches`); False steps it once.
         rng_types: Accepted for scripts that move over; every loader's order is the same on all processes anyway.
         kwargs_handlers: Option holders in Accelerate's names.
+        dynamo_backend: Compile prepared models with this backend of `torch.compile`; `dynamo_plugin` has more.
+        dynamo_plugin: How prepared models are compiled.
+        deepspeed_plugins: Several of `deepspeed_plugin` by name; the first one places the models.
+        torch_tp_plugin: A size of tensor parallelism in Accelerate's older holder; `parallelism_config` has more.
         fsdp_plugin: Options of `strategy="fsdp"` in Accelerate's names, or the keys of its `fsdp_config`.
         deepspeed_plugin: Options of `strategy="deepspeed"` in Accelerate's names, or the keys of its
             `deepspeed_config`.
-        parallelism_config: Sizes of the grid of processes in Accelerate's names; `strategy=Parallel(...)` has more.
+        parallelism_config: Sizes of the grid of processes in Accelerate's names, also as a dict;
+            `strategy=Parallel(...)` has more.
         megatron_lm_plugin: Options of `strategy="megatron"` in Accelerate's names, or the keys of its
             `megatron_lm_config`.
         device: Name of the kind of device, such as `"cuda"`; found if None.
@@ -133,6 +141,12 @@ class Accelerator(KnownKeywords, EngineStatus, ProcessControl, StateSaving, Trac
         gradient_accumulation_steps: int | None = None,
         cpu: bool = False,
         dataloader_config: DataLoaderConfiguration | None = None,
+        deepspeed_plugin: DeepSpeedPlugin | Mapping[str, Any] | None = None,
+        fsdp_plugin: FullyShardedDataParallelPlugin | Mapping[str, Any] | None = None,
+        torch_tp_plugin: Any = None,
+        megatron_lm_plugin: MegatronLMPlugin | Mapping[str, Any] | None = None,
+        rng_types: Sequence[Any] | None = None,
+        log_with: LogWith = None,
         *,
         strategy: str | Strategy = "auto",
         project_dir: str | os.PathLike[str] | None = None,
@@ -140,34 +154,38 @@ class Accelerator(KnownKeywords, EngineStatus, ProcessControl, StateSaving, Trac
         gradient_accumulation_plugin: GradientAccumulationPlugin | None = None,
         step_scheduler_with_optimizer: bool = True,
         step_scheduler_per_process: bool = True,
-        rng_types: Sequence[str] | None = None,
         kwargs_handlers: Sequence[Any] | None = None,
-        fsdp_plugin: FullyShardedDataParallelPlugin | Mapping[str, Any] | None = None,
-        deepspeed_plugin: DeepSpeedPlugin | Mapping[str, Any] | None = None,
-        parallelism_config: ParallelismConfig | None = None,
-        megatron_lm_plugin: MegatronLMPlugin | Mapping[str, Any] | None = None,
+        dynamo_backend: DynamoBackend | str | None = None,
+        dynamo_plugin: TorchDynamoPlugin | None = None,
+        deepspeed_plugins: Mapping[str, DeepSpeedPlugin] | None = None,
+        parallelism_config: ParallelismConfig | Mapping[str, Any] | None = None,
         device: str | None = None,
-        log_with: LogWith = None,
     ) -> None:
         handlers = list(kwargs_handlers or [])
         check_handlers(handlers)
-        self.state = PartialState(cpu, device=device, **handler_options(find_handler(handlers, InitProcessGroupKwargs)))
+        process = PartialState(cpu, device=device, **process_options(find_handler(handlers, InitProcessGroupKwargs)))
         self.project_configuration = make_project(project_dir, project_config)
         self.rng_types = list(rng_types or ["generator"])
+        self.profile_handler = find_handler(handlers, ProfileKwargs)
         options = PreparationOptions(
             device_placement,
             make_dataloader_config(split_batches, dataloader_config),
             step_scheduler_with_optimizer,
             step_scheduler_per_process,
+            make_compilation(dynamo_backend, dynamo_plugin),
         )
 
-        plugged = strategy_of_plugins(fsdp_plugin, deepspeed_plugin, parallelism_config, megatron_lm_plugin)
-        chosen = choose_strategy(strategy, plugged)
-        self.strategy = make_strategy(chosen, self.state, find_handler(handlers, DistributedDataParallelKwargs))
-        self.strategy.setup(self.state)
-        self.state.before_leaving(self.strategy.teardown)
+        plugins = Plugins.given(
+            fsdp_plugin, deepspeed_plugin, deepspeed_plugins, parallelism_config, megatron_lm_plugin, torch_tp_plugin
+        )
+        chosen = choose_strategy(strategy, plugins.strategy())
+        self.strategy = make_strategy(chosen, process, find_handler(handlers, DistributedDataParallelKwargs))
+        self.strategy.setup(process)
+        process.before_leaving(self.strategy.teardown)
         self.precision = make_precision(mixed_precision, handlers)
-        self.precision.setup(self.state.kind)
+        self.precision.setup(process.kind)
+        record = make_record(self.precision, self.strategy, process, plugins, options.compilation)
+        self.state = AcceleratorState(record=record)
         accumulation = make_accumulation(gradient_accumulation_steps, gradient_accumulation_plugin)
         self.strategy.check(RunOptions(self.precision, Given(_ACCUMULATION, accumulation.num_steps)))
 
@@ -175,6 +193,7 @@ class Accelerator(KnownKeywords, EngineStatus, ProcessControl, StateSaving, Trac
         self.prepared = Prepared()
         held = HeldGradients(self.prepared, self.strategy)
         self.accumulation = AccumulationWindow(accumulation, self.active_loaders, held)
+        self.gradient_state = GradientState(window=self.accumulation, active=self.active_loaders)
         self.step = OptimizerStep(self.strategy, self.precision, self.prepared, self.accumulation)
         self.precision.hold_scale_while(lambda: self.accumulation.holds_gradients)
         self.preparation = Preparation(
@@ -184,6 +203,14 @@ class Accelerator(KnownKeywords, EngineStatus, ProcessControl, StateSaving, Trac
         self.tracking = RunTracking(self.state, log_with, self.project_configuration)
         self.run_state = RunState(self.state, self.strategy, self.precision, numbered, self.prepared, self.tracking)
         self.trigger = Trigger(self.state)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Accelerator:
+        # It stands for this process's run, of which there is one.
+        return self
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # In another process it is made again, with nothing prepared.
+        return made_again, (type(self), *self.made_with)
 
     # prepare
 
@@ -304,11 +331,11 @@ class Accelerator(KnownKeywords, EngineStatus, ProcessControl, StateSaving, Trac
 
     def clip_grad_norm_(
         self, parameters: torch.Tensor | Iterable[torch.Tensor], max_norm: float, norm_type: float = 2.0
-    ) -> torch.Tensor | None:
+    ) -> torch.Tensor:
         """Scale gradients down to a total norm of at most `max_norm`, where a window ends.
 
         Returns:
-            The total norm before clipping; None within a window, where nothing is clipped.
+            The total norm before clipping; within a window that of what this process has accumulated, unclipped.
         """
         return self.step.clip_norm(parameters, max_norm, norm_type)
 
@@ -355,94 +382,3 @@ class Accelerator(KnownKeywords, EngineStatus, ProcessControl, StateSaving, Trac
             even_batches: Overrides the instance's choice for loops that start in the context.
         """
         return self.preparation.uneven_inputs(joinables, even_batches)
-
-    # collectives
-
-    def gather(self, tensor: Any) -> Any:
-        """Concatenate tensors of all processes along the first dimension, on every process."""
-        return collectives.gather(tensor)
-
-    def gather_for_metrics(
-        self,
-        input_data: Any,
-        use_gather_object: bool = False,
-        *,
-        loader: PreparedLoader | SkippingLoader | None = None,
-    ) -> Any:
-        """Gather per-sample values of the current batch, without the rows that only pad it.
-
-        A tensor is per-sample where its first dimension is the batch's number of rows; others are gathered whole.
-
-        Args:
-            input_data: Nested structure of tensors, and of lists that hold one object per sample, such as a string.
-            use_gather_object: Gather as objects even where all are tensors.
-            loader: Whose batch this is, where several loaders are iterated at once.
-
-        Returns:
-            The real rows of all processes, in the order of the plain loader.
-        """
-        return gather_real_rows(input_data, loader, self.active_loaders, self.strategy.topology, use_gather_object)
-
-    def reduce(self, tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
-        """Combine tensors of all processes elementwise: `"sum"`, `"mean"`, `"max"`, `"min"` or `"none"`."""
-        return collectives.reduce(tensor, reduction, scale)
-
-    def pad_across_processes(self, tensor: Any, dim: int = 0, pad_index: int = 0, pad_first: bool = False) -> Any:
-        """Pad tensors of all processes to the largest size along one dimension."""
-        return collectives.pad_across_processes(tensor, dim, pad_index, pad_first)
-
-    def set_trigger(self) -> None:
-        """Raise a flag on this process that `check_trigger` sees on all."""
-        self.trigger.set()
-
-    def check_trigger(self) -> bool:
-        """Whether any process raised the flag; lowers it."""
-        return self.trigger.check()
-
-    # models and state
-
-    def unwrap_model(
-        self, model: nn.Module, keep_fp32_wrapper: bool = True, keep_torch_compile: bool = True
-    ) -> nn.Module:
-        """The user's own module.
-
-        Args:
-            model: A prepared model.
-            keep_fp32_wrapper: Whether its forward keeps running under the precision.
-            keep_torch_compile: Accepted; a compiled module is returned as its original.
-        """
-        return self.preparation.unwrap_model(model, keep_fp32_wrapper)
-
-    def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, Any]:
-        """All parameters and buffers under their canonical names, whole, on the CPU, on the main process."""
-        return self.strategy.state.full(model)
-
-    def skip_first_batches(self, dataloader: Any, num_batches: int = 0) -> SkippingLoader:
-        """A view of a loader that leaves out the first batches, without reading their data; for a resumed epoch.
-
-        After `load_state` it changes nothing, since the loader resumes at its exact position by itself.
-        """
-        return skip_first_batches_of(dataloader, num_batches)
-
-    def free_memory(self, *objects: Any) -> list[None]:
-        """Release everything prepared and give memory back to the device.
-
-        Args:
-            *objects: The caller's references, to be overwritten with what is returned.
-
-        Returns:
-            A None for each object: `model, optimizer = accelerator.free_memory(model, optimizer)`.
-        """
-        return self.preparation.release(objects)
-
-    def clear(self, *objects: Any) -> list[None]:
-        """The same as `free_memory`."""
-        return self.preparation.release(objects)
-
-    def end_training(self) -> None:
-        """Close the trackers, and leave the process group after waiting for the peers.
-
-        Within the handling of an exception the trackers' runs end as failed. The end of the script does the same, so it
-        is needed only where a script continues alone.
-        """
-        self.tracking.leave()

@@ -54,7 +54,7 @@ class AccumulationWindow:
             self._loader = loader
             self.holds_gradients = self.weighted = self.planned = False
             self.size = self.plugin.num_steps
-            if loader is not None and info is not None:
+            if loader is not None and info is not None and self.plugin.average_short_window:
                 remaining = loader.remaining
                 if remaining is not None:
                     self.size = max(1, min(self.size, remaining))
@@ -62,7 +62,7 @@ class AccumulationWindow:
         self._entered = True
         self.sync_gradients = self._count >= self.plugin.num_steps or (info is not None and info.last)
         if self.sync_gradients:
-            if self._count != self.size:
+            if self._count != self.size and self.plugin.average_short_window:
                 # The loader had no length, or not the one it reported: what is held was normalised by a wrong number.
                 if self.holds_gradients and not self.weighted:
                     self._gradients.scale(self.size / self._count)

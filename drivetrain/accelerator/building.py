@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from drivetrain.accelerator.engine_state import EngineRecord
 from drivetrain.accelerator.fp8_handlers import FP8Handler
 from drivetrain.accelerator.handlers import (
     AutocastKwargs,
@@ -21,11 +22,13 @@ from drivetrain.accelerator.handlers import (
     find_handler,
     handler_options,
 )
+from drivetrain.accelerator.plugins import Plugins
 from drivetrain.accelerator.scheduler import PreparedScheduler
 from drivetrain.data import ActiveLoaders, DataLoaderConfiguration
 from drivetrain.runtime.errors import ConfigurationError
 from drivetrain.runtime.state import PartialState
 from drivetrain.strategies import Strategy, resolve_ddp, resolve_strategy
+from drivetrain.strategies.accelerate_names import distributed_type_of
 from drivetrain.strategies.capabilities import BatchPlacement
 from drivetrain.strategies.precision import FP8, Float16Mixed, Precision, resolve_precision
 from drivetrain.strategies.precision.mixed import MixedPrecision
@@ -98,6 +101,20 @@ def make_precision(spec: str | Precision | None, handlers: Sequence[Any]) -> Pre
 def accelerate_name(precision: Precision) -> str:
     """A precision's name in Accelerate's words, where full precision is `"no"`."""
     return "no" if precision.name == "32" else precision.name
+
+
+def backend_of(precision: Precision) -> str | None:
+    """Which package computes a precision, such as `"torchao"`; None where torch itself does."""
+    return getattr(getattr(precision, "backend", None), "name", None)
+
+
+def make_record(
+    precision: Precision, strategy: Strategy, process: PartialState, plugins: Plugins, compilation: Any
+) -> EngineRecord:
+    """What `accelerator.state` shows of an engine."""
+    given = {**plugins.by_name(), "dynamo_plugin": compilation}
+    kind = distributed_type_of(strategy, process.distributed_type)
+    return EngineRecord(accelerate_name(precision), kind, given)
 
 
 def make_project(

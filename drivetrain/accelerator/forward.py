@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from copy import deepcopy
 from typing import Any
 
 import torch
@@ -68,6 +69,14 @@ class PrecisionForward:
             args, kwargs = self.precision.convert_batch((args, kwargs))
             return self._compute(*args, **kwargs)
         return recursively_apply(torch.Tensor.float, self._compute(*args, **kwargs), test_type=_is_half)
+
+    # Made again for a copy of the module, which is to compute with its own weights.
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return PrecisionForward, (self.forward, self.precision)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> PrecisionForward:
+        return PrecisionForward(deepcopy(self.forward, memo), self.precision)
 
     @staticmethod
     def remove(model: nn.Module) -> None:

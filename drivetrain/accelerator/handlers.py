@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, fields
 from datetime import timedelta
+from enum import Enum
 from typing import Any, TypeVar
+
+import torch
 
 from drivetrain.accelerator.fp8_handlers import (
     AORecipeKwargs,
@@ -19,33 +22,57 @@ from drivetrain.runtime.errors import ConfigurationError
 Handler = TypeVar("Handler")
 
 
+class DDPCommunicationHookType(str, Enum):
+    """What DDP sends in place of the gradients, in Accelerate's words."""
+
+    NO = "no"
+    FP16 = "fp16"
+    BF16 = "bf16"
+    POWER_SGD = "power_sgd"
+    BATCHED_POWER_SGD = "batched_power_sgd"
+
+
 @dataclass
 class DistributedDataParallelKwargs:
     """Options of the DDP strategy; see `drivetrain.DDP`, which `Accelerator(strategy=DDP(...))` takes directly.
 
-    `comm_hook` is `"no"`, `"fp16"`, `"bf16"` or `"power_sgd"`.
+    Attributes:
+        dim: Accepted; batches are never scattered here.
+        check_reduction: Accepted; reductions are always checked.
+        comm_hook: A member of `DDPCommunicationHookType`, or its value.
+        comm_wrapper: `"fp16"` or `"bf16"`: what `comm_hook` sends is compressed further.
+        comm_state_option: Arguments of the PowerSGD state.
     """
 
+    dim: int = 0
     broadcast_buffers: bool = True
     bucket_cap_mb: float = 25
     find_unused_parameters: bool = False
+    check_reduction: bool = False
     gradient_as_bucket_view: bool = False
     static_graph: bool = False
-    comm_hook: str | None = None
-    comm_state_option: dict[str, Any] | None = None
+    comm_hook: DDPCommunicationHookType | str | None = DDPCommunicationHookType.NO
+    comm_wrapper: DDPCommunicationHookType | str | None = DDPCommunicationHookType.NO
+    comm_state_option: dict[str, Any] = field(default_factory=dict)
 
     def strategy_options(self) -> dict[str, Any]:
         """The same as arguments of `drivetrain.DDP`."""
-        hooks = {"no": None, "power_sgd": "powersgd"}
         return {
             "broadcast_buffers": self.broadcast_buffers,
             "bucket_cap_mb": self.bucket_cap_mb,
             "find_unused_parameters": self.find_unused_parameters,
             "gradient_as_bucket_view": self.gradient_as_bucket_view,
             "static_graph": self.static_graph,
-            "comm_hook": hooks.get(self.comm_hook or "no", self.comm_hook),
+            "comm_hook": _hook_named(self.comm_hook),
+            "comm_wrapper": _hook_named(self.comm_wrapper),
             "comm_hook_options": self.comm_state_option,
         }
+
+
+def _hook_named(given: DDPCommunicationHookType | str | None) -> str | None:
+    """Accelerate's word for a hook in ours."""
+    name = given.value if isinstance(given, Enum) else given
+    return {None: None, "no": None, "power_sgd": "powersgd", "batched_power_sgd": "batched_powersgd"}.get(name, name)
 
 
 @dataclass
@@ -65,11 +92,23 @@ class InitProcessGroupKwargs:
 
     Attributes:
         backend: Overrides the device's own backend.
+        init_method: Accepted as None or `"env://"`: the processes meet as the launcher says.
         timeout: How long a collective may wait for a peer.
+
+    Raises:
+        ConfigurationError: Another `init_method` is given.
     """
 
     backend: str | None = None
+    init_method: str | None = None
     timeout: timedelta | None = None
+
+    def __post_init__(self) -> None:
+        if self.init_method not in (None, "env://"):
+            raise ConfigurationError(
+                f"init_method={self.init_method!r}: the processes meet where the launcher says (MASTER_ADDR and "
+                "MASTER_PORT). Leave it out, or call torch.distributed.init_process_group before anything of this."
+            )
 
 
 @dataclass
@@ -81,6 +120,54 @@ class AutocastKwargs:
 
 
 @dataclass
+class ProfileKwargs:
+    """Options of `Accelerator.profile`, those of `torch.profiler.profile`.
+
+    Attributes:
+        activities: Names of what is recorded, such as `["cpu", "cuda"]`; what the machine has if None.
+        schedule_option: Arguments of `torch.profiler.schedule`; the loop then calls the profiler's `step`.
+        on_trace_ready: Called with the profiler whenever a cycle of the schedule has ended.
+        record_shapes: Record the shapes of inputs.
+        profile_memory: Record what is allocated.
+        with_stack: Record source lines.
+        with_flops: Estimate floating-point operations.
+        with_modules: Record the modules that operators are called in.
+        output_trace_dir: Where each process writes its trace for Chrome.
+    """
+
+    activities: list[str] | None = None
+    schedule_option: dict[str, int] | None = None
+    on_trace_ready: Callable[..., Any] | None = None
+    record_shapes: bool = False
+    profile_memory: bool = False
+    with_stack: bool = False
+    with_flops: bool = False
+    with_modules: bool = False
+    output_trace_dir: str | None = None
+
+    def build(self) -> torch.profiler.profile:
+        """The profiler.
+
+        Raises:
+            ConfigurationError: An activity is not known.
+        """
+        known = {name.lower(): member for name, member in torch.profiler.ProfilerActivity.__members__.items()}
+        unknown = [name for name in self.activities or [] if name not in known]
+        if unknown:
+            raise ConfigurationError(f"Unknown activities {unknown}. Allowed: {', '.join(known)}.")
+        return torch.profiler.profile(
+            activities=None if self.activities is None else [known[name] for name in self.activities],
+            schedule=None if self.schedule_option is None else torch.profiler.schedule(**self.schedule_option),
+            on_trace_ready=self.on_trace_ready,
+            record_shapes=self.record_shapes,
+            profile_memory=self.profile_memory,
+            with_stack=self.with_stack,
+            with_flops=self.with_flops,
+            with_modules=self.with_modules,
+        )
+
+
+@dataclass
 class GradientAccumulationPlugin:
     """How gradients are accumulated.
 
@@ -89,12 +176,15 @@ class GradientAccumulationPlugin:
         adjust_scheduler: Accepted for scripts that move over; a prepared scheduler steps where its optimizer does.
         sync_with_dataloader: Whether the last batch of a loader always ends a window.
         sync_each_batch: Reduce gradients over processes in each micro-batch, which saves memory under sharding.
+        average_short_window: Whether a last window with fewer micro-batches than `num_steps` is normalised by what it
+            holds; False divides by `num_steps` all the same, as Accelerate does.
     """
 
     num_steps: int = 1
     adjust_scheduler: bool = True
     sync_with_dataloader: bool = True
     sync_each_batch: bool = False
+    average_short_window: bool = True
 
     def __post_init__(self) -> None:
         if not isinstance(self.num_steps, int) or self.num_steps < 1:
@@ -113,6 +203,7 @@ class ProjectConfiguration:
         automatic_checkpoint_naming: Let `save_state()` number its checkpoints under `project_dir/checkpoints`.
         total_limit: How many of those to keep, the latest ones.
         iteration: The number of the next one.
+        save_on_each_node: Write `Accelerator.save` and `save_model` on each machine, where machines share no disk.
     """
 
     project_dir: str | None = None
@@ -120,10 +211,16 @@ class ProjectConfiguration:
     automatic_checkpoint_naming: bool = False
     total_limit: int | None = None
     iteration: int = 0
+    save_on_each_node: bool = False
 
     def __post_init__(self) -> None:
         if self.total_limit is not None and self.total_limit < 1:
             raise ConfigurationError(f"total_limit={self.total_limit!r}: keep at least 1 checkpoint, or None for all.")
+        self.set_directories()
+
+    def set_directories(self, project_dir: str | None = None) -> None:
+        """Set `project_dir`, and `logging_dir` where it was left open."""
+        self.project_dir = project_dir or self.project_dir
         self.logging_dir = self.logging_dir or self.project_dir
 
 
@@ -132,6 +229,7 @@ HANDLER_TYPES = (
     GradScalerKwargs,
     InitProcessGroupKwargs,
     AutocastKwargs,
+    ProfileKwargs,
     AORecipeKwargs,
     TERecipeKwargs,
     MSAMPRecipeKwargs,
@@ -157,6 +255,11 @@ def check_handlers(handlers: Sequence[Any]) -> None:
 def find_handler(handlers: Sequence[Any], kind: type[Handler]) -> Handler | None:
     """The handler of one kind, if it was given."""
     return next((handler for handler in handlers if isinstance(handler, kind)), None)
+
+
+def process_options(handler: InitProcessGroupKwargs | None) -> dict[str, Any]:
+    """What `PartialState` takes of the options of the process group."""
+    return {} if handler is None else {"backend": handler.backend, "timeout": handler.timeout}
 
 
 def handler_options(handler: Any) -> dict[str, Any]:

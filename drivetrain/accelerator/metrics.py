@@ -39,10 +39,20 @@ def gather_real_rows(
     given = loader.whole if isinstance(loader, SkippingLoader) else loader
     source = active if given is None else given
     if topology.environment.world_size == 1 and not _has_padding(source):
-        return data
+        return _cut(data, source) if _is_short(source) else data
     if as_objects:
         return _gather_objects(data, source, topology)
     return _gather(data, source, topology)
+
+
+def _cut(data: Any, source: PreparedLoader | ActiveLoaders) -> Any:
+    """The same values without rows that are not real, of one process."""
+
+    def cut(tensor: Tensor) -> Tensor:
+        keep = _real_rows(source, tensor)
+        return tensor if keep is None or keep == len(tensor) else tensor[:keep]
+
+    return recursively_apply(cut, data)
 
 
 def _gather_same_shape(topology: Topology, data: Any) -> Any:
@@ -96,8 +106,7 @@ def _gather_tensors(data: Any, source: PreparedLoader | ActiveLoaders, topology:
     kept: list[int | None] = []  # real rows of each tensor; None for one that is not per-sample
 
     def note(tensor: Tensor) -> None:
-        rows = tensor.shape[0] if tensor.dim() else -1
-        kept.append(rows - _padding(source, rows) if _matches(source, rows) else None)
+        kept.append(_real_rows(source, tensor))
 
     try:
         recursively_apply(note, data)
@@ -124,7 +133,9 @@ def _gather_tensors(data: Any, source: PreparedLoader | ActiveLoaders, topology:
 def _gather_objects(data: Any, source: PreparedLoader | ActiveLoaders, topology: Topology) -> list[Any]:
     """One object per sample of a list or tensor; of anything else one per process."""
     try:
-        if isinstance(data, list | tuple | Tensor) and _matches(source, len(data)):
+        if isinstance(data, Tensor) and data.dim():
+            data = data[: _real_rows(source, data)]
+        elif isinstance(data, list | tuple):
             data = data[: len(data) - _padding(source, len(data))]
         own = list(data) if isinstance(data, Tensor) and data.dim() else data
         everyone = collectives.gather_object(own if topology.counts_rows else [])
@@ -168,8 +179,35 @@ def _has_padding(source: PreparedLoader | ActiveLoaders) -> bool:
     return any(loader.current is not None and loader.current.padding for loader in _loaders(source))
 
 
-def _matches(source: PreparedLoader | ActiveLoaders, rows: int) -> bool:
-    return any(loader.current is not None and loader.current.rows == rows for loader in _loaders(source))
+def _is_short(source: PreparedLoader | ActiveLoaders) -> bool:
+    """Whether any current batch of this process has fewer real rows than a full one."""
+    return any(map(_missing, _loaders(source)))
+
+
+def _real_rows(source: PreparedLoader | ActiveLoaders, tensor: Tensor) -> int | None:
+    """How many of a tensor's rows, its first ones, are real; None if they are not those of a batch.
+
+    A tensor with as many rows as a current batch belongs to it. One with as many as a full batch, where the current
+    batch has fewer that are real, such as a loss repeated by the batch size, counts for those.
+
+    Args:
+        source: The loader whose batch it may be of, or the loaders being iterated.
+        tensor: The tensor.
+    """
+    if not tensor.dim():
+        return None
+    rows, loaders = tensor.shape[0], _loaders(source)
+    if any(loader.current is not None and loader.current.rows == rows for loader in loaders):
+        return rows - _padding(source, rows)
+    repeated = [loader for loader in loaders if loader.batch_rows == rows and _missing(loader)]
+    return rows - _missing(max(repeated, key=lambda loader: loader.advanced)) if repeated else None
+
+
+def _missing(loader: PreparedLoader) -> int:
+    """How many real rows the current batch has fewer than a full one; 0 if unknown."""
+    full, info = loader.batch_rows, loader.current
+    real = None if info is None else info.real_rows
+    return 0 if full is None or real is None else max(0, full - real)
 
 
 def _padding(source: PreparedLoader | ActiveLoaders, rows: int) -> int:

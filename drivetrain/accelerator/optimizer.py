@@ -114,13 +114,30 @@ class PreparedOptimizer(OptimizerProxy):
         """Load the optimizer's own state."""
         self.optimizer.load_state_dict(state_dict)
 
-    def __getstate__(self) -> dict[str, Any]:
-        return {"optimizer": self.optimizer}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        raise TypeError("A prepared optimizer cannot be unpickled; pickle its `.optimizer` and prepare it again.")
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _alone, (self.optimizer,)
 
 
 def unwrap_optimizer(optimizer: Optimizer) -> Optimizer:
     """The user's own optimizer."""
     return optimizer.optimizer if isinstance(optimizer, PreparedOptimizer) else optimizer
+
+
+class _Alone:
+    """What a copy of a prepared optimizer is part of: no engine, so that it steps whenever it is called."""
+
+    window = None
+    holds_gradients = False
+
+    @staticmethod
+    def step(prepared: PreparedOptimizer, closure: Callable[[], Any] | None = None) -> Any:
+        """Step the optimizer."""
+        prepared.spent = True
+        return prepared.optimizer.step(closure)  # type: ignore[no-untyped-call]
+
+
+def _alone(optimizer: Optimizer) -> PreparedOptimizer:
+    """A prepared optimizer as it comes out of a pickle or a deep copy; prepare its `.optimizer` to train with it."""
+    engine: Any = _Alone()
+    engine.window = engine
+    return PreparedOptimizer(optimizer, engine, Prepared(), Strategy())

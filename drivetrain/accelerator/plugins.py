@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -147,13 +147,73 @@ class ParallelismConfig:
 
     Attributes:
         tp_plan: Which layers are split how; Accelerate takes it from the model alone, which is `"auto"`.
+
+    Raises:
+        ConfigurationError: It asks for Ulysses' sequence parallelism, which context parallelism takes the place of.
     """
 
     dp_replicate_size: int | None = None
     dp_shard_size: int | None = None
     tp_size: int | None = None
     cp_size: int | None = None
+    cp_backend: str | None = None
+    sp_size: int | None = None
+    sp_backend: str | None = None
+    tp_handler: Any = None
+    cp_handler: Any = None
+    sp_handler: Any = None
     tp_plan: Any = "auto"
+
+    def __post_init__(self) -> None:
+        if (self.sp_size or 1) > 1:
+            raise ConfigurationError(
+                f"sp_size={self.sp_size} asks for DeepSpeed's Ulysses. Split sequences with cp_size={self.sp_size}."
+            )
+        if self.cp_backend not in (None, "torch") or self.sp_backend not in (None, "deepspeed"):
+            raise ConfigurationError(
+                f"cp_backend={self.cp_backend!r}, sp_backend={self.sp_backend!r}: context parallelism here is torch's; "
+                "leave both out."
+            )
+
+    @property
+    def total_size(self) -> int:
+        """Processes of the grid."""
+        return self.data_parallel_size * self.non_data_parallel_size
+
+    @property
+    def data_parallel_size(self) -> int:
+        """Processes along the dimensions that spread data."""
+        return (self.dp_replicate_size or 1) * (self.dp_shard_size or 1)
+
+    @property
+    def non_data_parallel_size(self) -> int:
+        """Processes that share their data."""
+        return (self.tp_size or 1) * (self.cp_size or 1) * (self.sp_size or 1)
+
+    @property
+    def dp_replicate_enabled(self) -> bool:
+        """Whether parameters are replicated."""
+        return (self.dp_replicate_size or 1) > 1
+
+    @property
+    def dp_shard_enabled(self) -> bool:
+        """Whether parameters are sharded."""
+        return (self.dp_shard_size or 1) > 1
+
+    @property
+    def tp_enabled(self) -> bool:
+        """Whether layers are split."""
+        return (self.tp_size or 1) > 1
+
+    @property
+    def cp_enabled(self) -> bool:
+        """Whether sequences are split."""
+        return (self.cp_size or 1) > 1
+
+    @property
+    def sp_enabled(self) -> bool:
+        """Whether Ulysses splits sequences."""
+        return False
 
     def strategy(self, **options: Any) -> Strategy:
         """The strategy that these sizes mean.
@@ -163,58 +223,102 @@ class ParallelismConfig:
         """
         from drivetrain.strategies.parallel import Parallel
 
-        sizes = {name: value for name, value in asdict(self).items() if name != "tp_plan" and value is not None}
+        names = ("dp_replicate_size", "dp_shard_size", "tp_size", "cp_size")
+        sizes = {name: size for name in names if (size := getattr(self, name)) is not None}
         if (self.tp_size or 1) > 1:
             options["tp_plan"] = self.tp_plan
         return Parallel.from_config(sizes, **options)
 
 
-def strategy_of_plugins(
-    fsdp: FullyShardedDataParallelPlugin | Mapping[str, Any] | None,
-    deepspeed: DeepSpeedPlugin | Mapping[str, Any] | None,
-    parallelism: ParallelismConfig | None,
-    megatron: MegatronLMPlugin | Mapping[str, Any] | None = None,
-) -> Strategy | None:
-    """The strategy that Accelerate's plugins ask for, if any was given.
+@dataclass
+class Plugins:
+    """The plugins that an engine was given, each as an object or as the keys of its YAML."""
 
-    Args:
-        fsdp: A plugin, or the keys of an `fsdp_config`.
-        deepspeed: A plugin, or the keys of a `deepspeed_config`.
-        parallelism: The sizes of a grid, over which `fsdp` may set how to shard.
-        megatron: A plugin, or the keys of a `megatron_lm_config`.
+    fsdp_plugin: FullyShardedDataParallelPlugin | Mapping[str, Any] | None = None
+    deepspeed_plugin: DeepSpeedPlugin | Mapping[str, Any] | None = None
+    deepspeed_plugins: Mapping[str, DeepSpeedPlugin] | None = None
+    parallelism_config: ParallelismConfig | None = None
+    megatron_lm_plugin: MegatronLMPlugin | Mapping[str, Any] | None = None
+    torch_tp_plugin: Any = None
 
-    Raises:
-        ConfigurationError: Two of them contradict each other.
-    """
-    if megatron is not None:
-        if any(other is not None for other in (fsdp, deepspeed, parallelism)):
-            raise ConfigurationError(
-                "megatron_lm_plugin goes with no other plugin, nor with parallelism_config; give one."
-            )
-        if isinstance(megatron, Mapping):
-            from drivetrain.strategies.megatron import Megatron
+    @classmethod
+    def given(
+        cls,
+        fsdp: FullyShardedDataParallelPlugin | Mapping[str, Any] | None,
+        deepspeed: DeepSpeedPlugin | Mapping[str, Any] | None,
+        several: Mapping[str, DeepSpeedPlugin] | None,
+        parallelism: ParallelismConfig | Mapping[str, Any] | None,
+        megatron: MegatronLMPlugin | Mapping[str, Any] | None,
+        tensor: Any = None,
+    ) -> Plugins:
+        """Take the arguments of an `Accelerator`.
 
-            return Megatron.from_config(megatron)
-        return megatron.strategy()
-    if deepspeed is not None and (fsdp is not None or parallelism is not None):
-        raise ConfigurationError("deepspeed_plugin goes with neither fsdp_plugin nor parallelism_config; give one.")
-    if deepspeed is not None:
-        if isinstance(deepspeed, Mapping):
-            from drivetrain.strategies.deepspeed import DeepSpeed
+        Raises:
+            ConfigurationError: Two of them are of one kind.
+        """
+        if isinstance(deepspeed, Mapping) and any(isinstance(each, DeepSpeedPlugin) for each in deepspeed.values()):
+            several, deepspeed = deepspeed, None
+        if several and deepspeed is not None:
+            raise ConfigurationError("deepspeed_plugin and deepspeed_plugins are given both; give one.")
+        if several:
+            deepspeed = next(iter(several.values()))
+        if isinstance(parallelism, Mapping):
+            parallelism = ParallelismConfig(**parallelism)
+        if tensor is not None:
+            if parallelism is not None:
+                raise ConfigurationError("torch_tp_plugin and parallelism_config are given both; give one.")
+            parallelism = ParallelismConfig(tp_size=tensor.tp_size)
+        return cls(fsdp, deepspeed, several, parallelism, megatron, tensor)
 
-            return DeepSpeed.from_config(deepspeed)
-        return deepspeed.strategy()
-    if fsdp is None:
-        return None if parallelism is None else parallelism.strategy()
-    from drivetrain.strategies.fsdp import FSDP
+    def by_name(self) -> dict[str, Any]:
+        """Those that were given, by the names of their arguments."""
+        given = {each.name: getattr(self, each.name) for each in fields(self)}
+        return {name: value for name, value in given.items() if value is not None}
 
-    sharding = FSDP.from_config(fsdp) if isinstance(fsdp, Mapping) else fsdp.strategy()
-    if parallelism is None:
-        return sharding
-    options = sharding.options
-    changed = {one.name: value for one in fields(options) if (value := getattr(options, one.name)) != one.default}
-    changed.pop("replicate_size", None)  # that is dp_replicate_size
-    return parallelism.strategy(**changed)
+    def strategy(self) -> Strategy | None:
+        """The strategy that they ask for, if any was given.
+
+        Raises:
+            ConfigurationError: Two of them contradict each other.
+        """
+        fsdp, deepspeed, parallelism = self.fsdp_plugin, self.deepspeed_plugin, self.parallelism_config
+        if self.megatron_lm_plugin is not None:
+            if any(other is not None for other in (fsdp, deepspeed, parallelism)):
+                raise ConfigurationError(
+                    "megatron_lm_plugin goes with no other plugin, nor with parallelism_config; give one."
+                )
+            return _megatron_of(self.megatron_lm_plugin)
+        if deepspeed is not None and (fsdp is not None or parallelism is not None):
+            raise ConfigurationError("deepspeed_plugin goes with neither fsdp_plugin nor parallelism_config; give one.")
+        if deepspeed is not None:
+            return _deepspeed_of(deepspeed)
+        if fsdp is None:
+            return None if parallelism is None else parallelism.strategy()
+        from drivetrain.strategies.fsdp import FSDP
+
+        sharding = FSDP.from_config(fsdp) if isinstance(fsdp, Mapping) else fsdp.strategy()
+        if parallelism is None:
+            return sharding
+        options = sharding.options
+        changed = {one.name: value for one in fields(options) if (value := getattr(options, one.name)) != one.default}
+        changed.pop("replicate_size", None)  # that is dp_replicate_size
+        return parallelism.strategy(**changed)
+
+
+def _megatron_of(plugin: MegatronLMPlugin | Mapping[str, Any]) -> Strategy:
+    if not isinstance(plugin, Mapping):
+        return plugin.strategy()
+    from drivetrain.strategies.megatron import Megatron
+
+    return Megatron.from_config(plugin)
+
+
+def _deepspeed_of(plugin: DeepSpeedPlugin | Mapping[str, Any]) -> Strategy:
+    if not isinstance(plugin, Mapping):
+        return plugin.strategy()
+    from drivetrain.strategies.deepspeed import DeepSpeed
+
+    return DeepSpeed.from_config(plugin)
 
 
 def _name_of(value: Any) -> Any:

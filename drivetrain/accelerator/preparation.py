@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import gc
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, cast
 
 from torch import nn
@@ -13,6 +15,7 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
 from drivetrain.accelerator.building import find_batch_placement, is_scheduler
+from drivetrain.accelerator.compilation import TorchDynamoPlugin
 from drivetrain.accelerator.forward import PrecisionForward, wrap_forward
 from drivetrain.accelerator.optimizer import PreparedOptimizer, unwrap_optimizer
 from drivetrain.accelerator.prepared import Prepared, parameters_of
@@ -47,12 +50,14 @@ class PreparationOptions:
         step_scheduler_with_optimizer: Whether schedulers follow the optimizers.
         step_scheduler_per_process: Whether a scheduler steps once per process for each optimizer step, unless
             `split_batches`.
+        compilation: How models are compiled.
     """
 
     device_placement: bool
     dataloader_config: DataLoaderConfiguration
     step_scheduler_with_optimizer: bool
     step_scheduler_per_process: bool
+    compilation: TorchDynamoPlugin = field(default_factory=TorchDynamoPlugin)
 
 
 class Preparation:
@@ -134,6 +139,7 @@ class Preparation:
                 return known, optimizers
         if not isinstance(model, StepModule):  # whose steps open the precision themselves
             wrap_forward(model, self._precision)
+        self.options.compilation.compile(model)
         move = self._moves(device_placement)
         if evaluation_mode:
             return self._strategy.place(model, self._precision, move), optimizers
@@ -147,17 +153,23 @@ class Preparation:
         ]
         return prepared, rewrapped
 
-    def unwrap_model(self, model: nn.Module, keep_forward: bool) -> nn.Module:
+    def unwrap_model(self, model: nn.Module, keep_forward: bool, keep_compiled: bool) -> nn.Module:
         """The user's own module.
 
         Args:
             model: A prepared model.
             keep_forward: Whether its forward keeps running under the precision.
+            keep_compiled: Whether one that the user has given to `torch.compile` is returned compiled.
         """
         bare = self._strategy.unwrap(model)
         if not keep_forward:
             PrecisionForward.remove(bare)
-        return bare
+        compiled = _compiled_around(bare, model) if keep_compiled else None
+        return bare if compiled is None else compiled
+
+    def whole_state(self, model: nn.Module) -> dict[str, Any]:
+        """All parameters and buffers of a model; see `Accelerator.get_state_dict`."""
+        return self._strategy.state.whole(model)
 
     # optimizers and schedulers
 
@@ -244,17 +256,29 @@ class Preparation:
         if kind.name == "cpu":
             return None
         non_blocking = self.options.dataloader_config.non_blocking or kind.supports_streams
-        return lambda batch: send_to_device(batch, device, non_blocking)
+        return partial(send_to_device, device=device, non_blocking=non_blocking)
 
     @contextmanager
     def uneven_inputs(self, models: Sequence[nn.Module], even_batches: bool | None) -> Iterator[None]:
         """Context in which processes may have different numbers of batches; see `Accelerator.join_uneven_inputs`."""
+        joining = self._strategy.capability(Join)
+        if joining is None and self._state.use_distributed:
+            warnings.warn(
+                f"join_uneven_inputs has no effect with {self._strategy!r}, whose processes must have as many batches.",
+                stacklevel=4,
+            )
         changed = [loader for loader in self._prepared.loaders if even_batches is not None]
+        if any(loader.ends_as_its_stream for loader in changed):
+            warnings.warn(
+                f"even_batches={even_batches} does not change loaders over iterable datasets, which end where their "
+                "streams do.",
+                stacklevel=4,
+            )
         before = [loader.tail for loader in changed]
         for loader in changed:
             loader.tail = _tail(even_batches)
         try:
-            with join_context(self._strategy.capability(Join), models):
+            with join_context(joining, models):
                 yield
         finally:
             for loader, tail in zip(changed, before, strict=True):
@@ -277,3 +301,23 @@ class Preparation:
 def _tail(even_batches: bool | None) -> TailPolicy:
     """What happens at the end of a loader whose number of batches is no multiple of the processes."""
     return TailPolicy.COMPLETE if even_batches else TailPolicy.UNEVEN
+
+
+def is_spread(model: nn.Module) -> bool:
+    """Whether a model, or one inside of it, is on several devices by a map of its own (`hf_device_map`)."""
+    return any(len(getattr(module, "hf_device_map", ())) > 1 for module in model.modules())
+
+
+def _compiled_around(bare: nn.Module, model: nn.Module) -> nn.Module | None:
+    """What `torch.compile` made of a module, inside or around what was prepared of it; None where nothing did."""
+    while model is not bare:
+        inner = getattr(model, "_orig_mod", None)
+        if inner is bare:
+            return model
+        if inner is not None:  # compiled after it was wrapped
+            return type(model)(bare, model.dynamo_ctx)  # type: ignore[no-any-return, operator]
+        inner = getattr(model, "module", None)
+        if not isinstance(inner, nn.Module):
+            return None
+        model = inner
+    return None

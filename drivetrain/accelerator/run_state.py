@@ -179,11 +179,20 @@ class RunState:
             self._numbered.record_written(Path(directory), pending)
         return directory
 
-    def export(self, model: nn.Module, directory: str | os.PathLike[str], max_shard_size: int | str) -> None:
-        """Write a model's weights as safetensors; see `Accelerator.save_model`."""
-        weights = self.strategy.state.full(model)
-        if self._state.is_main_process:
-            checkpoint.save_safetensors(weights, directory, max_shard_size)
+    def export(
+        self,
+        model: nn.Module,
+        directory: str | os.PathLike[str],
+        max_shard_size: int | str,
+        safe: bool = True,
+        on_each_node: bool = False,
+    ) -> None:
+        """Write a model's weights; see `Accelerator.save_model`."""
+        state = self.strategy.state
+        weights = state.whole(model) if on_each_node else state.full(model)
+        if self._state.is_local_main_process if on_each_node else self._state.is_main_process:
+            write = checkpoint.save_safetensors if safe else checkpoint.save_pickled_weights
+            write(weights, directory, max_shard_size)
         self._state.wait_for_everyone()
 
     # loading
@@ -209,7 +218,7 @@ class RunState:
         for hook in self.hooks.on_load:
             hook(models, directory)
         saved = self.open(directory)
-        saved.check(models)
+        saved.check(models, leaves_rest=True)
         saved.restore_models(models)
         saved.restore_optimizers()
         saved.restore_schedulers()

@@ -11,6 +11,7 @@ from torch import nn
 from drivetrain import checkpoint
 from drivetrain.checkpoint.schema import find_places, in_schema, process_in_schema
 from drivetrain.runtime.errors import CheckpointError
+from drivetrain.runtime.logging import get_logger
 from drivetrain.runtime.seeds import RandomState
 from drivetrain.runtime.state import PartialState
 
@@ -18,11 +19,15 @@ if TYPE_CHECKING:
     from drivetrain.accelerator.run_state import RunState
 
 
+logger = get_logger(__name__)
+
 _PREPARE = "Prepare and register the same objects, in the same order, before load_state."
 
 
 class SavedEngine:
     """A checkpoint, opened: all but the tensors that each process reads straight into its shards.
+
+    It may be one as Accelerate's `save_state` writes it.
 
     Args:
         run: The state that it goes into.
@@ -48,10 +53,16 @@ class SavedEngine:
         self._run, self._state = run, state
         strategy = run.strategy
         self._in_shards = strategy.state.reads_shards and not strategy.schedules_microbatches and not whole
-        shared, own = self._read_around() if self._in_shards else self._read()
+        if checkpoint.is_accelerate_state(directory):
+            self._in_shards = False
+            shared, own = checkpoint.read_accelerate_state(directory, state.process_index)
+        else:
+            shared, own = self._read_around() if self._in_shards else self._read()
         self._places = find_places(shared)
         shared = in_schema(shared)
         self.engine: dict[str, Any] = shared["engine"]
+        if self._in_shards and any(map(checkpoint.holds_positions, self.engine.get("optimizers", ()))):
+            self._read_whole()  # names follow from the optimizers that are here
         self.driver: dict[str, Any] = shared["driver"]
         self.kept: list[str] = list(shared["kept"])
         if "models" not in self.engine:
@@ -94,12 +105,15 @@ class SavedEngine:
                 "Task.load_from_checkpoint, or export them with drivetrain merge-weights, and start again."
             )
 
-    def check(self, models: Sequence[nn.Module] | None = None, advice: str = _PREPARE) -> None:
+    def check(
+        self, models: Sequence[nn.Module] | None = None, advice: str = _PREPARE, leaves_rest: bool = False
+    ) -> None:
         """Refuse a checkpoint of other objects than those that are prepared and registered.
 
         Args:
             models: Those that are to be restored; all that are prepared if None.
             advice: What to do where there are more or fewer of a kind.
+            leaves_rest: Whether fewer may be here than were saved: the last ones are then left, with a warning.
 
         Raises:
             CheckpointError: There are more or fewer of a kind, or an optimizer is of another class; both are named.
@@ -115,6 +129,8 @@ class SavedEngine:
         saved_classes, classes = self.engine.get("classes", {}), run.classes()
         for kind, objects in here.items():
             what = "objects registered for checkpointing" if kind == "registered" else kind
+            if leaves_rest and len(self.engine[kind]) > len(objects):
+                self._leave(kind, what, len(objects))
             if len(self.engine[kind]) != len(objects):
                 were = f" It holds: {_listed(saved_classes[kind])}." if saved_classes.get(kind) else ""
                 raise CheckpointError(
@@ -130,6 +146,25 @@ class SavedEngine:
                         "load the weights alone and start again."
                     )
 
+    def _read_whole(self) -> None:
+        self._in_shards = False
+        self.engine = in_schema(self._read()[0])["engine"]
+
+    def _leave(self, kind: str, what: str, count: int) -> None:
+        """Go on with the first of the saved objects of a kind."""
+        if self._in_shards:  # whose reading has a target for everything that was saved
+            self._read_whole()
+        saved = self.engine[kind]
+        logger.warning(
+            "Of %d %s in the checkpoint at %s the first %d are loaded, since so many are here. Left: %s.",
+            len(saved),
+            what,
+            self.directory,
+            count,
+            _listed(self.engine.get("classes", {}).get(kind, [None] * len(saved))[count:]),
+        )
+        self.engine[kind] = saved[:count]
+
     def restore_models(self, models: Sequence[nn.Module] | None = None) -> None:
         """Give the models their weights.
 
@@ -140,7 +175,9 @@ class SavedEngine:
         if self._in_shards:
             self._read_into("models", [strategy.state.model(model) for model in models])
         for model, state in zip(models, self.engine["models"], strict=True):
-            strategy.state.load_model(model, state)
+            # Files of other tools hold tied weights once; shards have been read under every name.
+            complete = state if self._in_shards else checkpoint.with_tied(strategy.unwrap(model), state)
+            strategy.state.load_model(model, complete)
 
     def restore_optimizers(self) -> None:
         """Give the optimizers their state."""
@@ -152,6 +189,9 @@ class SavedEngine:
                 "optimizers", [run.strategy.state.optimizer_targets(owner, state) for owner, state in saved]
             )
         for owner, optimizer, state in zip(owners, run.prepared.optimizers, self.engine["optimizers"], strict=True):
+            if checkpoint.holds_positions(state):
+                groups = run.strategy.state.optimizer(owner, optimizer.optimizer)["param_groups"]
+                state = checkpoint.named_by_position(state, [group["params"] for group in groups])
             run.strategy.state.load_optimizer(owner, optimizer.optimizer, state)
 
     def _read_into(self, kind: str, states: list[Any]) -> None:
@@ -173,9 +213,14 @@ class SavedEngine:
         self._run.precision.load_state_dict(self.engine["precision"])
 
     def restore_loaders(self) -> None:
-        """Let each loader's next iteration begin where the run was; those that were not saved begin as they are."""
+        """Let each loader's next iteration be the epoch that was interrupted; one that was not saved is as it is.
+
+        One that was prepared with `use_stateful_dataloader` continues in it where the run was.
+        """
         for loader, position in zip(self._run.prepared.loaders, self.engine["loaders"], strict=False):
             loader.load_state_dict(position)
+            if not loader.stateful:
+                loader.rewind()
 
     def restore_random(self) -> None:
         """Give this process the random state that was kept for it, if there is one."""

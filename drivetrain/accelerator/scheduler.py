@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -35,9 +36,9 @@ class PreparedScheduler:
         self.scheduler = scheduler
         self.optimizers = optimizers
         self._window = window
+        self._with_optimizer = with_optimizer
         watches = isinstance(scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau)
         self._steps_per_call = 1 if watches else steps_per_call
-        self._with_optimizer = with_optimizer
 
     def step(self, *args: Any, **kwargs: Any) -> None:
         """Step, if the optimizers did."""
@@ -54,6 +55,10 @@ class PreparedScheduler:
             # One-cycle schedules raise past their end, which the last step may overshoot.
             if total is None or self.scheduler.last_epoch < total - 1:
                 self.scheduler.step(*args, **kwargs)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # A copy follows no engine: it steps whenever it is called.
+        return _alone, (self.scheduler, self._steps_per_call)
 
     def get_last_lr(self) -> Any:
         """The learning rates of the last step."""
@@ -72,3 +77,9 @@ class PreparedScheduler:
         if name == "scheduler":
             raise AttributeError(name)
         return getattr(self.scheduler, name)
+
+
+def _alone(scheduler: Any, steps_per_call: int) -> PreparedScheduler:
+    """A prepared scheduler as it comes out of a pickle or a deep copy."""
+    always: Any = SimpleNamespace(sync_gradients=True)
+    return PreparedScheduler(scheduler, [], always, steps_per_call)

@@ -230,6 +230,30 @@ class OptimizerStep:
         return nullcontext() if model is None else self._strategy.gradients.sync(model, enabled=False)
 
     @contextmanager
+    def sync_in_backward(self, model: nn.Module) -> Iterator[None]:
+        """Context in which a backward reduces a model's gradients, although its forward was not to."""
+        before = self._prepare_backward
+        self._prepare_backward = lambda loss: self._strategy.gradients.prepare_backward(model, loss)
+        try:
+            yield
+        finally:
+            self._prepare_backward = before
+
+    def fused_backward(self, loss: Tensor, learning_rate: float) -> None:
+        """Backward and step in one by every optimizer that does so, as LOMO.
+
+        Raises:
+            ConfigurationError: None does.
+        """
+        fused = [bare for one in self._prepared.optimizers if hasattr(bare := one.optimizer, "fused_backward")]
+        if not fused:
+            raise ConfigurationError(
+                "None of the prepared optimizers steps within its backward (fused_backward), as those of lomo-optim do."
+            )
+        for optimizer in fused:
+            optimizer.fused_backward(loss / self.window.size, learning_rate)
+
+    @contextmanager
     def _all_without_sync(self, models: Iterable[nn.Module]) -> Iterator[None]:
         with ExitStack() as stack:
             for model in models:
@@ -243,14 +267,20 @@ class OptimizerStep:
         for optimizer in [chosen] if isinstance(chosen, Optimizer) else chosen:
             self._precision.unscale(unwrap_optimizer(optimizer))
 
-    def clip_norm(self, parameters: Iterable[Tensor], max_norm: float, norm_type: float = 2.0) -> Tensor | None:
+    def clip_norm(self, parameters: Iterable[Tensor], max_norm: float, norm_type: float = 2.0) -> Tensor:
         """Scale gradients down to a total norm of at most `max_norm`, where a window ends.
 
         Returns:
-            The total norm before clipping, over all shards; None within a window.
+            The total norm before clipping, over all shards; within a window that of what has accumulated, which is
+            not clipped.
         """
         given = self._complete(parameters)
-        return None if given is None else self._strategy.gradients.clip_norm(given, max_norm, norm_type)
+        if given is not None:
+            return self._strategy.gradients.clip_norm(given, max_norm, norm_type)
+        held = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+        norm = self._strategy.gradients.clip_norm(held, float("inf"), norm_type)
+        scaler = getattr(self._precision, "scaler", None)  # nothing is unscaled before the window ends
+        return norm if scaler is None else norm / scaler.get_scale()
 
     def clip_value(self, parameters: Iterable[Tensor], clip_value: float) -> None:
         """Clamp every gradient to [-clip_value, clip_value], where a window ends."""

@@ -23,14 +23,18 @@ class WeightedMean:
 
     Args:
         strategy: What averages gradients over processes.
+
+    Attributes:
+        in_use: Whether losses have weights; None before the first one.
+        pending: Whether there are gradients of sums that `finish` has not been called for.
     """
 
     def __init__(self, strategy: Strategy) -> None:
         self._strategy = strategy
         self._divisor = 1.0
         self._weights: list[Tensor] = []
-        self._expected = False
         self.in_use: bool | None = None
+        self.pending = False
 
     def decide(self, weight: Tensor | float | None) -> bool:
         """Find out whether losses have weights, by the first of all; call it on all processes.
@@ -63,23 +67,19 @@ class WeightedMean:
             ConfigurationError: The weight is not one number, or needs gradients.
         """
         own = self._checked(weight)
+        self.pending = True
         self._weights.append(own if counts else torch.zeros_like(own))
         return loss * (self._strategy.topology.averaging_processes / self._divisor if counts else 0.0)
-
-    @property
-    def pending(self) -> bool:
-        """Whether there are gradients of sums that `finish` has not been called for."""
-        return self._expected or bool(self._weights)
 
     def expect(self) -> None:
         """Begin a window whose losses have weights, be it on other processes only."""
         self._weights.clear()
-        self._expected = True
+        self.pending = True
 
     def discard(self) -> None:
         """Forget the weights of a window that never came to its step."""
         self._weights.clear()
-        self._expected = False
+        self.pending = False
 
     def finish(self, parts: Iterable[tuple[nn.Module, Sequence[Optimizer]]]) -> None:
         """Normalise the window's gradients by the weight of all its micro-batches; call it on all processes.

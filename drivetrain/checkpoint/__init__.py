@@ -18,6 +18,9 @@ What is stable, all of it to be called on every process unless marked otherwise:
   `verify()`.
 - `clean_stale(root)` (one process): what dead runs left. Every save and every look for checkpoints does it too.
 - `consolidate(checkpoint, output, max_shard_size="5GB", dtype=None, module=None)` (one process): plain safetensors.
+- `import_checkpoint(source, output)` (one process): what Accelerate's `save_state` wrote, as a checkpoint of ours;
+  `is_accelerate_state(directory)` and `read_accelerate_state(directory, rank)` read it as it is.
+- `load_checkpoint_in_model(model, checkpoint)` (one process): weights from the files of other tools.
 
 `directory` and `root` are local paths or URLs of a file system of fsspec. Every failure is a `CheckpointError`.
 """
@@ -40,14 +43,22 @@ _EXPORTS = {
     "consolidate": "drivetrain.checkpoint.export",
     "describe_run_state": "drivetrain.checkpoint.describe",
     "extra_place": "drivetrain.checkpoint.save",
+    "holds_positions": "drivetrain.checkpoint.accelerate_format",
+    "import_checkpoint": "drivetrain.checkpoint.import_state",
+    "is_accelerate_state": "drivetrain.checkpoint.accelerate_format",
     "is_checkpoint": "drivetrain.checkpoint.entry_points",
     "list_checkpoints": "drivetrain.checkpoint.discovery",
+    "load_checkpoint_in_model": "drivetrain.checkpoint.weight_files",
     "load_run_state": "drivetrain.checkpoint.entry_points",
+    "named_by_position": "drivetrain.checkpoint.accelerate_format",
     "newest_checkpoint": "drivetrain.checkpoint.discovery",
+    "read_accelerate_state": "drivetrain.checkpoint.accelerate_format",
     "remove_checkpoint": "drivetrain.checkpoint.entry_points",
+    "save_pickled_weights": "drivetrain.checkpoint.weight_files",
     "save_queue": "drivetrain.checkpoint.queue",
     "save_run_state": "drivetrain.checkpoint.entry_points",
     "save_safetensors": "drivetrain.checkpoint.export",
+    "with_tied": "drivetrain.checkpoint.weight_files",
 }
 
 __all__ = [
@@ -61,14 +72,22 @@ __all__ = [
     "consolidate",
     "describe_run_state",
     "extra_place",
+    "holds_positions",
+    "import_checkpoint",
+    "is_accelerate_state",
     "is_checkpoint",
     "list_checkpoints",
+    "load_checkpoint_in_model",
     "load_run_state",
+    "named_by_position",
     "newest_checkpoint",
+    "read_accelerate_state",
     "remove_checkpoint",
+    "save_pickled_weights",
     "save_queue",
     "save_run_state",
     "save_safetensors",
+    "with_tied",
 ]
 
 
@@ -82,6 +101,10 @@ def __getattr__(name: str) -> Any:
 
 
 if TYPE_CHECKING:
+    from drivetrain.checkpoint.accelerate_format import holds_positions as holds_positions
+    from drivetrain.checkpoint.accelerate_format import is_accelerate_state as is_accelerate_state
+    from drivetrain.checkpoint.accelerate_format import named_by_position as named_by_position
+    from drivetrain.checkpoint.accelerate_format import read_accelerate_state as read_accelerate_state
     from drivetrain.checkpoint.describe import describe_run_state as describe_run_state
     from drivetrain.checkpoint.discovery import FoundCheckpoint as FoundCheckpoint
     from drivetrain.checkpoint.discovery import list_checkpoints as list_checkpoints
@@ -92,6 +115,7 @@ if TYPE_CHECKING:
     from drivetrain.checkpoint.entry_points import save_run_state as save_run_state
     from drivetrain.checkpoint.export import consolidate as consolidate
     from drivetrain.checkpoint.export import save_safetensors as save_safetensors
+    from drivetrain.checkpoint.import_state import import_checkpoint as import_checkpoint
     from drivetrain.checkpoint.load import Checkpoint as Checkpoint
     from drivetrain.checkpoint.load import LoadReport as LoadReport
     from drivetrain.checkpoint.load import compare_states as compare_states
@@ -99,4 +123,7 @@ if TYPE_CHECKING:
     from drivetrain.checkpoint.queue import SaveQueue as SaveQueue
     from drivetrain.checkpoint.queue import save_queue as save_queue
     from drivetrain.checkpoint.save import extra_place as extra_place
+    from drivetrain.checkpoint.weight_files import load_checkpoint_in_model as load_checkpoint_in_model
+    from drivetrain.checkpoint.weight_files import save_pickled_weights as save_pickled_weights
+    from drivetrain.checkpoint.weight_files import with_tied as with_tied
     from drivetrain.checkpoint.writer_record import clean_stale as clean_stale

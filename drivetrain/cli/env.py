@@ -1,11 +1,15 @@
-"""`drivetrain env`: what to put into a bug report, and where settings come from."""
+"""`drivetrain env`: what to put into a bug report, and where settings come from; secrets are left out."""
 
 from __future__ import annotations
 
 import os
 import platform
+import re
 import sys
+from collections.abc import Iterator, Mapping
 from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
 
 import click
 
@@ -14,6 +18,8 @@ _PACKAGES = (
     "torchmetrics",
     "numpy",
     "safetensors",
+    "accelerate",
+    "transformers",
     "tensorboard",
     "deepspeed",
     "torchao",
@@ -28,51 +34,105 @@ _SETTINGS = {
     "OMP_NUM_THREADS": "threads of each process",
     "CUDA_VISIBLE_DEVICES": "accelerators that torch may see",
 }
+# Variables of others that change a run.
+_OTHERS = re.compile(
+    r"^(DRIVETRAIN|ACCELERATE|FSDP|DEEPSPEED|MEGATRON|PARALLELISM_CONFIG|NCCL|TORCH|GLOO|PYTORCH|SLURM|OMPI|PJRT|XLA)_"
+    r"|^(RANK|WORLD_SIZE|LOCAL_RANK|LOCAL_WORLD_SIZE|MASTER_ADDR|MASTER_PORT|HF_HOME)$"
+)
 
 
-@click.command()
-def env() -> None:
-    """Show versions, devices and settings, and where each setting came from."""
-    import drivetrain
-    from drivetrain.runtime.devices import available_device_kinds
-    from drivetrain.runtime.environment import ProcessEnvironment
-    from drivetrain.runtime.errors import ConfigurationError
+@click.command(context_settings={"token_normalize_func": lambda token: token.replace("-", "_")})
+@click.option("--config_file", type=click.Path(), help="A file of settings to show as well.")
+def env(config_file: str | None) -> None:
+    """Show versions, devices and settings, and where each setting came from.
 
-    _section("Versions")
-    _row("drivetrain", drivetrain.__version__)
-    _row("python", f"{platform.python_version()} ({sys.executable})")
-    _row("system", platform.platform())
-    for package in _PACKAGES:
-        try:
-            _row(package, version(package))
-        except PackageNotFoundError:
-            _row(package, "not installed")
+    Keys, tokens and passwords are hidden, and the home directory is `~`, so that the report can be shared.
+    """
+    from drivetrain.trackers.secrets import Secrets, is_secret_name
 
-    _section("Devices")
-    for kind in available_device_kinds():
-        count = f"{os.cpu_count()} cores" if kind.name == "cpu" else f"{kind.count()} device(s)"
-        _row(kind.name, f"{count}, process groups over {kind.backend}")
-
-    _section("Process")
-    try:
-        place = ProcessEnvironment.detect()
-        _row("rank", f"{place.rank} of {place.world_size} (from {place.source})")
-    except ConfigurationError as error:
-        _row("rank", str(error))
-
-    _section("Settings")
-    for name, meaning in _SETTINGS.items():
-        given = os.environ.get(name)
-        _row(name, f"{given}  (environment)" if given is not None else f"not set  ({meaning})")
-    unknown = sorted(name for name in os.environ if name.startswith("DRIVETRAIN_") and name not in _SETTINGS)
-    for name in unknown:
-        _row(name, f"{os.environ[name]}  (environment)")
+    secrets = Secrets()
+    home = str(Path.home())
+    title = ""
+    for section, name, value in _report(config_file):
+        if section != title:
+            click.echo(f"{chr(10) if title else ''}{section}")
+            title = section
+        shown = "<hidden>" if is_secret_name(name) else secrets.in_text(value)
+        if len(home) > 1:
+            shown = re.sub(rf"{re.escape(home)}(?=/|$|\s|:)", "~", shown)
+        click.echo(f"  {name:<40}{shown}")
     click.echo("\nAn argument in the script wins over the launcher's flag, and a flag over the environment.")
 
 
-def _section(title: str) -> None:
-    click.echo(f"\n{title}" if title != "Versions" else title)
+def _report(config_file: str | None) -> Iterator[tuple[str, str, str]]:
+    """The rows of the report: section, name and value."""
+    yield from _versions()
+    yield from _devices()
+    yield from _process()
+    yield from _settings()
+    if config_file is not None:
+        for name, value in _flattened(_read(config_file)):
+            yield f"Configuration in {config_file}", name, value
 
 
-def _row(name: str, value: str) -> None:
-    click.echo(f"  {name:<40}{value}")
+def _versions() -> Iterator[tuple[str, str, str]]:
+    import drivetrain
+
+    yield "Versions", "drivetrain", f"{drivetrain.__version__} ({Path(drivetrain.__file__).parent})"
+    yield "Versions", "python", f"{platform.python_version()} ({sys.executable})"
+    yield "Versions", "system", platform.platform()
+    for package in _PACKAGES:
+        try:
+            yield "Versions", package, version(package)
+        except PackageNotFoundError:
+            yield "Versions", package, "not installed"
+
+
+def _devices() -> Iterator[tuple[str, str, str]]:
+    import psutil
+
+    from drivetrain.runtime.devices import available_device_kinds
+
+    for kind in available_device_kinds():
+        count = f"{os.cpu_count()} cores" if kind.name == "cpu" else f"{kind.count()} device(s)"
+        yield "Devices", kind.name, f"{count}, process groups over {kind.backend}"
+    yield "Devices", "memory", f"{psutil.virtual_memory().total / 2**30:.1f} GiB"
+
+
+def _process() -> Iterator[tuple[str, str, str]]:
+    from drivetrain.runtime.environment import ProcessEnvironment
+    from drivetrain.runtime.errors import ConfigurationError
+
+    try:
+        place = ProcessEnvironment.detect()
+        yield "Process", "rank", f"{place.rank} of {place.world_size} (from {place.source})"
+    except ConfigurationError as error:
+        yield "Process", "rank", str(error)
+
+
+def _settings() -> Iterator[tuple[str, str, str]]:
+    for name, meaning in _SETTINGS.items():
+        given = os.environ.get(name)
+        yield "Settings", name, f"{given}  (environment)" if given is not None else f"not set  ({meaning})"
+    for name in sorted(name for name in os.environ if _OTHERS.search(name) and name not in _SETTINGS):
+        yield "Settings", name, f"{os.environ[name]}  (environment)"
+
+
+def _read(config_file: str) -> Any:
+    import yaml
+
+    from drivetrain.runtime.errors import ConfigurationError
+
+    try:
+        return yaml.safe_load(Path(config_file).read_text())
+    except (OSError, yaml.YAMLError) as error:
+        raise ConfigurationError(f"The configuration file {config_file!r} cannot be read: {error}") from error
+
+
+def _flattened(value: Any, prefix: str = "") -> Iterator[tuple[str, str]]:
+    """Nested settings as rows, `fsdp_config.fsdp_version` and the like."""
+    if isinstance(value, Mapping):
+        for name, each in value.items():
+            yield from _flattened(each, f"{prefix}.{name}" if prefix else str(name))
+    else:
+        yield prefix or "all", str(value)

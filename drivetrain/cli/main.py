@@ -17,9 +17,29 @@ _COMMANDS = {
         "drivetrain.cli.launch:launch",
         "Run a script on several processes, here or on several machines.",
     ),
+    "test": (
+        "drivetrain.cli.test:test",
+        "Train for a moment on the configured setup, and report what is wrong with it.",
+    ),
+    "estimate-memory": (
+        "drivetrain.cli.estimate_memory:estimate_memory",
+        "Estimate the memory that a model takes in training and in inference.",
+    ),
     "merge-weights": (
         "drivetrain.cli.merge_weights:merge_weights",
         "Write the weights in a checkpoint as plain safetensors.",
+    ),
+    "import-checkpoint": (
+        "drivetrain.cli.import_checkpoint:import_checkpoint",
+        "Convert a checkpoint of Accelerate into one of drivetrain.",
+    ),
+    "to-fsdp2": (
+        "drivetrain.cli.to_fsdp2:to_fsdp2",
+        "Rewrite a configuration for FSDP 1 as one for FSDP 2.",
+    ),
+    "tpu-config": (
+        "drivetrain.cli.tpu_config:tpu_config",
+        "Run commands on all workers of a TPU pod.",
     ),
     "env": (
         "drivetrain.cli.env:env",

@@ -2,10 +2,22 @@
 
 from __future__ import annotations
 
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+
 import click
 
+_UNSAFE_NAME = "pytorch_model.bin"
 
-@click.command(name="merge-weights")
+
+@click.command(
+    name="merge-weights",
+    context_settings={
+        "token_normalize_func": lambda token: token.replace("_", "-"),
+        "help_option_names": ["-h", "--help"],
+    },
+)
 @click.argument("checkpoint")
 @click.argument("output", type=click.Path(file_okay=False))
 @click.option("--max-shard-size", default="5GB", show_default=True, help="Bytes in a file at most, such as 500MB.")
@@ -14,6 +26,8 @@ import click
 @click.option("--module", default=None, help="Write the weights of this module alone, by their names in it.")
 @click.option("--overwrite", is_flag=True, help="Write into a directory that holds something already.")
 @click.option("--no-verify", is_flag=True, help="Do not check the checkpoint's files against its manifest first.")
+@click.option("--unsafe-serialization", is_flag=True, help=f"Write {_UNSAFE_NAME}, a pickle, instead of safetensors.")
+@click.option("--remove-checkpoint-dir", is_flag=True, help="Remove CHECKPOINT once its weights are written.")
 def merge_weights(
     checkpoint: str,
     output: str,
@@ -23,6 +37,8 @@ def merge_weights(
     module: str | None,
     overwrite: bool,
     no_verify: bool,
+    unsafe_serialization: bool,
+    remove_checkpoint_dir: bool,
 ) -> None:
     """Write the weights in CHECKPOINT, of any strategy and number of processes, as safetensors into OUTPUT.
 
@@ -32,23 +48,62 @@ def merge_weights(
     from drivetrain.checkpoint import consolidate
     from drivetrain.strategies.deepspeed.native import merge_native, native_folder
 
+    if remove_checkpoint_dir:
+        _check_removable(checkpoint, output)
     if native_folder(checkpoint) is not None:
         files = merge_native(
             checkpoint, output, max_shard_size, dtype, module=module, overwrite=overwrite, progress=True
         )
-        for path in files:
-            click.echo(path)
-        return
-    files = consolidate(
-        checkpoint,
-        output,
-        max_shard_size,
-        dtype,
-        model=model,
-        module=module,
-        overwrite=overwrite,
-        verify=not no_verify,
-        progress=True,
-    )
+    else:
+        files = consolidate(
+            checkpoint,
+            output,
+            max_shard_size,
+            dtype,
+            model=model,
+            module=module,
+            overwrite=overwrite,
+            verify=not no_verify,
+            progress=True,
+        )
+    if unsafe_serialization:
+        files = [_as_pickle(files, Path(output))]
     for path in files:
         click.echo(path)
+    if remove_checkpoint_dir:
+        shutil.rmtree(checkpoint)
+
+
+def _check_removable(checkpoint: str, output: str) -> None:
+    """Refuse to remove what is no folder of this machine, or what the weights are written into."""
+    from drivetrain.runtime.errors import ConfigurationError
+
+    source = Path(checkpoint)
+    if not source.is_dir():
+        raise ConfigurationError(
+            f"--remove-checkpoint-dir removes a directory of this machine, but {checkpoint!r} is none. Leave it out."
+        )
+    if Path(output).resolve().is_relative_to(source.resolve()):
+        raise ConfigurationError(
+            f"--remove-checkpoint-dir would remove the weights too: {output!r} is inside {checkpoint!r}. Give another "
+            "output."
+        )
+
+
+def _as_pickle(files: Sequence[str], output: Path) -> str:
+    """Put the weights of safetensors files into one pickle, and remove the files."""
+    import torch
+    from safetensors import safe_open
+
+    weights = {}
+    for path in files:
+        with safe_open(path, "pt") as file:
+            weights |= {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+            described = file.metadata() or {}
+        # Tied weights are written once; the header names the others.
+        weights |= {name: weights[first] for name, first in described.items() if first in weights}
+    target = output / _UNSAFE_NAME
+    torch.save(weights, target)
+    for path in (*files, *output.glob("*.safetensors.index.json")):
+        Path(path).unlink()
+    return str(target)

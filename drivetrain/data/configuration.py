@@ -66,12 +66,12 @@ class DataLoaderConfiguration:
             epoch with the seed plus the epoch.
         data_seed: The seed for `use_seedable_sampler`. None means the run's seed (see `set_seed`).
         non_blocking: Copy batches to the device without waiting, where the host memory is pinned.
-        use_stateful_dataloader: Not needed here and refused: loaders keep their position themselves.
+        use_stateful_dataloader: Let loaders continue by themselves after `Accelerator.load_state`: the next iteration
+            begins with the next sample. By default it begins at the start of the epoch that was interrupted, in the
+            same order, for scripts that skip what they have seen. Every prepared loader has `state_dict` and
+            `load_state_dict`, so torchdata is not needed.
         seed_samples: In a seeded run, derive each sample's random state from the seed, the epoch and the sample's
             index. None means yes where the run is seeded; False switches it off; True insists on a seed.
-
-    Raises:
-        ConfigurationError: If `use_stateful_dataloader` is set.
 
     Example:
         ```python
@@ -89,11 +89,3 @@ class DataLoaderConfiguration:
     non_blocking: bool = False
     use_stateful_dataloader: bool = False
     seed_samples: bool | None = None
-
-    def __post_init__(self) -> None:
-        if self.use_stateful_dataloader:
-            raise ConfigurationError(
-                "use_stateful_dataloader=True asks for torchdata's StatefulDataLoader. It is not needed: the position "
-                "is already part of every prepared loader's state (state_dict and load_state_dict), and a resumed "
-                "run continues with the next sample. Remove the option and prepare a torch.utils.data.DataLoader."
-            )

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
-from torch.utils.data import DistributedSampler
+from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 
 from drivetrain.data.agreement import ending_together, with_rows_of_all
 from drivetrain.data.batch_info import ActiveLoaders, BatchInfo
@@ -29,18 +29,20 @@ from drivetrain.runtime.state import PartialState
 Place = Callable[[Any], Any]
 
 
-class PreparedLoader:
+class PreparedLoader(DataLoader[Any]):
     """Iterates this process's share of a user's loader; made by `prepare_loader`.
 
     Over all processes together, in the order of (step, rank), the batches are those of the user's loader in one plain
     process. Attributes that are not listed here are those of the user's loader: `dataset`, `batch_size`, `sampler`,
-    `batch_sampler`, `num_workers`, `collate_fn`, `drop_last` and so on.
+    `batch_sampler`, `num_workers`, `collate_fn`, `drop_last` and so on. `isinstance` finds it to be a
+    `torch.utils.data.DataLoader`, and it can be copied and pickled at any time; a copy iterates by itself.
 
     Attributes:
         loader: The user's loader.
         current: What is known about the batch that was handed out last; None outside of a loop.
         active: Where loaders that are being iterated are listed.
         advanced: The time, by the clock of `active`, at which the last batch was handed out.
+        stateful: Whether `Accelerator.load_state` lets it begin where it was, rather than at the start of that epoch.
     """
 
     def __init__(
@@ -52,13 +54,18 @@ class PreparedLoader:
         active: ActiveLoaders,
         seedable: SeedableSampler | None = None,
         fill: bool = False,
+        stateful: bool = False,
+        recipe: Callable[[Iterable[Any]], PreparedLoader] | None = None,
     ) -> None:
+        # Not DataLoader.__init__: dataset, sampler and workers are those of the loader inside.
         self.loader = loader
+        self.stateful = stateful
         self.active = active
         self.current: BatchInfo | None = None
         self.advanced = 0
         self._reader = reader
         self._layout = layout
+        self._recipe = recipe
         self._place = place
         self._seedable = seedable
         self._fill = fill
@@ -70,9 +77,16 @@ class PreparedLoader:
         self._start: EpochStart | None = None
         self._forwarded: list[tuple[Any, int]] = []  # the epochs that were given to samplers
 
+    __setattr__ = object.__setattr__  # torch's guards attributes that this loader has not
+
+    @property
+    def multiprocessing_context(self) -> Any:
+        """How the workers of the user's loader start."""
+        return self.loader.multiprocessing_context  # type: ignore[attr-defined]
+
     # iterating
 
-    def __iter__(self) -> Iterator[Any]:
+    def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
         return self.iterate()
 
     def iterate(self, limit: float | None = None, together: bool = False) -> Iterator[Any]:
@@ -183,6 +197,11 @@ class PreparedLoader:
         self._layout = self._layout._replace(tail=TailPolicy(tail))
         self._reader.layout = self._reader.layout._replace(tail=TailPolicy(tail))
 
+    @property
+    def ends_as_its_stream(self) -> bool:
+        """Whether the batches are those of an iterable dataset."""
+        return isinstance(getattr(self.loader, "dataset", None), IterableDataset)
+
     # epochs
 
     @property
@@ -248,15 +267,26 @@ class PreparedLoader:
         """Whether the next iteration begins at a position that was loaded or skipped to."""
         return self._resume is not None
 
+    @property
+    def resumes_within(self) -> bool:
+        """Whether that position is not the start of its epoch."""
+        return self._resume is not None and bool(self._resume.batches or self._resume.samples)
+
     def skip(self, num_batches: int) -> None:
         """Begin the next iteration, and only this one, after so many of this process's batches.
 
-        Of a map-style dataset nothing is read that is skipped.
+        Of a map-style dataset nothing is read that is skipped. The order of an epoch that was loaded is kept.
 
         Args:
             num_batches: From 0.
         """
-        self._resume = Position(batches=checked_count(num_batches) * self._layout.group_size)
+        start = None if self._resume is None else self._resume.start
+        self._resume = Position(batches=checked_count(num_batches) * self._layout.group_size, start=start)
+
+    def rewind(self) -> None:
+        """Begin the next iteration at the start of the epoch that a loaded position is in, in that epoch's order."""
+        if self._resume is not None:
+            self._resume = None if self._resume.start is None else Position(start=self._resume.start)
 
     def state_dict(self) -> dict[str, Any]:
         """The position: the epoch, the samples consumed in it by all processes, and what its order is drawn from.
@@ -357,6 +387,12 @@ class PreparedLoader:
         return size * self._layout.group_size if isinstance(size, int) else None
 
     @property
+    def batch_rows(self) -> int | None:
+        """Rows of a full batch of this process; None if unknown."""
+        total = self.total_batch_size
+        return None if total is None else total // self._layout.shard.count
+
+    @property
     def total_dataset_length(self) -> int:
         """Samples of the whole dataset."""
         return len(self.dataset)
@@ -365,6 +401,11 @@ class PreparedLoader:
         if name.startswith("__") or name == "loader":
             raise AttributeError(name)
         return getattr(self.loader, name)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        if self._recipe is None:
+            raise TypeError("A prepared loader can be copied where prepare_loader made it.")
+        return _again, (self._recipe, self.loader, self.state_dict())
 
     def __repr__(self) -> str:
         shard = self._layout.shard
@@ -376,3 +417,10 @@ def checked_count(num_batches: int) -> int:
     if num_batches < 0:
         raise ConfigurationError(f"The number of batches to skip must be 0 or more, but got {num_batches}.")
     return num_batches
+
+
+def _again(recipe: Callable[[Any], PreparedLoader], loader: Any, position: Mapping[str, Any]) -> PreparedLoader:
+    """A prepared loader as it comes out of a pickle or a deep copy: prepared again, at the same position."""
+    prepared = recipe(loader)
+    prepared.load_state_dict(position)
+    return prepared

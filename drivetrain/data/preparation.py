@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -24,7 +25,7 @@ from drivetrain.runtime.errors import ConfigurationError
 from drivetrain.runtime.seeds import recorded_seed
 
 
-class SkippingLoader:
+class SkippingLoader(DataLoader[Any]):
     """A prepared loader whose iterations begin after its first batches; made by `skip_first_batches`.
 
     It has no state: the epoch, the position and all attributes are those of the loader that it skips in, so that an
@@ -39,8 +40,18 @@ class SkippingLoader:
         self.whole = whole
         self.count = count
 
-    def __iter__(self) -> Iterator[Any]:
-        if not self.whole.resumes:  # a position that was loaded is where the skipping would lead, and exact
+    __setattr__ = object.__setattr__
+
+    @property
+    def multiprocessing_context(self) -> Any:
+        """How the workers of the user's loader start."""
+        return self.whole.multiprocessing_context
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return SkippingLoader, (self.whole, self.count)
+
+    def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
+        if not self.whole.resumes_within:  # a position that was loaded is where the skipping would lead, and exact
             self.whole.skip(self.count)
         return iter(self.whole)
 
@@ -109,7 +120,11 @@ def prepare_loader(
     reader = _make_reader(loader, layout, config, _sample_seed_of(config, seed))
     if active is None:  # not `or`: a list of loaders that is empty is still the caller's
         active = ActiveLoaders()
-    return PreparedLoader(loader, reader, layout, overlapped(place, device), active, seedable, fill)
+    recipe = partial(
+        prepare_loader, shard=shard, place=place, device=device, config=config, tail=tail, seed=seed, fill=fill
+    )
+    placement, stateful = overlapped(place, device), config.use_stateful_dataloader
+    return PreparedLoader(loader, reader, layout, placement, active, seedable, fill, stateful, recipe)
 
 
 def skip_first_batches(dataloader: Iterable[Any], num_batches: int = 0) -> SkippingLoader:

@@ -44,6 +44,10 @@ class DeviceKind:
         self.backend = backend
         self.aliases = aliases
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        # One object of each kind in a process, also after a copy or in another process.
+        return _kind_named, (self.name,)
+
     @property
     def module(self) -> Any:
         """Torch's module for this kind, such as `torch.cuda`; None where torch was built without it."""
@@ -373,3 +377,8 @@ def detect_device_kind() -> DeviceKind:
         if accelerator is not None and accelerator.type in _KINDS:
             return _KINDS[accelerator.type]
     return _KINDS["cpu"]
+
+
+def _kind_named(name: str) -> DeviceKind:
+    """The kind of this name, whether this machine has one or not."""
+    return _KINDS[name]

@@ -38,7 +38,13 @@ def refuse_unknown(given: Iterable[str], function: Callable[..., Any], name: str
 
 
 class KnownKeywords:
-    """A class whose constructor refuses unknown keyword arguments by `UnknownArgumentError`."""
+    """A class whose constructor refuses unknown keyword arguments by `UnknownArgumentError`.
+
+    Attributes:
+        made_with: The arguments that an object was made with, by position and by name.
+    """
+
+    made_with: tuple[tuple[Any, ...], dict[str, Any]]
 
     if not TYPE_CHECKING:
 
@@ -46,4 +52,11 @@ class KnownKeywords:
             kinds = [each.kind for each in inspect.signature(cls.__init__).parameters.values()]
             if keywords and inspect.Parameter.VAR_KEYWORD not in kinds:
                 refuse_unknown(keywords, cls.__init__, cls.__name__)
-            return super().__new__(cls)
+            made = super().__new__(cls)
+            made.made_with = args, keywords
+            return made
+
+
+def made_again(kind: type[Any], arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
+    """An object of a class, made with the arguments that another one was made with."""
+    return kind(*arguments, **keywords)

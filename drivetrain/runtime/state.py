@@ -40,6 +40,8 @@ EXIT_PATIENCE = timedelta(seconds=3)
 """How long a process that ends waits for its peers to end too."""
 
 _TRUE = {"1", "true", "yes", "on"}
+_FOUND = ("environment", "kind", "device", "backend", "debug", "heartbeat", "call_comparison")
+_OF_THE_GROUP = ("store", "leaving", "heartbeat")
 
 
 class DistributedType(str, Enum):
@@ -48,10 +50,17 @@ class DistributedType(str, Enum):
     NO = "NO"
     MULTI_CPU = "MULTI_CPU"
     MULTI_GPU = "MULTI_GPU"
-    MULTI_XPU = "MULTI_XPU"
     MULTI_NPU = "MULTI_NPU"
     MULTI_MLU = "MULTI_MLU"
+    MULTI_SDAA = "MULTI_SDAA"
+    MULTI_MUSA = "MULTI_MUSA"
+    MULTI_XPU = "MULTI_XPU"
+    DEEPSPEED = "DEEPSPEED"
+    FSDP = "FSDP"
+    XLA = "XLA"
+    MEGATRON_LM = "MEGATRON_LM"
     MULTI_HPU = "MULTI_HPU"
+    MULTI_NEURON = "MULTI_NEURON"
     MULTI_DEVICE = "MULTI_DEVICE"
 
 
@@ -132,7 +141,8 @@ class PartialState:
                 )
                 self._shared["store"] = store
                 atexit.register(self._leave)
-        self.heartbeat = _watched_heartbeat(kind)
+        if "heartbeat" not in self._shared:
+            self.heartbeat = _watched_heartbeat(kind)
         self.call_comparison = None
         if self.debug and environment.is_distributed:
             limit = timeout or group_timeout() or DEFAULT_TIMEOUT
@@ -179,14 +189,31 @@ class PartialState:
 
     @classmethod
     def _reset_state(cls) -> None:
-        """Forget everything, for tests; the process group must be gone."""
-        cls._shared.clear()
+        """Forget who this process is: whatever asks next, also by an instance that was there before, finds it again.
+
+        A process group that was not left stays, and the next state is in it.
+        """
+        stays = _OF_THE_GROUP if dist.is_available() and dist.is_initialized() else ()
+        for name in [name for name in cls._shared if name not in stays]:
+            del cls._shared[name]
+
+    def __getattr__(self, name: str) -> Any:
+        # Only asked for what is not there: after a reset, or in an instance that comes out of a pickle.
+        if name not in _FOUND or self.initialized:
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        PartialState.__init__(self)
+        return self.__dict__[name]
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _sharing, (type(self),)
 
     # who and how many
 
     @property
     def distributed_type(self) -> DistributedType:
         """How the processes are spread."""
+        if self.kind.name == "xla":
+            return DistributedType.XLA
         if not self.use_distributed:
             return DistributedType.NO
         word = {"cpu": "CPU", "cuda": "GPU"}.get(self.kind.name, self.kind.name.upper())
@@ -226,6 +253,15 @@ class PartialState:
     def is_last_process(self) -> bool:
         """Whether this is the process with the highest rank."""
         return self.environment.rank == self.environment.world_size - 1
+
+    @property
+    def fork_launched(self) -> bool:
+        """Whether a notebook's launcher has forked this process."""
+        return os.environ.get("FORK_LAUNCHED", "").lower() in _TRUE
+
+    def set_device(self) -> None:
+        """Make this process's device the current one of its kind."""
+        self.kind.set_device(self.device)
 
     @property
     def default_device(self) -> torch.device:
@@ -309,12 +345,14 @@ class PartialState:
 
     # only on some processes
 
-    def on_main_process(self, function: Function) -> Function:
+    def on_main_process(self, function: Callable[..., Any] | None = None) -> Any:
         """Decorate a function so that only the main process runs it; the others get None."""
-        return self._only(function, lambda: self.is_main_process)
+        return self.on_main_process if function is None else self._only(function, lambda: self.is_main_process)
 
-    def on_local_main_process(self, function: Function) -> Function:
+    def on_local_main_process(self, function: Callable[..., Any] | None = None) -> Any:
         """Decorate a function so that only each machine's first process runs it."""
+        if function is None:
+            return self.on_local_main_process
         return self._only(function, lambda: self.is_local_main_process)
 
     def on_last_process(self, function: Function) -> Function:
@@ -346,8 +384,15 @@ class PartialState:
         if self.is_local_main_process:
             builtins.print(*args, **kwargs)
 
-    def destroy_process_group(self) -> None:
-        """Leave the process group after waiting for the peers."""
+    def destroy_process_group(self, group: Any = None) -> None:
+        """Leave the process group after waiting for the peers.
+
+        Args:
+            group: A group that a script has made beside it, which alone is destroyed.
+        """
+        if group is not None:
+            dist.destroy_process_group(group)
+            return
         if self.use_distributed and self.debug:
             verify_operation("destroy_process_group", None, self)
         self._release()
@@ -418,3 +463,10 @@ def _part(inputs: Any, start: int, end: int, missing: int) -> Any:
         f"split_between_processes cannot repeat the last item of a {type(inputs).__name__}. Give a list, a "
         "tuple or a tensor, or leave apply_padding off."
     )
+
+
+def _sharing(kind: type[PartialState]) -> PartialState:
+    """An instance that finds its process's state when it is asked for it."""
+    state = kind.__new__(kind)
+    state.__dict__ = PartialState.registry()
+    return state

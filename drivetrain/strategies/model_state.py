@@ -60,8 +60,18 @@ class ModelState:
 
     def full(self, model: nn.Module) -> dict[str, torch.Tensor]:
         """All parameters and buffers, whole and on the CPU, on rank 0; an empty dict elsewhere."""
-        if self.topology.rank != 0:
-            return {}
+        return self._held(model) if self.topology.rank == 0 else {}
+
+    def whole(self, model: nn.Module) -> dict[str, torch.Tensor]:
+        """As `full`, but on every process where each holds the model whole."""
+        return self._held(model) if self.holds_whole else self.full(model)
+
+    @property
+    def holds_whole(self) -> bool:
+        """Whether every process holds models whole."""
+        return type(self).full is ModelState.full
+
+    def _held(self, model: nn.Module) -> dict[str, torch.Tensor]:
         return {name: value.detach().cpu() for name, value in self.unwrap(model).state_dict().items()}
 
     def original_type(self, module: nn.Module) -> type[nn.Module]:

@@ -288,3 +288,12 @@ def test_gradients_are_reduced_where_a_window_ends_or_each_time_if_asked():
     for each in run_in_processes(averaged_over_processes, 2, args=(True,)):
         assert each["gradients"] == pytest.approx([3.5, 11.5, 17.5])
         assert each["within"] == pytest.approx(0.5 / 4)
+
+
+@pytest.mark.parametrize("loader", [ones(6), DataLoader(Stream(6), batch_size=1)], ids=["length", "stream"])
+def test_a_short_window_is_divided_by_the_full_number_where_asked(loader):
+    plugin = GradientAccumulationPlugin(num_steps=4, average_short_window=False)
+    loop = Loop(gradient_accumulation_plugin=plugin)
+    assert loop.run(loop.accelerator.prepare(loader)) == [1.0, 0.5]
+    usual = Loop(steps=4)
+    assert usual.run(usual.accelerator.prepare(loader)) == [1.0, 1.0]

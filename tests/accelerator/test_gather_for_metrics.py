@@ -248,3 +248,22 @@ def test_in_one_process_nothing_is_changed():
     loader = accelerator.prepare(DataLoader(range(6), batch_size=4))
     for batch in loader:
         assert accelerator.gather_for_metrics(batch) is batch
+
+
+def repeated_losses(even_batches: bool) -> list[Any]:
+    accelerator = Accelerator(cpu=True, dataloader_config=DataLoaderConfiguration(even_batches=even_batches))
+    loader = accelerator.prepare(DataLoader(range(13), batch_size=4))
+    losses, objects = [], []
+    for batch in loader:
+        value = batch.float().mean()
+        losses += accelerator.gather_for_metrics(value.repeat(4)).tolist()
+        objects.append(accelerator.gather_for_metrics({"loss": value.repeat(4), "name": "loss"})["name"])
+    return [losses, objects]
+
+
+@pytest.mark.parametrize(("processes", "even_batches"), [(1, True), (2, True), (2, False)])
+def test_a_loss_repeated_by_the_batch_size_counts_for_the_real_rows(processes, even_batches):
+    for losses, objects in run_in_processes(repeated_losses, processes, args=(even_batches,)):
+        assert len(losses) == 13
+        assert losses[:12] == [value for value in (1.5, 5.5, 9.5) for _ in range(4)]
+        assert objects[-1] == ("loss" if processes == 1 else ["loss"] * processes)

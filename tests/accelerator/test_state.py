@@ -12,7 +12,14 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from drivetrain import Accelerator, CheckpointError, ConfigurationError, PartialState, ProjectConfiguration
+from drivetrain import (
+    Accelerator,
+    CheckpointError,
+    ConfigurationError,
+    DataLoaderConfiguration,
+    PartialState,
+    ProjectConfiguration,
+)
 from tests.pool import run_in_processes
 
 
@@ -61,8 +68,17 @@ class Run:
         self.counter.seen += index.tolist()
         self.log.append((loss.item(), self.scheduler.get_last_lr()[0]))
 
-    def epoch(self, loader: Any = None, save_after: int | None = None, folder: Any = None, stop: bool = False) -> None:
+    def epoch(
+        self,
+        loader: Any = None,
+        save_after: int | None = None,
+        folder: Any = None,
+        stop: bool = False,
+        pass_over: int = 0,
+    ) -> None:
         for number, (x, index) in enumerate(self.loader if loader is None else loader):
+            if number < pass_over:
+                continue
             self.step(x, index)
             if number + 1 == save_after:
                 self.accelerator.save_state(folder)
@@ -86,27 +102,29 @@ def uninterrupted(folder: str, save_after: int, precision: str) -> dict[str, Any
     return run.outcome()
 
 
-def continued(folder: str, save_after: int, precision: str, recipe: bool) -> dict[str, Any]:
-    """A new process that loads; by itself, or by Accelerate's recipe, which counts and skips by hand."""
-    run = Run(precision)
+def continued(folder: str, save_after: int, precision: str, way: str) -> dict[str, Any]:
+    """A new process that loads, and leaves out what the epoch has seen already: one of Accelerate's three ways."""
+    stateful = DataLoaderConfiguration(use_stateful_dataloader=way == "stateful")
+    run = Run(precision, dataloader_config=stateful)
     run.accelerator.load_state(folder)
-    if recipe and save_after < len(run.loader):
-        run.epoch(run.accelerator.skip_first_batches(run.loader, save_after))
-    elif save_after < len(run.loader):
-        run.epoch()
+    if save_after < len(run.loader):
+        batches = run.loader
+        if way == "skip":
+            batches = run.accelerator.skip_first_batches(run.loader, save_after)
+        run.epoch(batches, pass_over=save_after if way == "count" else 0)
     run.epoch()
     return run.outcome()
 
 
-@pytest.mark.parametrize("recipe", [False, True], ids=["load", "load and skip"])
+@pytest.mark.parametrize("way", ["stateful", "skip", "count"])
 @pytest.mark.parametrize(
     ("processes", "save_after", "precision"),
     [(1, 7, "no"), (1, 20, "no"), (2, 4, "no"), (2, 10, "bf16"), (1, 7, "fp16")],
 )
-def test_continued_is_as_uninterrupted(tmp_path, processes, save_after, precision, recipe):
+def test_continued_is_as_uninterrupted(tmp_path, processes, save_after, precision, way):
     folder = str(tmp_path / "state")
     expected = run_in_processes(uninterrupted, processes, args=(folder, save_after, precision))
-    found = run_in_processes(continued, processes, args=(folder, save_after, precision, recipe))
+    found = run_in_processes(continued, processes, args=(folder, save_after, precision, way))
     assert found[0] == expected[0]
     for each, other in zip(found[1:], expected[1:], strict=True):
         # What is registered is rank 0's, as in Accelerate, and so is what DDP sends to all before each forward.
@@ -126,7 +144,7 @@ def saved_in_a_skipped_epoch(folder: str) -> dict[str, Any]:
     run.epoch(run.accelerator.skip_first_batches(run.loader, 3), save_after=4, folder=folder, stop=True)
     run = Run()
     run.accelerator.load_state(folder)
-    run.epoch()
+    run.epoch(run.accelerator.skip_first_batches(run.loader, 3 + 4))
     run.epoch()
     return run.outcome()
 
@@ -150,7 +168,7 @@ def saved_by_two(folder: str) -> dict[str, Any]:
 
 
 def loaded_by_one(folder: str) -> dict[str, Any]:
-    run = Run()
+    run = Run(dataloader_config=DataLoaderConfiguration(use_stateful_dataloader=True))
     run.accelerator.load_state(folder)
     before = run.outcome() if run.log else None
     assert before is None
@@ -257,9 +275,7 @@ def test_without_a_name_there_must_be_numbers(tmp_path):
 @pytest.mark.parametrize(
     ("prepare", "message"),
     [
-        (lambda a: None, "1 models, but here are 0"),
         (lambda a: a.prepare(nn.Linear(1, 1), nn.Linear(1, 1)), "1 models, but here are 2"),
-        (lambda a: a.prepare(nn.Linear(1, 1)), "1 optimizers, but here are 0"),
         (lambda a: _prepare_all(a, registered=2), "1 objects registered for checkpointing, but here are 2"),
     ],
 )
@@ -271,6 +287,21 @@ def test_a_checkpoint_of_other_objects_is_refused(tmp_path, prepare, message):
     prepare(other)
     with pytest.raises(CheckpointError, match=message):
         other.load_state(tmp_path / "state")
+
+
+def test_fewer_objects_than_were_saved_are_loaded_and_the_rest_is_named(tmp_path, caplog):
+    accelerator = Accelerator(cpu=True)
+    models = [nn.Linear(1, 1), nn.Conv1d(1, 1, 1)]
+    optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in models]
+    accelerator.prepare(*models, *optimizers)
+    accelerator.register_for_checkpointing(Counter())
+    accelerator.save_state(tmp_path / "state")
+    other = Accelerator(cpu=True)
+    model = other.prepare(nn.Linear(1, 1))
+    other.load_state(tmp_path / "state")
+    assert torch.equal(model.weight, models[0].weight)
+    for left in ("2 models", "2 optimizers", "1 objects registered", "Left: Conv1d.", "Left: SGD, SGD.", "Counter"):
+        assert left in caplog.text
 
 
 def _prepare_all(accelerator: Accelerator, registered: int = 1) -> None:
@@ -320,7 +351,6 @@ def whole_state() -> dict[str, Any]:
     return {"rank": PartialState().process_index, "names": list(state)}
 
 
-def test_the_whole_state_is_on_the_main_process_under_the_model_s_own_names():
-    first, second = run_in_processes(whole_state, 2)
-    assert first["names"] == ["0.weight", "0.bias"]
-    assert second["names"] == []
+def test_the_whole_state_is_on_every_process_under_the_model_s_own_names():
+    for found in run_in_processes(whole_state, 2):
+        assert found["names"] == ["0.weight", "0.bias"]

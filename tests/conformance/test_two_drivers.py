@@ -88,7 +88,8 @@ def raw_loop(strategy: str, run: Run, load: str, save: str) -> None:
     prepared = accelerator.prepare(task, task.configure_optimizers(), data_of(run, accelerator))
     model, optimizer, loader = prepared
     accelerator.load_state(load)
-    take_steps(accelerator, model, optimizer, loader, list(model.parameters()))
+    rest = accelerator.skip_first_batches(loader, 2)
+    take_steps(accelerator, model, optimizer, rest, list(model.parameters()))
     accelerator.save_state(save)
 
 

@@ -101,11 +101,6 @@ def test_a_very_large_random_sampler_is_told_of_a_better_one(caplog: pytest.LogC
     assert caplog.text.count("PermutationSampler") == 1
 
 
-def test_a_stateful_loader_is_refused_with_what_to_do() -> None:
-    with pytest.raises(ConfigurationError, match="state_dict and load_state_dict"):
-        DataLoaderConfiguration(use_stateful_dataloader=True)
-
-
 @pytest.mark.parametrize("loader", [5, None, torch.nn.Linear(1, 1)])
 def test_what_cannot_be_iterated_is_refused(loader: Any) -> None:
     with pytest.raises(ConfigurationError, match="cannot be iterated"):

@@ -9,7 +9,16 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, TensorDataset
 
-from drivetrain import Accelerator, Callback, CheckpointError, CombinedLoader, Task, Trainer, consolidate
+from drivetrain import (
+    Accelerator,
+    Callback,
+    CheckpointError,
+    CombinedLoader,
+    DataLoaderConfiguration,
+    Task,
+    Trainer,
+    consolidate,
+)
 from drivetrain.checkpoint import Checkpoint, save_run_state
 from drivetrain.runtime.seeds import RandomState
 from tests.trainer.tasks import quiet
@@ -72,7 +81,7 @@ def raw_loop(load: Any, steps: int, save: Any = None, task: Net | None = None) -
     """The same steps in a loop of the user's own."""
     task = task or Net()
     [optimizer], [config] = task.configure_optimizers()
-    accelerator = Accelerator(cpu=True)
+    accelerator = Accelerator(cpu=True, dataloader_config=DataLoaderConfiguration(use_stateful_dataloader=True))
     _, optimizer, schedule, data = accelerator.prepare(task, optimizer, config["scheduler"], loader())
     if load is not None:
         accelerator.load_state(load)

@@ -8,7 +8,8 @@ from typing import Any, TypeVar
 
 import torch
 
-from drivetrain.runtime.state import DistributedType, PartialState
+from drivetrain.accelerator.engine_state import AcceleratorState
+from drivetrain.runtime.state import DistributedType
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
@@ -16,7 +17,7 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 class ProcessControl:
     """Accelerate's process members, each the one of `self.state`."""
 
-    state: PartialState
+    state: AcceleratorState
 
     @property
     def device(self) -> torch.device:
@@ -31,6 +32,11 @@ class ProcessControl:
     @property
     def use_distributed(self) -> bool:
         """Whether there is more than one process."""
+        return self.state.use_distributed
+
+    @property
+    def multi_device(self) -> bool:
+        """Whether there is more than one process, each with a device of its own."""
         return self.state.use_distributed
 
     @property
@@ -79,11 +85,11 @@ class ProcessControl:
         """Give each process its contiguous part of `inputs`; see `PartialState.split_between_processes`."""
         return self.state.split_between_processes(inputs, apply_padding)
 
-    def on_main_process(self, function: Function) -> Function:
+    def on_main_process(self, function: Callable[..., Any] | None = None) -> Any:
         """Decorate a function so that only the main process runs it."""
         return self.state.on_main_process(function)
 
-    def on_local_main_process(self, function: Function) -> Function:
+    def on_local_main_process(self, function: Callable[..., Any] | None = None) -> Any:
         """Decorate a function so that only each machine's first process runs it."""
         return self.state.on_local_main_process(function)
 

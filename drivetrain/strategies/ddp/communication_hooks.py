@@ -13,7 +13,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from drivetrain.runtime.errors import ConfigurationError
 
-COMMUNICATION_HOOKS = ("fp16", "bf16", "powersgd")
+COMMUNICATION_HOOKS = ("fp16", "bf16", "powersgd", "batched_powersgd")
+COMMUNICATION_WRAPPERS = {"fp16": torch.float16, "bf16": torch.bfloat16}
 
 
 def bf16_hook(group: Any, bucket: Any) -> torch.futures.Future[torch.Tensor]:
@@ -34,18 +35,23 @@ def bf16_hook(group: Any, bucket: Any) -> torch.futures.Future[torch.Tensor]:
     return result
 
 
-def register_communication_hook(model: DistributedDataParallel, name: str, options: dict[str, Any]) -> None:
+def register_communication_hook(
+    model: DistributedDataParallel, name: str, options: dict[str, Any], wrapper: str | None = None
+) -> None:
     """Register one of the hooks by name.
 
     Args:
         model: The DDP module.
-        name: `"fp16"`, `"bf16"` or `"powersgd"` (Vogels et al., 2019, https://arxiv.org/abs/1905.13727).
+        name: `"fp16"`, `"bf16"`, `"powersgd"` (Vogels et al., 2019, https://arxiv.org/abs/1905.13727) or
+            `"batched_powersgd"`, which compresses each bucket as one matrix.
         options: For PowerSGD, the arguments of torch's `PowerSGDState`.
+        wrapper: A key of `COMMUNICATION_WRAPPERS`: the format that the hook is given its bucket in.
 
     Raises:
         ConfigurationError: PowerSGD has no such option.
     """
-    if name == "powersgd":
+    state, hook = None, bf16_hook if name == "bf16" else default_hooks.fp16_compress_hook
+    if name in ("powersgd", "batched_powersgd"):
         settings = {"matrix_approximation_rank": 1, "start_powerSGD_iter": 2, **options}
         try:
             state = powerSGD_hook.PowerSGDState(process_group=None, **settings)
@@ -54,9 +60,28 @@ def register_communication_hook(model: DistributedDataParallel, name: str, optio
             raise ConfigurationError(
                 f"comm_hook_options={options!r} do not suit PowerSGD ({error}). Allowed: {', '.join(allowed[1:])}."
             ) from error
-        model.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
-        return
-    register_function_hook(model, bf16_hook if name == "bf16" else default_hooks.fp16_compress_hook, None)
+        hook = powerSGD_hook.powerSGD_hook if name == "powersgd" else powerSGD_hook.batched_powerSGD_hook
+    if wrapper is not None:
+        hook = _compressed(hook, COMMUNICATION_WRAPPERS[wrapper])
+    register_function_hook(model, hook, state)
+
+
+def _compressed(hook: Callable[..., Any], dtype: torch.dtype) -> Callable[..., Any]:
+    """A hook that is given its bucket in another format, and whose result is in the bucket's own."""
+
+    def compressed(state: Any, bucket: Any) -> torch.futures.Future[torch.Tensor]:
+        own = bucket.buffer()
+        bucket.set_buffer(own.to(dtype))
+
+        def decompress(done: torch.futures.Future[Any]) -> torch.Tensor:
+            value = done.value()
+            own.copy_(value[0] if isinstance(value, list) else value)
+            return own
+
+        result: torch.futures.Future[torch.Tensor] = hook(state, bucket).then(decompress)
+        return result
+
+    return compressed
 
 
 def register_function_hook(model: DistributedDataParallel, hook: Callable[..., Any], state: Any) -> None:

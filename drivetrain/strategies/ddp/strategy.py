@@ -19,6 +19,7 @@ from drivetrain.strategies.base import Capability, MicroBatch, Output, Strategy,
 from drivetrain.strategies.capabilities import Join
 from drivetrain.strategies.ddp.communication_hooks import (
     COMMUNICATION_HOOKS,
+    COMMUNICATION_WRAPPERS,
     register_communication_hook,
     register_function_hook,
 )
@@ -38,8 +39,10 @@ class DDP(Strategy):
         bucket_cap_mb: Size of the gradient buckets, in MiB.
         gradient_as_bucket_view: Let gradients be views of the buckets, which saves a copy and its memory.
         broadcast_buffers: Send rank 0's buffers to all before each training forward.
-        comm_hook: `"fp16"`, `"bf16"`, `"powersgd"`, or a function `(state, bucket) -> Future`, to send less.
+        comm_hook: `"fp16"`, `"bf16"`, `"powersgd"`, `"batched_powersgd"`, or a function `(state, bucket) -> Future`,
+            to send less.
         comm_hook_options: Arguments of the PowerSGD state, or under `"state"` the state of a function.
+        comm_wrapper: `"fp16"` or `"bf16"`: the format that a `comm_hook` by name is given gradients in.
         sync_batchnorm: Compute batch statistics over all processes (GPU only, as torch's is).
 
     Raises:
@@ -58,6 +61,7 @@ class DDP(Strategy):
         broadcast_buffers: bool = True,
         comm_hook: str | Callable[..., Any] | None = None,
         comm_hook_options: dict[str, Any] | None = None,
+        comm_wrapper: str | None = None,
         sync_batchnorm: bool = False,
     ) -> None:
         if bucket_cap_mb <= 0:
@@ -66,6 +70,13 @@ class DDP(Strategy):
             raise ConfigurationError(
                 f"Unknown comm_hook {comm_hook!r}. Allowed: {', '.join(COMMUNICATION_HOOKS)}, or a function "
                 f"(state, bucket) -> Future.{nearest(comm_hook, COMMUNICATION_HOOKS)}"
+            )
+        if comm_wrapper is not None and (
+            comm_wrapper not in COMMUNICATION_WRAPPERS or comm_hook not in COMMUNICATION_HOOKS
+        ):
+            raise ConfigurationError(
+                f"comm_wrapper={comm_wrapper!r} beside comm_hook={comm_hook!r}: it is one of "
+                f"{', '.join(COMMUNICATION_WRAPPERS)}, around a comm_hook by name."
             )
         if comm_hook in (None, "fp16", "bf16") and comm_hook_options:
             raise ConfigurationError(f"comm_hook={comm_hook!r} takes no options, got {sorted(comm_hook_options)}.")
@@ -79,6 +90,7 @@ class DDP(Strategy):
             self.wrapper_options[BROADCAST_BUFFERS] = False
         self.comm_hook = comm_hook
         self.comm_hook_options = dict(comm_hook_options or {})
+        self.comm_wrapper = comm_wrapper
         self.sync_batchnorm = sync_batchnorm
         self._wrapped: WeakSet[DistributedDataParallel] = WeakSet()
         self._stepped: WeakKeyDictionary[Optimizer, tuple[DistributedDataParallel, ...]] = WeakKeyDictionary()
@@ -109,7 +121,7 @@ class DDP(Strategy):
             model.presence = nn.Parameter(torch.zeros((), dtype=first.dtype, device=first.device))
         wrapped = DistributedDataParallel(model, **options)
         if isinstance(self.comm_hook, str):
-            register_communication_hook(wrapped, self.comm_hook, self.comm_hook_options)
+            register_communication_hook(wrapped, self.comm_hook, self.comm_hook_options, self.comm_wrapper)
         elif self.comm_hook is not None:
             register_function_hook(wrapped, self.comm_hook, self.comm_hook_options.get("state"))
         self._wrapped.add(wrapped)

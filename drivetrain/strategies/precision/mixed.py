@@ -103,6 +103,11 @@ class Float16Mixed(MixedPrecision):
         self._held: Callable[[], bool] = _never
         self._stepped: dict[int, bool] = {}  # optimizers that stepped since the scale was updated, and whether really
 
+    def __getstate__(self) -> dict[str, Any]:
+        """All but what belongs to a run: the scale, and what waits for a step."""
+        fresh = torch.amp.GradScaler(self._device_type, **self._options)  # type: ignore[arg-type]
+        return {**self.__dict__, "scaler": fresh, "_held": _never, "_stepped": {}}
+
     def setup(self, kind: DeviceKind) -> None:
         """Make the scaler for this kind of device."""
         super().setup(kind)

@@ -240,7 +240,7 @@ def own_batches(loaders: Sequence[Any], limits: Sequence[float]) -> list[float]:
 
 def without_shuffle(loader: Any) -> Any:
     """The same loader in the dataset's order, for `overfit_batches`; one with a sampler of its own stays."""
-    if not (isinstance(loader, DataLoader) and isinstance(loader.sampler, RandomSampler)):
+    if not (isinstance(loader, DataLoader) and isinstance(getattr(loader, "sampler", None), RandomSampler)):
         return loader
     warnings.warn("overfit_batches takes the same batches in each epoch, so shuffling is off for them.", stacklevel=2)
     return DataLoader(
@@ -257,7 +257,7 @@ def without_shuffle(loader: Any) -> Any:
 
 def _are_loaders(items: Sequence[Any]) -> bool:
     """Whether a list holds loaders rather than being itself a list of batches."""
-    return all(isinstance(item, DataLoader | PreparedLoader | CombinedLoader) for item in items)
+    return all(isinstance(item, DataLoader | CombinedLoader) for item in items)
 
 
 def _plain_convert() -> Any:
@@ -267,7 +267,7 @@ def _plain_convert() -> Any:
 
 
 def _describe(loader: Any) -> str:
-    if not isinstance(loader, DataLoader):
+    if not isinstance(loader, DataLoader) or not hasattr(loader, "dataset"):
         return f"the {type(loader).__name__} given has no batches"
     size = length_of(loader.dataset)
     return (

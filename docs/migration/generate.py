@@ -1,0 +1,314 @@
+"""Each public name of Accelerate and its counterpart here: writes docs/migrating-from-accelerate.md.
+
+    python docs/migration/generate.py            # writes the page; fails on a gap that nothing explains
+    python docs/migration/generate.py --check    # fails where the page is not what would be written
+
+The names are those of accelerate_names.json, which `record.py` writes. A name, a member, an argument or a flag that is
+there under the same name is found by itself; explanations.yaml states the rest.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import enum
+import importlib
+import inspect
+import json
+import re
+import sys
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+FOLDER = Path(__file__).parent
+PAGE = FOLDER.parent / "migrating-from-accelerate.md"
+NAMES = FOLDER / "accelerate_names.json"
+EXPLANATIONS = FOLDER / "explanations.yaml"
+
+SAME, BETTER, ELSEWHERE, LEFT_OUT, LATER, MISSING = "same", "better", "elsewhere", "left out", "later", "missing"
+VERDICTS = {
+    SAME: "the same name does the same",
+    BETTER: "the same name, and more or otherwise on purpose",
+    ELSEWHERE: "there under another name",
+    LEFT_OUT: "left out on purpose",
+    LATER: "belongs to a later part",
+    MISSING: "not there yet",
+}
+# Rooms whose public names count beside those of `drivetrain` itself.
+ROOMS = (
+    "drivetrain",
+    "drivetrain.runtime.nested",
+    "drivetrain.runtime.collectives",
+    "drivetrain.runtime.seeds",
+    "drivetrain.runtime.state",
+    "drivetrain.data",
+    "drivetrain.trackers",
+    "drivetrain.launch",
+    "drivetrain.accelerator",
+)
+COMPAT = "drivetrain.compat.accelerate"
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One name of theirs, and what became of it.
+
+    Attributes:
+        id: Such as `accelerate.Accelerator.backward(loss)`, or `launch --cpu`.
+        owner: The class, function or command that it is listed under.
+        verdict: One of `VERDICTS`.
+        ours: Where it is.
+        why: What differs, or why it is not there.
+    """
+
+    id: str
+    owner: str
+    verdict: str
+    ours: str = ""
+    why: str = ""
+
+
+class Explanations:
+    """The table of what is not simply the same.
+
+    Args:
+        entries: Items with `names` (patterns), `verdict`, and `ours` or `why`.
+    """
+
+    def __init__(self, entries: list[dict[str, Any]]) -> None:
+        self.entries = entries
+        for entry in entries:
+            if entry["verdict"] not in VERDICTS or not (entry.get("why") or entry.get("ours")):
+                raise ValueError(f"{entry}: give one of {', '.join(VERDICTS)} as its verdict, and ours or why.")
+
+    def of(self, name: str) -> dict[str, Any] | None:
+        """The first entry whose patterns match."""
+        # Patterns are those of a shell, but for brackets and parentheses, which names have.
+        return next((each for each in self.entries if any(fnmatchcase(name, one) for one in each["names"])), None)
+
+
+class Comparison:
+    """Theirs beside ours.
+
+    Args:
+        recorded: What `record.py` wrote.
+        explanations: The table.
+    """
+
+    def __init__(self, recorded: dict[str, Any], explanations: Explanations) -> None:
+        self.recorded, self.explanations = recorded, explanations
+
+    def entries(self) -> Iterator[Entry]:
+        """Every name, member, argument and flag."""
+        for module, names in self.recorded["modules"].items():
+            for name, described in names.items():
+                yield from self._of_name(module, name, described)
+        for command, flags in self.recorded["commands"].items():
+            yield self._judge(f"drivetrain {command}", f"drivetrain {command}", has_command(command))
+            for flag in flags:
+                yield self._judge(f"{command} {flag}", f"drivetrain {command}", has_flag(command, flag))
+
+    def _of_name(self, module: str, name: str, described: dict[str, Any]) -> Iterator[Entry]:
+        path = f"{module}.{name}"
+        place, found = counterpart(module, name)
+        owner = path if found is not None and described["kind"] in ("class", "enum") else module
+        yield self._judge(path, owner, found is not None, place)
+        if found is None or described["kind"] in ("again", "value"):
+            return  # the parts of what is not there are not there either
+        for argument in described.get("arguments") or ():
+            yield self._judge(f"{path}({argument})", owner, argument in arguments_of(found), place)
+        for member, arguments in (described.get("members") or {}).items():
+            there = has_member(found, member)
+            yield self._judge(f"{path}.{member}", owner, there, place)
+            if there and arguments:
+                ours = arguments_of(getattr(found, member, None))
+                for argument in arguments:
+                    yield self._judge(f"{path}.{member}({argument})", owner, argument in ours, place)
+
+    def _judge(self, name: str, owner: str, there: bool, place: str = "") -> Entry:
+        explained = self.explanations.of(name)
+        if there:
+            better = explained if explained and explained["verdict"] == BETTER else {}
+            return Entry(name, owner, BETTER if better else SAME, place, better.get("why", ""))
+        if explained is None or explained["verdict"] == BETTER:
+            return Entry(name, owner, "")
+        return Entry(name, owner, explained["verdict"], explained.get("ours", ""), explained.get("why", ""))
+
+
+# Ours
+
+
+@cache
+def module_or_none(path: str) -> Any:
+    try:
+        return importlib.import_module(path)
+    except ModuleNotFoundError as error:
+        if error.name and path.startswith(error.name):
+            return None
+        raise
+
+
+def counterpart(module: str, name: str) -> tuple[str, Any]:
+    """Where a name of theirs is here, and what it is; an empty place and None if it is not there."""
+    mirrored = COMPAT + module.removeprefix("accelerate")
+    for path in (*ROOMS, mirrored):
+        room = module_or_none(path)
+        if room is None:
+            continue
+        public = getattr(room, "__all__", None)
+        if path != mirrored and public is not None and name not in public:
+            continue
+        found = getattr(room, name, None)
+        if found is not None and not inspect.ismodule(found):
+            return f"{path}.{name}", found
+    return "", None
+
+
+@cache
+def arguments_of(function: Any) -> frozenset[str]:
+    """Names that a callable takes; those of a dataclass are its fields."""
+    if dataclasses.is_dataclass(function):
+        return frozenset(field.name for field in dataclasses.fields(function) if field.init)
+    try:
+        return frozenset(inspect.signature(function).parameters)
+    except (TypeError, ValueError):
+        return frozenset()
+
+
+@cache
+def attributes_set(kind: type) -> frozenset[str]:
+    """Names that a class's own methods set on its instances."""
+    sources = [inspect.getsource(base) for base in kind.__mro__ if base.__module__.startswith("drivetrain")]
+    return frozenset(re.findall(r"self\.([a-z]\w*)(?:,| =|: [^=\n]+ =)", "\n".join(sources)))
+
+
+def has_member(kind: Any, name: str) -> bool:
+    if hasattr(kind, name):
+        return True
+    if inspect.isclass(kind) and issubclass(kind, enum.Enum):
+        return name in kind.__members__
+    return inspect.isclass(kind) and (name in arguments_of(kind) or name in attributes_set(kind))
+
+
+@cache
+def command_options(command: str) -> frozenset[str] | None:
+    """The flags of a command of ours, with underscores; None if there is no such command."""
+    from drivetrain.cli.main import cli
+
+    found = cli.get_command(None, command)
+    if found is None:
+        return None
+    return frozenset("--" + option.lstrip("-").replace("-", "_") for each in found.params for option in each.opts)
+
+
+def has_command(command: str) -> bool:
+    return command_options(command) is not None
+
+
+def has_flag(command: str, flag: str) -> bool:
+    return flag in (command_options(command) or ())
+
+
+# The page
+
+HEAD = """# Moving over from Accelerate
+
+<!-- Written by `python docs/migration/generate.py`: change docs/migration/explanations.yaml instead. -->
+
+Each public name of Accelerate {version}, with its members, arguments and flags, and its counterpart here. What behaves
+otherwise on purpose is listed under [Accelerator](accelerator.md#moving-over-from-accelerate). Names are importable
+from `drivetrain` unless another place is named.
+"""
+
+
+def written(entries: list[Entry], version: str) -> str:
+    """The page."""
+    counts = Counter(entry.verdict for entry in entries)
+    lines = [HEAD.format(version=version), "| | names |", "|---|---:|"]
+    lines += [f"| {text} | {counts[verdict]} |" for verdict, text in VERDICTS.items()]
+    lines += [f"| **all** | {len(entries)} |", ""]
+    owners: dict[str, list[Entry]] = {}
+    for entry in entries:
+        owners.setdefault(entry.owner, []).append(entry)
+    for owner, listed in owners.items():
+        lines += section(owner, listed)
+    return "\n".join(lines).rstrip("\n") + "\n"
+
+
+def section(owner: str, entries: list[Entry]) -> list[str]:
+    """What belongs to one class, module or command: a list of what is the same, and a table of the rest."""
+    lines = [f"## `{owner}`", ""]
+    for text, is_mirrored in (("The same", False), (f"The same, in `{COMPAT}`", True)):
+        same = [entry for entry in entries if entry.verdict == SAME and entry.ours.startswith(COMPAT) is is_mirrored]
+        if same:
+            lines += [f"{text}: {listed(same, owner)}.", ""]
+    rest: dict[tuple[str, str], list[Entry]] = {}
+    for entry in entries:
+        if entry.verdict != SAME:
+            rest.setdefault((entry.verdict, note(entry)), []).append(entry)
+    if rest:
+        lines += ["| theirs | | |", "|---|---|---|"]
+        lines += [f"| {listed(found, owner)} | {verdict} | {text} |" for (verdict, text), found in rest.items()] + [""]
+    return lines
+
+
+def listed(entries: list[Entry], owner: str) -> str:
+    """Their names without what the heading has, arguments of one callable together: `reduce(tensor, scale)`."""
+    arguments: dict[str, list[str]] = {}
+    for entry in entries:
+        name, _, argument = entry.id.partition("(")
+        arguments.setdefault(name, []).extend([argument.rstrip(")")] if argument else [])
+    heads = (owner.removeprefix("drivetrain ") + " ", owner + ".")
+    names = []
+    for name, given in arguments.items():
+        short = owner.rpartition(".")[2] if name == owner else name
+        for head in heads:
+            short = short.removeprefix(head)
+        names.append(f"`{short}({', '.join(given)})`" if given else f"`{short}`")
+    return ", ".join(names)
+
+
+def note(entry: Entry) -> str:
+    parts = [f"`{entry.ours}`" if entry.verdict == ELSEWHERE and entry.ours else "", entry.why]
+    return ". ".join(part for part in parts if part).replace("|", "\\|")
+
+
+def compare() -> tuple[list[Entry], str]:
+    """All entries, and Accelerate's version."""
+    recorded = json.loads(NAMES.read_text())
+    comparison = Comparison(recorded, Explanations(yaml.safe_load(EXPLANATIONS.read_text())))
+    return list(comparison.entries()), recorded["version"]
+
+
+def unexplained(entries: list[Entry]) -> list[str]:
+    return [entry.id for entry in entries if not entry.verdict]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Write the page on moving over from Accelerate.")
+    parser.add_argument("--check", action="store_true", help="Write nothing; fail where the page is not up to date.")
+    is_check = parser.parse_args().check
+    entries, version = compare()
+    gaps = unexplained(entries)
+    if gaps:
+        sys.exit("Not here, and not in explanations.yaml:\n  " + "\n  ".join(gaps))
+    page = written(entries, version)
+    if is_check and PAGE.read_text() != page:
+        sys.exit(f"{PAGE} is not up to date: run python docs/migration/generate.py.")
+    if not is_check:
+        PAGE.write_text(page)
+        print(
+            f"wrote {PAGE}: "
+            + ", ".join(f"{count} {name}" for name, count in Counter(e.verdict for e in entries).items())
+        )
+
+
+if __name__ == "__main__":
+    main()

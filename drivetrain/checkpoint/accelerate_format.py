@@ -1,0 +1,225 @@
+"""The state of a run as Hugging Face Accelerate's `save_state` writes it, in this package's schema.
+
+Its files are pickles but for safetensors. They are read without executing anything in them: with torch's
+`weights_only`, and a sampler, which is pickled as an object, through an unpickler that makes plain values and empty
+stand-ins only.
+"""
+
+from __future__ import annotations
+
+import collections
+import io
+import os
+import pickle
+import re
+import zipfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from drivetrain.checkpoint.weight_files import read_pickled, read_weights
+from drivetrain.runtime.errors import CheckpointError
+from drivetrain.runtime.seeds import RandomState
+
+BY_POSITION = "#"
+"""What a parameter's name begins with in an optimizer's state that knows its position only."""
+
+_NUMBERED = re.compile(r"(?P<stem>\w+?)(?:_(?P<number>\d+))?\.(?P<suffix>safetensors|bin|pkl)")
+_WRAPPERS = ("module.", "_orig_mod.")
+
+
+def is_accelerate_state(directory: str | os.PathLike[str]) -> bool:
+    """Whether a local directory holds what Accelerate's `save_state` wrote."""
+    return (Path(directory) / "random_states_0.pkl").is_file()
+
+
+def read_accelerate_state(
+    directory: str | os.PathLike[str], rank: int = 0
+) -> tuple[dict[str, Any], dict[str, Any] | None]:
+    """Read what Accelerate's `save_state` wrote.
+
+    Args:
+        directory: The local directory.
+        rank: Whose random state to read.
+
+    Returns:
+        The shared state and this process's own, in the schema of `drivetrain.checkpoint.schema`; None for the latter
+        where this rank has none. Optimizers' states name parameters by their position, `"#0"` and so on.
+
+    Raises:
+        CheckpointError: A file cannot be read, or is of a kind that is not.
+    """
+    root = Path(directory)
+    _refuse_sharded(root)
+    files = {kind: _numbered(root, kind) for kind in ("optimizer", "scheduler", "sampler", "custom_checkpoint")}
+    scaler = root / "scaler.pt"
+    engine = {
+        "models": [_bare_names(read_weights(path)) for path in _models(root)],
+        "optimizers": [_by_position(_read(path), path) for path in files["optimizer"]],
+        "schedulers": [_read(path) for path in files["scheduler"]],
+        "loaders": [_position(path) for path in files["sampler"]],
+        "registered": [_read(path) for path in files["custom_checkpoint"]],
+        "precision": _read(scaler) if scaler.is_file() else {},
+        "classes": {},
+    }
+    states = root / f"random_states_{rank}.pkl"
+    own = None
+    if states.is_file():
+        own = {"engine": {"random": _random_state(_read(states), rank)}, "driver": {}}
+    return {"engine": engine, "driver": {}, "kept": []}, own
+
+
+def named_by_position(saved: Mapping[str, Any], groups: list[list[str]]) -> dict[str, Any]:
+    """An optimizer's state with names in place of positions.
+
+    Args:
+        saved: Its state, as this module reads it, or as any other checkpoint has it, which stays as it is.
+        groups: The names of the parameters of the optimizer that it is for, by group.
+    """
+    if not holds_positions(saved):
+        return dict(saved)
+    names = [name for group in groups for name in group]
+    positions = [position for group in saved["param_groups"] for position in group["params"]]
+    if len(names) != len(positions):
+        raise CheckpointError(
+            f"The checkpoint holds an optimizer over {len(positions)} parameters, but here it is over {len(names)}. "
+            "Build it as in the run that wrote it."
+        )
+    named = dict(zip(positions, names, strict=True))
+    return {
+        "state": {named[position]: value for position, value in saved["state"].items()},
+        "param_groups": [
+            {**group, "params": [named[position] for position in group["params"]]} for group in saved["param_groups"]
+        ],
+    }
+
+
+def holds_positions(saved: Any) -> bool:
+    """Whether an optimizer's state names parameters by their position."""
+    groups = saved.get("param_groups", ()) if isinstance(saved, Mapping) else ()
+    return any(str(name).startswith(BY_POSITION) for group in groups for name in group["params"])
+
+
+def _refuse_sharded(root: Path) -> None:
+    for path in root.iterdir():
+        if path.is_dir() and path.name.startswith(("pytorch_model", "optimizer")):
+            raise CheckpointError(
+                f"{root} holds {path.name}/, written in shards by FSDP or DeepSpeed. Merge the weights with the tool "
+                "that wrote them (accelerate merge-weights, zero_to_fp32.py), or let Accelerate save a full state dict."
+            )
+
+
+def _models(root: Path) -> list[Path]:
+    for stem, suffix in (("model", "safetensors"), ("pytorch_model", "bin"), ("pytorch_model_fsdp", "bin")):
+        found = _numbered(root, stem, suffix)
+        if found:
+            return found
+    return []
+
+
+def _numbered(root: Path, kind: str, suffix: str | None = None) -> list[Path]:
+    """The files of one kind in the order of their numbers: `kind.bin`, `kind_1.bin`, or `kind_0.pkl` and on."""
+    found = []
+    for path in root.iterdir():
+        match = _NUMBERED.fullmatch(path.name)
+        if match is not None and match["stem"] == kind and suffix in (None, match["suffix"]):
+            found.append((int(match["number"] or 0), path))
+    return [path for _, path in sorted(found)]
+
+
+def _read(path: Path) -> Any:
+    reconstruct = np.zeros(0).__reduce__()[0]
+    allowed: list[Any] = [
+        (reconstruct, "numpy._core.multiarray._reconstruct"),
+        (reconstruct, "numpy.core.multiarray._reconstruct"),
+        np.ndarray,
+        np.dtype,
+        type(np.dtype(np.uint32)),
+        collections.Counter,
+        collections.defaultdict,
+        collections.deque,
+        dict,
+    ]
+    return read_pickled(path, allowed)
+
+
+def _bare_names(weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Names without those of the wrappers that models were saved in."""
+    for wrapper in _WRAPPERS:
+        if weights and all(name.startswith(wrapper) for name in weights):
+            weights = {name.removeprefix(wrapper): value for name, value in weights.items()}
+    return weights
+
+
+def _by_position(state: Any, path: Path) -> dict[str, Any]:
+    try:
+        return {
+            "state": {f"{BY_POSITION}{position}": dict(value) for position, value in state["state"].items()},
+            "param_groups": [
+                {**group, "params": [f"{BY_POSITION}{position}" for position in group["params"]]}
+                for group in state["param_groups"]
+            ],
+        }
+    except (KeyError, TypeError, AttributeError) as error:
+        raise CheckpointError(f"{path} is not the state of an optimizer.") from error
+
+
+def _random_state(state: Any, rank: int) -> dict[str, Any]:
+    devices = {}
+    for name, saved in state.items():
+        kind = re.fullmatch(r"torch_(\w+)_manual_seed", str(name))
+        if kind is not None:  # of all devices that the process saw
+            devices[kind[1]] = saved[min(rank, len(saved) - 1)] if isinstance(saved, list) else saved
+    words, numpy = state["random_state"], state["numpy_random_seed"]
+    return RandomState(
+        (words[0], tuple(words[1]), words[2]), tuple(numpy), state["torch_manual_seed"], devices
+    ).state_dict()
+
+
+def _position(path: Path) -> dict[str, Any]:
+    """A loader's position: the epoch of its sampler, from which its order derives."""
+    with zipfile.ZipFile(path) as archive:
+        name = next(name for name in archive.namelist() if name.endswith("/data.pkl"))
+        sampler = _Inert(io.BytesIO(archive.read(name))).load()
+    epoch = getattr(sampler, "epoch", 0)
+    if not isinstance(epoch, int):
+        raise CheckpointError(f"{path} holds no sampler that counts epochs.")
+    return {"epoch": epoch, "consumed": 0, "batches": 0, "start": None, "generators": []}
+
+
+class _StandIn:
+    """Takes the place of every object in a pickle: it keeps attributes, and does nothing."""
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> _StandIn:
+        return super().__new__(cls)
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        pass
+
+    def __setstate__(self, state: Any) -> None:
+        if isinstance(state, dict):
+            self.__dict__.update(state)
+
+    def append(self, item: Any) -> None:
+        """Ignore an item."""
+
+    def extend(self, items: Any) -> None:
+        """Ignore items."""
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        pass
+
+
+class _Inert(pickle.Unpickler):
+    """An unpickler that imports nothing: every class and function in the file is a stand-in."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        """The stand-in, whatever is asked for."""
+        return _StandIn
+
+    def persistent_load(self, pid: Any) -> Any:
+        """Nothing: tensors are not read."""
+        return _StandIn()

@@ -1,0 +1,177 @@
+"""How large a model is: its parameters and the units that are gathered at a time, without allocating any of them."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import math
+import re
+import struct
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from drivetrain.runtime.errors import ConfigurationError, nearest
+
+_BITS = {"F64": 64, "I64": 64, "F32": 32, "I32": 32, "F16": 16, "BF16": 16, "I16": 16, "F8_E4M3": 8, "F8_E5M2": 8}
+# The layer that a parameter is in: everything up to the first number in its name.
+_LAYER = re.compile(r"^(.*?\.\d+)\.|^(\d+)\.")
+_MAX_HEADER = 100 * 2**20
+
+
+@dataclass(frozen=True)
+class ModelSize:
+    """Counts of a model's parameters.
+
+    Attributes:
+        parameters: All of them, tied ones once.
+        trainable: Those that take gradients.
+        matrices: Those of repeated layers that have two dimensions or more, which tensor parallelism splits.
+        largest_unit: Those of the largest unit that FSDP gathers.
+        buffers: Bytes of buffers.
+        stored: Bytes as they are stored, where a file gives them; None else.
+    """
+
+    parameters: int
+    trainable: int
+    matrices: int
+    largest_unit: int
+    buffers: int = 0
+    stored: int | None = None
+
+
+def read_model(source: str, kwargs: Mapping[str, Any], trust_remote_code: bool = False) -> nn.Module | ModelSize:
+    """A model on the meta device, or the sizes in the headers of safetensors files.
+
+    Args:
+        source: `package.module:Class`, a `config.json` of transformers or its folder, or a safetensors file or folder.
+        kwargs: Arguments of the class.
+        trust_remote_code: Whether a `config.json` may name code of its own.
+
+    Raises:
+        ConfigurationError: There is no such thing.
+    """
+    path = Path(source)
+    if ":" in source and not path.exists():
+        return _from_class(source, kwargs)
+    files = [path] if path.suffix == ".safetensors" else sorted(path.glob("*.safetensors"))
+    if files and path.exists():
+        return size_of_files(files)
+    config = path / "config.json" if path.is_dir() else path
+    if config.suffix == ".json" and config.is_file():
+        return _from_config(config, trust_remote_code)
+    raise ConfigurationError(
+        f"{source!r} is no model. Give package.module:Class (with --kwargs for its arguments), the config.json of a "
+        "transformers model or its folder, or a safetensors file or folder."
+    )
+
+
+def _from_class(source: str, kwargs: Mapping[str, Any]) -> nn.Module:
+    module_name, _, path = source.partition(":")
+    try:
+        found: Any = importlib.import_module(module_name)
+    except ImportError as error:
+        raise ConfigurationError(
+            f"{source!r}: the module {module_name!r} cannot be imported ({error}). Modules are found from the current "
+            "folder and PYTHONPATH."
+        ) from error
+    for name in path.split("."):
+        if not hasattr(found, name):
+            raise ConfigurationError(f"{source!r}: there is no {name!r} in it.{nearest(name, dir(found))}")
+        found = getattr(found, name)
+    with torch.device("meta"):
+        try:
+            model = found(**kwargs)
+        except TypeError as error:
+            raise ConfigurationError(
+                f"{source!r} cannot be built from the arguments {dict(kwargs)}: {error}. Give them as JSON, such as "
+                "--kwargs '{\"width\": 64}'."
+            ) from error
+    if not isinstance(model, nn.Module):
+        raise ConfigurationError(f"{source!r} gives a {type(model).__name__}, but must give a torch.nn.Module.")
+    if not any(True for _ in model.parameters()):
+        raise ConfigurationError(
+            f"{source!r} has no parameters once it is built. Name the class of a module that makes them in __init__."
+        )
+    return model
+
+
+def _from_config(config: Path, trust_remote_code: bool) -> nn.Module:
+    try:
+        import transformers
+    except ImportError as error:
+        raise ConfigurationError(
+            f"{config} needs transformers, which is not installed: pip install transformers"
+        ) from error
+    loaded = transformers.AutoConfig.from_pretrained(str(config), trust_remote_code=trust_remote_code)
+    named = (getattr(loaded, "architectures", None) or [None])[0]
+    with torch.device("meta"):
+        if named and hasattr(transformers, named):
+            model: nn.Module = getattr(transformers, named)(loaded)
+        else:
+            model = transformers.AutoModel.from_config(loaded, trust_remote_code=trust_remote_code)
+    model.tie_weights()  # type: ignore[operator]
+    return model.float()
+
+
+def size_of_module(model: nn.Module) -> ModelSize:
+    """Count a module's parameters; its units are those that `FSDP(wrap="auto")` makes."""
+    from drivetrain.strategies.fsdp.wrapping import units_of, without_tied_across
+
+    units = without_tied_across(model, units_of(model, "auto"))
+    taken: set[int] = set()
+    sizes = [_newly_counted(unit.parameters(), taken) for unit in units]
+    inside = set(taken)
+    sizes.append(_newly_counted(model.parameters(), taken))
+    matrices = sum(p.numel() for p in model.parameters() if p.dim() > 1 and id(p) in inside)
+    return ModelSize(
+        parameters=sum(p.numel() for p in model.parameters()),
+        trainable=sum(p.numel() for p in model.parameters() if p.requires_grad),
+        matrices=matrices,
+        largest_unit=max(sizes),
+        buffers=sum(b.numel() * b.element_size() for b in model.buffers()),
+    )
+
+
+def _newly_counted(parameters: Iterable[nn.Parameter], taken: set[int]) -> int:
+    found = [parameter for parameter in parameters if id(parameter) not in taken]
+    taken.update(map(id, found))
+    return sum(parameter.numel() for parameter in found)
+
+
+def size_of_files(files: Iterable[Path]) -> ModelSize:
+    """Count the tensors that the headers of safetensors files list; no weights are read."""
+    layers: dict[str, int] = defaultdict(int)
+    matrices = total = bits = 0
+    for path in files:
+        for name, entry in read_header(path).items():
+            count = math.prod(entry["shape"])
+            found = _LAYER.match(name)
+            layers[(found[1] or found[2]) if found else ""] += count
+            matrices += count if found and len(entry["shape"]) > 1 else 0
+            total += count
+            bits += count * _BITS.get(entry["dtype"], 8)
+    return ModelSize(total, total, matrices, max(layers.values(), default=0), stored=bits // 8)
+
+
+def read_header(path: Path) -> dict[str, Any]:
+    """The tensors in a safetensors file, by name: dtype, shape and place.
+
+    Raises:
+        ConfigurationError: It is no safetensors file.
+    """
+    with path.open("rb") as file:
+        start = file.read(8)
+        length = struct.unpack("<Q", start)[0] if len(start) == 8 else 0
+        try:
+            header = json.loads(file.read(length)) if 0 < length <= _MAX_HEADER else None
+        except ValueError:
+            header = None
+    if not isinstance(header, dict):
+        raise ConfigurationError(f"{path} is no safetensors file: its header cannot be read.")
+    return {name: entry for name, entry in header.items() if name != "__metadata__"}

@@ -1,0 +1,145 @@
+"""`drivetrain to-fsdp2`: a configuration for FSDP 1, as one for FSDP 2."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import click
+
+from drivetrain.runtime.errors import ConfigurationError
+
+# fsdp_sharding_strategy -> fsdp_reshard_after_forward
+_RESHARDS = {"FULL_SHARD": True, "SHARD_GRAD_OP": False, "HYBRID_SHARD": True, "HYBRID_SHARD_ZERO2": False}
+_NUMBERED = ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD", "HYBRID_SHARD_ZERO2")
+_STRATEGY_KEYS = ("fsdp_sharding_strategy", "fsdp_reshard_after_forward")
+
+# key -> why it is left out
+_WITHOUT_MEANING = {
+    "fsdp_backward_prefetch": "FSDP 2 always gathers the next unit while one computes its backward",
+    "fsdp_use_orig_params": "under FSDP 2 parameters are always the model's own",
+    "fsdp_sync_module_states": "under FSDP 2 each process builds or loads its own shards",
+    "fsdp_forward_prefetch": "Accelerate's FSDP 2 does not read it; drivetrain's FSDP(forward_prefetch=...) does",
+}
+
+
+@click.command(
+    name="to-fsdp2",
+    context_settings={
+        "token_normalize_func": lambda token: token.replace("-", "_"),
+        "help_option_names": ["-h", "--help"],
+    },
+)
+@click.option("--config_file", required=True, type=click.Path(dir_okay=False), help="The YAML to convert.")
+@click.option("--output_file", type=click.Path(dir_okay=False), help="Where to write. Default: back, with --overwrite.")
+@click.option("--overwrite", is_flag=True, help="Replace a file that is there already.")
+def to_fsdp2(config_file: str, output_file: str | None, overwrite: bool) -> None:
+    """Rewrite a YAML for FSDP 1 as one for FSDP 2, which Accelerate reads as well.
+
+    Each key that is changed or left out is listed. Comments are not kept.
+    """
+    import yaml
+
+    source = Path(config_file)
+    if not source.is_file():
+        raise ConfigurationError(f"There is no configuration file {config_file!r}. Check the path.")
+    if output_file is None and not overwrite:
+        raise ConfigurationError("Give --output_file, or --overwrite to replace the configuration file itself.")
+    target = Path(output_file or config_file)
+    if target.exists() and not overwrite:
+        raise ConfigurationError(f"{str(target)!r} is there already. Give another --output_file, or --overwrite.")
+    try:
+        config = yaml.safe_load(source.read_text())
+    except yaml.YAMLError as error:
+        raise ConfigurationError(f"{config_file!r} is no YAML: {error}") from error
+    if not isinstance(config, dict):
+        raise ConfigurationError(f"{config_file!r} holds no settings. Give a YAML of `drivetrain config`.")
+    converted, changes = convert(config)
+    target.write_text(yaml.safe_dump(converted))
+    for change in changes:
+        click.echo(f"  {change}")
+    click.echo(f"Wrote {target}.")
+
+
+def convert(config: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
+    """The same settings for FSDP 2, and what was changed, in words.
+
+    Args:
+        config: The settings of a YAML.
+
+    Raises:
+        ConfigurationError: There is nothing to convert, or a value that cannot be.
+    """
+    old = config.get("fsdp_config")
+    if not old:
+        raise ConfigurationError("The file has no fsdp_config: there is nothing to convert.")
+    if str(old.get("fsdp_version", 1)) == "2":
+        raise ConfigurationError("fsdp_version is 2 already. If its keys are those of version 1, set it to 1 first.")
+    strategy, resharding = _strategy_of(old)
+    if strategy == "NO_SHARD":
+        return _unsharded(config)
+    new: dict[str, Any] = {"fsdp_version": 2}
+    changes = [f"fsdp_version: {old.get('fsdp_version', 1)} -> 2"]
+    for key, value in old.items():
+        if key in _WITHOUT_MEANING:
+            changes.append(f"{key}: left out; {_WITHOUT_MEANING[key]}")
+        elif key not in ("fsdp_version", *_STRATEGY_KEYS):
+            new[key] = value
+    if resharding is not None:
+        new["fsdp_reshard_after_forward"] = resharding
+        key = next(each for each in _STRATEGY_KEYS if each in old)
+        changes.append(f"{key}: {old[key]} -> fsdp_reshard_after_forward: {str(resharding).lower()}")
+    result = {**config, "fsdp_config": new}
+    if strategy is not None and strategy.startswith("HYBRID"):
+        result["parallelism_config"], change = _hybrid(config)
+        changes.append(change)
+    return result, changes
+
+
+def _strategy_of(old: Mapping[str, Any]) -> tuple[str | None, bool | None]:
+    """How version 1 shards, under either key, by name or number; and what that is in version 2."""
+    key = next((each for each in _STRATEGY_KEYS if old.get(each) is not None), None)
+    if key is None:
+        return None, None
+    value = old[key]
+    if isinstance(value, bool):
+        return None, value
+    name = str(value).upper()
+    if name.isdigit() and 1 <= int(name) <= len(_NUMBERED):
+        name = _NUMBERED[int(name) - 1]
+    if name in ("TRUE", "FALSE"):
+        return None, name == "TRUE"
+    if name not in _NUMBERED:
+        raise ConfigurationError(f"{key} is {value!r}, but must be one of {', '.join(_NUMBERED)}.")
+    return name, _RESHARDS.get(name)
+
+
+def _unsharded(config: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
+    """NO_SHARD shards nothing: plain data parallelism is the same, and FSDP 2 has no such mode."""
+    kind = "MULTI_CPU" if config.get("use_cpu") else "MULTI_GPU"
+    result = {key: value for key, value in config.items() if key != "fsdp_config"}
+    return {**result, "distributed_type": kind}, [
+        f"distributed_type: {config.get('distributed_type')} -> {kind}; NO_SHARD shards nothing, which is what DDP "
+        "does, and FSDP 2 has no such mode",
+        "fsdp_config: left out",
+    ]
+
+
+def _hybrid(config: Mapping[str, Any]) -> tuple[dict[str, Any], str]:
+    """HYBRID_SHARD shards within a machine and copies between machines, which FSDP 2 takes from a mesh."""
+    machines, processes = int(config.get("num_machines") or 1), int(config.get("num_processes") or 1)
+    if processes % machines:
+        raise ConfigurationError(
+            f"num_processes is {processes}, which {machines} machines cannot share equally. Take a multiple."
+        )
+    prefix = "parallelism_config_"
+    sizes = {
+        **(config.get("parallelism_config") or {}),
+        f"{prefix}dp_replicate_size": machines,
+        f"{prefix}dp_shard_size": processes // machines,
+    }
+    return sizes, (
+        f"{prefix}dp_replicate_size: {machines} and {prefix}dp_shard_size: {processes // machines}; "
+        "shards within a machine, copies between machines"
+    )

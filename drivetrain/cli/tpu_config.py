@@ -1,0 +1,124 @@
+"""`drivetrain tpu-config`: runs commands on all workers of a TPU pod, by gcloud."""
+
+from __future__ import annotations
+
+import shlex
+import shutil
+import subprocess
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import click
+
+from drivetrain.runtime.errors import ConfigurationError
+
+
+@click.command(
+    name="tpu-config",
+    context_settings={
+        "token_normalize_func": lambda token: token.replace("-", "_"),
+        "help_option_names": ["-h", "--help"],
+        "max_content_width": 110,
+    },
+)
+@click.option("--config_file", type=click.Path(), help="A YAML that names the TPU and the commands.")
+@click.option("--tpu_name", help="The TPU. Default: the file's.")
+@click.option("--tpu_zone", help="Its zone. Default: the file's.")
+@click.option("--use_alpha", is_flag=True, help="Run `gcloud alpha`.")
+@click.option("--command_file", type=click.Path(), help="A file with a command on each line.")
+@click.option("--command", multiple=True, help="A command; can be given several times.")
+@click.option("--install_drivetrain", is_flag=True, help="Install drivetrain first.")
+@click.option("--drivetrain_version", default="latest", show_default=True, help="Which one, such as 0.1.0.")
+@click.option("--install_accelerate", is_flag=True, help="Install Accelerate first.")
+@click.option("--accelerate_version", default="latest", show_default=True, help="Which one, such as 1.15.0, or dev.")
+@click.option("--debug", is_flag=True, help="Print the command instead of running it.")
+def tpu_config(
+    config_file: str | None,
+    tpu_name: str | None,
+    tpu_zone: str | None,
+    use_alpha: bool,
+    command_file: str | None,
+    command: Sequence[str],
+    install_drivetrain: bool,
+    drivetrain_version: str,
+    install_accelerate: bool,
+    accelerate_version: str,
+    debug: bool,
+) -> int:
+    """Run commands on all workers of a TPU pod, in /usr/share, to set it up before a launch.
+
+    \b
+    drivetrain tpu-config --tpu_name pod --tpu_zone us-central1-a --command "pip install -r requirements.txt"
+    """  # noqa: D301
+    defaults = _read(config_file) if config_file is not None else {}
+    name = _needed("tpu_name", tpu_name or defaults.get("tpu_name"))
+    zone = _needed("tpu_zone", tpu_zone or defaults.get("tpu_zone"))
+    lines = _commands(command, command_file, defaults)
+    installs = [
+        f"pip install {_requirement(package, version)}"
+        for package, version, wanted in (
+            ("drivetrain", drivetrain_version, install_drivetrain),
+            ("accelerate", accelerate_version, install_accelerate),
+        )
+        if wanted
+    ]
+    remote = "; ".join(["cd /usr/share", *installs, *lines])
+    gcloud = ["gcloud", *(["alpha"] if use_alpha else []), "compute", "tpus", "tpu-vm", "ssh", name]
+    gcloud += ["--zone", zone, "--command", remote, "--worker", "all"]
+    if debug:
+        click.echo(f"Running {shlex.join(gcloud)}")
+        return 0
+    if shutil.which(gcloud[0]) is None:
+        raise ConfigurationError(
+            "There is no gcloud on PATH. Install the Google Cloud CLI (https://cloud.google.com/sdk/docs/install), or "
+            "give --debug to print the command."
+        )
+    code = subprocess.run(gcloud, check=False).returncode
+    click.echo("All workers ran the commands." if code == 0 else f"gcloud ended with exit code {code}.", err=code != 0)
+    return code
+
+
+def _commands(given: Sequence[str], file: str | None, defaults: Mapping[str, Any]) -> list[str]:
+    """The lines to run: those of the flags, else those of the file of settings."""
+    if not given and file is None:
+        file = defaults.get("command_file")
+        given = defaults.get("commands") or ()
+    if file is not None:
+        path = Path(file)
+        if not path.is_file():
+            raise ConfigurationError(f"There is no command file {file!r}. Check the path.")
+        given = path.read_text().splitlines()
+    lines = [line for line in given if line.strip()]
+    if not lines:
+        raise ConfigurationError("There is nothing to run. Give --command or --command_file.")
+    return lines
+
+
+def _needed(name: str, value: str | None) -> str:
+    if not value:
+        raise ConfigurationError(f"{name} is not given. Give --{name}, or a --config_file that has it.")
+    return value
+
+
+def _requirement(package: str, version: str) -> str:
+    if version == "latest":
+        return f"{package} -U"
+    if version == "dev" and package == "accelerate":
+        return "git+https://github.com/huggingface/accelerate.git"
+    if not version[:1].isdigit():
+        raise ConfigurationError(f"{package}_version is {version!r}, but must be latest or a version, such as 1.0.0.")
+    return f"{package}=={version}"
+
+
+def _read(config_file: str) -> Mapping[str, Any]:
+    import yaml
+
+    path = Path(config_file)
+    if not path.is_file():
+        raise ConfigurationError(f"There is no configuration file {config_file!r}. Check the path.")
+    try:
+        config = yaml.safe_load(path.read_text())
+    except yaml.YAMLError as error:
+        raise ConfigurationError(f"{config_file!r} is no YAML: {error}") from error
+    return config if isinstance(config, dict) else {}

@@ -1,0 +1,136 @@
+"""Memory: finding a batch size that fits, and giving back what objects hold."""
+
+from __future__ import annotations
+
+import functools
+import gc
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from drivetrain.runtime.errors import ConfigurationError
+from drivetrain.runtime.logging import get_logger
+from drivetrain.runtime.state import PartialState
+
+logger = get_logger(__name__)
+
+# What backends say that have no exception of their own.
+_SIGNS = (
+    "out of memory",
+    "CUDNN_STATUS_NOT_SUPPORTED",
+    "CUBLAS_STATUS_ALLOC_FAILED",
+    "can't allocate memory",
+    "unable to allocate",
+    "NPU out of memory",
+    "Not enough memory",
+)
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an exception is that of a device, or of the host, without memory left."""
+    if isinstance(error, torch.OutOfMemoryError | MemoryError):
+        return True
+    return isinstance(error, RuntimeError) and any(sign.lower() in str(error).lower() for sign in _SIGNS)
+
+
+def find_executable_batch_size(
+    function: Callable[..., Any] | None = None,
+    starting_batch_size: int = 128,
+    reduce_batch_size_fn: Callable[[], int] | Callable[[int], int] | None = None,
+) -> Any:
+    """Decorate a function whose first argument is the batch size, to try smaller ones as long as memory lacks.
+
+    What it holds is released before each further attempt: build the model and the loaders inside of it.
+
+    Args:
+        function: The function; None where it is used with arguments.
+        starting_batch_size: The first batch size.
+        reduce_batch_size_fn: Returns the next one, given the last one if it takes an argument; 9/10 of it if None.
+
+    Returns:
+        The function without its first argument.
+
+    Raises:
+        RuntimeError: While it runs: not even a batch of one fits; the last error is its cause.
+        ConfigurationError: While it runs: it was given a batch size although it is decorated.
+
+    Example:
+        ```python
+        from drivetrain import find_executable_batch_size
+
+        @find_executable_batch_size(starting_batch_size=64)
+        def train(batch_size):
+            if batch_size > 60:
+                raise MemoryError
+            return batch_size
+
+        assert train() == 57
+        ```
+    """
+    if function is None:
+        return functools.partial(
+            find_executable_batch_size,
+            starting_batch_size=starting_batch_size,
+            reduce_batch_size_fn=reduce_batch_size_fn,
+        )
+    names = list(inspect.signature(function).parameters)
+
+    @functools.wraps(function)
+    def attempt(*args: Any, **kwargs: Any) -> Any:
+        if not names or len(args) > len(names) - 1 or names[0] in kwargs:
+            raise ConfigurationError(
+                f"{function.__name__} is given its batch size, its first argument, by find_executable_batch_size. Call "
+                f"it with the others only: {function.__name__}({', '.join(names[1:])})."
+            )
+        size, failure = starting_batch_size, None
+        while True:
+            if size < 1:
+                raise RuntimeError(f"Memory lacks for {function.__name__} with any batch size, even 1.") from failure
+            _release()
+            try:
+                return function(size, *args, **kwargs)
+            except Exception as error:
+                if not is_out_of_memory(error):
+                    raise
+                # The frames of the attempt hold its model and batches.
+                failure = error.with_traceback(None)
+                failure.__context__ = failure.__cause__ = None
+            smaller = _next(size, reduce_batch_size_fn)
+            logger.info("A batch size of %d needs too much memory; trying %d.", size, smaller)
+            size = smaller
+
+    return attempt
+
+
+def _next(size: int, reduce: Callable[..., int] | None) -> int:
+    if reduce is None:
+        return int(size * 0.9)
+    takes = bool(inspect.signature(reduce).parameters)
+    smaller = int(reduce(size) if takes else reduce())
+    if takes and smaller >= size:
+        raise ConfigurationError(f"reduce_batch_size_fn made {smaller} of a batch size of {size}, which is no smaller.")
+    return smaller
+
+
+def release_memory(*objects: Any) -> list[None]:
+    """Give back the memory of objects that the caller overwrites with what is returned.
+
+    Args:
+        *objects: The caller's references.
+
+    Returns:
+        A None for each: `model, optimizer = release_memory(model, optimizer)`.
+    """
+    count = len(objects)
+    del objects
+    _release()
+    return [None] * count
+
+
+def _release() -> None:
+    gc.collect()
+    state = PartialState.existing()
+    if state is not None:
+        state.kind.empty_cache()
