@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from drivetrain.launch.notebook import notebook_launcher as start_notebook
-from drivetrain.runtime.errors import ConfigurationError
+from drivetrain.runtime.errors import ConfigurationError, LaunchError
 
 __all__ = ["debug_launcher", "notebook_launcher"]
 
@@ -34,8 +34,9 @@ def notebook_launcher(
         master_addr: Address of machine 0.
         node_rank: Which machine this is.
         num_nodes: Machines that take part.
-        **options: Those of torch's elastic agent: `rdzv_backend`, `rdzv_endpoint`, `rdzv_conf`, `rdzv_id`,
-            `max_restarts`, `monitor_interval`, `log_line_prefix_template`.
+        **options: Those of torch's elastic agent: `max_restarts`, how often all processes are started again after a
+            failure; `rdzv_backend`, `rdzv_endpoint`, `rdzv_conf`, `rdzv_id`, `monitor_interval` and
+            `log_line_prefix_template` are accepted.
 
     Raises:
         ConfigurationError: There is no such option.
@@ -53,7 +54,15 @@ def notebook_launcher(
     if unknown:
         raise ConfigurationError(f"notebook_launcher has no {', '.join(sorted(unknown))}; it has {', '.join(known)}.")
     port = 0 if num_nodes == 1 and str(use_port) == "29500" else use_port
-    return start_notebook(function, args, num_processes, mixed_precision, port, master_addr, node_rank, num_nodes)
+    for restarts_left in range(options.get("max_restarts", 0), -1, -1):
+        try:
+            return start_notebook(
+                function, args, num_processes, mixed_precision, port, master_addr, node_rank, num_nodes
+            )
+        except LaunchError:
+            if not restarts_left:
+                raise
+    return None
 
 
 def debug_launcher(function: Callable[..., Any], args: Sequence[Any] = (), num_processes: int = 2) -> None:

@@ -28,7 +28,10 @@ def words(count: int = 64) -> list[str]:
     """Short texts, always the same."""
     nouns = ("cat", "dog", "bird", "fish", "tree", "stone", "river", "cloud")
     verbs = ("sees", "hears", "follows", "finds", "leaves")
-    return [f"the {nouns[i % 8]} {verbs[i % 5]} the {nouns[(3 * i + 1) % 8]} near the {nouns[(5 * i) % 8]}" for i in range(count)]
+    return [
+        f"the {nouns[i % 8]} {verbs[i % 5]} the {nouns[(3 * i + 1) % 8]} near the {nouns[(5 * i) % 8]}"
+        for i in range(count)
+    ]
 
 
 def tokenizer():

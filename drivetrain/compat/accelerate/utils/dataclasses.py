@@ -12,6 +12,9 @@ from torch import nn
 from drivetrain.accelerator import (
     AORecipeKwargs,
     AutocastKwargs,
+    DDPCommunicationHookType,
+    DistributedDataParallelKwargs,
+    DynamoBackend,
     FP8RecipeKwargs,
     GradientAccumulationPlugin,
     GradScalerKwargs,
@@ -19,15 +22,17 @@ from drivetrain.accelerator import (
     MegatronLMPlugin,
     MSAMPRecipeKwargs,
     ParallelismConfig,
+    ProfileKwargs,
     ProjectConfiguration,
     TERecipeKwargs,
+    TorchDynamoPlugin,
 )
-from drivetrain.accelerator import DistributedDataParallelKwargs as EngineDDPKwargs
 from drivetrain.compat.accelerate.absent import BIG_MODELS, absent_names
 from drivetrain.compat.accelerate.utils.deepspeed_plugin import DeepSpeedPlugin
 from drivetrain.compat.accelerate.utils.fsdp_plugin import FullyShardedDataParallelPlugin
 from drivetrain.data import DataLoaderConfiguration
 from drivetrain.runtime.nested import TensorInformation
+from drivetrain.runtime.state import DistributedType
 
 __all__ = [
     "AORecipeKwargs",
@@ -54,6 +59,7 @@ __all__ = [
     "MegatronLMPlugin",
     "ParallelismConfig",
     "PrecisionType",
+    "ProfileKwargs",
     "ProjectConfiguration",
     "RNGType",
     "SageMakerDistributedType",
@@ -84,7 +90,8 @@ class KwargsHandler:
 
 class _ContainsValues(enum.EnumMeta):
     def __contains__(cls, item: object) -> bool:
-        return isinstance(item, cls) or item in [member.value for member in cls]  # type: ignore[attr-defined]
+        members: dict[str, Any] = dict(cls.__members__)
+        return isinstance(item, cls) or item in [member.value for member in members.values()]
 
 
 class BaseEnum(enum.Enum, metaclass=_ContainsValues):
@@ -97,26 +104,6 @@ class BaseEnum(enum.Enum, metaclass=_ContainsValues):
     def list(cls) -> list[Any]:
         """The values."""
         return [member.value for member in cls]
-
-
-class DistributedType(str, enum.Enum):
-    """How the processes of a run are spread."""
-
-    NO = "NO"
-    MULTI_CPU = "MULTI_CPU"
-    MULTI_GPU = "MULTI_GPU"
-    MULTI_NPU = "MULTI_NPU"
-    MULTI_MLU = "MULTI_MLU"
-    MULTI_SDAA = "MULTI_SDAA"
-    MULTI_MUSA = "MULTI_MUSA"
-    MULTI_XPU = "MULTI_XPU"
-    MULTI_HPU = "MULTI_HPU"
-    MULTI_NEURON = "MULTI_NEURON"
-    DEEPSPEED = "DEEPSPEED"
-    FSDP = "FSDP"
-    XLA = "XLA"
-    MEGATRON_LM = "MEGATRON_LM"
-    TP = "TP"
 
 
 class SageMakerDistributedType(str, enum.Enum):
@@ -141,27 +128,6 @@ class FP8BackendType(str, enum.Enum):
     TE = "TE"
     MSAMP = "MSAMP"
     AO = "AO"
-
-
-class DynamoBackend(str, BaseEnum):
-    """Back ends of `torch.compile`."""
-
-    NO = "NO"
-    EAGER = "EAGER"
-    AOT_EAGER = "AOT_EAGER"
-    INDUCTOR = "INDUCTOR"
-    AOT_TS_NVFUSER = "AOT_TS_NVFUSER"
-    NVPRIMS_NVFUSER = "NVPRIMS_NVFUSER"
-    CUDAGRAPHS = "CUDAGRAPHS"
-    OFI = "OFI"
-    FX2TRT = "FX2TRT"
-    ONNXRT = "ONNXRT"
-    TENSORRT = "TENSORRT"
-    AOT_TORCHXLA_TRACE_ONCE = "AOT_TORCHXLA_TRACE_ONCE"
-    TORCHXLA_TRACE_ONCE = "TORCHXLA_TRACE_ONCE"
-    TVM = "TVM"
-    HPU_BACKEND = "HPU_BACKEND"
-    NEURON = "NEURON"
 
 
 class LoggerType(BaseEnum):
@@ -210,65 +176,6 @@ class CustomDtype(enum.Enum):
     FP8 = "fp8"
     INT4 = "int4"
     INT2 = "int2"
-
-
-class DDPCommunicationHookType(BaseEnum):
-    """How DDP compresses gradients on the wire."""
-
-    NO = "no"
-    FP16 = "fp16"
-    BF16 = "bf16"
-    POWER_SGD = "power_sgd"
-    BATCHED_POWER_SGD = "batched_power_sgd"
-
-
-@dataclass
-class DistributedDataParallelKwargs(EngineDDPKwargs, KwargsHandler):
-    """`drivetrain.DistributedDataParallelKwargs`, whose hooks may also be members of `DDPCommunicationHookType`.
-
-    Attributes:
-        dim: Accepted; torch ignores it.
-        check_reduction: Accepted; torch ignores it.
-        comm_wrapper: Compresses what `comm_hook` sends.
-    """
-
-    dim: int = 0
-    check_reduction: bool = False
-    comm_wrapper: Any = DDPCommunicationHookType.NO
-
-    def __post_init__(self) -> None:
-        self.comm_hook = getattr(self.comm_hook, "value", self.comm_hook)
-        self.comm_wrapper = getattr(self.comm_wrapper, "value", self.comm_wrapper)
-        self.comm_state_option = self.comm_state_option or None
-
-
-@dataclass
-class TorchDynamoPlugin(KwargsHandler):
-    """Options of `torch.compile`.
-
-    Attributes:
-        backend: A back end's name, or None for no compilation.
-        use_regional_compilation: Compile repeated blocks alone.
-    """
-
-    backend: Any = None
-    mode: str | None = None
-    fullgraph: bool | None = None
-    dynamic: bool | None = None
-    options: Any = None
-    disable: bool = False
-    use_regional_compilation: bool | None = None
-
-    def __post_init__(self) -> None:
-        self.backend = DynamoBackend(str(getattr(self.backend, "value", self.backend) or "no").upper())
-
-    def to_dict(self) -> dict[str, Any]:
-        """The options of `torch.compile` by name, the back end in lower case."""
-        return {**super().to_dict(), "backend": self.backend.value.lower()}
-
-    def to_kwargs(self) -> dict[str, Any]:
-        """The arguments of `torch.compile`."""
-        return {name: value for name, value in super().to_kwargs().items() if name != "use_regional_compilation"}
 
 
 @dataclass

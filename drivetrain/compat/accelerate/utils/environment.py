@@ -72,8 +72,11 @@ def get_current_device_type() -> tuple[str, str]:
 
 def get_gpu_info() -> tuple[list[str], int]:
     """Names of the accelerators that torch sees, and how many there are."""
-    count = torch.cuda.device_count()
-    return [torch.cuda.get_device_name(index) for index in range(count)], count
+    kind = detect_device_kind()
+    if kind.name == "cpu":
+        return [], 0
+    module, count = torch.get_device_module(kind.name), kind.count()
+    return [str(module.get_device_name(index)) for index in range(count)], count
 
 
 def check_cuda_p2p_ib_support() -> bool:
@@ -83,7 +86,9 @@ def check_cuda_p2p_ib_support() -> bool:
 
 def check_cuda_fp8_capability() -> bool:
     """Whether the GPU computes in fp8."""
-    return torch.cuda.is_available() and torch.cuda.get_device_capability() >= (8, 9)
+    if detect_device_kind().name != "cuda":
+        return False
+    return bool(torch.get_device_module("cuda").get_device_capability() >= (8, 9))
 
 
 @dataclass

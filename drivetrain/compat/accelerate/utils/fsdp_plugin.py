@@ -15,8 +15,8 @@ class FullyShardedDataParallelPlugin(EngineFSDPPlugin):
     """`drivetrain.FullyShardedDataParallelPlugin`, as scripts read and change it."""
 
     def __post_init__(self) -> None:
-        if isinstance(self.transformer_cls_names_to_wrap, str):
-            names = self.transformer_cls_names_to_wrap
+        names: Any = self.transformer_cls_names_to_wrap
+        if isinstance(names, str):
             self.transformer_cls_names_to_wrap = [each.strip() for each in names.split(",") if each.strip()] or None
         self.activation_checkpointing = bool(self.activation_checkpointing)
         self.set_state_dict_type(self.state_dict_type)

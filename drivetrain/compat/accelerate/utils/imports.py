@@ -109,7 +109,7 @@ def is_torch_distributed_available() -> bool:
 
 def is_bf16_available(ignore_tpu: bool = False) -> bool:
     """Whether the device computes in bfloat16."""
-    return torch.cuda.is_bf16_supported() if device_available("cuda") else True
+    return bool(torch.get_device_module("cuda").is_bf16_supported()) if device_available("cuda") else True
 
 
 def is_fp16_available() -> bool:
@@ -172,7 +172,7 @@ def is_transformer_engine_mxfp8_available() -> bool:
     return (
         package_available("transformer_engine")
         and device_available("cuda")
-        and torch.cuda.get_device_capability() >= (10, 0)
+        and torch.get_device_module("cuda").get_device_capability() >= (10, 0)
     )
 
 
@@ -185,10 +185,9 @@ def is_torch_xla_available(check_is_tpu: bool = False, check_is_gpu: bool = Fals
     """
     if not package_available("torch_xla"):
         return False
-    kinds = [kind for kind in available_device_kinds() if kind.name in ("xla", "tpu")]
     if check_is_gpu:
         return False
-    return bool(kinds) if check_is_tpu else True
+    return device_available("xla") if check_is_tpu else True
 
 
 def deepspeed_required(function: Callable[..., Any]) -> Callable[..., Any]:

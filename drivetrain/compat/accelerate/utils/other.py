@@ -82,9 +82,7 @@ compile_regions_fsdp2 = compile_regions
 
 def model_has_dtensor(model: nn.Module) -> bool:
     """Whether a parameter is sharded as a DTensor."""
-    from torch.distributed.tensor import DTensor
-
-    return any(isinstance(parameter, DTensor) for parameter in model.parameters())
+    return any(hasattr(parameter, "device_mesh") for parameter in model.parameters())
 
 
 def get_model_tp_size(model: nn.Module) -> int | None:
@@ -106,9 +104,9 @@ def extract_model_from_parallel(
     accelerator = latest_accelerator()
     if accelerator is not None:
         return accelerator.unwrap_model(model, keep_fp32_wrapper, keep_torch_compile)
-    inner = model.module if isinstance(model, (nn.parallel.DistributedDataParallel, nn.DataParallel)) else model
+    inner: nn.Module = model.module if hasattr(model, "device_ids") else model  # type: ignore[assignment]
     original = getattr(inner, "_orig_mod", inner)
-    return inner if keep_torch_compile else original  # type: ignore[return-value]
+    return inner if keep_torch_compile else original
 
 
 def clean_state_dict_for_safetensors(state_dict: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
