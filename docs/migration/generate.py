@@ -185,10 +185,18 @@ def arguments_of(function: Any) -> frozenset[str]:
         return frozenset()
 
 
+def source_of(kind: type) -> str:
+    """The source of a class; empty for one that a function makes."""
+    try:
+        return inspect.getsource(kind)
+    except OSError:
+        return ""
+
+
 @cache
 def attributes_set(kind: type) -> frozenset[str]:
     """Names that a class's own methods set on its instances."""
-    sources = [inspect.getsource(base) for base in kind.__mro__ if base.__module__.startswith("drivetrain")]
+    sources = [source_of(base) for base in kind.__mro__ if base.__module__.startswith("drivetrain")]
     return frozenset(re.findall(r"self\.([a-z]\w*)(?:,| =|: [^=\n]+ =)", "\n".join(sources)))
 
 
