@@ -121,6 +121,7 @@ def test_the_norm_is_returned_at_every_micro_batch(precision):
     assert float(model.weight.grad) == pytest.approx(1.0)
 
 
+@pytest.mark.slow  # imports torch's compiler
 def test_a_compiled_model_is_unwrapped_as_one_or_not():
     accelerator = Accelerator(cpu=True)
     bare = nn.Linear(2, 1)
@@ -132,6 +133,7 @@ def test_a_compiled_model_is_unwrapped_as_one_or_not():
     assert accelerator.unwrap_model(plain) is plain
 
 
+@pytest.mark.slow  # imports torch's compiler
 @pytest.mark.parametrize("regional", [False, True])
 def test_models_are_compiled_in_place(regional):
     plugin = TorchDynamoPlugin(backend="eager", use_regional_compilation=regional)
@@ -146,6 +148,7 @@ def test_models_are_compiled_in_place(regional):
     assert list(accelerator.get_state_dict(model)) == ["0.0.weight", "0.0.bias", "0.1.weight", "0.1.bias"]
 
 
+@pytest.mark.slow  # imports torch's compiler
 def test_an_unknown_backend_is_refused():
     with pytest.raises(ConfigurationError, match="Did you mean 'inductor'"):
         Accelerator(cpu=True, dynamo_backend="induktor")

@@ -116,10 +116,16 @@ def continued(folder: str, save_after: int, precision: str, way: str) -> dict[st
     return run.outcome()
 
 
-@pytest.mark.parametrize("way", ["stateful", "skip", "count"])
 @pytest.mark.parametrize(
-    ("processes", "save_after", "precision"),
-    [(1, 7, "no"), (1, 20, "no"), (2, 4, "no"), (2, 10, "bf16"), (1, 7, "fp16")],
+    ("processes", "save_after", "precision", "way"),
+    [
+        *((1, 7, "no", way) for way in ("stateful", "skip", "count")),
+        *((2, 4, "no", way) for way in ("stateful", "skip", "count")),
+        (1, 20, "no", "skip"),
+        (2, 10, "bf16", "skip"),
+        (2, 10, "bf16", "stateful"),
+        (1, 7, "fp16", "count"),
+    ],
 )
 def test_continued_is_as_uninterrupted(tmp_path, processes, save_after, precision, way):
     folder = str(tmp_path / "state")
