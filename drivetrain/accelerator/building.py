@@ -51,7 +51,7 @@ def choose_strategy(spec: str | Strategy, plugin: Strategy | None) -> str | Stra
 def make_strategy(spec: str | Strategy, state: PartialState, options: DistributedDataParallelKwargs | None) -> Strategy:
     """The strategy asked for, else the launcher's, with DDP's options in Accelerate's holder."""
     launched = Launched.here().strategy() if spec == "auto" else None
-    if launched is not None and launched != "auto":
+    if launched is not None:
         if options is not None:
             logger.warning_once(
                 f"DistributedDataParallelKwargs change nothing: the launcher was asked for {launched.name!r}."

@@ -53,7 +53,7 @@ def test_the_options_of_fsdp_are_the_launchers(launched: Any) -> None:
 
 
 def test_fsdp_that_shards_nothing_is_ddp(launched: Any) -> None:
-    assert launched(DRIVETRAIN_USE_FSDP="1", DRIVETRAIN_FSDP_SHARDING_STRATEGY="NO_SHARD").strategy() == "auto"
+    assert launched(DRIVETRAIN_USE_FSDP="1", DRIVETRAIN_FSDP_SHARDING_STRATEGY="NO_SHARD").strategy() is None
 
 
 def test_units_by_size_have_a_size(launched: Any) -> None:
