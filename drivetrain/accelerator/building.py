@@ -12,7 +12,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from drivetrain.accelerator.dynamo_plugin import TorchDynamoPlugin
-from drivetrain.accelerator.engine_state import EngineRecord
+from drivetrain.accelerator.engine_state import AcceleratorState, EngineRecord
 from drivetrain.accelerator.fp8_handlers import FP8Handler
 from drivetrain.accelerator.given_plugins import Plugins
 from drivetrain.accelerator.handlers import (
@@ -27,6 +27,7 @@ from drivetrain.accelerator.handlers import (
 from drivetrain.accelerator.launched import Launched
 from drivetrain.accelerator.scheduler import PreparedScheduler
 from drivetrain.data import ActiveLoaders, DataLoaderConfiguration
+from drivetrain.runtime.devices import DeviceKind
 from drivetrain.runtime.errors import ConfigurationError
 from drivetrain.runtime.logging import get_logger
 from drivetrain.runtime.state import PartialState
@@ -51,7 +52,7 @@ def choose_strategy(spec: str | Strategy, plugin: Strategy | None) -> str | Stra
 def make_strategy(spec: str | Strategy, state: PartialState, options: DistributedDataParallelKwargs | None) -> Strategy:
     """The strategy asked for, else the launcher's, with DDP's options in Accelerate's holder."""
     launched = Launched.here().strategy() if spec == "auto" else None
-    if launched is not None:
+    if isinstance(launched, Strategy):
         if options is not None:
             logger.warning_once(
                 f"DistributedDataParallelKwargs change nothing: the launcher was asked for {launched.name!r}."
@@ -84,8 +85,15 @@ def find_batch_placement(strategy: Strategy, active: ActiveLoaders) -> BatchPlac
     return placement
 
 
-def make_precision(spec: str | Precision | None, handlers: Sequence[Any]) -> Precision:
-    """The precision asked for, else the launcher's, with the options of Accelerate's holders."""
+def make_precision(spec: str | Precision | None, handlers: Sequence[Any], kind: DeviceKind | None = None) -> Precision:
+    """The precision asked for, else the launcher's, with the options of Accelerate's holders, on a kind of device."""
+    precision = _precision_of(spec, handlers)
+    if kind is not None:
+        precision.setup(kind)
+    return precision
+
+
+def _precision_of(spec: str | Precision | None, handlers: Sequence[Any]) -> Precision:
     launched = Launched.here()
     if spec is None:
         spec = launched.settings.get("mixed_precision", "no")
@@ -122,10 +130,19 @@ def backend_of(precision: Precision) -> str | None:
     return getattr(getattr(precision, "backend", None), "name", None)
 
 
-def make_record(
+def set_up_strategy(spec: str | Strategy, plugins: Plugins, process: PartialState, handlers: Sequence[Any]) -> Strategy:
+    """The strategy asked for, by its name, a plugin or the launcher, in its place among the processes."""
+    chosen = choose_strategy(spec, plugins.strategy(Launched.here()))
+    strategy = make_strategy(chosen, process, find_handler(handlers, DistributedDataParallelKwargs))
+    strategy.setup(process)
+    process.before_leaving(strategy.teardown)
+    return strategy
+
+
+def make_state(
     precision: Precision, strategy: Strategy, process: PartialState, plugins: Plugins, dynamo: TorchDynamoPlugin | None
-) -> EngineRecord:
-    """What `accelerator.state` shows of an engine."""
+) -> AcceleratorState:
+    """What `accelerator.state` is: the process, and what the engine was made with."""
     launched = Launched.here()
     asked = {
         "fsdp_plugin": launched.fsdp,
@@ -135,7 +152,7 @@ def make_record(
     }
     given = {**asked, **plugins.by_name(), "dynamo_plugin": dynamo or TorchDynamoPlugin()}
     kind = distributed_type_of(strategy, process.distributed_type)
-    return EngineRecord(accelerate_name(precision), kind, given)
+    return AcceleratorState(record=EngineRecord(accelerate_name(precision), kind, given))
 
 
 def make_project(

@@ -42,14 +42,14 @@ class AcceleratorState(PartialState):
         ConfigurationError: There is an engine of another precision.
     """
 
-    __slots__ = ("_record",)
+    __slots__ = ("engine_record",)
 
     def __init__(self, mixed_precision: str | None = None, cpu: bool = False, **options: Any) -> None:
         record: EngineRecord | None = options.pop("record", None)
         plugins = {name: value for name, value in options.items() if name.endswith(("plugin", "config"))}
         super().__init__(cpu, **{name: value for name, value in options.items() if name not in plugins})
         if record is None:
-            record = self._shared.get(_KEY)
+            record = self.registry().get(_KEY)
         if record is None:
             named = mixed_precision or Launched.here().settings.get("mixed_precision", "no")
             record = EngineRecord(named, plugins=plugins)
@@ -58,23 +58,23 @@ class AcceleratorState(PartialState):
                 f"The engine of this process computes in mixed_precision={record.mixed_precision!r}, so its state "
                 f"cannot be one in {mixed_precision!r}. Give it to Accelerator(mixed_precision=...)."
             )
-        object.__setattr__(self, "_record", record)
-        self._shared[_KEY] = record
+        object.__setattr__(self, "engine_record", record)
+        self.registry()[_KEY] = record
 
     @classmethod
     def _reset_state(cls, reset_partial_state: bool = False) -> None:
         """Forget the engine that was made last, and with `reset_partial_state` the process too."""
-        cls._shared.pop(_KEY, None)
+        cls.registry().pop(_KEY, None)
         if reset_partial_state:
-            PartialState._reset_state()
+            super()._reset_state()
 
     @property
     def record(self) -> EngineRecord:
         """What the engine was made with."""
         try:
-            found: EngineRecord = self._record
+            found: EngineRecord = self.engine_record
         except AttributeError:  # out of a pickle
-            found = self._shared.get(_KEY) or EngineRecord()
+            found = self.registry().get(_KEY) or EngineRecord()
         return found
 
     @property
