@@ -20,6 +20,8 @@ XLA_PYTHON := $(XLA_VENV)/bin/python
 XLA_ENV := $(XLA_VENV)/.made-for-xla
 # What megatron-core installs is not needed elsewhere.
 MEGATRON_VENV ?= .venv-megatron
+# The packages of trackers need other versions of what others need, and are many.
+TRACKERS_VENV ?= .venv-trackers
 PIP := $(VENV)/bin/python -m pip --disable-pip-version-check
 
 # `make test-gpu PYTHON=python3` uses a Python that already holds torch, and makes no environment.
@@ -30,6 +32,8 @@ BENCH_ENV :=
 BENCH_PYTHON := $(PYTHON)
 MEGATRON_ENV :=
 MEGATRON_PYTHON := $(PYTHON)
+TRACKERS_ENV :=
+TRACKERS_PYTHON := $(PYTHON)
 DRIVETRAIN := $(PYTHON) -m drivetrain
 else
 PYTHON := $(VENV)/bin/python
@@ -39,6 +43,8 @@ BENCH_ENV := $(BENCH_VENV)/.made-for-benchmarks
 BENCH_PYTHON := $(BENCH_VENV)/bin/python
 MEGATRON_ENV := $(MEGATRON_VENV)/.made-for-megatron
 MEGATRON_PYTHON := $(MEGATRON_VENV)/bin/python
+TRACKERS_ENV := $(TRACKERS_VENV)/.made-for-trackers
+TRACKERS_PYTHON := $(TRACKERS_VENV)/bin/python
 DRIVETRAIN := $(VENV)/bin/drivetrain
 endif
 
@@ -46,8 +52,8 @@ endif
 export PYTHONPATH := $(CURDIR)$(if $(PYTHONPATH),:$(PYTHONPATH))
 
 .DEFAULT_GOAL := help
-.PHONY: help env demo test test-slow test-sharded test-crash test-megatron test-gpu test-xla test-oldest deepspeed-ops \
-	lint format types floors docs wheel bench bench-gpu clean
+.PHONY: help env demo test test-slow test-sharded test-crash test-megatron test-trackers test-gpu test-xla test-oldest \
+	deepspeed-ops lint format types floors docs wheel bench bench-gpu clean
 
 help: ## list these commands
 	@awk 'BEGIN {FS = ":.*## "} /^[a-z-]+:.*## / {printf "  make %-14s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
@@ -64,7 +70,7 @@ test: $(DEV_ENV) ## the default test lane: no GPU, nothing slow
 	$(PYTHON) -m pytest $(IN_PARALLEL) $(TESTS)
 
 test-slow: $(DEV_ENV) ## the tests that take longer
-	$(PYTHON) -m pytest -m "slow and not (gpu or tpu or xla or megatron)" $(TESTS)
+	$(PYTHON) -m pytest -m "slow and not (gpu or tpu or xla or megatron or trackers)" $(TESTS)
 
 test-sharded: $(DEV_ENV) ## the tests that divide models: FSDP, DeepSpeed, tensor, context and pipeline parallel
 	$(PYTHON) -m pytest -m "sharded and not (slow or gpu)" $(TESTS)
@@ -74,6 +80,10 @@ test-crash: $(DEV_ENV) ## the tests that kill processes and machines over and ov
 
 test-megatron: $(MEGATRON_ENV) ## the tests of Megatron, on the CPU (an environment of its own)
 	$(MEGATRON_PYTHON) -m pytest -m "megatron and not gpu" $(or $(TESTS),tests/strategies/megatron tests/conformance/test_megatron.py)
+
+TRACKERS := wandb mlflow aim dvclive trackio swanlab
+test-trackers: $(TRACKERS_ENV) ## the tests of trackers beside those of the default lane (an environment of its own)
+	$(TRACKERS_PYTHON) -m pytest $(IN_PARALLEL) -m "trackers and not slow" $(or $(TESTS),$(TRACKERS:%=tests/trackers/test_%.py))
 
 test-gpu: $(DEV_ENV) ## the tests that need a GPU (PYTHON=python3: with a Python that holds torch)
 	$(PYTHON) -m pytest -m gpu $(TESTS)
@@ -125,7 +135,7 @@ clean: ## remove what builds, tests and runs left (not .venv)
 	find . -name __pycache__ -type d -not -path "./$(VENV)/*" -prune -exec rm -rf {} +
 
 # torch comes first and alone, at the pinned version: as another package's need, pip may choose another build of it.
-$(VENV)/bin/python $(BENCH_VENV)/bin/python $(XLA_VENV)/bin/python $(MEGATRON_VENV)/bin/python:
+$(VENV)/bin/python $(BENCH_VENV)/bin/python $(XLA_VENV)/bin/python $(MEGATRON_VENV)/bin/python $(TRACKERS_VENV)/bin/python:
 	@$(BASE_PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || \
 		{ echo "drivetrain needs Python >= 3.10, and $(BASE_PYTHON) is $$($(BASE_PYTHON) --version 2>&1)." \
 		"Name another one: make BASE_PYTHON=python3.12 ..." >&2; exit 1; }
@@ -159,4 +169,10 @@ $(XLA_ENV): pyproject.toml constraints.txt constraints-xla.txt | $(XLA_VENV)/bin
 $(MEGATRON_VENV)/.made-for-megatron: pyproject.toml constraints.txt | $(MEGATRON_VENV)/bin/python
 	$(MEGATRON_PYTHON) -m pip --disable-pip-version-check install torch -c constraints.txt
 	$(MEGATRON_PYTHON) -m pip --disable-pip-version-check install -e ".[megatron,fp8]" pytest pytest-timeout -c constraints.txt
+	@touch $@
+
+$(TRACKERS_VENV)/.made-for-trackers: pyproject.toml constraints-trackers.txt | $(TRACKERS_VENV)/bin/python
+	$(TRACKERS_PYTHON) -m pip --disable-pip-version-check install torch -c constraints-trackers.txt
+	$(TRACKERS_PYTHON) -m pip --disable-pip-version-check install -e ".[wandb,mlflow,aim,dvclive,trackio,swanlab]" \
+		pytest pytest-timeout pytest-xdist -c constraints-trackers.txt
 	@touch $@
