@@ -51,7 +51,7 @@ def flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 def read(place: Path, run_id: str) -> Found:
     found = Found()
-    for directory in sorted((place / "swanlog").glob(f"run-*{run_id}*")):
+    for directory in sorted((place / "swanlog").glob(f"run-*{run_id}*" if run_id else "run-*")):
         [log] = directory.glob("*.swanlab")
         for record in records(log):
             kind = next(field.name for field, _ in record.ListFields() if field.name not in ("num", "timestamp"))
