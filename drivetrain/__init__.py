@@ -28,12 +28,14 @@ _EXPORTS: dict[str, str] = {
     "TERecipeKwargs": "drivetrain.accelerator",
     "InitProcessGroupKwargs": "drivetrain.accelerator",
     "ProjectConfiguration": "drivetrain.accelerator",
+    "LocalSGD": "drivetrain.accelerator",
     "AcceleratorState": "drivetrain.accelerator",
     "GradientState": "drivetrain.accelerator",
     "DDPCommunicationHookType": "drivetrain.accelerator",
     "DynamoBackend": "drivetrain.accelerator",
     "ProfileKwargs": "drivetrain.accelerator",
     "TorchDynamoPlugin": "drivetrain.accelerator",
+    "TorchContextParallelConfig": "drivetrain.accelerator",
     "Trainer": "drivetrain.trainer",
     "Task": "drivetrain.trainer",
     "MegatronTask": "drivetrain.trainer",
@@ -80,6 +82,8 @@ _EXPORTS: dict[str, str] = {
     "skip_first_batches": "drivetrain.data",
     "consolidate": "drivetrain.checkpoint",
     "newest_checkpoint": "drivetrain.checkpoint",
+    "import_checkpoint": "drivetrain.checkpoint",
+    "load_checkpoint_in_model": "drivetrain.checkpoint",
     "Tracker": "drivetrain.trackers",
     "CSVLogger": "drivetrain.trackers",
     "TensorBoardLogger": "drivetrain.trackers",
@@ -105,6 +109,8 @@ _EXPORTS: dict[str, str] = {
     "recursively_apply": "drivetrain.runtime.nested",
     "send_to_device": "drivetrain.runtime.nested",
     "set_seed": "drivetrain.runtime.seeds",
+    "find_executable_batch_size": "drivetrain.runtime.memory",
+    "release_memory": "drivetrain.runtime.memory",
     "get_logger": "drivetrain.runtime.logging",
     "ConfigurationError": "drivetrain.runtime.errors",
     "DeviceNotAvailableError": "drivetrain.runtime.errors",
@@ -145,12 +151,14 @@ if TYPE_CHECKING:
     from drivetrain.accelerator import GradientState as GradientState
     from drivetrain.accelerator import GradScalerKwargs as GradScalerKwargs
     from drivetrain.accelerator import InitProcessGroupKwargs as InitProcessGroupKwargs
+    from drivetrain.accelerator import LocalSGD as LocalSGD
     from drivetrain.accelerator import MegatronLMPlugin as MegatronLMPlugin
     from drivetrain.accelerator import MSAMPRecipeKwargs as MSAMPRecipeKwargs
     from drivetrain.accelerator import ParallelismConfig as ParallelismConfig
     from drivetrain.accelerator import ProfileKwargs as ProfileKwargs
     from drivetrain.accelerator import ProjectConfiguration as ProjectConfiguration
     from drivetrain.accelerator import TERecipeKwargs as TERecipeKwargs
+    from drivetrain.accelerator import TorchContextParallelConfig as TorchContextParallelConfig
     from drivetrain.accelerator import TorchDynamoPlugin as TorchDynamoPlugin
     from drivetrain.callbacks import Callback as Callback
     from drivetrain.callbacks import EarlyStopping as EarlyStopping
@@ -163,6 +171,8 @@ if TYPE_CHECKING:
     from drivetrain.callbacks import Timer as Timer
     from drivetrain.callbacks import TQDMProgressBar as TQDMProgressBar
     from drivetrain.checkpoint import consolidate as consolidate
+    from drivetrain.checkpoint import import_checkpoint as import_checkpoint
+    from drivetrain.checkpoint import load_checkpoint_in_model as load_checkpoint_in_model
     from drivetrain.checkpoint import newest_checkpoint as newest_checkpoint
     from drivetrain.data import CombinedLoader as CombinedLoader
     from drivetrain.data import DataLoaderConfiguration as DataLoaderConfiguration
@@ -188,6 +198,8 @@ if TYPE_CHECKING:
     from drivetrain.runtime.errors import DrivetrainError as DrivetrainError
     from drivetrain.runtime.errors import LaunchError as LaunchError
     from drivetrain.runtime.logging import get_logger as get_logger
+    from drivetrain.runtime.memory import find_executable_batch_size as find_executable_batch_size
+    from drivetrain.runtime.memory import release_memory as release_memory
     from drivetrain.runtime.nested import concatenate as concatenate
     from drivetrain.runtime.nested import find_batch_size as find_batch_size
     from drivetrain.runtime.nested import recursively_apply as recursively_apply

@@ -32,10 +32,13 @@ PAGE = FOLDER.parent / "migrating-from-accelerate.md"
 NAMES = FOLDER / "accelerate_names.json"
 EXPLANATIONS = FOLDER / "explanations.yaml"
 
-SAME, BETTER, ELSEWHERE, LEFT_OUT, LATER, MISSING = "same", "better", "elsewhere", "left out", "later", "missing"
+SAME, BETTER, TAKEN, ELSEWHERE = "same", "better", "taken", "elsewhere"
+LEFT_OUT, LATER, MISSING = "left out", "later", "missing"
+OF_WHAT_IS_THERE = (BETTER, TAKEN)
 VERDICTS = {
     SAME: "the same name does the same",
     BETTER: "the same name, and more or otherwise on purpose",
+    TAKEN: "taken, and without effect",
     ELSEWHERE: "there under another name",
     LEFT_OUT: "left out on purpose",
     LATER: "belongs to a later part",
@@ -135,9 +138,9 @@ class Comparison:
     def _judge(self, name: str, owner: str, there: bool, place: str = "") -> Entry:
         explained = self.explanations.of(name)
         if there:
-            better = explained if explained and explained["verdict"] == BETTER else {}
-            return Entry(name, owner, BETTER if better else SAME, place, better.get("why", ""))
-        if explained is None or explained["verdict"] == BETTER:
+            stated = explained if explained and explained["verdict"] in OF_WHAT_IS_THERE else {"verdict": SAME}
+            return Entry(name, owner, stated["verdict"], place, stated.get("why", ""))
+        if explained is None or explained["verdict"] in OF_WHAT_IS_THERE:
             return Entry(name, owner, "")
         return Entry(name, owner, explained["verdict"], explained.get("ours", ""), explained.get("why", ""))
 

@@ -1,7 +1,7 @@
 """The raw engine: composes strategy, precision, data, checkpoint and trackers."""
 
 from drivetrain.accelerator.accelerator import Accelerator
-from drivetrain.accelerator.compilation import DynamoBackend, TorchDynamoPlugin
+from drivetrain.accelerator.dynamo_plugin import DynamoBackend, TorchDynamoPlugin
 from drivetrain.accelerator.engine_state import AcceleratorState
 from drivetrain.accelerator.fp8_handlers import AORecipeKwargs, FP8RecipeKwargs, MSAMPRecipeKwargs, TERecipeKwargs
 from drivetrain.accelerator.gradient_state import GradientState
@@ -15,12 +15,14 @@ from drivetrain.accelerator.handlers import (
     ProfileKwargs,
     ProjectConfiguration,
 )
+from drivetrain.accelerator.local_sgd import LocalSGD
 from drivetrain.accelerator.megatron_plugin import MegatronLMPlugin
 from drivetrain.accelerator.optimizer import PreparedOptimizer
 from drivetrain.accelerator.plugins import (
     DeepSpeedPlugin,
     FullyShardedDataParallelPlugin,
     ParallelismConfig,
+    TorchContextParallelConfig,
 )
 from drivetrain.accelerator.scheduler import PreparedScheduler
 from drivetrain.accelerator.weighted_mean import WeightedMean
@@ -40,6 +42,7 @@ __all__ = [
     "GradientAccumulationPlugin",
     "GradientState",
     "InitProcessGroupKwargs",
+    "LocalSGD",
     "MSAMPRecipeKwargs",
     "MegatronLMPlugin",
     "ParallelismConfig",
@@ -48,6 +51,7 @@ __all__ = [
     "ProfileKwargs",
     "ProjectConfiguration",
     "TERecipeKwargs",
+    "TorchContextParallelConfig",
     "TorchDynamoPlugin",
     "WeightedMean",
 ]

@@ -13,17 +13,15 @@ from torch.optim import Optimizer
 
 from drivetrain.accelerator.accumulation import AccumulationWindow
 from drivetrain.accelerator.building import (
-    choose_strategy,
     make_accumulation,
     make_dataloader_config,
     make_precision,
     make_project,
-    make_record,
-    make_strategy,
+    make_state,
+    set_up_strategy,
 )
 from drivetrain.accelerator.checkpoints import NumberedCheckpoints
-from drivetrain.accelerator.compilation import DynamoBackend, TorchDynamoPlugin, make_compilation
-from drivetrain.accelerator.engine_state import AcceleratorState
+from drivetrain.accelerator.dynamo_plugin import DynamoBackend, TorchDynamoPlugin, make_dynamo_plugin
 from drivetrain.accelerator.faces.collectives import Collectives
 from drivetrain.accelerator.faces.models import ModelHandling
 from drivetrain.accelerator.faces.processes import ProcessControl
@@ -31,16 +29,16 @@ from drivetrain.accelerator.faces.saving import StateSaving
 from drivetrain.accelerator.faces.status import EngineStatus
 from drivetrain.accelerator.faces.tracking import Tracking
 from drivetrain.accelerator.forward import autocast_context
+from drivetrain.accelerator.given_plugins import Plugins
 from drivetrain.accelerator.gradient_state import GradientState
 from drivetrain.accelerator.gradients import HeldGradients
 from drivetrain.accelerator.handlers import (
     AutocastKwargs,
-    DistributedDataParallelKwargs,
     GradientAccumulationPlugin,
     InitProcessGroupKwargs,
     ProfileKwargs,
     ProjectConfiguration,
-    check_handlers,
+    checked_handlers,
     find_handler,
     process_options,
 )
@@ -50,7 +48,6 @@ from drivetrain.accelerator.plugins import (
     DeepSpeedPlugin,
     FullyShardedDataParallelPlugin,
     ParallelismConfig,
-    Plugins,
 )
 from drivetrain.accelerator.preparation import Preparation, PreparationOptions
 from drivetrain.accelerator.prepared import Prepared
@@ -89,7 +86,7 @@ class Accelerator(KnownKeywords, EngineStatus, ProcessControl, Collectives, Mode
         gradient_accumulation_steps: Micro-batches per optimizer step; the launcher's, else 1.
         cpu: Run on the CPU even where there is an accelerator.
         dataloader_config: How loaders are sharded.
-        strategy: A strategy's name or a `Strategy`; `"auto"` takes DDP among several processes, else single.
+        strategy: A strategy's name or a `Strategy`; `"auto"` takes the launcher's, else DDP among several processes.
         project_dir: Where the run writes.
         project_config: The same in more detail.
         gradient_accumulation_plugin: Accumulation in more detail; give this or `gradient_accumulation_steps`.
@@ -161,8 +158,7 @@ class Accelerator(KnownKeywords, EngineStatus, ProcessControl, Collectives, Mode
         parallelism_config: ParallelismConfig | Mapping[str, Any] | None = None,
         device: str | None = None,
     ) -> None:
-        handlers = list(kwargs_handlers or [])
-        check_handlers(handlers)
+        handlers = checked_handlers(kwargs_handlers)
         process = PartialState(cpu, device=device, **process_options(find_handler(handlers, InitProcessGroupKwargs)))
         self.project_configuration = make_project(project_dir, project_config)
         self.rng_types = list(rng_types or ["generator"])
@@ -172,37 +168,28 @@ class Accelerator(KnownKeywords, EngineStatus, ProcessControl, Collectives, Mode
             make_dataloader_config(split_batches, dataloader_config),
             step_scheduler_with_optimizer,
             step_scheduler_per_process,
-            make_compilation(dynamo_backend, dynamo_plugin),
+            make_dynamo_plugin(dynamo_backend, dynamo_plugin),
         )
-
         plugins = Plugins.given(
             fsdp_plugin, deepspeed_plugin, deepspeed_plugins, parallelism_config, megatron_lm_plugin, torch_tp_plugin
         )
-        chosen = choose_strategy(strategy, plugins.strategy())
-        self.strategy = make_strategy(chosen, process, find_handler(handlers, DistributedDataParallelKwargs))
-        self.strategy.setup(process)
-        process.before_leaving(self.strategy.teardown)
-        self.precision = make_precision(mixed_precision, handlers)
-        self.precision.setup(process.kind)
-        record = make_record(self.precision, self.strategy, process, plugins, options.compilation)
-        self.state = AcceleratorState(record=record)
+        self.strategy = set_up_strategy(strategy, plugins, process, handlers)
+        self.precision = make_precision(mixed_precision, handlers, process.kind)
+        self.state = make_state(self.precision, self.strategy, process, plugins, options.dynamo_plugin)
         accumulation = make_accumulation(gradient_accumulation_steps, gradient_accumulation_plugin)
         self.strategy.check(RunOptions(self.precision, Given(_ACCUMULATION, accumulation.num_steps)))
 
-        self.active_loaders = ActiveLoaders()
-        self.prepared = Prepared()
-        held = HeldGradients(self.prepared, self.strategy)
-        self.accumulation = AccumulationWindow(accumulation, self.active_loaders, held)
-        self.gradient_state = GradientState(window=self.accumulation, active=self.active_loaders)
+        self.active_loaders, self.prepared = ActiveLoaders(), Prepared()
+        held, active = HeldGradients(self.prepared, self.strategy), self.active_loaders
+        self.accumulation = AccumulationWindow(accumulation, active, held)
+        self.gradient_state = GradientState(window=self.accumulation, active=active)
         self.step = OptimizerStep(self.strategy, self.precision, self.prepared, self.accumulation)
         self.precision.hold_scale_while(lambda: self.accumulation.holds_gradients)
-        self.preparation = Preparation(
-            self.state, self.strategy, self.precision, self.step, self.prepared, self.active_loaders, options
-        )
+        parts = (self.strategy, self.precision, self.step, self.prepared)
+        self.preparation = Preparation(self.state, *parts, active, options)
         numbered = NumberedCheckpoints(self.project_configuration, self.state)
-        self.tracking = RunTracking(self.state, log_with, self.project_configuration)
+        self.trigger, self.tracking = Trigger(self.state), RunTracking(self.state, log_with, self.project_configuration)
         self.run_state = RunState(self.state, self.strategy, self.precision, numbered, self.prepared, self.tracking)
-        self.trigger = Trigger(self.state)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Accelerator:
         # It stands for this process's run, of which there is one.

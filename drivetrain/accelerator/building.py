@@ -11,8 +11,10 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from drivetrain.accelerator.engine_state import EngineRecord
+from drivetrain.accelerator.dynamo_plugin import TorchDynamoPlugin
+from drivetrain.accelerator.engine_state import AcceleratorState, EngineRecord
 from drivetrain.accelerator.fp8_handlers import FP8Handler
+from drivetrain.accelerator.given_plugins import Plugins
 from drivetrain.accelerator.handlers import (
     AutocastKwargs,
     DistributedDataParallelKwargs,
@@ -22,16 +24,20 @@ from drivetrain.accelerator.handlers import (
     find_handler,
     handler_options,
 )
-from drivetrain.accelerator.plugins import Plugins
+from drivetrain.accelerator.launched import Launched
 from drivetrain.accelerator.scheduler import PreparedScheduler
 from drivetrain.data import ActiveLoaders, DataLoaderConfiguration
+from drivetrain.runtime.devices import DeviceKind
 from drivetrain.runtime.errors import ConfigurationError
+from drivetrain.runtime.logging import get_logger
 from drivetrain.runtime.state import PartialState
 from drivetrain.strategies import Strategy, resolve_ddp, resolve_strategy
-from drivetrain.strategies.accelerate_names import distributed_type_of
+from drivetrain.strategies.accelerate_names import distributed_type_of, is_fully_sharded
 from drivetrain.strategies.capabilities import BatchPlacement
 from drivetrain.strategies.precision import FP8, Float16Mixed, Precision, resolve_precision
 from drivetrain.strategies.precision.mixed import MixedPrecision
+
+logger = get_logger(__name__)
 
 
 def choose_strategy(spec: str | Strategy, plugin: Strategy | None) -> str | Strategy:
@@ -44,7 +50,14 @@ def choose_strategy(spec: str | Strategy, plugin: Strategy | None) -> str | Stra
 
 
 def make_strategy(spec: str | Strategy, state: PartialState, options: DistributedDataParallelKwargs | None) -> Strategy:
-    """The strategy asked for, with DDP's options in Accelerate's holder."""
+    """The strategy asked for, else the launcher's, with DDP's options in Accelerate's holder."""
+    launched = Launched.here().strategy() if spec == "auto" else None
+    if isinstance(launched, Strategy):
+        if options is not None:
+            logger.warning_once(
+                f"DistributedDataParallelKwargs change nothing: the launcher was asked for {launched.name!r}."
+            )
+        spec, options = launched, None
     if options is None:
         chosen = resolve_strategy(spec, state.environment, state.kind)
         _check_device(chosen, state)
@@ -72,10 +85,18 @@ def find_batch_placement(strategy: Strategy, active: ActiveLoaders) -> BatchPlac
     return placement
 
 
-def make_precision(spec: str | Precision | None, handlers: Sequence[Any]) -> Precision:
-    """The precision asked for, else the launcher's, with the options of Accelerate's holders."""
+def make_precision(spec: str | Precision | None, handlers: Sequence[Any], kind: DeviceKind | None = None) -> Precision:
+    """The precision asked for, else the launcher's, with the options of Accelerate's holders, on a kind of device."""
+    precision = _precision_of(spec, handlers)
+    if kind is not None:
+        precision.setup(kind)
+    return precision
+
+
+def _precision_of(spec: str | Precision | None, handlers: Sequence[Any]) -> Precision:
+    launched = Launched.here()
     if spec is None:
-        spec = os.environ.get("DRIVETRAIN_MIXED_PRECISION", "no")
+        spec = launched.settings.get("mixed_precision", "no")
     scaling, casting = find_handler(handlers, GradScalerKwargs), find_handler(handlers, AutocastKwargs)
     recipes = find_handler(handlers, FP8Handler)
     if isinstance(spec, Precision):
@@ -87,8 +108,9 @@ def make_precision(spec: str | Precision | None, handlers: Sequence[Any]) -> Pre
                 )
         return spec
     precision = resolve_precision(spec)
-    if recipes is not None and isinstance(precision, FP8):
-        precision = recipes.precision()
+    if isinstance(precision, FP8):
+        recipe = launched.fp8_config
+        precision = recipes.precision() if recipes is not None else FP8.from_config(recipe) if recipe else precision
     if not isinstance(precision, MixedPrecision):
         return precision
     if isinstance(precision, Float16Mixed):
@@ -108,13 +130,29 @@ def backend_of(precision: Precision) -> str | None:
     return getattr(getattr(precision, "backend", None), "name", None)
 
 
-def make_record(
-    precision: Precision, strategy: Strategy, process: PartialState, plugins: Plugins, compilation: Any
-) -> EngineRecord:
-    """What `accelerator.state` shows of an engine."""
-    given = {**plugins.by_name(), "dynamo_plugin": compilation}
+def set_up_strategy(spec: str | Strategy, plugins: Plugins, process: PartialState, handlers: Sequence[Any]) -> Strategy:
+    """The strategy asked for, by its name, a plugin or the launcher, in its place among the processes."""
+    chosen = choose_strategy(spec, plugins.strategy(Launched.here()))
+    strategy = make_strategy(chosen, process, find_handler(handlers, DistributedDataParallelKwargs))
+    strategy.setup(process)
+    process.before_leaving(strategy.teardown)
+    return strategy
+
+
+def make_state(
+    precision: Precision, strategy: Strategy, process: PartialState, plugins: Plugins, dynamo: TorchDynamoPlugin | None
+) -> AcceleratorState:
+    """What `accelerator.state` is: the process, and what the engine was made with."""
+    launched = Launched.here()
+    asked = {
+        "fsdp_plugin": launched.fsdp,
+        "deepspeed_plugin": launched.deepspeed,
+        "megatron_lm_plugin": launched.megatron,
+        "parallelism_config": launched.parallelism,
+    }
+    given = {**asked, **plugins.by_name(), "dynamo_plugin": dynamo or TorchDynamoPlugin()}
     kind = distributed_type_of(strategy, process.distributed_type)
-    return EngineRecord(accelerate_name(precision), kind, given)
+    return AcceleratorState(record=EngineRecord(accelerate_name(precision), kind, given, is_fully_sharded(strategy)))
 
 
 def make_project(
@@ -154,13 +192,8 @@ def make_accumulation(steps: int | None, plugin: GradientAccumulationPlugin | No
         )
     if plugin is not None:
         return plugin
-    asked = os.environ.get("DRIVETRAIN_GRADIENT_ACCUMULATION_STEPS", "1") if steps is None else steps
-    try:
-        return GradientAccumulationPlugin(int(asked) if isinstance(asked, str) else asked)
-    except ValueError as error:
-        if isinstance(error, ConfigurationError):
-            raise
-        raise ConfigurationError(f"DRIVETRAIN_GRADIENT_ACCUMULATION_STEPS={asked!r} is not a whole number.") from None
+    launched = Launched.here().settings.get("gradient_accumulation_steps", 1) if steps is None else steps
+    return GradientAccumulationPlugin(launched)
 
 
 def is_scheduler(item: Any) -> bool:

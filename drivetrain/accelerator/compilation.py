@@ -1,120 +1,72 @@
-"""Compiling prepared models with `torch.compile`, in Accelerate's words."""
+"""Compiling prepared models with torch.compile, in place: no wrapper, and no new names in their state."""
 
 from __future__ import annotations
 
-import os
+from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass
-from enum import Enum
 from typing import Any
 
 from torch import nn
 
-from drivetrain.runtime.errors import ConfigurationError, nearest
+from drivetrain.runtime.errors import ConfigurationError
+from drivetrain.strategies import StepModule
 
 
-class DynamoBackend(str, Enum):
-    """Backends of `torch.compile`, in Accelerate's words."""
+@dataclass(frozen=True)
+class Compilation:
+    """How models are compiled.
 
-    NO = "NO"
-    EAGER = "EAGER"
-    AOT_EAGER = "AOT_EAGER"
-    INDUCTOR = "INDUCTOR"
-    AOT_TS_NVFUSER = "AOT_TS_NVFUSER"
-    NVPRIMS_NVFUSER = "NVPRIMS_NVFUSER"
-    CUDAGRAPHS = "CUDAGRAPHS"
-    OFI = "OFI"
-    FX2TRT = "FX2TRT"
-    ONNXRT = "ONNXRT"
-    TENSORRT = "TENSORRT"
-    AOT_TORCHXLA_TRACE_ONCE = "AOT_TORCHXLA_TRACE_ONCE"
-    TORCHXLA_TRACE_ONCE = "TORCHXLA_TRACE_ONCE"
-    TVM = "TVM"
-    HPU_BACKEND = "HPU_BACKEND"
-    NEURON = "NEURON"
-
-
-@dataclass
-class TorchDynamoPlugin:
-    """How prepared models are compiled.
-
-    A model is compiled in place (`nn.Module.compile`), so its parameters keep their names and every strategy takes it.
-
-    Attributes:
-        backend: A member of `DynamoBackend`, its name, or any other backend that `torch.compile` knows; from the
-            launcher's environment if None.
-        mode: The `mode` of `torch.compile`.
-        fullgraph: Whether a break in the graph is an error.
-        dynamic: Whether shapes are dynamic.
-        options: Options of the backend.
-        disable: Compile nothing.
-        use_regional_compilation: Compile each block of the model's lists of blocks, rather than the whole: much quicker
-            to compile where blocks are alike.
+    Args:
+        backend: Of torch.compile, such as `"inductor"`.
+        mode: Of torch.compile; None is the default.
+        fullgraph: Whether a model that is not one graph is refused.
+        dynamic: Whether shapes are expected to change; None finds out.
+        regional: Whether repeated blocks are compiled, each kind once, in place of the whole model.
+        options: Of the backend.
 
     Raises:
-        ConfigurationError: The backend has an unknown name.
+        ConfigurationError: A backend that torch does not have.
     """
 
-    backend: DynamoBackend | str | None = None
+    backend: str
     mode: str | None = None
-    fullgraph: bool | None = None
+    fullgraph: bool = False
     dynamic: bool | None = None
-    options: Any = None
-    disable: bool = False
-    use_regional_compilation: bool | None = None
+    regional: bool = False
+    options: Mapping[str, Any] | None = None
 
     def __post_init__(self) -> None:
-        given = self.backend or os.environ.get("ACCELERATE_DYNAMO_BACKEND") or "NO"
-        if isinstance(given, str) and not isinstance(given, DynamoBackend):
-            known = DynamoBackend.__members__.get(given.upper())
-            if known is None and given not in _registered():
-                names = [*(name.lower() for name in DynamoBackend.__members__), *_registered()]
-                raise ConfigurationError(
-                    f"Unknown dynamo_backend {given!r}. Allowed: {', '.join(names)}.{nearest(given, names)}"
-                )
-            given = known or given
-        self.backend = given
+        import torch
 
-    def compile(self, model: nn.Module) -> None:
-        """Compile a model in place, as far as the options ask for it."""
-        if self.backend is DynamoBackend.NO or self.disable:
-            return
-        backend = self.backend.value.lower() if isinstance(self.backend, DynamoBackend) else self.backend
-        options = {
-            "mode": self.mode,
-            "fullgraph": bool(self.fullgraph),
-            "dynamic": self.dynamic,
-            "options": self.options,
-        }
-        for module in _regions(model) if self.use_regional_compilation else [model]:
-            module.compile(backend=backend, **options)  # type: ignore[no-untyped-call]
+        from_torch = [*torch.compiler.list_backends(exclude_tags=()), "inductor"]
+        if self.backend not in from_torch:
+            raise ConfigurationError(
+                f"dynamo_backend is {self.backend!r}, which torch {torch.__version__} does not have. It has: "
+                f"{', '.join(sorted({*from_torch}))}."
+            )
 
-    def to_dict(self) -> dict[str, Any]:
-        """The options, the backend by its lower-case name."""
-        backend = self.backend.value.lower() if isinstance(self.backend, DynamoBackend) else self.backend
-        return {**vars(self), "backend": backend}
+    def apply(self, model: nn.Module) -> None:
+        """Compile a model in place; of a Trainer's task, each of its modules. What is compiled already stays so."""
+        whole = list(model.task.children()) if isinstance(model, StepModule) else [model]
+        for part in whole:
+            for module in self._regions(part) if self.regional else [part]:
+                if getattr(module, "_compiled_call_impl", None) is None:
+                    module.compile(**self._options())
 
-    to_kwargs = to_dict
+    def _regions(self, model: nn.Module) -> list[nn.Module]:
+        """The blocks of a model that are there several times; the model where there are none."""
+        found: list[nn.Module] = []
+        for module in model.modules():
+            if isinstance(module, nn.ModuleList | nn.Sequential):
+                kinds = Counter(type(child) for child in module)
+                found += [child for child in module if kinds[type(child)] > 1 and any(True for _ in child.parameters())]
+        inner = {id(part) for block in found for part in block.modules() if part is not block}
+        return [block for block in found if id(block) not in inner] or [model]
 
-
-def make_compilation(backend: DynamoBackend | str | None, plugin: TorchDynamoPlugin | None) -> TorchDynamoPlugin:
-    """How prepared models are compiled: as a backend or a plugin says.
-
-    Raises:
-        ConfigurationError: Both were given.
-    """
-    if backend is not None and plugin is not None:
-        raise ConfigurationError("dynamo_backend and dynamo_plugin are given both; give one.")
-    return plugin or TorchDynamoPlugin(backend)
-
-
-def _registered() -> list[str]:
-    import torch._dynamo  # half a second, for names that are not Accelerate's
-
-    return torch._dynamo.list_backends(exclude_tags=())
-
-
-def _regions(model: nn.Module) -> list[nn.Module]:
-    """The blocks of the model's lists; the model itself where it has none."""
-    lists = [module for module in model.modules() if isinstance(module, nn.ModuleList)]
-    inner = {id(module) for each in lists for block in each for module in block.modules()}
-    return [block for each in lists if id(each) not in inner for block in each] or [model]
+    def _options(self) -> dict[str, Any]:
+        options: dict[str, Any] = {"backend": self.backend, "fullgraph": self.fullgraph, "dynamic": self.dynamic}
+        if self.options:
+            options["options"] = dict(self.options)
+        # Torch takes a mode for inductor only.
+        return {**options, "mode": self.mode} if self.mode not in (None, "default") else options

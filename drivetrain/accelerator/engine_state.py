@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass, field
 from typing import Any
 
+from drivetrain.accelerator.launched import Launched
 from drivetrain.runtime.errors import ConfigurationError
 from drivetrain.runtime.state import DistributedType, PartialState
 
@@ -20,11 +20,13 @@ class EngineRecord:
         mixed_precision: Name of the precision; full precision is `"no"`.
         distributed_type: How the run is spread; as its processes are if None.
         plugins: The plugins that were given, by the name of their argument.
+        is_fsdp2: Whether parameters are sharded by torch's `fully_shard`.
     """
 
     mixed_precision: str = "no"
     distributed_type: DistributedType | None = None
     plugins: dict[str, Any] = field(default_factory=dict)
+    is_fsdp2: bool = False
 
 
 class AcceleratorState(PartialState):
@@ -42,39 +44,39 @@ class AcceleratorState(PartialState):
         ConfigurationError: There is an engine of another precision.
     """
 
-    __slots__ = ("_record",)
+    __slots__ = ("engine_record",)
 
     def __init__(self, mixed_precision: str | None = None, cpu: bool = False, **options: Any) -> None:
         record: EngineRecord | None = options.pop("record", None)
         plugins = {name: value for name, value in options.items() if name.endswith(("plugin", "config"))}
         super().__init__(cpu, **{name: value for name, value in options.items() if name not in plugins})
         if record is None:
-            record = self._shared.get(_KEY)
+            record = self.registry().get(_KEY)
         if record is None:
-            named = mixed_precision or os.environ.get("DRIVETRAIN_MIXED_PRECISION", "no")
+            named = mixed_precision or Launched.here().settings.get("mixed_precision", "no")
             record = EngineRecord(named, plugins=plugins)
         elif mixed_precision is not None and mixed_precision != record.mixed_precision:
             raise ConfigurationError(
                 f"The engine of this process computes in mixed_precision={record.mixed_precision!r}, so its state "
                 f"cannot be one in {mixed_precision!r}. Give it to Accelerator(mixed_precision=...)."
             )
-        object.__setattr__(self, "_record", record)
-        self._shared[_KEY] = record
+        object.__setattr__(self, "engine_record", record)
+        self.registry()[_KEY] = record
 
     @classmethod
     def _reset_state(cls, reset_partial_state: bool = False) -> None:
         """Forget the engine that was made last, and with `reset_partial_state` the process too."""
-        cls._shared.pop(_KEY, None)
+        cls.registry().pop(_KEY, None)
         if reset_partial_state:
-            PartialState._reset_state()
+            super()._reset_state()
 
     @property
     def record(self) -> EngineRecord:
         """What the engine was made with."""
         try:
-            found: EngineRecord = self._record
+            found: EngineRecord = self.engine_record
         except AttributeError:  # out of a pickle
-            found = self._shared.get(_KEY) or EngineRecord()
+            found = self.registry().get(_KEY) or EngineRecord()
         return found
 
     @property
@@ -130,7 +132,7 @@ class AcceleratorState(PartialState):
     @property
     def is_fsdp2(self) -> bool:
         """Whether parameters are sharded by torch's `fully_shard`."""
-        return self.record.distributed_type is DistributedType.FSDP
+        return self.record.is_fsdp2
 
     def get_deepspeed_plugin(self, name: str) -> Any:
         """One of several DeepSpeed plugins.

@@ -237,8 +237,9 @@ HANDLER_TYPES = (
 )
 
 
-def check_handlers(handlers: Sequence[Any]) -> None:
-    """Raise on an unknown handler, or on two of one kind."""
+def checked_handlers(given: Sequence[Any] | None) -> list[Any]:
+    """The handlers given; raises on an unknown one, or on two of one kind."""
+    handlers = list(given or [])
     for index, handler in enumerate(handlers):
         if not isinstance(handler, HANDLER_TYPES):
             raise ConfigurationError(
@@ -250,6 +251,7 @@ def check_handlers(handlers: Sequence[Any]) -> None:
     recipes = [type(handler).__name__ for handler in handlers if isinstance(handler, FP8Handler)]
     if len(recipes) > 1:
         raise ConfigurationError(f"kwargs_handlers holds {' and '.join(recipes)}, recipes for 'fp8' both; give one.")
+    return handlers
 
 
 def find_handler(handlers: Sequence[Any], kind: type[Handler]) -> Handler | None:

@@ -133,7 +133,7 @@ class _Alone:
     def step(prepared: PreparedOptimizer, closure: Callable[[], Any] | None = None) -> Any:
         """Step the optimizer."""
         prepared.spent = True
-        return prepared.optimizer.step(closure)  # type: ignore[no-untyped-call]
+        return prepared.optimizer.step(closure)
 
 
 def _alone(optimizer: Optimizer) -> PreparedOptimizer:

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from drivetrain.accelerator.megatron_plugin import MegatronLMPlugin
-from drivetrain.runtime.errors import ConfigurationError
+from drivetrain.runtime.errors import ConfigurationError, nearest
 from drivetrain.runtime.logging import get_logger
 from drivetrain.strategies import Strategy
 
@@ -146,6 +146,7 @@ class ParallelismConfig:
     """Sizes of the grid of processes; see `drivetrain.Parallel`, which `Accelerator(strategy=...)` takes directly.
 
     Attributes:
+        cp_handler: A `TorchContextParallelConfig`: how attention exchanges parts of sequences.
         tp_plan: Which layers are split how; Accelerate takes it from the model alone, which is `"auto"`.
 
     Raises:
@@ -225,100 +226,86 @@ class ParallelismConfig:
 
         names = ("dp_replicate_size", "dp_shard_size", "tp_size", "cp_size")
         sizes = {name: size for name in names if (size := getattr(self, name)) is not None}
+        exchange = getattr(self.cp_handler, "cp_comm_strategy", None)
+        if exchange is not None:
+            options["cp_attention"] = _cp_attention(exchange)
         if (self.tp_size or 1) > 1:
             options["tp_plan"] = self.tp_plan
         return Parallel.from_config(sizes, **options)
 
 
 @dataclass
-class Plugins:
-    """The plugins that an engine was given, each as an object or as the keys of its YAML."""
+class TorchContextParallelConfig:
+    """How attention exchanges parts of sequences; `Parallel(cp_attention=...)` in Accelerate's words.
 
-    fsdp_plugin: FullyShardedDataParallelPlugin | Mapping[str, Any] | None = None
-    deepspeed_plugin: DeepSpeedPlugin | Mapping[str, Any] | None = None
-    deepspeed_plugins: Mapping[str, DeepSpeedPlugin] | None = None
-    parallelism_config: ParallelismConfig | None = None
-    megatron_lm_plugin: MegatronLMPlugin | Mapping[str, Any] | None = None
-    torch_tp_plugin: Any = None
+    Attributes:
+        cp_comm_strategy: `"allgather"` or `"alltoall"`.
+    """
 
-    @classmethod
-    def given(
-        cls,
-        fsdp: FullyShardedDataParallelPlugin | Mapping[str, Any] | None,
-        deepspeed: DeepSpeedPlugin | Mapping[str, Any] | None,
-        several: Mapping[str, DeepSpeedPlugin] | None,
-        parallelism: ParallelismConfig | Mapping[str, Any] | None,
-        megatron: MegatronLMPlugin | Mapping[str, Any] | None,
-        tensor: Any = None,
-    ) -> Plugins:
-        """Take the arguments of an `Accelerator`.
+    cp_comm_strategy: str | None = None
 
-        Raises:
-            ConfigurationError: Two of them are of one kind.
-        """
-        if isinstance(deepspeed, Mapping) and any(isinstance(each, DeepSpeedPlugin) for each in deepspeed.values()):
-            several, deepspeed = deepspeed, None
-        if several and deepspeed is not None:
-            raise ConfigurationError("deepspeed_plugin and deepspeed_plugins are given both; give one.")
-        if several:
-            deepspeed = next(iter(several.values()))
-        if isinstance(parallelism, Mapping):
-            parallelism = ParallelismConfig(**parallelism)
-        if tensor is not None:
-            if parallelism is not None:
-                raise ConfigurationError("torch_tp_plugin and parallelism_config are given both; give one.")
-            parallelism = ParallelismConfig(tp_size=tensor.tp_size)
-        return cls(fsdp, deepspeed, several, parallelism, megatron, tensor)
-
-    def by_name(self) -> dict[str, Any]:
-        """Those that were given, by the names of their arguments."""
-        given = {each.name: getattr(self, each.name) for each in fields(self)}
-        return {name: value for name, value in given.items() if value is not None}
-
-    def strategy(self) -> Strategy | None:
-        """The strategy that they ask for, if any was given.
-
-        Raises:
-            ConfigurationError: Two of them contradict each other.
-        """
-        fsdp, deepspeed, parallelism = self.fsdp_plugin, self.deepspeed_plugin, self.parallelism_config
-        if self.megatron_lm_plugin is not None:
-            if any(other is not None for other in (fsdp, deepspeed, parallelism)):
-                raise ConfigurationError(
-                    "megatron_lm_plugin goes with no other plugin, nor with parallelism_config; give one."
-                )
-            return _megatron_of(self.megatron_lm_plugin)
-        if deepspeed is not None and (fsdp is not None or parallelism is not None):
-            raise ConfigurationError("deepspeed_plugin goes with neither fsdp_plugin nor parallelism_config; give one.")
-        if deepspeed is not None:
-            return _deepspeed_of(deepspeed)
-        if fsdp is None:
-            return None if parallelism is None else parallelism.strategy()
-        from drivetrain.strategies.fsdp import FSDP
-
-        sharding = FSDP.from_config(fsdp) if isinstance(fsdp, Mapping) else fsdp.strategy()
-        if parallelism is None:
-            return sharding
-        options = sharding.options
-        changed = {one.name: value for one in fields(options) if (value := getattr(options, one.name)) != one.default}
-        changed.pop("replicate_size", None)  # that is dp_replicate_size
-        return parallelism.strategy(**changed)
+    def __post_init__(self) -> None:
+        if self.cp_comm_strategy is not None:
+            _cp_attention(self.cp_comm_strategy)
 
 
-def _megatron_of(plugin: MegatronLMPlugin | Mapping[str, Any]) -> Strategy:
-    if not isinstance(plugin, Mapping):
-        return plugin.strategy()
-    from drivetrain.strategies.megatron import Megatron
+def _cp_attention(exchange: str) -> str:
+    known = {"allgather": "gather", "alltoall": "ring"}
+    if exchange not in known:
+        raise ConfigurationError(
+            f"cp_comm_strategy={exchange!r}: allowed are {', '.join(known)}.{nearest(exchange, known)}"
+        )
+    return known[exchange]
 
-    return Megatron.from_config(plugin)
 
+def strategy_of_plugins(
+    fsdp: FullyShardedDataParallelPlugin | Mapping[str, Any] | None,
+    deepspeed: DeepSpeedPlugin | Mapping[str, Any] | None,
+    parallelism: ParallelismConfig | None,
+    megatron: MegatronLMPlugin | Mapping[str, Any] | None = None,
+    grid_options: Mapping[str, Any] | None = None,
+) -> Strategy | None:
+    """The strategy that Accelerate's plugins ask for, if any was given.
 
-def _deepspeed_of(plugin: DeepSpeedPlugin | Mapping[str, Any]) -> Strategy:
-    if not isinstance(plugin, Mapping):
-        return plugin.strategy()
-    from drivetrain.strategies.deepspeed import DeepSpeed
+    Args:
+        fsdp: A plugin, or the keys of an `fsdp_config`.
+        deepspeed: A plugin, or the keys of a `deepspeed_config`.
+        parallelism: The sizes of a grid, over which `fsdp` may set how to shard.
+        megatron: A plugin, or the keys of a `megatron_lm_config`.
+        grid_options: Further arguments of `drivetrain.Parallel` for a grid.
 
-    return DeepSpeed.from_config(plugin)
+    Raises:
+        ConfigurationError: Two of them contradict each other.
+    """
+    if megatron is not None:
+        if any(other is not None for other in (fsdp, deepspeed, parallelism)):
+            raise ConfigurationError(
+                "megatron_lm_plugin goes with no other plugin, nor with parallelism_config; give one."
+            )
+        if isinstance(megatron, Mapping):
+            from drivetrain.strategies.megatron import Megatron
+
+            return Megatron.from_config(megatron)
+        return megatron.strategy()
+    if deepspeed is not None and (fsdp is not None or parallelism is not None):
+        raise ConfigurationError("deepspeed_plugin goes with neither fsdp_plugin nor parallelism_config; give one.")
+    if deepspeed is not None:
+        if isinstance(deepspeed, Mapping):
+            from drivetrain.strategies.deepspeed import DeepSpeed
+
+            return DeepSpeed.from_config(deepspeed)
+        return deepspeed.strategy()
+    if fsdp is None:
+        return None if parallelism is None else parallelism.strategy(**(grid_options or {}))
+    from drivetrain.strategies.fsdp import FSDP
+
+    sharding = FSDP.from_config(fsdp) if isinstance(fsdp, Mapping) else fsdp.strategy()
+    if parallelism is None:
+        return sharding
+    options = sharding.options
+    changed = {one.name: value for one in fields(options) if (value := getattr(options, one.name)) != one.default}
+    changed.pop("replicate_size", None)  # that is dp_replicate_size
+    return parallelism.strategy(**changed, **(grid_options or {}))
 
 
 def _name_of(value: Any) -> Any:

@@ -6,7 +6,7 @@ import gc
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, cast
 
@@ -15,8 +15,9 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
 from drivetrain.accelerator.building import find_batch_placement, is_scheduler
-from drivetrain.accelerator.compilation import TorchDynamoPlugin
+from drivetrain.accelerator.dynamo_plugin import TorchDynamoPlugin
 from drivetrain.accelerator.forward import PrecisionForward, wrap_forward
+from drivetrain.accelerator.launched import Launched
 from drivetrain.accelerator.optimizer import PreparedOptimizer, unwrap_optimizer
 from drivetrain.accelerator.prepared import Prepared, parameters_of
 from drivetrain.accelerator.scheduler import PreparedScheduler
@@ -50,14 +51,14 @@ class PreparationOptions:
         step_scheduler_with_optimizer: Whether schedulers follow the optimizers.
         step_scheduler_per_process: Whether a scheduler steps once per process for each optimizer step, unless
             `split_batches`.
-        compilation: How models are compiled.
+        dynamo_plugin: How models are compiled; as the launcher was asked if None.
     """
 
     device_placement: bool
     dataloader_config: DataLoaderConfiguration
     step_scheduler_with_optimizer: bool
     step_scheduler_per_process: bool
-    compilation: TorchDynamoPlugin = field(default_factory=TorchDynamoPlugin)
+    dynamo_plugin: TorchDynamoPlugin | None = None
 
 
 class Preparation:
@@ -87,6 +88,8 @@ class Preparation:
         options: PreparationOptions,
     ) -> None:
         self.options = options
+        plugin = options.dynamo_plugin
+        self._compilation = Launched.here().compilation if plugin is None else plugin.compilation()
         self.batch_placement = find_batch_placement(strategy, active)
         self._state, self._strategy, self._precision = state, strategy, precision
         self._step, self._prepared, self._active = step, prepared, active
@@ -139,13 +142,14 @@ class Preparation:
                 return known, optimizers
         if not isinstance(model, StepModule):  # whose steps open the precision themselves
             wrap_forward(model, self._precision)
-        self.options.compilation.compile(model)
         move = self._moves(device_placement)
         if evaluation_mode:
             return self._strategy.place(model, self._precision, move), optimizers
         prepared, stepped = self._strategy.prepare(
             model, [unwrap_optimizer(optimizer) for optimizer in optimizers], self._precision, move
         )
+        if self._compilation is not None:
+            self._compilation.apply(self._strategy.unwrap(prepared) if not isinstance(model, StepModule) else model)
         self._prepared.models.append(prepared)
         rewrapped = [
             given if isinstance(given, PreparedOptimizer) and given.optimizer is new else new
@@ -315,7 +319,7 @@ def _compiled_around(bare: nn.Module, model: nn.Module) -> nn.Module | None:
         if inner is bare:
             return model
         if inner is not None:  # compiled after it was wrapped
-            return type(model)(bare, model.dynamo_ctx)  # type: ignore[no-any-return, operator]
+            return type(model)(bare, model.dynamo_ctx)
         inner = getattr(model, "module", None)
         if not isinstance(inner, nn.Module):
             return None

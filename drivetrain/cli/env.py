@@ -42,7 +42,7 @@ _OTHERS = re.compile(
 
 
 @click.command(context_settings={"token_normalize_func": lambda token: token.replace("-", "_")})
-@click.option("--config_file", type=click.Path(), help="A file of settings to show as well.")
+@click.option("--config_file", type=click.Path(), help="The configuration to show. Default: the user's own.")
 def env(config_file: str | None) -> None:
     """Show versions, devices and settings, and where each setting came from.
 
@@ -70,9 +70,7 @@ def _report(config_file: str | None) -> Iterator[tuple[str, str, str]]:
     yield from _devices()
     yield from _process()
     yield from _settings()
-    if config_file is not None:
-        for name, value in _flattened(_read(config_file)):
-            yield f"Configuration in {config_file}", name, value
+    yield from _configuration(config_file)
 
 
 def _versions() -> Iterator[tuple[str, str, str]]:
@@ -118,15 +116,23 @@ def _settings() -> Iterator[tuple[str, str, str]]:
         yield "Settings", name, f"{os.environ[name]}  (environment)"
 
 
-def _read(config_file: str) -> Any:
+def _configuration(named: str | None) -> Iterator[tuple[str, str, str]]:
+    """The file that is named, else the user's own, if it is there."""
     import yaml
 
+    from drivetrain.launch.settings.sources import find_config_file
     from drivetrain.runtime.errors import ConfigurationError
 
+    file = find_config_file(named, os.environ)
+    if file is None:
+        return
     try:
-        return yaml.safe_load(Path(config_file).read_text())
+        content = yaml.safe_load(file.read_text())
     except (OSError, yaml.YAMLError) as error:
-        raise ConfigurationError(f"The configuration file {config_file!r} cannot be read: {error}") from error
+        raise ConfigurationError(f"The configuration file {str(file)!r} cannot be read: {error}") from error
+    for name, value in _flattened(content):
+        yield "Configuration file", name, value
+    yield "Configuration file", "read from", str(file)
 
 
 def _flattened(value: Any, prefix: str = "") -> Iterator[tuple[str, str]]:

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any
 
 import click
 
-from drivetrain.launch.options import MIXED_PRECISIONS, RENDEZVOUS_BACKENDS, STAND_INS, LaunchOptions
+from drivetrain.launch.settings.setting import Setting
+from drivetrain.launch.settings.table import SETTINGS
 
-Command = TypeVar("Command", bound=Callable[..., Any])
+_TYPES = {"int": int, "float": float}
 
 
 def _spelling(token: str) -> str:
@@ -41,12 +43,26 @@ class LaunchOption(click.Option):
         self.section = section
 
 
-def _option(*names: str, section: str, **settings: Any) -> Callable[[Command], Command]:
-    return click.option(*names, cls=LaunchOption, section=section, default=None, **settings)
+def option_of(setting: Setting) -> LaunchOption:
+    """The flag of a setting."""
+    names = [setting.name, *(flag for flag in setting.flags if len(flag) == 2)]
+    names += [f"--{setting.name}", *(flag for flag in setting.flags if len(flag) > 2)]
+    shown: dict[str, Any] = {"help": setting.help, "section": setting.section, "default": None}
+    if setting.kind == "switch":
+        return LaunchOption(names, is_flag=True, flag_value=True, **shown)
+    metavar = setting.metavar or {"bool": "BOOL", "choice": "NAME", "words": "NAMES"}.get(setting.kind)
+    # Numbers are checked by click, which explains its own flags; all else by the setting.
+    kind = str if setting.auto else _TYPES.get(setting.kind, str)
+    return LaunchOption(names, type=kind, metavar=metavar, multiple=setting.kind == "words", **shown)
 
 
-def _flag(*names: str, section: str, **settings: Any) -> Callable[[Command], Command]:
-    return _option(*names, section=section, is_flag=True, flag_value=True, **settings)
+def add_settings(command: Callable[..., Any]) -> Callable[..., Any]:
+    """Add the flag of each setting to a command."""
+    command.__click_params__ = [  # type: ignore[attr-defined]
+        *getattr(command, "__click_params__", []),
+        *(option_of(setting) for setting in reversed(SETTINGS.values())),
+    ]
+    return command
 
 
 @click.command(
@@ -59,127 +75,24 @@ def _flag(*names: str, section: str, **settings: Any) -> Callable[[Command], Com
     },
     options_metavar="[FLAGS]",
 )
-@_option(
-    "--num_processes",
-    type=int,
-    section="Processes",
-    help="Processes over all machines. Default: one per accelerator, or one on the CPU.",
+@click.option(
+    "--config_file",
+    metavar="FILE",
+    cls=LaunchOption,
+    section="Configuration",
+    help="YAML that `drivetrain config` or `accelerate config` has written. Default: the user's own, if it is there.",
 )
-@_flag("--cpu", section="Processes", help="Run on the CPU, also where there are accelerators.")
-@_flag("--multi_gpu", section="Processes", help="Insist on accelerators: an error where there are none.")
-@_option("--gpu_ids", section="Processes", metavar="IDS", help='Accelerators to use, such as "0,2"; "all" for all.')
-@_option(
-    "--mixed_precision",
-    metavar="NAME",
-    section="Processes",
-    help=f"Default number format: {', '.join(MIXED_PRECISIONS)}.",
+@click.option(
+    "--dry_run",
+    is_flag=True,
+    cls=LaunchOption,
+    section="Configuration",
+    help="Show processes, devices, environment and where each value comes from, and start nothing.",
 )
-@_flag(
-    "--downcast_bf16",
-    section="Processes",
-    help="On XLA devices, let bf16 round 32-bit floats to bfloat16 and compute 64-bit ones in 32 bits.",
-)
-@_option(
-    "--gradient_accumulation_steps",
-    type=int,
-    section="Processes",
-    help="Default number of micro-batches in an optimizer step.",
-)
-@_option(
-    "--num_cpu_threads_per_process",
-    type=int,
-    section="Processes",
-    help="Threads of each process (OMP_NUM_THREADS). Default: an equal share of the cores.",
-)
-@_flag(
-    "--enable_cpu_affinity",
-    section="Processes",
-    help="Bind each process to its own equal share of the cores.",
-)
-@_flag("-m", "--module", section="Script", help="SCRIPT is a module's name, as in python -m.")
-@_flag("--no_python", section="Script", help="SCRIPT is a program of its own, not Python.")
-@_option(
-    "--as",
-    "stand_in",
-    section="Script",
-    metavar="PACKAGE",
-    help=f"Give SCRIPT, and what it imports, drivetrain under the name of: {', '.join(STAND_INS)}.",
-)
-@_option(
-    "--num_machines",
-    "--nnodes",
-    section="Several machines",
-    metavar="N or MIN:MAX",
-    help="Machines that take part. Default: 1. With 1:2, the run continues when one of two dies or comes.",
-)
-@_option("--machine_rank", type=int, section="Several machines", help="Which one this is, from 0.")
-@_option("--main_process_ip", section="Several machines", metavar="ADDRESS", help="Address of machine 0.")
-@_option(
-    "--main_process_port",
-    type=int,
-    section="Several machines",
-    help="Port on machine 0. Default: 29500; a free one where there is one machine.",
-)
-@_option(
-    "--rdzv_backend",
-    metavar="NAME",
-    section="Several machines",
-    help=f"How machines meet: {', '.join(RENDEZVOUS_BACKENDS)}. Default: static, or c10d with MIN:MAX.",
-)
-@_option(
-    "--rdzv_conf",
-    metavar="KEY=VALUE,...",
-    section="Several machines",
-    help="Further settings of that, such as timeout=60.",
-)
-@_flag("--same_network", section="Several machines", help="Accepted; --rdzv_backend decides how machines meet.")
-@_option(
-    "--max_restarts",
-    type=int,
-    section="Failures and output",
-    help="Start all again after a failure. Default: 0.",
-)
-@_option(
-    "--preemption_grace_period",
-    type=float,
-    section="Failures and output",
-    metavar="SECONDS",
-    help="Time to save and end after SIGTERM, SIGUSR1 or Ctrl-C. Default: 60.",
-)
-@_option(
-    "--hang_timeout",
-    type=float,
-    section="Failures and output",
-    metavar="SECONDS",
-    help="End a run in which a rank makes no progress for so long, and report where each waits; 0 never. "
-    "Default: just before the collectives' own time-out.",
-)
-@_option(
-    "--monitor_interval",
-    type=float,
-    section="Failures and output",
-    help="Seconds between two checks of the processes. Default: 0.1.",
-)
-@_option(
-    "--log_dir",
-    metavar="DIRECTORY",
-    section="Failures and output",
-    help="Write each rank's output to files there as well.",
-)
-@_option(
-    "--tee",
-    metavar="WHICH",
-    section="Failures and output",
-    help="Which: 1 stdout, 2 stderr, 3 both, or by local rank: 0:3,1:1. Default: 3 with --log_dir.",
-)
-@_flag(
-    "--debug",
-    section="Failures and output",
-    help="Show what is decided, and compare the calls of all processes before each collective and barrier.",
-)
+@add_settings
 @click.argument("script")
 @click.argument("args", nargs=-1, type=click.UNPROCESSED)
-def launch(script: str, args: tuple[str, ...], **flags: Any) -> int:
+def launch(script: str, args: tuple[str, ...], config_file: str | None, dry_run: bool, **flags: Any) -> int:
     """Run SCRIPT with ARGS on several processes.
 
     Flags go before SCRIPT; everything after it belongs to the script, untouched. The first process that
@@ -188,10 +101,24 @@ def launch(script: str, args: tuple[str, ...], **flags: Any) -> int:
     \b
     drivetrain launch train.py --lr 0.1
     drivetrain launch --num_processes 2 --cpu train.py --lr 0.1
+    drivetrain launch --config_file fsdp.yaml --dry_run train.py
     drivetrain launch --num_machines 2 --machine_rank 0 --main_process_ip 10.0.0.1 train.py
     """  # noqa: D301
-    options = LaunchOptions.from_sources(flags)
+    from drivetrain.launch.options import LaunchOptions  # here, so that the help needs the table of settings alone
+    from drivetrain.launch.settings.sources import collect
+
+    given = collect({name: value for name, value in flags.items() if value != ()}, os.environ, config_file)
+    options = LaunchOptions.from_given(given)
     options.check_script(script)  # a mistyped name needs no second of importing torch
+    if dry_run:
+        from drivetrain.launch.preview import preview
+
+        click.echo(preview(options, given, script, args))
+        return 0
+    if options.mpirun_config:
+        from drivetrain.launch.mpi import launch_with_mpi
+
+        return launch_with_mpi(options, script, args)
     from drivetrain.launch.launcher import launch_script
 
     return launch_script(options, script, args)

@@ -17,6 +17,10 @@ _COMMANDS = {
         "drivetrain.cli.launch:launch",
         "Run a script on several processes, here or on several machines.",
     ),
+    "config": (
+        "drivetrain.cli.config:config",
+        "Write the file that launch reads, or show what is in force and from where.",
+    ),
     "test": (
         "drivetrain.cli.test:test",
         "Train for a moment on the configured setup, and report what is wrong with it.",

@@ -123,7 +123,7 @@ def _zero(stage: int) -> Callable[[Case], Use]:
         size, count = case.size, case.processes
         each = 2 if case.is_16_bit else 4
         optimizer = size.trainable * 4 * (case.moments + 1) / count
-        weights, gradients, gathered = size.parameters * each, size.trainable * each / count, 0.0
+        weights, gradients, gathered = float(size.parameters * each), size.trainable * each / count, 0.0
         if stage == 3:
             weights /= count
             gathered = case.size.largest_unit * each if count > 1 else 0

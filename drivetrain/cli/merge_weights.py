@@ -95,15 +95,15 @@ def _as_pickle(files: Sequence[str], output: Path) -> str:
     import torch
     from safetensors import safe_open
 
-    weights = {}
+    weights: dict[str, torch.Tensor] = {}
     for path in files:
         with safe_open(path, "pt") as file:
             weights |= {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
             described = file.metadata() or {}
         # Tied weights are written once; the header names the others.
-        weights |= {name: weights[first] for name, first in described.items() if first in weights}
+        weights |= {tied: weights[first] for tied, first in described.items() if first in weights}
     target = output / _UNSAFE_NAME
     torch.save(weights, target)
-    for path in (*files, *output.glob("*.safetensors.index.json")):
-        Path(path).unlink()
+    for written in (*map(Path, files), *output.glob("*.safetensors.index.json")):
+        written.unlink()
     return str(target)

@@ -103,7 +103,7 @@ def _from_class(source: str, kwargs: Mapping[str, Any]) -> nn.Module:
 
 def _from_config(config: Path, trust_remote_code: bool) -> nn.Module:
     try:
-        import transformers
+        import transformers  # type: ignore[import-not-found,unused-ignore]
     except ImportError as error:
         raise ConfigurationError(
             f"{config} needs transformers, which is not installed: pip install transformers"

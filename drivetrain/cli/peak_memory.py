@@ -47,11 +47,11 @@ def parse_inputs(given: Sequence[str]) -> Inputs:
     return positional, named
 
 
-class LiveBytes(TorchDispatchMode):
+class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Counts the bytes of all storages that are alive, and their peak."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.current = self.peak = 0
         self._known: set[int] = set()
 

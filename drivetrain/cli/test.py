@@ -51,39 +51,41 @@ def test(flags: tuple[str, ...]) -> int:
     drivetrain test
     drivetrain test --num_processes 2 --cpu --mixed_precision bf16
     """  # noqa: D301
-    asked = _asked(flags)
+    given, is_preview = _settings(flags)
+    if is_preview:
+        return _launch([*flags, "-m", _TRIAL])
+    processes, patience = given.get("num_processes"), []
+    if "hang_timeout" not in given and not os.environ.get("DRIVETRAIN_HANG_TIMEOUT"):
+        patience = ["--hang_timeout", _HANG_SECONDS]
     with tempfile.TemporaryDirectory(prefix="drivetrain_test_") as folder:
         results = Path(folder) / "results"
         arguments = ["--results", str(results)]
-        if asked is not None:
-            arguments += ["--processes", str(asked)]
-        code = _launch([*_patience(), *flags, "-m", _TRIAL, *arguments])
+        if processes is not None and processes.value > 0:
+            arguments += ["--processes", str(processes.value)]
+        code = _launch([*patience, *flags, "-m", _TRIAL, *arguments])
         lines = [json.loads(line) for line in results.read_text().splitlines()] if results.exists() else []
     return _report(lines, code)
 
 
-def _asked(flags: tuple[str, ...]) -> int | None:
-    """How many processes the flags ask for; None where they leave it open.
+def _settings(flags: tuple[str, ...]) -> tuple[dict[str, Any], bool]:
+    """The settings that are in force with these flags, and whether they are only to be shown.
 
     Raises:
         ConfigurationError: There is more than flags.
     """
     from drivetrain.cli.launch import launch
+    from drivetrain.launch.settings.sources import collect
+    from drivetrain.launch.settings.table import SETTINGS
 
     # A script is what the launcher needs; what it finds before ours is not a flag.
-    given: dict[str, Any] = launch.make_context("drivetrain test", [*flags, "-m", _TRIAL]).params
-    if given["script"] != _TRIAL:
+    parsed: dict[str, Any] = launch.make_context("drivetrain test", [*flags, "-m", _TRIAL]).params
+    if parsed["script"] != _TRIAL:
         raise ConfigurationError(
-            f"drivetrain test takes the flags of drivetrain launch and no script, but got {given['script']!r}. "
+            f"drivetrain test takes the flags of drivetrain launch and no script, but got {parsed['script']!r}. "
             "It brings a script of its own."
         )
-    processes = given.get("num_processes")
-    return None if processes is None else int(processes)
-
-
-def _patience() -> list[str]:
-    """A time-out for what hangs, unless one is set."""
-    return [] if os.environ.get("DRIVETRAIN_HANG_TIMEOUT") else ["--hang_timeout", _HANG_SECONDS]
+    given = {name: value for name, value in parsed.items() if name in SETTINGS and value != ()}
+    return collect(given, os.environ, parsed["config_file"]), parsed["dry_run"]
 
 
 def _launch(arguments: list[str]) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shlex
 import shutil
 import subprocess
@@ -51,7 +52,7 @@ def tpu_config(
     \b
     drivetrain tpu-config --tpu_name pod --tpu_zone us-central1-a --command "pip install -r requirements.txt"
     """  # noqa: D301
-    defaults = _read(config_file) if config_file is not None else {}
+    defaults = _read(config_file)
     name = _needed("tpu_name", tpu_name or defaults.get("tpu_name"))
     zone = _needed("tpu_zone", tpu_zone or defaults.get("tpu_zone"))
     lines = _commands(command, command_file, defaults)
@@ -111,14 +112,19 @@ def _requirement(package: str, version: str) -> str:
     return f"{package}=={version}"
 
 
-def _read(config_file: str) -> Mapping[str, Any]:
+def _read(named: str | None) -> Mapping[str, Any]:
+    """The keys of the file that is named, else of the user's own, if it is there."""
     import yaml
 
-    path = Path(config_file)
+    from drivetrain.launch.settings.sources import find_config_file
+
+    path = find_config_file(named, os.environ)
+    if path is None:
+        return {}
     if not path.is_file():
-        raise ConfigurationError(f"There is no configuration file {config_file!r}. Check the path.")
+        raise ConfigurationError(f"There is no configuration file {str(path)!r}. Check the path.")
     try:
         config = yaml.safe_load(path.read_text())
     except yaml.YAMLError as error:
-        raise ConfigurationError(f"{config_file!r} is no YAML: {error}") from error
+        raise ConfigurationError(f"{str(path)!r} is no YAML: {error}") from error
     return config if isinstance(config, dict) else {}

@@ -260,7 +260,7 @@ class Trial:
         window: list[torch.Tensor] = []
         for inputs, labels in DataLoader(self.data, ROWS * self.shards):
             loss = F.cross_entropy(network(inputs.to(device)), labels.to(device))
-            (loss / count).backward()
+            torch.autograd.backward(loss / count)
             window.append(loss.detach())
             if len(window) == count:
                 optimizer.step()

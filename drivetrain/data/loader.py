@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 
@@ -77,9 +77,10 @@ class PreparedLoader(DataLoader[Any]):
         self._start: EpochStart | None = None
         self._forwarded: list[tuple[Any, int]] = []  # the epochs that were given to samplers
 
-    __setattr__ = object.__setattr__  # torch's guards attributes that this loader has not
+    if not TYPE_CHECKING:
+        __setattr__ = object.__setattr__  # torch's guards attributes that are those of the loader inside
 
-    @property
+    @property  # type: ignore[misc]
     def multiprocessing_context(self) -> Any:
         """How the workers of the user's loader start."""
         return self.loader.multiprocessing_context  # type: ignore[attr-defined]
@@ -395,7 +396,7 @@ class PreparedLoader(DataLoader[Any]):
     @property
     def total_dataset_length(self) -> int:
         """Samples of the whole dataset."""
-        return len(self.dataset)
+        return len(self.dataset)  # type: ignore[arg-type]
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__") or name == "loader":

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.utils.data import DataLoader, IterableDataset, IterDataPipe, RandomSampler
@@ -40,9 +40,10 @@ class SkippingLoader(DataLoader[Any]):
         self.whole = whole
         self.count = count
 
-    __setattr__ = object.__setattr__
+    if not TYPE_CHECKING:
+        __setattr__ = object.__setattr__  # torch's guards attributes that are those of the loader inside
 
-    @property
+    @property  # type: ignore[misc]
     def multiprocessing_context(self) -> Any:
         """How the workers of the user's loader start."""
         return self.whole.multiprocessing_context

@@ -7,28 +7,16 @@ import os
 import re
 import shutil
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from typing import Any
 
+from drivetrain.launch.settings.environment import variables_of
+from drivetrain.launch.settings.processes import MIXED_PRECISIONS, RENDEZVOUS_BACKENDS, STAND_INS
+from drivetrain.launch.settings.sharding import check_grid
+from drivetrain.launch.settings.sources import Given, merge
+from drivetrain.launch.settings.table import ALTERNATIVES, GROUPS, SETTINGS
 from drivetrain.runtime.errors import ConfigurationError, nearest
 
-MIXED_PRECISIONS = (
-    "no",
-    "fp16",
-    "bf16",
-    "fp8",
-    "32",
-    "64",
-    "16-mixed",
-    "bf16-mixed",
-    "fp16-true",
-    "bf16-true",
-    "16-true",
-    "32-true",
-    "64-true",
-)
-STAND_INS = ("accelerate",)
-RENDEZVOUS_BACKENDS = ("static", "c10d", "etcd", "etcd-v2")
 HANG_TIMEOUT_VARIABLE = "DRIVETRAIN_HANG_TIMEOUT"
 DEFAULT_PORT = 29500  # where machines meet when no port is named, as with torchrun
 
@@ -47,10 +35,22 @@ class LaunchOptions:
         main_process_port: Port on machine 0; a free one (on one machine) or 29500 if None.
         cpu: Run on the CPU, also where there are accelerators.
         multi_gpu: Insist on accelerators: refused where there are none.
+        tpu: Insist on a TPU: refused where there is none.
         gpu_ids: Accelerators to use, such as `"0,2"`; None or `"all"` for all.
         mixed_precision: Default number format of the run.
         downcast_bf16: On XLA devices, let `bf16` round 32-bit floats to bfloat16 and compute 64-bit ones in 32 bits.
         gradient_accumulation_steps: Default number of micro-batches in an optimizer step.
+        use_fsdp: Train with FSDP, unless the script chooses a strategy.
+        use_deepspeed: The same for DeepSpeed.
+        use_parallelism_config: The same for a grid of processes; with `use_fsdp`, over which parameters are sharded.
+        use_megatron_lm: The same for Megatron.
+        fsdp_config: Options of FSDP, by the keys of a configuration file.
+        deepspeed_config: Options of DeepSpeed.
+        parallelism_config: Sizes of the grid.
+        megatron_lm_config: Options of Megatron.
+        fp8_config: The recipe for `"fp8"`.
+        dynamo_config: How prepared models are compiled.
+        mpirun_config: `mpirun_hostfile`: start the processes with mpirun on the hosts of that file.
         module: The script is a module's name, as in `python -m`.
         no_python: The script is a program of its own, not Python.
         stand_in: Package that the script and what it imports get drivetrain's own version of: `"accelerate"`.
@@ -91,6 +91,7 @@ class LaunchOptions:
     main_process_port: int | None = None
     cpu: bool = False
     multi_gpu: bool = False
+    tpu: bool = False
     gpu_ids: str | None = None
     mixed_precision: str | None = None
     downcast_bf16: bool = False
@@ -110,8 +111,20 @@ class LaunchOptions:
     tee: str | None = None
     log_dir: str | None = None
     debug: bool = False
+    use_fsdp: bool = False
+    use_deepspeed: bool = False
+    use_parallelism_config: bool = False
+    use_megatron_lm: bool = False
+    fsdp_config: Mapping[str, Any] = field(default_factory=dict, hash=False)
+    deepspeed_config: Mapping[str, Any] = field(default_factory=dict, hash=False)
+    parallelism_config: Mapping[str, Any] = field(default_factory=dict, hash=False)
+    megatron_lm_config: Mapping[str, Any] = field(default_factory=dict, hash=False)
+    fp8_config: Mapping[str, Any] = field(default_factory=dict, hash=False)
+    dynamo_config: Mapping[str, Any] = field(default_factory=dict, hash=False)
+    mpirun_config: Mapping[str, Any] = field(default_factory=dict, hash=False)
 
     def __post_init__(self) -> None:
+        self._check_groups()
         self._check_counts()
         self._check_machines()
         self._check_devices()
@@ -128,18 +141,53 @@ class LaunchOptions:
         Raises:
             ConfigurationError: An option that does not exist, or a value that cannot be.
         """
-        known = {field.name for field in fields(cls)}
+        return cls.from_given(merge({name: Given(value, "") for name, value in source.items()} for source in sources))
+
+    @classmethod
+    def from_given(cls, given: Mapping[str, Given]) -> LaunchOptions:
+        """Build the options from settings that were collected; those that mean nothing here are left out.
+
+        Args:
+            given: By name of setting.
+
+        Raises:
+            ConfigurationError: A value that cannot be.
+        """
+        known = {each.name for each in fields(cls)}
         merged: dict[str, Any] = {}
-        for source in sources:
-            for name, value in source.items():
-                if name not in known:
-                    raise ConfigurationError(
-                        f"There is no launch option {name!r}.{nearest(name, known)} "
-                        f"Allowed: {', '.join(sorted(known))}."
-                    )
-                if value is not None:
-                    merged.setdefault(name, value)
+        for name, each in given.items():
+            group = SETTINGS[name].group
+            if group:
+                merged.setdefault(group, {})[name] = each.value
+            elif name in known:
+                merged[name] = each.value
+        machines = merged.get("num_machines")
+        if isinstance(machines, str) and machines.isdigit():
+            merged["num_machines"] = int(machines)
         return cls(**merged)
+
+    @property
+    def values(self) -> dict[str, Any]:
+        """What was asked for, by name of setting."""
+        found: dict[str, Any] = {}
+        for each in fields(self):
+            value = getattr(self, each.name)
+            if each.name in GROUPS:
+                found.update(value)
+            elif value != each.default:
+                found[each.name] = value
+        return found
+
+    @property
+    def variables(self) -> dict[str, str]:
+        """The environment variables through which the options reach the processes."""
+        variables = variables_of(self.values)
+        for names in ALTERNATIVES:
+            if any(getattr(self, name) for name in names):
+                # What the environment asks for otherwise would reach the processes too.
+                others = {str(SETTINGS[name].variable) for name in names if not getattr(self, name)}
+                variables |= {variable: "false" for variable in others if variable in os.environ}
+        return variables
 
     def check_script(self, script: str) -> None:
         """Refuse a script or program that is not there. A module is looked for by the ranks, as `python -m` does.
@@ -147,6 +195,7 @@ class LaunchOptions:
         Raises:
             ConfigurationError: It is not there.
         """
+        self._check_files()
         if self.module:
             return
         if self.no_python:
@@ -161,6 +210,13 @@ class LaunchOptions:
                 f"There is no script {script!r} in {os.getcwd()}.{nearest(script, beside)} "
                 "Give the path of a Python file (or a module's name with -m)."
             )
+
+    def _check_files(self) -> None:
+        """Refuse files that are named but are not there."""
+        for name in ("deepspeed_config_file", "mpirun_hostfile"):
+            file = self.values.get(name)
+            if file is not None and not os.path.isfile(os.path.expanduser(file)):
+                raise ConfigurationError(f"{name} is {file!r}, but there is no such file. Give its path.")
 
     @property
     def min_machines(self) -> int:
@@ -224,6 +280,30 @@ class LaunchOptions:
         if self.gpu_ids is None or self.gpu_ids.strip().lower() == "all":
             return None
         return tuple(part.strip() for part in self.gpu_ids.split(","))
+
+    def _check_groups(self) -> None:
+        """Check the values of each group, and bring them to the names of their settings."""
+        for name, group in GROUPS.items():
+            keys, values = group.keys(), {}
+            for key, value in getattr(self, name).items():
+                if key not in keys:
+                    raise ConfigurationError(
+                        f"Unknown key {key!r} in {name}. Allowed: {', '.join(sorted(keys))}.{nearest(str(key), keys)}"
+                    )
+                parsed = keys[key].parse(value, f"{key} in {name}")
+                if parsed is not None:
+                    values[keys[key].name] = parsed
+            object.__setattr__(self, name, values)
+        check_grid(dict(self.parallelism_config), "parallelism_config_sp_size")
+        for names in ALTERNATIVES:
+            asked = [name for name in names if getattr(self, name)]
+            if len(asked) > 1:
+                raise ConfigurationError(f"{' and '.join(asked)} contradict each other. Give one of them.")
+        if self.use_parallelism_config and (self.use_deepspeed or self.use_megatron_lm):
+            other = "use_deepspeed" if self.use_deepspeed else "use_megatron_lm"
+            raise ConfigurationError(
+                f"use_parallelism_config and {other} contradict each other: a grid goes with use_fsdp. Give one."
+            )
 
     def _check_counts(self) -> None:
         minimums = {
@@ -317,8 +397,6 @@ class LaunchOptions:
                 f"tee is {self.tee!r}, but must be 0 (none), 1 (stdout), 2 (stderr), 3 (both), "
                 'or these by local rank, such as "0:3,1:1".'
             )
-        if self.module and self.no_python:
-            raise ConfigurationError("module and no_python contradict each other. Give one of them.")
 
     @staticmethod
     def _check_choice(name: str, value: str | None, allowed: tuple[str, ...]) -> None:

@@ -88,6 +88,11 @@ class LaunchPlan:
 
 def _device_kind(options: LaunchOptions) -> DeviceKind:
     kind = detect_device_kind()
+    if options.tpu and not kind.drives_all:
+        raise DeviceNotAvailableError(
+            f"tpu asks for a TPU, but torch_xla finds none on this machine (found: {kind.name}). Leave it out, or "
+            'install torch_xla: pip install "drivetrain[xla]".'
+        )
     if kind.name == "cpu" and (options.multi_gpu or options.gpu_ids is not None):
         flag = "multi_gpu" if options.multi_gpu else f"gpu_ids={options.gpu_ids}"
         raise DeviceNotAvailableError(
@@ -100,14 +105,7 @@ def _device_kind(options: LaunchOptions) -> DeviceKind:
 def _run_variables(options: LaunchOptions, kind: DeviceKind, local_processes: int) -> dict[str, str]:
     """The environment variables through which the options reach the ranks."""
     variables = {LAUNCHED_VARIABLE: "1"}
-    if options.cpu:
-        variables["DRIVETRAIN_USE_CPU"] = "1"
-    if options.mixed_precision is not None:
-        variables["DRIVETRAIN_MIXED_PRECISION"] = options.mixed_precision
-    if options.downcast_bf16:
-        variables["DRIVETRAIN_DOWNCAST_BF16"] = "1"
-    if options.gradient_accumulation_steps is not None:
-        variables["DRIVETRAIN_GRADIENT_ACCUMULATION_STEPS"] = str(options.gradient_accumulation_steps)
+    variables |= options.variables
     if options.debug:
         variables["DRIVETRAIN_DEBUG"] = "1"
     if options.enable_cpu_affinity:

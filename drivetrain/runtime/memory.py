@@ -94,9 +94,8 @@ def find_executable_batch_size(
             except Exception as error:
                 if not is_out_of_memory(error):
                     raise
-                # The frames of the attempt hold its model and batches.
-                failure = error.with_traceback(None)
-                failure.__context__ = failure.__cause__ = None
+                # The exception's frames and arguments hold what the attempt has built.
+                failure = MemoryError(f"{type(error).__name__}: {error}")
             smaller = _next(size, reduce_batch_size_fn)
             logger.info("A batch size of %d needs too much memory; trying %d.", size, smaller)
             size = smaller

@@ -118,9 +118,9 @@ class PartialState:
                     "Name the device where the first Accelerator, Trainer or PartialState is made."
                 )
             return
-        if asked is None and os.environ.get("DRIVETRAIN_USE_CPU", "").lower() in _TRUE:
+        if asked is None and _is_set("DRIVETRAIN_USE_CPU", "ACCELERATE_USE_CPU"):
             asked = "cpu"
-        self.debug = os.environ.get("DRIVETRAIN_DEBUG", "").lower() in _TRUE
+        self.debug = _is_set("DRIVETRAIN_DEBUG", "ACCELERATE_DEBUG_MODE")
         environment = _in_existing_group(ProcessEnvironment.detect())
         kind = get_device_kind(asked) if asked else detect_device_kind()
         if kind.name != "cpu" and environment.local_world_size > max(1, kind.count()):
@@ -422,6 +422,12 @@ def _watched_heartbeat(kind: DeviceKind) -> Heartbeat:
 
         register_optimizer_step_post_hook(beat)
     return heartbeat
+
+
+def _is_set(*names: str) -> bool:
+    """Whether a switch is on: the first of the variables that is there counts, drivetrain's before another's."""
+    given = (os.environ[name] for name in names if os.environ.get(name))
+    return next(given, "").lower() in _TRUE
 
 
 def _in_existing_group(environment: ProcessEnvironment) -> ProcessEnvironment:

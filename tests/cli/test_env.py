@@ -12,6 +12,12 @@ from drivetrain.cli.env import env
 from drivetrain.runtime.errors import ConfigurationError
 
 
+@pytest.fixture(autouse=True)
+def no_configuration(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not the configuration of the user who runs the tests."""
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
+
+
 def report(*arguments: str) -> str:
     ended = CliRunner().invoke(env, list(arguments), catch_exceptions=False)
     assert ended.exit_code == 0
@@ -40,6 +46,16 @@ def test_the_home_directory_is_not_named(tmp_path: Path, monkeypatch: pytest.Mon
     printed = report()
     assert "~/cache  (environment)" in printed
     assert str(tmp_path) not in printed
+
+
+def test_the_users_own_configuration_is_shown(tmp_path: Path) -> None:
+    assert "Configuration file" not in report()
+    file = tmp_path / "config" / "drivetrain" / "default_config.yaml"
+    file.parent.mkdir(parents=True)
+    file.write_text("num_processes: 3\n")
+    rows = [line.split() for line in report().splitlines()]
+    assert ["num_processes", "3"] in rows
+    assert ["read", "from", str(file)] in rows
 
 
 def test_a_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:

@@ -21,7 +21,11 @@ HEAVY = (
 )
 
 
-@pytest.mark.parametrize("arguments", [["--help"], ["launch", "--help"], ["--version"]], ids=" ".join)
+@pytest.mark.parametrize(
+    "arguments",
+    [["--help"], ["launch", "--help"], ["config", "--help"], ["config", "show", "--help"], ["--version"]],
+    ids=" ".join,
+)
 def test_help_imports_nothing_heavy(tmp_path: Path, arguments: list[str]) -> None:
     ended = run("-X", "importtime", "-m", "drivetrain", *arguments, cwd=tmp_path)
     assert ended.code == 0
@@ -51,6 +55,8 @@ def test_the_version_is_the_packages(tmp_path: Path) -> None:
         (["launch", "--num_processes", "0", "train.py"], ["num_processes is 0", "at least 1"]),
         (["launch", "--mixed-precision", "bf61", "train.py"], ["'bf61'", "Did you mean 'bf16'?"]),
         (["launch", "--no_python", "no-such-program"], ["'no-such-program'", "PATH"]),
+        (["launch", "--config_file", "non.yaml", "train.py"], ["'non.yaml'", "drivetrain config"]),
+        (["launch", "--zero-stage", "2", "train.py"], ["--zero_stage", "--use_deepspeed"]),
     ],
     ids=lambda value: "_".join(value) if isinstance(value, list) else "",
 )

@@ -98,6 +98,17 @@ def test_the_command_trains_in_the_processes_asked_for(tmp_path: Path) -> None:
     assert "trains, and agrees with one process" in ended.out
 
 
+def test_a_configuration_file_is_what_is_tested(tmp_path: Path) -> None:
+    (tmp_path / "config.yaml").write_text("num_processes: 2\nuse_cpu: true\ndistributed_type: FSDP\nfsdp_config: {}\n")
+    ended = run("-m", "drivetrain", "test", "--config_file", "config.yaml", cwd=tmp_path, timeout=120)
+    assert ended.code == 0, ended.err
+    assert "2, on cpu, strategy 'fsdp'" in ended.out
+    assert "trains, and agrees with one process" in ended.out
+    shown = run("-m", "drivetrain", "test", "--config_file", "config.yaml", "--dry_run", cwd=tmp_path)
+    assert "config.yaml" in shown.out
+    assert "trains" not in shown.out
+
+
 def test_processes_that_end_are_reported_with_the_check_they_were_in(tmp_path: Path) -> None:
     # Every process fails as it starts: the variable is none of the precisions.
     ended = run("-m", "drivetrain", "test", "--cpu", cwd=tmp_path, DRIVETRAIN_MIXED_PRECISION="bf61")

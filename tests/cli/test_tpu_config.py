@@ -15,6 +15,12 @@ from drivetrain.runtime.errors import ConfigurationError
 TPU = ("--tpu_name", "pod", "--tpu-zone", "us-central1-a")
 
 
+@pytest.fixture(autouse=True)
+def no_configuration(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not the configuration of the user who runs the tests."""
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
+
+
 def printed(*arguments: str) -> list[str]:
     """The words of the command that would run."""
     ended = CliRunner().invoke(tpu_config, [*arguments, "--debug"], catch_exceptions=False)

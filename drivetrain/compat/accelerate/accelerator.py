@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from torch import nn
@@ -86,6 +88,25 @@ class Accelerator(engine.Accelerator):
     @property
     def _custom_objects(self) -> list[Any]:
         return self.prepared.registered
+
+    def join_uneven_inputs(
+        self, joinables: Sequence[nn.Module], even_batches: bool | None = None
+    ) -> AbstractContextManager[None]:
+        """As `drivetrain.Accelerator.join_uneven_inputs`, with a warning where it has no effect.
+
+        Args:
+            joinables: The prepared models.
+            even_batches: Overrides the instance's choice for loops that start in the context.
+        """
+        if self.use_distributed and not self.distributed_type.value.startswith("MULTI_"):
+            warnings.warn(
+                "Joining uneven inputs is only supported for multi-GPU training (DDP, on any device): "
+                f"under {self.distributed_type.value} join_uneven_inputs has no effect.",
+                UserWarning,
+                stacklevel=2,
+            )
+            return nullcontext()
+        return super().join_uneven_inputs(joinables, even_batches)
 
     def _do_sync(self) -> None:
         self.accumulation.advance()

@@ -50,7 +50,8 @@ def register_communication_hook(
     Raises:
         ConfigurationError: PowerSGD has no such option.
     """
-    state, hook = None, bf16_hook if name == "bf16" else default_hooks.fp16_compress_hook
+    state: Any = None
+    hook: Callable[..., Any] = bf16_hook if name == "bf16" else default_hooks.fp16_compress_hook
     if name in ("powersgd", "batched_powersgd"):
         settings = {"matrix_approximation_rank": 1, "start_powerSGD_iter": 2, **options}
         try:
@@ -70,7 +71,7 @@ def _compressed(hook: Callable[..., Any], dtype: torch.dtype) -> Callable[..., A
     """A hook that is given its bucket in another format, and whose result is in the bucket's own."""
 
     def compressed(state: Any, bucket: Any) -> torch.futures.Future[torch.Tensor]:
-        own = bucket.buffer()
+        own: torch.Tensor = bucket.buffer()
         bucket.set_buffer(own.to(dtype))
 
         def decompress(done: torch.futures.Future[Any]) -> torch.Tensor:
