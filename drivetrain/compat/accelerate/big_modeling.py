@@ -56,7 +56,7 @@ def init_on_device(device: torch.device | str, include_buffers: bool | None = No
             moved.__dict__.update(vars(param))
             module._parameters[name] = moved
 
-    nn.Module.register_parameter = register_on_device  # type: ignore[method-assign]
+    nn.Module.register_parameter = register_on_device  # type: ignore[method-assign, assignment]
     try:
         yield
     finally:
