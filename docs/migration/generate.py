@@ -36,8 +36,8 @@ SAME, BETTER, TAKEN, ELSEWHERE = "same", "better", "taken", "elsewhere"
 LEFT_OUT, LATER, MISSING = "left out", "later", "missing"
 OF_WHAT_IS_THERE = (BETTER, TAKEN)
 VERDICTS = {
-    SAME: "the same name does the same",
-    BETTER: "the same name, and more or otherwise on purpose",
+    SAME: "there under the same name, with the same arguments",
+    BETTER: "there under the same name, and better",
     TAKEN: "taken, and without effect",
     ELSEWHERE: "there under another name",
     LEFT_OUT: "left out on purpose",
@@ -169,9 +169,14 @@ def counterpart(module: str, name: str) -> tuple[str, Any]:
         if path != mirrored and public is not None and name not in public:
             continue
         found = getattr(room, name, None)
-        if found is not None and not inspect.ismodule(found):
+        if found is not None and not inspect.ismodule(found) and not is_stand_in(found):
             return f"{path}.{name}", found
     return "", None
+
+
+def is_stand_in(found: Any) -> bool:
+    """Whether a name can be imported only, and raises when it is called."""
+    return inspect.isclass(found) and (found.__doc__ or "").startswith("Not in drivetrain.")
 
 
 @cache
@@ -235,7 +240,8 @@ HEAD = """# Moving over from Accelerate
 
 Each public name of Accelerate {version}, with its members, arguments and flags, and its counterpart here. What behaves
 otherwise on purpose is listed under [Accelerator](accelerator.md#moving-over-from-accelerate). Names are importable
-from `drivetrain` unless another place is named.
+from `drivetrain` unless another place is named; all of them, also under Accelerate's own paths, from
+`drivetrain.compat.accelerate`. The page compares names; `make test-compat` compares what scripts compute.
 """
 
 
@@ -256,7 +262,7 @@ def written(entries: list[Entry], version: str) -> str:
 def section(owner: str, entries: list[Entry]) -> list[str]:
     """What belongs to one class, module or command: a list of what is the same, and a table of the rest."""
     lines = [f"## `{owner}`", ""]
-    for text, is_mirrored in (("The same", False), (f"The same, in `{COMPAT}`", True)):
+    for text, is_mirrored in (("Same name", False), (f"Same name, in `{COMPAT}`", True)):
         same = [entry for entry in entries if entry.verdict == SAME and entry.ours.startswith(COMPAT) is is_mirrored]
         if same:
             lines += [f"{text}: {listed(same, owner)}.", ""]

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
-from typing import Any, TypeVar
+from typing import Any
 
 from drivetrain.accelerator.compilation import Compilation
 from drivetrain.accelerator.megatron_plugin import MegatronLMPlugin
@@ -17,7 +17,6 @@ from drivetrain.accelerator.plugins import (
 from drivetrain.launch.settings.environment import settings_in_environment
 from drivetrain.strategies import Strategy
 
-Plugin = TypeVar("Plugin")
 Sharding = FullyShardedDataParallelPlugin | Mapping[str, Any] | None
 
 # Names of settings without their prefix, and what the plugins call them.
@@ -115,10 +114,10 @@ class Launched:
         given = self.settings.get("parallelism_config_cp_comm_strategy")
         return {} if given is None else {"cp_attention": _CP_ATTENTION[given]}
 
-    def strategy(self) -> Strategy | str | None:
-        """The strategy that was asked for, or None."""
+    def strategy(self) -> Strategy | None:
+        """The strategy that was asked for; None leaves it open."""
         if self._shards_nothing(self.fsdp) and self.parallelism is None:
-            return "auto"
+            return None
         grid = self.parallelism
         return strategy_of_plugins(
             self.fsdp, self.deepspeed, grid, self.megatron, self.grid_options if grid is not None else None
@@ -158,10 +157,9 @@ class Launched:
         return plugin is not None and "NO_SHARD" in (plugin.sharding_strategy, plugin.reshard_after_forward)
 
 
-def _filled(plugin: Any, launched: Plugin | None) -> Any:
+def _filled(plugin: Any, launched: Any) -> Any:
     """A plugin whose open fields are as the launcher was asked; a mapping is taken as it is."""
     if launched is None or plugin is None or isinstance(plugin, Mapping):
         return plugin
-    opened: Callable[[str], bool] = lambda name: getattr(plugin, name) is None  # noqa: E731
-    given = {each.name: getattr(launched, each.name) for each in fields(launched)}  # type: ignore[arg-type]
-    return replace(plugin, **{name: value for name, value in given.items() if value is not None and opened(name)})
+    left_open = [each.name for each in fields(plugin) if getattr(plugin, each.name) is None]
+    return replace(plugin, **{name: getattr(launched, name) for name in left_open})

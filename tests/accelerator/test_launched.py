@@ -9,7 +9,15 @@ import pytest
 import torch
 from torch import nn
 
-from drivetrain import DDP, Accelerator, DistributedDataParallelKwargs, FullyShardedDataParallelPlugin, Trainer
+from drivetrain import (
+    DDP,
+    Accelerator,
+    DistributedDataParallelKwargs,
+    FullyShardedDataParallelPlugin,
+    PartialState,
+    Trainer,
+)
+from drivetrain.accelerator.building import make_strategy
 from drivetrain.accelerator.compilation import Compilation
 from drivetrain.accelerator.launched import Launched
 from drivetrain.runtime.errors import ConfigurationError
@@ -53,7 +61,15 @@ def test_the_options_of_fsdp_are_the_launchers(launched: Any) -> None:
 
 
 def test_fsdp_that_shards_nothing_is_ddp(launched: Any) -> None:
-    assert launched(DRIVETRAIN_USE_FSDP="1", DRIVETRAIN_FSDP_SHARDING_STRATEGY="NO_SHARD").strategy() == "auto"
+    assert launched(DRIVETRAIN_USE_FSDP="1", DRIVETRAIN_FSDP_SHARDING_STRATEGY="NO_SHARD").strategy() is None
+
+
+def test_an_engine_that_names_no_strategy_takes_the_launchers(launched: Any) -> None:
+    launched(**THEIRS)
+    state = PartialState(cpu=True)
+    assert make_strategy("auto", state, None).name == "fsdp"
+    assert make_strategy("auto", state, DistributedDataParallelKwargs()).name == "fsdp"
+    assert make_strategy("single", state, None).name == "single"
 
 
 def test_units_by_size_have_a_size(launched: Any) -> None:
@@ -81,6 +97,7 @@ def test_what_a_plugin_leaves_open_is_the_launchers(launched: Any) -> None:
     assert strategy.options.wrap == ["Linear"]
 
 
+@pytest.mark.sharded
 def test_the_options_of_deepspeed_are_the_launchers(launched: Any) -> None:
     pytest.importorskip("deepspeed", reason="needs deepspeed")
     strategy = launched(
@@ -148,6 +165,7 @@ def all_chosen() -> list[tuple[str, Any, str]]:
     return [chosen(kind) for kind in ("Accelerator", "Trainer", "options of DDP", "a strategy")]
 
 
+@pytest.mark.sharded
 def test_a_script_that_does_not_choose_gets_the_launchers_strategy() -> None:
     found = run_in_processes(all_chosen, env=THEIRS)
     assert found == [[("fsdp", ["Linear"], "bf16")] * 3 + [("ddp", None, "bf16")]] * 2
