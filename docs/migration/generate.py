@@ -190,18 +190,19 @@ def arguments_of(function: Any) -> frozenset[str]:
         return frozenset()
 
 
+def source_of(kind: type) -> str:
+    """The source of a class; empty for one that a function makes."""
+    try:
+        return inspect.getsource(kind)
+    except OSError:
+        return ""
+
+
 @cache
 def attributes_set(kind: type) -> frozenset[str]:
     """Names that a class's own methods set on its instances."""
-    found: set[str] = set()
-    for base in kind.__mro__:
-        if base.__module__.startswith("drivetrain"):
-            try:
-                source = inspect.getsource(base)
-            except OSError:  # made by a call, not by a statement
-                continue
-            found.update(re.findall(r"self\.([a-z]\w*)(?:,| =|: [^=\n]+ =)", source))
-    return frozenset(found)
+    sources = [source_of(base) for base in kind.__mro__ if base.__module__.startswith("drivetrain")]
+    return frozenset(re.findall(r"self\.([a-z]\w*)(?:,| =|: [^=\n]+ =)", "\n".join(sources)))
 
 
 def has_member(kind: Any, name: str) -> bool:
