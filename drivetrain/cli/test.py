@@ -54,7 +54,8 @@ def test(flags: tuple[str, ...]) -> int:
     given, is_preview = _settings(flags)
     if is_preview:
         return _launch([*flags, "-m", _TRIAL])
-    processes, patience = given.get("num_processes"), []
+    processes = given.get("num_processes")
+    patience: list[str] = []
     if "hang_timeout" not in given and not os.environ.get("DRIVETRAIN_HANG_TIMEOUT"):
         patience = ["--hang_timeout", _HANG_SECONDS]
     with tempfile.TemporaryDirectory(prefix="drivetrain_test_") as folder:

@@ -28,7 +28,7 @@ filter_trackers = resolve_trackers
 _CLASSES = {
     "AimTracker": "AimLogger",
     "DVCLiveTracker": "DVCLiveLogger",
-    "MLflowTracker": "MLflowLogger",
+    "MLflowTracker": "MLFlowLogger",
     "SwanLabTracker": "SwanLabLogger",
     "TrackioTracker": "TrackioLogger",
     "WandBTracker": "WandbLogger",
