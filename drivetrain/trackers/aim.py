@@ -116,12 +116,14 @@ class _AimRun(PackageRun):
     def _system_params(self) -> dict[str, Any]:
         """What Aim writes of the system, which has secrets among the environment variables, without them."""
         import sys
+        from importlib.metadata import distributions
 
-        from aim.ext.utils import get_environment_variables, get_git_info, get_installed_packages
+        from aim.ext.utils import get_environment_variables, get_git_info
 
         found: dict[str, Any] = Secrets(self.secrets).hide(
             {
-                "packages": get_installed_packages(),
+                # Aim's own list (3.29) needs pkg_resources, which setuptools no longer has.
+                "packages": {each.name: each.version for each in distributions()},
                 "env_variables": get_environment_variables(),
                 "git_info": get_git_info(),
                 "executable": sys.executable,
