@@ -63,6 +63,7 @@ _ON_CPU = (
 
 PROGRAMS = (
     Program("transformers_trainer.py", _TRAINER, 1),
+    Program("transformers_trainer.py", _TRAINER, 1, ("bf16",)),
     Program("transformers_trainer.py", _TRAINER, 2),
     Program("transformers_trainer.py", _TRAINER, 2, ("fsdp",), reference=(), tolerance=1e-6, reason=_ON_CPU),
     Program("trl_sft.py", "`trl.SFTTrainer`: train, evaluate, save", 1),
