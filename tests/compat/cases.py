@@ -57,9 +57,15 @@ class Script:
 
 _TRAINER = "`transformers.Trainer`: train, evaluate, predict, save, resume"
 
+_ON_CPU = (
+    "The original trains with DDP where FSDP is asked for on a CPU; ours shards there too, and the losses are equal."
+)
+
 PROGRAMS = (
     Program("transformers_trainer.py", _TRAINER, 1),
+    Program("transformers_trainer.py", _TRAINER, 1, ("bf16",)),
     Program("transformers_trainer.py", _TRAINER, 2),
+    Program("transformers_trainer.py", _TRAINER, 2, ("fsdp",), reference=(), tolerance=1e-6, reason=_ON_CPU),
     Program("trl_sft.py", "`trl.SFTTrainer`: train, evaluate, save", 1),
     Program("peft_loop.py", "peft: the loop of its examples", 1),
 )

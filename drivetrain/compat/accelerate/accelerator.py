@@ -41,8 +41,8 @@ class Accelerator(engine.Accelerator):
             kwargs["fsdp_plugin"] = FullyShardedDataParallelPlugin()
         if _places_otherwise(kwargs):
             # Accelerate ignores DDP's options then, which the Trainer of transformers counts on.
-            kept = [each for each in self.kwargs_handlers if not isinstance(each, engine.DistributedDataParallelKwargs)]
-            kwargs["kwargs_handlers"] = kept
+            unused = self.ddp_handler
+            kwargs["kwargs_handlers"] = [each for each in self.kwargs_handlers if each is not unused]
         super().__init__(*args, **kwargs)
         record_accelerator(self)
         self.state: AcceleratorState = AcceleratorState(record=self.state.record)

@@ -24,6 +24,7 @@ from drivetrain.compat.accelerate.utils.constants import (
     SAFE_WEIGHTS_NAME,
     WEIGHTS_NAME,
 )
+from drivetrain.compat.accelerate.utils.modeling import is_peft_model
 
 if TYPE_CHECKING:
     from drivetrain.compat.accelerate.accelerator import Accelerator
@@ -76,10 +77,10 @@ def save_fsdp_model(
         model: The prepared model.
         output_dir: Where to.
         model_index: Which of several models this is.
-        adapter_only: Write the weights of peft's adapters alone.
+        adapter_only: Write the weights of peft's adapters alone, where the model has some.
         use_dcp: Accepted; shards are always a checkpoint.
     """
-    state = accelerator.strategy.state
+    state, adapter_only = accelerator.strategy.state, adapter_only and is_peft_model(model)
     os.makedirs(output_dir, exist_ok=True)
     if _is_whole(fsdp_plugin):
         whole = state.full(model)
@@ -110,7 +111,7 @@ def load_fsdp_model(
         loaded = torch.load(_whole_file(input_dir, model_index), map_location="cpu", weights_only=True)
     else:
         loaded = _read(_folder(input_dir, FSDP_MODEL_NAME, model_index))["models"][0]
-    return state.load_model(model, loaded, strict=not adapter_only)
+    return state.load_model(model, loaded, strict=not (adapter_only and is_peft_model(model)))
 
 
 def save_fsdp_optimizer(
