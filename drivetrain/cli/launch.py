@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 import click
 
 from drivetrain.launch.options import MIXED_PRECISIONS, RENDEZVOUS_BACKENDS, LaunchOptions
+from drivetrain.launch.slurm import slurm_options
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 
@@ -99,6 +100,13 @@ def _flag(*names: str, section: str, **settings: Any) -> Callable[[Command], Com
 @_flag("-m", "--module", section="Script", help="SCRIPT is a module's name, as in python -m.")
 @_flag("--no_python", section="Script", help="SCRIPT is a program of its own, not Python.")
 @_option(
+    "--preload",
+    metavar="MODULES",
+    section="Script",
+    help="Import these once, and fork the processes then. Default: torch and the imports at the script's top.",
+)
+@_flag("--no_preload", section="Script", help="Each process imports everything by itself.")
+@_option(
     "--num_machines",
     "--nnodes",
     section="Several machines",
@@ -183,8 +191,11 @@ def launch(script: str, args: tuple[str, ...], **flags: Any) -> int:
     drivetrain launch --num_processes 2 --cpu train.py --lr 0.1
     drivetrain launch --num_machines 2 --machine_rank 0 --main_process_ip 10.0.0.1 train.py
     """  # noqa: D301
-    options = LaunchOptions.from_sources(flags)
+    options = LaunchOptions.from_sources(flags, slurm_options(flags))
     options.check_script(script)  # a mistyped name needs no second of importing torch
-    from drivetrain.launch.launcher import launch_script
+    from drivetrain.launch.preload import Preloader
 
-    return launch_script(options, script, args)
+    with Preloader.start(options, script, args) as preloader:  # it imports torch while this process does
+        from drivetrain.launch.launcher import launch_script
+
+        return launch_script(options, script, args, preloader)

@@ -17,6 +17,14 @@ _COMMANDS = {
         "drivetrain.cli.launch:launch",
         "Run a script on several processes, here or on several machines.",
     ),
+    "slurm": (
+        "drivetrain.cli.slurm:slurm",
+        "Write an sbatch file that launches a script.",
+    ),
+    "k8s": (
+        "drivetrain.cli.k8s:k8s",
+        "Write a Kubernetes JobSet that launches a script.",
+    ),
     "merge-weights": (
         "drivetrain.cli.merge_weights:merge_weights",
         "Write the weights in a checkpoint as plain safetensors.",
