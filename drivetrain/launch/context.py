@@ -32,7 +32,7 @@ class PreloadedContext(SubprocessContext):
         reason = self._preloader.why_not(_environment(self.envs[0]))
         if reason is not None:
             self._report(f"Nothing is preloaded: {reason}.")
-            super()._start()
+            super()._start()  # type: ignore[no-untyped-call]
             return
         for local_rank in range(self.nprocs):
             self.subprocess_handlers[local_rank] = _ForkedHandler(
@@ -77,12 +77,13 @@ def forking_from(preloader: Preloader, report: Callable[[str], None]) -> Iterato
         return context
 
     # The agent has no place for another kind of context (torch 2.13): it calls this function of its module.
-    before = local_elastic_agent.start_processes
-    local_elastic_agent.start_processes = start  # type: ignore[assignment]
+    module: Any = local_elastic_agent
+    before = module.start_processes
+    module.start_processes = start
     try:
         yield
     finally:
-        local_elastic_agent.start_processes = before
+        module.start_processes = before
 
 
 def _environment(own: dict[str, str]) -> dict[str, str]:
