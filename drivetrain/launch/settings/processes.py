@@ -55,6 +55,13 @@ def _strategy(name: str, help: str) -> Setting:
 TOP = (
     Setting("module", "SCRIPT is a module's name, as in python -m.", "switch", "Script", flags=("-m",)),
     Setting("no_python", "SCRIPT is a program of its own, not Python.", "switch", "Script"),
+    Setting(
+        "preload",
+        "Import these once, and fork the processes then. Default: torch and the imports at the script's top.",
+        section="Script",
+        metavar="MODULES",
+    ),
+    Setting("no_preload", "Each process imports everything by itself.", "switch", "Script"),
     _process(
         "num_processes",
         "Processes over all machines. Default: one per accelerator, or one on the CPU.",
