@@ -20,6 +20,11 @@ XLA_PYTHON := $(XLA_VENV)/bin/python
 XLA_ENV := $(XLA_VENV)/.made-for-xla
 # What megatron-core installs is not needed elsewhere.
 MEGATRON_VENV ?= .venv-megatron
+# Accelerate and what is written for it.
+COMPAT_VENV ?= .venv-compat
+COMPAT_ENV := $(COMPAT_VENV)/.made-for-compat
+COMPAT_PYTHON := $(COMPAT_VENV)/bin/python
+COMPAT_PIP := $(COMPAT_PYTHON) -m pip --disable-pip-version-check
 PIP := $(VENV)/bin/python -m pip --disable-pip-version-check
 
 # `make test-gpu PYTHON=python3` uses a Python that already holds torch, and makes no environment.
@@ -46,7 +51,7 @@ endif
 export PYTHONPATH := $(CURDIR)$(if $(PYTHONPATH),:$(PYTHONPATH))
 
 .DEFAULT_GOAL := help
-.PHONY: help env demo test test-slow test-sharded test-crash test-megatron test-gpu test-xla test-oldest deepspeed-ops \
+.PHONY: help env demo test test-slow test-sharded test-crash test-megatron test-compat test-gpu test-xla test-oldest deepspeed-ops \
 	lint format types floors docs wheel bench bench-gpu clean
 
 help: ## list these commands
@@ -73,7 +78,11 @@ test-crash: $(DEV_ENV) ## the tests that kill processes and machines over and ov
 	$(PYTHON) -m pytest -m "crash and not slow" $(TESTS)
 
 test-megatron: $(MEGATRON_ENV) ## the tests of Megatron, on the CPU (an environment of its own)
-	$(MEGATRON_PYTHON) -m pytest -m "megatron and not gpu" $(or $(TESTS),tests/strategies/megatron tests/conformance/test_megatron.py)
+	$(MEGATRON_PYTHON) -m pytest -m "megatron and not gpu" $(or $(TESTS),tests/strategies/megatron \
+		$(addprefix tests/conformance/test_,megatron.py any_to_any.py two_drivers.py))
+
+test-compat: $(COMPAT_ENV) ## what was written for Accelerate, beside the original (an environment of its own)
+	$(COMPAT_PYTHON) -m pytest -m "compat and not gpu" $(or $(TESTS),tests/compat)
 
 test-gpu: $(DEV_ENV) ## the tests that need a GPU (PYTHON=python3: with a Python that holds torch)
 	$(PYTHON) -m pytest -m gpu $(TESTS)
@@ -125,7 +134,8 @@ clean: ## remove what builds, tests and runs left (not .venv)
 	find . -name __pycache__ -type d -not -path "./$(VENV)/*" -prune -exec rm -rf {} +
 
 # torch comes first and alone, at the pinned version: as another package's need, pip may choose another build of it.
-$(VENV)/bin/python $(BENCH_VENV)/bin/python $(XLA_VENV)/bin/python $(MEGATRON_VENV)/bin/python:
+$(VENV)/bin/python $(BENCH_VENV)/bin/python $(XLA_VENV)/bin/python $(MEGATRON_VENV)/bin/python \
+		$(COMPAT_VENV)/bin/python:
 	@$(BASE_PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || \
 		{ echo "drivetrain needs Python >= 3.10, and $(BASE_PYTHON) is $$($(BASE_PYTHON) --version 2>&1)." \
 		"Name another one: make BASE_PYTHON=python3.12 ..." >&2; exit 1; }
@@ -159,4 +169,15 @@ $(XLA_ENV): pyproject.toml constraints.txt constraints-xla.txt | $(XLA_VENV)/bin
 $(MEGATRON_VENV)/.made-for-megatron: pyproject.toml constraints.txt | $(MEGATRON_VENV)/bin/python
 	$(MEGATRON_PYTHON) -m pip --disable-pip-version-check install torch -c constraints.txt
 	$(MEGATRON_PYTHON) -m pip --disable-pip-version-check install -e ".[megatron,fp8]" pytest pytest-timeout -c constraints.txt
+	@touch $@
+
+# torchvision apart, for the one program that needs it: where torch is a build for the CPU, it cannot be imported fully,
+# and transformers imports it wherever it finds it.
+$(COMPAT_ENV): pyproject.toml constraints.txt constraints-compat.txt | $(COMPAT_VENV)/bin/python
+	$(COMPAT_PIP) install torch -c constraints.txt
+	$(COMPAT_PIP) install -e ".[deepspeed]" accelerate transformers trl peft diffusers datasets evaluate scikit-learn \
+		pytest pytest-timeout -c constraints.txt -c constraints-compat.txt
+	$(COMPAT_PIP) install --no-deps denoising-diffusion-pytorch ema-pytorch einops pytorch-fid scipy pillow \
+		-c constraints.txt -c constraints-compat.txt
+	$(COMPAT_PIP) install --no-deps --upgrade --target $(COMPAT_VENV)/torchvision torchvision -c constraints-compat.txt
 	@touch $@

@@ -32,7 +32,7 @@ from drivetrain.runtime.errors import ConfigurationError
 from drivetrain.runtime.logging import get_logger
 from drivetrain.runtime.state import PartialState
 from drivetrain.strategies import Strategy, resolve_ddp, resolve_strategy
-from drivetrain.strategies.accelerate_names import distributed_type_of
+from drivetrain.strategies.accelerate_names import distributed_type_of, is_fully_sharded
 from drivetrain.strategies.capabilities import BatchPlacement
 from drivetrain.strategies.precision import FP8, Float16Mixed, Precision, resolve_precision
 from drivetrain.strategies.precision.mixed import MixedPrecision
@@ -152,7 +152,7 @@ def make_state(
     }
     given = {**asked, **plugins.by_name(), "dynamo_plugin": dynamo or TorchDynamoPlugin()}
     kind = distributed_type_of(strategy, process.distributed_type)
-    return AcceleratorState(record=EngineRecord(accelerate_name(precision), kind, given))
+    return AcceleratorState(record=EngineRecord(accelerate_name(precision), kind, given, is_fully_sharded(strategy)))
 
 
 def make_project(

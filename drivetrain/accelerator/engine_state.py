@@ -20,11 +20,13 @@ class EngineRecord:
         mixed_precision: Name of the precision; full precision is `"no"`.
         distributed_type: How the run is spread; as its processes are if None.
         plugins: The plugins that were given, by the name of their argument.
+        is_fsdp2: Whether parameters are sharded by torch's `fully_shard`.
     """
 
     mixed_precision: str = "no"
     distributed_type: DistributedType | None = None
     plugins: dict[str, Any] = field(default_factory=dict)
+    is_fsdp2: bool = False
 
 
 class AcceleratorState(PartialState):
@@ -130,7 +132,7 @@ class AcceleratorState(PartialState):
     @property
     def is_fsdp2(self) -> bool:
         """Whether parameters are sharded by torch's `fully_shard`."""
-        return self.record.distributed_type is DistributedType.FSDP
+        return self.record.is_fsdp2
 
     def get_deepspeed_plugin(self, name: str) -> Any:
         """One of several DeepSpeed plugins.

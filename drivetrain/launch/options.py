@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, fields
 from typing import Any
 
 from drivetrain.launch.settings.environment import variables_of
-from drivetrain.launch.settings.processes import MIXED_PRECISIONS, RENDEZVOUS_BACKENDS
+from drivetrain.launch.settings.processes import MIXED_PRECISIONS, RENDEZVOUS_BACKENDS, STAND_INS
 from drivetrain.launch.settings.sharding import check_grid
 from drivetrain.launch.settings.sources import Given, merge
 from drivetrain.launch.settings.table import ALTERNATIVES, GROUPS, SETTINGS
@@ -53,6 +53,7 @@ class LaunchOptions:
         mpirun_config: `mpirun_hostfile`: start the processes with mpirun on the hosts of that file.
         module: The script is a module's name, as in `python -m`.
         no_python: The script is a program of its own, not Python.
+        stand_in: Package that the script and what it imports get drivetrain's own version of: `"accelerate"`.
         rdzv_backend: How several machines find each other: `"static"` or `"c10d"` (or torch's `"etcd"`); None is
             static, or c10d where the number of machines may change.
         rdzv_conf: Further settings of that, as `"key=value,key=value"`.
@@ -102,6 +103,7 @@ class LaunchOptions:
     no_python: bool = False
     preload: str | None = None
     no_preload: bool = False
+    stand_in: str | None = None
     rdzv_backend: str | None = None
     rdzv_conf: str = ""
     same_network: bool = True
@@ -389,6 +391,7 @@ class LaunchOptions:
 
     def _check_choices(self) -> None:
         self._check_choice("mixed_precision", self.mixed_precision, MIXED_PRECISIONS)
+        self._check_choice("stand_in (--as)", self.stand_in, STAND_INS)
         self._check_choice("rdzv_backend", self.rdzv_backend, RENDEZVOUS_BACKENDS)
         if any("=" not in pair for pair in self.rdzv_conf.split(",") if pair.strip()):
             raise ConfigurationError(

@@ -24,6 +24,11 @@ def distributed_type_of(strategy: Strategy, processes: DistributedType) -> Distr
     return next((_TYPES[name] for name in names if name in _TYPES), processes)
 
 
+def is_fully_sharded(strategy: Strategy) -> bool:
+    """Whether parameters are sharded by torch's `fully_shard`."""
+    return distributed_type_of(strategy, DistributedType.NO) is DistributedType.FSDP
+
+
 def grid_rank(strategy: Strategy, dimension: str) -> int:
     """This process's index along one dimension of a grid of processes; without a grid all are replicas.
 

@@ -72,7 +72,9 @@ class ModelState:
         return type(self).full is ModelState.full
 
     def _held(self, model: nn.Module) -> dict[str, torch.Tensor]:
-        return {name: value.detach().cpu() for name, value in self.unwrap(model).state_dict().items()}
+        state = self.unwrap(model).state_dict()
+        # A module's extra state may be anything.
+        return {name: value.detach().cpu() for name, value in state.items() if isinstance(value, torch.Tensor)}
 
     def original_type(self, module: nn.Module) -> type[nn.Module]:
         """The class that the user gave a module, where sharding it changed that."""

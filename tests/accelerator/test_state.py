@@ -354,3 +354,17 @@ def whole_state() -> dict[str, Any]:
 def test_the_whole_state_is_on_every_process_under_the_model_s_own_names():
     for found in run_in_processes(whole_state, 2):
         assert found["names"] == ["0.weight", "0.bias"]
+
+
+class WithExtraState(nn.Linear):
+    def get_extra_state(self) -> dict[str, int]:
+        return {"calls": 3}
+
+    def set_extra_state(self, state: dict[str, int]) -> None:
+        pass
+
+
+def test_the_whole_state_leaves_out_extra_state_that_is_no_tensor():
+    accelerator = Accelerator(cpu=True)
+    model = accelerator.prepare(WithExtraState(2, 3))
+    assert list(accelerator.get_state_dict(model)) == ["weight", "bias"]

@@ -1,40 +1,28 @@
-"""A run that one strategy saved goes on under any other as if nothing had happened, optimizer and all."""
+"""A run that one strategy saved continues under any other as if nothing had happened, optimizer and all."""
 
 from __future__ import annotations
 
+import re
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 from torch.utils.data import DataLoader
 
-from drivetrain import DDP, FSDP, Callback, DeepSpeed, Parallel, Trainer
-from tests.conformance import language_model
+from drivetrain import Callback, Trainer
+from tests.conformance import language_model, test_megatron
 from tests.conformance.harness import MAX_NORM
 from tests.conformance.language_model import LanguageTask, Run
-from tests.conformance.test_parallel import layers_split
-from tests.pool import run_in_processes
-
-pytestmark = pytest.mark.sharded
+from tests.conformance.strategies import LANGUAGE, LAYERS, ROWS, Row
+from tests.pool import ROOT, run_in_processes
+from tests.strategies.megatron import cpu_shim, models
+from tests.strategies.quiet import quiet_trainer
 
 RUN = Run(accumulate=2, layers=2)
-SAVED_AFTER = 2  # of four steps
-
-STRATEGIES: dict[str, tuple[int, Any]] = {
-    "single": (1, lambda: "single"),
-    "ddp": (2, DDP),
-    "fsdp": (2, FSDP),
-    "fsdp-hybrid": (4, lambda: FSDP(replicate_size=2)),
-    "tp": (2, lambda: Parallel(tp=2, tp_plan=layers_split())),
-    "cp": (2, lambda: Parallel(cp=2)),
-    "pp": (2, lambda: Parallel(pp=2)),
-    "tp-fsdp": (4, lambda: Parallel(tp=2, dp_shard=2, tp_plan=layers_split())),
-    "pp-fsdp": (4, lambda: Parallel(pp=2, dp_shard=2)),
-    "zero-1": (2, lambda: DeepSpeed(stage=1)),
-    "zero-3": (2, lambda: DeepSpeed(stage=3)),
-}
-EASY = [name for name, (processes, _) in STRATEGIES.items() if processes <= 2]
+SAVED_AFTER, STEPS = 2, 4
+Parameters = dict[str, torch.Tensor]
 
 
 class SaveOnce(Callback):
@@ -46,63 +34,154 @@ class SaveOnce(Callback):
             trainer.save_checkpoint(self.directory)
 
 
-def train(strategy: str, resume: str | None = None, save_to: str | None = None) -> dict[str, torch.Tensor]:
+def train(
+    name: str, resume: str | None = None, save_to: str | None = None, initial: Parameters | None = None
+) -> Parameters:
+    """Train to the end from a checkpoint, or up to where one is saved; the weights, on rank 0."""
     torch.set_num_threads(1)
-    trainer = Trainer(
-        accelerator="cpu",
-        strategy=STRATEGIES[strategy][1](),
-        accumulate_grad_batches=RUN.accumulate,
-        gradient_clip_val=MAX_NORM,
-        max_steps=SAVED_AFTER if save_to else -1,
-        max_epochs=1,
-        callbacks=[SaveOnce(save_to)] if save_to else [],
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-    )
-    rows = RUN.rows(trainer.strategy.topology.data_shard.count)
-    trainer.fit(LanguageTask(layers=RUN.layers), DataLoader(RUN.data(), batch_size=rows), resume=resume)
-    assert trainer.global_step == (SAVED_AFTER if save_to else 4)
+    row = ROWS[name]
+    options: dict[str, Any] = {"max_steps": SAVED_AFTER, "callbacks": [SaveOnce(save_to)]} if save_to else {}
+    trainer = FAMILIES[row.family].train(row, resume, initial, options)
+    assert trainer.global_step == (SAVED_AFTER if save_to else STEPS)
     return trainer.strategy.state.full(trainer.model)
 
 
-def resume_each(strategy: str, directories: list[str]) -> list[dict[str, torch.Tensor]]:
-    return [train(strategy, resume=directory) for directory in directories]
+def train_language(row: Row, resume: str | None, initial: Parameters | None, options: dict[str, Any]) -> Trainer:
+    common = {"accelerator": row.device, "accumulate_grad_batches": RUN.accumulate, "gradient_clip_val": MAX_NORM}
+    trainer = quiet_trainer(row.make(), **common, **options)
+    rows = RUN.rows(trainer.strategy.topology.data_shard.count)
+    trainer.fit(LanguageTask(layers=RUN.layers), DataLoader(RUN.data(), batch_size=rows), resume=resume)
+    return trainer
 
 
-def check(writers: list[str], reader: str, root: Path) -> None:
-    expected = language_model.train_plain(RUN).parameters
-    directories = [str(root / writer) for writer in writers]
-    for writer, directory in zip(writers, directories, strict=True):
-        if not Path(directory).exists():
-            run_in_processes(train, STRATEGIES[writer][0], args=(writer,), kwargs={"save_to": directory}, timeout=90)
-    whole = run_in_processes(resume_each, STRATEGIES[reader][0], args=(reader, directories), timeout=300)[0]
-    for writer, parameters in zip(writers, whole, strict=True):
-        assert parameters.keys() == {f"model.{name}" for name in expected}
-        for name, value in expected.items():
-            torch.testing.assert_close(
-                parameters[f"model.{name}"],
-                value,
-                atol=5e-6,
-                rtol=5e-6,
-                msg=lambda m, w=writer, n=name: f"{w} to {reader}, {n}: {m}",
-            )
+def train_layers(row: Row, resume: str | None, initial: Parameters | None, options: dict[str, Any]) -> Trainer:
+    cpu_shim.install()
+    strategy = row.make()
+    makes_task = models.GPT if getattr(strategy, "name", strategy) == "megatron" else models.WholeGPT
+    task = makes_task(models.two_groups, tied=True, **test_megatron.REFERENCES["tied"]["config"])
+    trainer = models.fit(strategy, task, initial=initial, evaluate=False, resume=resume, **options).trainer
+    assert trainer is not None
+    return trainer
+
+
+def plain_language() -> tuple[Parameters, None]:
+    """What one plain process has in the end; nothing has to be given to the others to begin with the same."""
+    whole = language_model.train_plain(RUN).parameters
+    return {f"model.{name}": value for name, value in whole.items()}, None
+
+
+def plain_layers() -> tuple[Parameters, Parameters]:
+    """What one plain process has in the end, and with which weights all begin."""
+    cpu_shim.install()
+    torch.set_num_threads(1)
+    outcome, initial = test_megatron.train_plain("tied", models.two_groups)
+    return outcome.parameters, initial
+
+
+class Family(NamedTuple):
+    """Runs of one model.
+
+    Attributes:
+        train: Trains it under a row's strategy.
+        plain: Trains it in one plain process.
+    """
+
+    train: Callable[[Row, str | None, Parameters | None, dict[str, Any]], Trainer]
+    plain: Callable[[], tuple[Parameters, Parameters | None]]
+
+
+FAMILIES = {LANGUAGE: Family(train_language, plain_language), LAYERS: Family(train_layers, plain_layers)}
+
+
+def resume_each(name: str, directories: list[str]) -> list[Parameters]:
+    return [train(name, resume=directory) for directory in directories]
+
+
+class Saved:
+    """What the strategies have saved, each once for all readers, and what a plain process has in the end."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        self._plain: dict[str, tuple[Parameters, Parameters | None]] = {}
+
+    def plain(self, family: str) -> tuple[Parameters, Parameters | None]:
+        if family not in self._plain:
+            self._plain[family] = run_in_processes(FAMILIES[family].plain, 1, timeout=120)[0]
+        return self._plain[family]
+
+    def by(self, writer: str) -> str:
+        row, directory = ROWS[writer], self.root / writer
+        if not directory.exists():
+            given = {"save_to": str(directory), "initial": self.plain(row.family)[1]}
+            run_in_processes(train, row.processes, args=(writer,), kwargs=given, timeout=200, env=row.env)
+        return str(directory)
+
+    def check(self, writers: list[str], reader: str) -> None:
+        """Raise where what a reader makes of a checkpoint differs from a plain process that was never interrupted."""
+        row = ROWS[reader]
+        directories = [self.by(writer) for writer in writers]
+        expected = self.plain(row.family)[0]
+        found = run_in_processes(resume_each, row.processes, args=(reader, directories), timeout=600, env=row.env)[0]
+        for writer, parameters in zip(writers, found, strict=True):
+            assert parameters.keys() == expected.keys()
+            for name, value in expected.items():
+                torch.testing.assert_close(
+                    parameters[name],
+                    value,
+                    atol=5e-6,
+                    rtol=5e-6,
+                    msg=lambda m, w=writer, n=name: f"{w} to {reader}, {n}: {m}",
+                )
 
 
 @pytest.fixture(scope="module")
-def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What the strategies have saved, each once for all readers."""
-    return tmp_path_factory.mktemp("any_to_any")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Saved:
+    return Saved(tmp_path_factory.mktemp("any_to_any"))
 
 
-@pytest.mark.parametrize("reader", EASY)
-def test_goes_on_under_another_strategy(reader: str, root: Path) -> None:
-    check(EASY, reader, root)
+def lane_of(name: str) -> str:
+    """Over four processes everything is slow."""
+    return "slow" if ROWS[name].processes > 2 else ROWS[name].lane
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("reader", STRATEGIES)
-def test_goes_on_over_four_processes_and_back(reader: str, root: Path) -> None:
-    hard = [name for name in STRATEGIES if name not in EASY]
-    check(hard if reader in EASY else list(STRATEGIES), reader, root)
+def rows_of(lane: str) -> tuple[str, ...]:
+    return tuple(name for name, row in ROWS.items() if row.moves and lane_of(name) == lane)
+
+
+LANES = ("sharded", "slow", "xla", "megatron")
+# Beside the rows of a lane, others that its environment can run: every pair with one of the lane's own is tried.
+BESIDE = {"slow": rows_of("sharded"), "xla": ("single", "fsdp")}
+
+
+def writers_of(reader: str, lane: str) -> list[str]:
+    """Whose checkpoints a reader opens in a lane."""
+    own = rows_of(lane)
+    return [*BESIDE.get(lane, ()), *own] if reader in own else [*own]
+
+
+def readers(lane: str) -> list[Any]:
+    mark = getattr(pytest.mark, lane)
+    names = [*BESIDE.get(lane, ()), *rows_of(lane)]
+    return [pytest.param(name, lane, marks=mark, id=name if lane == "sharded" else f"{name}, {lane}") for name in names]
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize(("reader", "lane"), [*readers("sharded"), *readers("megatron"), *readers("xla")])
+def test_continues_under_another_strategy(reader: str, lane: str, saved: Saved) -> None:
+    saved.check(writers_of(reader, lane), reader)
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize(("reader", "lane"), readers("slow"))
+def test_continues_over_four_processes_and_back(reader: str, lane: str, saved: Saved) -> None:
+    saved.check(writers_of(reader, lane), reader)
+
+
+def test_the_page_names_who_is_tried_with_whom() -> None:
+    block = (ROOT / "docs" / "checkpoints.md").read_text().split("<!-- any to any")[1].split("<!-- end -->")[0]
+    lines = [line.split("|")[2] for line in block.splitlines() if line.startswith("| ") and "`" in line]
+    assert len(lines) == len(LANES)
+    for lane, line in zip(LANES, lines, strict=True):
+        own, _, beside = line.partition("and with")
+        assert tuple(re.findall(r"`([\w-]+)`", own)) == rows_of(lane)
+        assert lane == "slow" or tuple(re.findall(r"`([\w-]+)`", beside)) == BESIDE.get(lane, ())

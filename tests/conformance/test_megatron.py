@@ -94,20 +94,13 @@ def make_data(data: str) -> Texts:
     return Texts(chosen.get("samples", ROWS * ACCUMULATE * STEPS), chosen.get("ragged", False))
 
 
-def train_plain(data: str) -> tuple[Outcome, dict[str, torch.Tensor]]:
+def train_plain(data: str, make_optimizer: Any = models.adamw) -> tuple[Outcome, dict[str, torch.Tensor]]:
     """One process, megatron-core's layers in a plain loop of torch; also the weights that it began with."""
-    import torch.distributed as dist
-    from megatron.core import parallel_state
-    from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
-
-    if not dist.is_initialized():
-        dist.init_process_group("gloo")
-        parallel_state.initialize_model_parallel()
-    model_parallel_cuda_manual_seed(7)
+    models.start_megatron()
     task = make_task(data)
     model = task.model_provider(config=task.transformer_config())
     initial = {f"model.{name}": value.detach().clone() for name, value in weights_of(model).items()}
-    optimizer = models.adamw(model.parameters())
+    optimizer = make_optimizer(model.parameters())
     by_token = task.config.get("calculate_per_token_loss", False)
     outcome = Outcome()
 

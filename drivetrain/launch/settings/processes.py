@@ -20,6 +20,7 @@ MIXED_PRECISIONS = (
     "32-true",
     "64-true",
 )
+STAND_INS = ("accelerate",)
 RENDEZVOUS_BACKENDS = ("static", "c10d", "etcd", "etcd-v2")
 _NO_SAGEMAKER = (
     "drivetrain starts no jobs on SageMaker. Run `drivetrain launch` as the entry point of a job, and leave it out."
@@ -53,6 +54,15 @@ def _strategy(name: str, help: str) -> Setting:
 
 
 TOP = (
+    Setting(
+        "stand_in",
+        f"Give SCRIPT, and what it imports, drivetrain under the name of: {', '.join(STAND_INS)}.",
+        "choice",
+        "Script",
+        flags=("--as",),
+        choices=STAND_INS,
+        metavar="PACKAGE",
+    ),
     Setting("module", "SCRIPT is a module's name, as in python -m.", "switch", "Script", flags=("-m",)),
     Setting("no_python", "SCRIPT is a program of its own, not Python.", "switch", "Script"),
     Setting(

@@ -79,7 +79,9 @@ class MergedState(ModelState):
         placed = self._models.require(model)
         around = self._around(placed)
         missing = [name for name in (*placed.layout.names, *around) if name not in state]
-        unexpected = [name for name in state if name not in placed.layout.names and name not in around]
+        # What another strategy saved has the layers' extra state, of which they make no use.
+        given = [name for name in state if not name.endswith("_extra_state")]
+        unexpected = [name for name in given if name not in placed.layout.names and name not in around]
         if strict and (missing or unexpected):
             raise CheckpointError(
                 f"The weights are not those of {type(placed.owner).__name__}: missing {missing[:8]}, not expected "

@@ -130,9 +130,10 @@ class DeviceMesh:
         """Spread a tensor as a parameter of the same shape was by `shard_parameter`."""
         self.shard(tensor, getattr(parameter, _SPEC, (None,) * tensor.dim()))
 
-    def is_spread(self, tensor: torch.Tensor) -> bool:
+    @staticmethod
+    def is_spread(tensor: torch.Tensor) -> bool:
         """Whether devices hold different parts of a tensor."""
-        return self.spec_of(tensor) not in ("", "{replicated}")
+        return DeviceMesh.spec_of(tensor) not in ("", "{replicated}")
 
     @staticmethod
     def spec_of(tensor: torch.Tensor) -> str:

@@ -10,11 +10,10 @@ from torch import nn
 from torch.optim import Optimizer
 
 from drivetrain.runtime import xla
-from drivetrain.runtime.nested import send_to_device
+from drivetrain.runtime.nested import recursively_apply
 from drivetrain.strategies.model_state import ModelState, StateDict
 from drivetrain.strategies.topology import Topology
-
-_HOST = torch.device("cpu")
+from drivetrain.strategies.xla.parts import to_host
 
 
 class XLAState(ModelState):
@@ -38,20 +37,39 @@ class XLAState(ModelState):
     def model(self, model: nn.Module) -> StateDict:
         """Parameters and buffers, on the CPU."""
         xla.sync()
-        state = super().model(model)
-        return {name: _on_host(value) for name, value in state.items()}
+        state = self.unwrap(model).state_dict(keep_vars=True)
+        return {name: to_host(value) if isinstance(value, torch.Tensor) else value for name, value in state.items()}
 
     def optimizer(self, model: nn.Module, optimizer: Optimizer) -> StateDict:
         """An optimizer's state, on the CPU."""
         xla.sync()
         state = super().optimizer(model, optimizer)
-        return {**state, "state": send_to_device(state["state"], _HOST)}
+        return {**state, "state": recursively_apply(to_host, state["state"])}
+
+    def full(self, model: nn.Module) -> dict[str, torch.Tensor]:
+        """All parameters and buffers, whole and on the CPU, on rank 0; an empty dict elsewhere."""
+        xla.sync()
+        if self.topology.rank != 0:
+            return {}
+        state = self.unwrap(model).state_dict(keep_vars=True)
+        return {name: to_host(value) for name, value in state.items() if isinstance(value, torch.Tensor)}
 
     def load_model(self, model: nn.Module, state: StateDict, strict: bool = True) -> Any:
         """Load, and let the values be on the devices before the next step is recorded."""
-        result = super().load_model(model, state, strict)
+        known = self.unwrap(model).state_dict(keep_vars=True)
+        spread = {name: self._spread(value, known.get(name)) for name, value in state.items()}
+        result = super().load_model(model, spread, strict)
         xla.sync()
         return result
+
+    def _spread(self, value: Any, parameter: Any) -> Any:
+        """A saved value on the devices like the parameter that it belongs to: `copy_` sends all of it to each."""
+        tensors = isinstance(value, torch.Tensor) and isinstance(parameter, nn.Parameter)
+        if not tensors or parameter.device.type != "xla" or value.shape != parameter.shape:
+            return value
+        moved = value.detach().to(parameter.device, parameter.dtype)
+        self._place_like(moved, parameter)
+        return moved
 
     def load_optimizer(self, model: nn.Module, optimizer: Optimizer, state: StateDict) -> None:
         """Load, and spread the state like the parameters."""
@@ -61,7 +79,3 @@ class XLAState(ModelState):
                 if isinstance(value, torch.Tensor) and value.shape == parameter.shape and value.device.type == "xla":
                     self._place_like(value, parameter)
         xla.sync()
-
-
-def _on_host(value: Any) -> Any:
-    return value.detach().cpu() if isinstance(value, torch.Tensor) else value

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
-from drivetrain import Callback, MegatronTask, Trainer
+from drivetrain import Callback, MegatronTask, PartialState, Task, Trainer
 from tests.strategies.quiet import quiet_trainer
 
 VOCABULARY, LENGTH, WIDTH, HEADS, LAYERS = 48, 16, 32, 4, 4
@@ -100,8 +101,78 @@ class GPT(MegatronTask):
         return self.make_optimizer(self.parameters())
 
 
+class WholeGPT(Task):
+    """The same model in one part, as a task of any other strategy."""
+
+    def __init__(self, optimizer: Any = None, **options: Any) -> None:
+        super().__init__()
+        PartialState(cpu=True)
+        start_megatron()
+        provider = GPT(**options)
+        self.model = provider.model_provider(config=provider.transformer_config())
+        self.make_optimizer = optimizer or adamw
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return loss_with(self.model)(batch)
+
+    def configure_optimizers(self) -> Any:
+        return self.make_optimizer(self.parameters())
+
+
+def held_gpt(complete: Callable[[Any], Any]) -> Any:
+    """The same model for a raw loop, held under the name that it has in a task.
+
+    Args:
+        complete: Fills a `TransformerConfig` in.
+    """
+    from megatron.core.transformer.module import MegatronModule
+
+    provider = GPT()
+    config = complete(provider.transformer_config())
+
+    class Holder(MegatronModule):
+        def __init__(self) -> None:
+            super().__init__(config)
+            self.model = provider.model_provider(config=config)
+
+        def forward(self, *args: Any, **options: Any) -> Tensor:
+            return self.model(*args, **options)
+
+    return Holder()
+
+
+def loss_with(model: Any) -> Callable[[Any], Tensor]:
+    """The mean over all positions of a batch."""
+
+    def loss(batch: Any) -> Tensor:
+        positions = torch.arange(LENGTH).expand_as(batch["tokens"])
+        return model(batch["tokens"], positions, None, labels=batch["labels"]).mean()
+
+    return loss
+
+
+def start_megatron() -> None:
+    """Let megatron-core's layers be built in a loop of plain torch, whole in each process."""
+    import torch.distributed as dist
+    from megatron.core import parallel_state
+    from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+
+    if not dist.is_initialized():
+        dist.init_process_group("gloo")
+    if not parallel_state.is_initialized():
+        parallel_state.initialize_model_parallel()
+    model_parallel_cuda_manual_seed(7)
+
+
 def adamw(parameters: Any) -> torch.optim.Optimizer:
     return torch.optim.AdamW(parameters, lr=3e-3, weight_decay=0.01, eps=1e-4)
+
+
+def two_groups(parameters: Any) -> torch.optim.Optimizer:
+    """Norms and biases without decay, and slower."""
+    known = list(parameters)
+    flat, rest = [p for p in known if p.dim() == 1], [p for p in known if p.dim() > 1]
+    return torch.optim.AdamW([{"params": rest}, {"params": flat, "weight_decay": 0.0, "lr": 1e-3}], lr=3e-3, eps=1e-4)
 
 
 @dataclass
@@ -139,7 +210,7 @@ class Recorder(Callback):
 
 def fit(
     strategy: Any,
-    task: MegatronTask | None = None,
+    task: Task | None = None,
     data: Dataset[Any] | None = None,
     initial: dict[str, Tensor] | None = None,
     evaluate: bool = True,

@@ -1,7 +1,8 @@
-"""Checkpoints of Megatron: read under any grid, exact under the same, and megatron-core's own beside them."""
+"""Checkpoints of Megatron: exact under the same grid, and megatron-core's own beside them."""
 
 from __future__ import annotations
 
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -10,23 +11,17 @@ import torch
 from torch.utils.data import Subset
 
 from drivetrain import Callback, CheckpointError
+from tests.conformance.strategies import ROWS
 from tests.pool import run_in_processes
 from tests.strategies.megatron import cpu_shim
-from tests.strategies.megatron.models import GPT, Texts, adamw, fit
+from tests.strategies.megatron.models import GPT, Texts, adamw, fit, two_groups
 
 pytestmark = [pytest.mark.megatron, pytest.mark.timeout(300)]
 
 EXACT = 5e-6
 SAVED_AFTER = 2  # of four steps
-GRIDS: dict[str, tuple[int, dict[str, Any]]] = {
-    "one": (1, {}),
-    "data": (2, {}),
-    "data-whole": (2, {"distributed_optimizer": False}),
-    "tensor": (2, {"tensor_parallel": 2}),
-    "pipeline": (2, {"pipeline_parallel": 2}),
-    "interleaved": (2, {"pipeline_parallel": 2, "virtual_pipeline": 2}),
-}
-ON_TWO = [name for name, (processes, _) in GRIDS.items() if processes == 2]
+ON_TWO = ["megatron-data", "megatron-tp", "megatron-pp", "megatron-interleaved"]
+NATIVE = ["megatron-tp", "megatron-pp", "megatron-data"]
 SWIGLU = {"gated_linear_unit": True, "add_bias_linear": False}
 
 
@@ -50,22 +45,9 @@ class LoadNative(Callback):
         trainer.strategy.load_native(trainer.model, self.directory)
 
 
-def strategy(grid: str) -> Any:
-    from drivetrain import Megatron
-
-    return Megatron(**GRIDS[grid][1])
-
-
 def task(**options: Any) -> GPT:
     torch.manual_seed(11)
     return GPT(tied=True, optimizer=two_groups, **{**SWIGLU, **options})
-
-
-def two_groups(parameters: Any) -> torch.optim.Optimizer:
-    """Norms and biases without decay, and slower."""
-    known = list(parameters)
-    flat, rest = [p for p in known if p.dim() == 1], [p for p in known if p.dim() > 1]
-    return torch.optim.AdamW([{"params": rest}, {"params": flat, "weight_decay": 0.0, "lr": 1e-3}], lr=3e-3, eps=1e-4)
 
 
 def write(grids: list[str], root: Path) -> dict[str, Any]:
@@ -73,20 +55,18 @@ def write(grids: list[str], root: Path) -> dict[str, Any]:
     cpu_shim.install()
     found = {}
     for grid in grids:
-        outcome = fit(strategy(grid), task(), callbacks=[SaveOnce(root / grid)])
+        outcome = fit(ROWS[grid].make(), task(), callbacks=[SaveOnce(root / grid)])
         found[grid] = (outcome.parameters, outcome.evaluation_loss)
     return found
 
 
-def read(writers: list[str], readers: list[str], root: Path) -> dict[tuple[str, str], Any]:
-    """Resume what each writer has saved under each reader, to the end."""
+def resume(grids: list[str], root: Path) -> dict[str, Any]:
+    """Resume what each grid has saved, to the end."""
     cpu_shim.install()
     found = {}
-    for reader in readers:
-        for writer in writers:
-            outcome = fit(strategy(reader), task(), resume=root / writer / "run")
-            assert outcome.trainer.global_step == 4
-            found[writer, reader] = (outcome.parameters, outcome.evaluation_loss)
+    for grid in grids:
+        outcome = fit(ROWS[grid].make(), task(), resume=root / grid / "run")
+        found[grid] = (outcome.parameters, outcome.evaluation_loss)
     return found
 
 
@@ -94,16 +74,13 @@ def read(writers: list[str], readers: list[str], root: Path) -> dict[tuple[str, 
 def written(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
     """What each grid has saved on the way, and what it had in the end."""
     root = tmp_path_factory.mktemp("megatron")
-    found = run_in_processes(write, 1, args=(["one"], root), timeout=100)[0]
+    found = run_in_processes(write, 1, args=(["megatron"], root), timeout=100)[0]
     return root, found | run_in_processes(write, 2, args=(ON_TWO, root), timeout=200)[0]
 
 
 @pytest.fixture(scope="module")
-def resumed(written) -> dict[tuple[str, str], Any]:
-    root, _ = written
-    found = run_in_processes(read, 1, args=(list(GRIDS), ["one"], root), timeout=200)[0]
-    some = ["one", "tensor", "interleaved"]
-    return found | run_in_processes(read, 2, args=(some, ON_TWO, root), timeout=280)[0]
+def resumed(written) -> dict[str, Any]:
+    return run_in_processes(resume, 2, args=(["megatron-tp", "megatron-interleaved"], written[0]), timeout=200)[0]
 
 
 def assert_same(found: Any, expected: Any, tolerance: float = EXACT) -> None:
@@ -113,20 +90,9 @@ def assert_same(found: Any, expected: Any, tolerance: float = EXACT) -> None:
     assert found[1] == pytest.approx(expected[1], abs=tolerance)
 
 
-@pytest.mark.parametrize("writer", GRIDS)
-def test_a_run_of_any_grid_continues_on_one_process(writer: str, written, resumed) -> None:
-    assert_same(resumed[writer, "one"], written[1][writer])
-
-
-@pytest.mark.parametrize("reader", ON_TWO)
-@pytest.mark.parametrize("writer", ["one", "tensor", "interleaved"])
-def test_a_run_continues_under_another_grid(writer: str, reader: str, written, resumed) -> None:
-    assert_same(resumed[writer, reader], written[1][writer])
-
-
-@pytest.mark.parametrize("grid", ["tensor", "interleaved"])
+@pytest.mark.parametrize("grid", ["megatron-tp", "megatron-interleaved"])
 def test_a_run_continues_to_the_bit_under_the_same_grid(grid: str, written, resumed) -> None:
-    assert_same(resumed[grid, grid], written[1][grid], tolerance=0.0)
+    assert_same(resumed[grid], written[1][grid], tolerance=0.0)
 
 
 def read_native(pairs: list[tuple[str, str]], root: Path) -> dict[tuple[str, str], Any]:
@@ -136,7 +102,7 @@ def read_native(pairs: list[tuple[str, str]], root: Path) -> dict[tuple[str, str
     for writer, reader in pairs:
         rest = Subset(Texts(), range(len(Texts()) // 2, len(Texts())))
         callback = LoadNative(root / writer / "native")
-        outcome = fit(strategy(reader), task(), rest, callbacks=[callback])
+        outcome = fit(ROWS[reader].make(), task(), rest, callbacks=[callback])
         found[writer, reader] = (outcome.parameters, outcome.evaluation_loss)
     return found
 
@@ -144,21 +110,21 @@ def read_native(pairs: list[tuple[str, str]], root: Path) -> dict[tuple[str, str
 @pytest.fixture(scope="module")
 def continued(written) -> dict[tuple[str, str], Any]:
     root, _ = written
-    pairs = [(one, two) for one in ("tensor", "pipeline", "data") for two in ("tensor", "pipeline", "data")]
-    found = run_in_processes(read_native, 2, args=(pairs, root), timeout=280)[0]
-    return found | run_in_processes(read_native, 1, args=([("tensor", "one"), ("data", "one")], root), timeout=100)[0]
+    found = run_in_processes(read_native, 2, args=(list(product(NATIVE, NATIVE)), root), timeout=280)[0]
+    to_one = [("megatron-tp", "megatron"), ("megatron-data", "megatron")]
+    return found | run_in_processes(read_native, 1, args=(to_one, root), timeout=100)[0]
 
 
-@pytest.mark.parametrize("writer", ["tensor", "pipeline", "data"])
-@pytest.mark.parametrize("reader", ["tensor", "pipeline", "data"])
+@pytest.mark.parametrize("writer", NATIVE)
+@pytest.mark.parametrize("reader", NATIVE)
 def test_its_own_checkpoints_continue_under_another_grid(writer: str, reader: str, written, continued) -> None:
     tolerance = 0.0 if writer == reader else EXACT
     assert_same(continued[writer, reader], written[1][writer], tolerance)
 
 
-@pytest.mark.parametrize("writer", ["tensor", "data"])
+@pytest.mark.parametrize("writer", ["megatron-tp", "megatron-data"])
 def test_its_own_checkpoints_continue_on_one_process(writer: str, written, continued) -> None:
-    assert_same(continued[writer, "one"], written[1][writer])
+    assert_same(continued[writer, "megatron"], written[1][writer])
 
 
 def exact_with_dropout(root: Path) -> list[bool]:
@@ -201,11 +167,11 @@ def refusals(root: Path) -> list[str]:
     for other, options in (({}, {}), ({"num_layers": 2}, {}), ({}, {"optimizer": adamw})):
         try:
             given = GPT(tied=True, **{**SWIGLU, "optimizer": two_groups, **options, **other})
-            fit(Megatron(), given, resume=root / "one" / "run", evaluate=False)
+            fit(Megatron(), given, resume=root / "megatron" / "run", evaluate=False)
         except CheckpointError as error:
             found.append(str(error))
     try:
-        fit(Megatron(), task(), callbacks=[LoadNative(root / "one" / "run")], evaluate=False)
+        fit(Megatron(), task(), callbacks=[LoadNative(root / "megatron" / "run")], evaluate=False)
     except CheckpointError as error:
         found.append(str(error))
     return found

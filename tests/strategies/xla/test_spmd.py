@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import importlib
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from torch import nn
+from torch.distributed import checkpoint as distributed_checkpoint
 from torch.nn import functional as F
 from torch.utils.data import DataLoader
 
 from drivetrain import XLA, XLAFSDP, Accelerator, Colwise, Rowwise, Strategy
+from drivetrain.checkpoint import Checkpoint
 from drivetrain.strategies.xla.mesh import DeviceMesh, MeshShape
+from drivetrain.strategies.xla.parts import to_host
 from tests.pool import run_in_processes
 from tests.shared_runs import SharedRuns
 from tests.strategies.xla.running import (
@@ -165,6 +171,78 @@ def test_a_run_resumes_as_if_nothing_had_happened(name: str) -> None:
     assert seen["steps"] == STEPS
     assert seen["alike"]
     assert gap(seen["parameters"], train_plain(samples(8 * STEPS))[0].state_dict()) <= EXACT
+
+
+def counted(action: Callable[[], Any]) -> dict[str, float]:
+    """What an action compiles, and how many bytes cross between the host and the devices."""
+    metrics = importlib.import_module("torch_xla.debug.metrics")
+
+    def seen() -> dict[str, float]:
+        known = {name: metrics.metric_data(name) or (0, 0.0) for name in ("CompileTime", "InboundData", "OutboundData")}
+        return {"compiled": known["CompileTime"][0], "read": known["InboundData"][1], "sent": known["OutboundData"][1]}
+
+    before = seen()
+    action()
+    return {name: value - before[name] for name, value in seen().items()}
+
+
+@runs
+def read_and_load_the_state() -> dict[str, Any]:
+    trainer, task = make_trainer(strategy=XLAFSDP()), Classifier()
+    trainer.fit(task, DataLoader(samples(16), 8))
+    state, held = trainer.strategy.state, dict(task.named_parameters())
+    model, specs = state.model(trainer.model), {name: DeviceMesh.spec_of(each) for name, each in held.items()}
+    optimizer = trainer.task_optimizers[0]
+    return {
+        "bytes": sum(value.nbytes for value in model.values()),
+        "model": counted(lambda: state.model(trainer.model)),
+        "optimizer": counted(lambda: state.optimizer(trainer.model, optimizer)),
+        "loaded": counted(lambda: state.load_model(trainer.model, {name: 2 * value for name, value in model.items()})),
+        "doubled": all(torch.equal(state.model(trainer.model)[name], 2 * value) for name, value in model.items()),
+        "as spread as before": specs == {name: DeviceMesh.spec_of(each) for name, each in held.items()},
+    }
+
+
+def test_reading_a_sharded_state_compiles_nothing_and_each_part_crosses_once() -> None:
+    seen = runs.of(read_and_load_the_state)[0]
+    assert seen["model"] == {"compiled": 0, "read": seen["bytes"], "sent": 0}
+    assert seen["optimizer"] == {"compiled": 0, "read": 2 * seen["bytes"], "sent": 0}
+
+
+def test_loading_sends_each_device_its_part_alone() -> None:
+    seen = runs.of(read_and_load_the_state)[0]
+    assert seen["loaded"]["sent"] == seen["bytes"]
+    assert seen["doubled"]
+    assert seen["as spread as before"]
+
+
+@runs
+def open_with_torchs_own_loader(directory: Path) -> dict[str, Any]:
+    """A sharded run's checkpoint, read by torch's planner into plain tensors and by torch_xla's into sharded ones."""
+    trainer, task = make_trainer(strategy=XLAFSDP()), Classifier()
+    trainer.fit(task, DataLoader(samples(16), 8))
+    trainer.save_checkpoint(directory / "saved")
+    saved = trainer.strategy.state.full(trainer.model)
+    planners = importlib.import_module("torch_xla.experimental.distributed_checkpoint")
+    opened = Checkpoint(directory / "saved")
+    places = {name: f"engine/models/0/{name}" for name in saved}
+    plain = {places[name]: torch.zeros_like(value) for name, value in saved.items()}
+    distributed_checkpoint.load(plain, storage_reader=opened.tensors)
+    make_trainer(strategy=XLAFSDP()).fit(task, DataLoader(samples(8, seed=9), 8))  # to other values
+    sharded = {places[name]: value for name, value in task.named_parameters()}
+    distributed_checkpoint.load(sharded, storage_reader=opened.tensors, planner=planners.SPMDLoadPlanner())
+    return {
+        "plain": all(torch.equal(plain[places[name]], value) for name, value in saved.items()),
+        "sharded": {name: torch.equal(to_host(sharded[places[name]]), value) for name, value in saved.items()},
+        "spec": DeviceMesh.spec_of(task.net[0].weight),
+    }
+
+
+def test_a_sharded_checkpoint_opens_through_torchs_and_torch_xlas_planners() -> None:
+    seen = runs.of(open_with_torchs_own_loader)[0]
+    assert seen["plain"]
+    assert all(seen["sharded"].values()), seen["sharded"]
+    assert "devices=[4,1]" in seen["spec"]
 
 
 @runs

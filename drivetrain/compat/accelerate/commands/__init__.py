@@ -1,0 +1,1 @@
+"""Accelerate's commands that scripts call as functions."""

@@ -1,0 +1,280 @@
+"""Prepared loaders under Accelerate's names."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler
+
+from drivetrain.compat.accelerate.absent import INTERNAL, absent_names
+from drivetrain.compat.accelerate.state import PartialState
+from drivetrain.data import (
+    ActiveLoaders,
+    DataLoaderConfiguration,
+    DataShard,
+    PreparedLoader,
+    SkippingLoader,
+    TailPolicy,
+    prepare_loader,
+    skip_first_batches,
+)
+from drivetrain.runtime.nested import send_to_device
+from drivetrain.runtime.seeds import recorded_seed
+
+__all__ = [
+    "BatchSamplerShard",
+    "DataLoaderDispatcher",
+    "DataLoaderShard",
+    "IterableDatasetShard",
+    "SeedableRandomSampler",
+    "SkipBatchSampler",
+    "SkipDataLoader",
+    "get_sampler",
+    "prepare_data_loader",
+    "skip_first_batches",
+]
+
+DataLoaderShard = PreparedLoader
+SkipDataLoader = SkippingLoader
+
+__getattr__ = absent_names(__name__, (INTERNAL, ["DataLoaderAdapter", "DataLoaderStateMixin", "MpDeviceLoaderWrapper"]))
+
+
+class DataLoaderDispatcher(PreparedLoader):
+    """A loader of which one process reads the data: here no class of its own, so nothing is one."""
+
+
+class SeedableRandomSampler(RandomSampler):
+    """A random order that the seed and the epoch decide alone.
+
+    Args:
+        *args: As of `RandomSampler`.
+        data_seed: The seed; the run's if None.
+        **kwargs: As of `RandomSampler`.
+    """
+
+    def __init__(self, *args: Any, data_seed: int | None = None, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        seed = recorded_seed() if data_seed is None else data_seed
+        self.initial_seed = int(torch.initial_seed()) if seed is None else seed
+        self.epoch = 0
+
+    def __iter__(self) -> Iterator[int]:
+        if self.generator is None:
+            self.generator = torch.Generator()
+        self.generator.manual_seed(self.epoch + self.initial_seed)
+        yield from super().__iter__()
+        self.set_epoch(self.epoch + 1)
+
+    def set_epoch(self, epoch: int) -> None:
+        """Set the epoch of the next iteration."""
+        self.epoch = epoch
+
+
+class BatchSamplerShard(BatchSampler):
+    """One process's batches of a batch sampler.
+
+    Args:
+        batch_sampler: The batch sampler.
+        num_processes: How many processes share it.
+        process_index: Which one this is.
+        split_batches: Whether each batch is split, else each process gets whole ones.
+        even_batches: Whether every process gets as many full batches, completed with the first samples.
+    """
+
+    def __init__(
+        self,
+        batch_sampler: BatchSampler,
+        num_processes: int = 1,
+        process_index: int = 0,
+        split_batches: bool = False,
+        even_batches: bool = True,
+    ) -> None:
+        self.batch_sampler = batch_sampler
+        self.num_processes, self.process_index = num_processes, process_index
+        self.split_batches, self.even_batches = split_batches, even_batches
+        self.batch_size = getattr(batch_sampler, "batch_size", None)  # type: ignore[assignment]
+        self.drop_last = getattr(batch_sampler, "drop_last", False)
+
+    def _loader(self) -> PreparedLoader:
+        indices = _Indices()
+        loader = DataLoader(indices, batch_sampler=self.batch_sampler, collate_fn=list)
+        config = DataLoaderConfiguration(split_batches=self.split_batches, even_batches=self.even_batches)
+        return _prepared(loader, DataShard(self.process_index, self.num_processes), config)
+
+    def __iter__(self) -> Iterator[list[int]]:
+        return iter(self._loader())
+
+    def __len__(self) -> int:
+        return len(self._loader())
+
+    @property
+    def total_length(self) -> int:
+        """Batches of all processes."""
+        return len(self.batch_sampler)
+
+
+class _Indices(torch.utils.data.Dataset[int]):
+    """A dataset whose items are their indices."""
+
+    def __getitem__(self, index: int) -> int:
+        return index
+
+    def __len__(self) -> int:
+        return 2**62
+
+
+class IterableDatasetShard(IterableDataset[Any]):
+    """One process's share of a stream of samples.
+
+    Args:
+        dataset: The stream.
+        batch_size: Samples that are taken together.
+        drop_last: Whether the samples that do not fill a batch of every process are left out.
+        num_processes: How many processes share it.
+        process_index: Which one this is.
+        split_batches: Whether the batch size is that of all processes together.
+    """
+
+    def __init__(
+        self,
+        dataset: IterableDataset[Any],
+        batch_size: int = 1,
+        drop_last: bool = False,
+        num_processes: int = 1,
+        process_index: int = 0,
+        split_batches: bool = False,
+    ) -> None:
+        self.dataset, self.batch_size, self.drop_last = dataset, batch_size, drop_last
+        self.num_processes, self.process_index, self.split_batches = num_processes, process_index, split_batches
+
+    def __iter__(self) -> Iterator[Any]:
+        own = self.batch_size // self.num_processes if self.split_batches else self.batch_size
+        whole = own * self.num_processes
+        first: list[Any] = []
+        batch: list[Any] = []
+        for sample in self.dataset:
+            batch.append(sample)
+            if len(batch) == whole:
+                yield from self._mine(batch, own)
+                first = first or list(batch)
+                batch = []
+        if batch and not self.drop_last:
+            filler = first or list(batch)
+            while len(batch) < whole:
+                batch.extend(filler)
+            yield from self._mine(batch[:whole], own)
+
+    def _mine(self, batch: list[Any], own: int) -> list[Any]:
+        return batch[self.process_index * own : (self.process_index + 1) * own]
+
+    def __len__(self) -> int:
+        total = len(self.dataset)  # type: ignore[arg-type]
+        own = self.batch_size // self.num_processes if self.split_batches else self.batch_size
+        whole = own * self.num_processes
+        return (total // whole if self.drop_last else -(-total // whole)) * own
+
+    def set_epoch(self, epoch: int) -> None:
+        """Set the epoch of the stream, if it has one."""
+        if hasattr(self.dataset, "set_epoch"):
+            self.dataset.set_epoch(epoch)
+
+
+class SkipBatchSampler(BatchSampler):
+    """A batch sampler without its first batches.
+
+    Args:
+        batch_sampler: The batch sampler.
+        skip_batches: How many.
+    """
+
+    def __init__(self, batch_sampler: BatchSampler, skip_batches: int = 0) -> None:
+        self.batch_sampler, self.skip_batches = batch_sampler, skip_batches
+
+    def __iter__(self) -> Iterator[Any]:
+        for index, batch in enumerate(self.batch_sampler):
+            if index >= self.skip_batches:
+                yield batch
+
+    @property
+    def total_length(self) -> int:
+        """Batches with those that are skipped."""
+        return len(self.batch_sampler)
+
+    def __len__(self) -> int:
+        return len(self.batch_sampler) - self.skip_batches
+
+
+def get_sampler(dataloader: Any) -> Any:
+    """What decides the order of a loader's samples."""
+    return getattr(getattr(dataloader, "batch_sampler", None), "sampler", None) or getattr(dataloader, "sampler", None)
+
+
+def prepare_data_loader(
+    dataloader: Any,
+    device: torch.device | None = None,
+    num_processes: int | None = None,
+    process_index: int | None = None,
+    split_batches: bool = False,
+    put_on_device: bool = False,
+    rng_types: Sequence[Any] | None = None,
+    dispatch_batches: bool | None = None,
+    even_batches: bool = True,
+    slice_fn_for_dispatch: Callable[..., Any] | None = None,
+    use_seedable_sampler: bool = False,
+    data_seed: int | None = None,
+    non_blocking: bool = False,
+    use_stateful_dataloader: bool = False,
+    torch_device_mesh: Any = None,
+) -> PreparedLoader:
+    """Prepare a loader without an Accelerator.
+
+    Args:
+        dataloader: The loader.
+        device: Where batches go, with `put_on_device`.
+        num_processes: How many processes share it; those of the run if None.
+        process_index: Which one this is; this process if None.
+        split_batches: Whether each batch is split, else each process gets whole ones.
+        put_on_device: Whether batches are moved.
+        rng_types: Accepted; every loader's order is the same on all processes anyway.
+        dispatch_batches: Whether one process reads for all.
+        even_batches: Whether every process gets as many full batches.
+        slice_fn_for_dispatch: Accepted; rows are split as they lie.
+        use_seedable_sampler: Whether the seed and the epoch decide the order alone.
+        data_seed: That seed; the run's if None.
+        non_blocking: Whether to copy to the device without waiting.
+        use_stateful_dataloader: Accepted; every prepared loader has a position.
+        torch_device_mesh: Accepted; give `num_processes` and `process_index` of the data-parallel ranks.
+    """
+    state = PartialState()
+    shard = DataShard(
+        state.process_index if process_index is None else process_index,
+        state.num_processes if num_processes is None else num_processes,
+    )
+    config = DataLoaderConfiguration(
+        split_batches=split_batches,
+        dispatch_batches=dispatch_batches,
+        even_batches=even_batches,
+        use_seedable_sampler=use_seedable_sampler,
+        data_seed=data_seed,
+        non_blocking=non_blocking,
+    )
+    target = state.device if device is None else device
+    place = (lambda batch: send_to_device(batch, target, non_blocking)) if put_on_device else None
+    return _prepared(dataloader, shard, config, place)
+
+
+def _prepared(
+    loader: Any, shard: DataShard, config: DataLoaderConfiguration, place: Callable[[Any], Any] | None = None
+) -> PreparedLoader:
+    return prepare_loader(
+        loader,
+        shard=shard,
+        place=place,
+        config=config,
+        tail=TailPolicy.COMPLETE if config.even_batches else TailPolicy.UNEVEN,
+        seed=recorded_seed(),
+        active=ActiveLoaders(),
+    )

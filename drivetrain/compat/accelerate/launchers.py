@@ -1,0 +1,84 @@
+"""Starting processes from Python."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from drivetrain.launch.notebook import notebook_launcher as start_notebook
+from drivetrain.runtime.errors import ConfigurationError, LaunchError
+
+__all__ = ["debug_launcher", "notebook_launcher"]
+
+
+def notebook_launcher(
+    function: Callable[..., Any],
+    args: Sequence[Any] = (),
+    num_processes: int | None = None,
+    mixed_precision: str = "no",
+    use_port: str | int = "29500",
+    master_addr: str = "127.0.0.1",
+    node_rank: int = 0,
+    num_nodes: int = 1,
+    **options: Any,
+) -> Any:
+    """`drivetrain.notebook_launcher` with the arguments of Accelerate's.
+
+    Args:
+        function: What each process runs.
+        args: Its arguments.
+        num_processes: Processes over all machines.
+        mixed_precision: Default number format in the processes.
+        use_port: Port where they meet.
+        master_addr: Address of machine 0.
+        node_rank: Which machine this is.
+        num_nodes: Machines that take part.
+        **options: Those of torch's elastic agent: `max_restarts`, how often all processes are started again after a
+            failure; `rdzv_backend`, `rdzv_endpoint`, `rdzv_conf`, `rdzv_id`, `monitor_interval` and
+            `log_line_prefix_template` are accepted.
+
+    Raises:
+        ConfigurationError: There is no such option.
+    """
+    known = {
+        "rdzv_backend",
+        "rdzv_endpoint",
+        "rdzv_conf",
+        "rdzv_id",
+        "max_restarts",
+        "monitor_interval",
+        "log_line_prefix_template",
+    }
+    unknown = set(options) - known
+    if unknown:
+        raise ConfigurationError(f"notebook_launcher has no {', '.join(sorted(unknown))}; it has {', '.join(known)}.")
+    port = 0 if num_nodes == 1 and str(use_port) == "29500" else use_port
+    for restarts_left in range(options.get("max_restarts", 0), -1, -1):
+        try:
+            return start_notebook(
+                function, args, num_processes, mixed_precision, port, master_addr, node_rank, num_nodes
+            )
+        except LaunchError:
+            if not restarts_left:
+                raise
+    return None
+
+
+def debug_launcher(function: Callable[..., Any], args: Sequence[Any] = (), num_processes: int = 2) -> None:
+    """Run a function in several processes on the CPU.
+
+    Args:
+        function: What each process runs.
+        args: Its arguments.
+        num_processes: How many.
+    """
+    before = os.environ.get("DRIVETRAIN_USE_CPU")
+    os.environ["DRIVETRAIN_USE_CPU"] = "1"
+    try:
+        start_notebook(function, args, num_processes)
+    finally:
+        if before is None:
+            del os.environ["DRIVETRAIN_USE_CPU"]
+        else:
+            os.environ["DRIVETRAIN_USE_CPU"] = before

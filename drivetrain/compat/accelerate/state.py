@@ -1,0 +1,99 @@
+"""Accelerate's three shared states: drivetrain's, with what only Accelerate's scripts do to them."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from drivetrain import accelerator as engine
+from drivetrain.accelerator import GradientState
+from drivetrain.runtime import state as runtime
+from drivetrain.runtime.collective_checks import CallComparison
+from drivetrain.runtime.process_group import DEFAULT_TIMEOUT, group_timeout
+from drivetrain.runtime.state import DistributedType
+
+if TYPE_CHECKING:
+    from drivetrain.compat.accelerate.accelerator import Accelerator
+
+_LATEST = "compat.accelerate"
+_CHOSEN = "compat.accelerate.distributed_type"
+
+__all__ = ["AcceleratorState", "GradientState", "PartialState", "is_initialized"]
+
+
+def latest_accelerator() -> Accelerator | None:
+    """The Accelerator that was made last in this process."""
+    return runtime.PartialState.registry().get(_LATEST)
+
+
+def record_accelerator(accelerator: Accelerator) -> None:
+    """Let the functions that work without an Accelerator use this one."""
+    registry = runtime.PartialState.registry()
+    registry[_LATEST] = accelerator
+    registry.pop(_CHOSEN, None)
+
+
+def is_initialized() -> bool:
+    """Whether an Accelerator was made in this process."""
+    return latest_accelerator() is not None
+
+
+class _Changeable(runtime.PartialState):
+    """The state of this process, in which scripts change what is fixed otherwise."""
+
+    _shared_state: ClassVar[dict[str, Any]] = runtime.PartialState.registry()
+
+    @property
+    def distributed_type(self) -> DistributedType:
+        """How the run is spread, or what a script has put in its place."""
+        return self.registry().get(_CHOSEN) or super().distributed_type
+
+    @distributed_type.setter
+    def distributed_type(self, value: DistributedType) -> None:
+        self.registry()[_CHOSEN] = value
+
+    @property
+    def debug(self) -> bool:
+        """Whether the processes compare their calls before each collective; may be switched on at any time."""
+        return bool(self.__dict__.get("debug", False))
+
+    @debug.setter
+    def debug(self, value: bool) -> None:
+        self.__dict__["debug"] = value
+        store = self.store
+        if value and store is not None and self.call_comparison is None:
+            limit = group_timeout() or DEFAULT_TIMEOUT
+            self.call_comparison = CallComparison(store, self.process_index, self.num_processes, limit)
+
+
+class PartialState(_Changeable):
+    """`drivetrain.PartialState` with the arguments that only Accelerate's takes.
+
+    Args:
+        cpu: Run on the CPU even where there is an accelerator.
+        **kwargs: As for `drivetrain.PartialState`; what concerns other back ends of Accelerate is ignored.
+    """
+
+    def __init__(self, cpu: bool = False, **kwargs: Any) -> None:
+        known = {name: kwargs[name] for name in ("device", "backend", "timeout") if kwargs.get(name) is not None}
+        super().__init__(cpu, **known)
+
+
+class AcceleratorState(engine.AcceleratorState, _Changeable):
+    """`drivetrain.AcceleratorState`, in which scripts change what is fixed otherwise."""
+
+    __slots__ = ()
+
+    @property
+    def distributed_type(self) -> DistributedType:
+        """How the run is spread, or what a script has put in its place."""
+        chosen: DistributedType | None = self.registry().get(_CHOSEN)
+        return chosen or self.record.distributed_type or super().distributed_type
+
+    @distributed_type.setter
+    def distributed_type(self, value: DistributedType) -> None:
+        self.registry()[_CHOSEN] = value
+
+    @property
+    def use_ipex(self) -> bool:
+        """False: Accelerate has dropped it too."""
+        return False

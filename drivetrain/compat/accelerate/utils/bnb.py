@@ -1,0 +1,26 @@
+"""Quantised loading through bitsandbytes, which belongs to big-model inference."""
+
+from __future__ import annotations
+
+from torch import nn
+
+from drivetrain.compat.accelerate.absent import BIG_MODELS, absent_names
+
+__getattr__ = absent_names(
+    __name__,
+    (
+        BIG_MODELS,
+        [
+            "get_keys_to_not_convert",
+            "get_quantized_model_device_map",
+            "load_and_quantize_model",
+            "quantize_and_offload_8bit",
+            "replace_with_bnb_layers",
+        ],
+    ),
+)
+
+
+def has_4bit_bnb_layers(model: nn.Module) -> bool:
+    """Whether a model has bitsandbytes' 4-bit layers."""
+    return any(type(module).__name__ == "Linear4bit" for module in model.modules())

@@ -1,0 +1,123 @@
+"""DeepSpeed's options with the members that only Accelerate's plugin has."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from drivetrain.accelerator import DeepSpeedPlugin as EngineDeepSpeedPlugin
+
+
+@dataclass
+class DeepSpeedPlugin(EngineDeepSpeedPlugin):
+    """`drivetrain.DeepSpeedPlugin`, as scripts read and change it.
+
+    Attributes:
+        enable_msamp: Accepted; MS-AMP is a precision.
+        msamp_opt_level: Accepted; MS-AMP is a precision.
+    """
+
+    enable_msamp: bool | None = None
+    msamp_opt_level: str | None = None
+
+    def __post_init__(self) -> None:
+        from drivetrain.compat.accelerate.utils.deepspeed import HfDeepSpeedConfig
+
+        if self.hf_ds_config is None:
+            self.hf_ds_config = HfDeepSpeedConfig(_configuration_of(self))
+        elif not isinstance(self.hf_ds_config, HfDeepSpeedConfig):
+            self.hf_ds_config = HfDeepSpeedConfig(self.hf_ds_config)
+        self.deepspeed_config: dict[str, Any] = self.hf_ds_config.config
+        if self.zero_stage is None:
+            self.zero_stage = int(self.hf_ds_config.get_value("zero_optimization.stage", 0))
+        self._selected = True
+
+    @property
+    def selected(self) -> bool:
+        """Whether these are the options in use."""
+        return self._selected
+
+    def select(self, _from_accelerator_state: bool = False) -> None:
+        """Take these options from now on."""
+        self._selected = True
+
+    def get_value(self, ds_key_long: str, default: Any = None) -> Any:
+        """A value of the configuration by its path, such as `"zero_optimization.stage"`."""
+        return self.hf_ds_config.get_value(ds_key_long, default)
+
+    def is_auto(self, ds_key_long: str) -> bool:
+        """Whether a value of the configuration is to be filled in."""
+        return bool(self.get_value(ds_key_long) == "auto")
+
+    def is_zero3_init_enabled(self) -> bool:
+        """Whether modules are sharded while they are made."""
+        return bool(self.zero3_init_flag)
+
+    @contextmanager
+    def zero3_init_context_manager(self, enable: bool = False) -> Iterator[None]:
+        """Run the body with this choice of whether modules are sharded while they are made."""
+        before, self.zero3_init_flag = self.zero3_init_flag, enable
+        try:
+            yield
+        finally:
+            self.zero3_init_flag = before
+
+    def deepspeed_config_process(
+        self, prefix: str = "", mismatches: Any = None, config: Any = None, must_match: bool = True, **kwargs: Any
+    ) -> None:
+        """Fill in the values of the configuration that are `"auto"`.
+
+        Args:
+            prefix: Of the paths, where a part of the configuration is given.
+            mismatches: Accepted; the strategy refuses what contradicts itself.
+            config: The part; all of it if None.
+            must_match: Accepted; see `mismatches`.
+            **kwargs: Values by their paths.
+        """
+        part = self.deepspeed_config if config is None else config
+        for key, value in list(part.items()):
+            path = f"{prefix}{key}"
+            if isinstance(value, Mapping):
+                self.deepspeed_config_process(f"{path}.", mismatches, value, must_match, **kwargs)
+            elif value == "auto" and path in kwargs:
+                part[key] = kwargs[path]
+
+    def set_mixed_precision(self, mixed_precision: str) -> None:
+        """Switch on the section of the configuration that belongs to a precision."""
+        if mixed_precision in ("fp16", "bf16"):
+            self.deepspeed_config.setdefault(mixed_precision, {"enabled": True})
+
+    def set_deepspeed_weakref(self) -> None:
+        """Do nothing: the strategy configures what transformers shards while it is made."""
+
+    def set_moe_leaf_modules(self, model: nn.Module) -> None:
+        """Do nothing: the strategy marks these modules when it prepares the model."""
+
+
+def _configuration_of(plugin: EngineDeepSpeedPlugin) -> dict[str, Any]:
+    """A configuration that holds what was given by name; the rest is filled in by the strategy."""
+    zero: dict[str, Any] = {"stage": 2 if plugin.zero_stage is None else plugin.zero_stage}
+    for name in ("offload_optimizer", "offload_param"):
+        device = getattr(plugin, f"{name}_device")
+        if device not in (None, "none"):
+            zero[name] = {"device": device}
+            path = getattr(plugin, f"{name}_nvme_path")
+            if device == "nvme" and path is not None:
+                zero[name]["nvme_path"] = path
+    if plugin.zero3_save_16bit_model:
+        zero["stage3_gather_16bit_weights_on_model_save"] = True
+    configuration: dict[str, Any] = {
+        "train_batch_size": "auto",
+        "train_micro_batch_size_per_gpu": "auto",
+        "gradient_accumulation_steps": plugin.gradient_accumulation_steps or "auto",
+        "zero_optimization": zero,
+        "steps_per_print": float("inf"),
+        "zero_allow_untested_optimizer": True,
+    }
+    if plugin.gradient_clipping is not None:
+        configuration["gradient_clipping"] = plugin.gradient_clipping
+    return configuration

@@ -1,0 +1,193 @@
+"""Environment variables, and what the machine has."""
+
+from __future__ import annotations
+
+import functools
+import os
+import platform
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import torch
+
+from drivetrain.runtime.devices import detect_device_kind
+from drivetrain.runtime.environment import ProcessEnvironment
+from drivetrain.runtime.errors import ConfigurationError
+
+Definition = TypeVar("Definition")
+
+_TRUE = ("y", "yes", "t", "true", "on", "1")
+_FALSE = ("n", "no", "f", "false", "off", "0")
+
+
+def str_to_bool(value: str, to_bool: bool = False) -> int | bool:
+    """1 or 0 for a word that means yes or no.
+
+    Args:
+        value: Such as `"yes"` or `"off"`.
+        to_bool: Return True or False instead.
+
+    Raises:
+        ConfigurationError: It is no such word.
+    """
+    word = value.lower()
+    if word not in (*_TRUE, *_FALSE):
+        raise ConfigurationError(f"{value!r} is neither of {', '.join(_TRUE)} nor of {', '.join(_FALSE)}.")
+    return word in _TRUE if to_bool else int(word in _TRUE)
+
+
+def get_int_from_env(env_keys: Sequence[str], default: int) -> int:
+    """The first non-negative number that one of these environment variables holds."""
+    for key in env_keys:
+        value = int(os.environ.get(key, "-1"))
+        if value >= 0:
+            return value
+    return default
+
+
+def parse_flag_from_env(key: str, default: bool = False) -> bool:
+    """An environment variable as True or False."""
+    return bool(str_to_bool(os.environ.get(key, str(default))))
+
+
+def parse_choice_from_env(key: str, default: str = "no") -> str:
+    """An environment variable as text."""
+    return os.environ.get(key, str(default))
+
+
+def are_libraries_initialized(*library_names: str) -> list[str]:
+    """Those of the libraries that this process has imported."""
+    return [name for name in library_names if name in sys.modules]
+
+
+def get_current_device_type() -> tuple[str, str]:
+    """The word for several processes on this machine's devices, and the kind of device."""
+    kind = detect_device_kind().name
+    word = {"cpu": "MULTI_CPU", "cuda": "MULTI_GPU"}.get(kind, f"MULTI_{kind.upper()}")
+    return word, kind
+
+
+def get_gpu_info() -> tuple[list[str], int]:
+    """Names of the accelerators that torch sees, and how many there are."""
+    kind = detect_device_kind()
+    if kind.name == "cpu":
+        return [], 0
+    module, count = torch.get_device_module(kind.name), kind.count()
+    return [str(module.get_device_name(index)) for index in range(count)], count
+
+
+def check_cuda_p2p_ib_support() -> bool:
+    """Whether devices may talk to each other directly; NCCL finds that out by itself."""
+    return True
+
+
+def check_cuda_fp8_capability() -> bool:
+    """Whether the GPU computes in fp8."""
+    if detect_device_kind().name != "cuda":
+        return False
+    return bool(torch.get_device_module("cuda").get_device_capability() >= (8, 9))
+
+
+@dataclass
+class CPUInformation:
+    """This process among those of a CPU run.
+
+    Attributes:
+        rank: Its rank.
+        world_size: Processes altogether.
+        local_rank: Its rank on this machine.
+        local_world_size: Processes on this machine.
+    """
+
+    rank: int = 0
+    world_size: int = 1
+    local_rank: int = 0
+    local_world_size: int = 1
+
+
+def get_cpu_distributed_information() -> CPUInformation:
+    """This process among those of a run, from the launcher's environment variables."""
+    found = ProcessEnvironment.detect()
+    return CPUInformation(found.rank, found.world_size, found.local_rank, found.local_world_size)
+
+
+def override_numa_affinity(local_process_index: int, verbose: bool | None = None) -> None:
+    """Do nothing: `drivetrain launch --enable_cpu_affinity` binds processes to cores."""
+
+
+def set_numa_affinity(local_process_index: int, verbose: bool | None = None) -> None:
+    """Do nothing: `drivetrain launch --enable_cpu_affinity` binds processes to cores."""
+
+
+@contextmanager
+def clear_environment() -> Iterator[None]:
+    """Run the body without any environment variables, and put them back."""
+    before = os.environ.copy()
+    os.environ.clear()
+    try:
+        yield
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
+
+
+@contextmanager
+def patch_environment(**kwargs: Any) -> Iterator[None]:
+    """Run the body with environment variables, their names in upper case, and put back what was there."""
+    names = {name.upper(): str(value) for name, value in kwargs.items()}
+    before = {name: os.environ.get(name) for name in names}
+    os.environ.update(names)
+    try:
+        yield
+    finally:
+        _put_back(before)
+
+
+def _put_back(variables: Mapping[str, str | None]) -> None:
+    for name, value in variables.items():
+        if value is None:
+            os.environ.pop(name, None)
+        else:
+            os.environ[name] = value
+
+
+def purge_accelerate_environment(func_or_cls: Definition) -> Definition:
+    """Decorate a test, or a class of tests, so that it leaves no `ACCELERATE_*` variable behind."""
+    if isinstance(func_or_cls, type):
+        for name, member in list(vars(func_or_cls).items()):
+            if name.startswith("test") and callable(member):
+                setattr(func_or_cls, name, purge_accelerate_environment(member))
+        return func_or_cls
+
+    @functools.wraps(func_or_cls)  # type: ignore[arg-type]
+    def purged(*args: Any, **kwargs: Any) -> Any:
+        before = {name for name in os.environ if name.startswith("ACCELERATE_")}
+        try:
+            return func_or_cls(*args, **kwargs)  # type: ignore[operator]
+        finally:
+            for name in [each for each in os.environ if each.startswith("ACCELERATE_") and each not in before]:
+                del os.environ[name]
+
+    return purged  # type: ignore[return-value]
+
+
+def convert_dict_to_env_variables(current_env: Mapping[str, str]) -> list[str]:
+    """The variables as lines `NAME=value`; those that would break a line are left out."""
+    forbidden = (";", "\n", "<", ">", " ")
+    return [f"{name}={value}\n" for name, value in current_env.items() if not any(c in name + value for c in forbidden)]
+
+
+def check_os_kernel() -> None:
+    """Warn about kernels on which processes hang: Linux before 5.5."""
+    if platform.system() != "Linux":
+        return
+    from packaging.version import parse
+
+    release = platform.release().split("-")[0]
+    if parse(release.rstrip("+")) < parse("5.5.0"):
+        from drivetrain.runtime.logging import get_logger
+
+        get_logger(__name__).warning(f"Linux {release} is older than 5.5.0, with which processes were seen to hang.")

@@ -1,0 +1,240 @@
+"""Models and optimizers on disk, as scripts that drive sharded training by themselves save and load them.
+
+Whole weights are one file, as Accelerate's. Shards, and optimizers, are checkpoints of drivetrain, which load on any
+number of processes and under any strategy.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from drivetrain import checkpoint
+from drivetrain.accelerator import PreparedOptimizer
+from drivetrain.compat.accelerate.absent import INTERNAL, absent_names
+from drivetrain.compat.accelerate.utils.constants import (
+    FSDP_MODEL_NAME,
+    OPTIMIZER_NAME,
+    SAFE_WEIGHTS_NAME,
+    WEIGHTS_NAME,
+)
+
+if TYPE_CHECKING:
+    from drivetrain.compat.accelerate.accelerator import Accelerator
+
+_EFFICIENT = "FSDP_CPU_RAM_EFFICIENT_LOADING"
+
+__getattr__ = absent_names(
+    __name__,
+    (
+        INTERNAL,
+        [
+            "ensure_weights_retied",
+            "fsdp2_apply_ac",
+            "fsdp2_canonicalize_names",
+            "fsdp2_load_full_state_dict",
+            "fsdp2_prepare_auto_wrap_policy",
+            "fsdp2_prepare_model",
+            "fsdp2_switch_optimizer_parameters",
+            "get_fsdp2_grad_scaler",
+        ],
+    ),
+)
+
+
+def enable_fsdp_ram_efficient_loading() -> None:
+    """Let transformers read weights on the first process alone."""
+    os.environ["ACCELERATE_USE_FSDP"] = "True"
+    os.environ[_EFFICIENT] = "True"
+
+
+def disable_fsdp_ram_efficient_loading() -> None:
+    """Let transformers read weights on every process."""
+    os.environ[_EFFICIENT] = "False"
+
+
+def save_fsdp_model(
+    fsdp_plugin: Any,
+    accelerator: Accelerator,
+    model: nn.Module,
+    output_dir: str | os.PathLike[str],
+    model_index: int = 0,
+    adapter_only: bool = False,
+    use_dcp: bool = True,
+) -> None:
+    """Write a sharded model's weights.
+
+    Args:
+        fsdp_plugin: Its `state_dict_type` decides between one file and shards.
+        accelerator: Prepared the model.
+        model: The prepared model.
+        output_dir: Where to.
+        model_index: Which of several models this is.
+        adapter_only: Write the weights of peft's adapters alone.
+        use_dcp: Accepted; shards are always a checkpoint.
+    """
+    state = accelerator.strategy.state
+    os.makedirs(output_dir, exist_ok=True)
+    if _is_whole(fsdp_plugin):
+        whole = state.full(model)
+        if accelerator.is_main_process:
+            torch.save(_part(whole, adapter_only), _whole_file(output_dir, model_index))
+        accelerator.wait_for_everyone()
+    else:
+        shards = _part(state.model(model), adapter_only)
+        _write(accelerator, _folder(output_dir, FSDP_MODEL_NAME, model_index), {"models": [shards]})
+
+
+def load_fsdp_model(
+    fsdp_plugin: Any,
+    accelerator: Accelerator,
+    model: nn.Module,
+    input_dir: str | os.PathLike[str],
+    model_index: int = 0,
+    adapter_only: bool = False,
+    use_dcp: bool = True,
+) -> Any:
+    """Read what `save_fsdp_model` wrote; see there for the arguments.
+
+    Returns:
+        Which names are missing and left over.
+    """
+    state = accelerator.strategy.state
+    if _is_whole(fsdp_plugin):
+        loaded = torch.load(_whole_file(input_dir, model_index), map_location="cpu", weights_only=True)
+    else:
+        loaded = _read(_folder(input_dir, FSDP_MODEL_NAME, model_index))["models"][0]
+    return state.load_model(model, loaded, strict=not adapter_only)
+
+
+def save_fsdp_optimizer(
+    fsdp_plugin: Any,
+    accelerator: Accelerator,
+    optimizer: Any,
+    model: nn.Module,
+    output_dir: str | os.PathLike[str],
+    optimizer_index: int = 0,
+    use_dcp: bool = True,
+) -> None:
+    """Write the state of a sharded model's optimizer.
+
+    Args:
+        fsdp_plugin: Accepted; the state is written in shards.
+        accelerator: Prepared the model and the optimizer.
+        optimizer: The prepared optimizer.
+        model: The prepared model.
+        output_dir: Where to.
+        optimizer_index: Which of several optimizers this is.
+        use_dcp: Accepted; the state is always a checkpoint.
+    """
+    os.makedirs(output_dir, exist_ok=True)
+    named = accelerator.strategy.state.optimizer(model, _bare(optimizer))
+    _write(accelerator, _folder(output_dir, OPTIMIZER_NAME, optimizer_index), {"optimizers": [named]})
+
+
+def load_fsdp_optimizer(
+    fsdp_plugin: Any,
+    accelerator: Accelerator,
+    optimizer: Any,
+    model: nn.Module,
+    input_dir: str | os.PathLike[str],
+    optimizer_index: int = 0,
+    adapter_only: bool = False,
+    use_dcp: bool = True,
+) -> None:
+    """Read what `save_fsdp_optimizer` wrote; see there for the arguments."""
+    saved = _read(_folder(input_dir, OPTIMIZER_NAME, optimizer_index))
+    accelerator.strategy.state.load_optimizer(model, _bare(optimizer), saved["optimizers"][0])
+
+
+def merge_fsdp_weights(
+    checkpoint_dir: str | os.PathLike[str],
+    output_path: str | os.PathLike[str],
+    safe_serialization: bool = True,
+    remove_checkpoint_dir: bool = False,
+) -> None:
+    """Write the weights in a checkpoint as one file, on the main process.
+
+    Args:
+        checkpoint_dir: What `save_fsdp_model` wrote in shards, or a checkpoint of `save_state`.
+        output_path: The directory of the file.
+        safe_serialization: Write `model.safetensors` instead of `pytorch_model.bin`.
+        remove_checkpoint_dir: Remove the checkpoint afterwards.
+    """
+    from safetensors.torch import save_file
+
+    from drivetrain.compat.accelerate.state import PartialState
+
+    state = PartialState()
+    if state.is_main_process:
+        weights = _read(checkpoint_dir)["models"][0]
+        os.makedirs(output_path, exist_ok=True)
+        if safe_serialization:
+            own = {name: value.contiguous().clone() for name, value in weights.items()}
+            save_file(own, Path(output_path, SAFE_WEIGHTS_NAME), metadata={"format": "pt"})
+        else:
+            torch.save(dict(weights), Path(output_path, WEIGHTS_NAME))
+        if remove_checkpoint_dir:
+            checkpoint.remove_checkpoint(checkpoint_dir)
+    state.wait_for_everyone()
+
+
+def get_parameters_from_modules(modules: Any, model: nn.Module, device: Any = None) -> set[nn.Parameter]:
+    """The parameters of some modules of a model, moved to the device.
+
+    Args:
+        modules: The modules, or a pattern that their whole names match.
+        model: The model.
+        device: Where to move the modules.
+    """
+    if not modules:
+        return set()
+    if isinstance(modules, str):
+        pattern = re.compile(modules)
+        modules = [module for name, module in model.named_modules() if pattern.fullmatch(name)]
+    found: set[nn.Parameter] = set()
+    for module in modules:
+        found.update(module.parameters() if device is None else module.to(device).parameters())
+    return found
+
+
+def _is_whole(plugin: Any) -> bool:
+    chosen = getattr(plugin, "state_dict_type", None)
+    return "FULL" in str(getattr(chosen, "name", chosen) or "FULL")
+
+
+def _part(state: Mapping[str, Any], adapter_only: bool) -> dict[str, Any]:
+    """The state, or what of it belongs to adapters."""
+    if not adapter_only:
+        return dict(state)
+    return {name: value for name, value in state.items() if "lora_" in name or "modules_to_save" in name}
+
+
+def _bare(optimizer: Any) -> Any:
+    return optimizer.optimizer if isinstance(optimizer, PreparedOptimizer) else optimizer
+
+
+def _folder(directory: str | os.PathLike[str], name: str, index: int) -> Path:
+    folder = Path(directory)
+    return folder if folder.name.startswith(f"{name}_") else folder / f"{name}_{index}"
+
+
+def _whole_file(directory: str | os.PathLike[str], index: int) -> Path:
+    return Path(directory, f"{FSDP_MODEL_NAME}.bin" if index == 0 else f"{FSDP_MODEL_NAME}_{index}.bin")
+
+
+def _write(accelerator: Accelerator, directory: Path, engine: dict[str, Any]) -> None:
+    checkpoint.save_run_state(directory, {"engine": engine}, {}, accelerator.state)
+
+
+def _read(directory: str | os.PathLike[str]) -> dict[str, Any]:
+    """The engine's part of a checkpoint, whole tensors, read by this process alone."""
+    shared, _ = checkpoint.load_run_state(directory)
+    engine: dict[str, Any] = shared["engine"]
+    return engine

@@ -1,0 +1,186 @@
+"""Collectives and operations on nested structures."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from drivetrain.compat.accelerate.state import PartialState
+from drivetrain.compat.accelerate.utils.imports import package_available
+from drivetrain.runtime.collectives import (
+    broadcast,
+    broadcast_object_list,
+    gather,
+    gather_object,
+    pad_across_processes,
+    reduce,
+)
+from drivetrain.runtime.errors import CollectiveError as DistributedOperationException
+from drivetrain.runtime.nested import (
+    TensorInformation,
+    batch_size_or_none,
+    concatenate,
+    find_batch_size,
+    find_device,
+    get_data_structure,
+    honor_type,
+    initialize_tensors,
+    is_namedtuple,
+    is_tensor_information,
+    listify,
+    recursively_apply,
+    send_to_device,
+    slice_tensors,
+)
+
+__all__ = [
+    "CannotPadNestedTensorWarning",
+    "ConvertOutputsToFp32",
+    "DistributedOperationException",
+    "GatheredParameters",
+    "TensorInformation",
+    "broadcast",
+    "broadcast_object_list",
+    "concatenate",
+    "convert_outputs_to_fp32",
+    "convert_to_fp32",
+    "copy_tensor_to_devices",
+    "find_batch_size",
+    "find_device",
+    "gather",
+    "gather_object",
+    "get_data_structure",
+    "get_shape",
+    "honor_type",
+    "ignorant_find_batch_size",
+    "initialize_tensors",
+    "is_namedtuple",
+    "is_tensor_information",
+    "is_torch_tensor",
+    "listify",
+    "pad_across_processes",
+    "pad_input_tensors",
+    "recursively_apply",
+    "reduce",
+    "send_to_device",
+    "slice_tensors",
+]
+
+
+class CannotPadNestedTensorWarning(UserWarning):
+    """A nested tensor cannot be padded."""
+
+
+def is_torch_tensor(tensor: object) -> bool:
+    """Whether this is a tensor."""
+    return isinstance(tensor, torch.Tensor)
+
+
+def get_shape(data: Any) -> Any:
+    """The same structure with each tensor's shape, as a list, in its place."""
+    return recursively_apply(lambda tensor: list(tensor.shape), data)
+
+
+def ignorant_find_batch_size(data: Any) -> int | None:
+    """The number of rows of the first tensor; None where there is none."""
+    return batch_size_or_none(data)
+
+
+def convert_to_fp32(tensor: Any) -> Any:
+    """The same structure with 16-bit floats as 32-bit ones."""
+
+    def convert(each: torch.Tensor) -> torch.Tensor:
+        return each.float() if each.dtype in (torch.float16, torch.bfloat16) else each
+
+    return recursively_apply(convert, tensor)
+
+
+class ConvertOutputsToFp32:
+    """A forward whose 16-bit outputs are returned in 32 bits.
+
+    Args:
+        model_forward: The forward.
+    """
+
+    def __init__(self, model_forward: Callable[..., Any]) -> None:
+        self.model_forward = model_forward
+        functools.update_wrapper(self, model_forward)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return convert_to_fp32(self.model_forward(*args, **kwargs))
+
+
+def convert_outputs_to_fp32(model_forward: Callable[..., Any]) -> Callable[..., Any]:
+    """A forward whose 16-bit outputs are returned in 32 bits."""
+    converted = ConvertOutputsToFp32(model_forward)
+
+    @functools.wraps(model_forward)
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        return converted(*args, **kwargs)
+
+    return forward
+
+
+def copy_tensor_to_devices(tensor: torch.Tensor | None = None) -> torch.Tensor:
+    """Copy the tensor that one process has to all.
+
+    Args:
+        tensor: The tensor; None on all processes but one.
+
+    Returns:
+        The tensor, on every process.
+    """
+    state = PartialState()
+    shapes = gather_object([None if tensor is None else (tuple(tensor.shape), tensor.dtype)])
+    owner = next(rank for rank, shape in enumerate(shapes) if shape is not None)
+    if tensor is None:
+        shape, dtype = shapes[owner]
+        tensor = torch.empty(shape, dtype=dtype, device=state.device)
+    copied: torch.Tensor = broadcast(tensor.to(state.device), from_process=owner)
+    return copied
+
+
+def pad_input_tensors(tensor: Any, batch_size: int, num_processes: int, dim: int = 0) -> Any:
+    """Repeat the last row until the number of rows is a multiple of the processes.
+
+    Args:
+        tensor: A structure of tensors.
+        batch_size: Their number of rows.
+        num_processes: How many processes share them.
+        dim: The dimension of the rows.
+    """
+    missing = -batch_size % num_processes
+
+    def pad(each: torch.Tensor) -> torch.Tensor:
+        last = each.narrow(dim, each.shape[dim] - 1, 1)
+        return torch.cat([each, *[last] * missing], dim=dim)
+
+    return recursively_apply(pad, tensor) if missing else tensor
+
+
+@contextmanager
+def GatheredParameters(
+    params: Sequence[torch.nn.Parameter],
+    modifier_rank: int | None = None,
+    fwd_module: torch.nn.Module | None = None,
+    enabled: bool = True,
+) -> Iterator[None]:
+    """Run the body with parameters that ZeRO 3 has sharded made whole.
+
+    Args:
+        params: The parameters.
+        modifier_rank: The process that changes them in the body.
+        fwd_module: The module that they belong to.
+        enabled: Whether to do anything.
+    """
+    if not enabled or not package_available("deepspeed"):
+        yield
+        return
+    import deepspeed
+
+    with deepspeed.zero.GatheredParameters(params, modifier_rank, fwd_module):
+        yield

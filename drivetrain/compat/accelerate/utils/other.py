@@ -1,0 +1,231 @@
+"""Saving, unwrapping, compiling, and the rest of Accelerate's helpers."""
+
+from __future__ import annotations
+
+import os
+import re
+import socket
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from drivetrain.compat.accelerate.state import PartialState, latest_accelerator
+from drivetrain.compat.accelerate.utils.environment import check_os_kernel, clear_environment, patch_environment
+
+__all__ = [
+    "check_os_kernel",
+    "clean_state_dict_for_safetensors",
+    "clear_environment",
+    "compile_regions",
+    "compile_regions_deepspeed",
+    "compile_regions_fsdp2",
+    "convert_bytes",
+    "extract_model_from_parallel",
+    "get_free_port",
+    "get_model_tp_size",
+    "get_module_children_bottom_up",
+    "get_pretty_name",
+    "has_compiled_regions",
+    "is_compiled_module",
+    "is_port_in_use",
+    "load",
+    "merge_dicts",
+    "model_has_dtensor",
+    "patch_environment",
+    "recursive_getattr",
+    "save",
+    "wait_for_everyone",
+    "write_basic_config",
+]
+
+
+def wait_for_everyone() -> None:
+    """Wait until every process is here."""
+    PartialState().wait_for_everyone()
+
+
+def is_compiled_module(module: nn.Module) -> bool:
+    """Whether `torch.compile` made this module."""
+    return isinstance(module, torch._dynamo.eval_frame.OptimizedModule)
+
+
+def has_compiled_regions(module: nn.Module) -> bool:
+    """Whether parts of a module are compiled."""
+    return any(is_compiled_module(part) for part in module.modules() if part is not module)
+
+
+def compile_regions(module: nn.Module, **compile_kwargs: Any) -> nn.Module:
+    """Compile each block of a list of equal blocks, or the whole module where there is no such list.
+
+    Args:
+        module: The module; its blocks are compiled in place.
+        **compile_kwargs: Arguments of `torch.compile`.
+    """
+    repeated = [
+        part
+        for part in module.modules()
+        if isinstance(part, nn.ModuleList) and len(part) > 1 and len({type(block) for block in part}) == 1
+    ]
+    if not repeated:
+        return torch.compile(module, **compile_kwargs)  # type: ignore[return-value]
+    for blocks in repeated:
+        for block in blocks:
+            block.compile(**compile_kwargs)
+    return module
+
+
+compile_regions_deepspeed = compile_regions
+compile_regions_fsdp2 = compile_regions
+
+
+def model_has_dtensor(model: nn.Module) -> bool:
+    """Whether a parameter is sharded as a DTensor."""
+    return any(hasattr(parameter, "device_mesh") for parameter in model.parameters())
+
+
+def get_model_tp_size(model: nn.Module) -> int | None:
+    """Over how many processes transformers has split the model's layers; None if it has not."""
+    return getattr(model, "tp_size", None)
+
+
+def extract_model_from_parallel(
+    model: nn.Module, keep_fp32_wrapper: bool = True, keep_torch_compile: bool = True, recursive: bool = False
+) -> nn.Module:
+    """The user's own module behind what a strategy has put around it.
+
+    Args:
+        model: A prepared model, or any other.
+        keep_fp32_wrapper: Whether its forward keeps running under the precision.
+        keep_torch_compile: Whether a compiled module stays compiled.
+        recursive: Accepted; one unwrapping finds it.
+    """
+    accelerator = latest_accelerator()
+    if accelerator is not None:
+        return accelerator.unwrap_model(model, keep_fp32_wrapper, keep_torch_compile)
+    inner: nn.Module = model.module if hasattr(model, "device_ids") else model  # type: ignore[assignment]
+    original = getattr(inner, "_orig_mod", inner)
+    return inner if keep_torch_compile else original
+
+
+def clean_state_dict_for_safetensors(state_dict: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """A state dict in which each storage occurs once and every tensor is contiguous, as safetensors needs it."""
+    seen: set[tuple[torch.device, int, torch.Size]] = set()
+    kept: dict[str, torch.Tensor] = {}
+    for name, tensor in state_dict.items():
+        if isinstance(tensor, torch.Tensor):
+            key = (tensor.device, tensor.data_ptr(), tensor.shape)
+            if tensor.nelement() and key in seen:
+                continue
+            seen.add(key)
+            tensor = tensor.contiguous()
+        kept[name] = tensor
+    return kept
+
+
+def save(obj: Any, f: Any, save_on_each_node: bool = False, safe_serialization: bool = False) -> None:
+    """Write an object to a file on the main process.
+
+    Args:
+        obj: What `torch.save` takes; with `safe_serialization` a dict of tensors.
+        f: The file's path.
+        save_on_each_node: Write on the first process of each machine.
+        safe_serialization: Write safetensors.
+    """
+    state = PartialState()
+    if not (state.is_local_main_process if save_on_each_node else state.is_main_process):
+        return
+    if safe_serialization:
+        from safetensors.torch import save_file
+
+        save_file(clean_state_dict_for_safetensors(obj), f, metadata={"format": "pt"})
+    else:
+        torch.save(obj, f)
+
+
+def load(f: Any, map_location: Any = None, **kwargs: Any) -> Any:
+    """Read what `torch.save` wrote, without executing what is in it.
+
+    Args:
+        f: The file's path.
+        map_location: Where tensors go.
+        **kwargs: Further arguments of `torch.load`.
+    """
+    return torch.load(f, map_location=map_location, **{"weights_only": True, **kwargs})
+
+
+def get_pretty_name(obj: Any) -> str:
+    """The name of an object, or of its class."""
+    for owner in (obj, type(obj)):
+        for attribute in ("__qualname__", "__name__"):
+            name = getattr(owner, attribute, None)
+            if name:
+                return str(name)
+    return str(obj)
+
+
+def merge_dicts(source: Mapping[str, Any], destination: dict[str, Any]) -> dict[str, Any]:
+    """Put the values of one nested dict into another."""
+    for key, value in source.items():
+        if isinstance(value, Mapping):
+            merge_dicts(value, destination.setdefault(key, {}))
+        else:
+            destination[key] = value
+    return destination
+
+
+def is_port_in_use(port: int | str | None = None) -> bool:
+    """Whether something listens on a port of this machine; 29500 if None."""
+    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
+        return probe.connect_ex(("localhost", int(port or 29500))) == 0
+
+
+def get_free_port() -> int:
+    """A port on which nothing listens."""
+    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
+        probe.bind(("", 0))
+        return int(probe.getsockname()[1])
+
+
+def convert_bytes(size: float) -> str:
+    """A number of bytes in the largest unit that fits."""
+    for unit in ("bytes", "KB", "MB", "GB"):
+        if size < 1024:
+            return f"{round(size, 2)} {unit}"
+        size /= 1024
+    return f"{round(size, 2)} TB"
+
+
+def recursive_getattr(obj: Any, attr: str) -> Any:
+    """An attribute by its path, such as `"model.layers.0"`."""
+    for name in attr.split("."):
+        obj = getattr(obj, name)
+    return obj
+
+
+def get_module_children_bottom_up(model: nn.Module, return_fqns: bool = False) -> list[Any]:
+    """All modules, each after those within it.
+
+    Args:
+        model: The outermost one.
+        return_fqns: Return pairs of name and module.
+    """
+    named = [(name, module) for name, module in model.named_modules()]
+    named.sort(key=lambda each: -len(re.findall(r"\.", each[0])) - bool(each[0]))
+    return named if return_fqns else [module for _, module in named]
+
+
+def write_basic_config(mixed_precision: str = "no", save_location: str | os.PathLike[str] | None = None) -> Any:
+    """Write a configuration file for this machine, as `accelerate config default` does.
+
+    Args:
+        mixed_precision: The precision.
+        save_location: The file; Accelerate's default place if None.
+
+    Returns:
+        The file's path, or False where one is there already.
+    """
+    from drivetrain.compat.accelerate.commands.config.default import write_basic_config as write
+
+    return write(mixed_precision, save_location)

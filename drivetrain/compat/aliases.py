@@ -1,0 +1,150 @@
+"""One package under the name of another: imports of `accelerate` resolve to `drivetrain.compat.accelerate`."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.metadata
+import importlib.util
+import os
+import sys
+from collections.abc import Iterable, Sequence
+from importlib.abc import Loader
+from importlib.machinery import ModuleSpec
+from importlib.metadata import DistributionFinder, PathDistribution
+from pathlib import Path
+from types import ModuleType
+
+from drivetrain.runtime.errors import ConfigurationError, nearest
+
+PACKAGES = {"accelerate": "drivetrain.compat.accelerate"}
+"""What can be replaced, and by what."""
+
+STAND_INS = Path(__file__).parent / "stand_ins"
+"""For each package, a directory that replaces it in processes that have it on their module path."""
+
+
+def install(package: str) -> ModuleType:
+    """Let imports of a package give drivetrain's own under its name, in this process.
+
+    Its submodules, `importlib.util.find_spec` and `importlib.metadata.version` follow, so that libraries that ask
+    whether the package is there, and in which version, find this one. Whether the original is installed makes no
+    difference.
+
+    Args:
+        package: `"accelerate"`.
+
+    Returns:
+        The module that the name stands for from now on.
+
+    Raises:
+        ConfigurationError: There is no such package here, or the original has been imported already.
+
+    Example:
+        ```python
+        import drivetrain.compat
+
+        drivetrain.compat.install("accelerate")
+
+        from accelerate import Accelerator  # drivetrain's
+        ```
+    """
+    if package not in PACKAGES:
+        raise ConfigurationError(
+            f"install({package!r}): allowed are {', '.join(map(repr, PACKAGES))}.{nearest(package, PACKAGES)}"
+        )
+    target = PACKAGES[package]
+    loaded = sys.modules.get(package)
+    if loaded is not None and loaded.__name__ != target and not _is_stand_in(loaded):
+        origin = getattr(loaded, "__file__", None) or "an unknown place"
+        raise ConfigurationError(
+            f"{package} has been imported already, from {origin}, and what holds its names would keep them. Call "
+            f"drivetrain.compat.install({package!r}) before anything imports {package}, or start the script with "
+            f"`drivetrain launch --as {package}`."
+        )
+    finder = AliasFinder(package, target)
+    if finder not in sys.meta_path:
+        sys.meta_path.insert(0, finder)
+        importlib.invalidate_caches()
+    module = importlib.import_module(target)
+    sys.modules[package] = module
+    _publish_launch_options()
+    return module
+
+
+def _publish_launch_options() -> None:
+    """Set the variables by which Accelerate's launcher hands its options on, which scripts and libraries read."""
+    for name in ("MIXED_PRECISION", "GRADIENT_ACCUMULATION_STEPS", "USE_CPU"):
+        value = os.environ.get(f"DRIVETRAIN_{name}")
+        if value is not None:
+            os.environ.setdefault(f"ACCELERATE_{name}", value)
+
+
+def _is_stand_in(module: ModuleType) -> bool:
+    file = getattr(module, "__file__", None)
+    return file is not None and STAND_INS in Path(file).parents
+
+
+class AliasFinder(DistributionFinder):
+    """Finds the modules of one package, and its version, under the name of another.
+
+    Args:
+        package: The name that is imported.
+        target: The package that it stands for.
+    """
+
+    def __init__(self, package: str, target: str) -> None:
+        self.package, self.target = package, target
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, AliasFinder) and other.package == self.package
+
+    def __hash__(self) -> int:
+        return hash(self.package)
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        """Find `package.some.module` as `target.some.module`; None for what is not of the package."""
+        if fullname != self.package and not fullname.startswith(f"{self.package}."):
+            return None
+        own = self.target + fullname[len(self.package) :]
+        found = importlib.util.find_spec(own)
+        if found is None:
+            return None
+        is_package = found.submodule_search_locations is not None
+        return ModuleSpec(fullname, AliasLoader(own, fullname), origin=found.origin, is_package=is_package)
+
+    def find_distributions(
+        self,
+        context: DistributionFinder.Context = DistributionFinder.Context(),  # noqa: B008
+    ) -> Iterable[importlib.metadata.Distribution]:
+        """Find the version that the package has here, before that of an original that is installed."""
+        if context.name in (None, self.package):
+            for folder in (STAND_INS / self.package).glob(f"{self.package}-*.dist-info"):
+                yield PathDistribution(folder)
+
+
+class AliasLoader(Loader):
+    """Gives a module that exists for one that is imported under another name.
+
+    Args:
+        name: The module that exists.
+        alias: The other name.
+    """
+
+    def __init__(self, name: str, alias: str) -> None:
+        self._name, self._alias = name, alias
+        self._spec: ModuleSpec | None = None
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType:
+        """Import the module under its own name."""
+        module = importlib.import_module(self._name)
+        self._spec = module.__spec__
+        return module
+
+    def exec_module(self, module: ModuleType) -> None:
+        """Put back the module's own spec, in whose place the import system has put that of the alias."""
+        module.__spec__ = self._spec
+        # A submodule that is imported later is set as an attribute of the package, over a function of the same name.
+        for name in [each for each in sys.modules if each.startswith(f"{self._name}.")]:
+            sys.modules.setdefault(self._alias + name[len(self._name) :], sys.modules[name])
