@@ -246,6 +246,8 @@ def _why_not(options: LaunchOptions, script: str) -> str | None:
         return "--no_preload"
     if options.no_python:
         return "the script is a program of its own (--no_python)"
+    if options.stand_in is not None:
+        return f"--as {options.stand_in} takes effect where an interpreter starts"
     if sys.platform != "linux":
         return f"it needs Linux, and this is {sys.platform}"
     if options.preload is not None or options.module or os.path.isdir(script):
