@@ -25,6 +25,8 @@ COMPAT_VENV ?= .venv-compat
 COMPAT_ENV := $(COMPAT_VENV)/.made-for-compat
 COMPAT_PYTHON := $(COMPAT_VENV)/bin/python
 COMPAT_PIP := $(COMPAT_PYTHON) -m pip --disable-pip-version-check
+# The packages of trackers need other versions of what others need, and are many.
+TRACKERS_VENV ?= .venv-trackers
 PIP := $(VENV)/bin/python -m pip --disable-pip-version-check
 
 # `make test-gpu PYTHON=python3` uses a Python that already holds torch, and makes no environment.
@@ -35,6 +37,8 @@ BENCH_ENV :=
 BENCH_PYTHON := $(PYTHON)
 MEGATRON_ENV :=
 MEGATRON_PYTHON := $(PYTHON)
+TRACKERS_ENV :=
+TRACKERS_PYTHON := $(PYTHON)
 DRIVETRAIN := $(PYTHON) -m drivetrain
 else
 PYTHON := $(VENV)/bin/python
@@ -44,6 +48,8 @@ BENCH_ENV := $(BENCH_VENV)/.made-for-benchmarks
 BENCH_PYTHON := $(BENCH_VENV)/bin/python
 MEGATRON_ENV := $(MEGATRON_VENV)/.made-for-megatron
 MEGATRON_PYTHON := $(MEGATRON_VENV)/bin/python
+TRACKERS_ENV := $(TRACKERS_VENV)/.made-for-trackers
+TRACKERS_PYTHON := $(TRACKERS_VENV)/bin/python
 DRIVETRAIN := $(VENV)/bin/drivetrain
 endif
 
@@ -51,8 +57,8 @@ endif
 export PYTHONPATH := $(CURDIR)$(if $(PYTHONPATH),:$(PYTHONPATH))
 
 .DEFAULT_GOAL := help
-.PHONY: help env demo test test-slow test-sharded test-crash test-megatron test-compat test-gpu test-xla test-oldest deepspeed-ops \
-	lint format types floors docs wheel bench bench-gpu clean
+.PHONY: help env demo test test-slow test-sharded test-crash test-megatron test-compat test-trackers test-gpu test-xla test-oldest \
+	deepspeed-ops lint format types floors docs wheel bench bench-gpu clean
 
 help: ## list these commands
 	@awk 'BEGIN {FS = ":.*## "} /^[a-z-]+:.*## / {printf "  make %-14s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
@@ -69,7 +75,7 @@ test: $(DEV_ENV) ## the default test lane: no GPU, nothing slow
 	$(PYTHON) -m pytest $(IN_PARALLEL) $(TESTS)
 
 test-slow: $(DEV_ENV) ## the tests that take longer
-	$(PYTHON) -m pytest -m "slow and not (gpu or tpu or xla or megatron)" $(TESTS)
+	$(PYTHON) -m pytest -m "slow and not (gpu or tpu or xla or megatron or trackers)" $(TESTS)
 
 test-sharded: $(DEV_ENV) ## the tests that divide models: FSDP, DeepSpeed, tensor, context and pipeline parallel
 	$(PYTHON) -m pytest -m "sharded and not (slow or gpu)" $(TESTS)
@@ -83,6 +89,10 @@ test-megatron: $(MEGATRON_ENV) ## the tests of Megatron, on the CPU (an environm
 
 test-compat: $(COMPAT_ENV) ## what was written for Accelerate, beside the original (an environment of its own)
 	$(COMPAT_PYTHON) -m pytest -m "compat and not gpu" $(or $(TESTS),tests/compat)
+
+TRACKERS := wandb mlflow aim dvclive trackio swanlab
+test-trackers: $(TRACKERS_ENV) ## the tests of trackers beside those of the default lane (an environment of its own)
+	$(TRACKERS_PYTHON) -m pytest $(IN_PARALLEL) -m "trackers and not slow" $(or $(TESTS),$(TRACKERS:%=tests/trackers/test_%.py))
 
 test-gpu: $(DEV_ENV) ## the tests that need a GPU (PYTHON=python3: with a Python that holds torch)
 	$(PYTHON) -m pytest -m gpu $(TESTS)
@@ -135,7 +145,7 @@ clean: ## remove what builds, tests and runs left (not .venv)
 
 # torch comes first and alone, at the pinned version: as another package's need, pip may choose another build of it.
 $(VENV)/bin/python $(BENCH_VENV)/bin/python $(XLA_VENV)/bin/python $(MEGATRON_VENV)/bin/python \
-		$(COMPAT_VENV)/bin/python:
+		$(COMPAT_VENV)/bin/python $(TRACKERS_VENV)/bin/python:
 	@$(BASE_PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || \
 		{ echo "drivetrain needs Python >= 3.10, and $(BASE_PYTHON) is $$($(BASE_PYTHON) --version 2>&1)." \
 		"Name another one: make BASE_PYTHON=python3.12 ..." >&2; exit 1; }
@@ -180,4 +190,10 @@ $(COMPAT_ENV): pyproject.toml constraints.txt constraints-compat.txt | $(COMPAT_
 	$(COMPAT_PIP) install --no-deps denoising-diffusion-pytorch ema-pytorch einops pytorch-fid scipy pillow \
 		-c constraints.txt -c constraints-compat.txt
 	$(COMPAT_PIP) install --no-deps --upgrade --target $(COMPAT_VENV)/torchvision torchvision -c constraints-compat.txt
+	@touch $@
+
+$(TRACKERS_VENV)/.made-for-trackers: pyproject.toml constraints-trackers.txt | $(TRACKERS_VENV)/bin/python
+	$(TRACKERS_PYTHON) -m pip --disable-pip-version-check install torch -c constraints-trackers.txt
+	$(TRACKERS_PYTHON) -m pip --disable-pip-version-check install -e ".[wandb,mlflow,aim,dvclive,trackio,swanlab]" \
+		pytest pytest-timeout pytest-xdist -c constraints-trackers.txt
 	@touch $@

@@ -89,6 +89,12 @@ _EXPORTS: dict[str, str] = {
     "TensorBoardLogger": "drivetrain.trackers",
     "CometLogger": "drivetrain.trackers",
     "ClearMLLogger": "drivetrain.trackers",
+    "WandbLogger": "drivetrain.trackers",
+    "MLFlowLogger": "drivetrain.trackers",
+    "AimLogger": "drivetrain.trackers",
+    "DVCLiveLogger": "drivetrain.trackers",
+    "TrackioLogger": "drivetrain.trackers",
+    "SwanLabLogger": "drivetrain.trackers",
     "GeneralTracker": "drivetrain.trackers",
     "register_tracker": "drivetrain.trackers",
     "notebook_launcher": "drivetrain.launch",
@@ -231,12 +237,18 @@ if TYPE_CHECKING:
     from drivetrain.strategies.precision import register_precision as register_precision
     from drivetrain.strategies.xla import XLA as XLA
     from drivetrain.strategies.xla import XLAFSDP as XLAFSDP
+    from drivetrain.trackers import AimLogger as AimLogger
     from drivetrain.trackers import ClearMLLogger as ClearMLLogger
     from drivetrain.trackers import CometLogger as CometLogger
     from drivetrain.trackers import CSVLogger as CSVLogger
+    from drivetrain.trackers import DVCLiveLogger as DVCLiveLogger
     from drivetrain.trackers import GeneralTracker as GeneralTracker
+    from drivetrain.trackers import MLFlowLogger as MLFlowLogger
+    from drivetrain.trackers import SwanLabLogger as SwanLabLogger
     from drivetrain.trackers import TensorBoardLogger as TensorBoardLogger
     from drivetrain.trackers import Tracker as Tracker
+    from drivetrain.trackers import TrackioLogger as TrackioLogger
+    from drivetrain.trackers import WandbLogger as WandbLogger
     from drivetrain.trackers import register_tracker as register_tracker
     from drivetrain.trainer import DataModule as DataModule
     from drivetrain.trainer import MegatronTask as MegatronTask

@@ -169,9 +169,14 @@ def counterpart(module: str, name: str) -> tuple[str, Any]:
         if path != mirrored and public is not None and name not in public:
             continue
         found = getattr(room, name, None)
-        if found is not None and not inspect.ismodule(found):
+        if found is not None and not inspect.ismodule(found) and not is_stand_in(found):
             return f"{path}.{name}", found
     return "", None
+
+
+def is_stand_in(found: Any) -> bool:
+    """Whether a name can be imported only, and raises when it is called."""
+    return inspect.isclass(found) and (found.__doc__ or "").startswith("Not in drivetrain.")
 
 
 @cache
@@ -188,8 +193,15 @@ def arguments_of(function: Any) -> frozenset[str]:
 @cache
 def attributes_set(kind: type) -> frozenset[str]:
     """Names that a class's own methods set on its instances."""
-    sources = [inspect.getsource(base) for base in kind.__mro__ if base.__module__.startswith("drivetrain")]
-    return frozenset(re.findall(r"self\.([a-z]\w*)(?:,| =|: [^=\n]+ =)", "\n".join(sources)))
+    found: set[str] = set()
+    for base in kind.__mro__:
+        if base.__module__.startswith("drivetrain"):
+            try:
+                source = inspect.getsource(base)
+            except OSError:  # made by a call, not by a statement
+                continue
+            found.update(re.findall(r"self\.([a-z]\w*)(?:,| =|: [^=\n]+ =)", source))
+    return frozenset(found)
 
 
 def has_member(kind: Any, name: str) -> bool:

@@ -6,7 +6,7 @@ import click
 
 
 @click.command(name="import-checkpoint")
-@click.argument("source", type=click.Path(exists=True, file_okay=False))
+@click.argument("source", type=click.Path(file_okay=False))
 @click.argument("output", type=click.Path())
 def import_checkpoint(source: str, output: str) -> None:
     """Convert SOURCE, which Hugging Face Accelerate's save_state wrote, into the new checkpoint OUTPUT.

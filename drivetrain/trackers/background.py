@@ -112,7 +112,8 @@ class BackgroundTracker(Tracker):
         self, name: str, columns: Sequence[str] | None = None, data: Any = None, step: int | None = None
     ) -> None:
         titles, rows = as_rows(columns, data)
-        self._submit(lambda: self._inner.log_table(name, titles, rows, step))
+        kept = self._clean.hide(rows)
+        self._submit(lambda: self._inner.log_table(name, titles, kept, step))
 
     def log_text(self, values: Mapping[str, str], step: int | None = None) -> None:
         kept = self._clean.hide({key: str(text) for key, text in values.items()})

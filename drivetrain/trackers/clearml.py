@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from drivetrain.runtime.errors import CheckpointError, TrackerError
 from drivetrain.trackers.background import BackgroundTracker
 from drivetrain.trackers.base import COMPLETED, Tracker, flatten
+from drivetrain.trackers.index import record_run
 from drivetrain.trackers.service import check_reachable, flat_scalars, refuse_missing, source_is_clean
 
 if TYPE_CHECKING:
@@ -93,7 +94,9 @@ class ClearMLLogger(BackgroundTracker):
 
     @classmethod
     def for_run(cls, save_dir: str | os.PathLike[str], project: str | None, **options: Any) -> Tracker:
-        return cls(**{"project_name": project, **options})
+        made = cls(**{"project_name": project, **options})
+        made._run_of_clearml.save_dir = os.fspath(save_dir)
+        return made
 
     @property
     def version(self) -> str | None:
@@ -105,6 +108,8 @@ class _ClearMLRun(Tracker):
     """One task, called on the thread of a `ClearMLLogger`."""
 
     name = "clearml"
+    save_dir: str | None = None
+    """The directory in whose index of runs it is listed."""
 
     def __init__(
         self,
@@ -168,6 +173,9 @@ class _ClearMLRun(Tracker):
             self._properties["continues"] = self.task_id
             task.set_user_properties(**self._properties)
         self._task, self._is_shared = task, False
+        if self.save_dir is not None:
+            place = task.get_offline_mode_folder() if Task.is_offline() else task.get_output_log_web_page()
+            record_run(self.save_dir, place or ".", self.secrets)
 
     @property
     def tracker(self) -> Task:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from drivetrain.runtime.errors import CheckpointError, ConfigurationError, TrackerError
 from drivetrain.trackers.background import BackgroundTracker
 from drivetrain.trackers.base import COMPLETED, Tracker
+from drivetrain.trackers.index import record_run
 from drivetrain.trackers.service import check_reachable, flat_scalars, refuse_missing, script_path, source_is_clean
 
 if TYPE_CHECKING:
@@ -91,7 +92,9 @@ class CometLogger(BackgroundTracker):
         given = {"offline_directory": os.path.join(save_dir, "comet"), "project_name": project}
         if "project" in options:
             del given["project_name"]
-        return cls(**{**given, **options})
+        made = cls(**{**given, **options})
+        made._run_of_comet.save_dir = os.fspath(save_dir)
+        return made
 
     @property
     def version(self) -> str:
@@ -106,6 +109,8 @@ class _CometRun(Tracker):
     """One experiment, called on the thread of a `CometLogger`."""
 
     name = "comet"
+    save_dir: str | None = None
+    """The directory in whose index of runs it is listed."""
 
     def __init__(
         self,
@@ -161,6 +166,9 @@ class _CometRun(Tracker):
             experiment.set_filename(script)
         self.key, self._mode = experiment.get_key(), "get"  # from now on it is this one that is continued
         self._experiment = experiment
+        if self.save_dir is not None:
+            place = getattr(experiment, "url", None) if online is not False else None
+            record_run(self.save_dir, place or self._options.get("offline_directory", "."), self.secrets)
 
     def _check_server(self, comet_ml: Any) -> None:
         if not (self._api_key or comet_ml.get_config("comet.api_key")):

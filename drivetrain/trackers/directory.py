@@ -11,6 +11,7 @@ from typing import Any
 from drivetrain.runtime.errors import CheckpointError
 from drivetrain.runtime.logging import get_logger
 from drivetrain.trackers.base import COMPLETED, STATUS_WORDS, Tracker, plain
+from drivetrain.trackers.index import record_run
 from drivetrain.trackers.secrets import Secrets
 
 logger = get_logger(__name__)
@@ -35,6 +36,7 @@ class RunDirectory:
         self.name = name or ""
         self._version = version
         self.is_given = version is not None
+        self._is_listed = False
 
     @property
     def root(self) -> Path:
@@ -95,9 +97,12 @@ class RunDirectory:
         return bool(self._version == version)
 
     def create(self) -> Path:
-        """Make the directory unless it is there, and return it."""
+        """Make the directory unless it is there, list it in the index of runs, and return it."""
         path = self.path
         path.mkdir(parents=True, exist_ok=True)
+        if not self._is_listed:
+            self._is_listed = True
+            record_run(self.save_dir, path)
         return path
 
     def existing(self) -> list[Path]:

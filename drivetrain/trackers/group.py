@@ -12,6 +12,7 @@ from drivetrain.trackers.absent import AbsentTracker
 from drivetrain.trackers.background import BackgroundTracker, as_numbers
 from drivetrain.trackers.base import COMPLETED, STATUS_WORDS, Tracker
 from drivetrain.trackers.losses import Losses
+from drivetrain.trackers.media import as_rows
 from drivetrain.trackers.secrets import Secrets
 
 ALIASES = {"comet_ml": "comet"}
@@ -96,6 +97,17 @@ class TrackerGroup:
         for tracker in self.trackers:
             given = by_name.get(tracker.name, {})
             self._call(tracker, partial(_log, values=kept, step=step, options=given), len(kept))
+
+    def log_images(self, values: Mapping[str, Any], step: int | None = None) -> None:
+        """Write images, to trackers that show them; see `Tracker.log_images`."""
+        self._each(lambda target: target.log_images(values, step), len(values))
+
+    def log_table(self, name: str, columns: Sequence[str] | None, data: Any, step: int | None = None) -> None:
+        """Write a table, to trackers that show it; see `Tracker.log_table`."""
+        if self.writes_here:
+            titles, rows = as_rows(columns, data)
+            kept = self.secrets.hide(rows)
+            self._each(lambda target: target.log_table(name, titles, kept, step), 1)
 
     def save(self) -> None:
         """Bring everything logged so far to its place."""

@@ -7,16 +7,34 @@ from collections.abc import Iterable, Mapping
 from typing import Any, TypeVar
 
 from drivetrain.runtime.errors import ConfigurationError, nearest
+from drivetrain.trackers.aim import AimLogger
 from drivetrain.trackers.base import Tracker
 from drivetrain.trackers.clearml import ClearMLLogger
 from drivetrain.trackers.comet import CometLogger
 from drivetrain.trackers.csv import CSVLogger
 from drivetrain.trackers.directory import DirectoryTracker, RunDirectory
+from drivetrain.trackers.dvclive import DVCLiveLogger
 from drivetrain.trackers.group import ALIASES
+from drivetrain.trackers.mlflow import MLFlowLogger
+from drivetrain.trackers.swanlab import SwanLabLogger
 from drivetrain.trackers.tensorboard import TensorBoardLogger
+from drivetrain.trackers.trackio import TrackioLogger
+from drivetrain.trackers.wandb import WandbLogger
 
 _TRACKERS: dict[str, type[Tracker]] = {
-    cls.name: cls for cls in (CSVLogger, TensorBoardLogger, CometLogger, ClearMLLogger)
+    cls.name: cls
+    for cls in (
+        CSVLogger,
+        TensorBoardLogger,
+        CometLogger,
+        ClearMLLogger,
+        WandbLogger,
+        MLFlowLogger,
+        AimLogger,
+        DVCLiveLogger,
+        TrackioLogger,
+        SwanLabLogger,
+    )
 }
 
 TrackerClass = TypeVar("TrackerClass", bound=type[Tracker])
@@ -109,7 +127,9 @@ def _make(
             f"{', '.join(map(repr, _TRACKERS))}; `register_tracker` adds one of your own."
         )
     given = {ALIASES.get(known, known): options for known, options in (init_kwargs or {}).items()}
-    return tracker.for_run(save_dir, experiment, **given.get(name, {}))
+    options = dict(given.get(name, {}))
+    place, project = options.pop("save_dir", save_dir), options.pop("project", experiment)
+    return tracker.for_run(place, project, **options)
 
 
 def _share_version(trackers: Iterable[Tracker]) -> None:

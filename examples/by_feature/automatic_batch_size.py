@@ -1,10 +1,12 @@
 """Begin with a batch size that is too large, and take smaller ones until the memory suffices.
 
-    python examples/by_feature/automatic_batch_size.py --spare 220
-    drivetrain launch --num_processes 2 examples/by_feature/automatic_batch_size.py --spare 220
+    python examples/by_feature/automatic_batch_size.py --spare 600
+    drivetrain launch --num_processes 2 examples/by_feature/automatic_batch_size.py --spare 600
 
-Whatever needs memory is made inside the function, so that an attempt that failed leaves nothing behind. `--spare` caps
-the memory of each process at what it has now and so many MB more (on Linux), to show anywhere what a full machine does.
+Each process tries a step by itself, and all take the smallest size that was found: a process that tried again while
+others are in a collective would leave them waiting. Whatever needs memory is made inside the function, so an attempt
+that failed leaves nothing behind. `--spare` caps the memory of each process at what it has now and so many MB more (on
+Linux), to show anywhere what a full machine does.
 """
 
 from __future__ import annotations
@@ -18,7 +20,12 @@ from torch.utils.data import DataLoader
 
 from drivetrain import Accelerator, find_executable_batch_size
 
-WIDTH = 16384  # 64 KB of activations for each image and layer
+WIDTH = 65536  # 256 KB of activations for each image and layer
+
+
+def make_wide_model() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(64, WIDTH), nn.ReLU(), nn.Linear(WIDTH, 10))
 
 
 def cap_memory(spare: int) -> None:
@@ -42,26 +49,31 @@ def main(batch_size: int, spare: int | None, epochs: int) -> None:
         cap_memory(spare)
 
     @find_executable_batch_size(starting_batch_size=batch_size, reduce_batch_size_fn=lambda size: size // 4)
-    def fit(batch_size: int) -> tuple[int, float, float]:
-        accelerator.free_memory()
+    def size_that_fits(batch_size: int) -> int:
         accelerator.print(f"trying {batch_size} images")
-        torch.manual_seed(0)
-        model = nn.Sequential(nn.Linear(64, WIDTH), nn.ReLU(), nn.Linear(WIDTH, 10))
-        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-        shuffled = torch.Generator().manual_seed(0)
-        loader = DataLoader(train, batch_size, shuffle=True, generator=shuffled)
-        model, optimizer, loader, test_loader = accelerator.prepare(model, optimizer, loader, DataLoader(test, 64))
-        for _ in range(epochs):
-            model.train()
-            for images, labels in loader:
-                optimizer.zero_grad()
-                loss = F.cross_entropy(model(images), labels)
-                accelerator.backward(loss)
-                optimizer.step()
-        loss = accelerator.reduce(loss.detach(), "mean").item()
-        return batch_size, loss, accuracy_of(accelerator, model, test_loader)
+        model = make_wide_model().to(accelerator.device)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        images = torch.rand(batch_size, 64, device=accelerator.device)
+        F.cross_entropy(model(images), torch.zeros(batch_size, dtype=torch.long, device=accelerator.device)).backward()
+        optimizer.step()
+        return batch_size
 
-    batch_size, loss, accuracy = fit()
+    found = torch.tensor([size_that_fits()], device=accelerator.device)
+    batch_size = int(accelerator.reduce(found, "min"))  # one size for all
+    model = make_wide_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    shuffled = torch.Generator().manual_seed(0)
+    loader = DataLoader(train, batch_size, shuffle=True, generator=shuffled)
+    model, optimizer, loader, test_loader = accelerator.prepare(model, optimizer, loader, DataLoader(test, 64))
+    for _ in range(epochs):
+        model.train()
+        for images, labels in loader:
+            optimizer.zero_grad()
+            loss = F.cross_entropy(model(images), labels)
+            accelerator.backward(loss)
+            optimizer.step()
+    accuracy = accuracy_of(accelerator, model, test_loader)
+    loss = accelerator.reduce(loss.detach(), "mean").item()
     accelerator.print(f"trained with {batch_size} images: last loss {loss:.6f}, test accuracy {accuracy:.1%}")
 
 

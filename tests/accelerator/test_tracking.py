@@ -68,6 +68,35 @@ def test_a_raw_loop_logs_to_trackers_given_by_name_and_as_objects(tmp_path: Path
     ]
 
 
+class Shown(Noted):
+    """Notes images and tables, too."""
+
+    name = "shown"
+
+    def log_images(self, values: Mapping[str, Any], step: int | None = None) -> None:
+        self.calls.append(("images", {name: [image.shape for image in each] for name, each in values.items()}, step))
+
+    def log_table(self, name: str, columns: Any = None, data: Any = None, step: int | None = None) -> None:
+        self.calls.append(("table", name, columns, data, step))
+
+
+def test_images_and_tables_go_to_the_trackers_that_show_them_without_secrets(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SOME_SERVICE_TOKEN", "planted-0123456789")
+    shown = Shown()
+    accelerator = Accelerator(cpu=True, log_with=["csv", shown], project_dir=tmp_path)
+    accelerator.init_trackers("digits")
+    accelerator.log_images({"sample": torch.rand(2, 3, 4, 5)}, step=1)
+    accelerator.log_table("errors", ["digit", "note"], [[3, "planted-0123456789"]], step=1)
+    accelerator.end_training()
+    assert shown.calls[:2] == [
+        ("images", {"sample": [(4, 5, 3), (4, 5, 3)]}, 1),
+        ("table", "errors", ["digit", "note"], [[3, "<hidden>"]], 1),
+    ]
+    assert (tmp_path / "digits" / "version_0" / "tables" / "errors-1.csv").is_file()
+
+
 def test_a_tracker_is_found_by_its_name_with_the_raw_object_behind_it(tmp_path: Path) -> None:
     accelerator = Accelerator(cpu=True, log_with="tensorboard", project_dir=tmp_path)
     accelerator.init_trackers("digits")

@@ -15,6 +15,8 @@ from drivetrain import Accelerator, GeneralTracker, Task, Tracker, Trainer
 from tests.trainer.tasks import Shuffled
 
 PLANTED = "planted-key-0123456789"
+PICTURE = torch.arange(144.0).reshape(3, 6, 8) / 144
+TEXT = "on every process, written once"
 HYPER_PARAMETERS = {"api_key": PLANTED, "token": PLANTED, "password": PLANTED, "secret": PLANTED, "width": 4}
 
 
@@ -73,14 +75,18 @@ def fit(directory: Path, logger: Tracker, task: Task | None = None, **options: A
 
 
 def log_media(tracker: Any) -> None:
-    tracker.log_images({"picture": torch.rand(3, 6, 8)}, 2)
+    tracker.log_images({"picture": PICTURE}, 2)
     tracker.log_table("table", ["a", "b"], [[1, 2], [3, 4]], 2)
     tracker.log_text({"sample": "some text"}, 2)
     tracker.log_histogram({"weights": torch.arange(10.0)}, 2)
 
 
 def raw_loop(
-    directory: Path, name: str, init_kwargs: Mapping[str, Any], resume: str | None = None
+    directory: Path,
+    name: str,
+    init_kwargs: Mapping[str, Any],
+    resume: str | None = None,
+    with_media: bool = False,
 ) -> dict[tuple[str, int], float]:
     """A loop over the Accelerator, with the state of the run saved in its middle, or resumed from there."""
     reference = Reference()
@@ -99,7 +105,10 @@ def raw_loop(
         accelerator.log({"train_loss": loss, "rate": 0.1 * step}, step=step)
         if step == 1:
             accelerator.save_state(directory / "state")
-    accelerator.get_tracker(name).log_text({"sample": "on every process, written once"}, 3)
+    if with_media:
+        accelerator.log_images({"picture": PICTURE}, 2)
+        accelerator.log_table("table", ["a", "b"], [[1, 2], [3, 4]], 2)
+    accelerator.get_tracker(name).log_text({"sample": TEXT}, 3)
     accelerator.end_training()
     return reference.values
 

@@ -187,6 +187,7 @@ def test_a_raw_loop_on_two_processes_is_written_once(directory: Path) -> None:
     assert scalars(events) == {(*plot_of(name), step): value for (name, step), value in logged.items()}
     assert (task["project_name"], properties(task)["status"]) == ("raw", "completed")
     assert log.count("on every process, written once") == 1
+    assert "/offline-" in (directory / "drivetrain_logs" / "index").read_text()
     assert files_with(PLANTED, directory / "raw", directory / "state") == []
 
 

@@ -208,6 +208,8 @@ def test_a_raw_loop_on_two_processes_is_written_once_and_resumed_in_place(raw: l
     [(continued, after)] = archives(directory / "raw_again")
     assert (continued["offline_id"], continued["resume_strategy"]) == (experiment["offline_id"], "get")
     assert {key: value for key, (value, _) in metrics(after).items()} == raw[1]
+    index = (directory / "drivetrain_logs" / "index").read_text().splitlines()
+    assert [line.split("  ")[1] for line in index[1:]] == ["../raw_again", "../raw"]
 
 
 def test_no_planted_secret_is_in_anything_that_was_written(

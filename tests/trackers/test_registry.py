@@ -98,6 +98,13 @@ def test_arguments_reach_trackers_given_by_name(registered: type[ListTracker], t
     assert made[1].log_dir == str(tmp_path / "exp" / "version_2")
 
 
+def test_the_place_and_the_project_may_be_among_the_arguments_of_one_tracker(tmp_path: Path) -> None:
+    (table,) = resolve_trackers(
+        "csv", save_dir="other", name="other", init_kwargs={"csv": {"save_dir": tmp_path, "project": "exp"}}
+    )
+    assert table.log_dir == str(tmp_path / "exp" / "version_0")
+
+
 def test_a_registered_tracker_is_known_by_name(registered: type[ListTracker]) -> None:
     assert "list" in available_trackers()
     (tracker,) = resolve_trackers("list")
@@ -126,6 +133,16 @@ def test_the_words_of_lightning_lead_to_the_same_methods() -> None:
 def test_an_unknown_tracker_is_refused_and_the_known_ones_named(spec: Any, message: str) -> None:
     with pytest.raises(ConfigurationError, match=message):
         resolve_trackers(spec)
+
+
+@pytest.mark.parametrize("name", ["comet", "clearml", "wandb", "mlflow", "aim", "dvclive", "trackio", "swanlab"])
+def test_a_package_that_is_not_installed_is_named_with_the_line_that_installs_it(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    assert name not in available_trackers()
+    with pytest.raises(ConfigurationError, match=rf"pip install 'drivetrain\[{name}\]'"):
+        resolve_trackers(name)
 
 
 def test_a_name_in_use_cannot_be_registered_again() -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from drivetrain.accelerator.tracking import RunTracking
@@ -45,6 +45,29 @@ class Tracking:
             log_kwargs: Further arguments of a tracker's own `log`, by name.
         """
         self.tracking.group.log(values, step, log_kwargs)
+
+    def log_images(self, values: Mapping[str, Any], step: int | None = None) -> None:
+        """Give images to the trackers; only the main process does anything.
+
+        Args:
+            values: Names and images, one or several of a name: tensors or arrays of shape (H, W), (C, H, W), (H, W, C)
+                or with the number of images before it, in [0, 1] or of bytes; or PIL images.
+            step: The step that they belong to.
+        """
+        self.tracking.group.log_images(values, step)
+
+    def log_table(
+        self, name: str, columns: Sequence[str] | None = None, data: Any = None, step: int | None = None
+    ) -> None:
+        """Give a table to the trackers; only the main process does anything.
+
+        Args:
+            name: Its name.
+            columns: The names of its columns; the first row of `data` if None, or a DataFrame's own.
+            data: The rows, or a pandas DataFrame.
+            step: The step that it belongs to.
+        """
+        self.tracking.group.log_table(name, columns, data, step)
 
     @property
     def trackers(self) -> list[Tracker]:
