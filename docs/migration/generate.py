@@ -36,8 +36,8 @@ SAME, BETTER, TAKEN, ELSEWHERE = "same", "better", "taken", "elsewhere"
 LEFT_OUT, LATER, MISSING = "left out", "later", "missing"
 OF_WHAT_IS_THERE = (BETTER, TAKEN)
 VERDICTS = {
-    SAME: "the same name does the same",
-    BETTER: "the same name, and more or otherwise on purpose",
+    SAME: "there under the same name, with the same arguments",
+    BETTER: "there under the same name, and better",
     TAKEN: "taken, and without effect",
     ELSEWHERE: "there under another name",
     LEFT_OUT: "left out on purpose",
@@ -190,18 +190,19 @@ def arguments_of(function: Any) -> frozenset[str]:
         return frozenset()
 
 
+def source_of(kind: type) -> str:
+    """The source of a class; empty for one that a function makes."""
+    try:
+        return inspect.getsource(kind)
+    except OSError:
+        return ""
+
+
 @cache
 def attributes_set(kind: type) -> frozenset[str]:
     """Names that a class's own methods set on its instances."""
-    found: set[str] = set()
-    for base in kind.__mro__:
-        if base.__module__.startswith("drivetrain"):
-            try:
-                source = inspect.getsource(base)
-            except OSError:  # made by a call, not by a statement
-                continue
-            found.update(re.findall(r"self\.([a-z]\w*)(?:,| =|: [^=\n]+ =)", source))
-    return frozenset(found)
+    sources = [source_of(base) for base in kind.__mro__ if base.__module__.startswith("drivetrain")]
+    return frozenset(re.findall(r"self\.([a-z]\w*)(?:,| =|: [^=\n]+ =)", "\n".join(sources)))
 
 
 def has_member(kind: Any, name: str) -> bool:
@@ -239,7 +240,8 @@ HEAD = """# Moving over from Accelerate
 
 Each public name of Accelerate {version}, with its members, arguments and flags, and its counterpart here. What behaves
 otherwise on purpose is listed under [Accelerator](accelerator.md#moving-over-from-accelerate). Names are importable
-from `drivetrain` unless another place is named.
+from `drivetrain` unless another place is named; all of them, also under Accelerate's own paths, from
+`drivetrain.compat.accelerate`. The page compares names; `make test-compat` compares what scripts compute.
 """
 
 
@@ -260,7 +262,7 @@ def written(entries: list[Entry], version: str) -> str:
 def section(owner: str, entries: list[Entry]) -> list[str]:
     """What belongs to one class, module or command: a list of what is the same, and a table of the rest."""
     lines = [f"## `{owner}`", ""]
-    for text, is_mirrored in (("The same", False), (f"The same, in `{COMPAT}`", True)):
+    for text, is_mirrored in (("Same name", False), (f"Same name, in `{COMPAT}`", True)):
         same = [entry for entry in entries if entry.verdict == SAME and entry.ours.startswith(COMPAT) is is_mirrored]
         if same:
             lines += [f"{text}: {listed(same, owner)}.", ""]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, is_dataclass
 from typing import Any
 
 from drivetrain.accelerator.launched import Launched
@@ -39,7 +39,7 @@ class Plugins:
         Raises:
             ConfigurationError: Two of them are of one kind.
         """
-        if isinstance(deepspeed, Mapping) and any(isinstance(each, DeepSpeedPlugin) for each in deepspeed.values()):
+        if isinstance(deepspeed, Mapping) and any(map(is_dataclass, deepspeed.values())):
             several, deepspeed = deepspeed, None
         if several and deepspeed is not None:
             raise ConfigurationError("deepspeed_plugin and deepspeed_plugins are given both; give one.")

@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 
 logger = get_logger(__name__)
 
+# Names that Accelerate's configuration writes; what is in use here is the same for all.
+_CP_BACKENDS, _SP_BACKENDS = (None, "torch"), (None, "deepspeed")
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 
@@ -170,7 +172,7 @@ class ParallelismConfig:
             raise ConfigurationError(
                 f"sp_size={self.sp_size} asks for DeepSpeed's Ulysses. Split sequences with cp_size={self.sp_size}."
             )
-        if self.cp_backend not in (None, "torch") or self.sp_backend not in (None, "deepspeed"):
+        if self.cp_backend not in _CP_BACKENDS or self.sp_backend not in _SP_BACKENDS:
             raise ConfigurationError(
                 f"cp_backend={self.cp_backend!r}, sp_backend={self.sp_backend!r}: context parallelism here is torch's; "
                 "leave both out."

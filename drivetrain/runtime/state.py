@@ -212,8 +212,9 @@ class PartialState:
     @property
     def distributed_type(self) -> DistributedType:
         """How the processes are spread."""
-        if self.kind.name == "xla":
-            return DistributedType.XLA
+        own = DistributedType.__members__.get(self.kind.name.upper())
+        if own is not None:  # of a kind whose devices one process may drive together
+            return own
         if not self.use_distributed:
             return DistributedType.NO
         word = {"cpu": "CPU", "cuda": "GPU"}.get(self.kind.name, self.kind.name.upper())

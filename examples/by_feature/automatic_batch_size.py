@@ -61,7 +61,7 @@ def main(batch_size: int, spare: int | None, epochs: int) -> None:
     found = torch.tensor([size_that_fits()], device=accelerator.device)
     batch_size = int(accelerator.reduce(found, "min"))  # one size for all
     model = make_wide_model()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    optimizer = torch.optim.SGD(model.parameters(), lr=3e-4, momentum=0.9)
     shuffled = torch.Generator().manual_seed(0)
     loader = DataLoader(train, batch_size, shuffle=True, generator=shuffled)
     model, optimizer, loader, test_loader = accelerator.prepare(model, optimizer, loader, DataLoader(test, 64))

@@ -79,6 +79,8 @@ SCRIPTS = (
     Script("test_sync.py", 2, {"test_gradient_accumulation_with_opt_and_scheduler": _SHORT}),
     Script("test_ops.py", 1),
     Script("test_ops.py", 2),
+    Script("external_deps/test_metrics.py", 1),
+    Script("external_deps/test_metrics.py", 2),
 )
 
 

@@ -9,14 +9,15 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 import drivetrain.compat.accelerate as accelerate
 from drivetrain.compat import install
 from drivetrain.compat.accelerate.absent import AbsentNameError
 from drivetrain.compat.aliases import STAND_INS
-from drivetrain.launch.options import STAND_INS as LAUNCHED
 from drivetrain.launch.options import LaunchOptions
 from drivetrain.launch.plan import LaunchPlan
+from drivetrain.launch.settings.processes import STAND_INS as LAUNCHED
 from drivetrain.runtime.errors import ConfigurationError
 from tests.pool import ROOT
 
@@ -101,6 +102,21 @@ def test_every_name_of_utils_is_there() -> None:
     from drivetrain.compat.accelerate import utils
 
     assert [name for name in dir(utils) if not hasattr(utils, name)] == []
+
+
+def test_a_model_built_without_memory_gets_its_values_one_by_one() -> None:
+    from drivetrain.compat.accelerate import init_empty_weights
+    from drivetrain.compat.accelerate.utils import set_module_tensor_to_device
+
+    with init_empty_weights():
+        model = torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.BatchNorm1d(3))
+    assert {parameter.device.type for parameter in model.parameters()} == {"meta"}
+    assert model[1].running_mean.device.type == "cpu"
+    with pytest.raises(ConfigurationError, match="has no value"):
+        set_module_tensor_to_device(model, "0.weight", "cpu")
+    set_module_tensor_to_device(model, "0.weight", "cpu", value=torch.ones(3, 2), dtype="bfloat16")
+    assert model[0].weight.dtype is torch.bfloat16
+    assert torch.nn.Linear(2, 2).weight.device.type == "cpu"
 
 
 def test_an_absent_name_raises_only_when_it_is_called() -> None:

@@ -28,7 +28,7 @@ def run_feature(name: str, arguments: list[str]) -> None:
 
 
 def output_of(capsys: pytest.CaptureFixture[str], name: str, processes: int, *arguments: object) -> str:
-    run_in_processes(run_feature, processes, args=(name, [str(each) for each in arguments]), timeout=120)
+    run_in_processes(run_feature, processes, args=(name, [str(each) for each in arguments]), timeout=240)
     return capsys.readouterr().out
 
 
@@ -155,7 +155,7 @@ def test_each_process_writes_a_trace_of_what_it_ran(
 @pytest.mark.skipif(sys.platform != "linux", reason="needs Linux, where a process's memory can be capped")
 @pytest.mark.parametrize("processes", [1, 2])
 def test_a_batch_that_does_not_fit_is_made_smaller(processes: int, capsys: pytest.CaptureFixture[str]) -> None:
-    printed = output_of(capsys, "automatic_batch_size.py", processes, "--spare", 600)
+    printed = output_of(capsys, "automatic_batch_size.py", processes, "--spare", 600, "--epochs", 1)
     assert re.findall(r"trying (\d+) images", printed) == ["1024", "256"]
     assert "trained with 256 images" in printed
-    assert figures_in(printed)[1] > 50
+    assert figures_in(printed)[1] > 30  # after three steps or six

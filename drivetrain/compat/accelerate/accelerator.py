@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+import warnings
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from torch import nn
@@ -15,6 +17,8 @@ from drivetrain.compat.accelerate.utils.fsdp_plugin import FullyShardedDataParal
 from drivetrain.data import DataLoaderConfiguration
 
 __all__ = ["Accelerator", "DataLoaderConfiguration", "GradientAccumulationPlugin"]
+
+_STRATEGIES = ("FSDP", "DEEPSPEED", "MEGATRON_LM")
 
 
 class Accelerator(engine.Accelerator):
@@ -35,6 +39,10 @@ class Accelerator(engine.Accelerator):
         asked = os.environ.get("ACCELERATE_USE_FSDP", "").lower() == "true"
         if asked and not any(kwargs.get(name) for name in ("fsdp_plugin", "deepspeed_plugin", "deepspeed_plugins")):
             kwargs["fsdp_plugin"] = FullyShardedDataParallelPlugin()
+        if _places_otherwise(kwargs):
+            # Accelerate ignores DDP's options then, which the Trainer of transformers counts on.
+            kept = [each for each in self.kwargs_handlers if not isinstance(each, engine.DistributedDataParallelKwargs)]
+            kwargs["kwargs_handlers"] = kept
         super().__init__(*args, **kwargs)
         record_accelerator(self)
         self.state: AcceleratorState = AcceleratorState(record=self.state.record)
@@ -87,5 +95,32 @@ class Accelerator(engine.Accelerator):
     def _custom_objects(self) -> list[Any]:
         return self.prepared.registered
 
+    def join_uneven_inputs(
+        self, joinables: Sequence[nn.Module], even_batches: bool | None = None
+    ) -> AbstractContextManager[None]:
+        """As `drivetrain.Accelerator.join_uneven_inputs`, with a warning where it has no effect.
+
+        Args:
+            joinables: The prepared models.
+            even_batches: Overrides the instance's choice for loops that start in the context.
+        """
+        if self.use_distributed and not self.distributed_type.value.startswith("MULTI_"):
+            warnings.warn(
+                "Joining uneven inputs is only supported for multi-GPU training (DDP, on any device): "
+                f"under {self.distributed_type.value} join_uneven_inputs has no effect.",
+                UserWarning,
+                stacklevel=2,
+            )
+            return nullcontext()
+        return super().join_uneven_inputs(joinables, even_batches)
+
     def _do_sync(self) -> None:
         self.accumulation.advance()
+
+
+def _places_otherwise(given: Mapping[str, Any]) -> bool:
+    """Whether the arguments or the launcher ask for a strategy other than DDP."""
+    arguments = ("fsdp_plugin", "deepspeed_plugin", "deepspeed_plugins", "megatron_lm_plugin", "parallelism_config")
+    variables = [f"{owner}_USE_{name}" for owner in ("DRIVETRAIN", "ACCELERATE") for name in _STRATEGIES]
+    asked = any(os.environ.get(name, "").lower() in ("1", "true") for name in variables)
+    return asked or any(given.get(name) is not None for name in arguments)

@@ -37,7 +37,6 @@ __getattr__ = absent_names(
             "infer_auto_device_map",
             "load_checkpoint_in_model",
             "load_offloaded_weights",
-            "set_module_tensor_to_device",
         ],
     ),
 )
@@ -107,6 +106,45 @@ def get_non_persistent_buffers(module: nn.Module, recurse: bool = False, fqns: b
     saved = set(module.state_dict())
     names = {name for name, _ in module.named_buffers(recurse=recurse) if name not in saved}
     return names if fqns else {name.rpartition(".")[2] for name in names}
+
+
+def set_module_tensor_to_device(
+    module: nn.Module,
+    tensor_name: str,
+    device: torch.device | str | int,
+    value: torch.Tensor | None = None,
+    dtype: str | torch.dtype | None = None,
+    **options: Any,
+) -> None:
+    """Put a parameter or buffer on a device, with another value if one is given.
+
+    Args:
+        module: The module.
+        tensor_name: Its name in it.
+        device: The device.
+        value: The value; its own if None.
+        dtype: The dtype, where it is of floats; the value's if None.
+        **options: Accepted; nothing is quantised or shared here.
+
+    Raises:
+        ConfigurationError: It has no value of its own, or the value has another shape.
+    """
+    path, _, name = tensor_name.rpartition(".")
+    owner = module.get_submodule(path)
+    old = getattr(owner, name)
+    if value is None and old.device.type == "meta" and torch.device(device).type != "meta":
+        raise ConfigurationError(f"{tensor_name} is on the meta device and has no value; give value=...")
+    if value is not None and value.shape != old.shape:
+        raise ConfigurationError(
+            f"{tensor_name} has the shape {tuple(old.shape)}, but the value {tuple(value.shape)}; give one alike."
+        )
+    new = (old if value is None else value).detach().to(device)
+    if dtype is not None and new.is_floating_point():
+        new = new.to(_dtype(dtype))
+    if name in owner._parameters:
+        owner._parameters[name] = nn.Parameter(new, requires_grad=old.requires_grad)
+    else:
+        owner._buffers[name] = new
 
 
 def find_tied_parameters(model: nn.Module, **kwargs: Any) -> list[list[str]]:

@@ -15,7 +15,7 @@ pytestmark = pytest.mark.compat
 SCRIPT = """
 import json, sys
 import torch
-from PACKAGE import Accelerator, DataLoaderConfiguration, set_seed
+from drivetrain import Accelerator, DataLoaderConfiguration, set_seed
 
 class Counter:
     n = 3
@@ -59,7 +59,7 @@ print("LOSSES" + json.dumps(epoch()))
 
 
 def losses(package: str, safe: bool, *arguments: str) -> Any:
-    source = SCRIPT.replace("SAFE", str(safe)).replace("PACKAGE", package)
+    source = SCRIPT.replace("SAFE", str(safe)).replace("from drivetrain import", f"from {package} import")
     if package == "accelerate":
         source = source.replace("import Accelerator, DataLoaderConfiguration, set_seed", "import Accelerator")
         source = f"from accelerate.utils import DataLoaderConfiguration, set_seed\n{source}"
