@@ -53,9 +53,6 @@ def _strategy(name: str, help: str) -> Setting:
     return Setting(name, help, "switch", "Strategy", variable=variable, theirs=theirs)
 
 
-STAND_INS = ("accelerate",)
-"""Packages that drivetrain can replace in the processes of a run; see `drivetrain.compat`."""
-
 TOP = (
     Setting(
         "stand_in",
