@@ -40,6 +40,7 @@ CONTENDERS = {
         "import torch" + FIRST_TRAINER.format(package="drivetrain", task="Task"),
     ),
     "drivetrain, first Accelerator": ("drivetrain", "from drivetrain import Accelerator; Accelerator(cpu=True)"),
+    "drivetrain, Accelerator and Trainer": ("drivetrain", "import torch; from drivetrain import Accelerator, Trainer"),
     "import accelerate": ("accelerate", "import accelerate"),
     "accelerate, first Accelerator": ("accelerate", "from accelerate import Accelerator; Accelerator(cpu=True)"),
     "import lightning": ("lightning", "import lightning"),

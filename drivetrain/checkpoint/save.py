@@ -16,6 +16,7 @@ from drivetrain.checkpoint.global_plan import GlobalPlan, check_values, outline_
 from drivetrain.checkpoint.locations import storage_of
 from drivetrain.checkpoint.manifest import WRITER_FILE, Manifest, check_replaceable, encoded
 from drivetrain.checkpoint.peers import Failure, Peers
+from drivetrain.checkpoint.schema import LOSS_IS_FINITE
 from drivetrain.checkpoint.shards import FOLDER, SafetensorsWriter, SnapshotPlanner
 from drivetrain.checkpoint.staging import StagingBuffer
 from drivetrain.checkpoint.storage import NO_FILE, LocalStorage, Storage
@@ -26,9 +27,6 @@ from drivetrain.runtime.errors import CheckpointError
 from drivetrain.runtime.state import PartialState
 
 SHARED_FILE = "state.json"
-
-LOSS_IS_FINITE = "loss_is_finite"
-"""The entry of the shared state, or of its driver's, that is False where a loss before the save was not finite."""
 
 
 def process_file(rank: int) -> str:

@@ -15,6 +15,9 @@ from typing import Any, NamedTuple
 
 from drivetrain.runtime.errors import CheckpointError
 
+LOSS_IS_FINITE = "loss_is_finite"
+"""The entry of the shared state, or of its driver's, that is False where a loss before the save was not finite."""
+
 # an earlier Trainer's name for a part of the engine -> its name now
 _OF_A_TRAINER = {
     "optimizer_states": "optimizers",

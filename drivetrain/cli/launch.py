@@ -106,8 +106,10 @@ def launch(script: str, args: tuple[str, ...], config_file: str | None, dry_run:
     """  # noqa: D301
     from drivetrain.launch.options import LaunchOptions  # here, so that the help needs the table of settings alone
     from drivetrain.launch.settings.sources import collect
+    from drivetrain.launch.slurm import slurm_options
 
-    given = collect({name: value for name, value in flags.items() if value != ()}, os.environ, config_file)
+    flags = {name: value for name, value in flags.items() if value != ()}
+    given = collect(flags, os.environ, config_file, slurm_options(flags))
     options = LaunchOptions.from_given(given)
     options.check_script(script)  # a mistyped name needs no second of importing torch
     if dry_run:
@@ -119,6 +121,9 @@ def launch(script: str, args: tuple[str, ...], config_file: str | None, dry_run:
         from drivetrain.launch.mpi import launch_with_mpi
 
         return launch_with_mpi(options, script, args)
-    from drivetrain.launch.launcher import launch_script
+    from drivetrain.launch.preload import Preloader
 
-    return launch_script(options, script, args)
+    with Preloader.start(options, script, args) as preloader:  # it imports torch while this process does
+        from drivetrain.launch.launcher import launch_script
+
+        return launch_script(options, script, args, preloader)

@@ -29,6 +29,14 @@ _COMMANDS = {
         "drivetrain.cli.estimate_memory:estimate_memory",
         "Estimate the memory that a model takes in training and in inference.",
     ),
+    "slurm": (
+        "drivetrain.cli.slurm:slurm",
+        "Write an sbatch file that launches a script.",
+    ),
+    "k8s": (
+        "drivetrain.cli.k8s:k8s",
+        "Write a Kubernetes JobSet that launches a script.",
+    ),
     "merge-weights": (
         "drivetrain.cli.merge_weights:merge_weights",
         "Write the weights in a checkpoint as plain safetensors.",

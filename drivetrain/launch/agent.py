@@ -9,6 +9,7 @@ from __future__ import annotations
 import signal
 import threading
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from types import FrameType
 from typing import Any
 
@@ -41,6 +42,7 @@ class RankAgent(LocalElasticAgent):
             gone), and with the number of that restart.
         on_resize: Called when the number of machines has changed, with the old one and the new one.
         on_interrupt: Called when the first Ctrl-C has been passed on.
+        start_ranks: Makes the context in which torch's agent starts ranks; what it does decides how they start.
         watchdog: Finds ranks that make no progress; None where nothing shall.
         *arguments: Those of torch's agent.
         **options: Those of torch's agent, by name.
@@ -56,6 +58,7 @@ class RankAgent(LocalElasticAgent):
         on_restart: Callable[[RankFailure | None, int], None],
         on_resize: Callable[[int, int], None],
         on_interrupt: Callable[[], None],
+        start_ranks: Callable[[], AbstractContextManager[None]],
         watchdog: Watchdog | None = None,
         **options: Any,
     ) -> None:
@@ -66,6 +69,7 @@ class RankAgent(LocalElasticAgent):
         self._on_restart = on_restart
         self._on_resize = on_resize
         self._on_interrupt = on_interrupt
+        self._start_ranks = start_ranks
         self._watchdog = watchdog
         self._attempt = -1  # number of restarts so far, the same on every machine
         self._failed_attempts = 0
@@ -161,7 +165,8 @@ class RankAgent(LocalElasticAgent):
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         in_main_thread = threading.current_thread() is threading.main_thread()
         before = {number: signal.getsignal(number) for number in FORWARDED_SIGNALS}
-        started: dict[int, Any] = super()._start_workers(worker_group)
+        with self._start_ranks():
+            started: dict[int, Any] = super()._start_workers(worker_group)
         context = self._pcontext
         assert isinstance(context, SubprocessContext)
         self._ranks = LocalRanks(

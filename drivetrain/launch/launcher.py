@@ -19,10 +19,12 @@ from torch.distributed.elastic.rendezvous import RendezvousError, RendezvousHand
 from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 
 from drivetrain.launch.agent import PREEMPTION_SIGNALS, RankAgent
+from drivetrain.launch.context import forking_from
 from drivetrain.launch.interpreter import Invocation
 from drivetrain.launch.options import DEFAULT_PORT, LaunchOptions
 from drivetrain.launch.peers import LOST_AFTER
 from drivetrain.launch.plan import LaunchPlan
+from drivetrain.launch.preload import Preloader
 from drivetrain.launch.report import RankFailure, describe
 from drivetrain.launch.watchdog import Watchdog
 from drivetrain.runtime.errors import ConfigurationError, LaunchError
@@ -34,7 +36,9 @@ _RENDEZVOUS_TIMEOUT = 900  # seconds that machines wait for each other, as with 
 _QUIET_LOGGERS = ("torch.distributed.elastic", "torch.distributed.launcher")
 
 
-def launch_script(options: LaunchOptions, script: str, args: Sequence[str] = ()) -> int:
+def launch_script(
+    options: LaunchOptions, script: str, args: Sequence[str] = (), preloader: Preloader | None = None
+) -> int:
     """Run a script as several processes and wait for them.
 
     The first rank that fails stops the others; its traceback is written to stderr, once.
@@ -43,6 +47,7 @@ def launch_script(options: LaunchOptions, script: str, args: Sequence[str] = ())
         options: How many processes, where, and with which settings.
         script: The script's path, or a module's or program's name if the options ask for that.
         args: Its arguments, passed on as they are.
+        preloader: What the processes are forked from, if it was started before; None starts one.
 
     Returns:
         0; the exit code of the first rank that failed; 128 + the number of the signal that ended it; the same for
@@ -55,6 +60,9 @@ def launch_script(options: LaunchOptions, script: str, args: Sequence[str] = ())
         LaunchError: The machines did not meet, or a port is taken.
     """
     options.check_script(script)
+    if preloader is None:
+        with Preloader.start(options, script, args) as preloader:
+            return launch_script(options, script, args, preloader)
     plan = LaunchPlan.make(options)
     report = _print if options.debug else _ignore
     report(f"{plan.local_processes} process(es) on this machine, on {plan.kind}")
@@ -67,7 +75,7 @@ def launch_script(options: LaunchOptions, script: str, args: Sequence[str] = ())
         _watchdog(options) as watchdog,
         plan.environment(),
     ):
-        return _run(options, plan, entrypoint, arguments, log_directory, watchdog)
+        return _run(options, plan, entrypoint, arguments, log_directory, watchdog, preloader)
 
 
 def _command(options: LaunchOptions, script: str, args: Sequence[str]) -> tuple[str, list[str]]:
@@ -89,6 +97,7 @@ def _run(
     arguments: list[str],
     log_directory: str,
     watchdog: Watchdog | None,
+    preloader: Preloader,
 ) -> int:
     parameters = _rendezvous(options)
     try:
@@ -116,6 +125,7 @@ def _run(
         signal_all=options.no_python,
         on_restart=lambda failure, number: _announce_restart(options, agent, failure, number),
         on_resize=lambda old, new: _print(f"continuing with {new} machine(s) instead of {old}."),
+        start_ranks=lambda: forking_from(preloader, _print if options.debug else _ignore),
         on_interrupt=lambda: _print("interrupted: the processes are ending; Ctrl-C again kills them."),
         watchdog=watchdog,
     )

@@ -58,6 +58,9 @@ class LaunchOptions:
             static, or c10d where the number of machines may change.
         rdzv_conf: Further settings of that, as `"key=value,key=value"`.
         same_network: Accepted for Accelerate's sake; the rendezvous backend decides how machines meet.
+        preload: Modules that are imported once, in a process from which the others are forked, with commas in between;
+            None for torch, and what the top of the script imports of packages that are known to be safe.
+        no_preload: Each process imports everything by itself.
         max_restarts: How often all processes are started again after a failure.
         preemption_grace_period: Seconds that the processes have to save and end after SIGTERM, SIGUSR1 or Ctrl-C,
             or once one of them has saved and ended.
@@ -98,6 +101,8 @@ class LaunchOptions:
     gradient_accumulation_steps: int | None = None
     module: bool = False
     no_python: bool = False
+    preload: str | None = None
+    no_preload: bool = False
     stand_in: str | None = None
     rdzv_backend: str | None = None
     rdzv_conf: str = ""

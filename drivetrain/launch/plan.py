@@ -8,8 +8,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-import psutil
-
+from drivetrain.launch.cores import THREADS_VARIABLE, threads_per_process
 from drivetrain.launch.options import LaunchOptions
 from drivetrain.launch.worker import AFFINITY_VARIABLE
 from drivetrain.runtime.devices import DeviceKind, detect_device_kind, get_device_kind
@@ -121,24 +120,7 @@ def _run_variables(options: LaunchOptions, kind: DeviceKind, local_processes: in
         if name is None:
             raise ConfigurationError(f"gpu_ids cannot choose among {kind.name} devices. Leave it out.")
         variables[name] = ",".join(options.device_ids)
-    if options.num_cpu_threads_per_process is not None:
-        variables["OMP_NUM_THREADS"] = str(options.num_cpu_threads_per_process)
-    elif "OMP_NUM_THREADS" not in os.environ and local_processes > 1:
-        # Torch takes every core for each process, which is far slower than an equal share.
-        variables["OMP_NUM_THREADS"] = str(max(1, available_cores() // local_processes))
+    threads = threads_per_process(options, local_processes)
+    if threads is not None:
+        variables[THREADS_VARIABLE] = str(threads)
     return variables
-
-
-def available_cores() -> int:
-    """Physical cores that this process may use, within its affinity mask and its container's quota."""
-    cores = psutil.cpu_count(logical=False) or os.cpu_count() or 1
-    if hasattr(os, "sched_getaffinity"):
-        cores = min(cores, len(os.sched_getaffinity(0)))
-    try:
-        with open("/sys/fs/cgroup/cpu.max", encoding="ascii") as file:
-            quota, period = file.read().split()
-        if quota != "max":
-            cores = min(cores, max(1, int(quota) // int(period)))
-    except (OSError, ValueError):
-        pass
-    return cores

@@ -19,6 +19,7 @@ import signal
 import sys
 import traceback
 import zipfile
+from collections.abc import Sequence
 from importlib.machinery import ModuleSpec, SourceFileLoader
 from types import CodeType, ModuleType
 from typing import Any
@@ -37,9 +38,25 @@ def main() -> int:
     Returns:
         The exit code.
     """
-    kind, target, *arguments = sys.argv[1:]
+    # Registered before the script has registered anything, so it runs after all of the script's exit handlers.
+    atexit.register(leave_process_group, [os.getpid()])
+    return run_rank(*sys.argv[1:])
+
+
+def run_rank(kind: str, target: str, *arguments: str) -> int:
+    """Prepare this process as plain Python would, and run a script or module as its main program.
+
+    Args:
+        kind: `"script"` or `"module"`.
+        target: Its path or name.
+        *arguments: Its arguments.
+
+    Returns:
+        The exit code.
+    """
     rank_process = os.getpid()
-    _end_with_launcher()
+    if os.environ.get(ERROR_FILE_VARIABLE):
+        end_with_parent()
     _take_share_of_cores()
     for stream in (sys.stdout, sys.stderr):
         # Whole lines at once, also into a pipe (and under PYTHONUNBUFFERED, which would write the parts of a line one
@@ -49,8 +66,6 @@ def main() -> int:
     with contextlib.suppress(OSError, ValueError, io.UnsupportedOperation):
         faulthandler.enable()
     answer_launcher()
-    # Registered before the script has registered anything, so it runs after all of the script's exit handlers.
-    atexit.register(_leave_process_group, rank_process)
     sys.argv = [target, *arguments]
     try:
         run_module(target) if kind == "module" else run_script(target)
@@ -166,14 +181,17 @@ def _let_go(error: BaseException) -> None:
         chain = chain.__cause__ or chain.__context__
 
 
-def _leave_process_group(rank_process: int) -> None:
+def leave_process_group(rank_process: Sequence[int]) -> None:
     """Destroy a process group that the script has left behind, after all that may use it.
 
     Otherwise the interpreter ends with gloo's threads alive, which aborts the process in one run of two where a DDP
     model lives at the script's top level (seen with torch 2.13): the run would fail after it had succeeded.
+
+    Args:
+        rank_process: The id of the process that is the rank; nothing is done in another, such as one that it forks.
     """
     distributed = sys.modules.get("torch.distributed")
-    if os.getpid() != rank_process or distributed is None:
+    if os.getpid() not in rank_process or distributed is None:
         return
     if not (distributed.is_available() and distributed.is_initialized()):
         return
@@ -188,12 +206,12 @@ def _is_ours(filename: str) -> bool:
     return filename in (__file__, runpy.__file__) or filename.startswith("<frozen ")
 
 
-def _end_with_launcher() -> None:
-    """Let the kernel end this process if the launcher is killed, so that no rank keeps a device without a run.
+def end_with_parent() -> None:
+    """Let the kernel end this process if its parent is killed, so that no rank keeps a device without a run.
 
     The launcher starts ranks in sessions of their own, where nothing else would end them. Linux only.
     """
-    if sys.platform != "linux" or not os.environ.get(ERROR_FILE_VARIABLE):
+    if sys.platform != "linux":
         return
     import ctypes
 

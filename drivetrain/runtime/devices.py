@@ -299,6 +299,11 @@ class XLADevice(DeviceKind):
 _KINDS: dict[str, DeviceKind] = {}
 
 
+def started_device() -> str | None:
+    """Name of a kind of device that this process uses already, in a state that does not survive a fork, if any."""
+    return next((kind.name for kind in _KINDS.values() if kind.is_started()), None)
+
+
 def register_device(kind: DeviceKind, *, replace: bool = False) -> None:
     """Add a kind of device.
 

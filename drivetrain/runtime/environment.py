@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from drivetrain.runtime.errors import ConfigurationError
+from drivetrain.runtime.hosts import expand_hosts
 
 DEFAULT_MAIN_PORT = 29500
 LAUNCHED_VARIABLE = "DRIVETRAIN_LAUNCHED"
@@ -201,8 +202,7 @@ def _first_slurm_host(variables: Mapping[str, str]) -> str | None:
     hosts = variables.get("SLURM_STEP_NODELIST") or variables.get("SLURM_JOB_NODELIST")
     if not hosts:
         return None
-    match = re.match(r"([^\[,]+)(?:\[([^\],-]+)[^\]]*\])?", hosts)
-    return match[1] + (match[2] or "") if match else None
+    return expand_hosts(hosts)[0]
 
 
 def _slurm_port(variables: Mapping[str, str]) -> int:

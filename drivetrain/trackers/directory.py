@@ -8,8 +8,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from drivetrain.runtime.errors import CheckpointError
 from drivetrain.runtime.logging import get_logger
 from drivetrain.trackers.base import COMPLETED, STATUS_WORDS, Tracker, plain
@@ -178,6 +176,8 @@ class DirectoryTracker(Tracker):
         self.finish()
         if not self.run_directory.resume(state.get("version")):
             return
+        import yaml  # as long as a hundredth of torch, and not every run has hyper-parameters
+
         written = self.run_directory.path / "hparams.yaml"
         if written.is_file():
             self._hyperparameters = yaml.safe_load(written.read_text(encoding="utf-8")) or {}
@@ -210,6 +210,8 @@ class DirectoryTracker(Tracker):
     def store_init_configuration(self, values: Mapping[str, Any]) -> None:
         """Write the hyper-parameters to `hparams.yaml`, together with those given before, and without secrets."""
         self._hyperparameters.update(Secrets().hide(plain(values)))
+        import yaml
+
         target = self.run_directory.create() / "hparams.yaml"
         beside = target.with_name(f".{target.name}.{os.getpid()}")
         beside.write_text(yaml.safe_dump(self._hyperparameters, sort_keys=False, allow_unicode=True), encoding="utf-8")

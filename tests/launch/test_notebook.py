@@ -94,6 +94,61 @@ def test_one_process_runs_in_this_one() -> None:
     assert os.environ.get("DRIVETRAIN_MIXED_PRECISION") is None
 
 
+def _large(rank_sent: int) -> tuple[int, torch.Tensor]:
+    return int(os.environ["RANK"]) + rank_sent, torch.ones(100_000)
+
+
+@pytest.mark.parametrize("method", ["fork", pytest.param("spawn", marks=pytest.mark.crash)])
+def test_what_the_first_process_returns_is_returned(method: str) -> None:
+    number, ones = notebook_launcher(_large, (5,), num_processes=2, start_method=method)
+    assert number == 5
+    assert ones.sum() == 100_000  # more than a pipe holds at once
+
+
+def test_a_value_that_cannot_be_pickled_is_left_out_with_a_warning() -> None:
+    with pytest.warns(UserWarning, match="cannot be pickled"):
+        assert notebook_launcher(_returns_a_function, num_processes=2) is None
+
+
+def _returns_a_function() -> object:
+    return lambda: 1
+
+
+def test_a_failed_attempt_is_followed_by_another(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert notebook_launcher(_fails_once, (str(tmp_path / "tried"),), num_processes=2, max_restarts=1) == "1"
+    assert "restart 1 of 1" in capsys.readouterr().err
+
+
+def _fails_once(path: str) -> str:
+    if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+        raise ValueError("the first attempt")
+    return os.environ["TORCHELASTIC_RESTART_COUNT"]
+
+
+def _recurses(depth: int = 30) -> None:
+    if depth == 0:
+        raise ValueError("deep down")
+    if depth % 2:
+        _recurses(depth - 1)
+    else:
+        _recurses(depth - 1)  # another line, so that Python does not shorten the traceback itself
+
+
+def test_a_notebook_shows_a_failure_in_twelve_lines() -> None:
+    with pytest.raises(LaunchError) as caught:
+        notebook_launcher(_recurses, num_processes=2)
+    shown = caught.value._render_traceback_()  # type: ignore[attr-defined]
+    assert len(shown) == 12 < len(str(caught.value).splitlines())
+    assert "rank" in shown[0]
+    assert shown[-1] == "ValueError: deep down"
+
+
+def test_it_refuses_to_fork_where_a_device_is_in_use(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("drivetrain.runtime.devices.CPU.is_started", lambda self: True)
+    with pytest.raises(LaunchError, match=r"cpu is in use in this process already.*Restart the kernel.*spawn"):
+        notebook_launcher(_recurses, num_processes=2)
+
+
 def test_it_refuses_where_an_accelerator_object_exists() -> None:
     PartialState._reset_state()
     PartialState(cpu=True)
@@ -111,6 +166,8 @@ def test_it_refuses_where_an_accelerator_object_exists() -> None:
         ({"use_port": "any"}, "use_port is 'any'"),
         ({"num_nodes": 2, "num_processes": 2}, "use_port is 0"),
         ({"mixed_precision": "half"}, "mixed_precision is 'half'"),
+        ({"start_method": "thread"}, "start_method is 'thread'"),
+        ({"num_nodes": 2, "num_processes": 2, "use_port": 1, "max_restarts": 1}, "max_restarts is 1 for 2 machines"),
     ],
 )
 def test_a_mistake_is_told_before_anything_starts(arguments: dict[str, object], said: str) -> None:

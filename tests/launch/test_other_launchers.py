@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -102,7 +103,12 @@ def test_a_file_of_accelerate_launch(tmp_path: Path) -> None:
 
 
 def test_variables_under_torchrun(tmp_path: Path, loss: float) -> None:
-    torchrun = ["-m", "torch.distributed.run", "--nproc_per_node", "2", "--standalone"]
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    # --standalone would have the ranks meet at this machine's name, which need not resolve.
+    meeting = ["--master_addr", "127.0.0.1", "--master_port", str(port)]
+    torchrun = ["-m", "torch.distributed.run", "--nproc_per_node", "2", *meeting]
     variables = {"ACCELERATE_USE_FSDP": "true", "FSDP_TRANSFORMER_CLS_TO_WRAP": "Linear"}
     found = result(tmp_path, *torchrun, **variables)
     assert found.items() >= {**SHARDED, "wrap": ["Linear"]}.items()

@@ -53,9 +53,6 @@ def _strategy(name: str, help: str) -> Setting:
     return Setting(name, help, "switch", "Strategy", variable=variable, theirs=theirs)
 
 
-STAND_INS = ("accelerate",)
-"""Packages that drivetrain can replace in the processes of a run; see `drivetrain.compat`."""
-
 TOP = (
     Setting(
         "stand_in",
@@ -69,13 +66,12 @@ TOP = (
     Setting("module", "SCRIPT is a module's name, as in python -m.", "switch", "Script", flags=("-m",)),
     Setting("no_python", "SCRIPT is a program of its own, not Python.", "switch", "Script"),
     Setting(
-        "stand_in",
-        "Give SCRIPT, and what it imports, drivetrain under the name of this package: accelerate.",
-        "choice",
-        "Script",
-        flags=("--as",),
-        choices=STAND_INS,
+        "preload",
+        "Import these once, and fork the processes then. Default: torch and the imports at the script's top.",
+        section="Script",
+        metavar="MODULES",
     ),
+    Setting("no_preload", "Each process imports everything by itself.", "switch", "Script"),
     _process(
         "num_processes",
         "Processes over all machines. Default: one per accelerator, or one on the CPU.",

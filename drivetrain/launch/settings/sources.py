@@ -26,13 +26,19 @@ class Given:
     source: str
 
 
-def collect(flags: Mapping[str, Any], environ: Mapping[str, str], config_file: str | None = None) -> dict[str, Given]:
-    """The settings that are in force: a flag wins over the environment, and that over a file.
+def collect(
+    flags: Mapping[str, Any],
+    environ: Mapping[str, str],
+    config_file: str | None = None,
+    job: Mapping[str, Any] | None = None,
+) -> dict[str, Given]:
+    """The settings that are in force: a flag wins over the environment, that over a job, and that over a file.
 
     Args:
         flags: Values by name of setting; None is not given.
         environ: Environment variables.
         config_file: A configuration file; the user's own if None and it is there.
+        job: What follows from a scheduler's job: a file is written for one machine, before there is a job.
 
     Raises:
         ConfigurationError: A value cannot be, or a flag has no effect without another.
@@ -47,7 +53,8 @@ def collect(flags: Mapping[str, Any], environ: Mapping[str, str], config_file: s
     }
     file = find_config_file(config_file, environ)
     from_file = {name: Given(value, f"file {file}") for name, value in read_config(file).items()} if file else {}
-    merged = merge((_with_endpoint(from_flags), from_environment, from_file))
+    from_job = {name: Given(value, "the SLURM job") for name, value in (job or {}).items()}
+    merged = merge((_with_endpoint(from_flags), from_environment, from_job, from_file))
     for name, given in merged.items():
         group = GROUPS.get(SETTINGS[name].group)
         switch = group.switch if group is not None else ""

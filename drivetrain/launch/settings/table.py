@@ -17,4 +17,5 @@ ALTERNATIVES = (
     ("use_fsdp", "use_deepspeed", "use_megatron_lm"),
     ("cpu", "multi_gpu", "tpu"),
     ("module", "no_python"),
+    ("preload", "no_preload"),
 )

@@ -1,5 +1,29 @@
-"""Megatron's parallelism (Shoeybi et al., 2019, https://arxiv.org/abs/1909.08053), through megatron-core itself."""
+"""Megatron's parallelism (Shoeybi et al., 2019, https://arxiv.org/abs/1909.08053), through megatron-core itself.
 
-from drivetrain.strategies.megatron.strategy import Megatron
+Names are resolved on first use: what they need of torch takes longer to import than torch itself.
+"""
 
-__all__ = ["Megatron"]
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+# public name -> the module that defines it
+_EXPORTS = {
+    "Megatron": "drivetrain.strategies.megatron.strategy",
+}
+
+__all__ = [
+    "Megatron",
+]
+
+
+def __getattr__(name: str) -> Any:
+    module = _EXPORTS.get(name)
+    if module is None:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(module), name)
+
+
+if TYPE_CHECKING:
+    from drivetrain.strategies.megatron.strategy import Megatron as Megatron

@@ -1,15 +1,24 @@
-"""Several kinds of parallelism over one grid of processes."""
+"""Several kinds of parallelism over one grid of processes.
 
-from drivetrain.strategies.parallel.context import sequence_positions
-from drivetrain.strategies.parallel.strategy import Parallel
-from drivetrain.strategies.parallel.tensor import (
-    Colwise,
-    PrepareModuleInput,
-    PrepareModuleInputOutput,
-    PrepareModuleOutput,
-    Rowwise,
-    SequenceParallel,
-)
+Names are resolved on first use: what they need of torch takes longer to import than torch itself.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+# public name -> the module that defines it
+_EXPORTS = {
+    "sequence_positions": "drivetrain.strategies.parallel.context",
+    "Parallel": "drivetrain.strategies.parallel.strategy",
+    "Colwise": "drivetrain.strategies.parallel.tensor",
+    "PrepareModuleInput": "drivetrain.strategies.parallel.tensor",
+    "PrepareModuleInputOutput": "drivetrain.strategies.parallel.tensor",
+    "PrepareModuleOutput": "drivetrain.strategies.parallel.tensor",
+    "Rowwise": "drivetrain.strategies.parallel.tensor",
+    "SequenceParallel": "drivetrain.strategies.parallel.tensor",
+}
 
 __all__ = [
     "Colwise",
@@ -21,3 +30,21 @@ __all__ = [
     "SequenceParallel",
     "sequence_positions",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    module = _EXPORTS.get(name)
+    if module is None:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(module), name)
+
+
+if TYPE_CHECKING:
+    from drivetrain.strategies.parallel.context import sequence_positions as sequence_positions
+    from drivetrain.strategies.parallel.strategy import Parallel as Parallel
+    from drivetrain.strategies.parallel.tensor import Colwise as Colwise
+    from drivetrain.strategies.parallel.tensor import PrepareModuleInput as PrepareModuleInput
+    from drivetrain.strategies.parallel.tensor import PrepareModuleInputOutput as PrepareModuleInputOutput
+    from drivetrain.strategies.parallel.tensor import PrepareModuleOutput as PrepareModuleOutput
+    from drivetrain.strategies.parallel.tensor import Rowwise as Rowwise
+    from drivetrain.strategies.parallel.tensor import SequenceParallel as SequenceParallel

@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Any
 from drivetrain.accelerator.run_state import Moment
 from drivetrain.accelerator.saved_engine import restore_random
 from drivetrain.callbacks import Callback
-from drivetrain.checkpoint import PendingSave
-from drivetrain.checkpoint.save import LOSS_IS_FINITE
+from drivetrain.checkpoint.schema import LOSS_IS_FINITE
 from drivetrain.data import CombinedLoader, PreparedLoader
 from drivetrain.runtime.errors import CheckpointError
 from drivetrain.trackers.base import plain
@@ -21,6 +20,7 @@ from drivetrain.trainer.state.process_entry import layout_of, taken_over
 from drivetrain.trainer.task import Task
 
 if TYPE_CHECKING:
+    from drivetrain.checkpoint import PendingSave
     from drivetrain.trainer.trainer import Trainer
 
 # what hooks see of the engine's part, by the name that they use -> the engine's name

@@ -16,7 +16,6 @@ from torch.optim import Optimizer
 from drivetrain.runtime.devices import DeviceKind
 from drivetrain.runtime.errors import ConfigurationError
 from drivetrain.runtime.logging import get_logger
-from drivetrain.strategies.precision.fp8.all_gather import Float8AllGather
 from drivetrain.strategies.precision.fp8.base import FP8Backend, check_choice
 from drivetrain.strategies.precision.fp8.layers import replace_layers
 
@@ -70,6 +69,8 @@ class TorchAO(FP8Backend):
         self._gathers = float8_all_gather
         if config is not None:
             self.recipe, self._gathers = "config", config.enable_fsdp_float8_all_gather
+        from drivetrain.strategies.precision.fp8.all_gather import Float8AllGather  # imports FSDP: longer than torch
+
         self._all_gather = Float8AllGather()
         self._kind: DeviceKind | None = None
 
