@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import signal
+import socket
 import sys
 import tempfile
 import uuid
@@ -12,11 +13,13 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+import psutil
 from torch.distributed import DistNetworkError, DistStoreError
 from torch.distributed.elastic.agent.server.api import WorkerSpec
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException, Std
 from torch.distributed.elastic.rendezvous import RendezvousError, RendezvousHandler, RendezvousParameters
 from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
+from torch.distributed.elastic.rendezvous.utils import _matches_machine_hostname
 
 from drivetrain.launch.agent import PREEMPTION_SIGNALS, RankAgent
 from drivetrain.launch.context import forking_from
@@ -234,6 +237,10 @@ def _rendezvous(options: LaunchOptions) -> RendezvousParameters:
             settings["is_host"] = True
     if backend == "static":
         settings["rank"] = options.machine_rank
+    elif address and options.max_machines > 1:
+        local_address = _own_address_towards(address)
+        if _is_unnamed_here(address):
+            settings.setdefault("is_host", True)
     return RendezvousParameters(
         backend=backend,
         endpoint=f"{address or _LOOPBACK}:{DEFAULT_PORT if port is None else port}",
@@ -243,6 +250,33 @@ def _rendezvous(options: LaunchOptions) -> RendezvousParameters:
         local_addr=local_address,
         **settings,
     )
+
+
+def _own_address_towards(address: str) -> str | None:
+    """This machine's address on the network that another is on; None, for its name, where that is not known.
+
+    The others need not be able to look up its name.
+    """
+    try:
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+            probe.connect((address, DEFAULT_PORT))  # sends nothing
+            return str(probe.getsockname()[0])
+    except OSError:
+        return None
+
+
+def _is_unnamed_here(address: str) -> bool:
+    """Whether an address is this machine's, though its own name does not lead there, as torch expects of the host.
+
+    On a machine with several networks, or in a container, no machine would serve the meeting otherwise.
+    """
+    if _matches_machine_hostname(address):
+        return False
+    try:
+        wanted = {found[4][0] for found in socket.getaddrinfo(address, None)}
+    except OSError:
+        return False
+    return any(each.address in wanted for found in psutil.net_if_addrs().values() for each in found)
 
 
 def _rendezvous_failed(options: LaunchOptions, parameters: RendezvousParameters, error: Exception) -> LaunchError:
