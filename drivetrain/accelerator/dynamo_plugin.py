@@ -40,7 +40,7 @@ class TorchDynamoPlugin:
     A model is compiled in place (`nn.Module.compile`), so its parameters keep their names and every strategy takes it.
 
     Attributes:
-        backend: A member of `DynamoBackend`, its name, or any other backend that `torch.compile` knows;
+        backend: A member of `DynamoBackend`, its name, or any other backend that `torch.compile` takes;
             none if None.
         mode: The `mode` of `torch.compile`.
         fullgraph: Whether a break in the graph is an error.

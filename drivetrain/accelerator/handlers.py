@@ -92,7 +92,7 @@ class InitProcessGroupKwargs:
 
     Attributes:
         backend: Overrides the device's own backend.
-        init_method: Accepted as None or `"env://"`: the processes meet as the launcher says.
+        init_method: Accepted as None or `"env://"`: the processes meet where the launcher makes them meet.
         timeout: How long a collective may wait for a peer.
 
     Raises:

@@ -151,7 +151,7 @@ class SavedEngine:
         self.engine = in_schema(self._read()[0])["engine"]
 
     def _leave(self, kind: str, what: str, count: int) -> None:
-        """Go on with the first of the saved objects of a kind."""
+        """Take the first of the saved objects of a kind, and leave the rest."""
         if self._in_shards:  # whose reading has a target for everything that was saved
             self._read_whole()
         saved = self.engine[kind]

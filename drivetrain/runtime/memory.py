@@ -16,7 +16,7 @@ from drivetrain.runtime.state import PartialState
 
 logger = get_logger(__name__)
 
-# What backends say that have no exception of their own.
+# Parts of the messages of backends that have no exception of their own.
 _SIGNS = (
     "out of memory",
     "CUDNN_STATUS_NOT_SUPPORTED",

@@ -110,10 +110,11 @@ def test_a_configuration_file_is_what_is_tested(tmp_path: Path) -> None:
 
 
 def test_processes_that_end_are_reported_with_the_check_they_were_in(tmp_path: Path) -> None:
-    # Every process fails as it starts: the variable is none of the precisions.
-    ended = run("-m", "drivetrain", "test", "--cpu", cwd=tmp_path, DRIVETRAIN_MIXED_PRECISION="bf61")
+    # The process fails as it starts: alone, it cannot split layers over two.
+    flags = ("--cpu", "--use_parallelism_config", "--parallelism_config_tp_size", "2")
+    ended = run("-m", "drivetrain", "test", *flags, cwd=tmp_path)
     assert ended.code != 0
-    assert "bf61" in ended.err
+    assert "tp=2" in ended.err
     assert "WRONG  start" in ended.out
     assert "does not train as it must" in ended.out
 
