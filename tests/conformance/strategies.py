@@ -87,7 +87,6 @@ ROWS: dict[str, Row] = {
     "megatron-tp": on_grid(tensor_parallel=2),
     "megatron-pp": on_grid(pipeline_parallel=2),
     "megatron-interleaved": on_grid(pipeline_parallel=2, virtual_pipeline=2),
-    # What the strategies above train is here a model of megatron-core's layers in one part.
+    # A plain task with a model of megatron-core's layers, in one part.
     "single-its-layers": Row(lambda: "single", 1, "megatron", LAYERS),
-    "ddp-its-layers": Row(DDP, 2, "megatron", LAYERS),
 }

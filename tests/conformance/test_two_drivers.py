@@ -165,7 +165,6 @@ ONE_RUN = {
     "zero-2": PRECISIONS[:2],
     "xla": PRECISIONS[:2],
     "xla-fsdp": PRECISIONS[:2],
-    "megatron": PRECISIONS[:2],
     "megatron-data": PRECISIONS[:2],
     "megatron-tp": PRECISIONS[:2],
 }
@@ -189,7 +188,7 @@ def test_fit_a_raw_loop_and_fit_are_one_run(strategy: str, way: Any, tmp_path: P
 
 
 # What a pipeline trains, a raw loop trains as a whole.
-PIPELINES = {"pp": "single", "megatron-pp": "megatron", "megatron-interleaved": "megatron"}
+PIPELINES = {"pp": "single", "megatron-pp": "megatron"}
 
 
 @pytest.mark.timeout(900)
