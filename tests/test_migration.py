@@ -103,6 +103,8 @@ def test_what_is_found_is_there(entries: list[Any]) -> None:
 
 def test_the_record_is_that_of_the_installed_version(recorded: dict[str, Any]) -> None:
     accelerate = pytest.importorskip("accelerate", reason="accelerate is missing: it is in make bench's environment")
+    if accelerate.__name__ != "accelerate":
+        pytest.skip("another test has put drivetrain in the place of accelerate in this process")
     if accelerate.__version__ != recorded["version"]:
         pytest.skip(f"accelerate {recorded['version']} is recorded, and {accelerate.__version__} is installed")
     assert script("record").record() == recorded

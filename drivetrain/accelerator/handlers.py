@@ -177,7 +177,7 @@ class GradientAccumulationPlugin:
         sync_with_dataloader: Whether the last batch of a loader always ends a window.
         sync_each_batch: Reduce gradients over processes in each micro-batch, which saves memory under sharding.
         average_short_window: Whether a last window with fewer micro-batches than `num_steps` is normalised by what it
-            holds; False divides by `num_steps` all the same, as Accelerate does.
+            holds; False normalises by `num_steps` also there, as Accelerate does.
     """
 
     num_steps: int = 1

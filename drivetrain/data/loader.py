@@ -273,15 +273,16 @@ class PreparedLoader(DataLoader[Any]):
         """Whether that position is not the start of its epoch."""
         return self._resume is not None and bool(self._resume.batches or self._resume.samples)
 
-    def skip(self, num_batches: int) -> None:
+    def skip(self, num_batches: int, in_loaded_order: bool = False) -> None:
         """Begin the next iteration, and only this one, after so many of this process's batches.
 
-        Of a map-style dataset nothing is read that is skipped. The order of an epoch that was loaded is kept.
+        Of a map-style dataset nothing is read that is skipped.
 
         Args:
             num_batches: From 0.
+            in_loaded_order: Whether an epoch that was loaded keeps its order, rather than being drawn again.
         """
-        start = None if self._resume is None else self._resume.start
+        start = self._resume.start if in_loaded_order and self._resume is not None else None
         self._resume = Position(batches=checked_count(num_batches) * self._layout.group_size, start=start)
 
     def rewind(self) -> None:

@@ -53,7 +53,7 @@ class SkippingLoader(DataLoader[Any]):
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
         if not self.whole.resumes_within:  # a position that was loaded is where the skipping would lead, and exact
-            self.whole.skip(self.count)
+            self.whole.skip(self.count, in_loaded_order=True)
         return iter(self.whole)
 
     def __len__(self) -> int:

@@ -47,7 +47,8 @@ def main() -> int:
     # Before anything registers more, as in a rank that imports for itself.
     atexit.register(leave_process_group, rank)
     launcher = socket.socket(fileno=int(descriptor))
-    handlers = {number: signal.signal(number, signal.SIG_IGN) for number in _IGNORED}
+    for number in _IGNORED:
+        signal.signal(number, signal.SIG_IGN)
     before = list(sys.path)
     gc.disable()  # it takes a tenth of the time, and what is imported stays
     with _path_of(kind, target):
@@ -62,7 +63,7 @@ def main() -> int:
     # Out of the garbage collector's sight: else each rank walks, and so copies, all that was imported.
     gc.collect()
     gc.freeze()
-    _serve(launcher, handlers)
+    _serve(launcher)
     rank.append(os.getpid())
     worker = ["-m", "drivetrain.launch.worker", *sys.argv[3:]]
     sys.orig_argv[sys.orig_argv.index("-m") :] = worker
@@ -171,7 +172,7 @@ def _has_children() -> bool:
 # forking
 
 
-def _serve(launcher: socket.socket, handlers: dict[signal.Signals, Any]) -> None:
+def _serve(launcher: socket.socket) -> None:
     """Answer the launcher's calls; returns in each forked rank, and only there."""
     while True:
         message, descriptors, _, _ = socket.recv_fds(launcher, LARGEST_MESSAGE, len(_STREAMS))
@@ -188,7 +189,7 @@ def _serve(launcher: socket.socket, handlers: dict[signal.Signals, Any]) -> None
                 answer["error"] = str(error)
             if answer.get("pid") == 0:
                 launcher.close()
-                _become_rank(request, descriptors, handlers)
+                _become_rank(request, descriptors)
                 return
             signal.pthread_sigmask(signal.SIG_UNBLOCK, _IGNORED)
         else:
@@ -204,7 +205,7 @@ def _exit_code(pid: int) -> int | None:
     return os.waitstatus_to_exitcode(status) if ended else None
 
 
-def _become_rank(request: dict[str, Any], descriptors: list[int], handlers: dict[signal.Signals, Any]) -> None:
+def _become_rank(request: dict[str, Any], descriptors: list[int]) -> None:
     """Make this process what a fresh interpreter would be."""
     os.setsid()
     for name, descriptor in zip(request["files"], descriptors, strict=True):
@@ -216,8 +217,8 @@ def _become_rank(request: dict[str, Any], descriptors: list[int], handlers: dict
             os.environ.pop(name, None)
         else:
             os.environ[name] = value
-    for number, handler in handlers.items():
-        signal.signal(number, handler)
+    for number in _IGNORED:  # the launcher handles them, so an interpreter that it starts does not inherit any
+        signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, _IGNORED)
     # Python's own generator gets a new seed in a fork by itself.
     if "numpy" in sys.modules:

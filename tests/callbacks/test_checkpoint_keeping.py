@@ -151,7 +151,7 @@ def test_a_run_that_was_not_told_where_to_save_goes_on_where_it_was(tmp_path: Pa
     first = one_run(1, None)
     second = one_run(2, first.best_model_path)
     assert saved(Path(second.best_model_path).parent) == ["epoch=0.ckpt", "epoch=1.ckpt"]
-    assert saved(tmp_path / "drivetrain_logs") == ["version_0"]
+    assert saved(tmp_path / "drivetrain_logs") == [".index.lock", "index", "version_0"]
 
 
 def test_auto_finds_what_a_run_with_default_directories_saved(tmp_path: Path) -> None:
@@ -247,7 +247,7 @@ def test_processes_go_on_together_in_the_directory_of_the_run_before(tmp_path: P
     assert first[3] == [1]
     assert first[1] == first[4]
     assert saved(Path(first[1]).parent) == ["epoch=0.ckpt", "epoch=1.ckpt", "last.ckpt"]
-    assert saved(tmp_path / "drivetrain_logs") == ["version_0"]
+    assert saved(tmp_path / "drivetrain_logs") == [".index.lock", "index", "version_0"]
 
 
 def test_when_validation_follows_a_step_its_value_names_the_checkpoint(tmp_path: Path) -> None:

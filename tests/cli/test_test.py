@@ -98,6 +98,7 @@ def test_the_command_trains_in_the_processes_asked_for(tmp_path: Path) -> None:
     assert "trains, and agrees with one process" in ended.out
 
 
+@pytest.mark.sharded
 def test_a_configuration_file_is_what_is_tested(tmp_path: Path) -> None:
     (tmp_path / "config.yaml").write_text("num_processes: 2\nuse_cpu: true\ndistributed_type: FSDP\nfsdp_config: {}\n")
     ended = run("-m", "drivetrain", "test", "--config_file", "config.yaml", cwd=tmp_path, timeout=120)
@@ -109,6 +110,7 @@ def test_a_configuration_file_is_what_is_tested(tmp_path: Path) -> None:
     assert "trains" not in shown.out
 
 
+@pytest.mark.crash
 def test_processes_that_end_are_reported_with_the_check_they_were_in(tmp_path: Path) -> None:
     # The process fails as it starts: alone, it cannot split layers over two.
     flags = ("--cpu", "--use_parallelism_config", "--parallelism_config_tp_size", "2")

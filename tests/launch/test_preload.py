@@ -144,6 +144,7 @@ def test_preload_and_no_preload_contradict_each_other() -> None:
         LaunchOptions(preload="torch", no_preload=True)
 
 
+@pytest.mark.crash  # two launches, and all that a rank finds
 def test_a_preloaded_rank_is_like_one_that_imports_for_itself(tmp_path: Path) -> None:
     write_script(
         tmp_path,
