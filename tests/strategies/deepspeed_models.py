@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
-from drivetrain import Accelerator, Task, Trainer
+from drivetrain import Accelerator, DataLoaderConfiguration, Task, Trainer
 from drivetrain.runtime.collectives import gather_object
 from tests.strategies.quiet import quiet_trainer
 
@@ -65,7 +65,10 @@ class Loop:
     """A plain loop over an Accelerator: two groups of parameters, a schedule, clipping."""
 
     def __init__(self, strategy: Any, precision: str = "no", steps: int = 6) -> None:
-        self.accelerator = Accelerator(cpu=True, strategy=strategy, mixed_precision=precision)
+        resuming = DataLoaderConfiguration(use_stateful_dataloader=True)  # within an epoch
+        self.accelerator = Accelerator(
+            cpu=True, strategy=strategy, mixed_precision=precision, dataloader_config=resuming
+        )
         model = net()
         trained = [p for p in model.parameters() if p.requires_grad]
         optimizer = torch.optim.AdamW(
