@@ -29,7 +29,7 @@ def archive_problems(dist: Path) -> list[str]:
     """Compare what the two archives hold with what the repository holds."""
     (wheel,), (sdist,) = dist.glob("*.whl"), dist.glob("*.tar.gz")
     with zipfile.ZipFile(wheel) as archive:
-        in_wheel = {name for name in archive.namelist() if ".dist-info/" not in name}
+        in_wheel = {name for name in archive.namelist() if not name.split("/")[0].endswith(".dist-info")}
     with tarfile.open(sdist) as archive:
         in_sdist = {name.split("/", 1)[1] for name in archive.getnames() if "/" in name}
     wanted = source_files()

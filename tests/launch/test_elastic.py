@@ -59,7 +59,7 @@ class Machines:
 
     def start(self, *flags: str, machines: str = "1:2") -> subprocess.Popen[str]:
         """Start one more launcher."""
-        settings = f"is_host={int(self._started == 0)},last_call_timeout=2,keep_alive_interval=1"
+        settings = f"is_host={int(self._started == 0)},last_call_timeout=5,keep_alive_interval=1"
         address = ["--main_process_ip", "127.0.0.1", "--main_process_port", self._port, "--rdzv_conf", settings]
         command = ["--cpu", "--nnodes", machines, "--num_processes", "2", *address, *flags, "script.py"]
         self._started += 1
