@@ -63,7 +63,10 @@ def peak_of_real_step(precision: str, trace: Path) -> int:
     return kept + peak
 
 
-@pytest.mark.parametrize("precision", ["32", "bf16", "bf16-true"])
+IN_THE_OTHER_LANE = [pytest.param(name, marks=pytest.mark.sharded) for name in ("bf16", "bf16-true")]
+
+
+@pytest.mark.parametrize("precision", ["32", *IN_THE_OTHER_LANE])
 def test_a_step_on_one_process_takes_what_the_allocator_counts(precision: str, tmp_path: Path) -> None:
     (real,) = run_in_processes(peak_of_real_step, 1, args=(precision, tmp_path / "trace.json"), timeout=100)
     arguments = ("--precision", precision, "--input", f"{ROWS}x{LENGTH}:int64", "--strategy", "single")

@@ -88,6 +88,7 @@ def test_what_is_wrong_is_named(make: Callable[[], Accelerator], processes: int,
     assert list(first)[-1] == failing  # what relies on it is not tried
 
 
+@pytest.mark.sharded
 def test_the_command_trains_in_the_processes_asked_for(tmp_path: Path) -> None:
     flags = ("--num_processes", "2", "--cpu", "--mixed-precision", "bf16", "--gradient_accumulation_steps", "2")
     ended = run("-m", "drivetrain", "test", *flags, cwd=tmp_path, timeout=120)
