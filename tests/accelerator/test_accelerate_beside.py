@@ -70,6 +70,6 @@ def losses(package: str, safe: bool, *arguments: str) -> Any:
 
 @pytest.mark.parametrize("safe", [True, False], ids=["safetensors", "torch"])
 def test_a_run_of_accelerate_is_continued_exactly(tmp_path: Path, safe: bool) -> None:
-    pytest.importorskip("accelerate")
+    pytest.importorskip("accelerate", reason="Accelerate is missing: it is in the environment of make test-compat")
     expected = losses("accelerate", safe, str(tmp_path / "state"))
     assert losses("drivetrain", safe, str(tmp_path / "state"), "load") == expected
