@@ -53,6 +53,8 @@ TRACKERS_PYTHON := $(TRACKERS_VENV)/bin/python
 DRIVETRAIN := $(VENV)/bin/drivetrain
 endif
 
+# Tests start hundreds of interpreters: each of them would compile the package again.
+unexport PYTHONDONTWRITEBYTECODE
 # So that `drivetrain` is found by a Python that it is not installed in.
 export PYTHONPATH := $(CURDIR)$(if $(PYTHONPATH),:$(PYTHONPATH))
 
