@@ -27,6 +27,7 @@ COMPAT_PYTHON := $(COMPAT_VENV)/bin/python
 COMPAT_PIP := $(COMPAT_PYTHON) -m pip --disable-pip-version-check
 # The packages of trackers need other versions of what others need, and are many.
 TRACKERS_VENV ?= .venv-trackers
+RAY_VENV ?= .venv-ray
 PIP := $(VENV)/bin/python -m pip --disable-pip-version-check
 
 # `make test-gpu PYTHON=python3` uses a Python that already holds torch, and makes no environment.
@@ -39,6 +40,8 @@ MEGATRON_ENV :=
 MEGATRON_PYTHON := $(PYTHON)
 TRACKERS_ENV :=
 TRACKERS_PYTHON := $(PYTHON)
+RAY_ENV :=
+RAY_PYTHON := $(PYTHON)
 DRIVETRAIN := $(PYTHON) -m drivetrain
 else
 PYTHON := $(VENV)/bin/python
@@ -50,6 +53,8 @@ MEGATRON_ENV := $(MEGATRON_VENV)/.made-for-megatron
 MEGATRON_PYTHON := $(MEGATRON_VENV)/bin/python
 TRACKERS_ENV := $(TRACKERS_VENV)/.made-for-trackers
 TRACKERS_PYTHON := $(TRACKERS_VENV)/bin/python
+RAY_ENV := $(RAY_VENV)/.made-for-ray
+RAY_PYTHON := $(RAY_VENV)/bin/python
 DRIVETRAIN := $(VENV)/bin/drivetrain
 endif
 
@@ -59,8 +64,8 @@ unexport PYTHONDONTWRITEBYTECODE
 export PYTHONPATH := $(CURDIR)$(if $(PYTHONPATH),:$(PYTHONPATH))
 
 .DEFAULT_GOAL := help
-.PHONY: help env environments demo test test-slow test-sharded test-crash test-megatron test-compat test-trackers test-gpu \
-	test-xla test-oldest deepspeed-ops checks lint format types floors docs wheel bench bench-gpu clean
+.PHONY: help env environments demo test test-slow test-sharded test-crash test-megatron test-compat test-trackers test-ray \
+	test-gpu test-xla test-oldest deepspeed-ops checks lint format types floors docs wheel bench bench-gpu clean
 
 help: ## list these commands
 	@awk 'BEGIN {FS = ":.*## "} /^[a-z-]+:.*## / {printf "  make %-14s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
@@ -97,6 +102,9 @@ test-compat: $(COMPAT_ENV) ## what was written for Accelerate, beside the origin
 TRACKERS := wandb mlflow aim dvclive trackio swanlab
 test-trackers: $(TRACKERS_ENV) ## the tests of trackers beside those of the default lane (an environment of its own)
 	$(TRACKERS_PYTHON) -m pytest $(IN_PARALLEL) -m "trackers and not slow" $(or $(TESTS),$(TRACKERS:%=tests/trackers/test_%.py))
+
+test-ray: $(RAY_ENV) ## the tests of the launcher on Ray, with a Ray on this machine (an environment of its own)
+	$(RAY_PYTHON) -m pytest -m "ray and not gpu" $(or $(TESTS),tests/launch/test_ray_launcher.py)
 
 test-gpu: $(DEV_ENV) ## the tests that need a GPU (PYTHON=python3: with a Python that holds torch)
 	$(PYTHON) -m pytest -m gpu $(TESTS)
@@ -151,7 +159,7 @@ clean: ## remove what builds, tests and runs left (not .venv)
 
 # torch comes first and alone, at the pinned version: as another package's need, pip may choose another build of it.
 $(VENV)/bin/python $(BENCH_VENV)/bin/python $(XLA_VENV)/bin/python $(MEGATRON_VENV)/bin/python \
-		$(COMPAT_VENV)/bin/python $(TRACKERS_VENV)/bin/python:
+		$(COMPAT_VENV)/bin/python $(TRACKERS_VENV)/bin/python $(RAY_VENV)/bin/python:
 	@$(BASE_PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || \
 		{ echo "drivetrain needs Python >= 3.10, and $(BASE_PYTHON) is $$($(BASE_PYTHON) --version 2>&1)." \
 		"Name another one: make BASE_PYTHON=python3.12 ..." >&2; exit 1; }
@@ -202,4 +210,10 @@ $(TRACKERS_VENV)/.made-for-trackers: pyproject.toml constraints-trackers.txt | $
 	$(TRACKERS_PYTHON) -m pip --disable-pip-version-check install torch -c constraints-trackers.txt
 	$(TRACKERS_PYTHON) -m pip --disable-pip-version-check install -e ".[wandb,mlflow,aim,dvclive,trackio,swanlab]" \
 		pytest pytest-timeout pytest-xdist -c constraints-trackers.txt
+	@touch $@
+
+$(RAY_VENV)/.made-for-ray: pyproject.toml constraints.txt constraints-ray.txt | $(RAY_VENV)/bin/python
+	$(RAY_PYTHON) -m pip --disable-pip-version-check install torch -c constraints.txt
+	$(RAY_PYTHON) -m pip --disable-pip-version-check install -e ".[ray]" pytest pytest-timeout \
+		-c constraints.txt -c constraints-ray.txt
 	@touch $@

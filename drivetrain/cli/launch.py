@@ -121,6 +121,10 @@ def launch(script: str, args: tuple[str, ...], config_file: str | None, dry_run:
         from drivetrain.launch.mpi import launch_with_mpi
 
         return launch_with_mpi(options, script, args)
+    if options.launcher == "ray":
+        from drivetrain.launch.ray_launcher import launch_with_ray
+
+        return launch_with_ray(options, script, args)
     from drivetrain.launch.preload import Preloader
 
     with Preloader.start(options, script, args) as preloader:  # it imports torch while this process does

@@ -19,14 +19,10 @@ from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElas
 from torch.distributed.elastic.multiprocessing.api import SubprocessContext
 
 from drivetrain.launch.peers import Peers, agree_on_counts
-from drivetrain.launch.ranks import STOP_PATIENCE, LocalRanks
+from drivetrain.launch.ranks import EXIT_PATIENCE, FORWARDED_SIGNALS, STOP_PATIENCE, LocalRanks
 from drivetrain.launch.report import RankFailure, first_failure
 from drivetrain.launch.watchdog import RankReport, Watchdog
 from drivetrain.runtime.heartbeat import HEARTBEAT_VARIABLE
-
-PREEMPTION_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
-FORWARDED_SIGNALS = (signal.SIGINT, *PREEMPTION_SIGNALS, signal.SIGHUP, signal.SIGQUIT)
-_EXIT_PATIENCE = 10.0  # seconds that a failed rank has for its exit handlers: trackers upload in them
 
 
 class RankAgent(LocalElasticAgent):
@@ -206,11 +202,11 @@ class RankAgent(LocalElasticAgent):
             if ranks.was_preempted():
                 return self._end_preempted()
             if ranks.was_interrupted():
-                ranks.wait(ranks.alive(), _EXIT_PATIENCE)  # they may still be saving
+                ranks.wait(ranks.alive(), EXIT_PATIENCE)  # they may still be saving
             failures = ranks.failures()
             peers.publish(first_failure(failures) if failures else None)
             self._stop_peers(local for local in ranks.alive() if not ranks.is_failing(local))
-            ranks.wait(ranks.alive(), _EXIT_PATIENCE)
+            ranks.wait(ranks.alive(), EXIT_PATIENCE)
             ranks.kill(ranks.alive())
         elif ranks.alive() or not peers.all_done():
             return RunResult(state=WorkerState.HEALTHY)
@@ -312,7 +308,7 @@ class RankAgent(LocalElasticAgent):
         ranks.wait(ranks.alive(), self._grace_period, until=lambda: ranks.any_crashed(number))
         if ranks.any_crashed(number):
             ranks.stop(local for local in ranks.alive() if not ranks.is_failing(local))
-            ranks.wait(ranks.alive(), _EXIT_PATIENCE)
+            ranks.wait(ranks.alive(), EXIT_PATIENCE)
         else:
             self.overdue = [ranks.global_rank(local) for local in ranks.alive()]
         ranks.stopped.update(ranks.alive())

@@ -21,17 +21,18 @@ from torch.distributed.elastic.rendezvous import RendezvousError, RendezvousHand
 from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 from torch.distributed.elastic.rendezvous.utils import _matches_machine_hostname
 
-from drivetrain.launch.agent import PREEMPTION_SIGNALS, RankAgent
+from drivetrain.launch.agent import RankAgent
 from drivetrain.launch.context import forking_from
 from drivetrain.launch.interpreter import Invocation
+from drivetrain.launch.messages import announce, announce_restart, exit_code_after, resumable, write
 from drivetrain.launch.options import DEFAULT_PORT, LaunchOptions
-from drivetrain.launch.peers import LOST_AFTER
 from drivetrain.launch.plan import LaunchPlan
 from drivetrain.launch.preload import Preloader
+from drivetrain.launch.ranks import LOST_AFTER, PREEMPTION_SIGNALS
+from drivetrain.launch.ray_launcher import launch_with_ray
 from drivetrain.launch.report import RankFailure, describe
 from drivetrain.launch.watchdog import Watchdog
 from drivetrain.runtime.errors import ConfigurationError, LaunchError
-from drivetrain.runtime.exit_codes import RESUME_EXIT_CODE
 
 _WORKER = "drivetrain.launch.worker"
 _LOOPBACK = "127.0.0.1"
@@ -63,11 +64,13 @@ def launch_script(
         LaunchError: The machines did not meet, or a port is taken.
     """
     options.check_script(script)
+    if options.launcher == "ray":
+        return launch_with_ray(options, script, args)
     if preloader is None:
         with Preloader.start(options, script, args) as preloader:
             return launch_script(options, script, args, preloader)
     plan = LaunchPlan.make(options)
-    report = _print if options.debug else _ignore
+    report = announce if options.debug else _ignore
     report(f"{plan.local_processes} process(es) on this machine, on {plan.kind}")
     for name, value in plan.variables.items():
         report(f"{name}={value}")
@@ -126,10 +129,10 @@ def _run(
         grace_period=options.preemption_grace_period,
         can_shrink=options.min_machines < options.max_machines,
         signal_all=options.no_python,
-        on_restart=lambda failure, number: _announce_restart(options, agent, failure, number),
-        on_resize=lambda old, new: _print(f"continuing with {new} machine(s) instead of {old}."),
-        start_ranks=lambda: forking_from(preloader, _print if options.debug else _ignore),
-        on_interrupt=lambda: _print("interrupted: the processes are ending; Ctrl-C again kills them."),
+        on_restart=lambda failure, number: announce_restart(failure, agent.world_size, number, options.max_restarts),
+        on_resize=lambda old, new: announce(f"continuing with {new} machine(s) instead of {old}."),
+        start_ranks=lambda: forking_from(preloader, announce if options.debug else _ignore),
+        on_interrupt=lambda: announce("interrupted: the processes are ending; Ctrl-C again kills them."),
         watchdog=watchdog,
     )
     try:
@@ -149,23 +152,23 @@ def _watch(
             shut_down = False  # it would close the rendezvous for machines that may continue
             return _after_signal(options, agent)
         if agent.preempted:
-            return _resumable()
+            return resumable()
         if result is None or not result.is_failed():
             return 0
         failure = agent.first_failure()
         if failure is None:
             raise LaunchError(_unexplained(agent))
-        _write(_described(options, failure, agent))
+        write(_described(options, failure, agent))
         return failure.status
     except (KeyboardInterrupt, SignalException) as stop:
         shut_down = False
         received = agent.received if agent.received is not None else getattr(stop, "sigval", signal.SIGINT)
         if agent.restarting and received in PREEMPTION_SIGNALS:
-            return _resumable("stopped before the processes were started again")
+            return resumable("stopped before the processes were started again")
         return 128 + int(received)
     except (RendezvousError, DistNetworkError, DistStoreError) as error:
         if agent.preempted:
-            return _resumable()
+            return resumable()
         raise _rendezvous_failed(options, parameters, error) from error
     finally:
         if shut_down:
@@ -175,37 +178,15 @@ def _watch(
 def _after_signal(options: LaunchOptions, agent: RankAgent) -> int:
     """The exit code after a signal was forwarded to the ranks."""
     assert agent.received is not None
-    if agent.overdue:
-        ranks = ", ".join(str(rank) for rank in agent.overdue)
-        _print(
-            f"{options.preemption_grace_period:g} s after {agent.received.name}, rank {ranks} had not ended and was "
-            "killed. Give more time with --preemption_grace_period."
-        )
-    if agent.preempted:
-        return _resumable()
-    if agent.received == signal.SIGUSR1 and agent.all_succeeded():
-        return 0  # through before it had to stop
-    failure = agent.first_failure()
-    if failure is not None and failure.text:
-        _write(_described(options, failure, agent))
-    return 128 + agent.received
-
-
-def _resumable(what: str = "the run was preempted and has saved its state") -> int:
-    _print(f"{what}: start it again to resume (exit code {RESUME_EXIT_CODE}).")
-    return RESUME_EXIT_CODE
-
-
-def _announce_restart(options: LaunchOptions, agent: RankAgent, failure: RankFailure | None, number: int) -> None:
-    """Print why all processes start again, in one line, and the traceback where there is one."""
-    count = f" (restart {number} of {options.max_restarts})" if number else ""
-    then = f"Starting all processes again{count}."
-    if failure is None:
-        _print(f"a machine gave no sign of life for {LOST_AFTER:g} s. {then}")
-    elif failure.exit_code == RESUME_EXIT_CODE:
-        _print(f"the run was preempted and has saved its state. {then}")
-    else:
-        _write(describe(failure, agent.world_size, then=then, advise=False))
+    failure = agent.first_failure() if not agent.preempted else None
+    return exit_code_after(
+        agent.received,
+        overdue=agent.overdue,
+        grace_period=options.preemption_grace_period,
+        preempted=agent.preempted,
+        succeeded=agent.all_succeeded(),
+        described=_described(options, failure, agent) if failure is not None and failure.text else "",
+    )
 
 
 def _unexplained(agent: RankAgent) -> str:
@@ -339,15 +320,6 @@ def _quiet_loggers(*, enabled: bool) -> Iterator[None]:
         for logger in loggers:
             logger.removeHandler(silence)
             logger.propagate = True
-
-
-def _write(text: str) -> None:
-    sys.stdout.flush()
-    print(text, file=sys.stderr, flush=True)
-
-
-def _print(text: str) -> None:
-    _write(text if text.startswith("drivetrain: ") else f"drivetrain: {text}")
 
 
 def _ignore(text: str) -> None:

@@ -11,13 +11,15 @@ from dataclasses import dataclass, field, fields
 from typing import Any
 
 from drivetrain.launch.settings.environment import variables_of
-from drivetrain.launch.settings.processes import MIXED_PRECISIONS, RENDEZVOUS_BACKENDS, STAND_INS
+from drivetrain.launch.settings.processes import LAUNCHERS, MIXED_PRECISIONS, RENDEZVOUS_BACKENDS, STAND_INS
 from drivetrain.launch.settings.sharding import check_grid
 from drivetrain.launch.settings.sources import Given, merge
 from drivetrain.launch.settings.table import ALTERNATIVES, GROUPS, SETTINGS
 from drivetrain.runtime.errors import ConfigurationError, nearest
 
 HANG_TIMEOUT_VARIABLE = "DRIVETRAIN_HANG_TIMEOUT"
+# Of machines that this launcher starts processes on by itself.
+_NOT_ON_RAY = ("main_process_ip", "hang_timeout", "enable_cpu_affinity", "tee", "log_dir", "tpu", "preload")
 DEFAULT_PORT = 29500  # where machines meet when no port is named, as with torchrun
 
 
@@ -54,6 +56,10 @@ class LaunchOptions:
         module: The script is a module's name, as in `python -m`.
         no_python: The script is a program of its own, not Python.
         stand_in: Package that the script and what it imports get drivetrain's own version of: `"accelerate"`.
+        launcher: Who starts the processes: `"elastic"`, this machine's own launcher, or `"ray"`, the workers of a Ray
+            cluster, which decides where they run.
+        ray_address: That cluster: `"host:port"`, `"auto"` for the one that this machine belongs to, or `"local"` to
+            start one for the run; None is `"auto"`.
         rdzv_backend: How several machines find each other: `"static"` or `"c10d"` (or torch's `"etcd"`); None is
             static, or c10d where the number of machines may change.
         rdzv_conf: Further settings of that, as `"key=value,key=value"`.
@@ -104,6 +110,8 @@ class LaunchOptions:
     preload: str | None = None
     no_preload: bool = False
     stand_in: str | None = None
+    launcher: str = "elastic"
+    ray_address: str | None = None
     rdzv_backend: str | None = None
     rdzv_conf: str = ""
     same_network: bool = True
@@ -134,6 +142,7 @@ class LaunchOptions:
         self._check_machines()
         self._check_devices()
         self._check_choices()
+        self._check_ray()
 
     @classmethod
     def from_sources(cls, *sources: Mapping[str, Any]) -> LaunchOptions:
@@ -392,6 +401,7 @@ class LaunchOptions:
     def _check_choices(self) -> None:
         self._check_choice("mixed_precision", self.mixed_precision, MIXED_PRECISIONS)
         self._check_choice("stand_in (--as)", self.stand_in, STAND_INS)
+        self._check_choice("launcher", self.launcher, LAUNCHERS)
         self._check_choice("rdzv_backend", self.rdzv_backend, RENDEZVOUS_BACKENDS)
         if any("=" not in pair for pair in self.rdzv_conf.split(",") if pair.strip()):
             raise ConfigurationError(
@@ -401,6 +411,21 @@ class LaunchOptions:
             raise ConfigurationError(
                 f"tee is {self.tee!r}, but must be 0 (none), 1 (stdout), 2 (stderr), 3 (both), "
                 'or these by local rank, such as "0:3,1:1".'
+            )
+
+    def _check_ray(self) -> None:
+        """Refuse what another launcher decides."""
+        if self.launcher != "ray":
+            return
+        own = {each.name: each.default for each in fields(self)}
+        asked = [name for name in _NOT_ON_RAY if getattr(self, name) != own[name]]
+        asked += ["gpu_ids"] if self.device_ids is not None else []
+        asked += ["num_machines"] if self.max_machines > 1 else []
+        asked += ["mpirun_hostfile"] if self.mpirun_config else []
+        if asked:
+            raise ConfigurationError(
+                f"{asked[0]} is {self.values[asked[0]]!r}, which has no effect with launcher='ray': Ray decides which "
+                "machines and devices the processes get. Leave one of the two out."
             )
 
     @staticmethod

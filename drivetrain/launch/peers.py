@@ -11,9 +11,9 @@ import time
 
 from torch.distributed import Store  # type: ignore[attr-defined]
 
+from drivetrain.launch.ranks import LOST_AFTER
 from drivetrain.launch.report import RankFailure, first_failure
 
-LOST_AFTER = 30.0  # seconds without a sign of life after which a machine counts as gone
 _POLL_INTERVAL = 1.0  # seconds between two questions to the store while all is well
 _SETTLE = 2.5  # seconds in which machines that see one failure write theirs, or that they have none
 _STACKS_TIME = 4.0  # seconds that other machines have to ask their ranks for their stacks

@@ -6,16 +6,13 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 
 from drivetrain.launch.cores import THREADS_VARIABLE, threads_per_process
 from drivetrain.launch.options import LaunchOptions
+from drivetrain.launch.variables import variables_of_run
 from drivetrain.launch.worker import AFFINITY_VARIABLE
 from drivetrain.runtime.devices import DeviceKind, detect_device_kind, get_device_kind
-from drivetrain.runtime.environment import LAUNCHED_VARIABLE
 from drivetrain.runtime.errors import ConfigurationError, DeviceNotAvailableError
-
-_STAND_INS = Path(__file__).parents[1] / "compat" / "stand_ins"
 
 # What hides devices from a process, by kind of device.
 _VISIBLE_DEVICES = {
@@ -103,18 +100,11 @@ def _device_kind(options: LaunchOptions) -> DeviceKind:
 
 def _run_variables(options: LaunchOptions, kind: DeviceKind, local_processes: int) -> dict[str, str]:
     """The environment variables through which the options reach the ranks."""
-    variables = {LAUNCHED_VARIABLE: "1"}
-    variables |= options.variables
-    if options.debug:
-        variables["DRIVETRAIN_DEBUG"] = "1"
+    variables = variables_of_run(options)
     if options.enable_cpu_affinity:
         if not hasattr(os, "sched_setaffinity"):
             raise ConfigurationError("enable_cpu_affinity needs Linux. Leave it out on this system.")
         variables[AFFINITY_VARIABLE] = "1"
-    if options.stand_in is not None:
-        # Found before the original by every Python that a rank is or starts, also by one that is not ours.
-        paths = [str(_STAND_INS / options.stand_in), os.environ.get("PYTHONPATH", "")]
-        variables["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
     if options.device_ids is not None:
         name = _VISIBLE_DEVICES.get(kind.name)
         if name is None:

@@ -14,6 +14,10 @@ import psutil
 from drivetrain.launch.report import FailureRecord, RankFailure, first_failure, read_record
 from drivetrain.runtime.exit_codes import RESUME_EXIT_CODE
 
+PREEMPTION_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
+FORWARDED_SIGNALS = (signal.SIGINT, *PREEMPTION_SIGNALS, signal.SIGHUP, signal.SIGQUIT)
+EXIT_PATIENCE = 10.0  # seconds that a failed rank has for its exit handlers: trackers upload in them
+LOST_AFTER = 30.0  # seconds without a sign of life after which a machine counts as gone
 STOP_PATIENCE = 2.0  # seconds that the peers of a failed rank have between SIGTERM and SIGKILL
 _POLL_INTERVAL = 0.02
 _DYING = 0.2  # seconds that a killed process may take to be gone after its peers have seen its sockets close

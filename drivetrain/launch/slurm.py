@@ -127,7 +127,8 @@ def slurm_options(given: Mapping[str, Any], environ: Mapping[str, str] | None = 
         ConfigurationError: The variables cannot be read, or srun has started several launchers on one machine.
     """
     job = SlurmJob.detect(environ)
-    if job is None or any(given.get(name) is not None for name in _OWN):
+    on_ray = given.get("launcher") == "ray"  # Ray has its own machines
+    if job is None or on_ray or any(given.get(name) is not None for name in _OWN):
         return {}
     if len(job.hosts) > 1 and not job.in_step:
         # The tasks that were asked for count processes: each machine's launcher starts its share.

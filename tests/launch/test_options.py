@@ -51,6 +51,13 @@ MISTAKES: list[tuple[dict[str, Any], list[str]]] = [
     ({"gpu_ids": "0", "num_processes": 2}, ["names 1 device", "2 processes", "leave num_processes out"]),
     ({"gpu_ids": "0", "cpu": True}, ["cpu and gpu_ids contradict"]),
     ({"multi_gpu": True, "cpu": True}, ["cpu and multi_gpu contradict"]),
+    ({"launcher": "rai"}, ["'rai'", "elastic", "Did you mean 'ray'?"]),
+    ({"launcher": "ray", "gpu_ids": "0"}, ["gpu_ids is '0'", "launcher='ray'", "Leave one of the two out"]),
+    ({"launcher": "ray", "log_dir": "logs"}, ["log_dir is 'logs'", "launcher='ray'"]),
+    (
+        {"launcher": "ray", "num_machines": 2, "main_process_ip": "10.0.0.1"},
+        ["main_process_ip is '10.0.0.1'", "Ray decides"],
+    ),
     ({"module": True, "no_python": True}, ["module and no_python contradict"]),
 ]
 

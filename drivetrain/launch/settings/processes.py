@@ -21,6 +21,7 @@ MIXED_PRECISIONS = (
     "64-true",
 )
 STAND_INS = ("accelerate",)
+LAUNCHERS = ("elastic", "ray")
 RENDEZVOUS_BACKENDS = ("static", "c10d", "etcd", "etcd-v2")
 _NO_SAGEMAKER = (
     "drivetrain starts no jobs on SageMaker. Run `drivetrain launch` as the entry point of a job, and leave it out."
@@ -118,6 +119,24 @@ TOP = (
     _strategy("use_deepspeed", "Train with DeepSpeed."),
     _strategy("use_parallelism_config", "Arrange the processes in a grid: tensor and context parallelism."),
     _strategy("use_megatron_lm", "Train with Megatron."),
+    Setting(
+        "launcher",
+        "Who starts the processes: elastic (here, or one launch on each machine; the default), or ray (on the workers "
+        "of a Ray cluster).",
+        "choice",
+        "Ray",
+        choices=LAUNCHERS,
+        metavar="NAME",
+    ),
+    Setting(
+        "ray_address",
+        "The cluster: HOST:PORT, auto for the one that this machine is in, or local to start one here for the run. "
+        "Default: RAY_ADDRESS, or auto.",
+        section="Ray",
+        metavar="ADDRESS",
+        variable="RAY_ADDRESS",
+        of_launcher=True,
+    ),
     _machine(
         "num_machines",
         "Machines that take part. Default: 1. With 1:2, the run continues when one of two dies or comes.",

@@ -62,6 +62,10 @@ def collect(
             raise ConfigurationError(
                 f"--{name} {given.value} has no effect without --{switch}. Add that flag, or leave --{name} out."
             )
+    if "ray_address" in from_flags and ("launcher" not in merged or merged["launcher"].value != "ray"):
+        raise ConfigurationError(
+            "--ray_address has no effect without --launcher ray. Add that flag, or leave --ray_address out."
+        )
     return merged
 
 

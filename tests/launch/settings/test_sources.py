@@ -62,6 +62,7 @@ def test_what_the_environment_asks_for_otherwise_does_not_reach_the_processes(mo
         ({"use_fsdp": True, "use_deepspeed": True}, ["use_fsdp and use_deepspeed contradict"]),
         ({"use_deepspeed": True, "use_parallelism_config": True}, ["use_parallelism_config and use_deepspeed"]),
         ({"aws_secret_access_key": "hunter2"}, ["--aws_secret_access_key", "SageMaker"]),
+        ({"ray_address": "local"}, ["--ray_address", "--launcher ray"]),
         ({"rdzv_endpoint": "host:port"}, ["rdzv_endpoint", "10.0.0.1:29500"]),
         ({"rdzv_endpoint": "a:1", "main_process_ip": "b"}, ["rdzv_endpoint", "--main_process_ip"]),
         ({"fsdp_offload_params": "maybe", "use_fsdp": True}, ["--fsdp_offload_params", "true or false"]),
