@@ -18,6 +18,8 @@ What is stable, all of it to be called on every process unless marked otherwise:
   `verify()`.
 - `clean_stale(root)` (one process): what dead runs left. Every save and every look for checkpoints does it too.
 - `consolidate(checkpoint, output, max_shard_size="5GB", dtype=None, module=None)` (one process): plain safetensors.
+- `sharded_model(directory, number)` finds the folder of shards that Accelerate's FSDP wrote, and
+  `consolidate_shards(directory, output)` (one process) makes plain safetensors of it.
 - `import_checkpoint(source, output)` (one process): what Accelerate's `save_state` wrote, as a checkpoint of ours;
   `is_accelerate_state(directory)` and `read_accelerate_state(directory, rank)` read it as it is.
 - `load_checkpoint_in_model(model, checkpoint)` (one process): weights from the files of other tools.
@@ -41,6 +43,7 @@ _EXPORTS = {
     "clean_stale": "drivetrain.checkpoint.writer_record",
     "compare_states": "drivetrain.checkpoint.load",
     "consolidate": "drivetrain.checkpoint.export",
+    "consolidate_shards": "drivetrain.checkpoint.export",
     "describe_run_state": "drivetrain.checkpoint.describe",
     "extra_place": "drivetrain.checkpoint.save",
     "holds_positions": "drivetrain.checkpoint.accelerate_format",
@@ -58,6 +61,7 @@ _EXPORTS = {
     "save_queue": "drivetrain.checkpoint.queue",
     "save_run_state": "drivetrain.checkpoint.entry_points",
     "save_safetensors": "drivetrain.checkpoint.export",
+    "sharded_model": "drivetrain.checkpoint.accelerate_format",
     "with_tied": "drivetrain.checkpoint.weight_files",
 }
 
@@ -70,6 +74,7 @@ __all__ = [
     "clean_stale",
     "compare_states",
     "consolidate",
+    "consolidate_shards",
     "describe_run_state",
     "extra_place",
     "holds_positions",
@@ -87,6 +92,7 @@ __all__ = [
     "save_queue",
     "save_run_state",
     "save_safetensors",
+    "sharded_model",
     "with_tied",
 ]
 
@@ -105,6 +111,7 @@ if TYPE_CHECKING:
     from drivetrain.checkpoint.accelerate_format import is_accelerate_state as is_accelerate_state
     from drivetrain.checkpoint.accelerate_format import named_by_position as named_by_position
     from drivetrain.checkpoint.accelerate_format import read_accelerate_state as read_accelerate_state
+    from drivetrain.checkpoint.accelerate_format import sharded_model as sharded_model
     from drivetrain.checkpoint.describe import describe_run_state as describe_run_state
     from drivetrain.checkpoint.discovery import FoundCheckpoint as FoundCheckpoint
     from drivetrain.checkpoint.discovery import list_checkpoints as list_checkpoints
@@ -114,6 +121,7 @@ if TYPE_CHECKING:
     from drivetrain.checkpoint.entry_points import remove_checkpoint as remove_checkpoint
     from drivetrain.checkpoint.entry_points import save_run_state as save_run_state
     from drivetrain.checkpoint.export import consolidate as consolidate
+    from drivetrain.checkpoint.export import consolidate_shards as consolidate_shards
     from drivetrain.checkpoint.export import save_safetensors as save_safetensors
     from drivetrain.checkpoint.import_state import import_checkpoint as import_checkpoint
     from drivetrain.checkpoint.load import Checkpoint as Checkpoint

@@ -20,15 +20,19 @@ from typing import Any
 import numpy as np
 import torch
 
-from drivetrain.checkpoint.weight_files import read_pickled, read_weights
+from drivetrain.checkpoint.pickled import read_pickled
+from drivetrain.checkpoint.torch_shards import TorchShards, bare_name
+from drivetrain.checkpoint.weight_files import read_weights
 from drivetrain.runtime.errors import CheckpointError
 from drivetrain.runtime.seeds import RandomState
 
 BY_POSITION = "#"
 """What a parameter's name begins with in an optimizer's state that knows its position only."""
 
-_NUMBERED = re.compile(r"(?P<stem>\w+?)(?:_(?P<number>\d+))?\.(?P<suffix>safetensors|bin|pkl)")
-_WRAPPERS = ("module.", "_orig_mod.")
+_NUMBERED = re.compile(r"(?P<stem>\w+?)(?:_(?P<number>\d+))?(?:\.(?P<suffix>safetensors|bin|pkl))?")
+_BY_RANK = re.compile(r"pytorch_model_fsdp(_\d+)?_rank\d+\.bin")
+_SHARDED_MODEL = "pytorch_model_fsdp"
+_AROUND = ("module.", "_orig_mod.")
 
 
 def is_accelerate_state(directory: str | os.PathLike[str]) -> bool:
@@ -57,8 +61,8 @@ def read_accelerate_state(
     files = {kind: _numbered(root, kind) for kind in ("optimizer", "scheduler", "sampler", "custom_checkpoint")}
     scaler = root / "scaler.pt"
     engine = {
-        "models": [_bare_names(read_weights(path)) for path in _models(root)],
-        "optimizers": [_by_position(_read(path), path) for path in files["optimizer"]],
+        "models": [_bare_names(_weights(path)) for path in _models(root)],
+        "optimizers": [_by_name_or_position(_optimizer(path), path) for path in files["optimizer"]],
         "schedulers": [_read(path) for path in files["scheduler"]],
         "loaders": [_position(path) for path in files["sampler"]],
         "registered": [_read(path) for path in files["custom_checkpoint"]],
@@ -103,17 +107,42 @@ def holds_positions(saved: Any) -> bool:
     return any(str(name).startswith(BY_POSITION) for group in groups for name in group["params"])
 
 
+def sharded_model(directory: str | os.PathLike[str], number: int | None = None) -> Path | None:
+    """The folder with the shards of a model that Accelerate's FSDP wrote; None where there is none.
+
+    Args:
+        directory: That folder, or the checkpoint that it is in.
+        number: Which model, where the checkpoint holds several.
+
+    Raises:
+        CheckpointError: There are several and none is named, or there is no such one.
+    """
+    root = Path(directory)
+    if TorchShards.is_here(root):
+        return root
+    found = _numbered(root, _SHARDED_MODEL, "") if root.is_dir() else []
+    if not found:
+        return None
+    if (number is None and len(found) > 1) or (number or 0) >= len(found):
+        raise CheckpointError(
+            f"{root} holds {len(found)} model(s), so number {number} is not one of them. Give the number of one: "
+            f"--model 0 to {len(found) - 1}."
+        )
+    return found[number or 0]
+
+
 def _refuse_sharded(root: Path) -> None:
-    for path in root.iterdir():
-        if path.is_dir() and path.name.startswith(("pytorch_model", "optimizer")):
+    for path in sorted(root.iterdir()):
+        if _BY_RANK.fullmatch(path.name):
             raise CheckpointError(
-                f"{root} holds {path.name}/, written in shards by FSDP or DeepSpeed. Merge the weights with the tool "
-                "that wrote them (accelerate merge-weights, zero_to_fp32.py), or let Accelerate save a full state dict."
+                f"{root} holds {path.name}, FSDP's local state dict, which only as many processes with the same "
+                "wrapping can read. Let Accelerate save with SHARDED_STATE_DICT or FULL_STATE_DICT."
             )
 
 
 def _models(root: Path) -> list[Path]:
-    for stem, suffix in (("model", "safetensors"), ("pytorch_model", "bin"), ("pytorch_model_fsdp", "bin")):
+    kinds = (("model", "safetensors"), ("pytorch_model", "bin"), (_SHARDED_MODEL, "bin"), (_SHARDED_MODEL, ""))
+    for stem, suffix in kinds:
         found = _numbered(root, stem, suffix)
         if found:
             return found
@@ -121,13 +150,31 @@ def _models(root: Path) -> list[Path]:
 
 
 def _numbered(root: Path, kind: str, suffix: str | None = None) -> list[Path]:
-    """The files of one kind in the order of their numbers: `kind.bin`, `kind_1.bin`, or `kind_0.pkl` and on."""
+    """The files of one kind in the order of their numbers: `kind.bin`, `kind_1.bin`, or `kind_0.pkl` and on.
+
+    Folders in which shards are count as files without a suffix.
+    """
     found = []
     for path in root.iterdir():
         match = _NUMBERED.fullmatch(path.name)
-        if match is not None and match["stem"] == kind and suffix in (None, match["suffix"]):
+        if match is None or match["stem"] != kind or suffix not in (None, match["suffix"] or ""):
+            continue
+        if match["suffix"] or TorchShards.is_here(path):
             found.append((int(match["number"] or 0), path))
     return [path for _, path in sorted(found)]
+
+
+def _weights(path: Path) -> dict[str, torch.Tensor]:
+    """A model's weights, in one file or in shards."""
+    if not path.is_dir():
+        return read_weights(path)
+    shards = TorchShards(path)
+    return {name: shards.tensor(key) for key, name in shards.names_below("model").items()}
+
+
+def _optimizer(path: Path) -> Any:
+    """An optimizer's state, in one file or in shards."""
+    return TorchShards(path).whole().get("optimizer") if path.is_dir() else _read(path)
 
 
 def _read(path: Path) -> Any:
@@ -148,20 +195,22 @@ def _read(path: Path) -> Any:
 
 def _bare_names(weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Names without those of the wrappers that models were saved in."""
-    for wrapper in _WRAPPERS:
+    for wrapper in _AROUND:
         if weights and all(name.startswith(wrapper) for name in weights):
             weights = {name.removeprefix(wrapper): value for name, value in weights.items()}
-    return weights
+    return {bare_name(name): value for name, value in weights.items()}
 
 
-def _by_position(state: Any, path: Path) -> dict[str, Any]:
+def _by_name_or_position(state: Any, path: Path) -> dict[str, Any]:
+    """An optimizer's state by parameter: FSDP's is by names, any other by positions."""
+
+    def key(parameter: Any) -> str:
+        return bare_name(parameter) if isinstance(parameter, str) else f"{BY_POSITION}{parameter}"
+
     try:
         return {
-            "state": {f"{BY_POSITION}{position}": dict(value) for position, value in state["state"].items()},
-            "param_groups": [
-                {**group, "params": [f"{BY_POSITION}{position}" for position in group["params"]]}
-                for group in state["param_groups"]
-            ],
+            "state": {key(parameter): dict(value) for parameter, value in state.get("state", {}).items()},
+            "param_groups": [{**group, "params": list(map(key, group["params"]))} for group in state["param_groups"]],
         }
     except (KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(f"{path} is not the state of an optimizer.") from error

@@ -21,6 +21,7 @@ from drivetrain.checkpoint.schema import in_schema
 from drivetrain.checkpoint.storage import LocalStorage
 from drivetrain.checkpoint.stream import read_ranges
 from drivetrain.checkpoint.tensor_file import BLOCK, Entry, bytes_of, layout, write_file
+from drivetrain.checkpoint.torch_shards import TorchShards, bare_name
 from drivetrain.checkpoint.tree import pack
 from drivetrain.runtime.errors import CheckpointError, nearest
 
@@ -112,6 +113,47 @@ def consolidate(
         first[key] = name
         sources.append(_stored(opened, name, key, target))
     return _write(sources, aliases, output, max_shard_size, overwrite, progress)
+
+
+def consolidate_shards(
+    directory: str | os.PathLike[str],
+    output: str | os.PathLike[str],
+    max_shard_size: int | str = "5GB",
+    dtype: torch.dtype | str | None = None,
+    *,
+    module: str | None = None,
+    overwrite: bool = False,
+    progress: bool = False,
+) -> list[str]:
+    """Write the weights that Accelerate's FSDP saved in shards as plain safetensors, reading one tensor at a time.
+
+    Args:
+        directory: The folder that `torch.distributed.checkpoint` wrote, such as `pytorch_model_fsdp_0`.
+        output: The directory to write to.
+        max_shard_size: As for `consolidate`.
+        dtype: As for `consolidate`.
+        module: As for `consolidate`.
+        overwrite: Whether to write into a directory that holds something already.
+        progress: Whether to show a progress bar.
+
+    Returns:
+        The paths of the safetensors files.
+
+    Raises:
+        CheckpointError: It is no such folder, holds no model or no such module, or the output cannot be written.
+    """
+    shards = TorchShards(directory)
+    keys = {bare_name(name): key for key, name in shards.names_below("model").items()}
+    if not keys:
+        raise CheckpointError(f"{shards.directory} holds no model. Its names begin with 'model.' in one that does.")
+    target, sources = parse_dtype(dtype), []
+    for name, key in weights_below(keys, module, os.fspath(directory)).items():
+        described = shards.tensors[key]
+        own = described.properties.dtype
+        written = target if target is not None and own.is_floating_point else own
+        stream = partial(_give_shards, shards, key, written)
+        sources.append(_Source(Entry(name, written, tuple(described.size)), stream))
+    return _write(sources, {}, output, max_shard_size, overwrite, progress)
 
 
 def save_safetensors(
@@ -227,6 +269,10 @@ def _read_whole(checkpoint: Checkpoint, key: str, described: TensorStorageMetada
 
 def _convert(stream: Callable[[Take], None], own: torch.dtype, target: torch.dtype, take: Take) -> None:
     stream(lambda block: take(bytes_of(torch.frombuffer(block, dtype=own).to(target))))
+
+
+def _give_shards(shards: TorchShards, key: str, dtype: torch.dtype, take: Take) -> None:
+    _give(shards.tensor(key).to(dtype), take)
 
 
 def _give(tensor: Tensor, take: Take) -> None:

@@ -12,7 +12,7 @@ from drivetrain.runtime.state import PartialState
 
 
 def import_checkpoint(source: str | os.PathLike[str], output: str | os.PathLike[str]) -> str:
-    """Convert what Hugging Face Accelerate's `save_state` wrote; for one process.
+    """Convert what Hugging Face Accelerate's `save_state` wrote, also in FSDP's shards; for one process.
 
     `Accelerator.load_state` and `Trainer.fit(resume=...)` take the result. Nothing in the files is executed. Of random
     states that of the main process is kept, for a run of one process.

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import pickle
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -13,6 +12,7 @@ import torch
 from torch import nn
 
 from drivetrain.checkpoint.export import parse_dtype, parse_size
+from drivetrain.checkpoint.pickled import read_pickled
 from drivetrain.runtime.errors import CheckpointError, ConfigurationError
 
 SAFE, TORCH = "model.safetensors", "pytorch_model.bin"
@@ -44,28 +44,6 @@ def read_weights(path: str | os.PathLike[str]) -> dict[str, torch.Tensor]:
             raise CheckpointError(f"{found} names {file!r}, which is not a file beside it.")
         weights.update(_read_file(found.parent / file))
     return weights
-
-
-def read_pickled(path: str | os.PathLike[str], allowed: list[Any] | None = None) -> Any:
-    """Read what `torch.save` wrote, of tensors and plain values only; nothing in the file is executed.
-
-    Args:
-        path: The file.
-        allowed: Further classes and functions that may be in it, as `torch.serialization.safe_globals` takes them.
-
-    Raises:
-        CheckpointError: The file cannot be read, or holds anything else.
-    """
-    try:
-        with torch.serialization.safe_globals(allowed or []):
-            return torch.load(path, map_location="cpu", weights_only=True)
-    except pickle.UnpicklingError as error:
-        raise CheckpointError(
-            f"{os.fspath(path)} holds more than tensors and plain values, which is not read since that could run code: "
-            f"{str(error).splitlines()[0]}"
-        ) from error
-    except (OSError, RuntimeError, EOFError, ValueError) as error:
-        raise CheckpointError(f"{os.fspath(path)} cannot be read: {error}") from error
 
 
 def _file_in(directory: Path) -> Path:

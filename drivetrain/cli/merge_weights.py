@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import click
 
@@ -42,18 +43,21 @@ def merge_weights(
 ) -> None:
     """Write the weights in CHECKPOINT, of any strategy and number of processes, as safetensors into OUTPUT.
 
-    CHECKPOINT may also be one that DeepSpeed's engine has written itself. Its files are pickles, which run whatever
-    code they hold: open only those that you trust.
+    CHECKPOINT may also be what Accelerate's FSDP has saved in shards (its pytorch_model_fsdp_0, or the folder that
+    this is in), of which nothing is executed; or what DeepSpeed's engine has written itself. DeepSpeed's files are
+    pickles, which run whatever code they hold: open only those that you trust.
     """
-    from drivetrain.checkpoint import consolidate
+    from drivetrain.checkpoint import consolidate, consolidate_shards, is_checkpoint, sharded_model
     from drivetrain.strategies.deepspeed.native import merge_native, native_folder
 
     if remove_checkpoint_dir:
         _check_removable(checkpoint, output)
+    options: dict[str, Any] = {"module": module, "overwrite": overwrite, "progress": True}
+    shards = None if is_checkpoint(checkpoint) else sharded_model(checkpoint, model)
     if native_folder(checkpoint) is not None:
-        files = merge_native(
-            checkpoint, output, max_shard_size, dtype, module=module, overwrite=overwrite, progress=True
-        )
+        files = merge_native(checkpoint, output, max_shard_size, dtype, **options)
+    elif shards is not None:
+        files = consolidate_shards(shards, output, max_shard_size, dtype, **options)
     else:
         files = consolidate(
             checkpoint,
@@ -61,10 +65,8 @@ def merge_weights(
             max_shard_size,
             dtype,
             model=model,
-            module=module,
-            overwrite=overwrite,
             verify=not no_verify,
-            progress=True,
+            **options,
         )
     if unsafe_serialization:
         files = [_as_pickle(files, Path(output))]

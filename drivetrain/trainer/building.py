@@ -4,22 +4,27 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 
 from drivetrain.accelerator import Accelerator
+from drivetrain.accelerator.launched import Launched
 from drivetrain.callbacks import Callback, ModelCheckpoint, ModelSummary, TQDMProgressBar
 from drivetrain.launch import already_launched, relaunch_script
 from drivetrain.runtime.devices import detect_device_kind, get_device_kind
 from drivetrain.runtime.environment import ProcessEnvironment
 from drivetrain.runtime.errors import ConfigurationError, LaunchError
+from drivetrain.runtime.logging import get_logger
 from drivetrain.runtime.seeds import make_deterministic, set_seed
 from drivetrain.strategies import Strategy, resolve_ddp
 from drivetrain.strategies.precision import Precision
 from drivetrain.trackers import Tracker, TrackerGroup, resolve_trackers
 from drivetrain.trainer.options import TrainerOptions
 from drivetrain.trainer.task_checks import described
+
+logger = get_logger(__name__)
 
 
 def make_accelerator(
@@ -28,7 +33,7 @@ def make_accelerator(
     devices: int | str,
     num_nodes: int,
     precision: str | int | Precision | None,
-    accumulate: int,
+    accumulate: int | None,
     sync_batchnorm: bool,
 ) -> Accelerator:
     """The engine to run on: the one given, or a new one, once missing processes are started."""
@@ -52,6 +57,7 @@ def make_accelerator(
     kind = None if accelerator == "auto" else get_device_kind(accelerator)
     _start_processes(kind.name if kind else None, devices, num_nodes)
     if sync_batchnorm:
+        _refuse_launched_sharding(strategy)
         strategy = resolve_ddp(strategy, ProcessEnvironment.detect(), "sync_batchnorm=True", sync_batchnorm=True)
     return Accelerator(
         strategy=strategy,
@@ -59,6 +65,49 @@ def make_accelerator(
         gradient_accumulation_steps=accumulate,
         device=kind.name if kind else None,
     )
+
+
+def _refuse_launched_sharding(strategy: str | Strategy) -> None:
+    """Refuse batch statistics over all processes, an option of DDP, where the launcher was asked for another strategy.
+
+    Raises:
+        ConfigurationError: It was, and the script leaves the strategy to it.
+    """
+    launched = Launched.here().strategy() if strategy == "auto" else None
+    if launched is not None:
+        raise ConfigurationError(
+            f"Trainer(sync_batchnorm=True) is an option of strategy='ddp', but the launcher was asked for "
+            f"strategy={launched.name!r}. Launch without it, give Trainer(strategy='ddp'), or leave sync_batchnorm out "
+            "and convert the model in configure_model: torch.nn.SyncBatchNorm.convert_sync_batchnorm(model)."
+        )
+
+
+def settle_accumulation(given: int | None, engine: Accelerator, options: TrainerOptions) -> TrainerOptions:
+    """The options with as many micro-batches for each step as were given; else with as many as the engine has.
+
+    Args:
+        given: The Trainer's own argument.
+        engine: What it runs on: of the launcher, unless its user has chosen.
+        options: The Trainer's options.
+    """
+    launched = Launched.here().settings.get("gradient_accumulation_steps")
+    if given is None:
+        chosen = engine.gradient_accumulation_steps
+        if chosen != 1 and chosen == launched:
+            logger.warning_once(
+                "accumulate_grad_batches=%d: the Trainer was given none, and the launcher was asked for "
+                "--gradient_accumulation_steps %d.",
+                chosen,
+                chosen,
+            )
+        return replace(options, accumulate_grad_batches=chosen)
+    if launched not in (None, 1, given):
+        logger.warning_once(
+            "Trainer(accumulate_grad_batches=%d) counts, not the launcher's --gradient_accumulation_steps %d.",
+            given,
+            launched,
+        )
+    return options
 
 
 def _start_processes(kind: str | None, devices: int | str, num_nodes: int) -> None:

@@ -80,7 +80,8 @@ class Trainer(KnownKeywords, OptionAttributes, TrainerStatus):
         enable_checkpointing: Whether a `ModelCheckpoint` is added where none is given.
         enable_progress_bar: Whether a progress bar is added where none is given.
         enable_model_summary: Whether a summary of the model is printed.
-        accumulate_grad_batches: Micro-batches per optimizer step.
+        accumulate_grad_batches: Micro-batches per optimizer step; if None those of the given `Accelerator`, else the
+            launcher's, else 1.
         gradient_clip_val: Bound of the gradients.
         gradient_clip_algorithm: `"norm"` or `"value"`.
         deterministic: Whether only deterministic algorithms may run; `"warn"` warns instead.
@@ -128,7 +129,7 @@ class Trainer(KnownKeywords, OptionAttributes, TrainerStatus):
         enable_checkpointing: bool | None = None,
         enable_progress_bar: bool | None = None,
         enable_model_summary: bool | None = None,
-        accumulate_grad_batches: int = 1,
+        accumulate_grad_batches: int | None = None,
         gradient_clip_val: int | float | None = None,
         gradient_clip_algorithm: str | None = None,
         deterministic: bool | str | None = None,
@@ -148,10 +149,11 @@ class Trainer(KnownKeywords, OptionAttributes, TrainerStatus):
         self.accelerator = building.make_accelerator(
             accelerator, strategy, devices, num_nodes, precision, accumulate_grad_batches, sync_batchnorm
         )
+        self.options = building.settle_accumulation(accumulate_grad_batches, self.accelerator, self.options)
         self.strategy.check(
             RunOptions(
                 self.accelerator.precision,
-                Given("Trainer(accumulate_grad_batches)", accumulate_grad_batches),
+                Given("Trainer(accumulate_grad_batches)", self.accumulate_grad_batches),
                 Given("Trainer(gradient_clip_val)", gradient_clip_val),
             )
         )

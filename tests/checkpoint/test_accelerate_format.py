@@ -170,13 +170,6 @@ def test_a_sampler_s_epoch_is_read_without_its_class(tmp_path):
     assert shared["engine"]["loaders"][0]["epoch"] == 5
 
 
-def test_a_directory_of_shards_says_how_to_merge_them(tmp_path):
-    written(tmp_path / "theirs")
-    (tmp_path / "theirs" / "pytorch_model_fsdp_0").mkdir()
-    with pytest.raises(CheckpointError, match="merge-weights"):
-        read_accelerate_state(tmp_path / "theirs")
-
-
 @pytest.mark.parametrize("safe", [True, False])
 def test_weights_are_saved_in_parts_and_loaded_back(tmp_path, safe):
     accelerator, model = Accelerator(cpu=True), Tied()
