@@ -50,6 +50,9 @@ _EXPORTS: dict[str, str] = {
     "NaNGuard": "drivetrain.callbacks",
     "Timer": "drivetrain.callbacks",
     "TQDMProgressBar": "drivetrain.callbacks",
+    "OnExceptionCheckpoint": "drivetrain.callbacks",
+    "GradientAccumulationScheduler": "drivetrain.callbacks",
+    "LambdaCallback": "drivetrain.callbacks",
     "Strategy": "drivetrain.strategies",
     "DDP": "drivetrain.strategies",
     "FSDP": "drivetrain.strategies.fsdp",
@@ -169,11 +172,14 @@ if TYPE_CHECKING:
     from drivetrain.callbacks import Callback as Callback
     from drivetrain.callbacks import EarlyStopping as EarlyStopping
     from drivetrain.callbacks import EvaluationGather as EvaluationGather
+    from drivetrain.callbacks import GradientAccumulationScheduler as GradientAccumulationScheduler
+    from drivetrain.callbacks import LambdaCallback as LambdaCallback
     from drivetrain.callbacks import LearningRateMonitor as LearningRateMonitor
     from drivetrain.callbacks import LossSpikeGuard as LossSpikeGuard
     from drivetrain.callbacks import ModelCheckpoint as ModelCheckpoint
     from drivetrain.callbacks import ModelSummary as ModelSummary
     from drivetrain.callbacks import NaNGuard as NaNGuard
+    from drivetrain.callbacks import OnExceptionCheckpoint as OnExceptionCheckpoint
     from drivetrain.callbacks import Timer as Timer
     from drivetrain.callbacks import TQDMProgressBar as TQDMProgressBar
     from drivetrain.checkpoint import consolidate as consolidate
