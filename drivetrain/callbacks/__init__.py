@@ -15,9 +15,11 @@ from drivetrain.callbacks.nan_guard import NaNGuard
 from drivetrain.callbacks.on_exception_checkpoint import OnExceptionCheckpoint
 from drivetrain.callbacks.progress_bar import TQDMProgressBar
 from drivetrain.callbacks.timer import Timer
+from drivetrain.callbacks.weight_averaging import EMAWeightAveraging, WeightAveraging
 
 __all__ = [
     "Callback",
+    "EMAWeightAveraging",
     "EarlyStopping",
     "EvaluationGather",
     "GradientAccumulationScheduler",
@@ -30,4 +32,5 @@ __all__ = [
     "OnExceptionCheckpoint",
     "TQDMProgressBar",
     "Timer",
+    "WeightAveraging",
 ]
