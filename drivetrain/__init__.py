@@ -50,6 +50,7 @@ _EXPORTS: dict[str, str] = {
     "NaNGuard": "drivetrain.callbacks",
     "Timer": "drivetrain.callbacks",
     "TQDMProgressBar": "drivetrain.callbacks",
+    "StochasticWeightAveraging": "drivetrain.callbacks",
     "EMAWeightAveraging": "drivetrain.callbacks",
     "WeightAveraging": "drivetrain.callbacks",
     "OnExceptionCheckpoint": "drivetrain.callbacks",
@@ -183,6 +184,7 @@ if TYPE_CHECKING:
     from drivetrain.callbacks import ModelSummary as ModelSummary
     from drivetrain.callbacks import NaNGuard as NaNGuard
     from drivetrain.callbacks import OnExceptionCheckpoint as OnExceptionCheckpoint
+    from drivetrain.callbacks import StochasticWeightAveraging as StochasticWeightAveraging
     from drivetrain.callbacks import Timer as Timer
     from drivetrain.callbacks import TQDMProgressBar as TQDMProgressBar
     from drivetrain.callbacks import WeightAveraging as WeightAveraging

@@ -14,6 +14,7 @@ from drivetrain.callbacks.model_summary import ModelSummary
 from drivetrain.callbacks.nan_guard import NaNGuard
 from drivetrain.callbacks.on_exception_checkpoint import OnExceptionCheckpoint
 from drivetrain.callbacks.progress_bar import TQDMProgressBar
+from drivetrain.callbacks.stochastic_weight_averaging import StochasticWeightAveraging
 from drivetrain.callbacks.timer import Timer
 from drivetrain.callbacks.weight_averaging import EMAWeightAveraging, WeightAveraging
 
@@ -30,6 +31,7 @@ __all__ = [
     "ModelSummary",
     "NaNGuard",
     "OnExceptionCheckpoint",
+    "StochasticWeightAveraging",
     "TQDMProgressBar",
     "Timer",
     "WeightAveraging",
