@@ -50,6 +50,12 @@ _EXPORTS: dict[str, str] = {
     "NaNGuard": "drivetrain.callbacks",
     "Timer": "drivetrain.callbacks",
     "TQDMProgressBar": "drivetrain.callbacks",
+    "StochasticWeightAveraging": "drivetrain.callbacks",
+    "EMAWeightAveraging": "drivetrain.callbacks",
+    "WeightAveraging": "drivetrain.callbacks",
+    "OnExceptionCheckpoint": "drivetrain.callbacks",
+    "GradientAccumulationScheduler": "drivetrain.callbacks",
+    "LambdaCallback": "drivetrain.callbacks",
     "Strategy": "drivetrain.strategies",
     "DDP": "drivetrain.strategies",
     "FSDP": "drivetrain.strategies.fsdp",
@@ -168,14 +174,20 @@ if TYPE_CHECKING:
     from drivetrain.accelerator import TorchDynamoPlugin as TorchDynamoPlugin
     from drivetrain.callbacks import Callback as Callback
     from drivetrain.callbacks import EarlyStopping as EarlyStopping
+    from drivetrain.callbacks import EMAWeightAveraging as EMAWeightAveraging
     from drivetrain.callbacks import EvaluationGather as EvaluationGather
+    from drivetrain.callbacks import GradientAccumulationScheduler as GradientAccumulationScheduler
+    from drivetrain.callbacks import LambdaCallback as LambdaCallback
     from drivetrain.callbacks import LearningRateMonitor as LearningRateMonitor
     from drivetrain.callbacks import LossSpikeGuard as LossSpikeGuard
     from drivetrain.callbacks import ModelCheckpoint as ModelCheckpoint
     from drivetrain.callbacks import ModelSummary as ModelSummary
     from drivetrain.callbacks import NaNGuard as NaNGuard
+    from drivetrain.callbacks import OnExceptionCheckpoint as OnExceptionCheckpoint
+    from drivetrain.callbacks import StochasticWeightAveraging as StochasticWeightAveraging
     from drivetrain.callbacks import Timer as Timer
     from drivetrain.callbacks import TQDMProgressBar as TQDMProgressBar
+    from drivetrain.callbacks import WeightAveraging as WeightAveraging
     from drivetrain.checkpoint import consolidate as consolidate
     from drivetrain.checkpoint import import_checkpoint as import_checkpoint
     from drivetrain.checkpoint import load_checkpoint_in_model as load_checkpoint_in_model

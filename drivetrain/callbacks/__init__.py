@@ -5,23 +5,34 @@ from __future__ import annotations
 from drivetrain.callbacks.base import Callback
 from drivetrain.callbacks.early_stopping import EarlyStopping
 from drivetrain.callbacks.evaluation_gather import EvaluationGather
+from drivetrain.callbacks.gradient_accumulation_scheduler import GradientAccumulationScheduler
+from drivetrain.callbacks.lambda_callback import LambdaCallback
 from drivetrain.callbacks.loss_spike_guard import LossSpikeGuard
 from drivetrain.callbacks.lr_monitor import LearningRateMonitor
 from drivetrain.callbacks.model_checkpoint import ModelCheckpoint
 from drivetrain.callbacks.model_summary import ModelSummary
 from drivetrain.callbacks.nan_guard import NaNGuard
+from drivetrain.callbacks.on_exception_checkpoint import OnExceptionCheckpoint
 from drivetrain.callbacks.progress_bar import TQDMProgressBar
+from drivetrain.callbacks.stochastic_weight_averaging import StochasticWeightAveraging
 from drivetrain.callbacks.timer import Timer
+from drivetrain.callbacks.weight_averaging import EMAWeightAveraging, WeightAveraging
 
 __all__ = [
     "Callback",
+    "EMAWeightAveraging",
     "EarlyStopping",
     "EvaluationGather",
+    "GradientAccumulationScheduler",
+    "LambdaCallback",
     "LearningRateMonitor",
     "LossSpikeGuard",
     "ModelCheckpoint",
     "ModelSummary",
     "NaNGuard",
+    "OnExceptionCheckpoint",
+    "StochasticWeightAveraging",
     "TQDMProgressBar",
     "Timer",
+    "WeightAveraging",
 ]

@@ -76,6 +76,19 @@ class ModelState:
         # A module's extra state may be anything.
         return {name: value.detach().cpu() for name, value in state.items() if isinstance(value, torch.Tensor)}
 
+    def parameters_in_place(self, model: nn.Module) -> dict[str, nn.Parameter]:
+        """The parameters by name, or this process's shards of them: what is written to them is what the model computes.
+
+        What was gathered for a forward is freed, so that the next one sees what was written.
+
+        Args:
+            model: What `prepare` returned.
+
+        Raises:
+            ConfigurationError: The strategy keeps weights elsewhere, so that these are copies.
+        """
+        return dict(self.unwrap(model).named_parameters())
+
     def original_type(self, module: nn.Module) -> type[nn.Module]:
         """The class that the user gave a module, where sharding it changed that."""
         return type(module)

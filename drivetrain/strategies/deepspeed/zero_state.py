@@ -9,6 +9,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from drivetrain.runtime.errors import ConfigurationError
 from drivetrain.strategies.deepspeed import whole_tensors
 from drivetrain.strategies.deepspeed.engine import Engines
 from drivetrain.strategies.model_state import ModelState, StateDict
@@ -43,6 +44,15 @@ class ZeroState(ModelState):
         if trained is None:
             return super().model(model)
         return whole_tensors.read_model(trained, masters=True, holder=self._holds)
+
+    def parameters_in_place(self, model: nn.Module) -> dict[str, nn.Parameter]:
+        """Refuse for a model with an engine, which keeps master weights and partitions of its own."""
+        if self._engines.find(model) is None:
+            return super().parameters_in_place(model)
+        raise ConfigurationError(
+            "DeepSpeed keeps the weights that it trains in its engine, so they cannot be changed in place during a "
+            'run. Use strategy="fsdp" to shard the model, or "ddp".'
+        )
 
     def full(self, model: nn.Module) -> dict[str, torch.Tensor]:
         """All parameters and buffers, whole and on the CPU, on rank 0; an empty dict elsewhere."""

@@ -32,6 +32,11 @@ class ShardedState(ModelState):
         own: type[nn.Module] = type(module).__bases__[1]
         return own
 
+    def parameters_in_place(self, model: nn.Module) -> dict[str, nn.Parameter]:
+        """This process's shards of the parameters."""
+        self.reshard(model)
+        return super().parameters_in_place(model)
+
     def model(self, model: nn.Module) -> StateDict:
         """Shards of the parameters, and rank 0's buffers, under canonical names."""
         self.reshard(model)

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from drivetrain.runtime.collectives import gather_object
-from drivetrain.runtime.errors import CheckpointError
+from drivetrain.runtime.errors import CheckpointError, ConfigurationError
 from drivetrain.strategies.megatron.layout import Entry
 from drivetrain.strategies.megatron.model import PlacedModel, PlacedModels
 from drivetrain.strategies.megatron.optimizer import MegatronOptimizerFront
@@ -41,6 +41,13 @@ class MergedState(ModelState):
         return super().describe(parameter)
 
     # models
+
+    def parameters_in_place(self, model: nn.Module) -> dict[str, nn.Parameter]:
+        """Refuse: megatron-core's optimizer keeps master weights of its own."""
+        raise ConfigurationError(
+            "megatron-core keeps the weights that it trains in its optimizer, so they cannot be changed in place "
+            'during a run. Use strategy="fsdp", or Parallel, to spread the model over processes.'
+        )
 
     def model(self, model: nn.Module) -> StateDict:
         """Parameters and buffers; in 32 bits where the optimizer keeps such master weights.

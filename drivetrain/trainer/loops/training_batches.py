@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Generator
 from typing import TYPE_CHECKING, Any, cast
 
+from drivetrain.callbacks import GradientAccumulationScheduler
 from drivetrain.data import BatchInfo, CombinedLoader, PreparedLoader
 from drivetrain.trainer.loops.loader_source import LoaderSource, batches_to_run, check_equal_lengths, length_of
 from drivetrain.trainer.loops.step import MicroBatch
@@ -29,9 +30,19 @@ def epoch_length(trainer: Trainer, loader: PreparedLoader | CombinedLoader) -> f
 def estimate_steps(trainer: Trainer, loader: PreparedLoader | CombinedLoader) -> float:
     """Optimizer steps that `fit` takes; infinite where this is not known."""
     batches = epoch_length(trainer, loader)
-    epochs = FOREVER if trainer.max_epochs < 0 else trainer.max_epochs
-    steps = FOREVER if FOREVER in (batches, epochs) else -(-batches // trainer.accumulate_grad_batches) * epochs
+    if trainer.max_epochs < 0 or batches == FOREVER:
+        steps = FOREVER
+    else:
+        steps = sum(-(-batches // size) for size in _window_sizes(trainer))
     return min(steps, trainer.max_steps) if trainer.max_steps >= 0 else steps
+
+
+def _window_sizes(trainer: Trainer) -> list[int]:
+    """Micro-batches of a step in each epoch of the run."""
+    schedules = [each for each in trainer.callbacks if isinstance(each, GradientAccumulationScheduler)]
+    if not schedules:
+        return [trainer.accumulate_grad_batches] * trainer.max_epochs
+    return [schedules[-1].get_accumulate_grad_batches(epoch) for epoch in range(trainer.max_epochs)]
 
 
 class TrainingBatches:
@@ -54,7 +65,7 @@ class TrainingBatches:
         self.finished: BatchInfo | None = None
         self._origin: dict[str, Any] | None = None  # where this pass began
         self._marked: dict[str, Any] | None = None  # where the open step began, of loaders that cannot look back
-        self._marks_steps = trainer.accumulate_grad_batches > 1 or saves_within_steps(trainer)
+        self._saves_within_steps = saves_within_steps(trainer)
         self.committed = Committed(cast("Task", trainer.task), trainer.logged, trainer.progress)
         self.limit: float = FOREVER
         self.loader: PreparedLoader | CombinedLoader
@@ -101,6 +112,7 @@ class TrainingBatches:
         if index >= limit or progress.batches_are_done:
             return
         self.mark()
+        marks_steps = size > 1 or self._saves_within_steps
         window: list[MicroBatch] = []
         for batch in loader.iterate(limit, together=True):
             info = loader.current
@@ -117,7 +129,7 @@ class TrainingBatches:
                 window = []
                 if index >= limit:
                     return
-                if self._marks_steps:
+                if marks_steps:
                     self.mark()
         if window:
             yield window
