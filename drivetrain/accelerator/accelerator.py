@@ -97,7 +97,8 @@ class Accelerator(KnownKeywords, EngineStatus, ProcessControl, Collectives, Mode
         kwargs_handlers: Option holders in Accelerate's names.
         dynamo_backend: Compile prepared models with this backend of `torch.compile`; `dynamo_plugin` has more.
         dynamo_plugin: How prepared models are compiled.
-        deepspeed_plugins: Several of `deepspeed_plugin` by name; the first one places the models.
+        deepspeed_plugins: Several of `deepspeed_plugin` by name; the first one places models, until
+            `state.select_deepspeed_plugin` selects another.
         torch_tp_plugin: A size of tensor parallelism in Accelerate's older holder; `parallelism_config` has more.
         fsdp_plugin: Options of `strategy="fsdp"` in Accelerate's names, or the keys of its `fsdp_config`.
         deepspeed_plugin: Options of `strategy="deepspeed"` in Accelerate's names, or the keys of its

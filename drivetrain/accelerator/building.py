@@ -33,7 +33,7 @@ from drivetrain.runtime.logging import get_logger
 from drivetrain.runtime.state import PartialState
 from drivetrain.strategies import Strategy, resolve_ddp, resolve_strategy
 from drivetrain.strategies.accelerate_names import distributed_type_of, is_fully_sharded
-from drivetrain.strategies.capabilities import BatchPlacement
+from drivetrain.strategies.capabilities import BatchPlacement, Configurations
 from drivetrain.strategies.precision import FP8, Float16Mixed, Precision, resolve_precision
 from drivetrain.strategies.precision.mixed import MixedPrecision
 
@@ -136,6 +136,11 @@ def set_up_strategy(spec: str | Strategy, plugins: Plugins, process: PartialStat
     strategy = make_strategy(chosen, process, find_handler(handlers, DistributedDataParallelKwargs))
     strategy.setup(process)
     process.before_leaving(strategy.teardown)
+    several = strategy.capability(Configurations)
+    if several is not None and plugins.deepspeed_plugins:
+        for name, other in plugins.each_deepspeed(Launched.here()).items():
+            several.add(name, other)
+        several.select(next(iter(plugins.deepspeed_plugins)))
     return strategy
 
 
@@ -152,7 +157,9 @@ def make_state(
     }
     given = {**asked, **plugins.by_name(), "dynamo_plugin": dynamo or TorchDynamoPlugin()}
     kind = distributed_type_of(strategy, process.distributed_type)
-    return AcceleratorState(record=EngineRecord(accelerate_name(precision), kind, given, is_fully_sharded(strategy)))
+    record = EngineRecord(accelerate_name(precision), kind, given, is_fully_sharded(strategy))
+    record.configurations = strategy.capability(Configurations) if plugins.deepspeed_plugins else None
+    return AcceleratorState(record=record)
 
 
 def make_project(

@@ -8,6 +8,7 @@ from typing import Any
 from drivetrain.accelerator.launched import Launched
 from drivetrain.runtime.errors import ConfigurationError
 from drivetrain.runtime.state import DistributedType, PartialState
+from drivetrain.strategies.capabilities import Configurations
 
 _KEY = "engine"
 
@@ -21,12 +22,14 @@ class EngineRecord:
         distributed_type: How the run is spread; as its processes are if None.
         plugins: The plugins that were given, by the name of their argument.
         is_fsdp2: Whether parameters are sharded by torch's `fully_shard`.
+        configurations: The strategy's configurations, where it may hold several.
     """
 
     mixed_precision: str = "no"
     distributed_type: DistributedType | None = None
     plugins: dict[str, Any] = field(default_factory=dict)
     is_fsdp2: bool = False
+    configurations: Configurations | None = None
 
 
 class AcceleratorState(PartialState):
@@ -142,14 +145,30 @@ class AcceleratorState(PartialState):
         """
         plugins = self.deepspeed_plugins
         if not isinstance(plugins, dict) or name not in plugins:
-            known = ", ".join(plugins) if isinstance(plugins, dict) else "none"
-            raise ConfigurationError(f"There is no DeepSpeed plugin {name!r}; named are: {known}.")
+            named = ", ".join(plugins) if isinstance(plugins, dict) else "none"
+            raise ConfigurationError(
+                f"There is no DeepSpeed plugin {name!r}; named are: {named}. Give this Accelerator all of them: "
+                "Accelerator(deepspeed_plugins={name: plugin, ...})."
+            )
         return plugins[name]
 
     def select_deepspeed_plugin(self, name: str | None = None) -> None:
-        """Make one of several DeepSpeed plugins the one that `deepspeed_plugin` returns."""
-        if name is not None:
-            self.record.plugins["deepspeed_plugin"] = self.get_deepspeed_plugin(name)
+        """Let one of several DeepSpeed plugins place what is prepared from now on.
+
+        What has been prepared keeps the configuration that it was prepared with. `deepspeed_plugin` returns the
+        selected one.
+
+        Args:
+            name: Its key in `Accelerator(deepspeed_plugins=...)`; nothing changes if None.
+
+        Raises:
+            ConfigurationError: There is none of this name.
+        """
+        if name is None:
+            return
+        self.record.plugins["deepspeed_plugin"] = self.get_deepspeed_plugin(name)
+        if self.record.configurations is not None:
+            self.record.configurations.select(name)
 
     def __repr__(self) -> str:
         return f"{super().__repr__()}Mixed precision type: {self.mixed_precision}\n"

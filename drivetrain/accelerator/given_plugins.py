@@ -70,3 +70,20 @@ class Plugins:
         return launched.strategy_with(
             self.fsdp_plugin, self.deepspeed_plugin, self.parallelism_config, self.megatron_lm_plugin
         )
+
+    def each_deepspeed(self, launched: Launched) -> dict[str, Strategy]:
+        """The strategies that several DeepSpeed plugins ask for, by their names.
+
+        Args:
+            launched: What the launcher was asked for, for what they leave open.
+
+        Raises:
+            ConfigurationError: One of them is no such plugin.
+        """
+        found = {}
+        for name, plugin in (self.deepspeed_plugins or {}).items():
+            strategy = launched.strategy_with(None, plugin, None, None)
+            if strategy is None:
+                raise ConfigurationError(f"deepspeed_plugins[{name!r}] is None; give a DeepSpeedPlugin.")
+            found[name] = strategy
+        return found

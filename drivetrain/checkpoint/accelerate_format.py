@@ -20,6 +20,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from drivetrain.checkpoint.deepspeed_shards import DeepSpeedShards, deepspeed_folder, read_deepspeed
 from drivetrain.checkpoint.pickled import read_pickled
 from drivetrain.checkpoint.torch_shards import TorchShards, bare_name
 from drivetrain.checkpoint.weight_files import read_weights
@@ -62,7 +63,7 @@ def read_accelerate_state(
     scaler = root / "scaler.pt"
     engine = {
         "models": [_bare_names(_weights(path)) for path in _models(root)],
-        "optimizers": [_by_name_or_position(_optimizer(path), path) for path in files["optimizer"]],
+        "optimizers": [_by_name_or_position(_optimizer(path), path) for path in files["optimizer"] or _engines(root)],
         "schedulers": [_read(path) for path in files["scheduler"]],
         "loaders": [_position(path) for path in files["sampler"]],
         "registered": [_read(path) for path in files["custom_checkpoint"]],
@@ -140,26 +141,31 @@ def _refuse_sharded(root: Path) -> None:
             )
 
 
+def _engines(root: Path) -> list[Path]:
+    """The folders of DeepSpeed's engines, each a model and its optimizer."""
+    return [path for path in _numbered(root, "pytorch_model", "") if deepspeed_folder(path) is not None]
+
+
 def _models(root: Path) -> list[Path]:
     kinds = (("model", "safetensors"), ("pytorch_model", "bin"), (_SHARDED_MODEL, "bin"), (_SHARDED_MODEL, ""))
     for stem, suffix in kinds:
         found = _numbered(root, stem, suffix)
         if found:
             return found
-    return []
+    return _engines(root)
 
 
 def _numbered(root: Path, kind: str, suffix: str | None = None) -> list[Path]:
     """The files of one kind in the order of their numbers: `kind.bin`, `kind_1.bin`, or `kind_0.pkl` and on.
 
-    Folders in which shards are count as files without a suffix.
+    Folders count as files without a suffix.
     """
     found = []
     for path in root.iterdir():
         match = _NUMBERED.fullmatch(path.name)
         if match is None or match["stem"] != kind or suffix not in (None, match["suffix"] or ""):
             continue
-        if match["suffix"] or TorchShards.is_here(path):
+        if match["suffix"] or path.is_dir():
             found.append((int(match["number"] or 0), path))
     return [path for _, path in sorted(found)]
 
@@ -168,12 +174,16 @@ def _weights(path: Path) -> dict[str, torch.Tensor]:
     """A model's weights, in one file or in shards."""
     if not path.is_dir():
         return read_weights(path)
+    if deepspeed_folder(path) is not None:
+        return read_deepspeed(path, DeepSpeedShards.weights)  # type: ignore[no-any-return]
     shards = TorchShards(path)
     return {name: shards.tensor(key) for key, name in shards.names_below("model").items()}
 
 
 def _optimizer(path: Path) -> Any:
     """An optimizer's state, in one file or in shards."""
+    if deepspeed_folder(path) is not None:
+        return read_deepspeed(path, DeepSpeedShards.optimizer)
     return TorchShards(path).whole().get("optimizer") if path.is_dir() else _read(path)
 
 

@@ -44,17 +44,17 @@ def merge_weights(
     """Write the weights in CHECKPOINT, of any strategy and number of processes, as safetensors into OUTPUT.
 
     CHECKPOINT may also be what Accelerate's FSDP has saved in shards (its pytorch_model_fsdp_0, or the folder that
-    this is in), of which nothing is executed; or what DeepSpeed's engine has written itself. DeepSpeed's files are
-    pickles, which run whatever code they hold: open only those that you trust.
+    this is in), or what DeepSpeed's engine has written itself. Nothing in their files is executed.
     """
     from drivetrain.checkpoint import consolidate, consolidate_shards, is_checkpoint, sharded_model
-    from drivetrain.strategies.deepspeed.native import merge_native, native_folder
+    from drivetrain.checkpoint.deepspeed_shards import deepspeed_folder
+    from drivetrain.strategies.deepspeed.native import merge_native
 
     if remove_checkpoint_dir:
         _check_removable(checkpoint, output)
     options: dict[str, Any] = {"module": module, "overwrite": overwrite, "progress": True}
     shards = None if is_checkpoint(checkpoint) else sharded_model(checkpoint, model)
-    if native_folder(checkpoint) is not None:
+    if deepspeed_folder(checkpoint) is not None:
         files = merge_native(checkpoint, output, max_shard_size, dtype, **options)
     elif shards is not None:
         files = consolidate_shards(shards, output, max_shard_size, dtype, **options)

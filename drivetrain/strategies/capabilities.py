@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
+
+if TYPE_CHECKING:
+    from drivetrain.strategies.base import Strategy
 
 
 class ContextParallel:
@@ -66,6 +69,26 @@ def join_context(capable: Join | None, models: Sequence[nn.Module]) -> AbstractC
         models: What `prepare` returned.
     """
     return nullcontext() if capable is None else capable.joined(models)
+
+
+class Configurations:
+    """Holds several configurations of the strategy, one of which places what is prepared."""
+
+    def add(self, name: str, other: Strategy) -> None:
+        """Hold one more.
+
+        Args:
+            name: What it is selected by.
+            other: A strategy of the same kind, made but not set up, whose configuration it is.
+
+        Raises:
+            ConfigurationError: It cannot run beside this one.
+        """
+        raise NotImplementedError
+
+    def select(self, name: str) -> None:
+        """Place what is prepared from now on by one of them; what has been prepared stays as it is."""
+        raise NotImplementedError
 
 
 class BatchPlacement:

@@ -18,7 +18,6 @@ from drivetrain import (
     Accelerator,
     AcceleratorState,
     ConfigurationError,
-    DeepSpeedPlugin,
     DistributedDataParallelKwargs,
     DistributedType,
     DynamoBackend,
@@ -64,16 +63,6 @@ def kinds() -> list[str]:
 
 def test_sharded_runs_have_their_own_distributed_type():
     assert run_in_processes(kinds, 2) == [["MULTI_CPU", "FSDP", "MULTI_CPU"]] * 2
-
-
-def test_one_of_several_deepspeed_plugins_is_selected():
-    plugins = {"student": DeepSpeedPlugin(zero_stage=2), "teacher": DeepSpeedPlugin(zero_stage=3)}
-    state = AcceleratorState()
-    state.record.plugins.update(deepspeed_plugins=plugins, deepspeed_plugin=plugins["student"])
-    state.select_deepspeed_plugin("teacher")
-    assert state.deepspeed_plugin is plugins["teacher"]
-    with pytest.raises(ConfigurationError, match="student, teacher"):
-        state.get_deepspeed_plugin("judge")
 
 
 def test_the_gradient_state_follows_the_window_and_the_loader():

@@ -12,6 +12,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from drivetrain import Callback, Trainer
+from drivetrain.checkpoint import describe_run_state
 from tests.conformance import language_model, test_megatron
 from tests.conformance.harness import MAX_NORM
 from tests.conformance.language_model import LanguageTask, Run
@@ -169,6 +170,27 @@ def readers(lane: str) -> list[Any]:
 @pytest.mark.parametrize(("reader", "lane"), [*readers("sharded"), *readers("megatron"), *readers("xla")])
 def test_continues_under_another_strategy(reader: str, lane: str, saved: Saved) -> None:
     saved.check(writers_of(reader, lane), reader)
+
+
+def layout_of(entry: Any) -> Any:
+    """What a checkpoint holds where, without its values."""
+    if isinstance(entry, torch.Tensor):
+        return tuple(entry.shape), entry.dtype
+    if isinstance(entry, dict):
+        return {key: layout_of(value) for key, value in entry.items()}
+    return [layout_of(value) for value in entry] if isinstance(entry, list | tuple) else type(entry).__name__
+
+
+@pytest.mark.megatron
+@pytest.mark.timeout(900)
+def test_megatron_writes_what_one_plain_process_writes_for_the_same_layers(saved: Saved) -> None:
+    """So what reads the one, as XLA devices do in another environment, reads the other."""
+    expected = layout_of(describe_run_state(saved.by("single-its-layers"))["engine"])
+    assert expected["models"][0]
+    for writer in ("megatron", "megatron-data", "megatron-tp", "megatron-pp"):
+        found = layout_of(describe_run_state(saved.by(writer))["engine"])
+        for part in ("models", "optimizers", "schedulers", "loaders"):
+            assert found[part] == expected[part], writer
 
 
 @pytest.mark.timeout(900)

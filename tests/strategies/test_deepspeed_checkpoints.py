@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+import os
+import random
+import shutil
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from click.testing import CliRunner
 from safetensors.torch import load_file
 
-from drivetrain import DDP, DeepSpeed
+from drivetrain import DDP, CheckpointError, DeepSpeed
+from drivetrain.checkpoint import load_run_state, read_accelerate_state
 from drivetrain.cli.main import cli
 from tests.shared_runs import SharedRuns
 from tests.strategies.deepspeed_models import EXACT, NEEDS_DEEPSPEED, STAGES, Loop, assert_all_below, furthest
@@ -99,3 +106,60 @@ def test_weights_come_out_of_deepspeeds_own_checkpoints(result_of, tmp_path, sta
         torch.testing.assert_close(found[name], expected[name], rtol=0, atol=0)
     # Tied weights are written once; a count of batches is none.
     assert expected.keys() - found.keys() <= {"tied.weight", "norm.num_batches_tracked"}
+
+
+@runs
+def accelerates_folders(directory: Path) -> dict[str, float]:
+    """What Accelerate's `save_state` leaves of a run under each stage, opened by DDP: how far from the run itself."""
+    gaps = {}
+    for stage in STAGES:
+        folder = directory / str(stage)
+        loop = Loop(DeepSpeed(stage)).train(3)
+        loop.accelerator.strategy.save_native(loop.model, folder, "pytorch_model")
+        torch.save(loop.schedule.state_dict(), folder / "scheduler.bin")
+        states = {
+            "random_state": random.getstate(),
+            "numpy_random_seed": np.random.get_state(),
+            "torch_manual_seed": torch.get_rng_state(),
+        }
+        torch.save(states, folder / f"random_states_{loop.accelerator.process_index}.pkl")
+        loop.accelerator.wait_for_everyone()
+        again = Loop(DDP())
+        again.accelerator.load_state(folder)
+        gaps[str(stage)] = furthest(again.train(3).weights(), loop.train(3).weights())
+    return gaps
+
+
+def test_what_accelerate_saves_under_deepspeed_continues_under_ddp(result_of):
+    assert_all_below(result_of(accelerates_folders), EXACT)
+
+
+def test_and_is_converted_without_deepspeed_and_without_executing_it(result_of, tmp_path):
+    result_of(accelerates_folders)
+    source = runs.directory_of(accelerates_folders) / "2"
+    hidden = "import sys; sys.modules['deepspeed'] = None; from drivetrain.cli.main import cli; cli()"
+    command = [sys.executable, "-c", hidden, "import-checkpoint", str(source), str(tmp_path / "ours")]
+    subprocess.run(command, check=True, timeout=120)
+    whole, _ = read_accelerate_state(source)
+    saved, _ = load_run_state(tmp_path / "ours")
+    for one, other in zip(whole["engine"]["optimizers"], saved["engine"]["optimizers"], strict=True):
+        assert one["param_groups"] == other["param_groups"]
+        torch.testing.assert_close(one["state"], other["state"], rtol=0, atol=0)
+
+    harmful = tmp_path / "harmful"
+    shutil.copytree(source, harmful)
+    torch.save(Harm(tmp_path / "harmed"), next((harmful / "pytorch_model").glob("*rank_1*optim_states.pt")))
+    with pytest.raises(CheckpointError, match=r"optim_states\.pt holds more than tensors and plain values"):
+        read_accelerate_state(harmful)
+    assert not (tmp_path / "harmed").exists()
+    next((harmful / "pytorch_model").glob("*rank_1*optim_states.pt")).unlink()
+    with pytest.raises(CheckpointError, match="holds the files of 1 of the 2 processes"):
+        read_accelerate_state(harmful)
+
+
+class Harm:
+    def __init__(self, place: Path) -> None:
+        self.place = place
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return os.mkdir, (str(self.place),)

@@ -155,6 +155,33 @@ def copies() -> dict[str, Any]:
     }
 
 
+@runs
+def copies_in_low_precision() -> dict[str, list[Any]]:
+    """Under a mixed precision a copy's forward is its own too, before and after a step, and with gradients held."""
+    found = {}
+    for precision in ("bf16", "bf16-true", "fp16"):
+        accelerator, model, optimizer = prepared(net, FSDP(activation_checkpointing=True), mixed_precision=precision)
+        x, y = batches(1)[0]
+        found[precision] = []
+        for moment in ("prepared", "within a window", "stepped"):
+            if moment == "within a window":
+                with accelerator.no_sync(model):
+                    accelerator.backward(F.cross_entropy(model(x).float(), y))
+            elif moment == "stepped":
+                train(accelerator, model, optimizer, steps=1)
+            twin = copy.deepcopy(model)
+            with torch.no_grad():
+                same = torch.equal(twin(x), model(x))
+                for parameter in twin.parameters():
+                    parameter.zero_()
+                found[precision].append((same, float(twin(x).abs().max()), float(model(x).abs().max()) > 0))
+    return found
+
+
+def test_copies_in_low_precision_compute_with_their_own_weights(here):
+    assert here(copies_in_low_precision) == dict.fromkeys(("bf16", "bf16-true", "fp16"), [(True, 0.0, True)] * 3)
+
+
 def test_copies_are_divided_models_of_their_own_and_averages_follow(here):
     found = here(copies)
     assert found["average"] < EXACT

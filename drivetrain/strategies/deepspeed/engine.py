@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 
 from drivetrain.runtime.errors import ConfigurationError
 from drivetrain.strategies.deepspeed.layouts import Layout, layout_of
+from drivetrain.strategies.deepspeed.settings import Settings
 from drivetrain.strategies.optimizer_proxy import OptimizerProxy
 
 
@@ -21,6 +22,7 @@ class TrainedModel:
         engine: The DeepSpeed engine.
         bare: The user's model, whose names are canonical.
         groups: The names of the parameters in each of the optimizer's groups.
+        settings: The configuration that it was made with.
 
     Attributes:
         layout: Where the engine keeps gradients and states.
@@ -29,8 +31,8 @@ class TrainedModel:
         clipped: Whether the gradients held have been clipped to the configuration's norm.
     """
 
-    def __init__(self, engine: Any, bare: nn.Module, groups: list[list[str]]) -> None:
-        self.engine, self.bare, self.groups = engine, bare, groups
+    def __init__(self, engine: Any, bare: nn.Module, groups: list[list[str]], settings: Settings) -> None:
+        self.engine, self.bare, self.groups, self.settings = engine, bare, groups, settings
         self.parameters: dict[str, nn.Parameter] = dict(bare.named_parameters())
         self.layout: Layout = layout_of(engine, self.parameters)
         self.holds_gradients = False

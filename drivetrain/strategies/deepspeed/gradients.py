@@ -23,12 +23,10 @@ class EngineGradients(Gradients):
     Args:
         engines: The engines of all prepared models.
         topology: This process's place.
-        stage: That of ZeRO.
-        clipping_norm: The norm that the configuration clips to, if it does.
     """
 
-    def __init__(self, engines: Engines, topology: Topology, stage: int, clipping_norm: float | None) -> None:
-        self._engines, self._topology, self._stage, self._clipping_norm = engines, topology, stage, clipping_norm
+    def __init__(self, engines: Engines, topology: Topology) -> None:
+        self._engines, self._topology = engines, topology
 
     def sync(self, model: nn.Module, enabled: bool) -> AbstractContextManager[Any]:
         """Whether a backward in this context ends an accumulation window."""
@@ -37,18 +35,18 @@ class EngineGradients(Gradients):
 
     def zero_loss(self, task: nn.Module) -> torch.Tensor:
         """Refuse at stage 3, where the peers' backward gathers over all processes."""
-        if self._stage == 3:
+        if any(trained.settings.stage == 3 for trained in self._engines):
             refuse_left_out_batch(task, self._topology.rank)
         return super().zero_loss(task)
 
     def clip_norm(self, parameters: Iterable[torch.Tensor], max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
         """Scale gradients down to a total norm of at most `max_norm`; returns the norm over all processes before."""
         given = list(parameters)
-        self._check_norm(max_norm)
         norms = []
         for trained in self._engines:
             own = trained.own(given)
             if own:
+                _check_norm(trained.settings.clipping, max_norm)
                 norms.append((trained, own, clipping.total_norm(trained, own, norm_type)))
         if not norms:
             return torch.zeros((), device=self._topology.device)
@@ -58,13 +56,6 @@ class EngineGradients(Gradients):
                 clipping.clip_to_norm(trained, own, total, max_norm)
                 trained.clipped = True
         return total
-
-    def _check_norm(self, max_norm: float) -> None:
-        if self._clipping_norm is not None and max_norm not in (self._clipping_norm, float("inf")):
-            raise ConfigurationError(
-                f"The DeepSpeed configuration says gradient_clipping={self._clipping_norm}, but the loop clips to "
-                f"{max_norm}. Give one of the two."
-            )
 
     def clip_value(self, parameters: Iterable[torch.Tensor], value: float) -> None:
         """Clamp every gradient to [-value, value]."""
@@ -77,6 +68,14 @@ class EngineGradients(Gradients):
         trained = self._engines.find(model)
         if trained is not None:
             clipping.scale(trained, trained.all_trained(), factor)
+
+
+def _check_norm(configured: float | None, max_norm: float) -> None:
+    if configured is not None and max_norm not in (configured, float("inf")):
+        raise ConfigurationError(
+            f"The DeepSpeed configuration says gradient_clipping={configured}, but the loop clips to {max_norm}. Give "
+            "one of the two."
+        )
 
 
 @contextmanager

@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import Any
 
 from torch import Tensor
 
+from drivetrain.checkpoint.deepspeed_shards import DeepSpeedShards, deepspeed_folder, read_deepspeed
 from drivetrain.checkpoint.export import parse_dtype, save_safetensors, weights_below
 from drivetrain.runtime.errors import CheckpointError
 from drivetrain.strategies.deepspeed.engine import TrainedModel
-from drivetrain.strategies.deepspeed.package import require_deepspeed
 
-LATEST = "latest"
 _STATES = "*_model_states.pt"
 _OPTIMIZER = "*_optim_states.pt"
 
@@ -48,7 +46,7 @@ def folder_of(directory: str | os.PathLike[str], tag: str | None = None) -> Path
     Raises:
         CheckpointError: There is none.
     """
-    found = native_folder(directory, tag)
+    found = deepspeed_folder(directory, tag)
     if found is None:
         raise CheckpointError(
             f"{os.fspath(directory)} holds no DeepSpeed checkpoint{f' {tag!r}' if tag else ''}: no {_STATES} files."
@@ -56,39 +54,17 @@ def folder_of(directory: str | os.PathLike[str], tag: str | None = None) -> Path
     return found
 
 
-def native_folder(directory: str | os.PathLike[str], tag: str | None = None) -> Path | None:
-    """The same, or None where there is none."""
-    root = Path(directory)
-    latest = root / LATEST
-    if tag is None and latest.is_file():
-        tag = latest.read_text(encoding="utf-8").strip()
-    folder = root if tag is None else root / tag
-    return folder if folder.is_dir() and any(folder.glob(_STATES)) else None
-
-
 def whole_weights(directory: str | os.PathLike[str]) -> dict[str, Tensor]:
-    """The weights in a DeepSpeed checkpoint in 32 bits, under the names of the model.
-
-    The files are pickles, which run whatever code they hold: open only those that you trust.
+    """The weights in a DeepSpeed checkpoint in 32 bits, under the names of the model. Nothing in it is executed.
 
     Raises:
         CheckpointError: There is none.
     """
-    folder = folder_of(directory)
-    require_deepspeed()
-    from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
-
-    weights: dict[str, Any] = {}
-    if any(folder.glob(_OPTIMIZER)):
-        weights.update(get_fp32_state_dict_from_zero_checkpoint(str(folder.parent), tag=folder.name))
-    # What is not partitioned the first process has written whole: all of it at stage 0, what is frozen at stage 1.
-    for name, value in _replicated(folder).items():
-        if name not in weights and value.numel():
-            weights[name] = value
+    weights: dict[str, Tensor] = read_deepspeed(folder_of(directory), DeepSpeedShards.weights)
     if weights and all(name.startswith("task.") for name in weights):
         # A Trainer's engine holds the task in a module of its own.
         weights = {name.removeprefix("task."): value for name, value in weights.items()}
-    return dict(weights)
+    return weights
 
 
 def merge_native(
@@ -120,13 +96,3 @@ def merge_native(
     if target is not None:
         weights = {name: value.to(target) if value.is_floating_point() else value for name, value in weights.items()}
     return save_safetensors(weights, output, max_shard_size, overwrite=overwrite, progress=progress)
-
-
-def _replicated(folder: Path) -> dict[str, Any]:
-    """The first process's own weights in 32 bits; those that are partitioned are empty."""
-    import torch
-
-    (path, *_) = sorted(folder.glob(_STATES))
-    module: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=False)["module"] or {}
-    found = {name: value for name, value in module.items() if isinstance(value, Tensor)}
-    return {name: value.float() if value.is_floating_point() else value for name, value in found.items()}

@@ -15,7 +15,7 @@ from drivetrain.runtime.collectives import broadcast
 from drivetrain.runtime.errors import ConfigurationError, nearest
 from drivetrain.runtime.state import PartialState
 from drivetrain.strategies.base import Capability, Given, RunOptions, Strategy, View
-from drivetrain.strategies.capabilities import PlainEvaluation
+from drivetrain.strategies.capabilities import Configurations, PlainEvaluation
 from drivetrain.strategies.deepspeed import adagrad, native, ops, options
 from drivetrain.strategies.deepspeed import config as configuration
 from drivetrain.strategies.deepspeed.accelerate_config import arguments_from
@@ -25,6 +25,8 @@ from drivetrain.strategies.deepspeed.engine import Engines, TrainedModel
 from drivetrain.strategies.deepspeed.gradients import EngineGradients
 from drivetrain.strategies.deepspeed.membership import Membership
 from drivetrain.strategies.deepspeed.package import require_deepspeed
+from drivetrain.strategies.deepspeed.settings import Settings
+from drivetrain.strategies.deepspeed.several import Several
 from drivetrain.strategies.deepspeed.whole_tensors import is_partitioned
 from drivetrain.strategies.deepspeed.zero_state import ZeroState
 from drivetrain.strategies.optimizer_proxy import needs_closure
@@ -71,7 +73,7 @@ class DeepSpeed(Strategy):
         **zero_options: Any,
     ) -> None:
         require_deepspeed()
-        self.config, self.stage = options.build_config(
+        config, stage = options.build_config(
             config,
             stage,
             {"offload_optimizer": offload_optimizer, "offload_param": offload_param},
@@ -79,10 +81,10 @@ class DeepSpeed(Strategy):
             {"gradient_clipping": gradient_clipping, "gradient_accumulation_steps": gradient_accumulation_steps},
             zero_options,
         )
-        self.zero_init = self.stage == 3 if zero_init is None else zero_init and self.stage == 3
-        self.moe_layers = list(moe_layers)
+        partitions = stage == 3 if zero_init is None else zero_init and stage == 3
+        self.settings = Settings(config, stage, partitions, list(moe_layers))
         self.shared_memory = shared_memory
-        self.needs_even_batches = self.stage == 3
+        self.needs_even_batches = stage == 3
         self._run: RunOptions | None = None
         self._membership: Membership | None = None
         self._engines = Engines()
@@ -99,18 +101,37 @@ class DeepSpeed(Strategy):
         """
         return cls(**arguments_from(config))
 
+    @property
+    def config(self) -> configuration.Config:
+        """The configuration that places what is prepared next."""
+        return self.settings.config
+
+    @property
+    def stage(self) -> int:
+        """That configuration's stage of ZeRO."""
+        return self.settings.stage
+
+    @property
+    def zero_init(self) -> bool:
+        """Whether `init_context` takes parameters apart where they are made."""
+        return self.settings.zero_init
+
+    @property
+    def moe_layers(self) -> Sequence[str | type[nn.Module]]:
+        """Names of module classes that ZeRO-3 gathers as a whole."""
+        return self.settings.moe_layers
+
     # processes
 
     def setup(self, state: PartialState) -> None:
         """Let DeepSpeed join the process group that this process is in."""
         super().setup(state)
         topology = self.topology
-        self.gradients = EngineGradients(self._engines, topology, self.stage, configuration.clipping_of(self.config))
+        self.gradients = EngineGradients(self._engines, topology)
         self.state = ZeroState(topology, self.unwrap, self._engines)
         self._membership = Membership(topology.environment, topology.kind.name, self.shared_memory)
-        options.check_zero_options(self.config)
-        if options.uses_nvme(self.config):
-            ops.require_async_io()
+        self._several = Several(self)
+        self.check_settings(self.settings)
 
     def check(self, options: RunOptions) -> None:
         """Refuse what DeepSpeed cannot compute in, or not on this device; what the loop was given fills `"auto"`."""
@@ -125,11 +146,6 @@ class DeepSpeed(Strategy):
                 f"precision={precision.name!r} cannot run under strategy='deepspeed' on the CPU: DeepSpeed computes "
                 "in float16 on GPUs only. Use 'bf16' or '32'."
             )
-        if precision.name in ("fp16", "fp16-true") and self.stage == 0:
-            raise ConfigurationError(
-                f"precision={precision.name!r} cannot run under DeepSpeed's stage 0, which divides gradients by a loss "
-                "scale that it has not multiplied the loss with (DeepSpeed 0.19). Use stage 1, 2 or 3."
-            )
         if precision.name not in ("32", "bf16", "bf16-true", "fp16", "fp16-true"):
             raise ConfigurationError(
                 f"precision={precision.name!r} is unknown to DeepSpeed. Use '32', 'bf16', 'bf16-true' or 'fp16'."
@@ -138,6 +154,20 @@ class DeepSpeed(Strategy):
             # The engine scales the loss: only it can see an overflow in gradients that are spread.
             precision.scaler = torch.amp.GradScaler(kind.autocast_type, enabled=False)
         self._run = options
+        for settings in (self.settings, *self._several.named.values()):
+            self.check_settings(settings)
+
+    def check_settings(self, settings: Settings) -> None:
+        """Refuse a configuration that cannot work here, or not in the run's precision."""
+        options.check_zero_options(settings.config)
+        if options.uses_nvme(settings.config):
+            ops.require_async_io()
+        precision = None if self._run is None else self._run.precision
+        if precision is not None and precision.name in ("fp16", "fp16-true") and settings.stage == 0:
+            raise ConfigurationError(
+                f"precision={precision.name!r} cannot run under DeepSpeed's stage 0, which divides gradients by a loss "
+                "scale that it has not multiplied the loss with (DeepSpeed 0.19). Use stage 1, 2 or 3."
+            )
 
     def _known(self, optimizer: Optimizer | None, model: nn.Module | None = None) -> Known:
         given: dict[str, Given] = {}
@@ -155,8 +185,10 @@ class DeepSpeed(Strategy):
         )
 
     def capability(self, kind: type[Capability]) -> Capability | None:
-        """Stage 3 evaluates outside of inference mode: what it gathers there could not be trained with afterwards."""
-        return PlainEvaluation() if kind is PlainEvaluation and self.stage == 3 else None  # type: ignore[return-value]
+        """Several configurations; at stage 3 evaluation out of inference mode, whose tensors could not be trained."""
+        if kind is Configurations:
+            return self._several  # type: ignore[return-value]
+        return PlainEvaluation() if kind is PlainEvaluation and self.needs_even_batches else None  # type: ignore[return-value]
 
     # model
 
@@ -164,21 +196,20 @@ class DeepSpeed(Strategy):
         """At stage 3, take parameters apart as soon as they are made, so that no process ever holds the whole model."""
         if not self.zero_init:
             return nullcontext()
-        completed = configuration.complete(self._without_training(), self._known(None))
+        completed = configuration.complete(self.settings.without_training, self._known(None))
         return self._package().zero.Init(config_dict_or_path=completed)  # type: ignore[no-any-return]
 
     def place(self, model: nn.Module, precision: Precision, move: bool = True) -> nn.Module:
         """Place a model that is only evaluated; where it is partitioned, in an engine that gathers its parameters."""
         if not any(is_partitioned(parameter) for parameter in model.parameters()):
-            return super().place(model, precision, move)
-        completed = configuration.complete(self._without_training(), self._known(None, self.unwrap(model)))
+            if not self.settings.shards_frozen:
+                return super().place(model, precision, move)
+            model = precision.convert(model)
+        completed = configuration.complete(self.settings.without_training, self._known(None, self.unwrap(model)))
         self._engines.forget(self.unwrap(model))
         engine, *_ = self._package().initialize(model=model, config=completed, dist_init_required=False)
-        self._engines.add(TrainedModel(engine, self.unwrap(model), []))
+        self._engines.add(TrainedModel(engine, self.unwrap(model), [], self.settings))
         return engine.module  # type: ignore[no-any-return]
-
-    def _without_training(self) -> dict[str, Any]:
-        return {key: value for key, value in self.config.items() if key not in ("optimizer", "scheduler")}
 
     def prepare(
         self, model: nn.Module, optimizers: Sequence[Optimizer], precision: Precision, move: bool = True
@@ -202,7 +233,7 @@ class DeepSpeed(Strategy):
             model = precision.convert(model)
         self._mark_leaves(bare)
         engine, scheduler = self._initialize(model, optimizer, bare)
-        trained = TrainedModel(engine, bare, groups)
+        trained = TrainedModel(engine, bare, groups, self.settings)
         adagrad.make_state(trained.layout)
         if isinstance(optimizer, DummyOptim):
             # A learning-rate schedule over the stand-in changes the real one's groups.
@@ -279,14 +310,15 @@ class DeepSpeed(Strategy):
         for trained in ran:
             trained.holds_gradients = True
         engine = ran[-1].engine  # others that the loss went through follow by the hooks on their outputs
-        if self.stage == 0:
+        unspread = any(trained.settings.stage == 0 for trained in ran)
+        if unspread:
             # Its hook on the output that the loss may be scales by the micro-batches once more, unless it is another
             # tensor.
             loss = loss * 1.0
         try:
             engine.backward(loss, scale_wrt_gas=False, **kwargs)
         except RuntimeError as error:
-            if self.stage == 0 and len(ran) > 1:
+            if unspread and len(ran) > 1:
                 raise ConfigurationError(
                     "A loss went through several models, whose engines DeepSpeed's stage 0 cannot differentiate "
                     "together. Use stage 1, 2 or 3, or make them one model."
@@ -300,7 +332,7 @@ class DeepSpeed(Strategy):
         if closure is not None:
             _refuse_closure(optimizer)
         trained = self._engines.stepped_by(optimizer)
-        configured = configuration.clipping_of(self.config)
+        configured = trained.settings.clipping
         if configured is not None and not trained.clipped:
             self.gradients.clip_norm(list(trained.all_trained()), configured)
         trained.optimizer.step()

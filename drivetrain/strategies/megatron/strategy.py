@@ -260,6 +260,13 @@ class Megatron(Strategy):
                     "forward_step; or use strategy=Parallel(tp=..., pp=...), which splits any model."
                 )
             return bare.chunks
+        if isinstance(bare, MegatronProgram):
+            raise ConfigurationError(
+                f"{type(bare).__name__} is a MegatronTask, whose steps a Trainer runs: megatron-core's schedule calls "
+                "its forward_step, and runs the backward by itself, which a loop with accelerator.backward(loss) "
+                "cannot share with it. Use Trainer(accelerator=accelerator).fit(task, loader), or prepare the model "
+                "that its model_provider builds under accelerator.init_context()."
+            )
         if not hasattr(bare, "sharded_state_dict"):
             raise ConfigurationError(
                 f"{type(bare).__name__} is not built from megatron-core's layers, which strategy='megatron' runs. "

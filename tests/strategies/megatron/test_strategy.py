@@ -303,6 +303,7 @@ def elsewhere() -> dict[str, str]:
         "another strategy": lambda: fit("single", evaluate=False),
         "another model": lambda: Accelerator(cpu=True, strategy=shimmed()).prepare(nn.Linear(2, 2), adam()),
         "stages in a raw loop": lambda: Accelerator(cpu=True, strategy=shimmed()).prepare(nn.Linear(2, 2)),
+        "a task in a raw loop": lambda: Accelerator(cpu=True, strategy=shimmed()).prepare(GPT()),
     }.items():
         try:
             run()
@@ -327,3 +328,4 @@ def test_it_is_refused_elsewhere() -> None:
     assert "needs CUDA GPUs" in found["the CPU"]
     assert "GPT is a MegatronTask" in found["another strategy"]
     assert "Linear is not built from megatron-core's layers" in found["another model"]
+    assert "GPT is a MegatronTask, whose steps a Trainer runs" in found["a task in a raw loop"]

@@ -1,0 +1,214 @@
+"""What DeepSpeed's engine writes (`mp_rank_00_model_states.pt`, `*_optim_states.pt`), read without executing anything.
+
+ZeRO keeps each group of parameters as one flat tensor of 32 bits, cut into as many parts as there are processes: at
+stages 1 and 2 the whole group, at stage 3 each parameter by itself. The states of an optimizer are cut the same way.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from drivetrain.checkpoint.pickled import read_pickled
+from drivetrain.checkpoint.torch_shards import bare_name
+from drivetrain.runtime.errors import CheckpointError
+
+LATEST = "latest"
+
+_MODEL = re.compile(r"(?:zero_pp_rank_(?P<rank>\d+)_)?mp_rank_(?P<model>\d+)_model_states\.pt")
+_OPTIMIZER = re.compile(r"(?:bf16_|fp16_)?zero_pp_rank_(?P<rank>\d+)_mp_rank_(?P<model>\d+)_optim_states\.pt")
+_Shapes = Sequence[Mapping[str, Sequence[int]]]
+
+
+class _Inert:
+    """Takes the place of DeepSpeed's own objects, of which nothing is needed."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        pass
+
+
+_ALLOWED: list[Any] = [
+    (_Inert, "deepspeed.runtime.fp16.loss_scaler.LossScaler"),
+    (_Inert, "deepspeed.runtime.fp16.loss_scaler.DynamicLossScaler"),
+    (_Inert, "deepspeed.utils.tensor_fragment.fragment_address"),
+    (int, "deepspeed.runtime.zero.config.ZeroStageEnum"),
+]
+
+
+def deepspeed_folder(directory: str | os.PathLike[str], tag: str | None = None) -> Path | None:
+    """The folder of one of DeepSpeed's checkpoints; None where there is none.
+
+    Args:
+        directory: The folder itself, or what it is in: then by tag, or by the file that names the latest one.
+        tag: Its name.
+    """
+    root = Path(directory)
+    latest = root / LATEST
+    if tag is None and latest.is_file():
+        tag = latest.read_text(encoding="utf-8").strip()
+    folder = root if tag is None else root / tag
+    return folder if folder.is_dir() and any(_MODEL.fullmatch(path.name) for path in folder.iterdir()) else None
+
+
+class DeepSpeedShards:
+    """One checkpoint of DeepSpeed's engine, of any stage of ZeRO and any number of processes.
+
+    Args:
+        folder: The local folder, as `deepspeed_folder` finds it.
+
+    Attributes:
+        folder: The same.
+        stage: The stage of ZeRO.
+
+    Raises:
+        CheckpointError: A file is missing or cannot be read, or the model was also split in another way.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._models = [_read(path) for path in _by_rank(folder, _MODEL)]
+        self._states = [_read(path)["optimizer_state_dict"] for path in _by_rank(folder, _OPTIMIZER)]
+        self.stage = int(self._states[0].get("zero_stage", 0)) if self._states else 0
+        if not self._states:
+            return
+        count = self._states[0]["partition_count"]
+        count = max(count) if isinstance(count, list) else count
+        if len(self._states) != count or (self.stage == 3 and len(self._models) != count):
+            raise CheckpointError(
+                f"{folder} holds the files of {len(self._states)} of the {count} processes that wrote it."
+            )
+
+    def weights(self) -> dict[str, Tensor]:
+        """Parameters and buffers, whole, in 32 bits where DeepSpeed keeps such, under the names of the bare model."""
+        first = self._models[0]
+        found = {name: value for name, value in (first["module"] or {}).items() if isinstance(value, Tensor)}
+        found = {name: value for name, value in found.items() if value.numel() or name in first["buffer_names"]}
+        found |= self._frozen()
+        if self._states:
+            key = "fp32_flat_groups" if self.stage == 3 else "single_partition_of_fp32_groups"
+            found |= dict(self._whole_tensors([[*state[key]] for state in self._states]))
+        for tied, name in (first.get("shared_params") or {}).items():
+            found[tied] = found[name]
+        return {bare_name(name): value.float() if value.is_floating_point() else value for name, value in found.items()}
+
+    def optimizer(self) -> dict[str, Any]:
+        """The state of the optimizer by names of parameters; at stage 0, where it has none, by positions.
+
+        Raises:
+            CheckpointError: It is in a form that is not read here.
+        """
+        if not self._states:
+            return self._unspread()
+        groups = [list(map(bare_name, shapes)) for shapes in self._shapes]
+        inner = [state["optimizer_state_dict" if self.stage == 3 else "base_optimizer_state"] for state in self._states]
+        if not all(isinstance(one, Mapping) for one in inner):
+            raise CheckpointError(
+                f"{self.folder} holds an optimizer that DeepSpeed wrote as an elastic checkpoint, which is not read "
+                "here. Take the weights out: drivetrain merge-weights."
+            )
+        flats = [[one["state"][number] for number in sorted(one["state"])] for one in inner]
+        first = flats[0][0] if flats[0] else {}
+        state: dict[str, dict[str, Any]] = {name: {} for names in groups for name in names} if first else {}
+        for key, value in first.items():
+            if isinstance(value, Tensor) and value.dim():
+                for name, whole in self._whole_tensors([[flat[key] for flat in of_rank] for of_rank in flats]):
+                    state[bare_name(name)][key] = whole
+            else:
+                for name in state:
+                    state[name][key] = value.clone() if isinstance(value, Tensor) else value
+        options = inner[0]["param_groups"]
+        return {
+            "state": state,
+            "param_groups": [{**group, "params": names} for group, names in zip(options, groups, strict=True)],
+        }
+
+    @property
+    def _shapes(self) -> _Shapes:
+        found: _Shapes = self._models[0]["param_shapes"]
+        return found
+
+    def _whole_tensors(self, flats: list[list[Tensor]]) -> Iterator[tuple[str, Tensor]]:
+        """Whole tensors by name, of flat ones by process and group."""
+        if self.stage == 3:
+            return _partitioned(self._shapes, [torch.cat(of_rank) for of_rank in flats])
+        merged = [torch.cat(parts) for parts in zip(*flats, strict=True)]
+        return _concatenated(self._shapes, merged, self._states[0].get("param_alignment_paddings"))
+
+    def _frozen(self) -> dict[str, Tensor]:
+        """The parameters that are not trained, which no optimizer holds."""
+        shapes = self._models[0].get("frozen_param_shapes") or {}
+        parts = [model["frozen_param_fragments"] for model in self._models] if shapes else []
+        return {
+            name: torch.cat([part[name].flatten() for part in parts])[: math.prod(shape)].view(shape)
+            for name, shape in shapes.items()
+        }
+
+    def _unspread(self) -> dict[str, Any]:
+        found = self._models[0].get("optimizer")
+        if not isinstance(found, Mapping) or "param_groups" not in found:
+            raise CheckpointError(
+                f"{self.folder} holds an optimizer of stage 0 in low precision, which is not read here. Take the "
+                "weights out: drivetrain merge-weights."
+            )
+        return dict(found)
+
+
+def _concatenated(shapes: _Shapes, merged: Sequence[Tensor], paddings: Any) -> Iterator[tuple[str, Tensor]]:
+    """Parameters that lie one after the other in the flat tensor of their group."""
+    for number, (group, flat) in enumerate(zip(shapes, merged, strict=True)):
+        start = 0
+        for position, (name, shape) in enumerate(group.items()):
+            size = math.prod(shape)
+            yield name, flat[start : start + size].view(shape)
+            start += size + (paddings[number][position] if paddings else 0)
+
+
+def _partitioned(shapes: _Shapes, flats: Sequence[Tensor]) -> Iterator[tuple[str, Tensor]]:
+    """Parameters of each of which every process has a part, padded to equal sizes."""
+    start = 0
+    for group in shapes:
+        for name, shape in group.items():
+            size = math.prod(shape)
+            part = -(-size // len(flats))
+            yield name, torch.cat([flat[start : start + part] for flat in flats])[:size].view(shape)
+            start += part
+
+
+def _by_rank(folder: Path, kind: re.Pattern[str]) -> list[Path]:
+    found = []
+    for path in folder.iterdir():
+        match = kind.fullmatch(path.name)
+        if match is None:
+            continue
+        if int(match["model"]):
+            raise CheckpointError(
+                f"{folder} was written under DeepSpeed's own tensor parallelism, which is not read here. Convert it "
+                "with DeepSpeed's ds_to_universal."
+            )
+        found.append((int(match["rank"] or 0), path))
+    if any(folder.glob("*expert_*_states.pt")):
+        raise CheckpointError(f"{folder} holds a mixture of experts by DeepSpeed, which is not read here.")
+    return [path for _, path in sorted(found)]
+
+
+def _read(path: Path) -> Any:
+    return read_pickled(path, _ALLOWED)
+
+
+def read_deepspeed(folder: Path, read: Callable[[DeepSpeedShards], Any]) -> Any:
+    """Read something of a checkpoint, with an error that names it where its content is not as expected.
+
+    Raises:
+        CheckpointError: As `DeepSpeedShards`.
+    """
+    try:
+        return read(DeepSpeedShards(folder))
+    except (LookupError, TypeError, ValueError, AttributeError, RuntimeError) as error:
+        raise CheckpointError(f"{folder} is not as DeepSpeed writes its checkpoints: {error!r}.") from error
