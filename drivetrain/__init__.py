@@ -50,6 +50,8 @@ _EXPORTS: dict[str, str] = {
     "NaNGuard": "drivetrain.callbacks",
     "Timer": "drivetrain.callbacks",
     "TQDMProgressBar": "drivetrain.callbacks",
+    "BackboneFinetuning": "drivetrain.callbacks",
+    "BaseFinetuning": "drivetrain.callbacks",
     "StochasticWeightAveraging": "drivetrain.callbacks",
     "EMAWeightAveraging": "drivetrain.callbacks",
     "WeightAveraging": "drivetrain.callbacks",
@@ -172,6 +174,8 @@ if TYPE_CHECKING:
     from drivetrain.accelerator import TERecipeKwargs as TERecipeKwargs
     from drivetrain.accelerator import TorchContextParallelConfig as TorchContextParallelConfig
     from drivetrain.accelerator import TorchDynamoPlugin as TorchDynamoPlugin
+    from drivetrain.callbacks import BackboneFinetuning as BackboneFinetuning
+    from drivetrain.callbacks import BaseFinetuning as BaseFinetuning
     from drivetrain.callbacks import Callback as Callback
     from drivetrain.callbacks import EarlyStopping as EarlyStopping
     from drivetrain.callbacks import EMAWeightAveraging as EMAWeightAveraging

@@ -5,6 +5,7 @@ from __future__ import annotations
 from drivetrain.callbacks.base import Callback
 from drivetrain.callbacks.early_stopping import EarlyStopping
 from drivetrain.callbacks.evaluation_gather import EvaluationGather
+from drivetrain.callbacks.finetuning import BackboneFinetuning, BaseFinetuning
 from drivetrain.callbacks.gradient_accumulation_scheduler import GradientAccumulationScheduler
 from drivetrain.callbacks.lambda_callback import LambdaCallback
 from drivetrain.callbacks.loss_spike_guard import LossSpikeGuard
@@ -19,6 +20,8 @@ from drivetrain.callbacks.timer import Timer
 from drivetrain.callbacks.weight_averaging import EMAWeightAveraging, WeightAveraging
 
 __all__ = [
+    "BackboneFinetuning",
+    "BaseFinetuning",
     "Callback",
     "EMAWeightAveraging",
     "EarlyStopping",

@@ -86,6 +86,17 @@ class Gradients:
         if gradients:
             torch._foreach_mul_(gradients, factor.to(gradients[0].device))
 
+    def adopt(self, model: nn.Module, parameters: Sequence[nn.Parameter]) -> None:
+        """Take parameters that are trained from now on, and were frozen when the model was placed.
+
+        Args:
+            model: What `prepare` returned.
+            parameters: The parameters, or this process's shards of them.
+
+        Raises:
+            ConfigurationError: What is trained is settled when the model is placed.
+        """
+
     def prepare_backward(self, model: nn.Module, loss: torch.Tensor) -> None:
         """Get ready for a backward that a task runs by itself, during its training step.
 

@@ -12,7 +12,7 @@ from torch import nn
 from torch.distributed.algorithms.join import Join as TorchJoin
 from torch.optim import Optimizer
 
-from drivetrain.runtime.collectives import broadcast
+from drivetrain.runtime.collectives import broadcast, reduce
 from drivetrain.runtime.errors import ConfigurationError, nearest
 from drivetrain.runtime.state import PartialState
 from drivetrain.strategies.base import Capability, MicroBatch, Output, Strategy, View
@@ -98,7 +98,9 @@ class DDP(Strategy):
     def setup(self, state: PartialState) -> None:
         """Take this process's place among its peers."""
         super().setup(state)
-        self.gradients = ReducedGradients(self.topology.device, self.wrapper_options["find_unused_parameters"])
+        self.gradients: ReducedGradients = ReducedGradients(
+            self.topology.device, self.wrapper_options["find_unused_parameters"]
+        )
         self.state = CopiedState(self.topology, self.unwrap)
         if self.sync_batchnorm and self.topology.kind.name == "cpu":
             raise ConfigurationError("sync_batchnorm=True needs GPUs: torch's SyncBatchNorm has no CPU kernel.")
@@ -158,6 +160,7 @@ class DDP(Strategy):
         """Run forward and backward over a window; raise before peers wait for gradients that are not computed."""
         outputs = super().forward_backward(model, step_fn, microbatches)
         self.gradients.require_reduced(model)
+        self.gradients.average_adopted()
         return outputs
 
     def optimizer_step(
@@ -204,6 +207,29 @@ class ReducedGradients(Gradients):
 
     def __init__(self, device: torch.device, finds_unused: bool) -> None:
         self._device, self._finds_unused = device, finds_unused
+        self._adopted: list[nn.Parameter] = []
+
+    def adopt(self, model: nn.Module, parameters: Sequence[nn.Parameter]) -> None:
+        """Take parameters that DDP's buckets do not hold: they are averaged by themselves once a window ends."""
+        if isinstance(model, DistributedDataParallel):
+            if isinstance(model.module, StepModule) and model.module.partial_backwards:
+                raise ConfigurationError(
+                    "Under DDP a task that optimizes by hand cannot train parameters that were frozen when the run "
+                    'began. Let automatic_optimization be True, or use strategy="fsdp".'
+                )
+            known = {id(each) for each in self._adopted}
+            self._adopted += [each for each in parameters if id(each) not in known]
+
+    def average_adopted(self) -> None:
+        """Average the gradients of those parameters; one that this process's loss does not depend on counts as zero."""
+        if not self._adopted:
+            return
+        for parameter in self._adopted:
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+        averaged = reduce([parameter.grad for parameter in self._adopted])
+        for parameter, gradient in zip(self._adopted, averaged, strict=True):
+            parameter.grad = gradient
 
     def sync(self, model: nn.Module, enabled: bool) -> AbstractContextManager[Any]:
         """Skip the averaging of gradients in a context."""

@@ -63,6 +63,13 @@ class EngineGradients(Gradients):
         for trained in self._engines:
             clipping.clip_to_value(trained, trained.own(given), value)
 
+    def adopt(self, model: nn.Module, parameters: Sequence[nn.Parameter]) -> None:
+        """Refuse."""
+        raise ConfigurationError(
+            "DeepSpeed settles which parameters it trains when the model is placed, so none can be added later. "
+            'Train all from the start, or use strategy="ddp" or "fsdp".'
+        )
+
     def scale(self, model: nn.Module, optimizers: Sequence[Optimizer], factor: torch.Tensor) -> None:
         """Multiply the gradients of a window."""
         trained = self._engines.find(model)

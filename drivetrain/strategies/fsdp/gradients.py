@@ -52,6 +52,10 @@ class ShardedGradients(Gradients):
         """Refuse: the peers' backward gathers over all processes, which only a backward can answer."""
         refuse_left_out_batch(task, self._rank)
 
+    def adopt(self, model: nn.Module, parameters: Sequence[nn.Parameter]) -> None:
+        """Let backwards reduce the gradients of parameters that were frozen when the model was sharded."""
+        sharding.train_shards(model, parameters)
+
     def clip_norm(self, parameters: Iterable[torch.Tensor], max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
         """Scale gradients down to a total norm of at most `max_norm`, over all shards."""
         return clip_grad_norm_over_meshes_(parameters, max_norm, norm_type)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -165,6 +165,23 @@ def allocate(model: nn.Module) -> None:
 
 
 # gradients that wait for the end of an accumulation window
+
+
+def train_shards(model: nn.Module, shards: Iterable[Tensor]) -> None:
+    """Let backwards compute the gradients of parameters that were frozen when the model was sharded.
+
+    The whole parameter that a unit gathers into is made once, and takes over then whether its shard is trained (torch
+    2.13).
+
+    Args:
+        model: The sharded model.
+        shards: The parameters' shards.
+    """
+    wanted = {id(shard) for shard in shards}
+    for unit in sharded_units(model):
+        for one in _records_of(unit):
+            if id(one.sharded_param) in wanted and hasattr(one, "_unsharded_param"):
+                one._unsharded_param.requires_grad_(True)
 
 
 def held_gradients(model: nn.Module) -> Iterator[Tensor]:

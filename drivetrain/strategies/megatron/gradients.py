@@ -72,6 +72,13 @@ class BufferedGradients(Gradients):
                 if parameter.grad is not None:
                     parameter.grad.clamp_(-value, value)
 
+    def adopt(self, model: nn.Module, parameters: Sequence[nn.Parameter]) -> None:
+        """Refuse."""
+        raise ConfigurationError(
+            "megatron-core settles which parameters it trains when the model is placed, so none can be added later. "
+            'Train all from the start, or use strategy="ddp" or "fsdp".'
+        )
+
     def scale(self, model: nn.Module, optimizers: Sequence[Optimizer], factor: torch.Tensor) -> None:
         """Multiply the gradients of a window."""
         placed = self._models.find(model)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
+from drivetrain.runtime.errors import ConfigurationError
 from drivetrain.strategies.fsdp.clipping import scale_by_norm_, total_norm_over_meshes
 from drivetrain.strategies.fsdp.gradients import ShardedGradients
 
@@ -24,6 +25,13 @@ class StagedGradients(ShardedGradients):
     def __init__(self, rank: int, group: dist.ProcessGroup, device: torch.device) -> None:
         super().__init__(rank)
         self._group, self._device = group, device
+
+    def adopt(self, model: nn.Module, parameters: Sequence[nn.Parameter]) -> None:
+        """Refuse: what the stages send each other is settled when the model is split."""
+        raise ConfigurationError(
+            "A pipeline settles which parameters it trains when the model is split, so none can be added later. Train "
+            'all from the start, or use strategy="fsdp".'
+        )
 
     def clip_norm(self, parameters: Iterable[Tensor], max_norm: float, norm_type: float = 2.0) -> Tensor:
         """Scale gradients down to a total norm of at most `max_norm`, over all shards and stages."""

@@ -1,0 +1,144 @@
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from drivetrain.callbacks import BackboneFinetuning, BaseFinetuning, ModelCheckpoint
+from drivetrain.runtime.errors import ConfigurationError
+from tests.callbacks.guarded import Regression, rows, train
+from tests.pool import run_in_processes
+
+
+class Headed(Regression):
+    """A backbone and a head; the optimizer gets what is trained when it is made."""
+
+    def __init__(self) -> None:
+        super().__init__({})
+        self.backbone = nn.Sequential(nn.Linear(3, 3), nn.Tanh())
+        nn.init.eye_(self.backbone[0].weight)  # type: ignore[arg-type]
+        nn.init.zeros_(self.backbone[0].bias)  # type: ignore[arg-type]
+        self.rates: list[list[float]] = []
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        if batch_idx == 0:
+            self.rates.append([round(group["lr"], 6) for group in self.optimizers().param_groups])
+        return nn.functional.mse_loss(self.layer(self.backbone(batch[0])), batch[1])
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD([p for p in self.parameters() if p.requires_grad], lr=0.05, momentum=0.9)
+
+
+def by_hand(epochs: int, at: int, batches: list[list[Tensor]]) -> Headed:
+    """The same in a plain loop: the backbone joins at an epoch, its rate a tenth and doubled each epoch."""
+    task = Headed()
+    task.backbone.requires_grad_(False)
+    optimizer = task.configure_optimizers()
+    for epoch in range(epochs):
+        if epoch == at:
+            task.backbone.requires_grad_(True)
+            optimizer.add_param_group({"params": list(task.backbone.parameters()), "lr": 0.005})
+        elif epoch > at:
+            optimizer.param_groups[1]["lr"] = min(0.05, 2 * optimizer.param_groups[1]["lr"])
+        for inputs, targets in batches:
+            optimizer.zero_grad()
+            nn.functional.mse_loss(task.layer(task.backbone(inputs)), targets).backward()
+            optimizer.step()
+    return task
+
+
+def gap(task: nn.Module, other: nn.Module) -> float:
+    pairs = zip(task.parameters(), other.parameters(), strict=True)
+    return max(float((one - two).detach().abs().max()) for one, two in pairs)
+
+
+def test_the_backbone_joins_at_its_epoch_at_a_rate_of_its_own(tmp_path: Path) -> None:
+    task = Headed()
+    train(task, tmp_path, [BackboneFinetuning(2)], batches=4, epochs=6, enable_checkpointing=False)
+    assert task.rates == [[0.05], [0.05], [0.05, 0.005], [0.05, 0.01], [0.05, 0.02], [0.05, 0.04]]
+    assert gap(task, by_hand(6, 2, list(rows(4)))) < 1e-6
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({"lambda_func": lambda epoch: 1 + epoch}, [0.005, 0.025, 0.05]),
+        (
+            {"lambda_func": lambda epoch: 10.0, "backbone_initial_lr": 0.001, "should_align": False},
+            [0.001, 0.01, 0.1],
+        ),
+        ({"backbone_initial_ratio_lr": 0.5, "verbose": True}, [0.025, 0.05, 0.05]),
+    ],
+)
+def test_the_rate_grows_as_it_is_told(options: dict[str, Any], expected: list[float], tmp_path: Path) -> None:
+    task = Headed()
+    train(task, tmp_path, [BackboneFinetuning(2, **options)], batches=1, epochs=5, enable_checkpointing=False)
+    assert [rates[1] for rates in task.rates[2:]] == expected
+
+
+@pytest.mark.parametrize("step", [6, 9, 14])
+def test_a_resumed_run_has_the_same_groups(step: int, tmp_path: Path) -> None:
+    def fit(resume: Any = None) -> Headed:
+        task = Headed()
+        saving = ModelCheckpoint(tmp_path, every_n_train_steps=1, save_top_k=-1, filename="{step}")
+        callbacks = [BackboneFinetuning(2), saving]
+        train(task, tmp_path, callbacks, batches=4, epochs=5, ckpt_path=resume, enable_checkpointing=True)
+        return task
+
+    task, resumed = fit(), fit(tmp_path / f"step={step}.ckpt")
+    assert gap(task, resumed) == 0.0
+    assert resumed.rates == task.rates[-len(resumed.rates) :]
+
+
+def test_modules_are_flattened_frozen_and_filtered() -> None:
+    class Own(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale = nn.Parameter(torch.ones(1))
+            self.inner = nn.Linear(2, 2)
+
+    own, norm = Own(), nn.BatchNorm1d(2)
+    modules = [own, [nn.Sequential(nn.ReLU(), norm)]]
+    found = BaseFinetuning.flatten_modules(modules)
+    assert [type(each).__name__ for each in found] == ["Own", "Linear", "ReLU", "BatchNorm1d"]
+    BaseFinetuning.freeze(modules)
+    assert list(BaseFinetuning.filter_params(modules)) == [norm.weight, norm.bias]
+    assert not list(BaseFinetuning.filter_params(modules, train_bn=False))
+    BaseFinetuning.freeze(modules, train_bn=False)
+    assert len(list(BaseFinetuning.filter_params(modules, requires_grad=False))) == 5
+    assert not norm.track_running_stats
+    BaseFinetuning.make_trainable(modules)
+    assert norm.track_running_stats
+    optimizer = torch.optim.SGD([own.scale], lr=0.1)
+    BaseFinetuning.unfreeze_and_add_param_group(own, optimizer)
+    assert [len(group["params"]) for group in optimizer.param_groups] == [1, 2]
+    assert optimizer.param_groups[1]["lr"] == pytest.approx(0.01)
+
+
+def test_a_task_without_a_backbone_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigurationError, match="has no module `backbone`"):
+        train(Regression({}), tmp_path, [BackboneFinetuning()], enable_checkpointing=False)
+
+
+def fit_over_processes(strategy: str) -> dict[str, Tensor]:
+    torch.set_num_threads(1)
+    task = Headed()
+    trainer = train(
+        task, ".", [BackboneFinetuning(1)], batches=3, epochs=3, strategy=strategy, enable_checkpointing=False
+    )
+    assert trainer.model is not None
+    return trainer.strategy.state.full(trainer.model)
+
+
+@pytest.mark.sharded
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_what_joins_later_is_averaged_over_processes(strategy: str) -> None:
+    batches = list(rows(3, world=2))
+    pairs = zip(batches[::2], batches[1::2], strict=True)
+    expected = by_hand(3, 1, [[torch.cat(each) for each in zip(one, two, strict=True)] for one, two in pairs])
+    found = run_in_processes(fit_over_processes, 2, (strategy,))[0]
+    for name, value in expected.state_dict().items():
+        assert torch.allclose(found[name], value, atol=1e-6), name
