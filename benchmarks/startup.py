@@ -99,6 +99,12 @@ def main(rounds: int, clock: str, only: tuple[str, ...], json_file: Path | None)
         versions[name] = version_of(module)
         loaded[name] = run_fresh(code, clock)[1]
         chosen[name] = lambda code=code: run_fresh(code, clock)[0]
+    if not chosen:
+        wanted = ", ".join(repr(part) for part in only)
+        names = ", ".join(CONTENDERS)
+        raise click.ClickException(
+            f"Nothing to measure: no contender that is installed has {wanted} in its name. Names: {names}."
+        )
     results = compare(lambda: run_fresh("import torch", clock)[0], chosen, rounds)
     print(report(results, versions, loaded, clock))
     if json_file is not None:

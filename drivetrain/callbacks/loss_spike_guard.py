@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import statistics
 from collections import deque
 from typing import TYPE_CHECKING, Any
 
@@ -103,6 +102,8 @@ class LossSpikeGuard(Guard):
 
 def modified_z_score(value: float, values: Any) -> tuple[float, float]:
     """Return the modified z-score of a value among others, and their median (Iglewicz and Hoaglin, 1993)."""
+    import statistics  # here: it imports fractions and decimals, which no other part needs
+
     median = statistics.median(values)
     deviation = statistics.median(abs(each - median) for each in values)
     spread = max(deviation / NORMAL_MAD, SMALLEST_SPREAD * abs(median), 1e-12)

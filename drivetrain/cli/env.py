@@ -7,7 +7,6 @@ import platform
 import re
 import sys
 from collections.abc import Iterator, Mapping
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -74,6 +73,8 @@ def _report(config_file: str | None) -> Iterator[tuple[str, str, str]]:
 
 
 def _versions() -> Iterator[tuple[str, str, str]]:
+    from importlib.metadata import PackageNotFoundError, version  # here: it imports the parser of e-mails
+
     import drivetrain
 
     yield "Versions", "drivetrain", f"{drivetrain.__version__} ({Path(drivetrain.__file__).parent})"

@@ -8,7 +8,6 @@ import sys
 from typing import NoReturn
 
 from drivetrain.launch.interpreter import Invocation
-from drivetrain.launch.options import LaunchOptions
 from drivetrain.runtime.environment import LAUNCHED_VARIABLE, ProcessEnvironment
 from drivetrain.runtime.errors import LaunchError
 
@@ -41,6 +40,8 @@ def relaunch_script(num_processes: int, cpu: bool = False) -> NoReturn:
                 relaunch_script(num_processes=2, cpu=True)
         ```
     """
+    from drivetrain.launch.options import LaunchOptions  # here: every Trainer imports this module, and few relaunch
+
     options = LaunchOptions(num_processes=num_processes, cpu=cpu)
     invocation = Invocation.current()
     _refuse_without_script(invocation, num_processes)

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from drivetrain.runtime.attempts import SharedAttempt
 from drivetrain.runtime.errors import ConfigurationError
 from drivetrain.runtime.logging import get_logger
 from drivetrain.runtime.state import PartialState
@@ -39,21 +40,27 @@ def find_executable_batch_size(
     function: Callable[..., Any] | None = None,
     starting_batch_size: int = 128,
     reduce_batch_size_fn: Callable[[], int] | Callable[[int], int] | None = None,
+    patience: float = 60.0,
 ) -> Any:
     """Decorate a function whose first argument is the batch size, to try smaller ones as long as memory lacks.
 
-    What it holds is released before each further attempt: build the model and the loaders inside of it.
+    What it holds is released before each further attempt: build the model and the loaders inside of it. Where an
+    Accelerator or a PartialState was made before, every process calls it, and all take the next size where memory lacks
+    on one.
 
     Args:
         function: The function; None where it is used with arguments.
         starting_batch_size: The first batch size.
         reduce_batch_size_fn: Returns the next one, given the last one if it takes an argument; 9/10 of it if None.
+        patience: Seconds that a process without memory waits for the others to end the same attempt. They may be in a
+            collective that waits for this process, from which nothing calls them back: then it raises.
 
     Returns:
         The function without its first argument.
 
     Raises:
         RuntimeError: While it runs: not even a batch of one fits; the last error is its cause.
+        CollectiveError: While it runs: another process has failed, or waits for this one, which has no memory.
         ConfigurationError: While it runs: it was given a batch size although it is decorated.
 
     Example:
@@ -74,6 +81,7 @@ def find_executable_batch_size(
             find_executable_batch_size,
             starting_batch_size=starting_batch_size,
             reduce_batch_size_fn=reduce_batch_size_fn,
+            patience=patience,
         )
     names = list(inspect.signature(function).parameters)
 
@@ -89,13 +97,21 @@ def find_executable_batch_size(
             if size < 1:
                 raise RuntimeError(f"Memory lacks for {function.__name__} with any batch size, even 1.") from failure
             _release()
+            shared = SharedAttempt.begin(function.__name__, patience)
+            result, lacked = None, False
             try:
-                return function(size, *args, **kwargs)
+                result = function(size, *args, **kwargs)
             except Exception as error:
                 if not is_out_of_memory(error):
+                    if shared is not None:
+                        shared.fail(error)
                     raise
                 # The exception's frames and arguments hold what the attempt has built.
-                failure = MemoryError(f"{type(error).__name__}: {error}")
+                failure, lacked = MemoryError(f"{type(error).__name__}: {error}"), True
+            enough = not lacked if shared is None else shared.all_had_memory(here=not lacked)
+            if enough:
+                return result
+            del result
             smaller = _next(size, reduce_batch_size_fn)
             logger.info("A batch size of %d needs too much memory; trying %d.", size, smaller)
             size = smaller

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import netrc
 import os
 import urllib.parse
 from collections.abc import Mapping, Sequence
@@ -221,6 +220,8 @@ def _picture(array: Any) -> Any:
 
 
 def _is_in_netrc(host: str | None) -> bool:
+    import netrc  # here: no other part needs it
+
     try:
         return host is not None and netrc.netrc(os.environ.get("NETRC")).authenticators(host) is not None
     except (OSError, netrc.NetrcParseError):

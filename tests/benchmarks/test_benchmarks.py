@@ -45,6 +45,15 @@ def test_overhead_measures_every_way_of_running_drivetrain(
         assert f"| {name} |" in printed
 
 
+def test_a_filter_that_leaves_nothing_of_startup_names_what_there_is() -> None:
+    command = [sys.executable, str(BENCHMARKS / "startup.py"), "--only", "Acelerator"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
+    assert done.returncode == 1
+    assert "'Acelerator'" in done.stderr
+    assert "drivetrain, first Accelerator" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
 def test_tokens_measures_the_trainer_beside_a_bare_loop(tmp_path: Path) -> None:
     file = tmp_path / "tokens.json"
     short = ("--size", "tiny", "--no-compile", "--precision", "bf16", "--rounds", "2", "--block", "1", "--rows", "2")

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import resource
 import weakref
+from datetime import timedelta
 
 import pytest
 import torch
+import torch.distributed as dist
 
-from drivetrain import ConfigurationError, find_executable_batch_size, release_memory
+from drivetrain import ConfigurationError, PartialState, find_executable_batch_size, release_memory
+from drivetrain.runtime.collectives import gather_object
+from drivetrain.runtime.errors import CollectiveError
 from tests.pool import run_in_processes
 
 
@@ -87,3 +91,84 @@ def test_released_objects_are_gone():
     gone = weakref.ref(model)
     [model] = release_memory(model)
     assert (model, gone()) == (None, None)
+
+
+def lacking_on_one(rank_without: int) -> tuple[int, list[int]]:
+    """Memory lacks on one process before the collective of the function, at 100 and 90."""
+    state = PartialState()
+    sizes: list[int] = []
+
+    @find_executable_batch_size(starting_batch_size=100, patience=20)
+    def train(batch_size: int) -> int:
+        sizes.append(batch_size)
+        if state.process_index == rank_without and batch_size > 85:
+            raise MemoryError("none left")
+        return batch_size
+
+    found = train(), train()
+    assert found[0] == found[1]
+    assert gather_object([found[0]]) == [found[0]] * state.num_processes  # and they meet afterwards
+    return found[0], sizes
+
+
+@pytest.mark.parametrize("rank_without", [0, 1])
+def test_processes_take_the_next_size_together_where_memory_lacks_on_one(rank_without: int) -> None:
+    assert run_in_processes(lacking_on_one, 2, args=(rank_without,)) == [(81, [100, 90, 81] * 2)] * 2
+
+
+def lacking_before_a_collective() -> str:
+    """One process has no memory while the other waits for it in a collective."""
+    state = PartialState(timeout=timedelta(seconds=20))
+
+    @find_executable_batch_size(starting_batch_size=100, patience=0.5)
+    def train(batch_size: int) -> list[int]:
+        if state.process_index == 1 and batch_size > 85:
+            raise MemoryError("none left")
+        return gather_object([batch_size])
+
+    try:
+        return str(train())
+    except Exception as error:
+        dist.destroy_process_group()  # as at its end, which its peer sees
+        return f"{type(error).__name__}: {error}"
+
+
+def test_a_process_without_memory_does_not_wait_for_ever_for_one_that_waits_for_it() -> None:
+    waiting, without = run_in_processes(lacking_before_a_collective, 2, timeout=50)
+    assert "CollectiveError" in waiting
+    assert without.startswith("CollectiveError: Rank 1 has no memory for train")
+    assert "rank 0 has not ended the same attempt" in without
+    assert "smaller starting_batch_size" in without
+
+
+def failing_on_one() -> str:
+    """One process fails for another reason, the other has ended its attempt."""
+    state = PartialState()
+
+    @find_executable_batch_size(starting_batch_size=4)
+    def train(batch_size: int) -> None:
+        if state.process_index == 1:
+            raise ValueError("wrong shapes")
+
+    with pytest.raises((CollectiveError, ValueError)) as raised:
+        train()
+    return f"{raised.type.__name__}: {raised.value}"
+
+
+def test_an_error_of_one_process_reaches_the_others() -> None:
+    other, failed = run_in_processes(failing_on_one, 2)
+    assert failed == "ValueError: wrong shapes"
+    assert other.startswith("CollectiveError: Rank 1 has failed in train: ValueError: wrong shapes")
+
+
+def calling_on_one() -> int | None:
+    """Only the main process calls the function."""
+    state = PartialState()
+    if not state.is_main_process:
+        return None
+    found: int = find_executable_batch_size(lambda batch_size: batch_size, 8, patience=0.2)()
+    return found
+
+
+def test_processes_that_do_not_call_are_not_waited_for() -> None:
+    assert run_in_processes(calling_on_one, 2) == [8, None]

@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
 
 from drivetrain.runtime.errors import ConfigurationError
@@ -50,6 +49,8 @@ def register_communication_hook(
     Raises:
         ConfigurationError: PowerSGD has no such option.
     """
+    from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
+
     state: Any = None
     hook: Callable[..., Any] = bf16_hook if name == "bf16" else default_hooks.fp16_compress_hook
     if name in ("powersgd", "batched_powersgd"):

@@ -1,0 +1,106 @@
+"""Attempts that succeed or fail on all processes together: what each came to goes through the store that they met at.
+
+A collective cannot carry it: the processes that have memory may be waiting in one for the process that has none.
+"""
+
+from __future__ import annotations
+
+import time
+
+from torch.distributed import Store  # type: ignore[attr-defined]
+
+from drivetrain.runtime.errors import CollectiveError
+from drivetrain.runtime.logging import get_logger
+from drivetrain.runtime.process_group import DEFAULT_TIMEOUT, group_store, group_timeout
+from drivetrain.runtime.state import PartialState
+
+logger = get_logger(__name__)
+
+_PREFIX = "drivetrain/attempts"
+_STARTED, _DONE, _NO_MEMORY, _FAILED = "started", "done", "memory", "failed: "
+_INTERVAL = 0.02
+
+
+class SharedAttempt:
+    """One attempt of a call that every process makes.
+
+    Args:
+        state: This process among its peers.
+        what: The name of what is called, for messages.
+        patience: Seconds that a process without memory waits for the others to end their attempt, and any process for
+            others to begin it.
+    """
+
+    def __init__(self, state: PartialState, what: str, patience: float) -> None:
+        self._store: Store = state.store or group_store()
+        self._rank, self._ranks = state.process_index, range(state.num_processes)
+        self._what, self._patience = what, patience
+        self._limit = (group_timeout() or DEFAULT_TIMEOUT).total_seconds()
+        # Each process counts its own attempts: as many on all, where all make the same calls.
+        self._number = self._store.add(f"{_PREFIX}/{self._rank}", 1)
+        self._write(_STARTED)
+
+    @classmethod
+    def begin(cls, what: str, patience: float) -> SharedAttempt | None:
+        """Begin one; None where this process is alone, or is not among its peers yet."""
+        state = PartialState.existing()
+        return cls(state, what, patience) if state is not None and state.use_distributed else None
+
+    def fail(self, error: BaseException) -> None:
+        """Record that this process has failed for another reason than memory, so that the others fail too."""
+        self._write(f"{_FAILED}{type(error).__name__}: {error}")
+
+    def all_had_memory(self, *, here: bool) -> bool:
+        """Wait for the others; whether memory was enough on all processes.
+
+        Args:
+            here: Whether it was on this one.
+
+        Raises:
+            CollectiveError: Another process has failed, or does not end its attempt: it waits for this one.
+        """
+        self._write(_DONE if here else _NO_MEMORY)
+        begin = time.monotonic()
+        while True:
+            outcomes = {rank: self._read(rank) for rank in self._ranks}
+            for rank, outcome in outcomes.items():
+                if outcome is not None and outcome.startswith(_FAILED):
+                    raise CollectiveError(
+                        f"Rank {rank} has failed in {self._what}: {outcome.removeprefix(_FAILED)}. The processes of a "
+                        "run call it together."
+                    )
+            running = [rank for rank, outcome in outcomes.items() if outcome == _STARTED]
+            absent = [rank for rank, outcome in outcomes.items() if outcome is None]
+            waited = time.monotonic() - begin
+            if not running and (not absent or waited >= self._patience):
+                break
+            if running and waited >= (self._limit if here else self._patience):
+                raise CollectiveError(self._stuck(running, here, waited))
+            time.sleep(_INTERVAL)
+        if absent:
+            logger.warning("Rank %s has not called %s, so the others decide without it.", _listed(absent), self._what)
+        return _NO_MEMORY not in outcomes.values()
+
+    def _stuck(self, running: list[int], here: bool, waited: float) -> str:
+        if here:
+            return f"Rank {_listed(running)} has not ended its attempt at {self._what} within {waited:.0f} s."
+        return (
+            f"Rank {self._rank} has no memory for {self._what} with this batch size, and rank {_listed(running)} has "
+            f"not ended the same attempt within {waited:.0f} s: it waits in a collective for rank {self._rank}, where "
+            "it cannot be called back. Give a smaller starting_batch_size, at which memory is enough on all, or let "
+            "what lacks memory come before the first collective; patience is the time to wait."
+        )
+
+    def _write(self, outcome: str) -> None:
+        self._store.set(self._key(self._rank), outcome)
+
+    def _read(self, rank: int) -> str | None:
+        key = self._key(rank)
+        return self._store.get(key).decode() if self._store.check([key]) else None
+
+    def _key(self, rank: int) -> str:
+        return f"{_PREFIX}/{self._number}/{rank}"
+
+
+def _listed(ranks: list[int]) -> str:
+    return ", ".join(str(rank) for rank in ranks)
