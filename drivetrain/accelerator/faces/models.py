@@ -37,7 +37,9 @@ class ModelHandling:
 
         Args:
             model: A prepared model.
-            keep_fp32_wrapper: Whether its forward keeps running under the precision.
+            keep_fp32_wrapper: Whether its forward keeps running under the precision. Without that the prepared model no
+                longer does either; where FSDP gathers the weights in bf16 or fp16, it then takes inputs of that dtype
+                only.
             keep_torch_compile: Whether one that was prepared as what `torch.compile` returns is returned as such,
                 rather than the module inside of it.
         """
