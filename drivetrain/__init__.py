@@ -51,6 +51,14 @@ _EXPORTS: dict[str, str] = {
     "NaNGuard": "drivetrain.callbacks",
     "Timer": "drivetrain.callbacks",
     "TQDMProgressBar": "drivetrain.callbacks",
+    "ModelPruning": "drivetrain.callbacks",
+    "measure_flops": "drivetrain.callbacks.support.flops",
+    "GradientNorm": "drivetrain.callbacks",
+    "DeviceStatsMonitor": "drivetrain.callbacks",
+    "SpeedMonitor": "drivetrain.callbacks",
+    "ThroughputMonitor": "drivetrain.callbacks",
+    "PredictionWriter": "drivetrain.callbacks",
+    "BasePredictionWriter": "drivetrain.callbacks",
     "BackboneFinetuning": "drivetrain.callbacks",
     "BaseFinetuning": "drivetrain.callbacks",
     "StochasticWeightAveraging": "drivetrain.callbacks",
@@ -184,22 +192,30 @@ if TYPE_CHECKING:
     from drivetrain.accelerator import TorchDynamoPlugin as TorchDynamoPlugin
     from drivetrain.callbacks import BackboneFinetuning as BackboneFinetuning
     from drivetrain.callbacks import BaseFinetuning as BaseFinetuning
+    from drivetrain.callbacks import BasePredictionWriter as BasePredictionWriter
     from drivetrain.callbacks import Callback as Callback
+    from drivetrain.callbacks import DeviceStatsMonitor as DeviceStatsMonitor
     from drivetrain.callbacks import EarlyStopping as EarlyStopping
     from drivetrain.callbacks import EMAWeightAveraging as EMAWeightAveraging
     from drivetrain.callbacks import EvaluationGather as EvaluationGather
     from drivetrain.callbacks import GradientAccumulationScheduler as GradientAccumulationScheduler
+    from drivetrain.callbacks import GradientNorm as GradientNorm
     from drivetrain.callbacks import LambdaCallback as LambdaCallback
     from drivetrain.callbacks import LearningRateMonitor as LearningRateMonitor
     from drivetrain.callbacks import LossSpikeGuard as LossSpikeGuard
     from drivetrain.callbacks import ModelCheckpoint as ModelCheckpoint
+    from drivetrain.callbacks import ModelPruning as ModelPruning
     from drivetrain.callbacks import ModelSummary as ModelSummary
     from drivetrain.callbacks import NaNGuard as NaNGuard
     from drivetrain.callbacks import OnExceptionCheckpoint as OnExceptionCheckpoint
+    from drivetrain.callbacks import PredictionWriter as PredictionWriter
+    from drivetrain.callbacks import SpeedMonitor as SpeedMonitor
     from drivetrain.callbacks import StochasticWeightAveraging as StochasticWeightAveraging
+    from drivetrain.callbacks import ThroughputMonitor as ThroughputMonitor
     from drivetrain.callbacks import Timer as Timer
     from drivetrain.callbacks import TQDMProgressBar as TQDMProgressBar
     from drivetrain.callbacks import WeightAveraging as WeightAveraging
+    from drivetrain.callbacks.support.flops import measure_flops as measure_flops
     from drivetrain.checkpoint import consolidate as consolidate
     from drivetrain.checkpoint import import_checkpoint as import_checkpoint
     from drivetrain.checkpoint import load_checkpoint_in_model as load_checkpoint_in_model

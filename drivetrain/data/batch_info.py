@@ -24,9 +24,10 @@ class BatchInfo:
         consumed: Samples of the epoch that all processes have consumed once this batch is; None if unknown.
         weights: What counts in place of the real rows of this process and of all, where these are not known or not of
             one batch; else None.
+        offset: Real rows of the step that come before this process's in the order of the data; None if unknown.
     """
 
-    __slots__ = ("consumed", "global_rows", "index", "last", "padding", "rows", "weights")
+    __slots__ = ("consumed", "global_rows", "index", "last", "offset", "padding", "rows", "weights")
 
     def __init__(
         self,
@@ -37,6 +38,7 @@ class BatchInfo:
         last: bool,
         consumed: int | None,
         weights: tuple[int, int] | None = None,
+        offset: int | None = None,
     ) -> None:
         self.index = index
         self.rows = rows
@@ -45,6 +47,7 @@ class BatchInfo:
         self.last = last
         self.consumed = consumed
         self.weights = weights
+        self.offset = offset
 
     def share(self, processes: int) -> float:
         """What the mean over this batch counts for, so that the mean over processes is that over all their rows.
@@ -69,6 +72,16 @@ class BatchInfo:
     def real_rows(self) -> int | None:
         """Rows that are not padding; None if unknown."""
         return None if self.rows is None else self.rows - self.padding
+
+    @property
+    def start(self) -> int | None:
+        """Where its first row is in the order of the epoch's samples; None if unknown."""
+        if self.consumed is None or self.global_rows is None:
+            return None
+        alone = self.real_rows == self.global_rows
+        if self.offset is None and not alone:
+            return None
+        return self.consumed - self.global_rows + (0 if alone else self.offset or 0)
 
     def __repr__(self) -> str:
         names = ("index", "rows", "padding", "global_rows", "last", "consumed")

@@ -236,7 +236,8 @@ def _shares(
                 samples = list(samples[share.start : share.stop])
         if share.padding:
             samples = [*samples, *padding_samples(head.samples, share)]
-        yield samples, BatchInfo(index, len(samples), share.padding, total, final, consumed)
+        offset = sum(sizes[: share.source]) + share.start if share.source is not None else total
+        yield samples, BatchInfo(index, len(samples), share.padding, total, final, consumed, None, offset)
         index += 1
 
 

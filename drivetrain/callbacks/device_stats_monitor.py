@@ -1,0 +1,99 @@
+"""Log what the device and the machine are at."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import psutil
+import torch
+
+from drivetrain.callbacks.base import Callback
+from drivetrain.callbacks.support.step_log import StepLog
+
+if TYPE_CHECKING:
+    from drivetrain.trainer.task import Task
+    from drivetrain.trainer.trainer import Trainer
+
+
+class DeviceStatsMonitor(Callback):
+    """Logs the memory statistics of the main process's device, and the load of its machine.
+
+    Names are `DeviceStatsMonitor.<hook>/<value>`, at the start and the end of every batch that is logged: by
+    `log_every_n_steps` in training, and of as many batches one in validation and testing. Values of a device are those
+    of its `torch.<device>.memory_stats`, in bytes; those of the machine `cpu_percent`, `cpu_vm_percent` and
+    `cpu_swap_percent`. A device without such statistics has none.
+
+    Args:
+        cpu_stats: Log the load of the machine; where the device is the CPU if None.
+
+    Raises:
+        ConfigurationError: If the Trainer has no logger.
+
+    Example:
+        ```python
+        from drivetrain import DeviceStatsMonitor, Trainer
+
+        trainer = Trainer(callbacks=[DeviceStatsMonitor(cpu_stats=True)], logger="csv")
+        ```
+    """
+
+    saves_within_steps = False
+
+    def __init__(self, cpu_stats: bool | None = None) -> None:
+        self.cpu_stats = cpu_stats
+        self._starts: StepLog | None = None
+        self._ends: StepLog | None = None
+
+    def setup(self, trainer: Trainer, task: Task, stage: str) -> None:
+        if stage == "predict":
+            return
+        self._starts, self._ends = (StepLog("DeviceStatsMonitor", trainer) for _ in range(2))
+        psutil.cpu_percent()  # the next call tells the load since this one
+
+    def on_train_batch_start(self, trainer: Trainer, task: Task, batch: Any, batch_idx: int) -> None:
+        step = trainer.global_step + 1
+        if self._starts is not None and self._starts.is_due(step):
+            self._starts.write(self._values(trainer, "on_train_batch_start"), step)
+
+    def on_train_batch_end(self, trainer: Trainer, task: Task, outputs: Any, batch: Any, batch_idx: int) -> None:
+        step = trainer.global_step
+        if self._ends is not None and self._ends.is_due(step):
+            self._ends.write(self._values(trainer, "on_train_batch_end"), step)
+
+    def on_validation_batch_start(
+        self, trainer: Trainer, task: Task, batch: Any, batch_idx: int, dataloader_idx: int = 0
+    ) -> None:
+        self._evaluated(trainer, "on_validation_batch_start", batch_idx)
+
+    def on_validation_batch_end(
+        self, trainer: Trainer, task: Task, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
+    ) -> None:
+        self._evaluated(trainer, "on_validation_batch_end", batch_idx)
+
+    def on_test_batch_start(
+        self, trainer: Trainer, task: Task, batch: Any, batch_idx: int, dataloader_idx: int = 0
+    ) -> None:
+        self._evaluated(trainer, "on_test_batch_start", batch_idx)
+
+    def on_test_batch_end(
+        self, trainer: Trainer, task: Task, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
+    ) -> None:
+        self._evaluated(trainer, "on_test_batch_end", batch_idx)
+
+    def _evaluated(self, trainer: Trainer, hook: str, batch_idx: int) -> None:
+        if self._ends is None or trainer.sanity_checking or not self._ends.every:
+            return
+        if (batch_idx + 1) % self._ends.every == 0:
+            self._ends.write(self._values(trainer, hook), trainer.global_step)
+
+    def _values(self, trainer: Trainer, hook: str) -> dict[str, float]:
+        device = trainer.strategy.topology.device
+        values: dict[str, float] = {}
+        statistics = getattr(getattr(torch, device.type, None), "memory_stats", None)
+        if statistics is not None and device.type != "cpu":
+            values.update(statistics(device))
+        if self.cpu_stats or (self.cpu_stats is None and device.type == "cpu"):
+            values["cpu_percent"] = psutil.cpu_percent()
+            values["cpu_vm_percent"] = psutil.virtual_memory().percent
+            values["cpu_swap_percent"] = psutil.swap_memory().percent
+        return {f"DeviceStatsMonitor.{hook}/{name}": float(value) for name, value in values.items()}

@@ -1,0 +1,65 @@
+"""Log the norm of the gradients."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING
+
+from drivetrain.callbacks.base import Callback
+from drivetrain.callbacks.support.step_log import StepLog
+from drivetrain.runtime.errors import ConfigurationError
+
+if TYPE_CHECKING:
+    from torch.optim import Optimizer
+
+    from drivetrain.trainer.task import Task
+    from drivetrain.trainer.trainer import Trainer
+
+
+class GradientNorm(Callback):
+    """Logs the norm of the gradients before they are clipped, over all processes and shards.
+
+    Every `log_every_n_steps` it logs `grad_norm`, of several optimizers `grad_norm/0` and so on. No other step costs
+    anything but a look at its number.
+
+    Args:
+        norm_type: The p of the p-norm.
+        by_parameter: Log the norm of each parameter as well, as `grad_norm/<name>`.
+
+    Raises:
+        ConfigurationError: If `norm_type` is not above 0, or the Trainer has no logger.
+
+    Example:
+        ```python
+        from drivetrain import GradientNorm, Trainer
+
+        trainer = Trainer(callbacks=[GradientNorm()], logger="csv")
+        ```
+    """
+
+    saves_within_steps = False
+
+    def __init__(self, norm_type: float = 2.0, by_parameter: bool = False) -> None:
+        if not norm_type > 0:
+            raise ConfigurationError(f"GradientNorm(norm_type={norm_type}): give a number above 0, such as 2.0.")
+        self.norm_type, self.by_parameter = float(norm_type), by_parameter
+        self._logs: list[StepLog] = []
+
+    def on_train_start(self, trainer: Trainer, task: Task) -> None:
+        self._logs = [StepLog("GradientNorm", trainer) for _ in trainer.optimizers]
+
+    def on_before_optimizer_step(self, trainer: Trainer, task: Task, optimizer: Optimizer) -> None:
+        step = trainer.global_step + 1
+        number = next(index for index, each in enumerate(trainer.optimizers) if each is optimizer)
+        if not self._logs[number].is_due(step):
+            return
+        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        gradients = trainer.strategy.gradients
+        name = f"grad_norm/{number}" if len(self._logs) > 1 else "grad_norm"
+        values = {name: float(gradients.clip_norm(parameters, math.inf, self.norm_type))}
+        if self.by_parameter:
+            held = {id(parameter) for parameter in parameters}
+            for key, parameter in task.named_parameters():
+                if id(parameter) in held and parameter.requires_grad:
+                    values[f"grad_norm/{key}"] = float(gradients.clip_norm([parameter], math.inf, self.norm_type))
+        self._logs[number].write(values, step)

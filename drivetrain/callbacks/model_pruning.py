@@ -1,0 +1,336 @@
+"""Prune a model while it is trained."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor, nn
+from torch.nn.utils import prune
+
+from drivetrain.callbacks.base import Callback
+from drivetrain.runtime.collectives import broadcast
+from drivetrain.runtime.errors import ConfigurationError, nearest
+from drivetrain.runtime.logging import get_logger
+
+if TYPE_CHECKING:
+    from drivetrain.trainer.task import Task
+    from drivetrain.trainer.trainer import Trainer
+
+logger = get_logger(__name__)
+
+Target = tuple[nn.Module, str]
+ByEpoch = Callable[[int], Any]
+
+_METHODS: dict[str, Any] = {
+    "ln_structured": prune.LnStructured,
+    "l1_unstructured": prune.L1Unstructured,
+    "random_structured": prune.RandomStructured,
+    "random_unstructured": prune.RandomUnstructured,
+}
+
+
+class ModelPruning(Callback):
+    """Prunes parameters by torch's `torch.nn.utils.prune` while the model is trained, every epoch anew.
+
+    Each time a part of what is left becomes zero and stays so. Checkpoints hold the pruned parameters under their own
+    names, and the masks; a resumed run continues with them. It works where each process holds the model whole.
+
+    Args:
+        pruning_fn: `"l1_unstructured"`, `"random_unstructured"`, `"ln_structured"`, `"random_structured"`, one of
+            torch's pruning methods (a class), or a function called with a module, `name` and `amount`.
+        parameters_to_prune: The parameters: (module, name); `parameter_names` of all modules if empty.
+        parameter_names: Which parameters of modules; weight and bias if None.
+        use_global_unstructured: Choose what to prune among all parameters together, rather than in each.
+        amount: How many elements, or which share of those that are left; or a function of the epoch.
+        apply_pruning: Whether to prune; or a function of the epoch.
+        make_pruning_permanent: Whether the masks are gone when training ends, and only the pruned parameters stay.
+        use_lottery_ticket_hypothesis: Whether what is left gets its values from before training back, after Frankle and
+            Carbin (2019), https://arxiv.org/abs/1803.03635; or a function of the epoch.
+        resample_parameters: Whether it gets new random values instead.
+        pruning_dim: The dimension whose slices structured methods prune.
+        pruning_norm: The n of `"ln_structured"`.
+        verbose: 1 logs how sparse the model is, 2 also each parameter.
+        prune_on_train_epoch_end: Prune after each training epoch; else after each validation.
+
+    Raises:
+        ConfigurationError: If the arguments contradict each other, or the strategy shards the model.
+
+    Example:
+        ```python
+        from drivetrain import ModelPruning, Trainer
+
+        trainer = Trainer(callbacks=[ModelPruning("l1_unstructured", amount=0.2)], logger=False)
+        ```
+    """
+
+    saves_within_steps = False
+
+    def __init__(
+        self,
+        pruning_fn: Callable[..., Any] | str,
+        parameters_to_prune: Sequence[Target] = (),
+        parameter_names: list[str] | None = None,
+        use_global_unstructured: bool = True,
+        amount: int | float | ByEpoch = 0.5,
+        apply_pruning: bool | ByEpoch = True,
+        make_pruning_permanent: bool = True,
+        use_lottery_ticket_hypothesis: bool | ByEpoch = True,
+        resample_parameters: bool = False,
+        pruning_dim: int | None = None,
+        pruning_norm: int | None = None,
+        verbose: int = 0,
+        prune_on_train_epoch_end: bool = True,
+    ) -> None:
+        if isinstance(pruning_fn, str) and pruning_fn not in _METHODS:
+            raise ConfigurationError(
+                f"ModelPruning({pruning_fn!r}): give one of {', '.join(map(repr, _METHODS))}, a pruning method of "
+                f"torch or a function.{nearest(pruning_fn, _METHODS)}"
+            )
+        method = _METHODS[pruning_fn] if isinstance(pruning_fn, str) else pruning_fn
+        is_method = isinstance(method, type) and issubclass(method, prune.BasePruningMethod)
+        if use_global_unstructured and getattr(method, "PRUNING_TYPE", None) != "unstructured":
+            raise ConfigurationError(
+                f"ModelPruning({pruning_fn!r}, use_global_unstructured=True): only unstructured pruning methods can "
+                "choose among all parameters. Give use_global_unstructured=False."
+            )
+        if method in (prune.LnStructured, prune.RandomStructured) and pruning_dim is None:
+            raise ConfigurationError(f"ModelPruning({pruning_fn!r}) prunes slices: give pruning_dim, such as 0.")
+        if method is prune.LnStructured and pruning_norm is None:
+            raise ConfigurationError(
+                f"ModelPruning({pruning_fn!r}) orders slices by a norm: give pruning_norm, such as 2."
+            )
+        if not callable(amount) and (
+            isinstance(amount, bool) or amount < 0 or (isinstance(amount, float) and amount > 1)
+        ):
+            raise ConfigurationError(
+                f"ModelPruning(amount={amount!r}): give a share from 0.0 to 1.0, or a number of elements."
+            )
+        if verbose not in (0, 1, 2):
+            raise ConfigurationError(f"ModelPruning(verbose={verbose!r}): give 0, 1 or 2.")
+        self._method: Any = method
+        self._is_method = is_method
+        self._given = tuple(parameters_to_prune)
+        self.parameter_names = ["weight", "bias"] if parameter_names is None else list(parameter_names)
+        self._global, self._amount, self._applies = use_global_unstructured, amount, apply_pruning
+        self._permanent = make_pruning_permanent
+        self._lottery, self._resamples = use_lottery_ticket_hypothesis, resample_parameters
+        self._dim, self._norm, self._verbose = pruning_dim, pruning_norm, verbose
+        self._at_train_end = prune_on_train_epoch_end
+        self._targets: dict[str, Target] = {}  # by the parameter's name
+        self._originals: dict[str, Tensor] = {}  # before training
+        self._restored: dict[str, Any] | None = None
+
+    def filter_parameters_to_prune(self, parameters_to_prune: Sequence[Target] = ()) -> Sequence[Target]:
+        """Return which of the parameters are pruned; to override.
+
+        Args:
+            parameters_to_prune: Those that were chosen by the arguments: (module, name).
+        """
+        return parameters_to_prune
+
+    # the state
+
+    def state_dict(self) -> dict[str, Any]:
+        masks = {name: getattr(module, f"{own}_mask") for name, (module, own) in self._pruned().items()}
+        return {"masks": masks, "originals": self._originals} if masks else {}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self._restored = state_dict
+
+    def on_save_checkpoint(self, trainer: Trainer, task: Task, checkpoint: dict[str, Any]) -> None:
+        state = checkpoint["state_dict"] = dict(checkpoint["state_dict"])
+        pruned = self._pruned()
+        for name in pruned:
+            state[name] = state.pop(f"{name}_orig") * state.pop(f"{name}_mask")
+        own = {f"{name}_orig": name for name in pruned}
+        if "optimizer_states" in checkpoint:
+            checkpoint["optimizer_states"] = [
+                {
+                    **saved,
+                    "state": {own.get(name, name): value for name, value in saved["state"].items()},
+                    "param_groups": [
+                        {**group, "params": [own.get(name, name) for name in group["params"]]}
+                        for group in saved["param_groups"]
+                    ],
+                }
+                for saved in checkpoint["optimizer_states"]
+            ]
+
+    def on_load_checkpoint(self, trainer: Trainer, task: Task, checkpoint: dict[str, Any]) -> None:
+        self.make_pruning_permanent(task)  # a rollback: what is read has the parameters' own names
+
+    # around the loop
+
+    def setup(self, trainer: Trainer, task: Task, stage: str) -> None:
+        if stage != "fit":
+            return
+        self._restored = None
+        targets = self.filter_parameters_to_prune(
+            self.sanitize_parameters_to_prune(task, self._given, self.parameter_names)
+        )
+        names = {id(module): name for name, module in task.named_modules()}
+        self._targets = {f"{names[id(module)]}.{own}".lstrip("."): (module, own) for module, own in targets}
+        self._originals = {}
+        if self._lottery and not self._resamples:
+            self._originals = {name: _parameter(target).detach().clone() for name, target in self._targets.items()}
+
+    def on_fit_start(self, trainer: Trainer, task: Task) -> None:
+        if not trainer.strategy.state.holds_whole:
+            raise ConfigurationError(
+                f"ModelPruning replaces parameters, which {type(trainer.strategy).__name__} divides over processes. "
+                'Use strategy="ddp", where each process holds the model whole.'
+            )
+
+    def on_train_epoch_start(self, trainer: Trainer, task: Task) -> None:
+        restored, self._restored = self._restored, None
+        if not restored:
+            return
+        self._originals = dict(restored["originals"])
+        for name, mask in restored["masks"].items():
+            module, own = self._targets[name]
+            placed = mask.to(_parameter((module, own)).device)
+            prune.custom_from_mask(module, own, placed)  # type: ignore[no-untyped-call]
+
+    def on_train_epoch_end(self, trainer: Trainer, task: Task) -> None:
+        if self._at_train_end:
+            self._run(trainer)
+
+    def on_validation_epoch_end(self, trainer: Trainer, task: Task) -> None:
+        if not self._at_train_end and not trainer.sanity_checking and self._targets:
+            self._run(trainer)
+
+    def on_train_end(self, trainer: Trainer, task: Task) -> None:
+        if self._permanent:
+            self.make_pruning_permanent(task)
+
+    # pruning
+
+    def apply_pruning(self, amount: int | float) -> None:
+        """Prune once.
+
+        Args:
+            amount: How many elements, or which share of those that are left.
+        """
+        targets = list(self._targets.values())
+        if self._global:
+            prune.global_unstructured(targets, pruning_method=self._method, amount=amount)
+            return
+        options: dict[str, Any] = {"amount": amount}
+        if self._method is prune.LnStructured:
+            options |= {"n": self._norm, "dim": self._dim}
+        elif self._method is prune.RandomStructured:
+            options["dim"] = self._dim
+        for module, name in targets:
+            if self._is_method:
+                self._method.apply(module, name, **options)
+            else:
+                self._method(module, name=name, **options)
+
+    def apply_lottery_ticket_hypothesis(self) -> None:
+        """Give what is left its values from before training, or new ones."""
+        for name, (module, own) in self._pruned().items():
+            if self._resamples:
+                value = broadcast(_resampled(module, own))
+            else:
+                value = self._originals[name]
+            _parameter((module, own)).data.copy_(value)
+
+    def make_pruning_permanent(self, module: nn.Module) -> None:
+        """Put the pruned values in place of parameters and masks.
+
+        Args:
+            module: The model.
+        """
+        for each in module.modules():
+            for name in [key[: -len("_orig")] for key in each._parameters if key.endswith("_orig")]:
+                if hasattr(each, f"{name}_mask"):
+                    prune.remove(each, name)  # type: ignore[no-untyped-call]
+
+    @staticmethod
+    def sanitize_parameters_to_prune(
+        task: nn.Module, parameters_to_prune: Sequence[Target] = (), parameter_names: Sequence[str] = ()
+    ) -> Sequence[Target]:
+        """Return the parameters to prune: those given, or those of these names in all modules.
+
+        Args:
+            task: The model.
+            parameters_to_prune: (module, name) of each.
+            parameter_names: The names to look for where none are given; weight and bias if empty.
+
+        Raises:
+            ConfigurationError: One is not the model's, or there are none.
+        """
+        names = list(parameter_names) or ["weight", "bias"]
+        if not parameters_to_prune:
+            found = [
+                (module, name)
+                for module in task.modules()
+                for name in names
+                if isinstance(module._parameters.get(name), nn.Parameter)
+            ]
+            if not found:
+                raise ConfigurationError(f"ModelPruning: no module has a parameter named {' or '.join(names)}.")
+            return found
+        modules = {id(module) for module in task.modules()}
+        for module, name in parameters_to_prune:
+            if id(module) not in modules or not isinstance(module._parameters.get(name), nn.Parameter):
+                raise ConfigurationError(
+                    f"ModelPruning(parameters_to_prune=...): {type(module).__name__}.{name} is no parameter of "
+                    f"{type(task).__name__}. Give (module, name) of its own modules."
+                )
+        return list(parameters_to_prune)
+
+    def _run(self, trainer: Trainer) -> None:
+        epoch = trainer.current_epoch
+        amount = self._amount(epoch) if callable(self._amount) else self._amount
+        if not (self._applies(epoch) if callable(self._applies) else self._applies) or not amount:
+            return
+        before = self._zeros()
+        self.apply_pruning(amount)
+        masks = [getattr(module, f"{own}_mask") for module, own in self._pruned().values()]
+        if trainer.world_size > 1 and masks:
+            broadcast(masks)  # methods that draw differ
+        if self._lottery(epoch) if callable(self._lottery) else self._lottery:
+            self.apply_lottery_ticket_hypothesis()
+        for module, own in self._pruned().values():  # what the next forward will compute with
+            setattr(module, own, getattr(module, f"{own}_orig").detach() * getattr(module, f"{own}_mask"))
+        self._report(before)
+
+    def _report(self, before: dict[str, int]) -> None:
+        if not self._verbose:
+            return
+        after, sizes = self._zeros(), {name: _parameter(target).numel() for name, target in self._targets.items()}
+        total, zeros = sum(sizes.values()), sum(after.values())
+        logger.info(f"ModelPruning: {sum(before.values())} of {total} elements were pruned, {zeros} are now.")
+        for name in after if self._verbose == 2 else ():
+            logger.info(f"ModelPruning: {name}: {before[name]} of {sizes[name]} were pruned, {after[name]} are now.")
+
+    def _pruned(self) -> dict[str, Target]:
+        """The parameters that have a mask."""
+        return {name: each for name, each in self._targets.items() if hasattr(each[0], f"{each[1]}_mask")}
+
+    def _zeros(self) -> dict[str, int]:
+        masks = {name: getattr(module, f"{own}_mask", None) for name, (module, own) in self._targets.items()}
+        return {name: 0 if mask is None else int((mask == 0).sum()) for name, mask in masks.items()}
+
+
+def _resampled(module: nn.Module, name: str) -> Tensor:
+    """New random values of a pruned parameter; nothing else of the module changes."""
+    kept = {key: each.detach().clone() for key, each in module._parameters.items() if each is not None}
+    value = _parameter((module, name)).detach().clone()
+    reset: Any = getattr(module, "reset_parameters", None)
+    if reset is not None:
+        setattr(module, name, value)  # the plain tensor that a mask puts in the parameter's place
+        reset()
+    for key, before in kept.items():
+        module._parameters[key].data.copy_(before)  # type: ignore[union-attr]
+    return value
+
+
+def _parameter(target: Target) -> nn.Parameter:
+    """The parameter itself, whether it has a mask or not."""
+    module, name = target
+    found = module._parameters.get(f"{name}_orig", module._parameters.get(name))
+    assert found is not None
+    return found
