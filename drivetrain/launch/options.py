@@ -53,7 +53,8 @@ class LaunchOptions:
         mpirun_config: `mpirun_hostfile`: start the processes with mpirun on the hosts of that file.
         module: The script is a module's name, as in `python -m`.
         no_python: The script is a program of its own, not Python.
-        stand_in: Package that the script and what it imports get drivetrain's own version of: `"accelerate"`.
+        stand_in: Framework of which the script and what it imports get drivetrain's own version: `"accelerate"` or
+            `"lightning"`.
         rdzv_backend: How several machines find each other: `"static"` or `"c10d"` (or torch's `"etcd"`); None is
             static, or c10d where the number of machines may change.
         rdzv_conf: Further settings of that, as `"key=value,key=value"`.

@@ -20,7 +20,7 @@ MIXED_PRECISIONS = (
     "32-true",
     "64-true",
 )
-STAND_INS = ("accelerate",)
+STAND_INS = ("accelerate", "lightning")
 RENDEZVOUS_BACKENDS = ("static", "c10d", "etcd", "etcd-v2")
 _NO_SAGEMAKER = (
     "drivetrain starts no jobs on SageMaker. Run `drivetrain launch` as the entry point of a job, and leave it out."
