@@ -16,25 +16,31 @@ from types import ModuleType
 
 from drivetrain.runtime.errors import ConfigurationError, nearest
 
-PACKAGES = {"accelerate": "drivetrain.compat.accelerate"}
+PACKAGES = {
+    "accelerate": "drivetrain.compat.accelerate",
+    "lightning": "drivetrain.compat.lightning",
+    "pytorch_lightning": "drivetrain.compat.lightning.pytorch",
+    "lightning_fabric": "drivetrain.compat.lightning.fabric",
+}
 """What can be replaced, and by what."""
 
 STAND_INS = Path(__file__).parent / "stand_ins"
-"""For each package, a directory that replaces it in processes that have it on their module path."""
+"""For each framework, a directory that replaces its packages in processes that have it on their module path."""
 
 
-def install(package: str) -> ModuleType:
-    """Let imports of a package give drivetrain's own under its name, in this process.
+def install(package: str, *others: str) -> ModuleType:
+    """Let imports of packages give drivetrain's own under their names, in this process.
 
     Its submodules, `importlib.util.find_spec` and `importlib.metadata.version` follow, so that libraries that ask
     whether the package is there, and in which version, find this one. Whether the original is installed makes no
     difference.
 
     Args:
-        package: `"accelerate"`.
+        package: `"accelerate"`, `"lightning"`, `"pytorch_lightning"` or `"lightning_fabric"`.
+        *others: More of them.
 
     Returns:
-        The module that the name stands for from now on.
+        The module that the first name stands for from now on.
 
     Raises:
         ConfigurationError: There is no such package here, or the original has been imported already.
@@ -48,6 +54,8 @@ def install(package: str) -> ModuleType:
         from accelerate import Accelerator  # drivetrain's
         ```
     """
+    for other in others:
+        install(other)
     if package not in PACKAGES:
         raise ConfigurationError(
             f"install({package!r}): allowed are {', '.join(map(repr, PACKAGES))}.{nearest(package, PACKAGES)}"
@@ -59,7 +67,7 @@ def install(package: str) -> ModuleType:
         raise ConfigurationError(
             f"{package} has been imported already, from {origin}, and what holds its names would keep them. Call "
             f"drivetrain.compat.install({package!r}) before anything imports {package}, or start the script with "
-            f"`drivetrain launch --as {package}`."
+            f"`drivetrain launch --as {_framework(package)}`."
         )
     finder = AliasFinder(package, target)
     if finder not in sys.meta_path:
@@ -67,8 +75,14 @@ def install(package: str) -> ModuleType:
         importlib.invalidate_caches()
     module = importlib.import_module(target)
     sys.modules[package] = module
-    _publish_launch_options()
+    if package == "accelerate":
+        _publish_launch_options()
     return module
+
+
+def _framework(package: str) -> str:
+    """The framework that a package belongs to: the name of its directory in `STAND_INS`."""
+    return PACKAGES[package].split(".")[2]
 
 
 def _publish_launch_options() -> None:
@@ -119,8 +133,8 @@ class AliasFinder(DistributionFinder):
         context: DistributionFinder.Context = DistributionFinder.Context(),  # noqa: B008
     ) -> Iterable[importlib.metadata.Distribution]:
         """Find the version that the package has here, before that of an original that is installed."""
-        if context.name in (None, self.package):
-            for folder in (STAND_INS / self.package).glob(f"{self.package}-*.dist-info"):
+        if context.name is None or context.name.replace("-", "_") == self.package:
+            for folder in (STAND_INS / _framework(self.package)).glob(f"{self.package}-*.dist-info"):
                 yield PathDistribution(folder)
 
 

@@ -55,7 +55,8 @@ class LaunchOptions:
         mpirun_config: `mpirun_hostfile`: start the processes with mpirun on the hosts of that file.
         module: The script is a module's name, as in `python -m`.
         no_python: The script is a program of its own, not Python.
-        stand_in: Package that the script and what it imports get drivetrain's own version of: `"accelerate"`.
+        stand_in: Framework of which the script and what it imports get drivetrain's own version: `"accelerate"` or
+            `"lightning"`.
         launcher: Who starts the processes: `"elastic"`, this machine's own launcher, or `"ray"`, the workers of a Ray
             cluster, which decides where they run.
         ray_address: That cluster: `"host:port"`, `"auto"` for the one that this machine belongs to, or `"local"` to

@@ -14,15 +14,6 @@ from drivetrain.launch.worker import AFFINITY_VARIABLE
 from drivetrain.runtime.devices import DeviceKind, detect_device_kind, get_device_kind
 from drivetrain.runtime.errors import ConfigurationError, DeviceNotAvailableError
 
-# What hides devices from a process, by kind of device.
-_VISIBLE_DEVICES = {
-    "cuda": "CUDA_VISIBLE_DEVICES",
-    "xpu": "ZE_AFFINITY_MASK",
-    "npu": "ASCEND_RT_VISIBLE_DEVICES",
-    "mlu": "MLU_VISIBLE_DEVICES",
-    "hpu": "HABANA_VISIBLE_MODULES",
-}
-
 
 @dataclass(frozen=True)
 class LaunchPlan:
@@ -106,7 +97,7 @@ def _run_variables(options: LaunchOptions, kind: DeviceKind, local_processes: in
             raise ConfigurationError("enable_cpu_affinity needs Linux. Leave it out on this system.")
         variables[AFFINITY_VARIABLE] = "1"
     if options.device_ids is not None:
-        name = _VISIBLE_DEVICES.get(kind.name)
+        name = kind.visible_variable
         if name is None:
             raise ConfigurationError(f"gpu_ids cannot choose among {kind.name} devices. Leave it out.")
         variables[name] = ",".join(options.device_ids)

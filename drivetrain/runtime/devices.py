@@ -14,6 +14,14 @@ import torch
 from drivetrain.runtime import xla
 from drivetrain.runtime.errors import ConfigurationError, DeviceNotAvailableError, nearest
 
+_VISIBLE_VARIABLES = {
+    "cuda": "CUDA_VISIBLE_DEVICES",
+    "xpu": "ZE_AFFINITY_MASK",
+    "npu": "ASCEND_RT_VISIBLE_DEVICES",
+    "mlu": "MLU_VISIBLE_DEVICES",
+    "hpu": "HABANA_VISIBLE_MODULES",
+}
+
 
 class DeviceKind:
     """One kind of device, such as `cuda`, with everything that is particular to it.
@@ -52,6 +60,11 @@ class DeviceKind:
     def module(self) -> Any:
         """Torch's module for this kind, such as `torch.cuda`; None where torch was built without it."""
         return getattr(torch, self.name, None)
+
+    @property
+    def visible_variable(self) -> str | None:
+        """The environment variable that lists the devices of this kind which a process sees; None if there is none."""
+        return _VISIBLE_VARIABLES.get(self.name)
 
     @property
     def autocast_type(self) -> str:

@@ -15,7 +15,14 @@ from drivetrain.runtime.errors import TrackerError
 from drivetrain.runtime.logging import get_logger
 from drivetrain.runtime.state import PartialState
 from drivetrain.trackers.absent import Absent
-from drivetrain.trackers.base import COMPLETED, Tracker, hyperparameters_of, plain
+from drivetrain.trackers.base import (
+    COMPLETED,
+    Tracker,
+    hyperparameters_of,
+    plain,
+    write_hyper_parameters,
+    write_values,
+)
 from drivetrain.trackers.call_queue import CallQueue
 from drivetrain.trackers.losses import Losses, first_line, outcome_of
 from drivetrain.trackers.media import as_array, as_images, as_rows
@@ -89,7 +96,7 @@ class BackgroundTracker(Tracker):
     def store_init_configuration(self, values: Mapping[str, Any]) -> None:
         """Write the hyper-parameters of the run, without secrets."""
         kept = self._clean.hide(plain(hyperparameters_of(values)))
-        self._submit(lambda: self._inner.store_init_configuration(kept), len(kept))
+        self._submit(lambda: write_hyper_parameters(self._inner, kept), len(kept))
 
     def log(self, values: Mapping[str, Any], step: int | None = None, **options: Any) -> None:
         """Write values of one step.
@@ -102,7 +109,7 @@ class BackgroundTracker(Tracker):
         if not _is_main():
             return  # and no tensor is waited for
         kept = as_numbers(values, self._clean)
-        self._submit(lambda: self._inner.log(kept, step, **options), len(kept))
+        self._submit(lambda: write_values(self._inner, kept, step, **options), len(kept))
 
     def log_images(self, values: Mapping[str, Any], step: int | None = None) -> None:
         kept = as_images(values)

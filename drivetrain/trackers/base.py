@@ -229,6 +229,34 @@ class Tracker(ABC):
         self.finish()
 
 
+def write_values(tracker: Tracker, values: Mapping[str, Any], step: int | None, **options: Any) -> None:
+    """Let a tracker write values of one step, through its own `log_metrics` where it has one.
+
+    Args:
+        tracker: The tracker.
+        values: Names and values.
+        step: The optimizer step that they belong to.
+        **options: For the tracker's own `log`.
+    """
+    if options or type(tracker).log_metrics is Tracker.log_metrics:
+        tracker.log(values, step, **options)
+    else:
+        tracker.log_metrics(values, step)
+
+
+def write_hyper_parameters(tracker: Tracker, values: Mapping[str, Any]) -> None:
+    """Let a tracker write hyper-parameters, through its own `log_hyperparams` where it has one.
+
+    Args:
+        tracker: The tracker.
+        values: Names and values.
+    """
+    if type(tracker).log_hyperparams is Tracker.log_hyperparams:
+        tracker.store_init_configuration(values)
+    else:
+        tracker.log_hyperparams(values)
+
+
 def hyperparameters_of(params: Any) -> dict[str, Any]:
     """Return hyper-parameters given as mapping, dataclass or namespace as a dict.
 

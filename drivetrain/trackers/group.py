@@ -10,7 +10,7 @@ from typing import Any
 from drivetrain.runtime.errors import CheckpointError, ConfigurationError
 from drivetrain.trackers.absent import AbsentTracker
 from drivetrain.trackers.background import BackgroundTracker, as_numbers
-from drivetrain.trackers.base import COMPLETED, STATUS_WORDS, Tracker
+from drivetrain.trackers.base import COMPLETED, STATUS_WORDS, Tracker, write_hyper_parameters, write_values
 from drivetrain.trackers.losses import Losses
 from drivetrain.trackers.media import as_rows
 from drivetrain.trackers.secrets import Secrets
@@ -69,7 +69,7 @@ class TrackerGroup:
         """Write hyper-parameters, without secrets."""
         if self.writes_here:
             shown = self.secrets.hide(dict(values))
-            self._each(lambda target: target.store_init_configuration(shown), len(shown))
+            self._each(lambda target: write_hyper_parameters(target, shown), len(shown))
 
     def log_graph(self, model: Any) -> None:
         """Write the structure of a model, to trackers that show it."""
@@ -208,7 +208,7 @@ class TrackerGroup:
 
 
 def _log(target: Any, values: Mapping[str, Any], step: int | None, options: Mapping[str, Any]) -> None:
-    target.log(dict(values), step, **options)
+    write_values(target, dict(values), step, **options)
 
 
 def _load(target: Tracker, state: Mapping[str, Any]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -30,7 +31,7 @@ logger = get_logger(__name__)
 def make_accelerator(
     accelerator: str | Accelerator,
     strategy: str | Strategy,
-    devices: int | str,
+    devices: int | str | Sequence[int],
     num_nodes: int,
     precision: str | int | Precision | None,
     accumulate: int | None,
@@ -110,15 +111,48 @@ def settle_accumulation(given: int | None, engine: Accelerator, options: Trainer
     return options
 
 
-def _start_processes(kind: str | None, devices: int | str, num_nodes: int) -> None:
+def _chosen_devices(devices: Any) -> tuple[Any, list[int] | None]:
+    """How many processes `devices` asks for, and on which devices, where it names them: `[0, 1]`, `"0,1"`."""
+    if isinstance(devices, str) and "," in devices:
+        numbers: Any = [part.strip() for part in devices.split(",") if part.strip()]
+    elif isinstance(devices, list | tuple):
+        numbers = list(devices)
+    else:
+        is_number = isinstance(devices, str) and devices.removeprefix("-").isdigit()
+        return int(devices) if is_number else devices, None
+    texts = [str(each) for each in numbers if not isinstance(each, bool)]
+    if not texts or len(texts) < len(numbers) or not all(map(str.isdigit, texts)) or len(set(texts)) < len(texts):
+        raise ConfigurationError(
+            f"devices={devices!r}: give the numbers of devices, each once, such as [0, 1] or '0,1'."
+        )
+    return len(texts), [int(each) for each in texts]
+
+
+def _hide_other_devices(kind: str | None, numbers: list[int]) -> None:
+    """Let this process, and those that it starts, see only some devices.
+
+    Args:
+        kind: The kind of device.
+        numbers: Theirs, among those that this process sees.
+    """
+    name = (get_device_kind(kind) if kind else detect_device_kind()).visible_variable
+    if name is None:
+        return
+    seen = [each for each in os.environ.get(name, "").split(",") if each]
+    if seen and max(numbers) >= len(seen):
+        raise ConfigurationError(f"devices={numbers}: {name}={os.environ[name]} leaves {len(seen)} device(s).")
+    os.environ[name] = ",".join(seen[number] if seen else str(number) for number in numbers)
+
+
+def _start_processes(kind: str | None, devices: Any, num_nodes: int) -> None:
     """Make sure that there are as many processes as were asked for."""
-    if isinstance(devices, str) and devices.isdigit():
-        devices = int(devices)
+    devices, numbers = _chosen_devices(devices)
     if devices != "auto" and (
         not isinstance(devices, int) or isinstance(devices, bool) or (devices < 1 and devices != -1)
     ):
         raise ConfigurationError(
-            f"devices={devices!r}: give the number of processes on this machine, -1 for all, or 'auto'."
+            f"devices={devices!r}: give the number of processes on this machine, the numbers of its devices ([0, 1]), "
+            "-1 for all, or 'auto'."
         )
     environment = ProcessEnvironment.detect()
     if already_launched():
@@ -139,6 +173,8 @@ def _start_processes(kind: str | None, devices: int | str, num_nodes: int) -> No
             f"num_nodes={num_nodes} needs a launcher on every machine: drivetrain launch --num_machines {num_nodes} "
             "--machine_rank <0…> --main_process_ip <address> script.py, or srun."
         )
+    if numbers is not None:
+        _hide_other_devices(kind, numbers)
     found = detect_device_kind() if kind is None else get_device_kind(kind)
     wanted = found.default_processes() if devices in ("auto", -1) else devices
     if not isinstance(wanted, int) or wanted <= 1:

@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from torch.utils.data import DataLoader, IterableDataset
+
+from drivetrain import checkpoint
+from drivetrain.checkpoint.schema import in_schema
 from drivetrain.trainer.data_hooks import DataHooks
+from drivetrain.trainer.hyper_parameters import HoldsHyperParameters, arguments_for, hyper_parameters_in
 
 if TYPE_CHECKING:
     from drivetrain.trainer.trainer import Trainer
 
 
-class DataModule(DataHooks):
+class DataModule(HoldsHyperParameters, DataHooks):
     """Loaders, and what prepares them. Override what you need.
 
     Example:
@@ -38,3 +46,74 @@ class DataModule(DataHooks):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take back what `state_dict` returned."""
+
+    @classmethod
+    def from_datasets(
+        cls,
+        train_dataset: Any = None,
+        val_dataset: Any = None,
+        test_dataset: Any = None,
+        predict_dataset: Any = None,
+        batch_size: int = 1,
+        num_workers: int = 0,
+        **datamodule_kwargs: Any,
+    ) -> Any:
+        """Make a data module of datasets.
+
+        Args:
+            train_dataset: The dataset to train on, shuffled unless it is iterable; or several, as a list or dict.
+            val_dataset: The dataset to validate on, or several.
+            test_dataset: The dataset to test on, or several.
+            predict_dataset: The dataset to predict on, or several.
+            batch_size: Of every loader.
+            num_workers: Of every loader.
+            **datamodule_kwargs: Arguments of the constructor.
+        """
+        given = {"train": train_dataset, "val": val_dataset, "test": test_dataset, "predict": predict_dataset}
+        made = cls(**datamodule_kwargs)
+        for name, datasets in given.items():
+            if datasets is not None:
+                make = partial(_loaders, datasets, batch_size, num_workers, name == "train")
+                setattr(made, f"{name}_dataloader", make)
+        return made
+
+    @classmethod
+    def load_from_checkpoint(
+        cls,
+        checkpoint_path: str | Path,
+        map_location: Any = None,
+        hparams_file: str | Path | None = None,
+        weights_only: bool | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        """Build a data module from the hyper-parameters and the state that a checkpoint has of it.
+
+        Args:
+            checkpoint_path: The checkpoint's directory.
+            map_location: Taken for Lightning's sake: there is nothing on a device.
+            hparams_file: A YAML file of hyper-parameters to take instead of the saved ones.
+            weights_only: Taken for Lightning's sake: nothing in a checkpoint is ever unpickled into objects.
+            **kwargs: Arguments of the constructor that win over the saved ones.
+
+        Raises:
+            CheckpointError: There is no complete checkpoint.
+        """
+        parts = ("engine/precision", "driver/datamodule_hyper_parameters", "driver/datamodule")
+        driver = in_schema(checkpoint.load_run_state(checkpoint_path, only=parts)[0])["driver"]
+        saved = driver.get("datamodule_hyper_parameters", {})
+        if hparams_file is not None:
+            saved = hyper_parameters_in(hparams_file)
+        made = cls(**{**arguments_for(cls, saved), **kwargs})
+        if driver.get("datamodule"):
+            made.load_state_dict(driver["datamodule"])
+        return made
+
+
+def _loaders(datasets: Any, batch_size: int, num_workers: int, shuffle: bool) -> Any:
+    """Loaders of datasets, in the same arrangement."""
+    if isinstance(datasets, Mapping):
+        return {name: _loaders(each, batch_size, num_workers, shuffle) for name, each in datasets.items()}
+    if isinstance(datasets, Sequence):
+        return [_loaders(each, batch_size, num_workers, shuffle) for each in datasets]
+    shuffles = shuffle and not isinstance(datasets, IterableDataset)
+    return DataLoader(datasets, batch_size=batch_size, shuffle=shuffles, num_workers=num_workers)

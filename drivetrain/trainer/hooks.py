@@ -17,10 +17,11 @@ Hook = Callable[..., Any]
 
 
 def is_overridden(owner: Any, base: type, name: str) -> bool:
-    """Whether `owner` has its own version of a method that `base` defines."""
+    """Whether `owner` has its own version of a method that `base` defines; None in its place is none."""
     if name in getattr(owner, "__dict__", {}):
-        return True
-    return getattr(type(owner), name, None) is not getattr(base, name, None)
+        return owner.__dict__[name] is not None
+    own = getattr(type(owner), name, None)
+    return own is not None and own is not getattr(base, name, None)
 
 
 class Hooks:
@@ -76,6 +77,20 @@ class Hooks:
 
     def _bind(self, callback: Callback, name: str) -> Hook:
         return partial(getattr(callback, name), self._trainer, self._task)
+
+
+def let_log(callback: Callback, task: Task | None) -> None:
+    """Give a callback a task's `log` and `log_dict` as its own, as `self.log`, unless it has such methods.
+
+    Args:
+        callback: The callback.
+        task: The task; None takes them away again.
+    """
+    for name in ("log", "log_dict"):
+        if task is None:
+            callback.__dict__.pop(name, None)
+        elif not hasattr(type(callback), name):
+            callback.__dict__[name] = getattr(task, name)
 
 
 def call_setup_hooks(trainer: Trainer, task: Task, data: DataModule | None, stage: str) -> None:

@@ -1,12 +1,23 @@
-"""Remembering what a task was built with."""
+"""Remembering what a task or a data module was built with."""
 
 from __future__ import annotations
 
 import inspect
+import os
 from argparse import Namespace
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import Any, NoReturn
+
+import yaml
+from torch import nn
+
+from drivetrain.runtime.errors import CheckpointError
+from drivetrain.runtime.keywords import refuse_unknown
+from drivetrain.runtime.logging import get_logger
+
+logger = get_logger(__name__)
 
 
 class HyperParameters(dict[str, Any]):
@@ -39,8 +50,11 @@ def constructor_arguments(frame: FrameType, owner: Any) -> dict[str, Any]:
     current: FrameType | None = frame
     while current is not None:
         first = current.f_code.co_varnames[:1]
-        is_constructor = current.f_code.co_name == "__init__" and first and current.f_locals.get(first[0]) is owner
-        if not is_constructor:
+        is_own = bool(first) and current.f_locals.get(first[0]) is owner
+        if is_own and current.f_code.co_name == "__post_init__":  # of a dataclass, whose constructor comes next
+            current = current.f_back
+            continue
+        if not is_own or current.f_code.co_name != "__init__":
             break
         names, _, keywords, values = inspect.getargvalues(current)
         arguments = {name: values[name] for name in names[1:] if name in values}
@@ -81,4 +95,89 @@ def select_hyper_parameters(
         chosen = {name: arguments[name] for name in names}
     else:
         chosen = dict(arguments)
-    return {name: value for name, value in chosen.items() if name not in left_out}
+    return {name: value for name, value in chosen.items() if name not in left_out and not _is_module(name, value)}
+
+
+def _is_module(name: str, value: Any) -> bool:
+    """Whether a value is a module, which is no hyper-parameter; warns of it."""
+    if not isinstance(value, nn.Module):
+        return False
+    logger.warning(
+        f"save_hyperparameters() leaves out {name!r}: it is a module, whose weights a checkpoint holds already. Name "
+        f"it in ignore=[{name!r}], and give it again to load_from_checkpoint({name}=...)."
+    )
+    return True
+
+
+def hyper_parameters_in(path: str | os.PathLike[str]) -> dict[str, Any]:
+    """The hyper-parameters in a YAML file, such as the `hparams.yaml` that a run leaves.
+
+    Args:
+        path: The file.
+
+    Raises:
+        CheckpointError: It is not there, or holds no mapping.
+    """
+    file = Path(path)
+    found = yaml.safe_load(file.read_text()) if file.is_file() else None
+    if not isinstance(found, Mapping):
+        raise CheckpointError(f"hparams_file={os.fspath(path)!r} is no YAML file of names and values.")
+    return dict(found)
+
+
+def arguments_for(kind: type, saved: Mapping[str, Any], name: str | None = None) -> dict[str, Any]:
+    """The arguments of a constructor that saved hyper-parameters give.
+
+    Args:
+        kind: The class.
+        saved: The hyper-parameters.
+        name: The argument that was saved as a whole, if one was; the class gets them under it.
+    """
+    parameters = inspect.signature(kind.__init__).parameters  # type: ignore[misc]
+    if name is not None and name in parameters and name not in saved:
+        return {name: HyperParameters(saved)}
+    takes_all = any(each.kind is inspect.Parameter.VAR_KEYWORD for each in parameters.values())
+    return {each: value for each, value in saved.items() if takes_all or each in parameters}
+
+
+class HoldsHyperParameters:
+    """Something that remembers its hyper-parameters, also where its base's constructor has not run yet."""
+
+    @property
+    def hparams(self) -> HyperParameters:
+        """What `save_hyperparameters` kept."""
+        found: HyperParameters = self.__dict__.setdefault("_hparams", HyperParameters())
+        return found
+
+    @property
+    def hparams_initial(self) -> HyperParameters:
+        """What `save_hyperparameters` kept, without what was changed since."""
+        return HyperParameters(self.__dict__.get("_hparams_initial", {}))
+
+    def save_hyperparameters(
+        self, *args: Any, ignore: Any = None, frame: Any = None, logger: bool = True, **_unknown: NoReturn
+    ) -> None:
+        """Remember the constructor's arguments, for trackers and checkpoints; call it in `__init__`.
+
+        It may be called before `super().__init__()`, in `__post_init__` of a dataclass, and by a class and its bases:
+        names that one of them ignores are forgotten. Modules among the arguments are left out, with a warning.
+
+        Args:
+            *args: Names of the arguments to keep, all if none; or one dict, namespace or object of values.
+            ignore: Names to leave out.
+            frame: The constructor's frame; found if None.
+            logger: Whether trackers get them.
+        """
+        refuse_unknown(_unknown, self.save_hyperparameters)
+        if frame is None:
+            current = inspect.currentframe()
+            frame = current.f_back if current is not None else None
+        arguments = constructor_arguments(frame, self) if frame is not None else {}
+        self.hparams.update(select_hyper_parameters(args, arguments, ignore))
+        for name in [ignore] if isinstance(ignore, str) else ignore or ():
+            self.hparams.pop(name, None)
+        self.__dict__["_log_hyperparams"] = logger
+        self.__dict__["_hparams_initial"] = dict(self.hparams)
+        if len(args) == 1 and isinstance(args[0], Mapping | Namespace):
+            names = [name for name, value in arguments.items() if value is args[0]]
+            self.__dict__["_hparams_name"] = names[0] if names else None

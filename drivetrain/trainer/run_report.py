@@ -33,7 +33,7 @@ def run_report(trainer: Trainer) -> str:
     if control.reason is StopReason.NOTHING_TO_DO:
         return f"{parts[0]} Raise that limit to train more."
     saved = newest_checkpoint(trainer)
-    if trainer.log_dir is not None:
+    if trainer.loggers and trainer.log_dir is not None:
         parts.append(f"Logs: {trainer.log_dir}.")
     if saved:
         parts.append(f"Checkpoint: {saved}. To resume: fit(..., resume={saved!r}), or resume='auto'.")

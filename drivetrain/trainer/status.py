@@ -82,8 +82,8 @@ class TrainerStatus:
 
     @property
     def model(self) -> nn.Module | None:
-        """What the strategy made of the task; None before the first run has placed it."""
-        return self.task_run.model
+        """What the strategy made of the task; the task itself until it is placed."""
+        return self.task_run.model if self.task_run.is_placed else self.task_run.task
 
     @property
     def hooks(self) -> Hooks:
@@ -130,6 +130,16 @@ class TrainerStatus:
     def world_size(self) -> int:
         """Number of processes."""
         return self.accelerator.num_processes
+
+    @property
+    def num_devices(self) -> int:
+        """Number of processes on this machine."""
+        return self.strategy.topology.environment.local_world_size
+
+    @property
+    def num_nodes(self) -> int:
+        """Number of machines."""
+        return self.strategy.topology.environment.num_nodes
 
     @property
     def global_rank(self) -> int:
@@ -196,6 +206,34 @@ class TrainerStatus:
     def num_training_batches(self) -> float:
         """Batches of this process in a training epoch; infinite where this is not known."""
         return self.current.training_batches
+
+    @property
+    def is_last_batch(self) -> bool:
+        """Whether the batch under way is the last one of its training epoch."""
+        info = self.current.batch_info
+        return info is not None and (info.last or info.index + 1 >= self.current.training_batches)
+
+    # the user's loaders
+
+    @property
+    def train_dataloader(self) -> Any:
+        """The loader or loaders that the last `fit` was given; None before it has asked for them."""
+        return self.current.loaders.get(Stage.TRAIN)
+
+    @property
+    def val_dataloaders(self) -> Any:
+        """The loader or loaders that the last validation was given."""
+        return self.current.loaders.get(Stage.VALIDATE)
+
+    @property
+    def test_dataloaders(self) -> Any:
+        """The loader or loaders that the last `test` was given."""
+        return self.current.loaders.get(Stage.TEST)
+
+    @property
+    def predict_dataloaders(self) -> Any:
+        """The loader or loaders that the last `predict` was given."""
+        return self.current.loaders.get(Stage.PREDICT)
 
     @property
     def is_finite(self) -> bool:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -21,14 +20,14 @@ from drivetrain.runtime.keywords import refuse_unknown
 from drivetrain.runtime.nested import recursively_apply
 from drivetrain.runtime.state import PartialState
 from drivetrain.trainer.data_hooks import DataHooks
-from drivetrain.trainer.hyper_parameters import HyperParameters, constructor_arguments, select_hyper_parameters
+from drivetrain.trainer.hyper_parameters import HoldsHyperParameters, arguments_for, hyper_parameters_in
 from drivetrain.trainer.task_hooks import TaskHooks
 
 if TYPE_CHECKING:
     from drivetrain.trainer.trainer import Trainer
 
 
-class Task(DataHooks, TaskHooks):
+class Task(HoldsHyperParameters, DataHooks, TaskHooks):
     """A model together with how it is trained, validated, tested and used.
 
     Subclass it, override `training_step` and `configure_optimizers`, and hand it to `Trainer.fit`.
@@ -68,7 +67,6 @@ class Task(DataHooks, TaskHooks):
     def __init__(self) -> None:
         super().__init__()
         self._trainer: Trainer | None = None
-        self._hparams = HyperParameters()
         # By identity: torchmetrics objects hash by their state. Holding them keeps each id from being used again.
         self._metric_paths: dict[int, tuple[nn.Module, str]] = {}
 
@@ -392,40 +390,24 @@ class Task(DataHooks, TaskHooks):
 
     # hyper-parameters and checkpoints
 
-    @property
-    def hparams(self) -> HyperParameters:
-        """What `save_hyperparameters` kept."""
-        return self._hparams
-
-    def save_hyperparameters(
-        self, *args: Any, ignore: Any = None, frame: Any = None, logger: bool = True, **_unknown: NoReturn
-    ) -> None:
-        """Remember the constructor's arguments, for trackers and checkpoints; call it in `__init__`.
-
-        Args:
-            *args: Names of the arguments to keep, all if none; or one dict, namespace or object of values.
-            ignore: Names to leave out.
-            frame: The constructor's frame; found if None.
-            logger: Whether trackers get them.
-        """
-        refuse_unknown(_unknown, self.save_hyperparameters)
-        if frame is None:
-            current = inspect.currentframe()
-            frame = current.f_back if current is not None else None
-        arguments = constructor_arguments(frame, self) if frame is not None else {}
-        self._hparams.update(select_hyper_parameters(args, arguments, ignore))
-        self.__dict__["_log_hyperparams"] = logger
-
     @classmethod
     def load_from_checkpoint(
-        cls, checkpoint_path: str | Path, map_location: Any = None, strict: bool = True, **kwargs: Any
+        cls,
+        checkpoint_path: str | Path,
+        map_location: Any = None,
+        hparams_file: str | Path | None = None,
+        strict: bool | None = None,
+        weights_only: bool | None = None,
+        **kwargs: Any,
     ) -> Any:
         """Build a task from a checkpoint: its hyper-parameters and its weights.
 
         Args:
             checkpoint_path: The checkpoint's directory.
             map_location: The device to put it on; the CPU if None.
-            strict: Whether missing and left-over weights are an error.
+            hparams_file: A YAML file of hyper-parameters to take instead of the saved ones.
+            strict: Whether missing and left-over weights are an error; they are if None.
+            weights_only: Taken for Lightning's sake: nothing in a checkpoint is ever unpickled into objects.
             **kwargs: Arguments of the constructor that win over the saved ones.
 
         Returns:
@@ -434,17 +416,14 @@ class Task(DataHooks, TaskHooks):
         Raises:
             CheckpointError: There is no complete checkpoint, or it holds another number of models than one.
         """
-        parts = (*EVERY_PLACE_OF_MODELS, "driver/hyper_parameters", "hyper_parameters")
+        parts = (*EVERY_PLACE_OF_MODELS, "driver/hyper_parameters", "driver/hparams_name", "hyper_parameters")
         shared = in_schema(checkpoint.load_run_state(checkpoint_path, only=parts)[0])
-        models = shared["engine"].get("models", [])
+        models, driver = shared["engine"].get("models", []), shared["driver"]
         if len(models) != 1:
             raise CheckpointError(f"{checkpoint_path} holds {len(models)} models, so none of them is that of a task.")
-        saved = shared["driver"].get("hyper_parameters", {})
-        parameters = inspect.signature(cls.__init__).parameters
-        takes_all = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values())
-        chosen = {name: value for name, value in saved.items() if takes_all or name in parameters}
-        task = cls(**{**chosen, **kwargs})
-        task.load_state_dict(models[0], strict=strict)
+        saved = driver.get("hyper_parameters", {}) if hparams_file is None else hyper_parameters_in(hparams_file)
+        task = cls(**{**arguments_for(cls, saved, driver.get("hparams_name")), **kwargs})
+        task.load_state_dict(models[0], strict=strict is not False)
         return task.to(map_location) if map_location is not None else task
 
     def freeze(self) -> None:

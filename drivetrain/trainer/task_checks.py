@@ -66,7 +66,7 @@ def check_task(task: Any, train: Any, val: Any, data: Any) -> None:
 
 def check_training_step(task: Task, accumulate: int, clip: float | None) -> None:
     """Raise where a task cannot train, or not with these arguments of the Trainer."""
-    if type(task).training_step is Task.training_step:
+    if not is_overridden(task, Task, "training_step"):
         raise ConfigurationError(
             f"{type(task).__name__} has no training_step. Define training_step(self, batch, batch_idx) and return "
             "the loss."
@@ -92,7 +92,7 @@ def check_evaluation(task: Any, stage: Stage) -> Task:
     if not isinstance(task, Task):
         raise ConfigurationError(f"Trainer.{stage.verb} takes a Task, got a {type(task).__name__}.")
     step = stage.step_name
-    if stage is not Stage.PREDICT and getattr(type(task), step) is getattr(Task, step):
+    if stage is not Stage.PREDICT and not is_overridden(task, Task, step):
         raise ConfigurationError(f"{type(task).__name__} has no {step}. Define {step}(self, batch, batch_idx).")
     return task
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import sys
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import nn
 from torch.optim import Optimizer
 
@@ -14,13 +16,38 @@ from drivetrain.callbacks.stage import Stage
 from drivetrain.runtime.errors import ConfigurationError
 from drivetrain.strategies import StepModule
 from drivetrain.trainer.data_module import DataModule
-from drivetrain.trainer.hooks import Hooks, call_setup_hooks, call_teardown_hooks
+from drivetrain.trainer.hooks import Hooks, call_setup_hooks, call_teardown_hooks, is_overridden, let_log
 from drivetrain.trainer.metrics.log_scopes import NOWHERE
 from drivetrain.trainer.optimizers import SchedulerConfig, parse_configured_optimizers
 from drivetrain.trainer.task import Task
 
 if TYPE_CHECKING:
     from drivetrain.trainer.trainer import Trainer
+
+
+_COMPILED = ("forward", *(stage.step_name for stage in Stage))
+
+
+def uncompiled(model: Any) -> Any:
+    """The task in what `torch.compile(task)` returns, whose forward and steps are compiled from then on.
+
+    Logging stays outside of the compiled code.
+
+    Args:
+        model: A task, compiled or not; anything else is returned as it is.
+    """
+    compiler = sys.modules.get("torch._dynamo")  # takes seconds to import, and nothing is compiled without it
+    if compiler is None or not isinstance(model, compiler.OptimizedModule) or not isinstance(model._orig_mod, Task):
+        return model
+    task: Task = model._orig_mod
+    if "_compiler_context" not in task.__dict__:
+        task.__dict__["_compiler_context"] = compiles = model.dynamo_ctx
+        for name in _COMPILED:
+            if is_overridden(task, Task, name):
+                task.__dict__[name] = compiles(getattr(task, name))
+        task.__dict__["log"] = torch.compiler.disable(task.log)  # type: ignore[no-untyped-call]
+        task.__dict__["log_dict"] = torch.compiler.disable(task.log_dict)  # type: ignore[no-untyped-call]
+    return task
 
 
 class TaskRun:
@@ -37,6 +64,8 @@ class TaskRun:
         optimizers: Its optimizers, prepared by the engine.
         schedulers: Its learning-rate schedulers, and when each steps.
         steps_schedulers: Whether any scheduler follows optimizer steps.
+        stage: What the last verb was for; None before the first.
+        checkpoint_path: The checkpoint that it has taken, if it has taken one.
     """
 
     def __init__(self, trainer: Trainer) -> None:
@@ -49,6 +78,8 @@ class TaskRun:
         self.optimizers: list[PreparedOptimizer] = []
         self.schedulers: list[SchedulerConfig] = []
         self.steps_schedulers = False
+        self.stage: Stage | None = None
+        self.checkpoint_path: str | None = None
         self._error: BaseException | None = None  # what has ended the run
 
     # before and after
@@ -64,15 +95,26 @@ class TaskRun:
         if not isinstance(task, Task):
             raise ConfigurationError(f"Trainer.{stage.verb} takes a Task, got a {type(task).__name__}.")
         self.task, self.datamodule = task, data
+        self.stage, self.checkpoint_path = stage, None
         task.trainer = self._trainer
         if data is not None:
             data.trainer = self._trainer
-        self._trainer.logged.enter(NOWHERE)
+        logged = self._trainer.logged
+        logged.enter(NOWHERE)
+        logged.forget_results()
+        self._trainer.tracker_log.written.clear()
+
+    @property
+    def is_placed(self) -> bool:
+        """Whether the strategy has placed the task."""
+        return self.model is not None and self._trainer.strategy.unwrap(self.model) is self.task
 
     def set_up(self, task: Task, stage: Stage) -> None:
         """Find the hooks, prepare the data, and call `setup` of all."""
         trainer = self._trainer
         trainer.adopt_callbacks(task.configure_callbacks())
+        for callback in trainer.callbacks:
+            let_log(callback, task)
         self.hooks = Hooks(trainer, task)
         owners = [owner for owner in (self.datamodule, task) if owner is not None]
         if any(type(owner).prepare_data not in (DataModule.prepare_data, Task.prepare_data) for owner in owners):
@@ -90,6 +132,8 @@ class TaskRun:
         engine.accumulation.end_planned()
         trainer.current.leave_batch()
         call_teardown_hooks(trainer, task, self.datamodule, stage.verb)
+        for callback in trainer.callbacks:
+            let_log(callback, None)
         error, self._error = self._error, None
         trainer.tracker_log.end_run(error, stage is Stage.TRAIN)
         engine.run_state.moment = Moment

@@ -44,7 +44,7 @@ from drivetrain.trainer.state.resume import find_checkpoint
 from drivetrain.trainer.state.saved_run import SavedRun, moment_of, save_run
 from drivetrain.trainer.status import TrainerStatus
 from drivetrain.trainer.task import Task
-from drivetrain.trainer.task_run import TaskRun
+from drivetrain.trainer.task_run import TaskRun, uncompiled
 
 R = TypeVar("R")
 
@@ -55,8 +55,9 @@ class Trainer(KnownKeywords, OptionAttributes, TrainerStatus):
     Args:
         accelerator: `"auto"`, `"cpu"`, `"gpu"` or another kind of device; or a live `Accelerator` to run on.
         strategy: `"auto"`, `"single"`, `"ddp"`, another registered name, or a `Strategy`.
-        devices: How many processes to use on this machine: `"auto"` or a number. Where the script was started
-            without a launcher and more than one is asked for, it is started again under one.
+        devices: How many processes to use on this machine: `"auto"`, a number, or the numbers of its devices (`[0, 1]`,
+            `"0,1"`). Where the script was started without a launcher and more than one is asked for, it is started
+            again under one.
         num_nodes: Number of machines; the launcher decides, this is checked.
         precision: `"32"`, `"bf16"`, `"fp16"`, …, Lightning's spellings, or a `Precision`.
         logger: Trackers: names, objects or several of them; True for a `CSVLogger`, False for none. If None, those of
@@ -106,7 +107,7 @@ class Trainer(KnownKeywords, OptionAttributes, TrainerStatus):
         *,
         accelerator: str | Accelerator = "auto",
         strategy: str | Strategy = "auto",
-        devices: int | str = "auto",
+        devices: int | str | Sequence[int] = "auto",
         num_nodes: int = 1,
         precision: str | int | Precision | None = None,
         logger: str | Tracker | Iterable[str | Tracker] | bool | None = None,
@@ -212,6 +213,7 @@ class Trainer(KnownKeywords, OptionAttributes, TrainerStatus):
             DataError: A loader is missing or empty.
         """
         refuse_unknown(_unknown, self.fit)
+        model = uncompiled(model)
         if isinstance(train_dataloaders, DataModule):
             train_dataloaders, datamodule = None, train_dataloaders
         task_checks.check_task(model, train_dataloaders, val_dataloaders, datamodule)
@@ -219,7 +221,6 @@ class Trainer(KnownKeywords, OptionAttributes, TrainerStatus):
             raise ConfigurationError(f"resume={resume!r} and ckpt_path={ckpt_path!r} mean the same; give one.")
         self.task_run.attach(model, datamodule, Stage.TRAIN)
         self.control.begin()
-        self.logged.forget_results()
         training = self._training = LoaderSource(self, model, Stage.TRAIN, train_dataloaders, datamodule)
         validating = LoaderSource(self, model, Stage.VALIDATE, val_dataloaders, datamodule)
         try:
@@ -355,12 +356,13 @@ class Trainer(KnownKeywords, OptionAttributes, TrainerStatus):
         self.callbacks = building.with_task_callbacks(self.callbacks, added)
 
     def log_metrics(self, values: Mapping[str, float], step: int | None = None) -> None:
-        """Give numbers to the trackers; only the main process does anything.
+        """Give numbers to the trackers, and to the callbacks that watch one; call it on all processes.
 
         Args:
             values: Names and numbers.
             step: The optimizer step; the current one if None.
         """
+        self.logged.remember(values)
         self.tracker_log.write(values, self.global_step if step is None else step)
 
     # checkpoints

@@ -76,7 +76,7 @@ def test_install_refuses_where_another_accelerate_was_imported(tmp_path: Path) -
 
 
 def test_install_names_what_can_be_replaced() -> None:
-    with pytest.raises(ConfigurationError, match=r"allowed are 'accelerate'.*Did you mean|allowed are 'accelerate'"):
+    with pytest.raises(ConfigurationError, match=r"allowed are 'accelerate'.*Did you mean"):
         install("accelerat")
 
 
@@ -89,7 +89,7 @@ def test_launch_as_puts_the_stand_in_first_on_the_path_of_the_ranks(monkeypatch:
 
 def test_launch_as_another_package_is_refused() -> None:
     with pytest.raises(ConfigurationError, match="must be one of accelerate"):
-        LaunchOptions(stand_in="lightning")
+        LaunchOptions(stand_in="keras")
 
 
 @pytest.mark.parametrize("path", sorted(OURS.rglob("*.py")), ids=lambda path: str(path.relative_to(OURS)))

@@ -20,7 +20,7 @@ MIXED_PRECISIONS = (
     "32-true",
     "64-true",
 )
-STAND_INS = ("accelerate",)
+STAND_INS = ("accelerate", "lightning")
 LAUNCHERS = ("elastic", "ray")
 RENDEZVOUS_BACKENDS = ("static", "c10d", "etcd", "etcd-v2")
 _NO_SAGEMAKER = (

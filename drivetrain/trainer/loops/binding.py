@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -10,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from drivetrain.accelerator.forward import under_precision
+from drivetrain.runtime.errors import ConfigurationError
 from drivetrain.runtime.nested import send_to_device
 from drivetrain.strategies import StepModule
 from drivetrain.strategies.precision import Precision
@@ -19,6 +21,42 @@ from drivetrain.trainer.task import Task
 
 if TYPE_CHECKING:
     from drivetrain.trainer.trainer import Trainer
+
+
+def as_taken(task: Task, name: str) -> Callable[..., Any]:
+    """A step of the task that is called with a batch, its number and more: it may take the batch alone.
+
+    A step whose argument is named `dataloader_iter` gets an iterator instead, which gives the batch, its number and
+    that of its loader.
+
+    Args:
+        task: The task.
+        name: Of its method.
+    """
+    step: Callable[..., Any] = getattr(task, name)
+    parameters = list(inspect.signature(step).parameters.values())
+    if any(each.name == "dataloader_iter" for each in parameters):
+        return partial(_call_with_iterator, step, name)
+    takes_more = any(each.kind is inspect.Parameter.VAR_POSITIONAL for each in parameters)
+    return step if takes_more or len(parameters) != 1 else partial(_call_with_batch, step)
+
+
+def _call_with_batch(step: Callable[..., Any], batch: Any, *_: Any) -> Any:
+    return step(batch)
+
+
+def _call_with_iterator(
+    step: Callable[..., Any], name: str, batch: Any, batch_idx: int, dataloader_idx: int = 0
+) -> Any:
+    return step(_one_batch(name, batch, batch_idx, dataloader_idx))
+
+
+def _one_batch(name: str, *given: Any) -> Iterator[Any]:
+    yield given
+    raise ConfigurationError(
+        f"{name}(dataloader_iter) took a second batch in one step. A step has one batch; give "
+        "Trainer(accumulate_grad_batches=...) for several."
+    )
 
 
 @contextmanager

@@ -21,9 +21,10 @@ class CurrentRun:
         batch_info: What its loader recorded about it.
         training_batches: Batches of this process in an epoch; infinite where this is not known.
         evaluation_batches: For each stage, the batches of this process in each of its loaders.
+        loaders: For each stage, the user's loader or loaders.
     """
 
-    __slots__ = ("batch", "batch_info", "evaluation_batches", "sanity_checking", "stage", "training_batches")
+    __slots__ = ("batch", "batch_info", "evaluation_batches", "loaders", "sanity_checking", "stage", "training_batches")
 
     def __init__(self) -> None:
         self.stage: Stage | None = None
@@ -32,6 +33,7 @@ class CurrentRun:
         self.batch_info: BatchInfo | None = None
         self.training_batches: float = 0
         self.evaluation_batches: dict[Stage, list[float]] = {}
+        self.loaders: dict[Stage, Any] = {}
 
     def leave_batch(self) -> None:
         """Record that no batch is under way."""

@@ -14,7 +14,7 @@ from drivetrain.data import PreparedLoader
 from drivetrain.data.randomness import kept_generators
 from drivetrain.runtime.seeds import RandomState, isolated_random_state
 from drivetrain.strategies.capabilities import PlainEvaluation, evaluation_context
-from drivetrain.trainer.loops.binding import bind_evaluation_step, muted_logging
+from drivetrain.trainer.loops.binding import as_taken, bind_evaluation_step, muted_logging
 from drivetrain.trainer.loops.loader_source import LoaderSource, limits_of, own_batches
 from drivetrain.trainer.metrics.log_scopes import TEST_EPOCH, TEST_STEP, VALIDATE_EPOCH, VALIDATE_STEP, LogScope
 from drivetrain.trainer.metrics.logged_value import EpochValue, to_numbers
@@ -117,7 +117,7 @@ class EvaluationLoop:
         trainer, hooks, stage = self._trainer, self._hooks, self._stage
         loaders = self.load()
         limits = [min(limit, FOREVER if at_most is None else at_most) for limit in self._limits]
-        self._step = bind_evaluation_step(trainer, self._task, self._model, getattr(self._task, stage.step_name))
+        self._step = bind_evaluation_step(trainer, self._task, self._model, as_taken(self._task, stage.step_name))
         with ExitStack() as stack:
             stack.enter_context(evaluating(self._task, stage))
             for loader in () if keep else loaders:

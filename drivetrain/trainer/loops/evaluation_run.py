@@ -13,12 +13,14 @@ from drivetrain.runtime.errors import ConfigurationError
 from drivetrain.runtime.seeds import RandomState
 from drivetrain.trainer import task_checks
 from drivetrain.trainer.data_module import DataModule
+from drivetrain.trainer.hooks import is_overridden
 from drivetrain.trainer.loops.evaluation_loop import EvaluationLoop
 from drivetrain.trainer.loops.loader_source import LoaderSource
 from drivetrain.trainer.metrics.results_table import print_results
 from drivetrain.trainer.state.resume import find_checkpoint
 from drivetrain.trainer.state.saved_run import SavedRun
 from drivetrain.trainer.task import Task
+from drivetrain.trainer.task_run import uncompiled
 
 if TYPE_CHECKING:
     from drivetrain.trainer.trainer import Trainer
@@ -51,10 +53,12 @@ def evaluate(
     """
     if isinstance(dataloaders, DataModule):
         dataloaders, datamodule = None, dataloaders
-    task = task_checks.check_evaluation(trainer.task if model is None else model, stage)
+    task = task_checks.check_evaluation(trainer.task if model is None else uncompiled(model), stage)
     if datamodule is None and model is None and dataloaders is None:
         datamodule = trainer.datamodule
     task_run = trainer.task_run
+    if ckpt_path is None and model is None:
+        ckpt_path = _best_of_last_fit(trainer, stage)
     task_run.attach(task, datamodule, stage)
     source = LoaderSource(trainer, task, stage, dataloaders, datamodule)
     try:
@@ -66,7 +70,8 @@ def evaluate(
             )
         placed = task_run.place_for_evaluation(task)
         if ckpt_path is not None:
-            SavedRun(trainer, find_checkpoint(trainer, ckpt_path) or "").restore_for_evaluation()
+            path = task_run.checkpoint_path = find_checkpoint(trainer, ckpt_path) or ""
+            SavedRun(trainer, path).restore_for_evaluation()
         trainer.current.stage = stage
         return run(task, placed, source)
     except BaseException as error:
@@ -74,6 +79,18 @@ def evaluate(
         raise
     finally:
         task_run.tear_down(task, stage)
+
+
+def _best_of_last_fit(trainer: Trainer, stage: Stage) -> str | None:
+    """The checkpoint that a verb without a model takes: the best of the last `fit`, if it has saved one."""
+    callback = trainer.checkpoint_callback
+    if callback is None or not callback.best_model_path or trainer.fit_loop is None:
+        return None
+    trainer.print(
+        f"{stage.verb}() was called without a model, so it takes the best checkpoint of the last fit: "
+        f"{callback.best_model_path}. Pass the model to take its weights as they are, or another ckpt_path."
+    )
+    return callback.best_model_path
 
 
 def evaluate_logged(
@@ -121,7 +138,7 @@ def make_validation(trainer: Trainer, task: Task, model: nn.Module, source: Load
         return None
     if not trainer.barebones:
         task_checks.warn_of_unused_validation(task, source.is_defined())
-    if not source.is_defined() or type(task).validation_step is Task.validation_step:
+    if not source.is_defined() or not is_overridden(task, Task, "validation_step"):
         return None
     limit = trainer.overfit_batches or trainer.limit_val_batches
     name = "overfit_batches" if trainer.overfit_batches else Stage.VALIDATE.limit_name

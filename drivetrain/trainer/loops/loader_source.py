@@ -70,7 +70,7 @@ class LoaderSource:
         return self._prepared
 
     def _prepare_training(self) -> PreparedLoader | CombinedLoader:
-        raw = self.raw()
+        raw = self._trainer.current.loaders[self._stage] = self.raw()
         if raw is None:
             raise DataError(
                 f"There is no training data: pass train_dataloaders to fit(), or give {type(self._task).__name__} or "
@@ -85,7 +85,7 @@ class LoaderSource:
 
     def prepare_evaluation(self) -> list[PreparedLoader]:
         """The prepared loaders for validation, test or prediction, none combined."""
-        raw = self.raw()
+        raw = self._trainer.current.loaders[self._stage] = self.raw()
         if raw is None:
             return []
         tail = TailPolicy.WHOLE if self._trainer.strategy.needs_even_batches else TailPolicy.UNEVEN

@@ -13,7 +13,7 @@ from drivetrain.data import BatchInfo, PreparedLoader
 from drivetrain.runtime.collectives import gather_object
 from drivetrain.runtime.nested import recursively_apply, send_to_device
 from drivetrain.strategies.capabilities import PlainEvaluation, evaluation_context
-from drivetrain.trainer.loops.binding import bind_evaluation_step
+from drivetrain.trainer.loops.binding import as_taken, bind_evaluation_step
 from drivetrain.trainer.loops.evaluation_loop import evaluating, loader_argument
 from drivetrain.trainer.loops.loader_source import LoaderSource, limits_of, own_batches
 from drivetrain.trainer.metrics.log_scopes import PREDICT
@@ -52,7 +52,7 @@ class PredictionLoop:
         limits = limits_of(loaders, trainer.limit_predict_batches, "limit_predict_batches", even)
         trainer.current.evaluation_batches[Stage.PREDICT] = own_batches(loaders, limits)
         results: list[Any] = []
-        self._step = bind_evaluation_step(trainer, self._task, self._model, self._task.predict_step)
+        self._step = bind_evaluation_step(trainer, self._task, self._model, as_taken(self._task, "predict_step"))
         with evaluating(self._task, Stage.PREDICT):
             trainer.logged.enter(PREDICT)
             hooks.call("on_predict_start")

@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 from drivetrain.accelerator.step import StepHooks
 from drivetrain.data import BatchInfo
 from drivetrain.trainer.hooks import Hooks, is_overridden
-from drivetrain.trainer.loops.binding import bind_step
+from drivetrain.trainer.loops.binding import as_taken, bind_step
 from drivetrain.trainer.loops.stand_in import StandIn, presence_of
 from drivetrain.trainer.loops.step_output import StepOutput, detached
 from drivetrain.trainer.metrics.metric_states import untouched_metrics
@@ -63,7 +63,8 @@ class PlainStep:
         self._optimizers = [optimizer.optimizer for optimizer in trainer.task_optimizers]
         self._forward_backward = strategy.forward_backward
         self._stand_in = self._choose_stand_in(model)
-        step = task.training_step if self._stand_in is None else self._stand_in.replacing(task.training_step)
+        step = as_taken(task, "training_step")
+        step = step if self._stand_in is None else self._stand_in.replacing(step)
         self._training_step = bind_step(model, step, accelerator.precision)
         self._output = StepOutput(type(task).__name__)
         self._zero_grad = choose_zero_grad(trainer, task, self._optimizers, hooks)
@@ -202,7 +203,7 @@ class ManualStep(PlainStep):
     """The step of a task that runs backwards and steps its optimizers itself, in `training_step`."""
 
     def _step_hooks(self, hooks: Hooks) -> StepHooks:
-        trainer, task, model = self._trainer, self._task, self._trainer.model
+        trainer, task, model = self._trainer, self._task, self._trainer.task_run.model
         return StepHooks(
             run_backward=task.backward if is_overridden(task, Task, "backward") else None,
             prepare_backward=partial(trainer.strategy.gradients.prepare_backward, model),  # type: ignore[arg-type]
@@ -237,7 +238,7 @@ def choose_zero_grad(trainer: Trainer, task: Task, optimizers: list[Optimizer], 
     before = hooks.find("on_before_zero_grad")
     own = is_overridden(task, Task, "optimizer_zero_grad")
     special = any(type(optimizer).zero_grad is not Optimizer.zero_grad for optimizer in optimizers)
-    presence = presence_of(trainer.model)
+    presence = presence_of(trainer.task_run.model)
     if not (before or own or special):
         return partial(_drop_gradients, optimizers, presence)
 

@@ -48,6 +48,8 @@ class ValidationSchedule:
         """
         self._limit = batches
         self._every, self._after = FOREVER, None
+        if not self._exists:
+            return
         interval = self._interval
         if isinstance(interval, timedelta):
             self._after = interval

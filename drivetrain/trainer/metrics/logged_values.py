@@ -387,9 +387,22 @@ class LoggedValues:
                 del self._by_loader[key]
 
     def forget_results(self) -> None:
-        """Forget the values of epochs past."""
+        """Forget what was logged in earlier runs, and what their metrics have gathered."""
+        for table in self._tables.values():
+            for entry in table.values():
+                if entry.metric is not None:
+                    entry.metric.reset()
+        self.start(tuple(self._tables))
         self._epoch.clear()
         self._bar.clear()
+
+    def remember(self, values: Mapping[str, float]) -> None:
+        """Let callbacks see values that trackers get from elsewhere.
+
+        Args:
+            values: Names and numbers.
+        """
+        self._epoch.update(values)
 
 
 def _forgotten(values: Tensor) -> Tensor:

@@ -26,12 +26,14 @@ class TrackerLog:
     Attributes:
         written: The latest number of each name.
         next_step: The optimizer step whose values are written next.
+        shows_hyper_parameters: Whether the trackers get the hyper-parameters of a run.
     """
 
     def __init__(self, trainer: Trainer) -> None:
         self._trainer = trainer
         self.written: dict[str, float] = {}
         self.next_step: float = FOREVER
+        self.shows_hyper_parameters = True
         self._written_at = -1
 
     # a step's
@@ -109,8 +111,11 @@ class TrackerLog:
         """Let the trackers open their runs, and give them a task's hyper-parameters, where it wants that."""
         group = self._trainer.tracker_group
         group.start()
-        if task.hparams and task.__dict__.get("_log_hyperparams", True):
-            group.store_init_configuration(task.hparams)
+        owners = [each for each in (self._trainer.datamodule, task) if each is not None]
+        shown = [each.hparams for each in owners if each.__dict__.get("_log_hyperparams", True)]
+        values = {name: value for hparams in shown for name, value in hparams.items()}
+        if values and self.shows_hyper_parameters:
+            group.store_init_configuration(values)
         group.log_graph(task)
 
     def end_run(self, error: BaseException | None, is_training: bool) -> None:

@@ -35,6 +35,8 @@ _ENGINE = {
 _ENTRIES = (
     "progress",
     "hyper_parameters",
+    "hparams_name",
+    "datamodule_hyper_parameters",
     "callbacks",
     "trackers",
     "should_stop",
@@ -57,7 +59,7 @@ def save_run(
         block: Whether to return only when it is durable.
     """
     task = trainer.task
-    if task is None or trainer.model is None:
+    if task is None or not trainer.task_run.is_placed:
         raise CheckpointError(
             "There is nothing to save yet: a checkpoint can be written once fit() has placed the task."
         )
@@ -79,9 +81,11 @@ def save_run(
 
 def _entries(trainer: Trainer, task: Task, weights_only: bool) -> dict[str, Any]:
     """The Trainer's own entries, by name."""
+    data, secrets = trainer.datamodule, trainer.tracker_group.secrets
     entries: dict[str, Any] = {
         "progress": trainer.progress.state_dict(),
-        "hyper_parameters": trainer.tracker_group.secrets.drop(plain(dict(task.hparams))),
+        "hyper_parameters": secrets.drop(plain(dict(task.hparams))),
+        "hparams_name": task.__dict__.get("_hparams_name"),
         LOSS_IS_FINITE: trainer.is_finite,  # marks the manifest, too: the last choice for a resume
     }
     if weights_only:
@@ -91,7 +95,8 @@ def _entries(trainer: Trainer, task: Task, weights_only: bool) -> dict[str, Any]
         "trackers": trainer.tracker_group.state(),
         # A run that a signal or a limit has ended continues where it is resumed, perhaps with another limit.
         "should_stop": trainer.control.stops_for_good,
-        "datamodule": trainer.datamodule.state_dict() if trainer.datamodule is not None else {},
+        "datamodule": data.state_dict() if data is not None else {},
+        "datamodule_hyper_parameters": {} if data is None else secrets.drop(plain(dict(data.hparams))),
         "combined_loader": None if trainer.fit_loop is None else trainer.fit_loop.batches.combined_position(),
     }
 

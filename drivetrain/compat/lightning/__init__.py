@@ -1,0 +1,28 @@
+"""Lightning's module paths and names over drivetrain: what was written for Lightning 2.6 imports this and runs.
+
+`import drivetrain.compat.lightning as lightning`, `drivetrain.compat.install("lightning", "pytorch_lightning")` or
+`drivetrain launch --as lightning` put it in the place of the original. `pytorch_lightning` is `lightning.pytorch`, and
+`lightning_fabric` is `lightning.fabric`.
+"""
+
+from __future__ import annotations
+
+from drivetrain.compat.lightning import fabric, pytorch
+from drivetrain.compat.lightning.fabric.fabric import Fabric
+from drivetrain.compat.lightning.fabric.utilities.seed import seed_everything
+from drivetrain.compat.lightning.pytorch.callbacks.callback import Callback
+from drivetrain.compat.lightning.pytorch.core import LightningDataModule, LightningModule
+from drivetrain.compat.lightning.pytorch.trainer import Trainer
+from drivetrain.compat.lightning.version import VERSION as __version__
+
+__all__ = [
+    "Callback",
+    "Fabric",
+    "LightningDataModule",
+    "LightningModule",
+    "Trainer",
+    "__version__",
+    "fabric",
+    "pytorch",
+    "seed_everything",
+]

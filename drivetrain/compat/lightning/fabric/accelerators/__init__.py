@@ -1,0 +1,10 @@
+"""Kinds of devices, as objects."""
+
+from __future__ import annotations
+
+from drivetrain.compat.lightning.accelerators import Accelerator as Accelerator
+from drivetrain.compat.lightning.accelerators import CPUAccelerator as CPUAccelerator
+from drivetrain.compat.lightning.accelerators import CUDAAccelerator as CUDAAccelerator
+from drivetrain.compat.lightning.accelerators import MPSAccelerator as MPSAccelerator
+from drivetrain.compat.lightning.accelerators import XLAAccelerator as XLAAccelerator
+from drivetrain.compat.lightning.accelerators import find_usable_cuda_devices as find_usable_cuda_devices

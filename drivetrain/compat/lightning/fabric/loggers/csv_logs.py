@@ -1,0 +1,7 @@
+"""`CSVLogger`."""
+
+from __future__ import annotations
+
+from drivetrain.compat.lightning.pytorch.loggers.files import CSVLogger
+
+__all__ = ["CSVLogger"]

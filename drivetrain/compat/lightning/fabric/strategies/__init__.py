@@ -1,0 +1,11 @@
+"""Strategies, by Lightning's class names: the same as for the Trainer."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from drivetrain.compat.lightning.pytorch import strategies
+
+
+def __getattr__(name: str) -> Any:
+    return getattr(strategies, name)

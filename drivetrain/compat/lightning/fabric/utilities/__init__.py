@@ -1,0 +1,91 @@
+"""Small tools that the Trainer and Fabric share."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from drivetrain.compat.lightning.enums import LightningEnum
+from drivetrain.compat.lightning.fabric.utilities.rank_zero import (
+    rank_zero_deprecation,
+    rank_zero_info,
+    rank_zero_only,
+    rank_zero_warn,
+)
+from drivetrain.runtime.nested import send_to_device
+
+__all__ = [
+    "LightningEnum",
+    "disable_possible_user_warnings",
+    "is_shared_filesystem",
+    "measure_flops",
+    "move_data_to_device",
+    "rank_zero_deprecation",
+    "rank_zero_info",
+    "rank_zero_only",
+    "rank_zero_warn",
+    "suggested_max_num_workers",
+]
+
+
+def move_data_to_device(batch: Any, device: torch.device | str | int) -> Any:
+    """Move the tensors of nested data.
+
+    Args:
+        batch: The data.
+        device: Where to.
+    """
+    return send_to_device(batch, torch.device(device))
+
+
+def suggested_max_num_workers(local_world_size: int) -> int:
+    """How many workers each process of a machine can have, so that all cores are used once.
+
+    Args:
+        local_world_size: The processes on this machine.
+    """
+    if local_world_size < 1:
+        raise ValueError(f"`local_world_size` must be at least 1, got {local_world_size}.")
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return max(1, cores // local_world_size - 1)
+
+
+def measure_flops(model: torch.nn.Module, forward_fn: Any, loss_fn: Any = None) -> int:
+    """Count floating-point operations of a forward, and of the backward if there is a loss.
+
+    Args:
+        model: The model, whose mode decides about dropout and the like.
+        forward_fn: Runs the forward.
+        loss_fn: Computes a loss of what that returned.
+    """
+    from torch.utils.flop_counter import FlopCounterMode
+
+    with FlopCounterMode(display=False) as counter:
+        outputs = forward_fn()
+        if loss_fn is not None:
+            loss_fn(outputs).backward()
+    return int(counter.get_total_flops())
+
+
+def is_shared_filesystem(strategy: Any, path: str | Path | None = None, timeout: int = 3) -> bool:
+    """Whether all machines of a run see the same files: so where there is one.
+
+    Args:
+        strategy: The strategy of the run.
+        path: Taken for Lightning's sake.
+        timeout: Taken for Lightning's sake.
+    """
+    return bool(strategy.topology.environment.num_nodes == 1)
+
+
+def disable_possible_user_warnings(module: str = "lightning") -> None:
+    """Show no warnings of a module.
+
+    Args:
+        module: The beginning of its name.
+    """
+    warnings.filterwarnings("ignore", module=module)

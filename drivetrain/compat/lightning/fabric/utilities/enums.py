@@ -1,0 +1,7 @@
+"""The base of enums."""
+
+from __future__ import annotations
+
+from drivetrain.compat.lightning.enums import LightningEnum
+
+__all__ = ["LightningEnum"]

@@ -1,0 +1,32 @@
+"""Arguments of Lightning's classes that hand over parts of its machinery."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from drivetrain.compat.lightning.reasons import PLUGIN
+from drivetrain.runtime.errors import ConfigurationError
+
+_MACHINERY = ("accelerator", "parallel_devices", "cluster_environment", "checkpoint_io", "precision_plugin")
+
+
+def refuse_machinery(given: Mapping[str, Any], owner: str, others: Sequence[str] = ()) -> dict[str, Any]:
+    """Leave out arguments that are None and stand for parts of Lightning's machinery; refuse them otherwise.
+
+    Args:
+        given: Arguments by name.
+        owner: Whose they are, for the message.
+        others: More names that are refused.
+
+    Returns:
+        The other arguments.
+
+    Raises:
+        ConfigurationError: One of them was given.
+    """
+    refused = (*_MACHINERY, *others)
+    for name in refused:
+        if given.get(name) is not None:
+            raise ConfigurationError(f"{owner}({name}=...) is not taken. {PLUGIN}")
+    return {name: value for name, value in given.items() if name not in refused}

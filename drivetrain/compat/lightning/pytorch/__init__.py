@@ -1,0 +1,40 @@
+"""`lightning.pytorch`, or `pytorch_lightning`: the Trainer and what it runs."""
+
+from __future__ import annotations
+
+from drivetrain.compat.lightning.fabric.utilities.seed import seed_everything
+from drivetrain.compat.lightning.pytorch import (
+    accelerators,
+    callbacks,
+    core,
+    loggers,
+    plugins,
+    profilers,
+    strategies,
+    trainer,
+    tuner,
+    utilities,
+)
+from drivetrain.compat.lightning.pytorch.callbacks.callback import Callback
+from drivetrain.compat.lightning.pytorch.core import LightningDataModule, LightningModule
+from drivetrain.compat.lightning.pytorch.trainer import Trainer
+from drivetrain.compat.lightning.version import VERSION as __version__
+
+__all__ = [
+    "Callback",
+    "LightningDataModule",
+    "LightningModule",
+    "Trainer",
+    "__version__",
+    "accelerators",
+    "callbacks",
+    "core",
+    "loggers",
+    "plugins",
+    "profilers",
+    "seed_everything",
+    "strategies",
+    "trainer",
+    "tuner",
+    "utilities",
+]

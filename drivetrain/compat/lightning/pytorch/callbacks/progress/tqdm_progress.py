@@ -1,0 +1,7 @@
+"""`TQDMProgressBar`."""
+
+from __future__ import annotations
+
+from drivetrain.callbacks import TQDMProgressBar
+
+__all__ = ["TQDMProgressBar"]

@@ -1,0 +1,9 @@
+"""The hooks of a module and of its data, by their kinds."""
+
+from __future__ import annotations
+
+from drivetrain.trainer.data_hooks import DataHooks
+from drivetrain.trainer.task_hooks import TaskHooks as CheckpointHooks
+from drivetrain.trainer.task_hooks import TaskHooks as ModelHooks
+
+__all__ = ["CheckpointHooks", "DataHooks", "ModelHooks"]

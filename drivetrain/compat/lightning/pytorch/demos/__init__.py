@@ -1,0 +1,1 @@
+"""Small models and data for trying things out."""

@@ -1,0 +1,187 @@
+"""One layer on random numbers: the smallest module that trains, validates, tests and predicts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset
+
+from drivetrain.compat.lightning.pytorch.core import LightningDataModule, LightningModule
+
+_FEATURES, _SAMPLES = 32, 64
+
+
+class RandomDataset(Dataset[Any]):
+    """Random rows.
+
+    Args:
+        size: Numbers in a row.
+        length: Rows.
+    """
+
+    def __init__(self, size: int, length: int) -> None:
+        self.len = length
+        self.data = torch.randn(length, size)
+
+    def __getitem__(self, index: int) -> Any:
+        return self.data[index]
+
+    def __len__(self) -> int:
+        return self.len
+
+
+class RandomDictDataset(RandomDataset):
+    """Random rows, each twice in a dict: as `"a"`, and with one added as `"b"`."""
+
+    def __getitem__(self, index: int) -> Any:
+        row = self.data[index]
+        return {"a": row, "b": row + 1}
+
+
+class RandomIterableDataset(IterableDataset[Tensor]):
+    """A stream of random rows.
+
+    Args:
+        size: Numbers in a row.
+        count: Rows.
+    """
+
+    def __init__(self, size: int, count: int) -> None:
+        self.size, self.count = size, count
+
+    def __iter__(self) -> Iterator[Tensor]:
+        return (torch.randn(self.size) for _ in range(self.count))
+
+
+class RandomIterableDatasetWithLen(RandomIterableDataset):
+    """The same, with a length."""
+
+    def __len__(self) -> int:
+        return self.count
+
+
+class BoringModel(LightningModule):
+    """A linear layer that learns to give ones."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(_FEATURES, 2)
+
+    def forward(self, x: Tensor) -> Any:
+        return self.layer(x)
+
+    def loss(self, preds: Tensor, labels: Tensor | None = None) -> Tensor:
+        """The mean squared distance to the labels, ones if None."""
+        return nn.functional.mse_loss(preds, torch.ones_like(preds) if labels is None else labels)
+
+    def step(self, batch: Any) -> Tensor:
+        """The loss of a batch."""
+        return self.loss(self(batch))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return {"loss": self.step(batch)}
+
+    def validation_step(self, batch: Any, batch_idx: int) -> Any:
+        return {"x": self.step(batch)}
+
+    def test_step(self, batch: Any, batch_idx: int) -> Any:
+        return {"y": self.step(batch)}
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
+        return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, step_size=1)]
+
+    def train_dataloader(self) -> DataLoader[Tensor]:
+        return DataLoader(RandomDataset(_FEATURES, _SAMPLES))
+
+    def val_dataloader(self) -> DataLoader[Tensor]:
+        return DataLoader(RandomDataset(_FEATURES, _SAMPLES))
+
+    def test_dataloader(self) -> DataLoader[Tensor]:
+        return DataLoader(RandomDataset(_FEATURES, _SAMPLES))
+
+    def predict_dataloader(self) -> DataLoader[Tensor]:
+        return DataLoader(RandomDataset(_FEATURES, _SAMPLES))
+
+
+class ManualOptimBoringModel(BoringModel):
+    """The same, optimized by hand."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        optimizer = self.optimizers()
+        loss = self.step(batch)
+        optimizer.zero_grad()
+        self.manual_backward(loss)
+        optimizer.step()
+        return loss
+
+
+class BoringDataModule(LightningDataModule):
+    """Random rows, as many for each stage."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.random_full: Any = None
+
+    def setup(self, stage: str) -> None:
+        self.random_full = RandomDataset(_FEATURES, 4 * _SAMPLES)
+        parts = [Subset(self.random_full, range(k * _SAMPLES, (k + 1) * _SAMPLES)) for k in range(4)]
+        self.random_train, self.random_val, self.random_test, self.random_predict = parts
+
+    def train_dataloader(self) -> Any:
+        return DataLoader(self.random_train)
+
+    def val_dataloader(self) -> Any:
+        return DataLoader(self.random_val)
+
+    def test_dataloader(self) -> Any:
+        return DataLoader(self.random_test)
+
+    def predict_dataloader(self) -> Any:
+        return DataLoader(self.random_predict)
+
+
+class BoringDataModuleNoLen(LightningDataModule):
+    """A stream of random rows for each stage."""
+
+    def train_dataloader(self) -> Any:
+        return DataLoader(RandomIterableDataset(_FEATURES, _SAMPLES))
+
+    def val_dataloader(self) -> Any:
+        return DataLoader(RandomIterableDataset(_FEATURES, _SAMPLES))
+
+    def test_dataloader(self) -> Any:
+        return DataLoader(RandomIterableDataset(_FEATURES, _SAMPLES))
+
+    def predict_dataloader(self) -> Any:
+        return DataLoader(RandomIterableDataset(_FEATURES, _SAMPLES))
+
+
+class DemoModel(LightningModule):
+    """A linear layer over flattened rows of 32.
+
+    Args:
+        out_dim: What it gives.
+        learning_rate: The learning rate.
+    """
+
+    def __init__(self, out_dim: int = 10, learning_rate: float = 0.02) -> None:
+        super().__init__()
+        self.l1 = nn.Linear(32, out_dim)
+        self.learning_rate = learning_rate
+
+    def forward(self, x: Tensor) -> Any:
+        return torch.relu(self.l1(x.view(x.size(0), -1)))
+
+    def training_step(self, batch: Any, batch_nb: int) -> Any:
+        return {"loss": self(batch).sum()}
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.Adam(self.parameters(), lr=self.learning_rate)

@@ -1,0 +1,15 @@
+"""Loggers."""
+
+from __future__ import annotations
+
+from drivetrain.compat.absent import absent_names
+from drivetrain.compat.lightning.pytorch.loggers.files import CSVLogger, TensorBoardLogger
+from drivetrain.compat.lightning.pytorch.loggers.logger import Logger
+from drivetrain.compat.lightning.reasons import LOGGER
+from drivetrain.trackers import CometLogger, MLFlowLogger, WandbLogger
+
+__all__ = ["CSVLogger", "CometLogger", "Logger", "MLFlowLogger", "TensorBoardLogger", "WandbLogger"]
+
+_ABSENT = ("LitLogger", "NeptuneLogger")
+
+__getattr__ = absent_names(__name__, (LOGGER, _ABSENT))

@@ -1,0 +1,107 @@
+"""`Logger`: the base of loggers that scripts define."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Callable, Mapping
+from functools import wraps
+from typing import Any
+
+from drivetrain.compat.lightning.fabric.utilities.rank_zero import rank_zero_only
+from drivetrain.trackers import Tracker
+from drivetrain.trackers.base import COMPLETED
+
+
+class Logger(Tracker):
+    """Where the values of a run are written. Override `name`, `version`, `log_metrics` and `log_hyperparams`.
+
+    A run calls `finalize` with `"success"` or `"failed"` when it ends.
+    """
+
+    in_background = False
+
+    @property
+    @abstractmethod
+    def name(self) -> str | None:  # type: ignore[override]
+        """The name of the experiment."""
+
+    @property
+    @abstractmethod
+    def version(self) -> int | str | None:
+        """The version of the run."""
+
+    @abstractmethod
+    def log_metrics(self, metrics: Mapping[str, float | int | str], step: int | None = None) -> None: ...
+
+    @abstractmethod
+    def log_hyperparams(self, params: Any, *args: Any, **kwargs: Any) -> None: ...
+
+    @property
+    def root_dir(self) -> str | None:
+        """The directory of all runs, if there is one."""
+        return None
+
+    @property
+    def save_dir(self) -> str | None:
+        """The directory in which runs are written, if there is one."""
+        return None
+
+    @property
+    def group_separator(self) -> str:
+        """What stands between the parts of a name."""
+        return "/"
+
+    def after_save_checkpoint(self, checkpoint_callback: Any) -> None:
+        """Called after a checkpoint was saved, by loggers that want it."""
+
+    def log(self, values: Mapping[str, float | int | str], step: int | None = None) -> None:
+        """The same as `log_metrics`."""
+        self.log_metrics(values, step)
+
+    def store_init_configuration(self, values: Mapping[str, Any]) -> None:
+        """The same as `log_hyperparams`."""
+        self.log_hyperparams(dict(values))
+
+    def finalize(self, status: str = COMPLETED, message: str = "") -> None:
+        """Write what is left."""
+        self.save()
+
+
+class DummyLogger(Logger):
+    """Writes nothing."""
+
+    @property
+    def name(self) -> str:  # type: ignore[override]
+        return ""
+
+    @property
+    def version(self) -> str:
+        return ""
+
+    def log_metrics(self, *args: Any, **kwargs: Any) -> None:
+        pass
+
+    def log_hyperparams(self, *args: Any, **kwargs: Any) -> None:
+        pass
+
+
+class DummyExperiment:
+    """Takes every call, and does nothing."""
+
+    def __getattr__(self, name: str) -> Callable[..., None]:
+        return lambda *args, **kwargs: None
+
+
+def rank_zero_experiment(function: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """Let `experiment` make the real object on the first process alone; others get one that does nothing.
+
+    Args:
+        function: The property's function.
+    """
+
+    @wraps(function)
+    def experiment(self: Any) -> Any:
+        made = rank_zero_only(function)(self)
+        return DummyExperiment() if made is None else made
+
+    return experiment

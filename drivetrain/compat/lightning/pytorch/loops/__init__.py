@@ -1,0 +1,16 @@
+"""Loops, which are a part of the original's machinery."""
+
+from __future__ import annotations
+
+from drivetrain.compat.absent import absent_names
+from drivetrain.compat.lightning.reasons import INTERNAL
+
+_ABSENT = (
+    "_EvaluationLoop",
+    "_FitLoop",
+    "_Loop",
+    "_PredictionLoop",
+    "_TrainingEpochLoop",
+)
+
+__getattr__ = absent_names(__name__, (INTERNAL, _ABSENT))

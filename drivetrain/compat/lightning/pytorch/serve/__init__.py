@@ -1,0 +1,10 @@
+"""Serving, which is not here."""
+
+from __future__ import annotations
+
+from drivetrain.compat.absent import absent_names
+from drivetrain.compat.lightning.reasons import SERVE
+
+_ABSENT = ("ServableModule", "ServableModuleValidator")
+
+__getattr__ = absent_names(__name__, (SERVE, _ABSENT))

@@ -1,0 +1,31 @@
+"""Strategies, by Lightning's class names."""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+from drivetrain.compat.absent import absent_names
+from drivetrain.compat.lightning.pytorch.strategies.ddp import DDPStrategy
+from drivetrain.compat.lightning.pytorch.strategies.strategy import SingleDeviceStrategy, Strategy
+from drivetrain.compat.lightning.reasons import STRATEGY
+
+if TYPE_CHECKING:
+    from drivetrain.compat.lightning.pytorch.strategies.deepspeed import DeepSpeedStrategy as DeepSpeedStrategy
+    from drivetrain.compat.lightning.pytorch.strategies.fsdp import FSDPStrategy as FSDPStrategy
+
+__all__ = ["DDPStrategy", "DeepSpeedStrategy", "FSDPStrategy", "SingleDeviceStrategy", "Strategy"]
+
+_ABSENT = ("ModelParallelStrategy", "ParallelStrategy", "SingleDeviceXLAStrategy", "XLAStrategy")
+
+_absent = absent_names(__name__, (STRATEGY, _ABSENT))
+
+
+# torch's part of FSDP takes most of a second to import
+_LATE = {"FSDPStrategy": "fsdp", "DeepSpeedStrategy": "deepspeed"}
+
+
+def __getattr__(name: str) -> Any:
+    if name in _LATE:
+        return getattr(importlib.import_module(f"{__name__}.{_LATE[name]}"), name)
+    return _absent(name)

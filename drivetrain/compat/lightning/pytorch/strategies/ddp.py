@@ -1,0 +1,41 @@
+"""`DDPStrategy`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+from drivetrain.compat.lightning.options import refuse_machinery
+from drivetrain.strategies import DDP
+
+__all__ = ["DDPStrategy"]
+
+
+class DDPStrategy(DDP):
+    """A copy of the model on each process.
+
+    Args:
+        ddp_comm_state: The state of a communication hook.
+        ddp_comm_hook: A communication hook, a function `(state, bucket) -> Future`.
+        process_group_backend: Taken for Lightning's sake; it follows from the devices.
+        timeout: Taken for Lightning's sake; the launcher's `--rdzv_conf` and a run's heartbeat decide.
+        start_method: Taken for Lightning's sake; processes are started as scripts.
+        **kwargs: Options of torch's `DistributedDataParallel`, such as `find_unused_parameters`.
+    """
+
+    def __init__(
+        self,
+        ddp_comm_state: object | None = None,
+        ddp_comm_hook: Callable[..., Any] | None = None,
+        process_group_backend: str | None = None,
+        timeout: timedelta | None = None,
+        start_method: str = "popen",
+        **kwargs: Any,
+    ) -> None:
+        options = refuse_machinery(kwargs, "DDPStrategy", ("ddp_comm_wrapper", "model_averaging_period"))
+        if ddp_comm_hook is not None:
+            options["comm_hook"] = ddp_comm_hook
+        if ddp_comm_state is not None:
+            options["comm_hook_options"] = {"state": ddp_comm_state}
+        super().__init__(**options)

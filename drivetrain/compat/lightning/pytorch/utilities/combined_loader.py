@@ -1,0 +1,7 @@
+"""Several loaders as one."""
+
+from __future__ import annotations
+
+from drivetrain.data import CombinedLoader
+
+__all__ = ["CombinedLoader"]

@@ -1,0 +1,32 @@
+"""Norms of gradients."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+
+def grad_norm(module: nn.Module, norm_type: float | int | str, group_separator: str = "/") -> dict[str, float]:
+    """The norm of each parameter's gradient, and of all of them.
+
+    Args:
+        module: Whose parameters.
+        norm_type: The order of the norm, greater than 0; `"inf"` too.
+        group_separator: What stands between the parts of a name.
+
+    Returns:
+        Norms by name; empty where there are no gradients.
+    """
+    order = float(norm_type)
+    if order <= 0:
+        raise ValueError(f"`norm_type` must be a positive number or 'inf', got {norm_type}.")
+    norms: dict[str, Any] = {
+        f"grad_{norm_type}_norm{group_separator}{name}": parameter.grad.data.norm(order)
+        for name, parameter in module.named_parameters()
+        if parameter.grad is not None
+    }
+    if norms:
+        norms[f"grad_{order}_norm_total"] = torch.stack(list(norms.values())).norm(order)
+    return norms

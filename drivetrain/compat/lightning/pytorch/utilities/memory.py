@@ -1,0 +1,25 @@
+"""Memory: freeing it, and errors where there is too little."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from drivetrain.runtime.memory import is_out_of_memory, release_memory
+from drivetrain.runtime.nested import recursively_apply
+
+is_oom_error = is_out_of_memory
+
+
+def recursive_detach(in_dict: Any, to_cpu: bool = False) -> Any:
+    """Detach the tensors of nested data.
+
+    Args:
+        in_dict: The data.
+        to_cpu: Whether to move them to the CPU as well.
+    """
+    return recursively_apply(lambda tensor: tensor.detach().cpu() if to_cpu else tensor.detach(), in_dict)
+
+
+def garbage_collection_cuda() -> None:
+    """Collect garbage, and give cached memory of the GPU back."""
+    release_memory()
