@@ -87,13 +87,13 @@ test-slow: $(DEV_ENV) ## the tests that take longer
 	$(PYTHON) -m pytest -m "slow and not (gpu or tpu or xla or megatron or trackers)" $(TESTS)
 
 test-sharded: $(DEV_ENV) ## the tests that divide models: FSDP, DeepSpeed, tensor, context and pipeline parallel
-	$(PYTHON) -m pytest -m "sharded and not (slow or gpu)" $(TESTS)
+	$(PYTHON) -m pytest $(IN_PARALLEL) -m "sharded and not (slow or gpu)" $(TESTS)
 
 test-crash: $(DEV_ENV) ## the tests that kill processes and machines over and over
-	$(PYTHON) -m pytest -m "crash and not slow" $(TESTS)
+	$(PYTHON) -m pytest $(IN_PARALLEL) -m "crash and not slow" $(TESTS)
 
 test-megatron: $(MEGATRON_ENV) ## the tests of Megatron, on the CPU (an environment of its own)
-	$(MEGATRON_PYTHON) -m pytest -m "megatron and not gpu" $(or $(TESTS),tests/strategies/megatron \
+	$(MEGATRON_PYTHON) -m pytest $(IN_PARALLEL) -m "megatron and not gpu" $(or $(TESTS),tests/strategies/megatron \
 		$(addprefix tests/conformance/test_,megatron.py any_to_any.py two_drivers.py))
 
 test-compat: $(COMPAT_ENV) ## what was written for Accelerate, beside the original (an environment of its own)
@@ -110,7 +110,7 @@ test-gpu: $(DEV_ENV) ## the tests that need a GPU (PYTHON=python3: with a Python
 	$(PYTHON) -m pytest -m gpu $(TESTS)
 
 test-xla: $(XLA_ENV) ## the tests that need torch_xla, on the CPU (an environment of its own)
-	$(XLA_PYTHON) -m pytest -m "xla and not (slow or tpu)" $(TESTS)
+	$(XLA_PYTHON) -m pytest $(IN_PARALLEL) -m "xla and not (slow or tpu)" $(TESTS)
 
 test-oldest: $(XLA_ENV) ## the default lane on the oldest torch supported (in the environment of test-xla)
 	$(XLA_PYTHON) -m pytest $(IN_PARALLEL) $(TESTS)
@@ -192,7 +192,8 @@ $(XLA_ENV): pyproject.toml constraints.txt constraints-xla.txt | $(XLA_VENV)/bin
 
 $(MEGATRON_VENV)/.made-for-megatron: pyproject.toml constraints.txt | $(MEGATRON_VENV)/bin/python
 	$(MEGATRON_PYTHON) -m pip --disable-pip-version-check install torch -c constraints.txt
-	$(MEGATRON_PYTHON) -m pip --disable-pip-version-check install -e ".[megatron,fp8]" pytest pytest-timeout -c constraints.txt
+	$(MEGATRON_PYTHON) -m pip --disable-pip-version-check install -e ".[megatron,fp8]" \
+		pytest pytest-timeout pytest-xdist -c constraints.txt
 	@touch $@
 
 # torchvision apart, for the one program that needs it: where torch is a build for the CPU, it cannot be imported fully,
