@@ -96,8 +96,11 @@ test-megatron: $(MEGATRON_ENV) ## the tests of Megatron, on the CPU (an environm
 	$(MEGATRON_PYTHON) -m pytest $(IN_PARALLEL) -m "megatron and not gpu" $(or $(TESTS),tests/strategies/megatron \
 		$(addprefix tests/conformance/test_,megatron.py any_to_any.py two_drivers.py))
 
+# Programs on one process and on two side by side; all others one by one.
 test-compat: $(COMPAT_ENV) ## what was written for Accelerate, beside the original (an environment of its own)
-	$(COMPAT_PYTHON) -m pytest -m "compat and not gpu" $(or $(TESTS),tests/compat)
+	$(COMPAT_PYTHON) -m pytest -n 2 --dist loadgroup -m "compat and not gpu" $(or $(TESTS),tests/compat \
+		tests/accelerator/test_accelerate_beside.py tests/launch/test_other_launchers.py \
+		tests/launch/test_real_notebook.py)
 
 TRACKERS := wandb mlflow aim dvclive trackio swanlab
 test-trackers: $(TRACKERS_ENV) ## the tests of trackers beside those of the default lane (an environment of its own)
@@ -201,7 +204,8 @@ $(MEGATRON_VENV)/.made-for-megatron: pyproject.toml constraints.txt | $(MEGATRON
 $(COMPAT_ENV): pyproject.toml constraints.txt constraints-compat.txt | $(COMPAT_VENV)/bin/python
 	$(COMPAT_PIP) install torch -c constraints.txt
 	$(COMPAT_PIP) install -e ".[deepspeed]" accelerate transformers trl peft diffusers datasets evaluate scikit-learn \
-		pytest pytest-timeout -c constraints.txt -c constraints-compat.txt
+		schedulefree pytest pytest-timeout pytest-xdist hypothesis nbclient ipykernel ipywidgets \
+		-c constraints.txt -c constraints-compat.txt
 	$(COMPAT_PIP) install --no-deps denoising-diffusion-pytorch ema-pytorch einops pytorch-fid scipy pillow \
 		-c constraints.txt -c constraints-compat.txt
 	$(COMPAT_PIP) install --no-deps --upgrade --target $(COMPAT_VENV)/torchvision torchvision -c constraints-compat.txt

@@ -128,6 +128,11 @@ class DeepSpeedPlugin:
     def strategy(self) -> Strategy:
         """The strategy that these options mean."""
         from drivetrain.strategies.deepspeed import DeepSpeed
+
+        return DeepSpeed(**self.arguments())
+
+    def arguments(self) -> dict[str, Any]:
+        """The arguments of that strategy."""
         from drivetrain.strategies.deepspeed.accelerate_config import arguments_from
 
         names = {"transformer_moe_cls_names": "deepspeed_moe_layer_cls_names"}
@@ -140,7 +145,7 @@ class DeepSpeedPlugin:
         arguments = arguments_from(given)
         if self.hf_ds_config is not None:
             arguments["config"] = getattr(self.hf_ds_config, "config", self.hf_ds_config)
-        return DeepSpeed(**arguments)
+        return arguments
 
 
 @dataclass

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from tests.pool import ROOT
 
@@ -34,7 +36,16 @@ class Program:
     reason: str = ""
 
     def __str__(self) -> str:
-        return "-".join([self.name.removesuffix(".py"), *self.options, str(self.processes)])
+        return self.named(self.options)
+
+    def named(self, options: Iterable[str]) -> str:
+        """What a run of the program with some options is called."""
+        return "-".join([self.name.removesuffix(".py"), *options, str(self.processes)])
+
+    @property
+    def original(self) -> tuple[str, ...]:
+        """What the original is asked for."""
+        return self.options if self.reference is None else self.reference
 
 
 @dataclass(frozen=True)
@@ -45,34 +56,89 @@ class Script:
         name: Its path below accelerate/test_utils/scripts.
         processes: How many.
         unlike: Checks that do not hold here, each with the reason.
+        runs: The arguments of each of its runs, which share a folder.
+        before: The file of tests/compat that gives it what it lacks here.
+        starts: How many processes it starts by itself, where that is its purpose.
     """
 
     name: str
     processes: int
     unlike: dict[str, str] = field(default_factory=dict)
+    runs: tuple[tuple[str, ...], ...] = ((),)
+    before: str = ""
+    starts: int = 0
 
     def __str__(self) -> str:
         return f"{Path(self.name).stem}-{self.processes}"
 
 
-_TRAINER = "`transformers.Trainer`: train, evaluate, predict, save, resume"
-
 _ON_CPU = (
-    "The original trains with DDP where FSDP is asked for on a CPU; ours shards there too, and the losses are equal."
+    "The original trains with DDP where FSDP or DeepSpeed is asked for on a CPU; ours shards there too, and the losses "
+    "are equal."
+)
+
+
+def _features(processes: int, *names: str, **differing: Any) -> list[Program]:
+    what = "Accelerate's examples by feature: `{}`"
+    return [Program("by_feature.py", what.format(name), processes, (name,), **differing) for name in names]
+
+
+_TRAINER = "`transformers.Trainer`: train, evaluate, predict, save, resume"
+_SFT = "`trl.SFTTrainer`: train, evaluate, save"
+_PEFT = "peft: the loop of its examples"
+_NOISE = "diffusers: `train_unconditional`, with resume"
+_DENOISING = "denoising-diffusion-pytorch: `Trainer`, train, save, load"
+_CLM = "transformers: `run_clm_no_trainer`, with resume"
+_IMAGES = "Accelerate's `complete_cv_example`, with resume"
+# One of each, and those that differ with the number of processes on both.
+_ALONE = ("nlp", "gradient_accumulation", "checkpointing", "memory", "profiler", "cross_validation")
+_TOGETHER = (
+    "nlp",
+    "gradient_accumulation",
+    "automatic_gradient_accumulation",
+    "autoregressive",
+    "checkpointing",
+    "tracking",
+    "early_stopping",
+    "local_sgd",
+    "ddp_comm_hook",
+    "multi_process_metrics",
+    "cross_validation",
+    "schedule_free",
 )
 
 PROGRAMS = (
     Program("transformers_trainer.py", _TRAINER, 1),
     Program("transformers_trainer.py", _TRAINER, 1, ("bf16",)),
     Program("transformers_trainer.py", _TRAINER, 2),
-    Program("transformers_trainer.py", _TRAINER, 2, ("fsdp",), reference=(), tolerance=1e-6, reason=_ON_CPU),
-    Program("trl_sft.py", "`trl.SFTTrainer`: train, evaluate, save", 1),
-    Program("peft_loop.py", "peft: the loop of its examples", 1),
+    Program("transformers_trainer.py", _TRAINER, 2, ("fsdp",), (), 1e-6, _ON_CPU),
+    Program("transformers_trainer.py", _TRAINER, 2, ("deepspeed",), reference=(), reason=_ON_CPU),
+    Program("trl_sft.py", _SFT, 1),
+    Program("trl_sft.py", _SFT, 2),
+    Program("trl_sft.py", _SFT, 2, ("peft",)),
+    Program("peft_loop.py", _PEFT, 1),
+    Program("peft_loop.py", _PEFT, 2),
+    Program("diffusers_unconditional.py", _NOISE, 1),
+    Program("diffusers_unconditional.py", _NOISE, 2),
+    Program("denoising_diffusion.py", _DENOISING, 1),
+    Program("clm_no_trainer.py", _CLM, 1),
+    Program("clm_no_trainer.py", _CLM, 2),
+    Program("images.py", _IMAGES, 1),
+    Program("images.py", _IMAGES, 2),
+    *_features(1, *_ALONE),
+    *_features(2, *_TOGETHER),
+    *_features(2, "fsdp", "deepspeed", reference=("nlp",), reason=_ON_CPU),
 )
 
 _INSTANCE = "State belongs to the instance: an Accelerator still works after the shared state was reset."
 _SHORT = "The gradient of a last, short window is the mean over the micro-batches that it has, not over `num_steps`."
 _SAMPLER = "A loader's own samplers are kept and only their output is sharded, so none is wrapped or replaced."
+
+_SAVED_AND_RESUMED = (
+    ("--output_dir", ".", "--partial_train_epoch", "1"),
+    ("--output_dir", ".", "--resume_from_checkpoint", "epoch_0"),
+)
+_PERFORMANCE = (("--output_dir", ".", "--performance_lower_bound", "0.9"),)
 
 SCRIPTS = (
     Script("test_script.py", 1, {"test_reinstantiated_state": _INSTANCE}),
@@ -85,9 +151,24 @@ SCRIPTS = (
     Script("test_sync.py", 2, {"test_gradient_accumulation_with_opt_and_scheduler": _SHORT}),
     Script("test_ops.py", 1),
     Script("test_ops.py", 2),
+    Script("test_distributed_data_loop.py", 2),
+    Script("test_ddp_comm_hook.py", 2, before="on_cpu.py"),
+    Script("test_merge_weights.py", 2, before="whole_tensors.py"),
+    Script("test_notebook.py", 1, starts=2),
+    Script("test_cli.py", 1),
     Script("external_deps/test_metrics.py", 1),
     Script("external_deps/test_metrics.py", 2),
+    Script("external_deps/test_checkpointing.py", 1, runs=_SAVED_AND_RESUMED, before="without_hub.py"),
+    Script("external_deps/test_checkpointing.py", 2, runs=_SAVED_AND_RESUMED, before="without_hub.py"),
+    Script("external_deps/test_performance.py", 1, runs=_PERFORMANCE, before="without_hub.py"),
+    Script("external_deps/test_performance.py", 2, runs=_PERFORMANCE, before="without_hub.py"),
 )
+
+GIVEN = {
+    "on_cpu.py": "torch's DDP ignores the devices that it names, since there is no GPU",
+    "whole_tensors.py": "`torch.allclose` gathers what FSDP2 has sharded, on a GPU as well",
+    "without_hub.py": "data, metric and model are made in place, since no hub is asked",
+}
 
 
 def table() -> str:
@@ -98,14 +179,15 @@ def table() -> str:
     ]
     for program in PROGRAMS:
         losses = "equal" if not program.tolerance else f"equal to {program.tolerance:g}"
-        options = ", ".join(program.options) or "fp32"
+        options = "fp32" if program.name == "by_feature.py" else ", ".join(program.options) or "fp32"
         lines.append(f"| {program.what} | {program.processes} | {options} | {losses} | 0 |")
     notes = {program.reason for program in PROGRAMS if program.reason}
     lines += ["", *sorted(notes), ""] if notes else [""]
     lines += ["| script of Accelerate's | processes | checks that hold | lines changed |", "|---|---:|---|---:|"]
     for script in SCRIPTS:
         held = "all" if not script.unlike else "all but " + ", ".join(f"`{name}`" for name in script.unlike)
-        lines.append(f"| `{Path(script.name).name}` | {script.processes} | {held} | 0 |")
+        given = f"; {GIVEN[script.before]}" if script.before else ""
+        lines.append(f"| `{Path(script.name).name}` | {script.starts or script.processes} | {held}{given} | 0 |")
     reasons = {name: reason for script in SCRIPTS for name, reason in script.unlike.items()}
     lines += ["", "Checks that do not hold, because drivetrain does something else on purpose:", ""]
     lines += [f"- `{name}`: {reason}" for name, reason in reasons.items()]

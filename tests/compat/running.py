@@ -1,4 +1,4 @@
-"""Runs a program with the original Accelerate and with ours in its place, and compares what it reports."""
+"""Runs programs with the original Accelerate and with ours in its place, and compares what they report."""
 
 from __future__ import annotations
 
@@ -6,60 +6,116 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from tests.pool import ROOT
+from tests.pool_server import _free_port as free_port
 
 PROGRAMS = Path(__file__).parent / "programs"
-TIMEOUT = 240
+SEVERAL = Path(__file__).parent / "several.py"
+# Packages that must not be found by others: see the Makefile.
+APART = os.path.join(sys.prefix, "torchvision")
+TIMEOUT = 480
 
 
-def environment(folder: Path, result: Path, **variables: str) -> dict[str, str]:
-    """The variables of a run: no hub is asked, and each process has one thread."""
-    folder.mkdir(parents=True, exist_ok=True)
-    return {
-        **os.environ,
-        "COMPAT_FOLDER": str(folder),
-        "COMPAT_RESULT": str(result),
-        "HF_HUB_OFFLINE": "1",
-        "OMP_NUM_THREADS": "1",
-        "TOKENIZERS_PARALLELISM": "false",
-        **variables,
-    }
+@dataclass
+class Job:
+    """One run of a program.
+
+    Attributes:
+        name: What it is called among the runs of a launch.
+        script: The program.
+        arguments: What it is given.
+        variables: Environment variables of it alone.
+        path: Folders that it finds packages in before all others.
+        unlike: Checks that are expected to fail.
+        before: A file of this package, whose `prepare` is called before the program.
+        place: The folder that it runs in; one of its own if empty.
+        alone: Whether it starts its own processes, so that it must not find a launcher's variables.
+        timeout: Seconds.
+    """
+
+    name: str
+    script: str
+    arguments: list[str] = field(default_factory=list)
+    variables: dict[str, str] = field(default_factory=dict)
+    path: list[str] = field(default_factory=list)
+    unlike: list[str] = field(default_factory=list)
+    before: str = ""
+    place: str = ""
+    alone: bool = False
+    timeout: float = 100
+
+    def listed(self, root: Path) -> dict:
+        """The run as several.py reads it."""
+        folder, base = root / (self.place or self.name), root / self.name
+        folder.mkdir(parents=True, exist_ok=True)
+        return {**asdict(self), "folder": str(folder), "base": str(base), "result": f"{base}.json", "port": free_port()}
 
 
-def run(command: list[str], variables: dict[str, str], folder: Path) -> subprocess.CompletedProcess[str]:
-    """Run a command to its end."""
-    return subprocess.run(command, env=variables, cwd=folder, capture_output=True, text=True, timeout=TIMEOUT)
+class Launch:
+    """What several runs in one launch left.
+
+    Args:
+        root: The folder of the launch.
+        processes: How many.
+        output: What the launcher wrote.
+    """
+
+    def __init__(self, root: Path, processes: int, output: str) -> None:
+        self.root, self.processes, self.output = root, processes, output
+
+    def passed(self, name: str) -> None:
+        """Assert that a run ended well on each rank."""
+        for rank in range(self.processes):
+            end = self.root / f"{name}.rank{rank}.end"
+            assert end.exists(), f"{name} was not started; the launcher wrote:\n{self.output[-6000:]}"
+        ends = [json.loads((self.root / f"{name}.rank{rank}.end").read_text()) for rank in range(self.processes)]
+        said = [self.log(name, rank) for rank, end in enumerate(ends) if end["code"]]
+        assert not said, "\n".join(said)
+
+    def log(self, name: str, rank: int) -> str:
+        """The last that a rank wrote."""
+        return f"--- {name}, rank {rank}\n{(self.root / f'{name}.rank{rank}.log').read_text()[-5000:]}"
+
+    def reported(self, name: str) -> dict[str, float]:
+        """What a program reported."""
+        self.passed(name)
+        return json.loads((self.root / f"{name}.json").read_text())
 
 
-def with_original(
-    script: Path, arguments: list[str], processes: int, folder: Path, **variables: str
-) -> dict[str, float]:
-    """What a program reports with the original Accelerate, started by torchrun."""
-    result = folder.with_suffix(".json")
-    settings = environment(folder, result, ACCELERATE_USE_CPU="true", **variables)
-    launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}"] if processes > 1 else []
-    done = run([sys.executable, *launcher, str(script), *arguments], settings, folder)
-    assert done.returncode == 0, f"the original fails:\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}"
-    return json.loads(result.read_text())
+def launch(kind: str, processes: int, jobs: list[Job], root: Path) -> Launch:
+    """Run programs one after the other.
 
-
-def launch_with_ours(
-    script: Path, arguments: list[str], processes: int, folder: Path, **variables: str
-) -> subprocess.CompletedProcess[str]:
-    """Run a program, unchanged, under `drivetrain launch --as accelerate`."""
-    path = os.pathsep.join(filter(None, [str(ROOT), variables.pop("PYTHONPATH", None)]))
-    settings = environment(folder, folder.with_suffix(".json"), PYTHONPATH=path, **variables)
-    flags = ["--cpu", "--num_processes", str(processes), "--as", "accelerate"]
-    return run([sys.executable, "-m", "drivetrain", "launch", *flags, str(script), *arguments], settings, folder)
-
-
-def with_ours(script: Path, arguments: list[str], processes: int, folder: Path, **variables: str) -> dict[str, float]:
-    """What a program reports under ours."""
-    done = launch_with_ours(script, arguments, processes, folder, **variables)
-    assert done.returncode == 0, f"{script.name} fails under ours:\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}"
-    return json.loads(folder.with_suffix(".json").read_text())
+    Args:
+        kind: `"original"`, by torchrun, or `"ours"`, by `drivetrain launch --as accelerate`.
+        processes: How many.
+        jobs: The runs.
+        root: A folder for all that they write.
+    """
+    root.mkdir(parents=True)
+    listed = root / "jobs.json"
+    listed.write_text(json.dumps([job.listed(root) for job in jobs]))
+    one_thread = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"), "1")
+    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+    hub = {"HF_HUB_OFFLINE": "1", "HF_HOME": str(root / "hub"), "TOKENIZERS_PARALLELISM": "false"}
+    environment = {**os.environ, **one_thread, **hub, "PYTHONPATH": path}
+    if kind == "ours":
+        start = ["-m", "drivetrain", "launch", "--cpu", "--num_processes", str(processes), "--as", "accelerate"]
+    elif processes > 1:
+        # --standalone would have the ranks meet at this machine's name, which need not resolve.
+        meeting = ["--master_addr", "127.0.0.1", "--master_port", str(free_port())]
+        start = ["-m", "torch.distributed.run", f"--nproc_per_node={processes}", *meeting]
+    else:
+        start = []
+    if kind == "original":
+        environment["ACCELERATE_USE_CPU"] = "true"
+    command = [sys.executable, *start, str(SEVERAL), str(listed)]
+    done = subprocess.run(
+        command, env=environment, cwd=root, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=TIMEOUT
+    )
+    return Launch(root, processes, done.stdout)
 
 
 def furthest(theirs: dict[str, float], ours: dict[str, float]) -> float:

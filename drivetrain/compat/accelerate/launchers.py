@@ -6,6 +6,7 @@ import os
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from drivetrain.launch.child_failed import ProcessesFailed
 from drivetrain.launch.notebook import notebook_launcher as start_notebook
 from drivetrain.runtime.errors import ConfigurationError, LaunchError
 
@@ -40,6 +41,7 @@ def notebook_launcher(
 
     Raises:
         ConfigurationError: There is no such option.
+        ProcessesFailed: A process failed, which is torch's `ChildFailedError` too.
     """
     known = {
         "rdzv_backend",
@@ -59,9 +61,9 @@ def notebook_launcher(
             return start_notebook(
                 function, args, num_processes, mixed_precision, port, master_addr, node_rank, num_nodes
             )
-        except LaunchError:
+        except LaunchError as error:
             if not restarts_left:
-                raise
+                raise ProcessesFailed(str(error)) from error
     return None
 
 

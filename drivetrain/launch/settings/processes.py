@@ -61,6 +61,7 @@ TOP = (
         "choice",
         "Script",
         flags=("--as",),
+        shown="--as",
         choices=STAND_INS,
         metavar="PACKAGE",
     ),

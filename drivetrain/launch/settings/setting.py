@@ -24,6 +24,7 @@ class Setting:
         group: The mapping of the file that it is in, such as `"fsdp_config"`; empty at the top.
         keys: Further spellings of the key in a file.
         flags: Further spellings of the flag, with their dashes.
+        shown: The flag as messages name it; `--name` if empty.
         choices: What a `"choice"` may be.
         metavar: How the help writes the value.
         least: The smallest number allowed.
@@ -42,6 +43,7 @@ class Setting:
     group: str = ""
     keys: tuple[str, ...] = ()
     flags: tuple[str, ...] = ()
+    shown: str = ""
     choices: tuple[str, ...] = ()
     metavar: str | None = None
     least: float | None = None
@@ -51,6 +53,11 @@ class Setting:
     inert: str = ""
     refused: str = ""
     of_launcher: bool = False
+
+    @property
+    def flag(self) -> str:
+        """The flag as messages name it."""
+        return self.shown or f"--{self.name}"
 
     def parse(self, value: Any, where: str) -> Any:
         """Check a value and bring it to its type.

@@ -45,9 +45,10 @@ def collect(
     """
     from_flags = {}
     for name, value in flags.items():
-        parsed = SETTINGS[name].parse(value, f"--{name}") if value is not None else None
+        flag = SETTINGS[name].flag
+        parsed = SETTINGS[name].parse(value, flag) if value is not None else None
         if parsed is not None:
-            from_flags[name] = Given(parsed, f"flag --{name}")
+            from_flags[name] = Given(parsed, f"flag {flag}")
     from_environment = {
         name: Given(value, f"environment {variable}") for name, (value, variable) in settings_of_launch(environ).items()
     }

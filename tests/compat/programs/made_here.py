@@ -14,6 +14,14 @@ def report(values: dict[str, float]) -> None:
         Path(os.environ["COMPAT_RESULT"]).write_text(json.dumps(values))
 
 
+_KEPT: list[object] = []
+
+
+def keep(*objects: object) -> None:
+    """Hold what a program is done with to its end: to destroy a DDP model beside another one may wait for ever."""
+    _KEPT.extend(objects)
+
+
 def options() -> list[str]:
     """What the program is asked for."""
     return sys.argv[1:]
@@ -48,6 +56,44 @@ def tokenizer():
     return PreTrainedTokenizerFast(
         tokenizer_object=backend, pad_token="<pad>", unk_token="<unk>", bos_token="<s>", eos_token="</s>"
     )
+
+
+def sentences(first: int, last: int) -> list[dict]:
+    """Encoded texts with labels that can be learned from them."""
+    encode = tokenizer()
+    nouns = ("cat", "dog", "bird", "fish")
+    return [{**encode(text), "labels": int(text.split()[1] in nouns)} for text in words(last)[first:]]
+
+
+def loaders(batch_size: int = 8, last: int = 48, drop_last: bool = False):
+    """Loaders of batches that are padded to their longest text: one to train on, shuffled, and one to evaluate on."""
+    from torch.utils.data import DataLoader
+
+    encode = tokenizer()
+
+    def collate(rows):
+        return encode.pad(rows, padding="longest", return_tensors="pt")
+
+    train = DataLoader(sentences(0, 32), shuffle=True, collate_fn=collate, batch_size=batch_size, drop_last=drop_last)
+    return train, DataLoader(sentences(32, last), shuffle=False, collate_fn=collate, batch_size=6)
+
+
+def classifier(seed: int = 0):
+    """A BERT with one layer that tells two kinds of text apart; without dropout unless it is in training mode."""
+    import torch
+    from transformers import BertConfig, BertForSequenceClassification
+
+    torch.manual_seed(seed)
+    config = BertConfig(
+        vocab_size=32,
+        hidden_size=16,
+        intermediate_size=32,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        max_position_embeddings=32,
+        pad_token_id=0,
+    )
+    return BertForSequenceClassification(config)
 
 
 def language_model(seed: int = 0):

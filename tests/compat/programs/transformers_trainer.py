@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import torch
-from made_here import folder, language_model, options, report, tokenizer, words
+from made_here import folder, keep, language_model, options, report, tokenizer, words
 from transformers import Trainer, TrainingArguments, set_seed
 
 
@@ -69,6 +69,7 @@ def main() -> None:
     measured["predict"] = float(np.abs(predicted.predictions).mean())
     measured["predicted rows"] = len(predicted.predictions)
     trainer.save_model(f"{folder()}/final")
+    keep(trainer)
 
     set_seed(8)
     again = Trainer(language_model(1), arguments(f"{folder()}/again"), train_dataset=train, eval_dataset=held_out)

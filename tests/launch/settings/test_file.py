@@ -252,6 +252,11 @@ def test_the_users_own_file_is_in_the_users_folder(variables: dict[str, str], pa
     assert str(default_config_file(variables)) == path
 
 
+def test_a_wrong_stand_in_is_refused_by_the_flag_that_was_given() -> None:
+    with pytest.raises(ConfigurationError, match=r"^--as is 'acclerate', but must be one of accelerate"):
+        collect({"stand_in": "acclerate"}, {}, None)
+
+
 def test_given_values_keep_where_they_came_from(tmp_path: Path) -> None:
     path = written(tmp_path, FILES["FSDP 1"][0])
     given = collect({"num_processes": 4}, {"DRIVETRAIN_MIXED_PRECISION": "bf16"}, str(path))

@@ -10,6 +10,7 @@ from typing import Any
 from torch import nn
 
 from drivetrain.accelerator import DeepSpeedPlugin as EngineDeepSpeedPlugin
+from drivetrain.strategies import Strategy
 
 
 @dataclass
@@ -35,6 +36,16 @@ class DeepSpeedPlugin(EngineDeepSpeedPlugin):
         if self.zero_stage is None:
             self.zero_stage = int(self.hf_ds_config.get_value("zero_optimization.stage", 0))
         self._selected = True
+
+    def strategy(self) -> Strategy:
+        """The strategy that these options mean.
+
+        Its configuration may name other micro-batches in a step than the loop: what Accelerate's `Accelerator` makes of
+        that is decided there, and a loop that counts for itself, such as that of transformers, gives 1.
+        """
+        from drivetrain.compat.accelerate.utils.deepspeed_strategy import CountedByTheLoop
+
+        return CountedByTheLoop(**self.arguments())
 
     @property
     def selected(self) -> bool:
