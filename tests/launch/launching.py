@@ -26,6 +26,19 @@ _FROM_LAUNCHERS = (
     "PYTEST_",
 )
 
+# Rank 0 waits in a collective, deaf to SIGTERM, and would wait for half an hour.
+RANK_1_FAILS = """
+    import os, signal, sys
+    import torch
+    import torch.distributed as dist
+
+    signal.signal(signal.SIGTERM, lambda *_: None)
+    dist.init_process_group("gloo")
+    if dist.get_rank() == 1:
+        {fail}
+    dist.all_reduce(torch.ones(1))
+"""
+
 
 @dataclass(frozen=True)
 class Ended:

@@ -15,7 +15,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.launch.launching import Ended, launch, started, wait_for_lines, write_script
+from tests.launch.launching import RANK_1_FAILS, Ended, launch, started, wait_for_lines, write_script
 
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(240)]
 
@@ -92,20 +92,6 @@ def runs(pid: int) -> bool:
         return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
         return False
-
-
-# Its peer waits for it in a collective, deaf to SIGTERM.
-RANK_1_FAILS = """
-    import os, signal, sys
-    import torch
-    import torch.distributed as dist
-
-    signal.signal(signal.SIGTERM, lambda *_: None)
-    dist.init_process_group("gloo")
-    if dist.get_rank() == 1:
-        {fail}
-    dist.all_reduce(torch.ones(1))
-"""
 
 
 @pytest.mark.parametrize(
