@@ -53,23 +53,27 @@ TRACKERS_PYTHON := $(TRACKERS_VENV)/bin/python
 DRIVETRAIN := $(VENV)/bin/drivetrain
 endif
 
+# Tests start hundreds of interpreters: each of them would compile the package again.
+unexport PYTHONDONTWRITEBYTECODE
 # So that `drivetrain` is found by a Python that it is not installed in.
 export PYTHONPATH := $(CURDIR)$(if $(PYTHONPATH),:$(PYTHONPATH))
 
 .DEFAULT_GOAL := help
-.PHONY: help env demo test test-slow test-sharded test-crash test-megatron test-compat test-trackers test-gpu test-xla test-oldest \
-	deepspeed-ops lint format types floors docs wheel bench bench-gpu clean
+.PHONY: help env environments demo test test-slow test-sharded test-crash test-megatron test-compat test-trackers test-gpu \
+	test-xla test-oldest deepspeed-ops checks lint format types floors docs wheel bench bench-gpu clean
 
 help: ## list these commands
 	@awk 'BEGIN {FS = ":.*## "} /^[a-z-]+:.*## / {printf "  make %-14s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
 
 env: $(DEV_ENV) ## make .venv with everything that development needs
 
+environments: $(XLA_ENV) $(MEGATRON_ENV) $(COMPAT_ENV) ## make those that the lanes of CI need beside it
+
 demo: $(DEMO_ENV) ## train a digit classifier on two processes, in under 90 s
 	$(DRIVETRAIN) launch --num_processes 2 examples/digits.py
 
-# Files of tests side by side, one a core.
-IN_PARALLEL := -n 2 --dist loadfile
+# Files of tests side by side, one a core, in the order of tests/conftest.py.
+IN_PARALLEL := -n 2 --dist loadfile --no-loadscope-reorder
 
 test: $(DEV_ENV) ## the default test lane: no GPU, nothing slow
 	$(PYTHON) -m pytest $(IN_PARALLEL) $(TESTS)
@@ -105,6 +109,8 @@ test-oldest: $(XLA_ENV) ## the default lane on the oldest torch supported (in th
 
 deepspeed-ops: $(DEV_ENV) ## build DeepSpeed's shared-memory operator ahead of time (1 min; nothing needs it)
 	$(PYTHON) -m drivetrain.strategies.deepspeed.build_ops
+
+checks: lint types floors docs wheel ## all that looks at the tree without running it
 
 lint: $(DEV_ENV) ## ruff: rules and format
 	$(PYTHON) -m ruff check .

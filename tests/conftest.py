@@ -14,9 +14,14 @@ import pytest
 
 from tests import pool
 
+# Files of few tests that take long: they go first, so that no worker is left with one while the others have ended.
+LONG = ("tests/launch/", "tests/strategies/test_teardown.py", "tests/benchmarks/", "tests/trainer/test_resume.py")
+LONG += ("tests/examples/", "tests/conformance/test_fp8.py", "tests/trackers/")
+
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skip, by name of what is missing, the tests for hardware and packages that this machine has not."""
+    """Put long files first, and skip, by name of what is missing, tests for what this machine has not."""
+    items.sort(key=lambda item: not item.nodeid.startswith(LONG))
     for mark, missing in (("gpu", _missing_gpu), ("xla", _missing_xla), ("tpu", _missing_tpu)):
         marked = [item for item in items if item.get_closest_marker(mark)]
         reason = missing() if marked else None
