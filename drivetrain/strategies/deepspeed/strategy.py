@@ -88,6 +88,7 @@ class DeepSpeed(Strategy):
         self._run: RunOptions | None = None
         self._membership: Membership | None = None
         self._engines = Engines()
+        self._several = Several(self)
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> DeepSpeed:
@@ -130,7 +131,6 @@ class DeepSpeed(Strategy):
         self.gradients = EngineGradients(self._engines, topology)
         self.state = ZeroState(topology, self.unwrap, self._engines)
         self._membership = Membership(topology.environment, topology.kind.name, self.shared_memory)
-        self._several = Several(self)
         self.check_settings(self.settings)
 
     def check(self, options: RunOptions) -> None:
