@@ -51,6 +51,9 @@ _EXPORTS: dict[str, str] = {
     "NaNGuard": "drivetrain.callbacks",
     "Timer": "drivetrain.callbacks",
     "TQDMProgressBar": "drivetrain.callbacks",
+    "RichModelSummary": "drivetrain.callbacks",
+    "RichProgressBar": "drivetrain.callbacks",
+    "RichProgressBarTheme": "drivetrain.callbacks.rich_progress_bar",
     "ModelPruning": "drivetrain.callbacks",
     "measure_flops": "drivetrain.callbacks.support.flops",
     "GradientNorm": "drivetrain.callbacks",
@@ -209,12 +212,15 @@ if TYPE_CHECKING:
     from drivetrain.callbacks import NaNGuard as NaNGuard
     from drivetrain.callbacks import OnExceptionCheckpoint as OnExceptionCheckpoint
     from drivetrain.callbacks import PredictionWriter as PredictionWriter
+    from drivetrain.callbacks import RichModelSummary as RichModelSummary
+    from drivetrain.callbacks import RichProgressBar as RichProgressBar
     from drivetrain.callbacks import SpeedMonitor as SpeedMonitor
     from drivetrain.callbacks import StochasticWeightAveraging as StochasticWeightAveraging
     from drivetrain.callbacks import ThroughputMonitor as ThroughputMonitor
     from drivetrain.callbacks import Timer as Timer
     from drivetrain.callbacks import TQDMProgressBar as TQDMProgressBar
     from drivetrain.callbacks import WeightAveraging as WeightAveraging
+    from drivetrain.callbacks.rich_progress_bar import RichProgressBarTheme as RichProgressBarTheme
     from drivetrain.callbacks.support.flops import measure_flops as measure_flops
     from drivetrain.checkpoint import consolidate as consolidate
     from drivetrain.checkpoint import import_checkpoint as import_checkpoint

@@ -19,6 +19,8 @@ from drivetrain.callbacks.nan_guard import NaNGuard
 from drivetrain.callbacks.on_exception_checkpoint import OnExceptionCheckpoint
 from drivetrain.callbacks.prediction_writer import BasePredictionWriter, PredictionWriter
 from drivetrain.callbacks.progress_bar import TQDMProgressBar
+from drivetrain.callbacks.rich_model_summary import RichModelSummary
+from drivetrain.callbacks.rich_progress_bar import RichProgressBar
 from drivetrain.callbacks.speed_monitor import SpeedMonitor
 from drivetrain.callbacks.stochastic_weight_averaging import StochasticWeightAveraging
 from drivetrain.callbacks.throughput_monitor import ThroughputMonitor
@@ -45,6 +47,8 @@ __all__ = [
     "NaNGuard",
     "OnExceptionCheckpoint",
     "PredictionWriter",
+    "RichModelSummary",
+    "RichProgressBar",
     "SpeedMonitor",
     "StochasticWeightAveraging",
     "TQDMProgressBar",

@@ -48,7 +48,7 @@ class DeviceStatsMonitor(Callback):
         if stage == "predict":
             return
         self._starts, self._ends = (StepLog("DeviceStatsMonitor", trainer) for _ in range(2))
-        psutil.cpu_percent()  # the next call tells the load since this one
+        psutil.cpu_percent()  # the next call returns the load since this one
 
     def on_train_batch_start(self, trainer: Trainer, task: Task, batch: Any, batch_idx: int) -> None:
         step = trainer.global_step + 1

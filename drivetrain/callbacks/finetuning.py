@@ -169,7 +169,7 @@ class BaseFinetuning(Callback):
             modules: A module, or several in any structure of lists.
             optimizer: The optimizer.
             lr: The group's learning rate; that of the first group by `initial_denom_lr` if None.
-            initial_denom_lr: What the learning rate of the first group is divided by.
+            initial_denom_lr: The learning rate of the first group is this times as high.
             train_bn: Whether batch norms are trained as well.
         """
         BaseFinetuning.make_trainable(modules)
@@ -206,7 +206,7 @@ class BaseFinetuning(Callback):
         if epoch <= self._epoch:
             return  # resumed within this epoch, whose start has been
         self._epoch = epoch
-        before = _trained(trainer)
+        before = _names_trained(trainer)
         for number, optimizer in enumerate(trainer.optimizers):
             groups = len(optimizer.param_groups)
             self.finetune_function(task, epoch, optimizer)
@@ -215,7 +215,7 @@ class BaseFinetuning(Callback):
 
     def _record(self, trainer: Trainer, number: int, groups: list[dict[str, Any]]) -> None:
         """Remember groups by the names of their parameters."""
-        names = {id(parameter): name for name, parameter in _parameters(trainer).items()}
+        names = {id(parameter): name for name, parameter in _all_in_place(trainer).items()}
         for group in groups:
             options = {key: value for key, value in group.items() if key != "params"}
             params = [names[id(parameter)] for parameter in group["params"]]
@@ -223,7 +223,7 @@ class BaseFinetuning(Callback):
 
     def _add_again(self, trainer: Trainer) -> None:
         """Give the optimizers the groups that they had in the run before; their state comes next."""
-        parameters, before = _parameters(trainer), _trained(trainer)
+        parameters, before = _all_in_place(trainer), _names_trained(trainer)
         for number, groups in self._added.items():
             for group in groups:
                 for name in group["params"]:
@@ -234,19 +234,19 @@ class BaseFinetuning(Callback):
 
     def _announce(self, trainer: Trainer, before: set[str]) -> None:
         """Let the strategy reduce the gradients of what is trained from now on."""
-        parameters = _parameters(trainer)
-        added = [parameters[name] for name in _trained(trainer) if name not in before]
+        parameters = _all_in_place(trainer)
+        added = [parameters[name] for name in _names_trained(trainer) if name not in before]
         if added and trainer.model is not None:
             trainer.strategy.gradients.adopt(trainer.model, added)
 
 
-def _parameters(trainer: Trainer) -> dict[str, nn.Parameter]:
+def _all_in_place(trainer: Trainer) -> dict[str, nn.Parameter]:
     assert trainer.model is not None
     return trainer.strategy.state.parameters_in_place(trainer.model)
 
 
-def _trained(trainer: Trainer) -> set[str]:
-    return {name for name, parameter in _parameters(trainer).items() if parameter.requires_grad}
+def _names_trained(trainer: Trainer) -> set[str]:
+    return {name for name, parameter in _all_in_place(trainer).items() if parameter.requires_grad}
 
 
 def multiplicative(epoch: int) -> float:
@@ -265,7 +265,7 @@ class BackboneFinetuning(BaseFinetuning):
         backbone_initial_ratio_lr: The backbone's learning rate when it begins, as a share of that of the first group.
         backbone_initial_lr: That learning rate itself, in place of a share.
         should_align: Whether the backbone's learning rate follows that of the first group once it has reached it.
-        initial_denom_lr: What further modules' learning rates are divided by, see `unfreeze_and_add_param_group`.
+        initial_denom_lr: See `unfreeze_and_add_param_group`; the backbone's own arguments come first.
         train_bn: Whether batch norms that are frozen are trained with the backbone; those of the backbone itself are
             trained from the start.
         verbose: Log both learning rates at the start of each epoch.

@@ -82,12 +82,12 @@ class GradientAccumulationScheduler(Callback):
 
     def on_train_epoch_start(self, trainer: Trainer, task: Task) -> None:
         self._changed = True
-        trainer.accumulate_grad_batches = self.get_accumulate_grad_batches(trainer.current_epoch)
+        trainer.change_options(accumulate_grad_batches=self.get_accumulate_grad_batches(trainer.current_epoch))
 
     def teardown(self, trainer: Trainer, task: Task, stage: str) -> None:
         if self._changed:
             self._changed = False
-            trainer.accumulate_grad_batches = 1
+            trainer.change_options(accumulate_grad_batches=1)
 
 
 def _is_whole(value: Any, least: int) -> bool:

@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 class GradientNorm(Callback):
     """Logs the norm of the gradients before they are clipped, over all processes and shards.
 
-    Every `log_every_n_steps` it logs `grad_norm`, of several optimizers `grad_norm/0` and so on. No other step costs
-    anything but a look at its number.
+    Every `log_every_n_steps` it logs `grad_norm`, of several optimizers `grad_norm/0` and so on. Other steps
+    compute nothing.
 
     Args:
         norm_type: The p of the p-norm.

@@ -31,7 +31,7 @@ _METHODS: dict[str, Any] = {
 
 
 class ModelPruning(Callback):
-    """Prunes parameters by torch's `torch.nn.utils.prune` while the model is trained, every epoch anew.
+    """Prunes parameters by torch's `torch.nn.utils.prune` while the model is trained, after every epoch.
 
     Each time a part of what is left becomes zero and stays so. Checkpoints hold the pruned parameters under their own
     names, and the masks; a resumed run continues with them. It works where each process holds the model whole.

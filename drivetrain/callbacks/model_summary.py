@@ -38,7 +38,16 @@ class ModelSummary(Callback):
 
     def on_fit_start(self, trainer: Trainer, task: Task) -> None:
         if trainer.is_global_zero and not trainer.fast_dev_run:
-            print(summarize(task, self.max_depth, trainer.strategy))
+            self.show(task, trainer.strategy)
+
+    def show(self, task: nn.Module, strategy: Strategy) -> None:
+        """Print the table.
+
+        Args:
+            task: The task.
+            strategy: What placed it.
+        """
+        print(summarize(task, self.max_depth, strategy))
 
 
 def summarize(model: nn.Module, max_depth: int = 1, strategy: Strategy | None = None) -> str:
@@ -49,24 +58,49 @@ def summarize(model: nn.Module, max_depth: int = 1, strategy: Strategy | None = 
         max_depth: How deep to look; -1 for all modules.
         strategy: What shards the model, if anything: all of it counts.
     """
-    state = None if strategy is None else strategy.state
-    rows = [
-        (name, (type(module) if state is None else state.original_type(module)).__name__, _count(module, state)[0])
-        for name, module in _modules(model, "", max_depth)
-    ]
+    rows = module_rows(model, max_depth, strategy)
     lines = []
     if rows:
-        cells = [("name", "type", "params"), *((name, kind, _short(count)) for name, kind, count in rows)]
+        cells = [("name", "type", "params"), *rows]
         widths = [max(len(row[column]) for row in cells) for column in range(3)]
         for name, kind, count in cells:
             lines.append(f"{name:<{widths[0]}}  {kind:<{widths[1]}}  {count:>{widths[2]}}")
         rule = "-" * len(lines[0])
         lines = [lines[0], rule, *lines[1:], rule]
-    total, trainable = _count(model, state)
-    lines.append(f"{total:,} parameters, {trainable:,} of them trainable")
+    return "\n".join([*lines, *total_lines(model, strategy)])
+
+
+def module_rows(model: nn.Module, max_depth: int, strategy: Strategy | None) -> list[tuple[str, str, str]]:
+    """Return name, class and parameters of a model's modules.
+
+    Args:
+        model: The model.
+        max_depth: How deep to look; -1 for all modules.
+        strategy: What shards the model, if anything: all of it counts.
+    """
+    state = None if strategy is None else strategy.state
+    return [
+        (
+            name,
+            (type(module) if state is None else state.original_type(module)).__name__,
+            _short(_count(module, state)[0]),
+        )
+        for name, module in _modules(model, "", max_depth)
+    ]
+
+
+def total_lines(model: nn.Module, strategy: Strategy | None) -> list[str]:
+    """Return the lines below the table.
+
+    Args:
+        model: The model.
+        strategy: What shards the model, if anything: all of it counts.
+    """
+    total, trainable = _count(model, None if strategy is None else strategy.state)
+    lines = [f"{total:,} parameters, {trainable:,} of them trainable"]
     if any(isinstance(parameter, UninitializedParameter) for parameter in model.parameters()):
         lines.append("Lazy modules count from their first forward on.")
-    return "\n".join(lines)
+    return lines
 
 
 def _modules(model: nn.Module, prefix: str, depth: int) -> Iterator[tuple[str, nn.Module]]:

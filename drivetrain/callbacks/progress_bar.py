@@ -57,7 +57,8 @@ class TQDMProgressBar(Callback):
         for name, number in (("refresh_rate", refresh_rate), ("refresh_seconds", refresh_seconds)):
             if number < 0:
                 raise ConfigurationError(f"TQDMProgressBar({name}={number}): give 0 or more.")
-        self.refresh_rate = refresh_rate
+        self.refresh_rate: float = refresh_rate
+        self._batches_between = refresh_rate
         self.process_position = process_position
         self.leave = leave
         self.refresh_seconds = refresh_seconds
@@ -107,8 +108,11 @@ class TQDMProgressBar(Callback):
     def setup(self, trainer: Trainer, task: Task, stage: str) -> None:
         self._stop()
         if self.is_enabled and trainer.is_global_zero:
-            self._display = make_display(self.refresh_seconds, self.process_position)
+            self._display = self._make_display()
             self._due = perf_counter() + self._display.refresh_seconds
+
+    def _make_display(self) -> Display:
+        return make_display(self.refresh_seconds, self.process_position)
 
     def teardown(self, trainer: Trainer, task: Task, stage: str) -> None:
         self._stop()
@@ -202,7 +206,7 @@ class TQDMProgressBar(Callback):
     def _draw(self, trainer: Trainer) -> None:
         """Show how far the innermost stage is; it is due."""
         stage = self._stage
-        if self._display is None or stage.done % self.refresh_rate:
+        if self._display is None or stage.done % self._batches_between:
             return
         self._draw_now(trainer)
 

@@ -17,7 +17,7 @@ class SpeedMonitor(Callback):
     """Logs steps and samples per second, and the share of the time in which training waits for its loader.
 
     Every `log_every_n_steps` it logs `speed/steps_per_sec`, `speed/samples_per_sec` of this process where the loader
-    knows them, and `speed/data_wait`, from 0 to 1: what passes between the end of one batch and the start of the next.
+    counts them, and `speed/data_wait`, from 0 to 1: what passes between the end of one batch and the start of the next.
     Nothing waits for the device, so a loader that keeps up with it counts as no wait. Validations do not count.
 
     Raises:

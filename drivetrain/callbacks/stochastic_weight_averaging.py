@@ -167,7 +167,7 @@ class StochasticWeightAveraging(Callback):
             trainer.strategy, trainer.model, use_buffers=False, device=self.device, avg_fn=self.avg_fn
         )
         if _batch_norms(task):
-            trainer.max_epochs = self._epochs + 1
+            trainer.change_options(max_epochs=self._epochs + 1)
 
     def on_train_epoch_start(self, trainer: Trainer, task: Task) -> None:
         average, epoch = self._average, trainer.current_epoch
@@ -212,7 +212,7 @@ class StochasticWeightAveraging(Callback):
             norm.momentum = momentum
         self._momenta = {}
         if stage == "fit" and self._epochs:
-            trainer.max_epochs = self._epochs
+            trainer.change_options(max_epochs=self._epochs)
 
     def _set_learning_rates(self, trainer: Trainer, epoch: int) -> None:
         """Take the place of the task's schedulers."""
@@ -230,7 +230,7 @@ class StochasticWeightAveraging(Callback):
             group["lr"] = after * weight + before * (1 - weight)
 
     def _begin_statistics(self, task: nn.Module, average: AveragedTensors) -> None:
-        """Give the model the average, and let its batch norms count anew."""
+        """Give the model the average, and reset the statistics of its batch norms."""
         norms = _batch_norms(task)
         if not self._has_average:
             self._has_average = True

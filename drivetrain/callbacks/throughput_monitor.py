@@ -51,7 +51,7 @@ class ThroughputMonitor(Callback):
     its second batch, forward and backward, as `torch.utils.flop_counter` counts them. A compiled model is not counted.
 
     Args:
-        batch_size_fn: The samples of a batch; what the loader knows, or the first dimension of its first tensor, if
+        batch_size_fn: The samples of a batch; what the loader counted, or the first dimension of its first tensor, if
             None.
         length_fn: The items of a batch, such as tokens.
         available_flops: What a device could do at most in a second; from a table of known GPUs if None.

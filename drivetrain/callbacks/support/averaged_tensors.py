@@ -53,13 +53,13 @@ class AveragedTensors:
         self._device = None if device is None else torch.device(device)
         self._avg_fn, self._multi_avg_fn = avg_fn, multi_avg_fn
         self._average: list[Tensor] = []
-        self._parameters: list[Tensor] = []
+        self._weights: list[Tensor] = []
         self.refresh()
 
     def refresh(self) -> None:
-        """Find the model's parameters anew, and let its next forward see what was written to them."""
+        """Find the model's parameters again, and let its next forward see what was written to them."""
         found = self._strategy.state.parameters_in_place(self._model).values()
-        self._parameters = [local_part(each.detach()) for each in found if not each.is_meta]
+        self._weights = [local_part(each.detach()) for each in found if not each.is_meta]
 
     @torch.no_grad()
     def update(self) -> None:
@@ -89,7 +89,7 @@ class AveragedTensors:
 
     def share_buffers(self) -> None:
         """Give all processes rank 0's values of what is averaged but differs among them: call it on all."""
-        buffers = self._buffers()
+        buffers = self._own_buffers()
         if buffers and self._strategy.topology.environment.is_distributed:
             broadcast(buffers)
 
@@ -120,9 +120,9 @@ class AveragedTensors:
         self.count = count
 
     def _live(self) -> list[Tensor]:
-        return [*self._parameters, *self._buffers()]
+        return [*self._weights, *self._own_buffers()]
 
-    def _buffers(self) -> list[Tensor]:
+    def _own_buffers(self) -> list[Tensor]:
         """The saved buffers, looked up each time: a module may put another in place of one."""
         if not self._use_buffers:
             return []

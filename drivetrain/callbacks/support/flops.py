@@ -69,8 +69,9 @@ def peak_flops(device: torch.device, precision: str) -> float | None:
         device: The device.
         precision: The name of the number format, such as `"bf16-mixed"`.
     """
-    if device.type != "cuda":
+    functions: Any = getattr(torch, device.type, None)
+    if not hasattr(functions, "get_device_name"):
         return None
-    name = torch.cuda.get_device_name(device)
+    name = functions.get_device_name(device)
     half = "16" in precision or "8" in precision
     return next((fast if half else single for chip, fast, single in CHIPS if chip in name), None)

@@ -127,7 +127,7 @@ class BarDisplay:
         return {"dynamic_ncols": True} if known else {"ncols": 80}
 
     def draw(self, stage: Stage, values: Mapping[str, float]) -> None:
-        stage.bar.set_postfix_str(_listed(values), refresh=False)
+        stage.bar.set_postfix_str(listed(values), refresh=False)
         # Draws by itself, unless nothing was added.
         if not stage.bar.update(stage.all_done - stage.bar.n):
             stage.bar.refresh()
@@ -184,13 +184,13 @@ class LineDisplay:
         print(text, end="", flush=True)
 
     def _print(self, title: str, parts: Sequence[str], values: Mapping[str, float]) -> None:
-        print(f"{title}: {', '.join([*parts, _listed(values)] if values else parts)}", flush=True)
+        print(f"{title}: {', '.join([*parts, listed(values)] if values else parts)}", flush=True)
         self._last_line = time.perf_counter()
 
 
 def make_display(refresh_seconds: float, position: int = 0) -> Display:
     """Return bars where the output is a terminal or a notebook, and lines elsewhere."""
-    if sys.stdout.isatty() or _in_notebook():
+    if sys.stdout.isatty() or in_notebook():
         return BarDisplay(refresh_seconds, position)
     return LineDisplay()
 
@@ -208,7 +208,8 @@ def to_numbers(metrics: Mapping[str, Any]) -> dict[str, float]:
     return numbers
 
 
-def _listed(values: Mapping[str, float]) -> str:
+def listed(values: Mapping[str, float]) -> str:
+    """Values as they are shown beside a bar."""
     return ", ".join(f"{name}={_number(value)}" for name, value in values.items())
 
 
@@ -231,14 +232,15 @@ def _duration(seconds: float) -> str:
     return f"{hours}:{minutes:02d}:{seconds:02d}" if hours else f"{minutes}:{seconds:02d} min"
 
 
-def _in_notebook() -> bool:
+def in_notebook() -> bool:
+    """Whether a notebook shows the output."""
     return "ipykernel" in sys.modules
 
 
 def _bar_type() -> type[tqdm[Any]]:
     """Return tqdm's bar for this kind of screen, without its thread: this bar has a clock of its own."""
     base: Any
-    if _in_notebook():
+    if in_notebook():
         from tqdm.auto import tqdm as base
     else:
         from tqdm import tqdm as base

@@ -1,0 +1,81 @@
+"""What is shown by rich."""
+
+from __future__ import annotations
+
+import io
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from drivetrain.callbacks import ModelSummary, RichModelSummary, RichProgressBar
+from drivetrain.callbacks.support import rich_package
+from drivetrain.runtime.errors import ConfigurationError
+from drivetrain.trainer.trainer import Trainer
+from tests.callbacks.tasks import Scripted, numbers
+
+pytestmark = pytest.mark.skipif(find_spec("rich") is None, reason="needs rich")
+
+
+def shown(root: Path, leave: bool = False, terminal: bool = True) -> str:
+    screen = io.StringIO()
+    options = {"file": screen, "force_terminal": terminal, "width": 160, "force_jupyter": False}
+    bar = RichProgressBar(leave=leave, console_kwargs=options)
+    bar.refresh_seconds = 0.0
+    task = Scripted([0.5, 0.25])
+    trainer = Trainer(max_epochs=2, callbacks=[bar], logger=False, enable_checkpointing=False, default_root_dir=root)
+    task.on_train_start = lambda: bar.print("hello from the task")  # type: ignore[method-assign]
+    trainer.fit(task, numbers(8, 4), numbers(4, 4))
+    assert trainer.progress_bar_callback is bar
+    return screen.getvalue()
+
+
+def test_a_terminal_sees_bars_with_batches_and_values(tmp_path: Path) -> None:
+    text = shown(tmp_path)
+    for part in (
+        "Sanity check",
+        "Epoch 0/1",
+        "Epoch 1/1",
+        "Validation",
+        "2/2",
+        "it/s",
+        "train_loss: ",
+        "hello from the",
+    ):
+        assert part in text, part
+
+
+def test_a_file_gets_a_line_for_each_epoch(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    shown(tmp_path, terminal=False)
+    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("Epoch")]
+    assert [line.partition(":")[0] for line in lines] == ["Epoch 0/1", "Epoch 1/1"]
+
+
+def test_it_can_be_turned_off(tmp_path: Path) -> None:
+    assert RichProgressBar(0).is_disabled
+    assert RichProgressBar().refresh_rate == 100
+    with pytest.raises(ConfigurationError, match="give 0 or more"):
+        RichProgressBar(-1)
+
+
+def test_the_table_has_what_the_plain_one_has(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def printed(summary: ModelSummary) -> list[str]:
+        trainer = Trainer(
+            max_epochs=1, callbacks=[summary], logger=False, enable_checkpointing=False, enable_progress_bar=False
+        )
+        trainer.fit(Scripted(), numbers(4, 4))
+        return capsys.readouterr().out.split()
+
+    rich, plain = printed(RichModelSummary(title="the model")), printed(ModelSummary())
+    for word in ("layer", "Linear", "2", "parameters,", "trainable"):
+        assert word in rich
+        assert word in plain
+    assert "model" in rich
+
+
+@pytest.mark.parametrize("make", [RichProgressBar, RichModelSummary])
+def test_without_rich_they_say_how_to_install_it(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rich_package, "find_spec", lambda name: None)
+    with pytest.raises(ConfigurationError, match=r'pip install "drivetrain\[rich\]"'):
+        make()
