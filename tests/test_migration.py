@@ -1,8 +1,9 @@
-"""The page on moving over from Accelerate: complete, and true of what is there."""
+"""The pages on moving over from Accelerate and from Lightning: complete, and true of what is there."""
 
 from __future__ import annotations
 
 import copy
+import dataclasses
 import importlib.util
 import json
 import sys
@@ -32,19 +33,24 @@ def script(name: str) -> ModuleType:
 generate = script("generate")
 
 
-@pytest.fixture(scope="module")
-def recorded() -> dict[str, Any]:
-    return json.loads(generate.NAMES.read_text())
+@pytest.fixture(scope="module", params=sorted(generate.FRAMEWORKS))
+def framework(request: pytest.FixtureRequest) -> Any:
+    return generate.FRAMEWORKS[request.param]
 
 
 @pytest.fixture(scope="module")
-def table() -> list[dict[str, Any]]:
-    return yaml.safe_load(generate.EXPLANATIONS.read_text())
+def recorded(framework: Any) -> dict[str, Any]:
+    return json.loads(framework.names.read_text())
 
 
 @pytest.fixture(scope="module")
-def entries() -> list[Any]:
-    return generate.compare()[0]
+def table(framework: Any) -> list[dict[str, Any]]:
+    return yaml.safe_load(framework.explanations.read_text())
+
+
+@pytest.fixture(scope="module")
+def entries(framework: Any) -> list[Any]:
+    return generate.compare(framework)[0]
 
 
 def test_every_name_is_there_or_explained(entries: list[Any]) -> None:
@@ -52,8 +58,8 @@ def test_every_name_is_there_or_explained(entries: list[Any]) -> None:
     assert generate.unexplained(entries) == []
 
 
-def test_the_page_is_what_the_script_writes(entries: list[Any], recorded: dict[str, Any]) -> None:
-    assert generate.PAGE.read_text() == generate.written(entries, recorded["version"])
+def test_the_page_is_what_the_script_writes(entries: list[Any], recorded: dict[str, Any], framework: Any) -> None:
+    assert framework.page.read_text() == generate.written(entries, recorded["version"], framework)
 
 
 def test_every_pattern_of_the_table_is_for_some_name(entries: list[Any], table: list[dict[str, Any]]) -> None:
@@ -69,26 +75,37 @@ def test_every_pattern_of_the_table_is_for_some_name(entries: list[Any], table: 
     assert [one for one in unused if one.rpartition(".")[0] in known or "*" not in one] == []
 
 
+ADDED = {
+    "accelerate": ("Accelerator", ["launch"]),
+    "lightning": ("Trainer", []),
+}
+
+
 def test_a_name_that_nothing_explains_fails(
-    recorded: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    recorded: dict[str, Any], framework: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    changed = copy.deepcopy(recorded)
-    changed["modules"]["accelerate"]["Accelerator"]["members"]["levitate"] = []
-    changed["modules"]["accelerate"]["Accelerator"]["arguments"].append("weightless")
-    changed["modules"]["accelerate"]["gather_dust"] = {"kind": "function", "arguments": []}
-    changed["commands"]["launch"].append("--to_the_moon")
+    changed, package = copy.deepcopy(recorded), framework.package
+    kind, commands = ADDED[package]
+    changed["modules"][package][kind]["members"]["levitate"] = []
+    changed["modules"][package][kind]["arguments"].append("weightless")
+    changed["modules"][package]["gather_dust"] = {"kind": "function", "arguments": []}
+    for command in commands:
+        changed["commands"][command].append("--to_the_moon")
     (tmp_path / "names.json").write_text(json.dumps(changed))
-    monkeypatch.setattr(generate, "NAMES", tmp_path / "names.json")
+    changed_framework = dataclasses.replace(framework, names=tmp_path / "names.json")
+    monkeypatch.setattr(generate, "FRAMEWORKS", {package: changed_framework})
     monkeypatch.setattr(sys, "argv", ["generate.py", "--check"])
     with pytest.raises(SystemExit) as failed:
         generate.main()
-    for name in ("Accelerator.levitate", "Accelerator(weightless)", "accelerate.gather_dust", "launch --to_the_moon"):
+    moon = [f"{command} --to_the_moon" for command in commands]
+    for name in (f"{kind}.levitate", f"{kind}(weightless)", f"{package}.gather_dust", *moon):
         assert name in str(failed.value)
 
 
-def test_a_page_that_is_not_up_to_date_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_page_that_is_not_up_to_date_fails(framework: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "page.md").write_text("# Another page\n")
-    monkeypatch.setattr(generate, "PAGE", tmp_path / "page.md")
+    changed = dataclasses.replace(framework, page=tmp_path / "page.md")
+    monkeypatch.setattr(generate, "FRAMEWORKS", {framework.package: changed})
     monkeypatch.setattr(sys, "argv", ["generate.py", "--check"])
     with pytest.raises(SystemExit, match="not up to date"):
         generate.main()
@@ -101,10 +118,11 @@ def test_what_is_found_is_there(entries: list[Any]) -> None:
             assert hasattr(generate.module_or_none(module), name), entry.id
 
 
-def test_the_record_is_that_of_the_installed_version(recorded: dict[str, Any]) -> None:
-    accelerate = pytest.importorskip("accelerate", reason="accelerate is missing: it is in make bench's environment")
-    if accelerate.__name__ != "accelerate":
-        pytest.skip("another test has put drivetrain in the place of accelerate in this process")
-    if accelerate.__version__ != recorded["version"]:
-        pytest.skip(f"accelerate {recorded['version']} is recorded, and {accelerate.__version__} is installed")
-    assert script("record").record() == recorded
+def test_the_record_is_that_of_the_installed_version(recorded: dict[str, Any], framework: Any) -> None:
+    package = framework.package
+    original = pytest.importorskip(package, reason=f"{package} is missing: it is in make bench's environment")
+    if original.__name__ != package:
+        pytest.skip(f"another test has put drivetrain in the place of {package} in this process")
+    if original.__version__ != recorded["version"]:
+        pytest.skip(f"{package} {recorded['version']} is recorded, and {original.__version__} is installed")
+    assert script("record").record(package) == recorded

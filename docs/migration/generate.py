@@ -1,10 +1,11 @@
-"""Each public name of Accelerate and its counterpart here: writes docs/migrating-from-accelerate.md.
+"""Each public name of Accelerate and of Lightning and its counterpart here: writes docs/migrating-from-*.md.
 
-    python docs/migration/generate.py            # writes the page; fails on a gap that nothing explains
-    python docs/migration/generate.py --check    # fails where the page is not what would be written
+    python docs/migration/generate.py            # writes the pages; fails on a gap that nothing explains
+    python docs/migration/generate.py --check    # fails where a page is not what would be written
 
-The names are those of accelerate_names.json, which `record.py` writes. A name, a member, an argument or a flag that is
-there under the same name is found by itself; explanations.yaml states the rest.
+The names are those of accelerate_names.json and lightning_names.json, which `record.py` writes. A name, a member, an
+argument or a flag that is there under the same name is found by itself; explanations.yaml and
+lightning_explanations.yaml state the rest.
 """
 
 from __future__ import annotations
@@ -28,9 +29,6 @@ from typing import Any
 import yaml
 
 FOLDER = Path(__file__).parent
-PAGE = FOLDER.parent / "migrating-from-accelerate.md"
-NAMES = FOLDER / "accelerate_names.json"
-EXPLANATIONS = FOLDER / "explanations.yaml"
 
 SAME, BETTER, TAKEN, ELSEWHERE = "same", "better", "taken", "elsewhere"
 LEFT_OUT, LATER, MISSING = "left out", "later", "missing"
@@ -56,7 +54,32 @@ ROOMS = (
     "drivetrain.launch",
     "drivetrain.accelerator",
 )
-COMPAT = "drivetrain.compat.accelerate"
+
+
+@dataclass(frozen=True)
+class Framework:
+    """Another framework, whose names are compared with ours.
+
+    Attributes:
+        package: Its package.
+        head: The beginning of its page.
+        rooms: Whose public names count beside those of its mirror.
+        explanations: The table of what is not simply there.
+        page: What is written.
+        names: What `record.py` has recorded.
+    """
+
+    package: str
+    head: str
+    rooms: tuple[str, ...]
+    explanations: Path
+    page: Path
+    names: Path
+
+    @property
+    def mirror(self) -> str:
+        """The package that has its paths and names."""
+        return f"drivetrain.compat.{self.package}"
 
 
 @dataclass(frozen=True)
@@ -103,10 +126,11 @@ class Comparison:
     Args:
         recorded: What `record.py` wrote.
         explanations: The table.
+        framework: Whose they are.
     """
 
-    def __init__(self, recorded: dict[str, Any], explanations: Explanations) -> None:
-        self.recorded, self.explanations = recorded, explanations
+    def __init__(self, recorded: dict[str, Any], explanations: Explanations, framework: Framework) -> None:
+        self.recorded, self.explanations, self.framework = recorded, explanations, framework
 
     def entries(self) -> Iterator[Entry]:
         """Every name, member, argument and flag."""
@@ -120,7 +144,7 @@ class Comparison:
 
     def _of_name(self, module: str, name: str, described: dict[str, Any]) -> Iterator[Entry]:
         path = f"{module}.{name}"
-        place, found = counterpart(module, name)
+        place, found = counterpart(self.framework, module, name)
         owner = path if found is not None and described["kind"] in ("class", "enum") else module
         yield self._judge(path, owner, found is not None, place)
         if found is None or described["kind"] in ("again", "value"):
@@ -158,10 +182,10 @@ def module_or_none(path: str) -> Any:
         raise
 
 
-def counterpart(module: str, name: str) -> tuple[str, Any]:
+def counterpart(framework: Framework, module: str, name: str) -> tuple[str, Any]:
     """Where a name of theirs is here, and what it is; an empty place and None if it is not there."""
-    mirrored = COMPAT + module.removeprefix("accelerate")
-    for path in (*ROOMS, mirrored):
+    mirrored = framework.mirror + module.removeprefix(framework.package)
+    for path in (*framework.rooms, mirrored):
         room = module_or_none(path)
         if room is None:
             continue
@@ -181,9 +205,17 @@ def is_stand_in(found: Any) -> bool:
 
 @cache
 def arguments_of(function: Any) -> frozenset[str]:
-    """Names that a callable takes; those of a dataclass are its fields."""
+    """Names that a callable takes; those of a dataclass are its fields, and what a class hands on its base's."""
     if dataclasses.is_dataclass(function):
         return frozenset(field.name for field in dataclasses.fields(function) if field.init)
+    if inspect.isclass(function) and function.__module__.startswith("drivetrain.compat.lightning"):
+        names: set[str] = set()
+        for base in (each for each in function.__mro__ if "__init__" in vars(each)):
+            parameters = inspect.signature(base.__init__).parameters
+            names.update(parameters)
+            if not any(each.kind is each.VAR_KEYWORD for each in parameters.values()):
+                break
+        return frozenset(names)
     try:
         return frozenset(inspect.signature(function).parameters)
     except (TypeError, ValueError):
@@ -234,7 +266,7 @@ def has_flag(command: str, flag: str) -> bool:
 
 # The page
 
-HEAD = """# Moving over from Accelerate
+ACCELERATE_HEAD = """# Moving over from Accelerate
 
 <!-- Written by `python docs/migration/generate.py`: change docs/migration/explanations.yaml instead. -->
 
@@ -245,25 +277,64 @@ from `drivetrain` unless another place is named; all of them, also under Acceler
 """
 
 
-def written(entries: list[Entry], version: str) -> str:
+LIGHTNING_HEAD = """# Moving over from Lightning
+
+<!-- Written by `python docs/migration/generate.py`: change docs/migration/lightning_explanations.yaml instead. -->
+
+What was written for Lightning runs with nothing changed:
+
+```bash
+drivetrain launch --as lightning --num_processes 2 train.py
+```
+
+In every process of the run, `lightning`, `pytorch_lightning` and `lightning_fabric` are then drivetrain's mirror of
+them, `drivetrain.compat.lightning`, whether Lightning is installed or not. Without the launcher, put this before the
+first import of Lightning:
+
+```python
+import drivetrain.compat
+
+drivetrain.compat.install("lightning", "pytorch_lightning")
+```
+
+Code that moves over for good imports from `drivetrain`: `Task` is the `LightningModule`, `DataModule` the
+`LightningDataModule`, and `Trainer` and the callbacks have Lightning's names. The order of hooks, where it is not
+Lightning's, is listed under [Trainer and Task](trainer.md).
+
+Where the behaviour differs on purpose:
+
+- A checkpoint is a directory, which appears complete or not at all. A `.ckpt` file of Lightning does not open yet.
+- `test()`, `validate()` and `predict()` without a model, after a `fit` that has saved nothing, take the weights as they
+  are; Lightning raises.
+- Modules among hyper-parameters are left out of checkpoints, with a warning. Give them again to `load_from_checkpoint`.
+- A step with `dataloader_iter` gets one batch; `accumulate_grad_batches` gives several.
+- A task that `torch.compile` has compiled logs outside of the compiled code.
+
+Below is each public name of Lightning {version}, with its members and arguments, and its counterpart here. A name that
+is "left out on purpose" or "not there yet" can be imported, inherited from and checked against where scripts do so;
+what is not here raises when it is called, and says what to do instead.
+"""
+
+
+def written(entries: list[Entry], version: str, framework: Framework) -> str:
     """The page."""
     counts = Counter(entry.verdict for entry in entries)
-    lines = [HEAD.format(version=version), "| | names |", "|---|---:|"]
+    lines = [framework.head.replace("{version}", version), "| | names |", "|---|---:|"]
     lines += [f"| {text} | {counts[verdict]} |" for verdict, text in VERDICTS.items()]
     lines += [f"| **all** | {len(entries)} |", ""]
     owners: dict[str, list[Entry]] = {}
     for entry in entries:
         owners.setdefault(entry.owner, []).append(entry)
     for owner, listed in owners.items():
-        lines += section(owner, listed)
+        lines += section(owner, listed, framework.mirror)
     return "\n".join(lines).rstrip("\n") + "\n"
 
 
-def section(owner: str, entries: list[Entry]) -> list[str]:
+def section(owner: str, entries: list[Entry], mirror: str) -> list[str]:
     """What belongs to one class, module or command: a list of what is the same, and a table of the rest."""
     lines = [f"## `{owner}`", ""]
-    for text, is_mirrored in (("Same name", False), (f"Same name, in `{COMPAT}`", True)):
-        same = [entry for entry in entries if entry.verdict == SAME and entry.ours.startswith(COMPAT) is is_mirrored]
+    for text, is_mirrored in (("Same name", False), (f"Same name, in `{mirror}`", True)):
+        same = [entry for entry in entries if entry.verdict == SAME and entry.ours.startswith(mirror) is is_mirrored]
         if same:
             lines += [f"{text}: {listed(same, owner)}.", ""]
     rest: dict[tuple[str, str], list[Entry]] = {}
@@ -297,10 +368,31 @@ def note(entry: Entry) -> str:
     return ". ".join(part for part in parts if part).replace("|", "\\|")
 
 
-def compare() -> tuple[list[Entry], str]:
-    """All entries, and Accelerate's version."""
-    recorded = json.loads(NAMES.read_text())
-    comparison = Comparison(recorded, Explanations(yaml.safe_load(EXPLANATIONS.read_text())))
+FRAMEWORKS = {
+    "accelerate": Framework(
+        "accelerate",
+        ACCELERATE_HEAD,
+        ROOMS,
+        FOLDER / "explanations.yaml",
+        FOLDER.parent / "migrating-from-accelerate.md",
+        FOLDER / "accelerate_names.json",
+    ),
+    "lightning": Framework(
+        "lightning",
+        LIGHTNING_HEAD,
+        (),
+        FOLDER / "lightning_explanations.yaml",
+        FOLDER.parent / "migrating-from-lightning.md",
+        FOLDER / "lightning_names.json",
+    ),
+}
+
+
+def compare(framework: Framework) -> tuple[list[Entry], str]:
+    """All entries, and the framework's version."""
+    recorded = json.loads(framework.names.read_text())
+    explanations = Explanations(yaml.safe_load(framework.explanations.read_text()))
+    comparison = Comparison(recorded, explanations, framework)
     return list(comparison.entries()), recorded["version"]
 
 
@@ -309,22 +401,26 @@ def unexplained(entries: list[Entry]) -> list[str]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Write the page on moving over from Accelerate.")
-    parser.add_argument("--check", action="store_true", help="Write nothing; fail where the page is not up to date.")
+    parser = argparse.ArgumentParser(description="Write the pages on moving over from Accelerate and from Lightning.")
+    parser.add_argument("--check", action="store_true", help="Write nothing; fail where a page is not up to date.")
     is_check = parser.parse_args().check
-    entries, version = compare()
+    for framework in FRAMEWORKS.values():
+        make_page(framework, is_check)
+
+
+def make_page(framework: Framework, is_check: bool) -> None:
+    """Write a framework's page, or check it; leave with an error on a gap that nothing explains."""
+    entries, version = compare(framework)
     gaps = unexplained(entries)
     if gaps:
-        sys.exit("Not here, and not in explanations.yaml:\n  " + "\n  ".join(gaps))
-    page = written(entries, version)
-    if is_check and PAGE.read_text() != page:
-        sys.exit(f"{PAGE} is not up to date: run python docs/migration/generate.py.")
+        sys.exit(f"Not here, and not in {framework.explanations.name}:\n  " + "\n  ".join(gaps))
+    page = written(entries, version, framework)
+    if is_check and framework.page.read_text() != page:
+        sys.exit(f"{framework.page} is not up to date: run python docs/migration/generate.py.")
     if not is_check:
-        PAGE.write_text(page)
-        print(
-            f"wrote {PAGE}: "
-            + ", ".join(f"{count} {name}" for name, count in Counter(e.verdict for e in entries).items())
-        )
+        framework.page.write_text(page)
+        counts = Counter(entry.verdict for entry in entries)
+        print(f"wrote {framework.page}: " + ", ".join(f"{count} {name}" for name, count in counts.items()))
 
 
 if __name__ == "__main__":

@@ -1,9 +1,10 @@
-"""The public names of Accelerate, recorded as data: its interface, without its code.
+"""The public names of Accelerate and of Lightning, recorded as data: their interfaces, without their code.
 
-    .venv-bench/bin/python docs/migration/record.py     # writes accelerate_names.json beside this file
+    .venv-bench/bin/python docs/migration/record.py accelerate     # writes accelerate_names.json beside this file
+    .venv-bench/bin/python docs/migration/record.py lightning
 
-It runs where Accelerate is installed. What is written is what `generate.py` compares with, so that the comparison needs
-no Accelerate.
+It runs where they are installed. What is written is what `generate.py` compares with, so that the comparison needs
+neither.
 """
 
 from __future__ import annotations
@@ -20,10 +21,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-TARGET = Path(__file__).with_name("accelerate_names.json")
-PACKAGE = "accelerate"
 # The modules whose names are documented, or that scripts import from.
-MODULES = (
+ACCELERATE = (
     "accelerate",
     "accelerate.utils",
     "accelerate.accelerator",
@@ -42,7 +41,38 @@ MODULES = (
     "accelerate.parallelism_config",
     "accelerate.memory_utils",
 )
-COMMANDS = {
+LIGHTNING = (
+    "lightning",
+    "lightning.pytorch",
+    "lightning.pytorch.accelerators",
+    "lightning.pytorch.callbacks",
+    "lightning.pytorch.cli",
+    "lightning.pytorch.core.saving",
+    "lightning.pytorch.demos.boring_classes",
+    "lightning.pytorch.loggers",
+    "lightning.pytorch.loggers.logger",
+    "lightning.pytorch.plugins",
+    "lightning.pytorch.profilers",
+    "lightning.pytorch.strategies",
+    "lightning.pytorch.trainer.states",
+    "lightning.pytorch.tuner",
+    "lightning.pytorch.utilities",
+    "lightning.pytorch.utilities.exceptions",
+    "lightning.pytorch.utilities.memory",
+    "lightning.pytorch.utilities.model_helpers",
+    "lightning.pytorch.utilities.parsing",
+    "lightning.pytorch.utilities.rank_zero",
+    "lightning.pytorch.utilities.types",
+    "lightning.fabric",
+    "lightning.fabric.loggers",
+    "lightning.fabric.plugins",
+    "lightning.fabric.plugins.environments",
+    "lightning.fabric.strategies",
+    "lightning.fabric.utilities",
+    "lightning.fabric.utilities.seed",
+)
+MODULES = {"accelerate": ACCELERATE, "lightning": LIGHTNING}
+ACCELERATE_COMMANDS = {
     "launch": ("accelerate.commands.launch", "launch_command_parser"),
     "test": ("accelerate.commands.test", "test_command_parser"),
     "env": ("accelerate.commands.env", "env_command_parser"),
@@ -55,8 +85,8 @@ COMMANDS = {
 
 
 def is_theirs(value: Any) -> bool:
-    """Whether a class or function is Accelerate's own."""
-    return str(getattr(value, "__module__", "")).split(".")[0] == PACKAGE
+    """Whether a class or function is one of their own."""
+    return str(getattr(value, "__module__", "")).split(".")[0] in MODULES
 
 
 def parameters_of(function: Any) -> list[str]:
@@ -70,7 +100,7 @@ def parameters_of(function: Any) -> list[str]:
 
 
 def members_of(kind: type) -> dict[str, Any]:
-    """The public methods and properties that Accelerate's own classes define, by name, with their parameters."""
+    """The public methods and properties that their own classes define, by name, with their parameters."""
     found: dict[str, Any] = {}
     for base in reversed(kind.__mro__):
         if not is_theirs(base):
@@ -124,19 +154,17 @@ def conditional_names(module: ModuleType) -> Iterator[tuple[str, Any]]:
                     yield alias.asname or alias.name, getattr(home, alias.name, None)
 
 
-def record() -> dict[str, Any]:
+def record(package: str = "accelerate") -> dict[str, Any]:
     """Modules with their names, each described where it first stands; and the flags of each command."""
-    import accelerate
-
     modules: dict[str, dict[str, Any]] = {}
     known: dict[int, str] = {}
-    for path in MODULES:
+    for path in MODULES[package]:
         module = importlib.import_module(path)
         modules[path] = {}
         names = {name: vars(module)[name] for name in public_names(module)} | dict(conditional_names(module))
         for name, value in sorted(names.items()):
             described = describe(value)
-            if described is None or (described["kind"] == "value" and path == PACKAGE):
+            if described is None or (described["kind"] == "value" and path == package):
                 continue
             if described["kind"] in ("class", "function", "enum"):
                 if id(value) in known:
@@ -145,16 +173,20 @@ def record() -> dict[str, Any]:
                 known[id(value)] = f"{path}.{name}"
             modules[path][name] = described
     commands = {}
-    for command, (path, factory) in COMMANDS.items():
+    for command, (path, factory) in (ACCELERATE_COMMANDS if package == "accelerate" else {}).items():
         parser: argparse.ArgumentParser = getattr(importlib.import_module(path), factory)()
         if factory == "config_command_parser" or not isinstance(parser, argparse.ArgumentParser):
             flags = []
         else:
             flags = [option for action in parser._actions for option in action.option_strings if option[:2] == "--"]
         commands[command] = sorted({"--" + flag[2:].replace("-", "_") for flag in flags} - {"--help"})
-    return {"version": accelerate.__version__, "modules": modules, "commands": commands}
+    return {"version": importlib.import_module(package).__version__, "modules": modules, "commands": commands}
 
 
 if __name__ == "__main__":
-    TARGET.write_text(json.dumps(record(), indent=1, sort_keys=True) + "\n")
-    print(f"wrote {TARGET}")
+    parser = argparse.ArgumentParser(description="Record the public names of a framework.")
+    parser.add_argument("package", choices=MODULES)
+    chosen = parser.parse_args().package
+    target = Path(__file__).with_name(f"{chosen}_names.json")
+    target.write_text(json.dumps(record(chosen), indent=1, sort_keys=True) + "\n")
+    print(f"wrote {target}")

@@ -10,7 +10,6 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, NoReturn
 
-import yaml
 from torch import nn
 
 from drivetrain.runtime.errors import CheckpointError
@@ -118,6 +117,8 @@ def hyper_parameters_in(path: str | os.PathLike[str]) -> dict[str, Any]:
     Raises:
         CheckpointError: It is not there, or holds no mapping.
     """
+    import yaml  # no run needs it
+
     file = Path(path)
     found = yaml.safe_load(file.read_text()) if file.is_file() else None
     if not isinstance(found, Mapping):

@@ -190,6 +190,7 @@ class Trainer(KnownKeywords, OptionAttributes, TrainerStatus):
         datamodule: DataModule | None = None,
         ckpt_path: str | os.PathLike[str] | None = None,
         resume: str | os.PathLike[str] | None = None,
+        weights_only: bool | None = None,
         **_unknown: NoReturn,
     ) -> None:
         """Train a task.
@@ -203,6 +204,7 @@ class Trainer(KnownKeywords, OptionAttributes, TrainerStatus):
             resume: A checkpoint to resume, exactly: the same batches, random numbers and values as without the
                 break. `"auto"` takes the newest complete one and starts from the beginning where there is none;
                 `"last"` or `"best"` takes the checkpoint callback's.
+            weights_only: Taken for Lightning's sake: nothing in a checkpoint is ever unpickled into objects.
 
         Raises:
             SystemExit: The run was preempted (SIGTERM, SIGUSR1), has saved a checkpoint, and should be started again.
@@ -289,6 +291,7 @@ class Trainer(KnownKeywords, OptionAttributes, TrainerStatus):
         ckpt_path: str | os.PathLike[str] | None = None,
         verbose: bool = True,
         datamodule: DataModule | None = None,
+        weights_only: bool | None = None,
         **_unknown: NoReturn,
     ) -> list[dict[str, float]]:
         """Evaluate on the validation data: every sample once, over all processes.
@@ -296,9 +299,11 @@ class Trainer(KnownKeywords, OptionAttributes, TrainerStatus):
         Args:
             model: The task; that of the last `fit` if None.
             dataloaders: One loader or several, or a `DataModule`.
-            ckpt_path: A checkpoint whose weights to use; `"best"` or `"last"` takes the checkpoint callback's.
+            ckpt_path: A checkpoint whose weights to use; `"best"` or `"last"` takes the checkpoint callback's. If this
+                and the model are None, the best checkpoint of the last `fit`, if it has saved one.
             verbose: Whether to print the results.
             datamodule: Where loaders come from instead.
+            weights_only: Taken for Lightning's sake.
 
         Returns:
             For each loader, its logged values by name.
@@ -313,6 +318,7 @@ class Trainer(KnownKeywords, OptionAttributes, TrainerStatus):
         ckpt_path: str | os.PathLike[str] | None = None,
         verbose: bool = True,
         datamodule: DataModule | None = None,
+        weights_only: bool | None = None,
         **_unknown: NoReturn,
     ) -> list[dict[str, float]]:
         """Evaluate on the test data; see `validate`."""
@@ -326,6 +332,7 @@ class Trainer(KnownKeywords, OptionAttributes, TrainerStatus):
         datamodule: DataModule | None = None,
         return_predictions: bool = True,
         ckpt_path: str | os.PathLike[str] | None = None,
+        weights_only: bool | None = None,
         **_unknown: NoReturn,
     ) -> list[Any]:
         """Predict: run `predict_step` on every sample once, over all processes.
@@ -336,6 +343,7 @@ class Trainer(KnownKeywords, OptionAttributes, TrainerStatus):
             datamodule: Where loaders come from instead.
             return_predictions: Whether to return them; with False they are gone once callbacks have seen them.
             ckpt_path: A checkpoint whose weights to use.
+            weights_only: Taken for Lightning's sake.
 
         Returns:
             What `predict_step` returned for each batch, of all processes in the order of the data, on the CPU.
