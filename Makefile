@@ -96,9 +96,9 @@ test-megatron: $(MEGATRON_ENV) ## the tests of Megatron, on the CPU (an environm
 	$(MEGATRON_PYTHON) -m pytest $(IN_PARALLEL) -m "megatron and not gpu" $(or $(TESTS),tests/strategies/megatron \
 		$(addprefix tests/conformance/test_,megatron.py any_to_any.py two_drivers.py))
 
-# Programs on one process and on two side by side, each in one launch, which its first test waits for; all others one by one.
+# Programs on one process and on two side by side, in few launches, which a first test waits for.
 test-compat: $(COMPAT_ENV) ## what was written for Accelerate, beside the original (an environment of its own)
-	$(COMPAT_PYTHON) -m pytest -n 2 --dist loadgroup -o faulthandler_timeout=600 \
+	$(COMPAT_PYTHON) -m pytest $(IN_PARALLEL) -o faulthandler_timeout=600 \
 		-m "compat and not gpu" $(or $(TESTS),tests/compat \
 		tests/accelerator/test_accelerate_beside.py tests/launch/test_other_launchers.py \
 		tests/launch/test_real_notebook.py)
