@@ -110,7 +110,7 @@ def test_masks_stay_where_they_are_not_made_permanent(tmp_path: Path) -> None:
 def test_a_resumed_run_keeps_its_masks(step: int, tmp_path: Path) -> None:
     def fit(resume: Any = None) -> Wide:
         task = Wide()
-        saving = ModelCheckpoint(tmp_path, every_n_train_steps=1, save_top_k=-1, filename="{step}")
+        saving = ModelCheckpoint(tmp_path, every_n_train_steps=step, save_top_k=-1, filename="{step}")
         pruning = ModelPruning("l1_unstructured", amount=0.3)
         train(task, tmp_path, [pruning, saving], batches=4, epochs=3, ckpt_path=resume, enable_checkpointing=True)
         return task

@@ -83,7 +83,7 @@ def test_the_model_ends_as_torchs_own_average(
 def test_a_resumed_run_ends_alike(step: int, tmp_path: Path) -> None:
     def fit(resume: Any = None) -> Normed:
         task = Normed()
-        saving = ModelCheckpoint(tmp_path, every_n_train_steps=1, save_top_k=-1, filename="{step}")
+        saving = ModelCheckpoint(tmp_path, every_n_train_steps=step, save_top_k=-1, filename="{step}")
         callbacks = [StochasticWeightAveraging([0.01], 3, 2), saving]
         train(task, tmp_path, callbacks, batches=4, epochs=6, ckpt_path=resume, enable_checkpointing=True)
         return task
