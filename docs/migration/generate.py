@@ -312,7 +312,7 @@ Where the behaviour differs on purpose:
 
 Below is each public name of Lightning {version}, with its members and arguments, and its counterpart here. A name that
 is "left out on purpose" or "not there yet" can be imported, inherited from and checked against where scripts do so;
-what is not here raises when it is called, and the error gives what to do instead.
+what is not here raises when it is called, with a message on what to do instead.
 """
 
 

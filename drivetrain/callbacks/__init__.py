@@ -2,30 +2,38 @@
 
 from __future__ import annotations
 
-from drivetrain.callbacks.base import Callback
-from drivetrain.callbacks.device_stats_monitor import DeviceStatsMonitor
-from drivetrain.callbacks.early_stopping import EarlyStopping
-from drivetrain.callbacks.evaluation_gather import EvaluationGather
-from drivetrain.callbacks.finetuning import BackboneFinetuning, BaseFinetuning
-from drivetrain.callbacks.gradient_accumulation_scheduler import GradientAccumulationScheduler
-from drivetrain.callbacks.gradient_norm import GradientNorm
-from drivetrain.callbacks.lambda_callback import LambdaCallback
-from drivetrain.callbacks.loss_spike_guard import LossSpikeGuard
-from drivetrain.callbacks.lr_monitor import LearningRateMonitor
-from drivetrain.callbacks.model_checkpoint import ModelCheckpoint
-from drivetrain.callbacks.model_pruning import ModelPruning
-from drivetrain.callbacks.model_summary import ModelSummary
-from drivetrain.callbacks.nan_guard import NaNGuard
-from drivetrain.callbacks.on_exception_checkpoint import OnExceptionCheckpoint
-from drivetrain.callbacks.prediction_writer import BasePredictionWriter, PredictionWriter
-from drivetrain.callbacks.progress_bar import TQDMProgressBar
-from drivetrain.callbacks.rich_model_summary import RichModelSummary
-from drivetrain.callbacks.rich_progress_bar import RichProgressBar
-from drivetrain.callbacks.speed_monitor import SpeedMonitor
-from drivetrain.callbacks.stochastic_weight_averaging import StochasticWeightAveraging
-from drivetrain.callbacks.throughput_monitor import ThroughputMonitor
-from drivetrain.callbacks.timer import Timer
-from drivetrain.callbacks.weight_averaging import EMAWeightAveraging, WeightAveraging
+import importlib
+from typing import TYPE_CHECKING, Any
+
+_EXPORTS = {
+    "BackboneFinetuning": "drivetrain.callbacks.finetuning",
+    "BaseFinetuning": "drivetrain.callbacks.finetuning",
+    "BasePredictionWriter": "drivetrain.callbacks.prediction_writer",
+    "Callback": "drivetrain.callbacks.base",
+    "DeviceStatsMonitor": "drivetrain.callbacks.device_stats_monitor",
+    "EarlyStopping": "drivetrain.callbacks.early_stopping",
+    "EMAWeightAveraging": "drivetrain.callbacks.weight_averaging",
+    "EvaluationGather": "drivetrain.callbacks.evaluation_gather",
+    "GradientAccumulationScheduler": "drivetrain.callbacks.gradient_accumulation_scheduler",
+    "GradientNorm": "drivetrain.callbacks.gradient_norm",
+    "LambdaCallback": "drivetrain.callbacks.lambda_callback",
+    "LearningRateMonitor": "drivetrain.callbacks.lr_monitor",
+    "LossSpikeGuard": "drivetrain.callbacks.loss_spike_guard",
+    "ModelCheckpoint": "drivetrain.callbacks.model_checkpoint",
+    "ModelPruning": "drivetrain.callbacks.model_pruning",
+    "ModelSummary": "drivetrain.callbacks.model_summary",
+    "NaNGuard": "drivetrain.callbacks.nan_guard",
+    "OnExceptionCheckpoint": "drivetrain.callbacks.on_exception_checkpoint",
+    "PredictionWriter": "drivetrain.callbacks.prediction_writer",
+    "RichModelSummary": "drivetrain.callbacks.rich_model_summary",
+    "RichProgressBar": "drivetrain.callbacks.rich_progress_bar",
+    "SpeedMonitor": "drivetrain.callbacks.speed_monitor",
+    "StochasticWeightAveraging": "drivetrain.callbacks.stochastic_weight_averaging",
+    "ThroughputMonitor": "drivetrain.callbacks.throughput_monitor",
+    "Timer": "drivetrain.callbacks.timer",
+    "TQDMProgressBar": "drivetrain.callbacks.progress_bar",
+    "WeightAveraging": "drivetrain.callbacks.weight_averaging",
+}
 
 __all__ = [
     "BackboneFinetuning",
@@ -56,3 +64,44 @@ __all__ = [
     "Timer",
     "WeightAveraging",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    module = _EXPORTS.get(name)
+    if module is None:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(importlib.import_module(module), name)
+    globals()[name] = value
+    return value
+
+
+if TYPE_CHECKING:
+    from drivetrain.callbacks.base import Callback as Callback
+    from drivetrain.callbacks.device_stats_monitor import DeviceStatsMonitor as DeviceStatsMonitor
+    from drivetrain.callbacks.early_stopping import EarlyStopping as EarlyStopping
+    from drivetrain.callbacks.evaluation_gather import EvaluationGather as EvaluationGather
+    from drivetrain.callbacks.finetuning import BackboneFinetuning as BackboneFinetuning
+    from drivetrain.callbacks.finetuning import BaseFinetuning as BaseFinetuning
+    from drivetrain.callbacks.gradient_accumulation_scheduler import (
+        GradientAccumulationScheduler as GradientAccumulationScheduler,
+    )
+    from drivetrain.callbacks.gradient_norm import GradientNorm as GradientNorm
+    from drivetrain.callbacks.lambda_callback import LambdaCallback as LambdaCallback
+    from drivetrain.callbacks.loss_spike_guard import LossSpikeGuard as LossSpikeGuard
+    from drivetrain.callbacks.lr_monitor import LearningRateMonitor as LearningRateMonitor
+    from drivetrain.callbacks.model_checkpoint import ModelCheckpoint as ModelCheckpoint
+    from drivetrain.callbacks.model_pruning import ModelPruning as ModelPruning
+    from drivetrain.callbacks.model_summary import ModelSummary as ModelSummary
+    from drivetrain.callbacks.nan_guard import NaNGuard as NaNGuard
+    from drivetrain.callbacks.on_exception_checkpoint import OnExceptionCheckpoint as OnExceptionCheckpoint
+    from drivetrain.callbacks.prediction_writer import BasePredictionWriter as BasePredictionWriter
+    from drivetrain.callbacks.prediction_writer import PredictionWriter as PredictionWriter
+    from drivetrain.callbacks.progress_bar import TQDMProgressBar as TQDMProgressBar
+    from drivetrain.callbacks.rich_model_summary import RichModelSummary as RichModelSummary
+    from drivetrain.callbacks.rich_progress_bar import RichProgressBar as RichProgressBar
+    from drivetrain.callbacks.speed_monitor import SpeedMonitor as SpeedMonitor
+    from drivetrain.callbacks.stochastic_weight_averaging import StochasticWeightAveraging as StochasticWeightAveraging
+    from drivetrain.callbacks.throughput_monitor import ThroughputMonitor as ThroughputMonitor
+    from drivetrain.callbacks.timer import Timer as Timer
+    from drivetrain.callbacks.weight_averaging import EMAWeightAveraging as EMAWeightAveraging
+    from drivetrain.callbacks.weight_averaging import WeightAveraging as WeightAveraging
