@@ -7,8 +7,9 @@ line needs no torch.
 from __future__ import annotations
 
 import gc
-import importlib
 from typing import TYPE_CHECKING, Any
+
+from drivetrain.runtime.exports import load_export
 
 __version__ = "0.1.0"
 
@@ -150,19 +151,14 @@ __all__ = ["__version__", *sorted(_EXPORTS)]
 
 
 def __getattr__(name: str) -> Any:
-    module = _EXPORTS.get(name)
-    if module is None:
-        raise AttributeError(f"module 'drivetrain' has no attribute {name!r}")
     # Definitions are no garbage, and a full collection among them walks all that torch has made: a third of the time.
     collects = gc.isenabled()
     gc.disable()
     try:
-        value = getattr(importlib.import_module(module), name)
+        return load_export(name, _EXPORTS, globals())
     finally:
         if collects:
             gc.enable()
-    globals()[name] = value
-    return value
 
 
 def __dir__() -> list[str]:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import importlib
 from typing import TYPE_CHECKING, Any
+
+from drivetrain.runtime.exports import load_export
 
 _EXPORTS = {
     "BackboneFinetuning": "drivetrain.callbacks.finetuning",
@@ -67,12 +68,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    module = _EXPORTS.get(name)
-    if module is None:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = getattr(importlib.import_module(module), name)
-    globals()[name] = value
-    return value
+    return load_export(name, _EXPORTS, globals())
 
 
 if TYPE_CHECKING:

@@ -29,8 +29,9 @@ What is stable, all of it to be called on every process unless marked otherwise:
 
 from __future__ import annotations
 
-import importlib
 from typing import TYPE_CHECKING, Any
+
+from drivetrain.runtime.exports import load_export
 
 # public name -> the module that defines it; resolved on first use, since torch's distributed checkpoints take
 # most of a second to import, and most of what a run does needs none of them
@@ -98,12 +99,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    module = _EXPORTS.get(name)
-    if module is None:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = getattr(importlib.import_module(module), name)
-    globals()[name] = value
-    return value
+    return load_export(name, _EXPORTS, globals())
 
 
 if TYPE_CHECKING:

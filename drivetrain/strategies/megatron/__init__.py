@@ -5,8 +5,9 @@ Names are resolved on first use: what they need of torch takes longer to import 
 
 from __future__ import annotations
 
-import importlib
 from typing import TYPE_CHECKING, Any
+
+from drivetrain.runtime.exports import load_export
 
 # public name -> the module that defines it
 _EXPORTS = {
@@ -19,10 +20,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    module = _EXPORTS.get(name)
-    if module is None:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(module), name)
+    return load_export(name, _EXPORTS, globals())
 
 
 if TYPE_CHECKING:

@@ -1,0 +1,24 @@
+"""Public names of a package whose modules are imported when a name is first asked for."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Mapping
+from typing import Any
+
+
+def load_export(name: str, exports: Mapping[str, str], namespace: dict[str, Any]) -> Any:
+    """Import what a package's `__getattr__` was asked for, and keep it there.
+
+    Args:
+        name: The name.
+        exports: The module that each public name is in.
+        namespace: The package's `globals()`.
+
+    Raises:
+        AttributeError: It is none of the public names.
+    """
+    if name not in exports:
+        raise AttributeError(f"module {namespace['__name__']!r} has no attribute {name!r}")
+    value = namespace[name] = getattr(importlib.import_module(exports[name]), name)
+    return value
