@@ -24,11 +24,12 @@ MEGATRON_VENV ?= .venv-megatron
 COMPAT_VENV ?= .venv-compat
 COMPAT_ENV := $(COMPAT_VENV)/.made-for-compat
 COMPAT_PYTHON := $(COMPAT_VENV)/bin/python
-COMPAT_PIP := $(COMPAT_PYTHON) -m pip --disable-pip-version-check
 # The packages of trackers need other versions of what others need, and are many.
 TRACKERS_VENV ?= .venv-trackers
 RAY_VENV ?= .venv-ray
 PIP := $(VENV)/bin/python -m pip --disable-pip-version-check
+# Of what a lane installs it imports a part, which is compiled then: all of it would take a minute for each.
+PIP_OF_LANES := --disable-pip-version-check install --no-compile
 
 # `make test-gpu PYTHON=python3` uses a Python that already holds torch, and makes no environment.
 ifeq ($(origin PYTHON),command line)
@@ -190,36 +191,37 @@ $(BENCH_VENV)/.made-for-benchmarks: pyproject.toml constraints.txt | $(BENCH_VEN
 
 $(XLA_ENV): pyproject.toml constraints.txt constraints-xla.txt | $(XLA_VENV)/bin/python
 	grep -Ev '^(torch|torchao)==' constraints.txt | cat - constraints-xla.txt > $(XLA_VENV)/constraints.txt
-	$(XLA_PYTHON) -m pip --disable-pip-version-check install -r constraints-xla.txt
-	$(XLA_PYTHON) -m pip --disable-pip-version-check install -e ".[test]" -c $(XLA_VENV)/constraints.txt
+	$(XLA_PYTHON) -m pip $(PIP_OF_LANES) -r constraints-xla.txt
+	$(XLA_PYTHON) -m pip $(PIP_OF_LANES) -e ".[test]" -c $(XLA_VENV)/constraints.txt
 	@touch $@
 
 $(MEGATRON_VENV)/.made-for-megatron: pyproject.toml constraints.txt | $(MEGATRON_VENV)/bin/python
-	$(MEGATRON_PYTHON) -m pip --disable-pip-version-check install torch -c constraints.txt
-	$(MEGATRON_PYTHON) -m pip --disable-pip-version-check install -e ".[megatron,fp8]" \
+	$(MEGATRON_PYTHON) -m pip $(PIP_OF_LANES) torch -c constraints.txt
+	$(MEGATRON_PYTHON) -m pip $(PIP_OF_LANES) -e ".[megatron,fp8]" \
 		pytest pytest-timeout pytest-xdist -c constraints.txt
 	@touch $@
 
 # torchvision apart, for the one program that needs it: where torch is a build for the CPU, it cannot be imported fully,
 # and transformers imports it wherever it finds it.
 $(COMPAT_ENV): pyproject.toml constraints.txt constraints-compat.txt | $(COMPAT_VENV)/bin/python
-	$(COMPAT_PIP) install torch -c constraints.txt
-	$(COMPAT_PIP) install -e ".[deepspeed]" accelerate transformers trl peft diffusers datasets evaluate scikit-learn \
-		schedulefree pytest pytest-timeout pytest-xdist hypothesis nbclient ipykernel ipywidgets \
-		-c constraints.txt -c constraints-compat.txt
-	$(COMPAT_PIP) install --no-deps denoising-diffusion-pytorch ema-pytorch einops pytorch-fid scipy pillow \
-		-c constraints.txt -c constraints-compat.txt
-	$(COMPAT_PIP) install --no-deps --upgrade --target $(COMPAT_VENV)/torchvision torchvision -c constraints-compat.txt
+	$(COMPAT_PYTHON) -m pip $(PIP_OF_LANES) torch -c constraints.txt
+	$(COMPAT_PYTHON) -m pip $(PIP_OF_LANES) -e ".[deepspeed]" accelerate transformers trl peft diffusers datasets \
+		evaluate scikit-learn schedulefree pytest pytest-timeout pytest-xdist hypothesis nbclient ipykernel \
+		ipywidgets -c constraints.txt -c constraints-compat.txt
+	$(COMPAT_PYTHON) -m pip $(PIP_OF_LANES) --no-deps denoising-diffusion-pytorch ema-pytorch einops pytorch-fid scipy \
+		pillow -c constraints.txt -c constraints-compat.txt
+	$(COMPAT_PYTHON) -m pip $(PIP_OF_LANES) --no-deps --upgrade --target $(COMPAT_VENV)/torchvision torchvision \
+		-c constraints-compat.txt
 	@touch $@
 
 $(TRACKERS_VENV)/.made-for-trackers: pyproject.toml constraints-trackers.txt | $(TRACKERS_VENV)/bin/python
-	$(TRACKERS_PYTHON) -m pip --disable-pip-version-check install torch -c constraints-trackers.txt
-	$(TRACKERS_PYTHON) -m pip --disable-pip-version-check install -e ".[wandb,mlflow,aim,dvclive,trackio,swanlab]" \
+	$(TRACKERS_PYTHON) -m pip $(PIP_OF_LANES) torch -c constraints-trackers.txt
+	$(TRACKERS_PYTHON) -m pip $(PIP_OF_LANES) -e ".[wandb,mlflow,aim,dvclive,trackio,swanlab]" \
 		pytest pytest-timeout pytest-xdist -c constraints-trackers.txt
 	@touch $@
 
 $(RAY_VENV)/.made-for-ray: pyproject.toml constraints.txt constraints-ray.txt | $(RAY_VENV)/bin/python
-	$(RAY_PYTHON) -m pip --disable-pip-version-check install torch -c constraints.txt
-	$(RAY_PYTHON) -m pip --disable-pip-version-check install -e ".[ray]" pytest pytest-timeout \
+	$(RAY_PYTHON) -m pip $(PIP_OF_LANES) torch -c constraints.txt
+	$(RAY_PYTHON) -m pip $(PIP_OF_LANES) -e ".[ray]" pytest pytest-timeout \
 		-c constraints.txt -c constraints-ray.txt
 	@touch $@

@@ -52,8 +52,8 @@ class PreparedScheduler:
                 return
         total = getattr(self.scheduler, "total_steps", None)
         for _ in range(self._steps_per_call):
-            # One-cycle schedules raise past their end, which the last step may overshoot.
-            if total is None or self.scheduler.last_epoch < total - 1:
+            # One-cycle schedules raise past their end, which the steps of several processes may overshoot.
+            if total is None or self.scheduler.last_epoch < total:
                 self.scheduler.step(*args, **kwargs)
 
     def __reduce__(self) -> tuple[Any, ...]:

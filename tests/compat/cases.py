@@ -91,9 +91,10 @@ _DENOISING = "denoising-diffusion-pytorch: `Trainer`, train, save, load"
 _CLM = "transformers: `run_clm_no_trainer`, with resume"
 _IMAGES = "Accelerate's `complete_cv_example`, with resume"
 # One of each, and those that differ with the number of processes on both.
-_ALONE = ("nlp", "gradient_accumulation", "checkpointing", "memory", "profiler", "cross_validation")
+_ALONE = ("nlp", "complete_nlp", "gradient_accumulation", "checkpointing", "memory", "profiler", "cross_validation")
 _TOGETHER = (
     "nlp",
+    "complete_nlp",
     "gradient_accumulation",
     "automatic_gradient_accumulation",
     "autoregressive",

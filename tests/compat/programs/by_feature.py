@@ -154,6 +154,28 @@ def tracking() -> dict[str, float]:
     return run.measured | kept
 
 
+def complete_nlp() -> dict[str, float]:
+    """Tracks with whatever is installed, saves each epoch, and resumes from the first."""
+
+    def begin() -> Run:
+        settings = DataLoaderConfiguration(use_seedable_sampler=True)
+        accelerator = Accelerator(log_with="all", project_dir=folder(), dataloader_config=settings)
+        accelerator.init_trackers("complete_nlp", {"lr": 1e-2, "epochs": 2})
+        return Run(accelerator)
+
+    run = begin()
+    for number in range(2):
+        run.epoch(number)
+        run.accelerator.log({"loss": run.measured[f"loss {number}"], "epoch": number}, step=number)
+        run.accelerator.save_state(f"{folder()}/epoch_{number}")
+    run.accelerator.end_training()
+    again = begin()
+    again.accelerator.load_state(f"{folder()}/epoch_0")
+    again.epoch(1)
+    again.accelerator.end_training()
+    return run.measured | {f"resumed: {name}": value for name, value in again.measured.items()}
+
+
 def early_stopping() -> dict[str, float]:
     run = Run(Accelerator(), batch_size=4)
 

@@ -106,7 +106,7 @@ def train(epochs: int, resume: str | None = None, workers: int = 0) -> dict[str,
             f"{named} loss": float(accelerator.reduce(total, "sum")),
             f"{named} right": right,
             f"{named} rows": rows,
-            f"{named} lr": schedule.get_last_lr()[0] if epoch == 0 else 0,
+            f"{named} lr": schedule.get_last_lr()[0],
         }
     accelerator.wait_for_everyone()
     if resume:
