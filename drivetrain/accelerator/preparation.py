@@ -274,8 +274,8 @@ class Preparation:
         changed = [loader for loader in self._prepared.loaders if even_batches is not None]
         if any(loader.ends_as_its_stream for loader in changed):
             warnings.warn(
-                f"even_batches={even_batches} is only supported for map-style datasets: loaders over iterable ones end "
-                "where their streams do.",
+                f"even_batches={even_batches} is only supported for map-style datasets: loaders over iterable datasets "
+                "end where their streams do.",
                 stacklevel=4,
             )
         before = [loader.tail for loader in changed]

@@ -114,7 +114,7 @@ def check_flags(arguments: list[str]) -> None:
     except click.ClickException as refused:
         message = refused.format_message()
     except ConfigurationError as refused:
-        message, names = str(refused), [*flags]
+        message, names = str(refused), [*flags, *(SETTINGS[name].flag for name in flags)]
     assert message is None or any(name in message for name in names), message
 
 
