@@ -73,7 +73,7 @@ help: ## list these commands
 
 env: $(DEV_ENV) ## make .venv with everything that development needs
 
-environments: $(XLA_ENV) $(MEGATRON_ENV) $(COMPAT_ENV) ## make those that the lanes of CI need beside it
+environments: $(COMPAT_ENV) $(XLA_ENV) $(MEGATRON_ENV) ## make those that the lanes of CI need beside it
 
 demo: $(DEMO_ENV) ## train a digit classifier on two processes, in under 90 s
 	$(DRIVETRAIN) launch --num_processes 2 examples/digits.py
