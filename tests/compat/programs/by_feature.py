@@ -168,7 +168,6 @@ def complete_nlp() -> dict[str, float]:
         run.epoch(number)
         run.accelerator.log({"loss": run.measured[f"loss {number}"], "epoch": number}, step=number)
         run.accelerator.save_state(f"{folder()}/epoch_{number}")
-    run.accelerator.end_training()
     again = begin()
     again.accelerator.load_state(f"{folder()}/epoch_0")
     again.epoch(1)
