@@ -110,7 +110,7 @@ class WeightAveraging(Callback):
         if OWN_STATE in checkpoint:
             self._restored, checkpoint["state_dict"] = checkpoint["state_dict"], checkpoint.pop(OWN_STATE)
         else:
-            logger.warning(f"{type(self).__name__}: the checkpoint holds no average, so averaging begins anew.")
+            logger.warning(f"{type(self).__name__}: the checkpoint holds no average, so averaging begins again.")
 
     # around the loop
 
