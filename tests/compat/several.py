@@ -1,8 +1,8 @@
 """Runs several programs, each in a process that is forked once what they all import is there: `several.py JOBS`.
 
 A launcher starts it: torchrun for the original Accelerate, `drivetrain launch --as accelerate` for ours. Of each job
-every rank forks a process of its own, which meets those of the other ranks. A process that has computed nothing, and has
-one thread, is all that a program finds.
+every rank forks a process of its own, which meets those of the other ranks. A process that has computed nothing, and
+has one thread, is all that a program finds.
 """
 
 from __future__ import annotations
