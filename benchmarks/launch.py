@@ -94,13 +94,13 @@ def main(counts: tuple[int, ...], rounds: int, only: tuple[str, ...], json_file:
             print(f"{name}: left out, {module} is not installed. `make bench` installs what is compared.")
             continue
         chosen.append(name)
-    results = {
-        count: compare(
+    print(f"Medians of {rounds} rounds, {versions()}, {os.cpu_count()} cores.\n")
+    results = {}
+    for count in counts:
+        results[count] = compare(
             partial(measure, "torchrun", count), {name: partial(measure, name, count) for name in chosen}, rounds
         )
-        for count in counts
-    }
-    print(report(results))
+        print(table(count, results[count]), flush=True)
     if json_file is not None:
         figures = [
             {**each.as_dict(), "processes": count, "unit": "s"} for count, found in results.items() for each in found
@@ -108,16 +108,16 @@ def main(counts: tuple[int, ...], rounds: int, only: tuple[str, ...], json_file:
         json_file.write_text(json.dumps({"results": figures}, indent=2))
 
 
-def report(results: dict[int, list[Comparison]]) -> str:
+def versions() -> str:
+    return ", ".join(f"{name} {version_of(name)}" for name in ("torch", "accelerate"))
+
+
+def table(count: int, found: list[Comparison]) -> str:
     rows = []
-    for count, found in results.items():
-        for each in found:
-            own, base = statistics.median(each.own), statistics.median(each.base)
-            rows.append([str(count), each.name, f"{own:.2f}", f"{base:.2f}", f"{each.ratio:.2f}"])
-    columns = ["processes:", "", "seconds:", "torchrun in turn:", "times torchrun:"]
-    versions = ", ".join(f"{name} {version_of(name)}" for name in ("torch", "accelerate"))
-    rounds = len(next(iter(results.values()))[0].own)
-    return f"Medians of {rounds} rounds, {versions}, {os.cpu_count()} cores.\n\n{as_table(columns, rows)}"
+    for each in found:
+        own, base = statistics.median(each.own), statistics.median(each.base)
+        rows.append([each.name, f"{own:.2f}", f"{base:.2f}", f"{each.ratio:.2f}"])
+    return as_table([f"{count} processes:", "seconds:", "torchrun in turn:", "times torchrun:"], rows) + "\n"
 
 
 if __name__ == "__main__":
