@@ -42,6 +42,9 @@ _EXPORTS: dict[str, str] = {
     "Task": "drivetrain.trainer",
     "MegatronTask": "drivetrain.trainer",
     "DataModule": "drivetrain.trainer",
+    "TrainerCLI": "drivetrain.trainer.cli",
+    "TrainerArgumentParser": "drivetrain.trainer.cli",
+    "SaveConfigCallback": "drivetrain.trainer.cli",
     "Callback": "drivetrain.callbacks",
     "EarlyStopping": "drivetrain.callbacks",
     "EvaluationGather": "drivetrain.callbacks",
@@ -296,3 +299,6 @@ if TYPE_CHECKING:
     from drivetrain.trainer import MegatronTask as MegatronTask
     from drivetrain.trainer import Task as Task
     from drivetrain.trainer import Trainer as Trainer
+    from drivetrain.trainer.cli import SaveConfigCallback as SaveConfigCallback
+    from drivetrain.trainer.cli import TrainerArgumentParser as TrainerArgumentParser
+    from drivetrain.trainer.cli import TrainerCLI as TrainerCLI
