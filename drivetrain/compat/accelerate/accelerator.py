@@ -75,7 +75,7 @@ class Accelerator(engine.Accelerator):
             yield
 
     def prepare(self, *objects: Any, device_placement: Sequence[bool | None] | None = None) -> Any:
-        """As `drivetrain.Accelerator.prepare`, with the order and the randomness of data that Accelerate has.
+        """As `drivetrain.Accelerator.prepare`, with the order and randomness of data that Accelerate has.
 
         Args:
             *objects: As there.
@@ -87,7 +87,7 @@ class Accelerator(engine.Accelerator):
         return prepared
 
     def prepare_data_loader(self, data_loader: Any, *args: Any, **kwargs: Any) -> Any:
-        """As `drivetrain.Accelerator.prepare_data_loader`, with the order and the randomness of data that Accelerate has.
+        """As `drivetrain.Accelerator.prepare_data_loader`, with the order and randomness of data that Accelerate has.
 
         Args:
             data_loader: As there.
