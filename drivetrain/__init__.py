@@ -57,6 +57,12 @@ _EXPORTS: dict[str, str] = {
     "TrainerCLI": "drivetrain.trainer.cli",
     "TrainerArgumentParser": "drivetrain.trainer.cli",
     "SaveConfigCallback": "drivetrain.trainer.cli",
+    "AdvancedProfiler": "drivetrain.trainer.profilers",
+    "PassThroughProfiler": "drivetrain.trainer.profilers",
+    "Profiler": "drivetrain.trainer.profilers",
+    "PyTorchProfiler": "drivetrain.trainer.profilers",
+    "SimpleProfiler": "drivetrain.trainer.profilers",
+    "XLAProfiler": "drivetrain.trainer.profilers",
     "Callback": "drivetrain.callbacks",
     "EarlyStopping": "drivetrain.callbacks",
     "EvaluationGather": "drivetrain.callbacks",
@@ -73,6 +79,9 @@ _EXPORTS: dict[str, str] = {
     "ModelPruning": "drivetrain.callbacks",
     "measure_flops": "drivetrain.callbacks.support.flops",
     "GradientNorm": "drivetrain.callbacks",
+    "MemoryMonitor": "drivetrain.callbacks",
+    "StragglerMonitor": "drivetrain.callbacks",
+    "WeightHistograms": "drivetrain.callbacks",
     "DeviceStatsMonitor": "drivetrain.callbacks",
     "SpeedMonitor": "drivetrain.callbacks",
     "ThroughputMonitor": "drivetrain.callbacks",
@@ -217,6 +226,7 @@ if TYPE_CHECKING:
     from drivetrain.callbacks import LambdaCallback as LambdaCallback
     from drivetrain.callbacks import LearningRateMonitor as LearningRateMonitor
     from drivetrain.callbacks import LossSpikeGuard as LossSpikeGuard
+    from drivetrain.callbacks import MemoryMonitor as MemoryMonitor
     from drivetrain.callbacks import ModelCheckpoint as ModelCheckpoint
     from drivetrain.callbacks import ModelPruning as ModelPruning
     from drivetrain.callbacks import ModelSummary as ModelSummary
@@ -227,10 +237,12 @@ if TYPE_CHECKING:
     from drivetrain.callbacks import RichProgressBar as RichProgressBar
     from drivetrain.callbacks import SpeedMonitor as SpeedMonitor
     from drivetrain.callbacks import StochasticWeightAveraging as StochasticWeightAveraging
+    from drivetrain.callbacks import StragglerMonitor as StragglerMonitor
     from drivetrain.callbacks import ThroughputMonitor as ThroughputMonitor
     from drivetrain.callbacks import Timer as Timer
     from drivetrain.callbacks import TQDMProgressBar as TQDMProgressBar
     from drivetrain.callbacks import WeightAveraging as WeightAveraging
+    from drivetrain.callbacks import WeightHistograms as WeightHistograms
     from drivetrain.callbacks.rich_progress_bar import RichProgressBarTheme as RichProgressBarTheme
     from drivetrain.callbacks.support.flops import measure_flops as measure_flops
     from drivetrain.checkpoint import consolidate as consolidate
@@ -326,3 +338,9 @@ if TYPE_CHECKING:
     from drivetrain.trainer.cli import SaveConfigCallback as SaveConfigCallback
     from drivetrain.trainer.cli import TrainerArgumentParser as TrainerArgumentParser
     from drivetrain.trainer.cli import TrainerCLI as TrainerCLI
+    from drivetrain.trainer.profilers import AdvancedProfiler as AdvancedProfiler
+    from drivetrain.trainer.profilers import PassThroughProfiler as PassThroughProfiler
+    from drivetrain.trainer.profilers import Profiler as Profiler
+    from drivetrain.trainer.profilers import PyTorchProfiler as PyTorchProfiler
+    from drivetrain.trainer.profilers import SimpleProfiler as SimpleProfiler
+    from drivetrain.trainer.profilers import XLAProfiler as XLAProfiler
