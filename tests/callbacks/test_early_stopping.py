@@ -103,7 +103,7 @@ def test_bad_arguments_are_refused(options: dict[str, Any], message: str) -> Non
 def test_its_state_carries_over() -> None:
     first = EarlyStopping("val_loss", patience=5)
     first._evaluate_stopping_criteria(2.0)
-    first._judge(3.0)
+    first._evaluate_stopping_criteria(3.0)
     second = EarlyStopping("val_loss", patience=1)
     second.load_state_dict(first.state_dict())
     assert (float(second.best_score), second.wait_count, second.patience) == (2.0, 1, 5)
