@@ -4,22 +4,18 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from typing import Any, TypeVar
+from typing import Any
 
-from drivetrain.trainer.hyper_parameters import arguments_for, hyper_parameters_in
-
-T = TypeVar("T")
-
-_OF_COMMAND_LINES = ("_instantiator", "_class_path")
+from drivetrain.trainer.hyper_parameters import arguments_for, hyper_parameters_in, made_of
 
 
 def build(
-    kind: type[T],
+    kind: type,
     driver: Mapping[str, Any],
     entry: str,
     hparams_file: str | os.PathLike[str] | None,
     overrides: Mapping[str, Any],
-) -> T:
+) -> Any:
     """Build an object from the hyper-parameters that a checkpoint has of it.
 
     Args:
@@ -30,13 +26,11 @@ def build(
         overrides: Arguments of the constructor that win over the saved ones. Where the constructor takes the saved ones
             as one argument, those that are no arguments themselves are changed within it.
     """
-    saved = dict(driver.get(entry, {}) if hparams_file is None else hyper_parameters_in(hparams_file))
-    for name in _OF_COMMAND_LINES:
-        saved.pop(name, None)
-    given = dict(overrides)
+    saved = driver.get(entry, {}) if hparams_file is None else hyper_parameters_in(hparams_file)
     whole = driver.get("hparams_name")
     arguments = arguments_for(kind, saved, whole)
-    if whole in arguments and whole not in saved:
-        takes = arguments_for(kind, given)
-        arguments[whole].update({name: given.pop(name) for name in list(given) if name not in takes})
-    return kind(**{**arguments, **given})
+    if whole not in arguments or whole in saved:
+        return made_of(kind, saved, whole, overrides)
+    own = arguments_for(kind, overrides)
+    arguments[whole].update({name: value for name, value in overrides.items() if name not in own})
+    return made_of(kind, arguments, None, own)

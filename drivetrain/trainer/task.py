@@ -18,6 +18,7 @@ from drivetrain.runtime.nested import recursively_apply
 from drivetrain.runtime.state import PartialState
 from drivetrain.trainer.data_hooks import DataHooks
 from drivetrain.trainer.hyper_parameters import HoldsHyperParameters
+from drivetrain.trainer.profilers.base import TaskProfiler
 from drivetrain.trainer.task_files import TaskFiles
 from drivetrain.trainer.task_hooks import TaskHooks
 
@@ -60,6 +61,7 @@ class Task(HoldsHyperParameters, TaskFiles, DataHooks, TaskHooks):
     """
 
     automatic_optimization: bool = True
+    profiler = TaskProfiler()
 
     def __init__(self) -> None:
         super().__init__()

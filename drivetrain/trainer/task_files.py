@@ -90,6 +90,19 @@ class TaskFiles(nn.Module):
         is_device = isinstance(map_location, str | int | torch.device)
         return task.to(map_location) if is_device else task
 
+    @classmethod
+    def saved_hyper_parameters(cls, checkpoint_path: str | Path | BinaryIO) -> dict[str, Any]:
+        """The hyper-parameters in a checkpoint.
+
+        Args:
+            checkpoint_path: The checkpoint's directory, or a `.ckpt` file of Lightning's.
+
+        Raises:
+            CheckpointError: There is no complete checkpoint.
+        """
+        parts = ("engine/precision", "driver/hyper_parameters", "hyper_parameters")
+        return dict(checkpoint.read_shared(checkpoint_path, parts)["driver"].get("hyper_parameters", {}))
+
     def _load_weights(self, weights: Mapping[str, Any], strict: bool, source: Any) -> None:
         found = self.load_state_dict(weights, strict=strict)
         if found.missing_keys or found.unexpected_keys:

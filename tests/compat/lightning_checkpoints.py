@@ -1,7 +1,7 @@
 """One small model under Lightning, or under drivetrain in Lightning's names: trains, saves, resumes, and prints losses.
 
-python lightning_beside.py {lightning|drivetrain} save FOLDER
-python lightning_beside.py {lightning|drivetrain} resume FOLDER NAME...
+python lightning_checkpoints.py {lightning|drivetrain} save FOLDER
+python lightning_checkpoints.py {lightning|drivetrain} resume FOLDER NAME...
 """
 
 from __future__ import annotations
