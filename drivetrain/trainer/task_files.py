@@ -38,7 +38,7 @@ class TaskFiles(nn.Module):
         return True if found is None else bool(found)
 
     @strict_loading.setter
-    def strict_loading(self, strict: bool) -> None:
+    def strict_loading(self, strict: bool | None) -> None:
         self.__dict__["_strict_loading"] = strict
 
     @classmethod
@@ -79,12 +79,12 @@ class TaskFiles(nn.Module):
         set_strict = task.__dict__.get("_strict_loading")
         if None not in (strict, set_strict) and strict != set_strict:
             raise ConfigurationError(
-                f"load_from_checkpoint(strict={strict}) and {cls.__name__}.strict_loading = {set_strict} exclude each "
-                "other. Leave strict out."
+                f"load_from_checkpoint(strict={strict}) is in conflict with {cls.__name__}.strict_loading={set_strict}. "
+                "Leave strict out, or give the same."
             )
-        task.configure_model()  # type: ignore[operator]
+        task.configure_model()
         state = for_hooks(engine, 0, driver)
-        task.on_load_checkpoint(state)  # type: ignore[operator]
+        task.on_load_checkpoint(state)
         take_back(state, engine, 0)
         task._load_weights(engine["models"][0], task.strict_loading if strict is None else strict, checkpoint_path)
         is_device = isinstance(map_location, str | int | torch.device)
@@ -105,7 +105,7 @@ class TaskFiles(nn.Module):
 
     def _load_weights(self, weights: Mapping[str, Any], strict: bool, source: Any) -> None:
         found = self.load_state_dict(weights, strict=strict)
-        if found.missing_keys or found.unexpected_keys:
+        if found is not None and (found.missing_keys or found.unexpected_keys):  # None from an override
             logger.warning(
                 f"{source} has other weights than {type(self).__name__}. Not in it: {found.missing_keys or 'none'}. "
                 f"Only in it: {found.unexpected_keys or 'none'}."

@@ -68,7 +68,7 @@ def test_other_weights_are_listed_once_where_that_is_allowed(
     with caplog.at_level(logging.WARNING):
         quiet(tmp_path).test(Lenient(), data(), ckpt_path=path, verbose=False)
     assert caplog.text.count("head.weight") == 1
-    with pytest.raises(ConfigurationError, match="exclude each other"):
+    with pytest.raises(ConfigurationError, match="in conflict with"):
         Lenient.load_from_checkpoint(path, strict=True)
 
 
