@@ -79,8 +79,8 @@ class TaskFiles(nn.Module):
         set_strict = task.__dict__.get("_strict_loading")
         if None not in (strict, set_strict) and strict != set_strict:
             raise ConfigurationError(
-                f"load_from_checkpoint(strict={strict}) is in conflict with {cls.__name__}.strict_loading={set_strict}. "
-                "Leave strict out, or give the same."
+                f"load_from_checkpoint(strict={strict}) is in conflict with "
+                f"{cls.__name__}.strict_loading={set_strict}: leave strict out."
             )
         task.configure_model()
         state = for_hooks(engine, 0, driver)
