@@ -38,10 +38,25 @@ _EXPORTS: dict[str, str] = {
     "ProfileKwargs": "drivetrain.accelerator",
     "TorchDynamoPlugin": "drivetrain.accelerator",
     "TorchContextParallelConfig": "drivetrain.accelerator",
+    "calculate_maximum_sizes": "drivetrain.inference",
+    "check_tied_parameters_in_config": "drivetrain.inference",
+    "compute_module_sizes": "drivetrain.inference",
+    "dtype_byte_size": "drivetrain.inference",
+    "find_tied_parameters": "drivetrain.inference",
+    "get_max_layer_size": "drivetrain.inference",
+    "id_tensor_storage": "drivetrain.inference",
+    "init_empty_weights": "drivetrain.inference",
+    "init_on_device": "drivetrain.inference",
+    "meta_leftovers": "drivetrain.inference",
+    "named_module_tensors": "drivetrain.inference",
+    "retie_parameters": "drivetrain.inference",
     "Trainer": "drivetrain.trainer",
     "Task": "drivetrain.trainer",
     "MegatronTask": "drivetrain.trainer",
     "DataModule": "drivetrain.trainer",
+    "TrainerCLI": "drivetrain.trainer.cli",
+    "TrainerArgumentParser": "drivetrain.trainer.cli",
+    "SaveConfigCallback": "drivetrain.trainer.cli",
     "AdvancedProfiler": "drivetrain.trainer.profilers",
     "PassThroughProfiler": "drivetrain.trainer.profilers",
     "Profiler": "drivetrain.trainer.profilers",
@@ -240,6 +255,18 @@ if TYPE_CHECKING:
     from drivetrain.data import PermutationSampler as PermutationSampler
     from drivetrain.data import TailPolicy as TailPolicy
     from drivetrain.data import skip_first_batches as skip_first_batches
+    from drivetrain.inference import calculate_maximum_sizes as calculate_maximum_sizes
+    from drivetrain.inference import check_tied_parameters_in_config as check_tied_parameters_in_config
+    from drivetrain.inference import compute_module_sizes as compute_module_sizes
+    from drivetrain.inference import dtype_byte_size as dtype_byte_size
+    from drivetrain.inference import find_tied_parameters as find_tied_parameters
+    from drivetrain.inference import get_max_layer_size as get_max_layer_size
+    from drivetrain.inference import id_tensor_storage as id_tensor_storage
+    from drivetrain.inference import init_empty_weights as init_empty_weights
+    from drivetrain.inference import init_on_device as init_on_device
+    from drivetrain.inference import meta_leftovers as meta_leftovers
+    from drivetrain.inference import named_module_tensors as named_module_tensors
+    from drivetrain.inference import retie_parameters as retie_parameters
     from drivetrain.launch import notebook_launcher as notebook_launcher
     from drivetrain.runtime.collectives import broadcast as broadcast
     from drivetrain.runtime.collectives import broadcast_object_list as broadcast_object_list
@@ -308,6 +335,9 @@ if TYPE_CHECKING:
     from drivetrain.trainer import MegatronTask as MegatronTask
     from drivetrain.trainer import Task as Task
     from drivetrain.trainer import Trainer as Trainer
+    from drivetrain.trainer.cli import SaveConfigCallback as SaveConfigCallback
+    from drivetrain.trainer.cli import TrainerArgumentParser as TrainerArgumentParser
+    from drivetrain.trainer.cli import TrainerCLI as TrainerCLI
     from drivetrain.trainer.profilers import AdvancedProfiler as AdvancedProfiler
     from drivetrain.trainer.profilers import PassThroughProfiler as PassThroughProfiler
     from drivetrain.trainer.profilers import Profiler as Profiler
