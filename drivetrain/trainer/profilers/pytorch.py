@@ -90,7 +90,8 @@ class PyTorchProfiler(Profiler):
         self.group_by_input_shapes, self.emit_nvtx = group_by_input_shapes, emit_nvtx
         self.export_to_chrome, self.record_module_names = export_to_chrome, record_module_names
         self.row_limit, self.sort_by_key = row_limit, sort_by_key
-        self._schedule = profiler_kwargs.pop("schedule", schedule(wait=1, warmup=1, active=3, repeat=1))
+        usual = schedule(wait=1, warmup=1, active=3, repeat=1)
+        self._schedule: Callable[[int], Any] | None = profiler_kwargs.pop("schedule", usual)
         self._steps_needed = 0 if self._schedule is None else _steps_to_record(self._schedule)
         self._on_trace_ready = profiler_kwargs.pop("on_trace_ready", None)
         self._options: dict[str, Any] = {"record_shapes": group_by_input_shapes, **profiler_kwargs}
@@ -121,7 +122,7 @@ class PyTorchProfiler(Profiler):
         kind = action_name.rpartition(".")[2]
         if kind in self.STEP_FUNCTIONS and not self.emit_nvtx:
             self._begin_step(kind)
-        elif self._recording is None and self._schedule is None:
+        elif self._recording is None and (self._schedule is None or self.emit_nvtx):
             self._begin_recording(kind="", plan=None)
         if self._recording is not None:
             self._blocks[action_name] = record_function(f"{self.prefix[:-1]}][profile]{action_name}")
