@@ -11,6 +11,7 @@ import yaml
 
 import drivetrain.compat
 from drivetrain import Callback
+from drivetrain.compat.lightning.pytorch.demos.boring_classes import BoringModel
 from tests.pool import run_in_processes
 
 # The keys of a Trainer are all that Lightning 2.6 writes there.
@@ -63,7 +64,9 @@ trainer:
   enable_autolog_hparams: true
   model_registry: null
 model:
-  class_path: lightning.pytorch.demos.boring_classes.BoringModel
+  class_path: tests.compat.test_lightning_cli.Saved
+  init_args:
+    width: 5
 data: null
 optimizer:
   class_path: torch.optim.Adam
@@ -73,6 +76,13 @@ lr_scheduler: null
 ckpt_path: null
 weights_only: null
 """
+
+
+class Saved(BoringModel):
+    def __init__(self, width: int = 3) -> None:
+        super().__init__()
+        self.save_hyperparameters()
+        self.width = width
 
 
 def run_what_lightning_wrote() -> dict[str, Any]:
@@ -91,9 +101,9 @@ def run_what_lightning_wrote() -> dict[str, Any]:
         "steps": made.trainer.global_step,
         "learning rate": made.trainer.optimizers[0].defaults["lr"],
         "seed": os.environ["PL_GLOBAL_SEED"],
-        "written again": [saved["model"]["class_path"], saved["trainer"]["callbacks"][0]["class_path"]],
+        "written again": saved["trainer"]["callbacks"][0]["class_path"],
         "instantiator": made.model.hparams.get("_instantiator"),
-        "loaded": type(again).__name__,
+        "loaded": [type(again).__name__, again.width],
         "by variable": by_variable.trainer.limit_train_batches,
     }
 
@@ -108,9 +118,9 @@ def test_a_configuration_that_lightning_wrote_runs_and_is_written_again_for_both
         "steps": 2,
         "learning rate": 0.25,
         "seed": "3",
-        "written again": ["lightning.pytorch.demos.BoringModel", "lightning.pytorch.callbacks.EarlyStopping"],
-        "instantiator": None,
-        "loaded": "BoringModel",
+        "written again": "lightning.pytorch.callbacks.EarlyStopping",
+        "instantiator": "lightning.pytorch.cli.instantiate_module",
+        "loaded": ["Saved", 5],
         "by variable": 7,
     }
 
