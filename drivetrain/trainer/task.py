@@ -21,6 +21,7 @@ from drivetrain.runtime.nested import recursively_apply
 from drivetrain.runtime.state import PartialState
 from drivetrain.trainer.data_hooks import DataHooks
 from drivetrain.trainer.hyper_parameters import HoldsHyperParameters, hyper_parameters_in, made_of
+from drivetrain.trainer.profilers.base import TaskProfiler
 from drivetrain.trainer.task_hooks import TaskHooks
 
 if TYPE_CHECKING:
@@ -63,6 +64,7 @@ class Task(HoldsHyperParameters, DataHooks, TaskHooks):
 
     automatic_optimization: bool = True
     example_input_array: Any = None
+    profiler = TaskProfiler()
 
     def __init__(self) -> None:
         super().__init__()
