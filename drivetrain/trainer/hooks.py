@@ -2,18 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import inspect
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from drivetrain.callbacks.base import Callback
+from drivetrain.runtime.logging import get_logger
 from drivetrain.trainer.data_module import DataModule
 from drivetrain.trainer.task import Task
 
 if TYPE_CHECKING:
     from drivetrain.trainer.trainer import Trainer
 
+logger = get_logger(__name__)
+
 Hook = Callable[..., Any]
+
+OF_EVALUATION_BATCHES = frozenset(
+    f"on_{stage}_batch_{moment}" for stage in ("validation", "test", "predict") for moment in ("start", "end")
+)
+"""Hooks whose last argument, the number of the loader, an override may leave out."""
 
 
 def is_overridden(owner: Any, base: type, name: str) -> bool:
@@ -72,11 +81,25 @@ class Hooks:
 
     def _of_task(self, name: str) -> tuple[Hook, ...]:
         if hasattr(Task, name) and is_overridden(self._task, Task, name):
-            return (getattr(self._task, name),)
+            return (_as_called(getattr(self._task, name), name),)
         return ()
 
     def _bind(self, callback: Callback, name: str) -> Hook:
-        return partial(getattr(callback, name), self._trainer, self._task)
+        return _as_called(partial(getattr(callback, name), self._trainer, self._task), name)
+
+
+def _as_called(hook: Hook, name: str) -> Hook:
+    """A hook as the loops call it; one that does not take the number of the loader is called without."""
+    if name not in OF_EVALUATION_BATCHES:
+        return hook
+    arguments = (None,) * (4 if name.endswith("_end") else 3)
+    try:
+        inspect.signature(hook).bind(*arguments)
+    except TypeError:
+        return lambda *given: hook(*given[:-1])
+    except ValueError:  # a builtin without a signature
+        pass
+    return hook
 
 
 def let_log(callback: Callback, task: Task | None) -> None:
@@ -103,9 +126,28 @@ def call_setup_hooks(trainer: Trainer, task: Task, data: DataModule | None, stag
 
 
 def call_teardown_hooks(trainer: Trainer, task: Task, data: DataModule | None, stage: str) -> None:
-    """Call `teardown` of the data module, the callbacks and the task, in this order."""
-    if data is not None:
-        data.teardown(stage)
-    for callback in trainer.callbacks:
-        callback.teardown(trainer, task, stage)
-    task.teardown(stage)
+    """Call `teardown` of the data module, the callbacks and the task, in this order.
+
+    All of them run, also where one raises; the first error is raised then, and all are logged.
+    """
+    hooks: list[partial[Any]] = [] if data is None else [partial(data.teardown, stage)]
+    hooks += [partial(callback.teardown, trainer, task, stage) for callback in trainer.callbacks]
+    errors = call_all([*hooks, partial(task.teardown, stage)])
+    if errors:
+        raise errors[0]
+
+
+def call_all(hooks: Iterable[partial[Any]]) -> list[BaseException]:
+    """Call hooks, each whatever those before it raise, which is logged.
+
+    Returns:
+        The errors.
+    """
+    errors: list[BaseException] = []
+    for hook in hooks:
+        try:
+            hook()
+        except BaseException as error:
+            logger.error(f"{getattr(hook.func, '__qualname__', hook.func)} raised {type(error).__name__}: {error}")
+            errors.append(error)
+    return errors
