@@ -114,7 +114,7 @@ def test_all_are_torn_down_where_several_raise_and_the_first_error_is_raised(
     with caplog.at_level(logging.ERROR), pytest.raises(ZeroDivisionError):
         fit(Scripted([1]), tmp_path, 1, [first, second, last])
     assert (first.torn_down, second.torn_down, last.ended) == (1, 1, ["teardown of fit"])
-    assert caplog.text.count("raised ZeroDivisionError") == 2
+    assert caplog.text.count("teardown raised ZeroDivisionError") == 2
 
 
 def test_an_error_in_on_exception_hides_neither_the_first_one_nor_the_other_hooks(tmp_path: Path) -> None:
