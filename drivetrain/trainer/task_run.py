@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -16,7 +17,7 @@ from drivetrain.callbacks.stage import Stage
 from drivetrain.runtime.errors import ConfigurationError
 from drivetrain.strategies import StepModule
 from drivetrain.trainer.data_module import DataModule
-from drivetrain.trainer.hooks import Hooks, call_setup_hooks, call_teardown_hooks, is_overridden, let_log
+from drivetrain.trainer.hooks import Hooks, call_all, call_setup_hooks, call_teardown_hooks, is_overridden, let_log
 from drivetrain.trainer.metrics.log_scopes import NOWHERE
 from drivetrain.trainer.optimizers import SchedulerConfig, parse_configured_optimizers
 from drivetrain.trainer.task import Task
@@ -132,26 +133,34 @@ class TaskRun:
         engine.step.drive(StepHooks())
         engine.accumulation.end_planned()
         trainer.current.leave_batch()
-        call_teardown_hooks(trainer, task, self.datamodule, stage.verb)
-        for callback in trainer.callbacks:
-            let_log(callback, None)
-        error, self._error = self._error, None
-        trainer.tracker_log.end_run(error, stage is Stage.TRAIN)
-        engine.run_state.moment = Moment
-        if trainer.fit_loop is not None:
-            engine.forget_loader(trainer.fit_loop.loader)
-        trainer.current.leave_stage()
-        trainer.actions.finish(stage)
+        try:
+            call_teardown_hooks(trainer, task, self.datamodule, stage.verb)
+        except BaseException as error:
+            self._error = self._error or error
+            raise
+        finally:
+            for callback in trainer.callbacks:
+                let_log(callback, None)
+            error, self._error = self._error, None
+            trainer.tracker_log.end_run(error, stage is Stage.TRAIN)
+            engine.run_state.moment = Moment
+            if trainer.fit_loop is not None:
+                engine.forget_loader(trainer.fit_loop.loader)
+            trainer.current.leave_stage()
+            trainer.actions.finish(stage)
 
     def report_exception(self, task: Task, error: BaseException) -> None:
-        """Call `on_exception` of all, and remember the error for the trackers."""
+        """Call `on_exception` of all, and remember the error for the trackers.
+
+        What a hook raises is logged, since the run ends with the first error.
+        """
         trainer = self._trainer
         self._error = error
-        for callback in trainer.callbacks:
-            callback.on_exception(trainer, task, error)
-        task.on_exception(error)
+        hooks = [partial(each.on_exception, trainer, task, error) for each in trainer.callbacks]
+        hooks.append(partial(task.on_exception, error))
         if self.datamodule is not None:
-            self.datamodule.on_exception(error)
+            hooks.append(partial(self.datamodule.on_exception, error))
+        call_all("on_exception", hooks)
 
     # on the hardware
 

@@ -9,7 +9,19 @@ from tests.pool import ROOT
 
 PAGE = ROOT / "docs" / "compatibility-lightning.md"
 PROGRAM = ROOT / "tests" / "compat" / "programs" / "lightning_tasks.py"
+HOOKS = ROOT / "tests" / "compat" / "programs" / "lightning_hooks.py"
 TOLERANCE = 1e-6
+
+UNLIKE: dict[str, str] = {}
+"""Events that one side has and the other one has not, as patterns after "- " (Lightning's) or "+ " (ours), and why."""
+
+
+def recorded_runs() -> list[str]:
+    """The runs whose hooks are recorded, without importing the program."""
+    assigned = [each for each in ast.parse(HOOKS.read_text()).body if isinstance(each, ast.Assign)]
+    [runs] = [each.value for each in assigned if ast.unparse(each.targets[0]) == "RUNS"]
+    assert isinstance(runs, ast.Tuple)
+    return [ast.unparse(each) for each in runs.elts]
 
 
 def tasks() -> dict[str, str]:
