@@ -15,6 +15,7 @@ from drivetrain.callbacks import Callback
 from drivetrain.runtime.errors import nearest
 from drivetrain.strategies import Strategy
 from drivetrain.trackers import Tracker
+from drivetrain.trainer import profilers
 from drivetrain.trainer.cli.package import IS_INSTALLED, require_jsonargparse
 from drivetrain.trainer.cli.types import LRSchedulerTypeTuple
 from drivetrain.trainer.data_module import DataModule
@@ -156,7 +157,7 @@ class TrainerArgumentParser(ArgumentParser):
         """What an unknown option, class, or key of a file may have been meant to be."""
         classes = _CLASS.search(message)
         if classes is not None:
-            return nearest(classes[1], {each.__name__ for kind in _NAMED for each in _subclasses(kind)})
+            return nearest(classes[1], {each.__name__ for kind in _NAMED for each in subclasses(kind)})
         found = _OPTION.search(message) if "nrecognized" in message else _KEY.search(message)
         if found is None:
             return ""
@@ -179,16 +180,21 @@ class TrainerArgumentParser(ArgumentParser):
 
 
 def load_named_classes() -> None:
-    """Import the callbacks, so that their names can be given without their modules."""
-    for name in callbacks.__all__:
-        getattr(callbacks, name)
+    """Import callbacks and profilers, so that their names can be given without their modules."""
+    for room in (callbacks, profilers):
+        for name in room.__all__:
+            getattr(room, name)
 
 
-def _subclasses(kind: type) -> Iterator[type]:
-    """All subclasses of a class that are known so far."""
+def subclasses(kind: type) -> Iterator[type]:
+    """All subclasses of a class that are known so far.
+
+    Args:
+        kind: The class.
+    """
     for each in kind.__subclasses__():
         yield each
-        yield from _subclasses(each)
+        yield from subclasses(each)
 
 
 def class_of(kind: type | Callable[..., Any]) -> type:
