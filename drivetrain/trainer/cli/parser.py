@@ -35,7 +35,7 @@ _NAMED = (Callback, Tracker, Strategy, Task, DataModule, Optimizer, LRScheduler)
 
 _CLASS = re.compile(r"dot import path string: (\w+)")
 _OPTION = re.compile(r"--([\w.]+)")
-_KEY = re.compile(r"does not accept option '([\w.]+)'")
+_KEY = re.compile(r"(?:Group '([\w.]+)' )?does not accept option '([\w.]+)'")
 
 
 class TrainerArgumentParser(ArgumentParser):
@@ -141,7 +141,7 @@ class TrainerArgumentParser(ArgumentParser):
         options: dict[str, Any] = {"fail_untyped": False, "skip": {left_out}, "instantiate": False}
         if isinstance(kind, tuple):
             self.add_subclass_arguments(kind, key, **options)
-            self.groups[key].title = f"The {key.replace('_', ' ')}, by its class"
+            (self.groups or {})[key].title = f"The {key.replace('_', ' ')}, by its class"
         else:
             self.add_class_arguments(kind, key, sub_configs=True, **options)
 
@@ -161,7 +161,7 @@ class TrainerArgumentParser(ArgumentParser):
         found = _OPTION.search(message) if "nrecognized" in message else _KEY.search(message)
         if found is None:
             return ""
-        given = found[1]
+        given = ".".join(each for each in found.groups() if each)
         guess = nearest(given, self._known())
         if not guess and "." not in given:
             tails = {each.rpartition(".")[2]: each for each in self._known()}
@@ -192,7 +192,8 @@ def subclasses(kind: type) -> Iterator[type]:
     Args:
         kind: The class.
     """
-    for each in kind.__subclasses__():
+    known: list[type] = kind.__subclasses__()
+    for each in known:
         yield each
         yield from subclasses(each)
 

@@ -52,8 +52,8 @@ _PLUGIN = Precision | TorchSyncBatchNorm | str
 _CALLBACK, _LOGGER, _PROFILER = any_of(Callback), any_of(Tracker), any_of(Profiler)
 _TYPES: dict[str, Any] = {
     "accelerator": str | Accelerator,
-    "callbacks": list[_CALLBACK] | _CALLBACK | None,
-    "logger": _LOGGER | Iterable[_LOGGER] | bool | None,
+    "callbacks": list[_CALLBACK] | _CALLBACK | None,  # type: ignore[valid-type]
+    "logger": _LOGGER | Iterable[_LOGGER] | bool | None,  # type: ignore[valid-type]
     "plugins": _PLUGIN | list[_PLUGIN] | None,
     "precision": str | int | None,
     "profiler": _PROFILER | str | None,
@@ -62,7 +62,7 @@ _TYPES: dict[str, Any] = {
 
 
 def show_all_arguments(kind: type) -> None:
-    """Let the signature of a Trainer's constructor have the core's arguments in the place of `**options`.
+    """Show the core's arguments in the signature of a constructor, and types rather than their names in those of verbs.
 
     Args:
         kind: The class.
@@ -75,3 +75,6 @@ def show_all_arguments(kind: type) -> None:
     named = [each for each in ordered.values() if each.kind is not inspect.Parameter.VAR_KEYWORD]
     init.__doc__ = CoreTrainer.__doc__  # which describes the arguments that are not described here
     init.__signature__ = inspect.Signature([each.replace(annotation=types.get(each.name, Any)) for each in named])
+    for verb in ("fit", "validate", "test", "predict"):
+        function = getattr(kind, verb)
+        function.__signature__ = inspect.signature(function, eval_str=True)
