@@ -13,6 +13,7 @@ from drivetrain.callbacks.base import Callback
 from drivetrain.callbacks.checkpoint import folder
 from drivetrain.callbacks.checkpoint.decision import decide
 from drivetrain.callbacks.checkpoint.kept import KeptCheckpoints
+from drivetrain.callbacks.checkpoint.lightning_state import from_lightning, to_lightning
 from drivetrain.callbacks.checkpoint.options import check_intervals, check_options
 from drivetrain.callbacks.checkpoint.policy import BestK, CheckpointName
 from drivetrain.callbacks.checkpoint.restored import RestoredState, number
@@ -263,7 +264,12 @@ class ModelCheckpoint(Callback):
             "elapsed": self._elapsed if self._timer is None else self._timer.elapsed,
         }
 
+    def lightning_state(self) -> dict[str, Any]:
+        """The state as Lightning's `ModelCheckpoint` keeps it, of the checkpoints that Lightning can open."""
+        return to_lightning(self)
+
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        state_dict = from_lightning(state_dict)
         state = RestoredState.of(state_dict)
         self.current_score = number(state_dict, "current_score", float, optional=True)
         self._validations, self._judged = number(state_dict, "validations", int), number(state_dict, "judged", int)

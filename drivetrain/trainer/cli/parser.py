@@ -38,7 +38,7 @@ _KEY = re.compile(r"does not accept option '([\w.]+)'")
 
 
 class TrainerArgumentParser(ArgumentParser):
-    """jsonargparse's parser, with options of classes: those of callbacks, optimizers and schedules too.
+    """The parser of jsonargparse with options of classes: those of callbacks, optimizers and schedules too.
 
     Args:
         *args: For `jsonargparse.ArgumentParser`.

@@ -34,12 +34,7 @@ def show_all_arguments(kind: type) -> None:
     types = {**get_type_hints(CoreTrainer.__init__), **get_type_hints(inspect.unwrap(init)), **_TYPES}
     profiler: Any = getattr(profilers, "Profiler", None)
     types["profiler"] = Any if profiler is None else profiler | str | None
-    first = [own["self"], *(own[name] for name in own if name in core and name != "self")]
-    shown = [
-        *first,
-        *(core[name] for name in core if name not in own),
-        *(own[name] for name in own if name not in core),
-    ]
-    named = [each for each in shown if each.kind is not inspect.Parameter.VAR_KEYWORD]
+    ordered = {**core, **own}  # in the core's order, and then what is only here
+    named = [each for each in ordered.values() if each.kind is not inspect.Parameter.VAR_KEYWORD]
     init.__doc__ = CoreTrainer.__doc__  # which describes the arguments that are not described here
     init.__signature__ = inspect.Signature([each.replace(annotation=types.get(each.name, Any)) for each in named])
