@@ -37,7 +37,7 @@ def make_accelerator(
     precision: str | int | Precision | None,
     accumulate: int | None,
     sync_batchnorm: bool,
-    compilation: TorchDynamoPlugin | None,
+    compilation: TorchDynamoPlugin | None = None,
 ) -> Accelerator:
     """The engine to run on: the one given, or a new one, once missing processes are started."""
     if isinstance(accelerator, Accelerator):

@@ -155,9 +155,10 @@ class _Tokens:
 
 def _real_rows(batch: Any, info: BatchInfo) -> Any:
     """A batch without the rows that only fill it up."""
-    if not info.padding:
+    rows, real = info.rows, info.real_rows
+    if not info.padding or rows is None or real is None:
         return batch
-    return recursively_apply(partial(_cut, rows=info.rows, real=info.real_rows), batch)
+    return recursively_apply(partial(_cut, rows=rows, real=real), batch)
 
 
 def _cut(tensor: Tensor, rows: int, real: int) -> Tensor:
