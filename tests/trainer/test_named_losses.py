@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from drivetrain import Task
 from drivetrain.runtime.errors import ConfigurationError
+from drivetrain.strategies.precision.mixed import Float16Mixed
 from tests.pool import run_in_processes
 from tests.trainer.tasks import quiet
 
@@ -111,10 +112,10 @@ def weights_after(task: Adversaries, batch_size: int = 8, count: int = 24, **opt
     return state
 
 
-def assert_equal(left: dict[str, Tensor], right: dict[str, Tensor], within: float = 1e-6) -> None:
+def assert_equal(left: dict[str, Tensor], right: dict[str, Tensor]) -> None:
     assert left.keys() == right.keys()
     for name, tensor in left.items():
-        torch.testing.assert_close(tensor, right[name], rtol=0, atol=within)
+        torch.testing.assert_close(tensor, right[name], rtol=0, atol=1e-6)
 
 
 def test_losses_by_name_train_as_by_hand() -> None:
@@ -131,10 +132,12 @@ def test_micro_batches_accumulate_to_the_batch() -> None:
     assert_equal(weights_after(Automatic(), 4, accumulate_grad_batches=2), weights_after(Automatic(), 8))
 
 
-def test_the_scaler_of_half_precision_serves_all_losses() -> None:
-    half = weights_after(Automatic(), precision="fp16")
-    assert_equal(half, weights_after(Manual(), precision="fp16"))
-    assert_equal(half, weights_after(Automatic()), within=0.02)
+@pytest.mark.parametrize("scale", [2.0**16, 2.0**8], ids=["the first step overflows", "nothing overflows"])
+def test_the_scaler_of_half_precision_serves_all_losses(scale: float) -> None:
+    automatic, manual = (
+        weights_after(task, precision=Float16Mixed(init_scale=scale)) for task in (Automatic(), Manual())
+    )
+    assert_equal(automatic, manual)
 
 
 def test_schedulers_follow_their_optimizer() -> None:
