@@ -17,6 +17,7 @@ from drivetrain import checkpoint
 from drivetrain.accelerator import Accelerator
 from drivetrain.callbacks import Callback
 from drivetrain.callbacks.stage import Stage
+from drivetrain.runtime.durations import Duration
 from drivetrain.runtime.errors import ConfigurationError
 from drivetrain.runtime.exit_codes import RESUME_EXIT_CODE
 from drivetrain.runtime.keywords import KnownKeywords, refuse_unknown
@@ -25,9 +26,11 @@ from drivetrain.strategies.base import Given, RunOptions
 from drivetrain.strategies.precision import Precision
 from drivetrain.trackers import Tracker
 from drivetrain.trainer import building, task_checks
+from drivetrain.trainer.compiling import compilations_watched, compile_plugin
 from drivetrain.trainer.data_module import DataModule
 from drivetrain.trainer.init_module import init_module
 from drivetrain.trainer.loops.choose_step import choose_step
+from drivetrain.trainer.loops.consumption import duration_in_run
 from drivetrain.trainer.loops.current_run import CurrentRun
 from drivetrain.trainer.loops.evaluation_run import evaluate, evaluate_logged, make_validation, run_sanity_check
 from drivetrain.trainer.loops.fit_loop import FitLoop
@@ -74,13 +77,16 @@ class Trainer(KnownKeywords, OptionAttributes, TrainerStatus):
         min_epochs: Epochs that no wish to stop cuts short.
         max_steps: Optimizer steps to train; -1 for no limit.
         min_steps: Optimizer steps that no wish to stop cuts short.
-        max_time: How long to train: a timedelta, a dict of its arguments, or `"DD:HH:MM:SS"`.
+        max_time: How long to train: `"10 min"`, a timedelta, a dict of its arguments, or `"DD:HH:MM:SS"`.
+        max_duration: How long to train, in any unit: `"500 steps"`, `"2 epochs"`, `"1M samples"`, `"50M tokens"`,
+            `"10 min"`. Samples and tokens are counted over all processes.
         limit_train_batches: Batches of an epoch to train on: a number, or a fraction.
         limit_val_batches: The same for validation; 0 leaves it out.
         limit_test_batches: The same for testing.
         limit_predict_batches: The same for predicting.
         overfit_batches: Train and validate on so many of the same batches, unshuffled.
-        val_check_interval: Validate after so many batches, such a fraction of an epoch, or such a time.
+        val_check_interval: Validate after so many batches, such a fraction of an epoch, or such a duration:
+            `"1000 steps"`, `"2 epochs"`, `"1M samples"`, `"10 min"`, `"10%"` of the run.
         check_val_every_n_epoch: Validate every so many epochs; None counts `val_check_interval` across epochs.
         num_sanity_val_steps: Validation batches to try before training; -1 for all.
         log_every_n_steps: Trackers get step values every so many steps.
@@ -101,6 +107,9 @@ class Trainer(KnownKeywords, OptionAttributes, TrainerStatus):
         sync_batchnorm: Batch statistics over all processes (DDP on GPUs).
         reload_dataloaders_every_n_epochs: Make the loaders again every so many epochs.
         default_root_dir: Where everything is written by default.
+        compile: Compile the modules of the task with `torch.compile`: True for each as a whole, `"blocks"` for the
+            repeated blocks in them, or a dict of `torch.compile`'s options and `"blocks": True`; False for none, None
+            for what the launcher was asked for.
         on_interrupt: What `fit` does at Ctrl-C once it has finished the step and saved: `"raise"` a
             `KeyboardInterrupt`, so that the script ends too, or `"return"`.
         seed: Seed everything with this, samples included, before anything else.
@@ -125,12 +134,13 @@ class Trainer(KnownKeywords, OptionAttributes, TrainerStatus):
         max_steps: int = -1,
         min_steps: int | None = None,
         max_time: str | timedelta | dict[str, int] | None = None,
+        max_duration: str | Duration | None = None,
         limit_train_batches: int | float | None = None,
         limit_val_batches: int | float | None = None,
         limit_test_batches: int | float | None = None,
         limit_predict_batches: int | float | None = None,
         overfit_batches: int | float = 0.0,
-        val_check_interval: int | float | str | timedelta | dict[str, int] | None = None,
+        val_check_interval: int | float | str | timedelta | dict[str, int] | Duration | None = None,
         check_val_every_n_epoch: int | None = 1,
         num_sanity_val_steps: int | None = None,
         log_every_n_steps: int | None = None,
@@ -150,13 +160,21 @@ class Trainer(KnownKeywords, OptionAttributes, TrainerStatus):
         sync_batchnorm: bool = False,
         reload_dataloaders_every_n_epochs: int = 0,
         default_root_dir: str | os.PathLike[str] | None = None,
+        compile: bool | str | Mapping[str, Any] | None = None,
         on_interrupt: str = "raise",
         seed: int | None = None,
     ) -> None:
         given = dict(locals())
         self.options = TrainerOptions.from_arguments(given)
         self.accelerator = building.make_accelerator(
-            accelerator, strategy, devices, num_nodes, precision, accumulate_grad_batches, sync_batchnorm
+            accelerator,
+            strategy,
+            devices,
+            num_nodes,
+            precision,
+            accumulate_grad_batches,
+            sync_batchnorm,
+            compile_plugin(compile),
         )
         self.options = building.settle_accumulation(accumulate_grad_batches, self.accelerator, self.options)
         accumulation = Given("Trainer(accumulate_grad_batches)", self.accumulate_grad_batches)
@@ -231,7 +249,11 @@ class Trainer(KnownKeywords, OptionAttributes, TrainerStatus):
         training = self._training = LoaderSource(self, model, Stage.TRAIN, train_dataloaders, datamodule)
         validating = LoaderSource(self, model, Stage.VALIDATE, val_dataloaders, datamodule)
         try:
-            with self.control.signals_watched(), torch.autograd.set_detect_anomaly(self.detect_anomaly):
+            with (
+                self.control.signals_watched(),
+                compilations_watched(self),
+                torch.autograd.set_detect_anomaly(self.detect_anomaly),
+            ):
                 self._fit(model, training, validating, ckpt_path if resume is None else resume)
         except BaseException as error:
             self.control.record_exception(error)
@@ -432,6 +454,18 @@ class Trainer(KnownKeywords, OptionAttributes, TrainerStatus):
         if self._training is None:
             raise ConfigurationError("estimated_stepping_batches is known within fit() only.")
         return estimate_steps(self, self._training.prepare_training())
+
+    def resolve_duration(self, duration: Duration, name: str = "duration") -> Duration:
+        """A duration in steps, epochs, samples, tokens or seconds; a part of the run in what its end is given in.
+
+        Args:
+            duration: The duration.
+            name: What it was given as, for errors.
+
+        Raises:
+            ConfigurationError: It is a part of a run whose length is not known.
+        """
+        return duration_in_run(self, duration, name)
 
     # ending and rolling back
 
