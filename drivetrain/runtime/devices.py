@@ -121,6 +121,24 @@ class DeviceKind:
         if release is not None:
             release()
 
+    def memory_in_use(self, device: torch.device) -> float:
+        """Bytes that tensors of this process hold on a device; nan where the kind does not count them.
+
+        Args:
+            device: The device. It is not waited for.
+        """
+        count = getattr(self.module, "memory_allocated", None)
+        return float("nan") if count is None else float(count(device))
+
+    def describe(self, device: torch.device) -> str:
+        """The name of a device, such as a GPU's model; the name of the kind where it has no other.
+
+        Args:
+            device: The device.
+        """
+        name = getattr(self.module, "get_device_name", None)
+        return self.name if name is None else str(name(device))
+
     def make_stream(self, device: torch.device | None = None) -> Any | None:
         """A new stream, or None where the kind has none."""
         if not self.supports_streams:
@@ -202,6 +220,16 @@ class CPU(DeviceKind):
 
     def set_device(self, device: torch.device) -> None:
         """Nothing to choose."""
+
+    def memory_in_use(self, device: torch.device) -> float:
+        """Bytes of the whole process, which keeps its tensors among everything else.
+
+        Args:
+            device: The host.
+        """
+        import psutil  # here: most processes never ask
+
+        return float(psutil.Process().memory_info().rss)
 
     def is_started(self) -> bool:
         """False: nothing of the host's is lost in a fork."""
