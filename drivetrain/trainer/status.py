@@ -45,7 +45,7 @@ class TrainerStatus:
     current: CurrentRun
     tracker_log: TrackerLog
     finiteness: Finiteness
-    fit_loop: FitLoop | None
+    loop: FitLoop | None
     default_root_dir: str
 
     @property
@@ -285,7 +285,7 @@ class TrainerStatus:
     @property
     def validation_follows(self) -> bool:
         """Whether the run validates after the step that is being ended."""
-        return self.fit_loop is not None and self.fit_loop.validation_follows
+        return self.loop is not None and self.loop.validation_follows
 
     # the end
 

@@ -137,8 +137,8 @@ class TaskRun:
         error, self._error = self._error, None
         trainer.tracker_log.end_run(error, stage is Stage.TRAIN)
         engine.run_state.moment = Moment
-        if trainer.fit_loop is not None:
-            engine.forget_loader(trainer.fit_loop.loader)
+        if trainer.loop is not None:
+            engine.forget_loader(trainer.loop.loader)
         trainer.current.leave_stage()
 
     def report_exception(self, task: Task, error: BaseException) -> None:

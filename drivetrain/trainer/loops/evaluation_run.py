@@ -84,7 +84,7 @@ def evaluate(
 def _best_of_last_fit(trainer: Trainer, stage: Stage) -> str | None:
     """The checkpoint that a verb without a model takes: the best of the last `fit`, if it has saved one."""
     callback = trainer.checkpoint_callback
-    if callback is None or not callback.best_model_path or trainer.fit_loop is None:
+    if callback is None or not callback.best_model_path or trainer.loop is None:
         return None
     trainer.print(
         f"{stage.verb}() was called without a model, so it takes the best checkpoint of the last fit: "

@@ -63,7 +63,7 @@ def save_run(
         raise CheckpointError(
             "There is nothing to save yet: a checkpoint can be written once fit() has placed the task."
         )
-    loop, run = trainer.fit_loop, trainer.accelerator.run_state
+    loop, run = trainer.loop, trainer.accelerator.run_state
     committed = Committed(task, trainer.logged, trainer.progress) if loop is None else loop.batches.committed
     moment, number = moment_of(trainer), _number_of_model(trainer)
     with committed.buffers_restored():
@@ -97,7 +97,7 @@ def _entries(trainer: Trainer, task: Task, weights_only: bool) -> dict[str, Any]
         "should_stop": trainer.control.stops_for_good,
         "datamodule": data.state_dict() if data is not None else {},
         "datamodule_hyper_parameters": {} if data is None else secrets.drop(plain(dict(data.hparams))),
-        "combined_loader": None if trainer.fit_loop is None else trainer.fit_loop.batches.combined_position(),
+        "combined_loader": None if trainer.loop is None else trainer.loop.batches.combined_position(),
     }
 
 
@@ -267,7 +267,7 @@ class SavedRun:
 
 def moment_of(trainer: Trainer) -> Moment:
     """The moment that a save within `fit` describes: the last finished step."""
-    loop = trainer.fit_loop
+    loop = trainer.loop
     return Moment() if loop is None else Moment(loop.batches.committed.random, loop.batches.positions())
 
 
