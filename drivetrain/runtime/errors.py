@@ -14,6 +14,10 @@ class ConfigurationError(DrivetrainError, ValueError):
     """An argument, flag or file asks for something that cannot be; the message lists what can."""
 
 
+class ArgumentTypeError(ConfigurationError, TypeError):
+    """An argument is of a type that it cannot be."""
+
+
 class DeviceNotAvailableError(DrivetrainError, RuntimeError):
     """A device was named that this machine does not have."""
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, Generic, TypeVar, overload
 
 from drivetrain.runtime.durations import parse_duration
-from drivetrain.runtime.errors import ConfigurationError, nearest
+from drivetrain.runtime.errors import ArgumentTypeError, ConfigurationError, nearest
 from drivetrain.runtime.keywords import refuse_unknown
 
 T = TypeVar("T")
@@ -78,7 +78,7 @@ class TrainerOptions:
         chosen["val_check_interval"] = check_validation_interval(given["val_check_interval"])
         chosen["check_val_every_n_epoch"] = given["check_val_every_n_epoch"]
         chosen["max_time"] = parse_duration(given["max_time"], "max_time")
-        chosen["default_root_dir"] = os.fspath(given["default_root_dir"] or Path.cwd())
+        chosen["default_root_dir"] = os.path.expanduser(os.fspath(given["default_root_dir"] or Path.cwd()))
         options = cls(**chosen)
         if given["max_epochs"] is None and (options.max_steps >= 0 or options.max_time is not None):
             options = replace(options, max_epochs=-1)
@@ -197,18 +197,25 @@ def _check_count(name: str, value: Any, least: int) -> None:
     """Raise unless a count is None or a whole number of at least its bound."""
     if value is None:
         return
-    if not isinstance(value, int) or isinstance(value, bool) or value < least:
-        raise ConfigurationError(f"{name}={value!r}: give a whole number of at least {least}.")
+    if isinstance(value, int) and not isinstance(value, bool) and value >= least:
+        return
+    if least < 0:
+        raise ConfigurationError(f"`{name}` must be a non-negative integer or -1 for no limit, got {value!r}.")
+    raise ConfigurationError(f"{name}={value!r} should be an integer. Give a whole number of at least {least}.")
 
 
 def check_clipping(value: float | None, algorithm: str | None) -> None:
     """Raise unless clipping makes sense."""
     if algorithm is not None and algorithm not in CLIPPING:
         raise ConfigurationError(
-            f"gradient_clip_algorithm={algorithm!r}: allowed are {', '.join(CLIPPING)}."
+            f"`gradient_clip_algorithm` {algorithm} is invalid: allowed are {', '.join(CLIPPING)}."
             f"{nearest(str(algorithm), CLIPPING)}"
         )
-    if value is not None and (not isinstance(value, int | float) or math.isnan(value) or value < 0):
+    if value is not None and not isinstance(value, int | float):
+        raise ArgumentTypeError(
+            f"`gradient_clip_val` should be an int or a float of at least 0, or None, got {value!r}."
+        )
+    if value is not None and (math.isnan(value) or value < 0):
         raise ConfigurationError(f"gradient_clip_val={value!r}: give a number of at least 0, or None.")
 
 

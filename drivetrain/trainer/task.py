@@ -24,6 +24,8 @@ from drivetrain.trainer.hyper_parameters import HoldsHyperParameters, arguments_
 from drivetrain.trainer.task_hooks import TaskHooks
 
 if TYPE_CHECKING:
+    from typing_extensions import Self
+
     from drivetrain.trainer.trainer import Trainer
 
 
@@ -182,7 +184,9 @@ class Task(HoldsHyperParameters, DataHooks, TaskHooks):
     def log_dict(self, dictionary: Mapping[str, Any], *args: Any, **kwargs: Any) -> None:
         """Log several values with the same arguments; also a torchmetrics `MetricCollection`."""
         # The metrics of a collection may share their states; without this, each call would copy them.
-        options: dict[str, Any] = {"copy_state": False} if isinstance(dictionary, nn.Module) else {}
+        options: dict[str, Any] = {}
+        if isinstance(dictionary, nn.Module):
+            options["copy_state"] = not getattr(dictionary, "_enable_compute_groups", True)
         for name, value in dictionary.items(**options):
             self.log(name, value, *args, **kwargs)
 
@@ -426,12 +430,12 @@ class Task(HoldsHyperParameters, DataHooks, TaskHooks):
         task.load_state_dict(models[0], strict=strict is not False)
         return task.to(map_location) if map_location is not None else task
 
-    def freeze(self) -> None:
-        """Let no parameter take gradients, and switch to evaluation."""
+    def freeze(self) -> Self:
+        """Let no parameter take gradients, and switch to evaluation; returns the task."""
         self.requires_grad_(False)
-        self.eval()
+        return self.eval()
 
-    def unfreeze(self) -> None:
-        """Let all parameters take gradients, and switch to training."""
+    def unfreeze(self) -> Self:
+        """Let all parameters take gradients, and switch to training; returns the task."""
         self.requires_grad_(True)
-        self.train()
+        return self.train()

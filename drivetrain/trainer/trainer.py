@@ -251,7 +251,7 @@ class Trainer(KnownKeywords, OptionAttributes, TrainerStatus):
         with self.strategy.init_context():
             task.configure_model()
         task_checks.check_training_step(task, self.accumulate_grad_batches, self.gradient_clip_val)
-        directory = find_checkpoint(self, resume)
+        directory = self.task_run.checkpoint_path = find_checkpoint(self, resume)
         saved = None if directory is None else SavedRun(self, directory)
         if saved is not None:
             saved.restore_early()

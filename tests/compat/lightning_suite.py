@@ -6,9 +6,10 @@ runs files or folders of `CHECKOUT/tests/tests_pytorch` (`fabric:` before a name
 our names in the place of Lightning's, and prints for each file how many cases passed, failed and were left out. `--why`
 prints the reason of each case too; `-k`, `-x` and what else follows `--` goes to pytest.
 
-A case is left out where it is about Lightning's own machinery: where it imports, replaces or reads something whose name
-begins with an underscore, or that is in one of the modules of `MACHINERY`; and where `LEFT_OUT` names it, with its
-reason. What it skips itself, for want of a GPU or a package, is counted apart.
+A case that fails is left out where it is about Lightning's own machinery: where it imports, replaces or reads something
+whose name begins with an underscore, or that is in one of the modules of `MACHINERY`, or a loop's own methods; where it
+pretends that there are devices which are not there; and where `LEFT_OUT` names it, with its reason. What skips itself,
+for want of a GPU or a package, is counted apart.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import argparse
 import ast
 import importlib
 import importlib.util
+import inspect
 import os
 import re
 import sys
@@ -158,7 +160,9 @@ def _helper(name: str) -> Any:
         return HELPERS[name]
     if last == "_IS_WINDOWS":
         return False
-    compared = re.fullmatch(r"_(TORCH|TORCHMETRICS|PYTHON)_(GREATER_EQUAL|EQUAL|LESSER_EQUAL)_(\d+)_(\d+)(?:_\d+)?", last)
+    compared = re.fullmatch(
+        r"_(TORCH|TORCHMETRICS|PYTHON)_(GREATER_EQUAL|EQUAL|LESSER_EQUAL)_(\d+)_(\d+)(?:_\d+)?", last
+    )
     if compared:
         package, how, *wanted = compared.groups()
         found = _version_of(package.lower())
@@ -174,6 +178,22 @@ def _version_of(package: str) -> tuple[int, ...]:
     if package == "python":
         return sys.version_info[:2]
     return tuple(map(int, importlib.import_module(package).__version__.split("+")[0].split(".")[:2]))
+
+
+class Devices(ModuleType):
+    """A module in which a test may put that there are no devices, not that there are some."""
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in PRETENDED and (value() if callable(value) else value):
+            raise MachineryUsed("devices that are not there")
+        super().__setattr__(name, value)
+
+
+PRETENDED = {
+    "num_cuda_devices": "lightning.fabric.accelerators.cuda lightning.pytorch.accelerators.cuda",
+    "_get_all_available_mps_gpus": "lightning.fabric.accelerators.mps",
+    "_XLA_AVAILABLE": "lightning.fabric.accelerators.xla",
+}
 
 
 def make_importable(folder: Path) -> None:
@@ -223,6 +243,29 @@ def _absent_attribute(path: str, name: str) -> Any:
 # The outcome of each case.
 
 
+LOOPS = (
+    r"_loop\.(?:setup_data|run|reset|advance|load_state_dict|state_dict|on_\w+|_\w+)|strategy\.connect\b|\.launcher\b"
+)
+PRIVATE = rf"(?<!self)\.(_[a-z]\w*)|({LOOPS})|[\"']((?:lightning|pytorch_lightning)\.[\w.]+)[\"']"
+
+
+NOT_LIGHTNINGS = ("_modules", "_parameters", "_buffers", "_is_currently_logging", "_trainer")
+
+
+def why_source_is_left_out(function: Any) -> str | None:
+    """The part of the machinery that a test's source names, if it names one."""
+    source = inspect.getsource(inspect.unwrap(function))
+    own = {*re.findall(r"self\.(_\w+)\s*[:=]", source), *NOT_LIGHTNINGS}
+    for private, loop, path in re.findall(PRIVATE, source):
+        if private and private not in own:
+            return f"names {private}"
+        if loop:
+            return f"names {loop}"
+        if path and is_machinery(path):
+            return f"names {path}"
+    return None
+
+
 def why_left_out(error: BaseException) -> str | None:
     """The part of the machinery that an error is about, if it is about one."""
     if isinstance(error, MachineryUsed):
@@ -251,7 +294,7 @@ class Outcomes:
         if report.skipped and not hasattr(report, "wasxfail"):
             self.cases[name] = ("skipped", str(report.longrepr[2] if report.longrepr else ""))
         elif call.excinfo is not None and not report.skipped:
-            machinery = why_left_out(call.excinfo.value)
+            machinery = why_left_out(call.excinfo.value) or why_source_is_left_out(item.function)
             words = f"{type(call.excinfo.value).__name__}: {call.excinfo.value}".replace("\n", " ")
             outcome = ("failed", words[:300]) if machinery is None else ("left out", machinery)
             if self.cases.get(name, ("passed", ""))[0] == "passed":
@@ -303,6 +346,10 @@ def main() -> int:
     suites = {"fabric" if name.startswith("fabric:") else "pytorch" for name in given.files}
     for suite in suites:
         make_importable(tests / f"tests_{suite}")
+    for name, modules in PRETENDED.items():
+        for module in map(_module, modules.split()):
+            setattr(module, name, lambda: 0)
+            module.__class__ = Devices
     os.chdir(tests)
     sys.path.insert(0, str(tests))
     paths = [
@@ -310,8 +357,8 @@ def main() -> int:
         for name in given.files
     ]
     outcomes = Outcomes()
-    # In the background, so that bars and summaries of the tests' runs stay out of the figures.
-    pytest.main(["-q", "-p", "no:cacheprovider", "--no-header", "--tb=short", *paths, *others.split()], [outcomes])
+    options = ["-q", "-p", "no:cacheprovider", "-o", "addopts=", "--no-header", "--tb=short"]
+    pytest.main([*options, "--continue-on-collection-errors", *paths, *others.split()], [outcomes])
     outcomes.show(given.why)
     return int(any(outcome == "failed" for outcome, _ in outcomes.cases.values()))
 

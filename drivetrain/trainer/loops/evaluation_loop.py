@@ -14,6 +14,7 @@ from drivetrain.data import PreparedLoader
 from drivetrain.data.randomness import kept_generators
 from drivetrain.runtime.seeds import RandomState, isolated_random_state
 from drivetrain.strategies.capabilities import PlainEvaluation, evaluation_context
+from drivetrain.strategies.step_module import StepModule
 from drivetrain.trainer.loops.binding import as_taken, bind_evaluation_step, muted_logging
 from drivetrain.trainer.loops.loader_source import LoaderSource, limits_of, own_batches
 from drivetrain.trainer.metrics.log_scopes import TEST_EPOCH, TEST_STEP, VALIDATE_EPOCH, VALIDATE_STEP, LogScope
@@ -119,11 +120,12 @@ class EvaluationLoop:
         limits = [min(limit, FOREVER if at_most is None else at_most) for limit in self._limits]
         self._step = bind_evaluation_step(trainer, self._task, self._model, as_taken(self._task, stage.step_name))
         with ExitStack() as stack:
-            stack.enter_context(evaluating(self._task, stage))
+            stack.enter_context(evaluating(self._task, stage, self._model))
             for loader in () if keep else loaders:
                 stack.enter_context(loader.undone())
             trainer.logged.enter(self._in_epoch)
-            hooks.call(stage.hook_name("start"))
+            with evaluation_context(self._strategy.capability(PlainEvaluation), trainer.inference_mode):
+                hooks.call(stage.hook_name("start"))
             hooks.call(stage.hook_name("epoch_start"))
             with evaluation_context(self._strategy.capability(PlainEvaluation), trainer.inference_mode):
                 for index, (loader, limit) in enumerate(zip(loaders, limits, strict=True)):
@@ -184,10 +186,19 @@ FOREVER = float("inf")
 
 
 @contextmanager
-def evaluating(task: Task, stage: Stage) -> Iterator[None]:
-    """Evaluation mode in the body; afterwards every module is in the mode it was in."""
+def evaluating(task: Task, stage: Stage, model: nn.Module) -> Iterator[None]:
+    """Evaluation mode in the body; afterwards every module is in the mode it was in.
+
+    Args:
+        task: The task.
+        stage: What runs.
+        model: What the strategy made of the task, which is in the same mode where it is a plain module around it.
+    """
     modes = [(module, module.training) for module in task.modules()]
     getattr(task, stage.hook_name("model_eval"))()
+    if isinstance(model, StepModule):
+        modes.append((model, model.training))
+        model.training = task.training
     try:
         yield
     finally:
@@ -215,10 +226,10 @@ def loader_argument(step: Callable[..., Any], dataloader_idx: int | None) -> tup
 
 def _by_loader(results: list[EpochValue], count: int) -> list[dict[str, float]]:
     """Sort results by loader; what was logged for the whole epoch is among each one's."""
-    numbers = to_numbers({result.name: result.value for result in results})
+    numbers = to_numbers({result.epoch_name: result.value for result in results})
     if not count:
         return [numbers] if numbers else []
-    loaders = {result.name: result.loader for result in results}
+    loaders = {result.epoch_name: result.loader for result in results}
     return [
         {name: value for name, value in numbers.items() if loaders[name] in (None, index)} for index in range(count)
     ]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -86,10 +87,12 @@ def _best_of_last_fit(trainer: Trainer, stage: Stage) -> str | None:
     callback = trainer.checkpoint_callback
     if callback is None or not callback.best_model_path or trainer.loop is None:
         return None
-    trainer.print(
-        f"{stage.verb}() was called without a model, so it takes the best checkpoint of the last fit: "
-        f"{callback.best_model_path}. Pass the model to take its weights as they are, or another ckpt_path."
-    )
+    if trainer.is_global_zero:
+        warnings.warn(
+            f"{stage.verb}() was called without a model. The best model of the previous `fit` call will be used: "
+            f"{callback.best_model_path}. Pass the model to take its weights as they are, or another ckpt_path.",
+            stacklevel=5,
+        )
     return callback.best_model_path
 
 

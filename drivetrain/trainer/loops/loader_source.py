@@ -54,7 +54,7 @@ class LoaderSource:
         method = self._stage.loader_name
         if self._data is not None and is_overridden(self._data, DataModule, method):
             return getattr(self._data, method)()
-        return getattr(self._task, method)()
+        return getattr(self._task, method)() if is_overridden(self._task, Task, method) else None
 
     def prepare_training(self, again: bool = False) -> PreparedLoader | CombinedLoader:
         """The prepared training loader; several are combined.

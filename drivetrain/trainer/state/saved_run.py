@@ -12,6 +12,7 @@ from drivetrain.callbacks import Callback
 from drivetrain.checkpoint.schema import LOSS_IS_FINITE
 from drivetrain.data import CombinedLoader, PreparedLoader
 from drivetrain.runtime.errors import CheckpointError
+from drivetrain.runtime.logging import get_logger
 from drivetrain.trackers.base import plain
 from drivetrain.trainer.hooks import is_overridden
 from drivetrain.trainer.metrics.metric_states import restore_metric_states
@@ -22,6 +23,8 @@ from drivetrain.trainer.task import Task
 if TYPE_CHECKING:
     from drivetrain.checkpoint import PendingSave
     from drivetrain.trainer.trainer import Trainer
+
+logger = get_logger(__name__)
 
 # what hooks see of the engine's part, by the name that they use -> the engine's name
 _ENGINE = {
@@ -189,6 +192,12 @@ class SavedRun:
             callback.on_load_checkpoint(trainer, trainer.task, state)
         self._entries = _take_back(state, engine, number)
         callbacks = self._entries.get("callbacks", {})
+        unknown = set(callbacks) - {callback.state_key for callback in trainer.callbacks}
+        if unknown:
+            logger.warning(
+                f"The checkpoint has the states of callbacks that this Trainer has not: {', '.join(sorted(unknown))}. "
+                "They are left out."
+            )
         for callback in trainer.callbacks:
             if callback.state_key in callbacks:
                 callback.load_state_dict(callbacks[callback.state_key])

@@ -33,6 +33,10 @@ class LightningModule(Task):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
 
+    def predict_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Predict for one batch: call the module on it."""
+        return self(kwargs["batch"] if "batch" in kwargs else args[0])
+
     @property
     def on_gpu(self) -> bool:
         """Whether the tensors are on a GPU."""
