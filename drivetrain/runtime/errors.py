@@ -34,6 +34,10 @@ class DataError(DrivetrainError, ValueError):
     """Data cannot be used as given: an empty loader, a batch without a size."""
 
 
+class InvalidLoaderError(DataError, TypeError):
+    """What was given as a loader is none."""
+
+
 class TrackerError(DrivetrainError, RuntimeError):
     """An experiment tracker cannot be started; the message names what is missing and what to do."""
 

@@ -79,6 +79,10 @@ class TrainerOptions:
         chosen["check_val_every_n_epoch"] = given["check_val_every_n_epoch"]
         chosen["max_time"] = parse_duration(given["max_time"], "max_time")
         chosen["default_root_dir"] = os.path.expanduser(os.fspath(given["default_root_dir"] or Path.cwd()))
+        if given["fast_dev_run"] < 0:
+            raise ConfigurationError(
+                f"fast_dev_run={given['fast_dev_run']} should be >= 0: the number of batches of everything to run."
+            )
         options = cls(**chosen)
         if given["max_epochs"] is None and (options.max_steps >= 0 or options.max_time is not None):
             options = replace(options, max_epochs=-1)
@@ -189,7 +193,8 @@ def _check_limit(name: str, value: Any) -> None:
     fraction = isinstance(value, float) and 0.0 <= value <= 1.0
     if not (whole or fraction):
         raise ConfigurationError(
-            f"{name}={value!r}: give a whole number of batches (10), or a fraction from 0.0 to 1.0 (0.25)."
+            f"`Trainer` was passed invalid value {name}={value!r}: give a whole number of batches (10), or a fraction "
+            "from 0.0 to 1.0 (0.25)."
         )
 
 
@@ -200,8 +205,9 @@ def _check_count(name: str, value: Any, least: int) -> None:
     if isinstance(value, int) and not isinstance(value, bool) and value >= least:
         return
     if least < 0:
-        raise ConfigurationError(f"`{name}` must be a non-negative integer or -1 for no limit, got {value!r}.")
-    raise ConfigurationError(f"{name}={value!r} should be an integer. Give a whole number of at least {least}.")
+        raise ConfigurationError(f"{name}={value!r}: `{name}` must be a non-negative integer or -1, a whole number.")
+    kind = "an int >= 0" if least == 0 else "an integer"
+    raise ConfigurationError(f"{name}={value!r} should be {kind}. Give a whole number of at least {least}.")
 
 
 def check_clipping(value: float | None, algorithm: str | None) -> None:
@@ -229,7 +235,7 @@ def check_validation_interval(interval: Any) -> int | float | timedelta | None:
     fraction = isinstance(interval, float) and 0.0 < interval <= 1.0
     if not (whole or fraction):
         raise ConfigurationError(
-            f"val_check_interval={interval!r}: give a whole number of batches, a fraction of an epoch (0.25), or a "
-            "time ('00:01:00:00')."
+            f"`Trainer` was passed invalid value val_check_interval={interval!r}: give a whole number of batches, a "
+            "fraction of an epoch (0.25), or a time ('00:01:00:00')."
         )
     return interval  # type: ignore[no-any-return]

@@ -213,7 +213,7 @@ class Task(HoldsHyperParameters, DataHooks, TaskHooks):
             RuntimeError: None does.
         """
         if self._trainer is None:
-            raise RuntimeError(f"{type(self).__name__} is not attached to a Trainer.")
+            raise RuntimeError(f"{type(self).__name__} is not attached to a `Trainer`.")
         return self._trainer
 
     @trainer.setter

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch.multiprocessing import ProcessRaisedException
+from torch.multiprocessing.spawn import ProcessRaisedException
 
 from drivetrain.compat.lightning.fabric.utilities.warnings import PossibleUserWarning
 from drivetrain.compat.lightning.pytorch import LightningDataModule, Trainer
@@ -255,6 +255,16 @@ def test_hooks_at_the_start_of_an_evaluation_are_in_its_mode() -> None:
     quiet().validate(Looks(), verbose=False)
     quiet(inference_mode=False).validate(Looks(), verbose=False)
     assert modes == [(True, False), (False, False)]
+
+
+def test_a_module_that_clips_in_another_way_than_its_trainer_is_refused() -> None:
+    class Clips(BoringModel):
+        def configure_gradient_clipping(self, optimizer: Any, *args: Any, **kwargs: Any) -> None:
+            self.clip_gradients(optimizer, gradient_clip_val=0.5)
+
+    quiet().fit(Clips())
+    with pytest.raises(MisconfigurationException, match=r"gradient_clip_val=9\.0\)` and have passed `clip_gradients"):
+        quiet(gradient_clip_val=9.0).fit(Clips())
 
 
 # the data

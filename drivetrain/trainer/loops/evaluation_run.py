@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from torch import nn
 
 from drivetrain.callbacks.stage import Stage
-from drivetrain.runtime.errors import ConfigurationError
+from drivetrain.runtime.errors import InvalidLoaderError
 from drivetrain.runtime.seeds import RandomState
 from drivetrain.trainer import task_checks
 from drivetrain.trainer.data_module import DataModule
@@ -65,9 +65,9 @@ def evaluate(
     try:
         task_run.set_up(task, stage)
         if not source.is_defined():
-            raise ConfigurationError(
-                f"{stage.verb}() has no data: pass dataloaders, or give the task or a DataModule a "
-                f"{stage.loader_name}()."
+            raise InvalidLoaderError(
+                f"An invalid dataloader was passed to `Trainer.{stage.verb}(dataloaders=...)`: {stage.verb}() has no "
+                f"data. Pass dataloaders, or give the task or a DataModule a {stage.loader_name}()."
             )
         placed = task_run.place_for_evaluation(task)
         if ckpt_path is not None:

@@ -63,9 +63,8 @@ class ValidationSchedule:
         elif isinstance(interval, int):
             if interval > batches and self._epochs is not None:
                 raise ConfigurationError(
-                    f"val_check_interval={interval} must be less than or equal to the number of the training batches "
-                    f"of an epoch ({batches:.0f}), or nothing would be validated. Set check_val_every_n_epoch=None to "
-                    "count across epochs."
+                    f"val_check_interval={interval} must be less than or equal to the number of the training batches: "
+                    f"an epoch has {batches:.0f} batches. Set check_val_every_n_epoch=None to count across epochs."
                 )
             self._every = interval
 

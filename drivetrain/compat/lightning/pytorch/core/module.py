@@ -5,11 +5,12 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NoReturn
 
 import torch
 
 from drivetrain.compat.absent import AbsentNameError
+from drivetrain.runtime.errors import ConfigurationError
 from drivetrain.trainer import Task
 
 
@@ -36,6 +37,28 @@ class LightningModule(Task):
     def predict_step(self, *args: Any, **kwargs: Any) -> Any:
         """Predict for one batch: call the module on it."""
         return self(kwargs["batch"] if "batch" in kwargs else args[0])
+
+    def clip_gradients(
+        self,
+        optimizer: Any,
+        gradient_clip_val: float | None = None,
+        gradient_clip_algorithm: str | None = None,
+        **_unknown: NoReturn,
+    ) -> None:
+        """Clip an optimizer's gradients.
+
+        Args:
+            optimizer: The optimizer.
+            gradient_clip_val: The bound; that of the Trainer if None.
+            gradient_clip_algorithm: `"norm"` or `"value"`; that of the Trainer if None.
+
+        Raises:
+            ConfigurationError: The Trainer was given another bound or another way.
+        """
+        options = self.trainer.options
+        bound = _one_of("gradient_clip_val", options.gradient_clip_val, gradient_clip_val)
+        way = _one_of("gradient_clip_algorithm", options.gradient_clip_algorithm, gradient_clip_algorithm)
+        super().clip_gradients(optimizer, bound, way, **_unknown)
 
     @property
     def on_gpu(self) -> bool:
@@ -130,3 +153,13 @@ class LightningModule(Task):
             made = export(self.eval().transfer_batch_to_device(inputs, self.device, 0))
         self.train(mode)
         return made
+
+
+def _one_of(name: str, of_trainer: Any, given: Any) -> Any:
+    """What a task clips by: what it gives, or what the Trainer was given."""
+    if given is None or of_trainer is None or given == of_trainer:
+        return of_trainer if given is None else given
+    raise ConfigurationError(
+        f"You have set `Trainer({name}={of_trainer!r})` and have passed `clip_gradients({name}={given!r})`. Leave one "
+        "of the two out."
+    )

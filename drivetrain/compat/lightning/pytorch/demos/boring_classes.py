@@ -132,6 +132,11 @@ class ManualOptimBoringModel(BoringModel):
 class BoringDataModule(LightningDataModule):
     """Random rows, as many for each stage."""
 
+    random_train: Any
+    random_val: Any
+    random_test: Any
+    random_predict: Any
+
     def __init__(self) -> None:
         super().__init__()
         self.random_full: Any = None
@@ -165,6 +170,11 @@ class BoringDataModuleNoLen(BoringDataModule):
 
 class IterableBoringDataModule(LightningDataModule):
     """For each stage, one loader whose dataset has a length, and one whose dataset has none."""
+
+    train_datasets: list[Any]
+    val_datasets: list[Any]
+    test_datasets: list[Any]
+    predict_datasets: list[Any]
 
     def setup(self, stage: str) -> None:
         for name in _needed(stage):

@@ -30,7 +30,7 @@ class CallbackMetrics(dict[str, Tensor]):
         self._trainer.logged.remember({name: float(value)})
         super().__setitem__(name, as_tensor(value))
 
-    def update(self, *args: Any, **values: Any) -> None:  # type: ignore[override]
+    def update(self, *args: Any, **values: Any) -> None:
         """Write several values."""
         for name, value in dict(*args, **values).items():
             self[name] = value

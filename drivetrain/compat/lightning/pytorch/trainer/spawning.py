@@ -7,7 +7,7 @@ import sys
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from torch.multiprocessing import ProcessRaisedException
+from torch.multiprocessing.spawn import ProcessRaisedException
 
 from drivetrain.compat.aliases import PACKAGES, install
 from drivetrain.launch import already_launched, notebook_launcher

@@ -132,7 +132,7 @@ class Trainer(CoreTrainer):
     test = lightning_verb(CoreTrainer.test)
     predict = lightning_verb(CoreTrainer.predict)
 
-    @wraps(CoreTrainer.save_checkpoint)
+    @wraps(CoreTrainer.save_checkpoint)  # type: ignore[override]
     def save_checkpoint(self, filepath: str | os.PathLike[str], *args: Any, **kwargs: Any) -> Any:
         if self.task is None:
             raise AttributeError(
@@ -217,8 +217,8 @@ class Trainer(CoreTrainer):
 
     # how long
 
-    @property
-    def max_epochs(self) -> int | None:  # type: ignore[override]
+    @property  # type: ignore[override]
+    def max_epochs(self) -> int | None:
         """Epochs that are trained at most, -1 for any number; None until the first `fit` where none were given."""
         return None if self._leaves_epochs_open else self.options.max_epochs
 

@@ -66,7 +66,7 @@ def _check_path(path: Any) -> None:
     if path is None or path in ("auto", "best") or "://" in os.fspath(path):
         return
     if not os.path.exists(path):
-        raise FileNotFoundError(f"ckpt_path={os.fspath(path)!r}: there is no checkpoint.")
+        raise FileNotFoundError(f"Checkpoint file not found: {os.fspath(path)}")
 
 
 def _last_checkpoint(trainer: Trainer) -> str | None:
