@@ -309,7 +309,6 @@ Where the behaviour differs on purpose:
 - Modules among hyper-parameters are left out of checkpoints, with a warning. Give them again to `load_from_checkpoint`.
 - `training_step` and the backward come before `optimizer.step()`, not within its closure, but for optimizers that need
   one, such as L-BFGS, and for tasks that override `optimizer_step`.
-- `trainer.current_epoch` counts epochs that were finished: a run that `max_steps` ends within its first epoch has none.
 - Validation by a number of batches comes after the optimizer step that they are a part of.
 - `Trainer(devices=2)` starts the other processes where it is made, and the script runs in each of them. With
   `strategy="ddp_spawn"` each verb runs in processes of its own instead: what is given to it is pickled, and the

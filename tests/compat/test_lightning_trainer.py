@@ -14,6 +14,7 @@ from torch.multiprocessing.spawn import ProcessRaisedException
 
 from drivetrain.compat.lightning.fabric.utilities.warnings import PossibleUserWarning
 from drivetrain.compat.lightning.pytorch import LightningDataModule, Trainer
+from drivetrain.compat.lightning.pytorch.accelerators import CPUAccelerator, CUDAAccelerator
 from drivetrain.compat.lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from drivetrain.compat.lightning.pytorch.demos.boring_classes import (
     BoringDataModule,
@@ -23,6 +24,7 @@ from drivetrain.compat.lightning.pytorch.demos.boring_classes import (
     RandomIterableDataset,
 )
 from drivetrain.compat.lightning.pytorch.loggers.logger import DummyLogger, Logger
+from drivetrain.compat.lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
 from drivetrain.compat.lightning.pytorch.trainer.states import RunningStage, TrainerFn, TrainerStatus
 from drivetrain.compat.lightning.pytorch.utilities.exceptions import MisconfigurationException
 
@@ -88,6 +90,12 @@ def test_the_counters_of_the_loop_follow_the_run() -> None:
     assert trainer.fit_loop.epoch_loop.val_loop.batch_progress.total.completed == 2
 
 
+def test_an_epoch_that_max_steps_cuts_short_counts() -> None:
+    trainer = quiet(max_epochs=-1, max_steps=3)
+    trainer.fit(BoringModel())
+    assert (trainer.current_epoch, trainer.global_step) == (2, 3)
+
+
 def test_epochs_are_open_until_fit_and_a_warning_names_the_usual_number() -> None:
     class Stops(BoringModel):
         def on_train_batch_end(self, *args: Any) -> None:
@@ -130,6 +138,14 @@ def test_one_and_all_are_told_apart_in_a_line(value: float, words: str, caplog: 
 def test_a_trainer_is_pickled_as_what_it_was_made_with() -> None:
     copy = pickle.loads(pickle.dumps(quiet(max_epochs=3)))
     assert (copy.max_epochs, copy.limit_train_batches, copy.global_step) == (3, 2, 0)
+
+
+def test_what_names_make_is_an_instance_of_lightnings_classes() -> None:
+    trainer = quiet()
+    assert isinstance(trainer.strategy, SingleDeviceStrategy)
+    assert not isinstance(trainer.strategy, DDPStrategy)
+    assert isinstance(trainer.accelerator, CPUAccelerator)
+    assert not isinstance(trainer.accelerator, CUDAAccelerator)
 
 
 # the verbs

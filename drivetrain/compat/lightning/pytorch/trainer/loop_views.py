@@ -205,7 +205,7 @@ class FitLoopView:
         def write(value: int) -> None:
             progress.epoch = value
 
-        count = Count(self._begun, lambda: progress.epoch, write)
+        count = Count(self._begun, lambda: trainer.current_epoch, write)
         self.epoch_progress = Counts(count, count)
         self.epoch_loop = EpochLoopView(trainer)
 
@@ -216,7 +216,7 @@ class FitLoopView:
 
     def _begun(self) -> float:
         trainer = self._trainer
-        return trainer.progress.epoch + (trainer.task_run.stage is Stage.TRAIN and trainer.stage is not None)
+        return trainer.current_epoch + (trainer.task_run.stage is Stage.TRAIN and trainer.stage is not None)
 
     @property
     def trainer(self) -> Trainer:

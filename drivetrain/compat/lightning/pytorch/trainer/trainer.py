@@ -68,6 +68,7 @@ class Trainer(CoreTrainer):
     val_check_interval = Shown(1.0)
     num_sanity_val_steps = Shown(float("inf"), -1)
     _spawning: Spawning | None = None
+    _was_cut_short = False
 
     @from_environment
     def __init__(
@@ -116,6 +117,7 @@ class Trainer(CoreTrainer):
             **options,
         )
         self._running: Stage | None = None
+        self._was_cut_short = False
         self._spawning = None if spawning is None or spawning.num_processes == 1 else spawning
         self.tracker_log = LightningTrackerLog(self)
         self.tracker_log.shows_hyper_parameters = enable_autolog_hparams
@@ -175,10 +177,14 @@ class Trainer(CoreTrainer):
             stage: What the verb is for.
         """
         self._running = stage
+        if stage is Stage.TRAIN:
+            self._was_cut_short = False
         try:
             yield
         finally:
             self._running = None
+        if stage is Stage.TRAIN:
+            self._was_cut_short = self.progress.batches_in_epoch > 0
 
     # values
 
@@ -216,6 +222,11 @@ class Trainer(CoreTrainer):
         return to_numbers(super().progress_bar_metrics)
 
     # how long
+
+    @property
+    def current_epoch(self) -> int:
+        """Epochs so far; one that the end of the last `fit` has cut short counts."""
+        return self.progress.epoch + self._was_cut_short
 
     @property  # type: ignore[override]
     def max_epochs(self) -> int | None:
@@ -350,7 +361,7 @@ class Trainer(CoreTrainer):
 
 def _kind_of(accelerator: Any) -> Any:
     """The name of a kind of device that one of Lightning's objects stands for; anything else as it is."""
-    if isinstance(accelerator, Accelerator):
+    if issubclass(type(accelerator), Accelerator):  # not isinstance: an engine is one of the kind that it runs on
         return accelerator.kind
     return accelerator
 
