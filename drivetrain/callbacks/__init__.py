@@ -20,6 +20,7 @@ _EXPORTS = {
     "LambdaCallback": "drivetrain.callbacks.lambda_callback",
     "LearningRateMonitor": "drivetrain.callbacks.lr_monitor",
     "LossSpikeGuard": "drivetrain.callbacks.loss_spike_guard",
+    "MemoryMonitor": "drivetrain.callbacks.memory_monitor",
     "ModelCheckpoint": "drivetrain.callbacks.model_checkpoint",
     "ModelPruning": "drivetrain.callbacks.model_pruning",
     "ModelSummary": "drivetrain.callbacks.model_summary",
@@ -30,10 +31,12 @@ _EXPORTS = {
     "RichProgressBar": "drivetrain.callbacks.rich_progress_bar",
     "SpeedMonitor": "drivetrain.callbacks.speed_monitor",
     "StochasticWeightAveraging": "drivetrain.callbacks.stochastic_weight_averaging",
+    "StragglerMonitor": "drivetrain.callbacks.straggler_monitor",
     "ThroughputMonitor": "drivetrain.callbacks.throughput_monitor",
     "Timer": "drivetrain.callbacks.timer",
     "TQDMProgressBar": "drivetrain.callbacks.progress_bar",
     "WeightAveraging": "drivetrain.callbacks.weight_averaging",
+    "WeightHistograms": "drivetrain.callbacks.weight_histograms",
 }
 
 __all__ = [
@@ -50,6 +53,7 @@ __all__ = [
     "LambdaCallback",
     "LearningRateMonitor",
     "LossSpikeGuard",
+    "MemoryMonitor",
     "ModelCheckpoint",
     "ModelPruning",
     "ModelSummary",
@@ -60,10 +64,12 @@ __all__ = [
     "RichProgressBar",
     "SpeedMonitor",
     "StochasticWeightAveraging",
+    "StragglerMonitor",
     "TQDMProgressBar",
     "ThroughputMonitor",
     "Timer",
     "WeightAveraging",
+    "WeightHistograms",
 ]
 
 
@@ -85,6 +91,7 @@ if TYPE_CHECKING:
     from drivetrain.callbacks.lambda_callback import LambdaCallback as LambdaCallback
     from drivetrain.callbacks.loss_spike_guard import LossSpikeGuard as LossSpikeGuard
     from drivetrain.callbacks.lr_monitor import LearningRateMonitor as LearningRateMonitor
+    from drivetrain.callbacks.memory_monitor import MemoryMonitor as MemoryMonitor
     from drivetrain.callbacks.model_checkpoint import ModelCheckpoint as ModelCheckpoint
     from drivetrain.callbacks.model_pruning import ModelPruning as ModelPruning
     from drivetrain.callbacks.model_summary import ModelSummary as ModelSummary
@@ -97,7 +104,9 @@ if TYPE_CHECKING:
     from drivetrain.callbacks.rich_progress_bar import RichProgressBar as RichProgressBar
     from drivetrain.callbacks.speed_monitor import SpeedMonitor as SpeedMonitor
     from drivetrain.callbacks.stochastic_weight_averaging import StochasticWeightAveraging as StochasticWeightAveraging
+    from drivetrain.callbacks.straggler_monitor import StragglerMonitor as StragglerMonitor
     from drivetrain.callbacks.throughput_monitor import ThroughputMonitor as ThroughputMonitor
     from drivetrain.callbacks.timer import Timer as Timer
     from drivetrain.callbacks.weight_averaging import EMAWeightAveraging as EMAWeightAveraging
     from drivetrain.callbacks.weight_averaging import WeightAveraging as WeightAveraging
+    from drivetrain.callbacks.weight_histograms import WeightHistograms as WeightHistograms

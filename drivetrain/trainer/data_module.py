@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from drivetrain import checkpoint
 from drivetrain.checkpoint.schema import in_schema
 from drivetrain.trainer.data_hooks import DataHooks
-from drivetrain.trainer.hyper_parameters import HoldsHyperParameters, arguments_for, hyper_parameters_in
+from drivetrain.trainer.hyper_parameters import HoldsHyperParameters, hyper_parameters_in, made_of
 
 if TYPE_CHECKING:
     from drivetrain.trainer.trainer import Trainer
@@ -103,7 +103,7 @@ class DataModule(HoldsHyperParameters, DataHooks):
         saved = driver.get("datamodule_hyper_parameters", {})
         if hparams_file is not None:
             saved = hyper_parameters_in(hparams_file)
-        made = cls(**{**arguments_for(cls, saved), **kwargs})
+        made = made_of(cls, saved, None, kwargs)
         if driver.get("datamodule"):
             made.load_state_dict(driver["datamodule"])
         return made

@@ -53,7 +53,7 @@ class Hooks:
 
     def find_early(self, name: str) -> tuple[Hook, ...]:
         """The hooks of callbacks that do not run last, and then the task's."""
-        return (*self._of_callbacks(name, late=False), *self._of_task(name))
+        return (*self._of_callbacks(name, late=False), *self._of_owner(name))
 
     def find_late(self, name: str) -> tuple[Hook, ...]:
         """The hooks of callbacks that set `runs_last_at_epoch_end`: they read what the early ones may still log."""
@@ -61,7 +61,7 @@ class Hooks:
 
     def _collect(self, name: str) -> tuple[Hook, ...]:
         callbacks = [c for c in self._trainer.callbacks if is_overridden(c, Callback, name)]
-        return (*(self._bind(callback, name) for callback in callbacks), *self._of_task(name))
+        return (*(self._bind(callback, name) for callback in callbacks), *self._of_owner(name))
 
     def _of_callbacks(self, name: str, late: bool) -> tuple[Hook, ...]:
         return tuple(
@@ -70,13 +70,16 @@ class Hooks:
             if is_overridden(callback, Callback, name) and callback.runs_last_at_epoch_end is late
         )
 
-    def _of_task(self, name: str) -> tuple[Hook, ...]:
+    def _of_owner(self, name: str) -> tuple[Hook, ...]:
         if hasattr(Task, name) and is_overridden(self._task, Task, name):
-            return (getattr(self._task, name),)
+            actions = self._trainer.actions
+            return (actions.watch(actions.of_owner(self._task, name), getattr(self._task, name)),)
         return ()
 
     def _bind(self, callback: Callback, name: str) -> Hook:
-        return partial(getattr(callback, name), self._trainer, self._task)
+        bound = partial(getattr(callback, name), self._trainer, self._task)
+        actions = self._trainer.actions
+        return actions.watch(actions.of_callback(callback, name), bound)
 
 
 def let_log(callback: Callback, task: Task | None) -> None:
@@ -95,17 +98,18 @@ def let_log(callback: Callback, task: Task | None) -> None:
 
 def call_setup_hooks(trainer: Trainer, task: Task, data: DataModule | None, stage: str) -> None:
     """Call `setup` of the data module, the callbacks and the task, in this order."""
-    if data is not None:
-        data.setup(stage)
-    for callback in trainer.callbacks:
-        callback.setup(trainer, task, stage)
-    task.setup(stage)
+    _call_all(trainer, task, data, "setup", stage)
 
 
 def call_teardown_hooks(trainer: Trainer, task: Task, data: DataModule | None, stage: str) -> None:
     """Call `teardown` of the data module, the callbacks and the task, in this order."""
+    _call_all(trainer, task, data, "teardown", stage)
+
+
+def _call_all(trainer: Trainer, task: Task, data: DataModule | None, name: str, stage: str) -> None:
+    actions = trainer.actions
     if data is not None:
-        data.teardown(stage)
+        actions.watch(actions.of_owner(data, name), getattr(data, name))(stage)
     for callback in trainer.callbacks:
-        callback.teardown(trainer, task, stage)
-    task.teardown(stage)
+        actions.watch(actions.of_callback(callback, name), getattr(callback, name))(trainer, task, stage)
+    actions.watch(actions.of_owner(task, name), getattr(task, name))(stage)

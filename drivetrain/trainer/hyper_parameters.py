@@ -15,6 +15,7 @@ from torch import nn
 from drivetrain.runtime.errors import CheckpointError
 from drivetrain.runtime.keywords import refuse_unknown
 from drivetrain.runtime.logging import get_logger
+from drivetrain.trainer.given_hyper_parameters import INSTANTIATOR, given_hyper_parameters
 
 logger = get_logger(__name__)
 
@@ -141,6 +142,40 @@ def arguments_for(kind: type, saved: Mapping[str, Any], name: str | None = None)
     return {each: value for each, value in saved.items() if takes_all or each in parameters}
 
 
+def made_of(kind: type, saved: Mapping[str, Any], name: str | None, overrides: Mapping[str, Any]) -> Any:
+    """An object of a class, made of saved hyper-parameters.
+
+    Args:
+        kind: The class.
+        saved: The hyper-parameters.
+        name: The argument that was saved as a whole, if one was.
+        overrides: Arguments that win over the saved ones.
+
+    Raises:
+        CheckpointError: They are to be given to a function that is none of drivetrain's.
+    """
+    instantiator = saved.get(INSTANTIATOR)
+    if instantiator is None:
+        return kind(**{**arguments_for(kind, saved, name), **overrides})
+    if instantiator not in _INSTANTIATORS:
+        raise CheckpointError(
+            f"The hyper-parameters name {instantiator!r} to make a {kind.__name__} of them; of such functions only "
+            f"{', '.join(_INSTANTIATORS)} are called. Give all arguments of the constructor, and hparams_file= of a "
+            "YAML file with none."
+        )
+    from drivetrain.trainer.cli.instantiation import instantiate_module  # few runs began on a command line
+
+    return instantiate_module(kind, {**saved, **overrides})
+
+
+# Nothing else that a checkpoint names is called: Lightning's is what its own command line leaves.
+_INSTANTIATORS = (
+    "drivetrain.trainer.cli.instantiate_module",
+    "lightning.pytorch.cli.instantiate_module",
+    "pytorch_lightning.cli.instantiate_module",
+)
+
+
 class HoldsHyperParameters:
     """Something that remembers its hyper-parameters, also where its base's constructor has not run yet."""
 
@@ -173,7 +208,12 @@ class HoldsHyperParameters:
         if frame is None:
             current = inspect.currentframe()
             frame = current.f_back if current is not None else None
-        arguments = constructor_arguments(frame, self) if frame is not None else {}
+        given = given_hyper_parameters(self)
+        if given is not None:
+            arguments = dict(given)
+            args = (*args, INSTANTIATOR) if args and INSTANTIATOR in given else args
+        else:
+            arguments = constructor_arguments(frame, self) if frame is not None else {}
         self.hparams.update(select_hyper_parameters(args, arguments, ignore))
         for name in [ignore] if isinstance(ignore, str) else ignore or ():
             self.hparams.pop(name, None)

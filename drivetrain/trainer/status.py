@@ -29,6 +29,8 @@ if TYPE_CHECKING:
     from drivetrain.trainer.loops.run_control import RunControl, StopReason
     from drivetrain.trainer.metrics.tracker_log import TrackerLog
     from drivetrain.trainer.optimizers import SchedulerConfig
+    from drivetrain.trainer.profilers import Profiler
+    from drivetrain.trainer.profilers.actions import Actions
     from drivetrain.trainer.task import Task
     from drivetrain.trainer.task_run import TaskRun
 
@@ -49,6 +51,7 @@ class TrainerStatus:
     loop: FitLoop | None
     default_root_dir: str
     made_with: tuple[tuple[Any, ...], dict[str, Any]]
+    actions: Actions
 
     @property
     def strategy(self) -> Strategy:
@@ -69,6 +72,11 @@ class TrainerStatus:
     def global_step(self) -> int:
         """Optimizer steps taken so far."""
         return self.progress.global_step
+
+    @property
+    def profiler(self) -> Profiler:
+        """What measures where the time goes; a `PassThroughProfiler` where none was given."""
+        return self.actions.profiler
 
     # the task
 

@@ -20,7 +20,8 @@ from drivetrain.runtime.keywords import refuse_unknown
 from drivetrain.runtime.nested import recursively_apply
 from drivetrain.runtime.state import PartialState
 from drivetrain.trainer.data_hooks import DataHooks
-from drivetrain.trainer.hyper_parameters import HoldsHyperParameters, arguments_for, hyper_parameters_in
+from drivetrain.trainer.hyper_parameters import HoldsHyperParameters, hyper_parameters_in, made_of
+from drivetrain.trainer.profilers.base import TaskProfiler
 from drivetrain.trainer.task_hooks import TaskHooks
 
 if TYPE_CHECKING:
@@ -65,6 +66,7 @@ class Task(HoldsHyperParameters, DataHooks, TaskHooks):
 
     automatic_optimization: bool = True
     example_input_array: Any = None
+    profiler = TaskProfiler()
 
     def __init__(self) -> None:
         super().__init__()
@@ -426,9 +428,23 @@ class Task(HoldsHyperParameters, DataHooks, TaskHooks):
         if len(models) != 1:
             raise CheckpointError(f"{checkpoint_path} holds {len(models)} models, so none of them is that of a task.")
         saved = driver.get("hyper_parameters", {}) if hparams_file is None else hyper_parameters_in(hparams_file)
-        task = cls(**{**arguments_for(cls, saved, driver.get("hparams_name")), **kwargs})
+        task = made_of(cls, saved, driver.get("hparams_name"), kwargs)
         task.load_state_dict(models[0], strict=strict is not False)
         return task.to(map_location) if map_location is not None else task
+
+    @classmethod
+    def saved_hyper_parameters(cls, checkpoint_path: str | Path) -> dict[str, Any]:
+        """The hyper-parameters in a checkpoint.
+
+        Args:
+            checkpoint_path: The checkpoint's directory.
+
+        Raises:
+            CheckpointError: There is no complete checkpoint.
+        """
+        parts = ("engine/precision", "driver/hyper_parameters", "hyper_parameters")
+        found = in_schema(checkpoint.load_run_state(checkpoint_path, only=parts)[0])["driver"]
+        return dict(found.get("hyper_parameters", {}))
 
     def freeze(self) -> Self:
         """Let no parameter take gradients, and switch to evaluation; returns the task."""

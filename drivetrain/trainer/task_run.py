@@ -111,7 +111,8 @@ class TaskRun:
 
     def set_up(self, task: Task, stage: Stage) -> None:
         """Find the hooks, prepare the data, and call `setup` of all."""
-        trainer = self._trainer
+        trainer, actions = self._trainer, self._trainer.actions
+        actions.begin(task, stage)
         trainer.adopt_callbacks(task.configure_callbacks())
         for callback in trainer.callbacks:
             let_log(callback, task)
@@ -120,7 +121,7 @@ class TaskRun:
         if any(type(owner).prepare_data not in (DataModule.prepare_data, Task.prepare_data) for owner in owners):
             if trainer.accelerator.is_local_main_process:
                 for owner in owners:
-                    owner.prepare_data()
+                    actions.watch(actions.of_owner(owner, "prepare_data"), owner.prepare_data)()
             trainer.accelerator.wait_for_everyone()
         call_setup_hooks(trainer, task, self.datamodule, stage.verb)
 
@@ -140,6 +141,7 @@ class TaskRun:
         if trainer.loop is not None:
             engine.forget_loader(trainer.loop.loader)
         trainer.current.leave_stage()
+        trainer.actions.finish(stage)
 
     def report_exception(self, task: Task, error: BaseException) -> None:
         """Call `on_exception` of all, and remember the error for the trackers."""
@@ -155,7 +157,9 @@ class TaskRun:
 
     def configure_optimizers(self, task: Task) -> list[Optimizer]:
         """Let the task build its optimizers and schedulers. Returns the optimizers, which `place` takes."""
-        optimizers, self.schedulers = parse_configured_optimizers(task.configure_optimizers())
+        actions = self._trainer.actions
+        configure = actions.watch(actions.of_owner(task, "configure_optimizers"), task.configure_optimizers)
+        optimizers, self.schedulers = parse_configured_optimizers(configure())
         if not optimizers and task.automatic_optimization:
             raise ConfigurationError(
                 f"{type(task).__name__}.configure_optimizers returned no optimizer. Return one, or set "

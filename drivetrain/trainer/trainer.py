@@ -38,6 +38,9 @@ from drivetrain.trainer.metrics.log_scopes import SAVING
 from drivetrain.trainer.metrics.logged_values import LoggedValues
 from drivetrain.trainer.metrics.tracker_log import TrackerLog
 from drivetrain.trainer.options import OptionAttributes, TrainerOptions
+from drivetrain.trainer.profilers import Profiler
+from drivetrain.trainer.profilers.actions import Actions
+from drivetrain.trainer.profilers.base import SAVE
 from drivetrain.trainer.run_report import run_report
 from drivetrain.trainer.state.progress import Progress
 from drivetrain.trainer.state.resume import find_checkpoint
@@ -89,6 +92,7 @@ class Trainer(KnownKeywords, OptionAttributes, TrainerStatus):
         benchmark: Let cuDNN try algorithms.
         inference_mode: Evaluate under `torch.inference_mode` rather than `torch.no_grad`.
         use_distributed_sampler: Whether loaders are sharded over processes; else each process takes all of its own.
+        profiler: What measures where the time goes: `"simple"`, `"advanced"`, `"pytorch"`, `"xla"`, or a `Profiler`.
         detect_anomaly: Raise where a backward computes NaN, naming the forward that led to it.
         barebones: Nothing around the loop: no logger, checkpoint, bar, summary or sanity check.
         sync_batchnorm: Batch statistics over all processes (DDP on GPUs).
@@ -137,6 +141,7 @@ class Trainer(KnownKeywords, OptionAttributes, TrainerStatus):
         benchmark: bool | None = None,
         inference_mode: bool = True,
         use_distributed_sampler: bool = True,
+        profiler: Profiler | str | None = None,
         detect_anomaly: bool = False,
         barebones: bool = False,
         sync_batchnorm: bool = False,
@@ -151,20 +156,17 @@ class Trainer(KnownKeywords, OptionAttributes, TrainerStatus):
             accelerator, strategy, devices, num_nodes, precision, accumulate_grad_batches, sync_batchnorm
         )
         self.options = building.settle_accumulation(accumulate_grad_batches, self.accelerator, self.options)
-        self.strategy.check(
-            RunOptions(
-                self.accelerator.precision,
-                Given("Trainer(accumulate_grad_batches)", self.accumulate_grad_batches),
-                Given("Trainer(gradient_clip_val)", gradient_clip_val),
-            )
-        )
+        accumulation = Given("Trainer(accumulate_grad_batches)", self.accumulate_grad_batches)
+        clipping = Given("Trainer(gradient_clip_val)", gradient_clip_val)
+        self.strategy.check(RunOptions(self.accelerator.precision, accumulation, clipping))
         building.set_randomness(seed, deterministic, benchmark)
         self.tracker_group = building.make_trackers(logger, self.accelerator, self.options)
         self.callbacks = building.make_callbacks(callbacks, given, self.options)
-        self._start()
+        self._start(Actions(self, profiler, barebones))
 
-    def _start(self) -> None:
+    def _start(self, actions: Actions) -> None:
         """Begin with nothing trained, nothing logged and no task."""
+        self.actions = actions
         self.progress = Progress()
         self.current = CurrentRun()
         self.control = RunControl(self.progress, self.options, self.world_size)
@@ -399,7 +401,7 @@ class Trainer(KnownKeywords, OptionAttributes, TrainerStatus):
         with self.logged.forbidden(SAVING):
             if not block:
                 self.saves = self.accelerator.save_queue
-            return save_run(self, filepath, weights_only, block)
+            return self.actions.watch(SAVE, save_run)(self, filepath, weights_only, block)
 
     @property
     def estimated_stepping_batches(self) -> float:

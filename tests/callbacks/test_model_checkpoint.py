@@ -161,7 +161,7 @@ def test_a_fast_dev_run_saves_nothing(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"mode": "low"}, "mode is 'min'"),
+        ({"mode": "low"}, "can be 'min'"),
         ({"save_top_k": 3}, "cannot be said without monitor="),
         ({"save_top_k": -2}, "how many checkpoints to keep"),
         ({"every_n_epochs": 1, "every_n_train_steps": 5}, "one of every_n_train_steps"),

@@ -79,13 +79,13 @@ def test_the_names_are_ours() -> None:
 
 
 def test_an_absent_name_can_be_inherited_from_and_raises_when_it_is_made() -> None:
-    class Own(pl.profilers.SimpleProfiler):
+    class Own(pl.loggers.neptune.NeptuneLogger):
         pass
 
-    with pytest.raises(AbsentNameError, match=r"lightning's SimpleProfiler was called\. Profilers are not part"):
+    with pytest.raises(AbsentNameError, match=r"lightning's NeptuneLogger was called\. Give another logger"):
         Own()
-    with pytest.raises(AttributeError, match="no attribute 'SimpleProfilr'"):
-        _ = pl.profilers.SimpleProfilr
+    with pytest.raises(AttributeError, match="no attribute 'NeptunLogger'"):
+        _ = pl.loggers.neptune.NeptunLogger
 
 
 def test_a_callback_that_is_added_to_drivetrain_is_there_by_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -178,10 +178,19 @@ def test_plugins_are_number_formats() -> None:
     assert quiet(plugins=[MixedPrecision("bf16-mixed", "cpu")]).precision == "bf16"
     with pytest.raises(MisconfigurationException, match=r"plugins=object\(\)\) is not taken"):
         quiet(plugins=object())
-    with pytest.raises(MisconfigurationException, match="Profilers are not part of drivetrain yet"):
-        quiet(profiler="simple")
     with pytest.raises(MisconfigurationException, match="cluster_environment"):
         pl.strategies.DDPStrategy(cluster_environment=object())
+
+
+def test_profilers_have_the_names_of_lightning() -> None:
+    trainer = quiet(profiler="pytorch")
+    assert isinstance(trainer.profiler, pl.profilers.PyTorchProfiler)
+    assert trainer.profiler.prefix == "[pl]"
+    trainer = quiet(profiler="simple", max_epochs=1)
+    trainer.fit(BoringModel())
+    measured = trainer.profiler.recorded_durations
+    assert "[LightningModule]BoringModel.configure_optimizers" in measured
+    assert "[Strategy]SingleDeviceStrategy.training_step" in measured
 
 
 def test_seeding_returns_the_seed_and_shows_it(caplog: pytest.LogCaptureFixture, monkeypatch: Any) -> None:

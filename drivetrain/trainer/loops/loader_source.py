@@ -52,9 +52,12 @@ class LoaderSource:
         if self._given is not None:
             return self._given
         method = self._stage.loader_name
-        if self._data is not None and is_overridden(self._data, DataModule, method):
-            return getattr(self._data, method)()
-        return getattr(self._task, method)() if is_overridden(self._task, Task, method) else None
+        owns = self._data is not None and is_overridden(self._data, DataModule, method)
+        owner: Any = self._data if owns else self._task
+        if not owns and not is_overridden(self._task, Task, method):
+            return None
+        actions = self._trainer.actions
+        return actions.watch(actions.of_owner(owner, method), getattr(owner, method))()
 
     def _origin(self) -> str:
         """Where the loader comes from, for errors."""
@@ -75,7 +78,7 @@ class LoaderSource:
             DataError: There is none, or it is empty.
         """
         if self._prepared is None or again:
-            self._prepared = self._prepare_training()
+            self._prepared = self._trainer.actions.watch("setup_train_dataloader", self._prepare_training)()
         return self._prepared
 
     def _prepare_training(self) -> PreparedLoader | CombinedLoader:

@@ -55,7 +55,8 @@ class PredictionLoop:
         limits = limits_of(loaders, trainer.limit_predict_batches, "limit_predict_batches", even)
         trainer.current.evaluation_batches[Stage.PREDICT] = own_batches(loaders, limits)
         results: list[Any] = []
-        self._step = bind_evaluation_step(trainer, self._task, self._model, as_taken(self._task, "predict_step"))
+        bound = bind_evaluation_step(trainer, self._task, self._model, as_taken(self._task, "predict_step"))
+        self._step = trainer.actions.watch(trainer.actions.of_strategy("predict_step"), bound)
         with evaluating(self._task, Stage.PREDICT, self._model):
             trainer.logged.enter(PREDICT)
             with evaluation_context(self._strategy.capability(PlainEvaluation), trainer.inference_mode):
@@ -77,7 +78,8 @@ class PredictionLoop:
         outputs: list[Any] = []
         if trainer.limit_predict_batches == 0:
             return outputs  # asked for; a process that merely has no batch still takes part in opening the loader
-        for index, batch in enumerate(loader.iterate(limit, together=self._strategy.needs_even_batches)):
+        batches = loader.iterate(limit, together=self._strategy.needs_even_batches)
+        for index, batch in enumerate(trainer.actions.iterate("predict_dataloader_next", batches)):
             info = loader.current
             current.batch, current.batch_info = batch, info
             for hook in hooks.find("on_predict_batch_start"):

@@ -1,10 +1,27 @@
-"""Profilers, which are not here yet."""
+"""`PyTorchProfiler`, with the names of blocks that tools for Lightning's traces search for."""
 
 from __future__ import annotations
 
-from drivetrain.compat.absent import absent_names
-from drivetrain.compat.lightning.reasons import PROFILER
+from typing import Any, ClassVar
 
-_ABSENT = ("PyTorchProfiler",)
+from torch import nn
 
-__getattr__ = absent_names(__name__, (PROFILER, _ABSENT))
+from drivetrain.trainer.profilers import PyTorchProfiler as CorePyTorchProfiler
+from drivetrain.trainer.profilers.pytorch import RegisterRecordFunction as CoreRegisterRecordFunction
+
+__all__ = ["PyTorchProfiler", "RegisterRecordFunction"]
+
+
+class PyTorchProfiler(CorePyTorchProfiler):
+    """`drivetrain.PyTorchProfiler`, whose blocks are named `[pl][profile]...` and `[pl][module]...`."""
+
+    prefix: ClassVar[str] = "[pl]"
+
+
+def RegisterRecordFunction(model: nn.Module) -> Any:
+    """Make the forward of each module a block of what torch's profiler records in the body.
+
+    Args:
+        model: The module whose children get one, at any depth.
+    """
+    return CoreRegisterRecordFunction(model, "[pl][module]")

@@ -18,6 +18,7 @@ from drivetrain.compat.lightning.fabric.utilities.warnings import PossibleUserWa
 from drivetrain.compat.lightning.plugins import Precision, TorchSyncBatchNorm
 from drivetrain.compat.lightning.pytorch.loggers.files import CSVLogger, TensorBoardLogger
 from drivetrain.compat.lightning.pytorch.loggers.logger import DummyLogger
+from drivetrain.compat.lightning.pytorch.profilers.pytorch import PyTorchProfiler
 from drivetrain.compat.lightning.pytorch.trainer.arguments import (
     Shown,
     check_barebones,
@@ -29,7 +30,7 @@ from drivetrain.compat.lightning.pytorch.trainer.metric_views import CallbackMet
 from drivetrain.compat.lightning.pytorch.trainer.spawning import Spawning
 from drivetrain.compat.lightning.pytorch.trainer.states import RunningStage, TrainerFn, TrainerState, TrainerStatus
 from drivetrain.compat.lightning.pytorch.trainer.verbs import lightning_verb
-from drivetrain.compat.lightning.reasons import PLUGIN, PROFILER
+from drivetrain.compat.lightning.reasons import PLUGIN
 from drivetrain.runtime.errors import ConfigurationError
 from drivetrain.trackers import TrackerGroup
 from drivetrain.trainer import Trainer as CoreTrainer
@@ -37,6 +38,16 @@ from drivetrain.trainer.loops.run_control import StopReason
 from drivetrain.trainer.metrics.logged_value import to_numbers
 
 __all__ = ["Trainer"]
+
+# What profilers call the parts of a run there.
+_WORDS = {
+    "Task": "LightningModule",
+    "DataModule": "LightningDataModule",
+    "Single": "SingleDeviceStrategy",
+    "DDP": "DDPStrategy",
+    "FSDP": "FSDPStrategy",
+    "DeepSpeed": "DeepSpeedStrategy",
+}
 
 _CUT_SHORT = (StopReason.INTERRUPTED, StopReason.PREEMPTED, StopReason.FAILED)
 
@@ -49,7 +60,7 @@ class Trainer(CoreTrainer):
         precision: As there.
         logger: As there; TensorBoard if None or True, where it is installed, else a `CSVLogger`, in `lightning_logs`.
         default_root_dir: As there.
-        profiler: None: profilers are not here yet.
+        profiler: As there.
         plugins: Number formats, and `TorchSyncBatchNorm()`.
         enable_autolog_hparams: Whether trackers get the hyper-parameters.
         model_registry: None: checkpoints are in directories.
@@ -57,7 +68,7 @@ class Trainer(CoreTrainer):
         **options: As there. A variable such as `PL_TRAINER_MAX_EPOCHS` stands for an argument that is not given.
 
     Raises:
-        ConfigurationError: A plugin, a profiler or a registry was given that is not here.
+        ConfigurationError: A plugin or a registry was given that is not here.
         ValueError: Something that stands around the loop was asked for beside `barebones=True`.
     """
 
@@ -90,8 +101,6 @@ class Trainer(CoreTrainer):
             check_barebones(given)
         else:
             explain_ones(given)
-        if profiler is not None:
-            raise ConfigurationError(f"Trainer(profiler={profiler!r}) is not taken. {PROFILER}")
         if model_registry is not None:
             raise ConfigurationError(f"Trainer(model_registry={model_registry!r}): there is no registry. Leave it out.")
         for plugin in plugins if isinstance(plugins, Sequence) and not isinstance(plugins, str) else [plugins]:
@@ -114,12 +123,14 @@ class Trainer(CoreTrainer):
             precision=precision,
             logger=logger,
             default_root_dir=default_root_dir,
+            profiler=_profiler_of(profiler),
             **options,
         )
         self._running: Stage | None = None
         self._was_cut_short = False
         self._spawning = None if spawning is None or spawning.num_processes == 1 else spawning
         self.tracker_log = LightningTrackerLog(self)
+        self.actions.use_words(_WORDS)
         self.tracker_log.shows_hyper_parameters = enable_autolog_hparams
         if self.fast_dev_run and given["logger"] is not False:
             self.logger = DummyLogger()
@@ -357,6 +368,11 @@ class Trainer(CoreTrainer):
         """
         with self.strategy.init_context(), torch.device(self.strategy.topology.device):
             yield
+
+
+def _profiler_of(given: Any) -> Any:
+    """The profiler that Lightning has under a name; anything else as it is."""
+    return PyTorchProfiler() if isinstance(given, str) and given.lower() == "pytorch" else given
 
 
 def _kind_of(accelerator: Any) -> Any:
