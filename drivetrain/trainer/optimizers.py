@@ -51,12 +51,6 @@ class SchedulerConfig:
                 f"A scheduler's frequency must be a whole number of at least 1, got {self.frequency!r}."
             )
         self.reduce_on_plateau = self.reduce_on_plateau or isinstance(self.scheduler, ReduceLROnPlateau)
-        if self.reduce_on_plateau and self.monitor is None:
-            raise ConfigurationError(
-                "`configure_optimizers` must include a monitor when a `ReduceLROnPlateau` scheduler is used: the "
-                "logged value to watch. Return "
-                "{'optimizer': ..., 'lr_scheduler': {'scheduler': ..., 'monitor': 'val_loss'}}."
-            )
         if not callable(getattr(self.scheduler, "step", None)):
             raise ArgumentTypeError(
                 f"The provided lr scheduler `{type(self.scheduler).__name__}` is invalid: it needs a step() method."
@@ -70,8 +64,14 @@ class SchedulerConfig:
             )
 
 
-def parse_configured_optimizers(configured: Any) -> tuple[list[Optimizer], list[SchedulerConfig]]:
+def parse_configured_optimizers(
+    configured: Any, by_hand: bool = False
+) -> tuple[list[Optimizer], list[SchedulerConfig]]:
     """Bring whatever `configure_optimizers` returned into one shape.
+
+    Args:
+        configured: What it returned.
+        by_hand: Whether the task steps its schedulers itself, and so needs to name no value to watch.
 
     Raises:
         ConfigurationError: It returned something else; the message lists what is allowed. Or a scheduler is that of
@@ -79,6 +79,12 @@ def parse_configured_optimizers(configured: Any) -> tuple[list[Optimizer], list[
     """
     optimizers, schedulers = _parse(configured)
     for config in schedulers:
+        if config.reduce_on_plateau and config.monitor is None and not by_hand:
+            raise ConfigurationError(
+                "`configure_optimizers` must include a monitor when a `ReduceLROnPlateau` scheduler is used: the "
+                "logged value to watch. Return "
+                "{'optimizer': ..., 'lr_scheduler': {'scheduler': ..., 'monitor': 'val_loss'}}."
+            )
         owner = getattr(config.scheduler, "optimizer", None)
         if isinstance(owner, Optimizer) and not any(owner is each for each in optimizers):
             raise ConfigurationError(

@@ -101,7 +101,7 @@ def check_evaluation(task: Any, stage: Stage) -> Task:
         raise ConfigurationError(f"`{step}` cannot be None. Leave it out of {name}, or define it.")
     if stage is not Stage.PREDICT and not is_overridden(task, Task, step):
         raise ConfigurationError(f"No `{step}()` method defined in {name}. Define {step}(self, batch, batch_idx).")
-    if stage is Stage.PREDICT and not is_overridden(task, Task, step) and not is_overridden(task, Task, "forward"):
+    if stage is Stage.PREDICT and task.forward is None:
         raise ConfigurationError(f"`{name}.predict_step` requires `forward` method to run. Define one of the two.")
     return task
 

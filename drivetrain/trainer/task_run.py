@@ -159,7 +159,7 @@ class TaskRun:
         """Let the task build its optimizers and schedulers. Returns the optimizers, which `place` takes."""
         actions = self._trainer.actions
         configure = actions.watch(actions.of_owner(task, "configure_optimizers"), task.configure_optimizers)
-        optimizers, self.schedulers = parse_configured_optimizers(configure())
+        optimizers, self.schedulers = parse_configured_optimizers(configure(), by_hand=not task.automatic_optimization)
         if not optimizers and task.automatic_optimization:
             raise ConfigurationError(
                 f"{type(task).__name__}.configure_optimizers returned no optimizer. Return one, or set "

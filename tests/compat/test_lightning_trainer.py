@@ -20,6 +20,7 @@ from drivetrain.compat.lightning.pytorch.demos.boring_classes import (
     BoringDataModule,
     BoringModel,
     IterableBoringDataModule,
+    ManualOptimBoringModel,
     RandomDataset,
     RandomIterableDataset,
 )
@@ -262,15 +263,37 @@ def test_warnings_come_by_the_module_that_scripts_filter() -> None:
         quiet().fit(Unvalidated())
 
 
-def test_hooks_at_the_start_of_an_evaluation_are_in_its_mode() -> None:
+def test_the_trainers_model_is_in_the_mode_of_what_runs() -> None:
     class Looks(BoringModel):
-        def on_validation_start(self) -> None:
-            modes.append((torch.is_inference_mode_enabled(), self.trainer.model.training))  # type: ignore[union-attr]
+        def on_train_batch_start(self, *args: Any) -> None:
+            modes.append(self.trainer.model.training)  # type: ignore[union-attr]
 
-    modes: list[Any] = []
-    quiet().validate(Looks(), verbose=False)
-    quiet(inference_mode=False).validate(Looks(), verbose=False)
-    assert modes == [(True, False), (False, False)]
+        def on_validation_start(self) -> None:
+            modes.append(self.trainer.model.training)  # type: ignore[union-attr]
+
+    modes: list[bool] = []
+    quiet(num_sanity_val_steps=1, limit_train_batches=1).fit(Looks())
+    assert modes == [False, True, False]
+
+
+def test_the_parameters_of_other_optimizers_and_frozen_ones_take_no_gradients_while_one_is_toggled() -> None:
+    class Two(ManualOptimBoringModel):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second = torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)
+            self.first.bias.requires_grad_(False)
+
+        def configure_optimizers(self) -> Any:
+            return [torch.optim.SGD(each.parameters(), lr=0.1) for each in (self.first, self.second)]
+
+        def training_step(self, batch: Any, batch_idx: int) -> None:
+            with self.toggled_optimizer(self.optimizers()[0]):
+                seen.append([each.requires_grad for each in self.parameters()])
+            seen.append([each.requires_grad for each in self.parameters()])
+
+    seen: list[Any] = []
+    quiet(limit_train_batches=1, limit_val_batches=0).fit(Two())
+    assert seen == [[True, True, True, False, False, False], [True, True, True, False, True, True]]
 
 
 def test_a_module_that_clips_in_another_way_than_its_trainer_is_refused() -> None:

@@ -125,8 +125,7 @@ class EvaluationLoop:
             for loader in () if keep else loaders:
                 stack.enter_context(loader.undone())
             trainer.logged.enter(self._in_epoch)
-            with evaluation_context(self._strategy.capability(PlainEvaluation), trainer.inference_mode):
-                hooks.call(stage.hook_name("start"))
+            hooks.call(stage.hook_name("start"))
             hooks.call(stage.hook_name("epoch_start"))
             with evaluation_context(self._strategy.capability(PlainEvaluation), trainer.inference_mode):
                 for index, (loader, limit) in enumerate(zip(loaders, limits, strict=True)):
@@ -141,7 +140,7 @@ class EvaluationLoop:
                 on_results()
             trainer.logged.enter(LogScope(f"in {stage.hook_name('end')}", None))
             hooks.call(stage.hook_name("end"))
-        return _by_loader(results, len(loaders))
+        return _by_loader(results, len(loaders), trainer.tracker_log.name_of)
 
     def run_alone(self) -> list[dict[str, float]]:
         """Evaluate once, and forget the loaders."""
@@ -226,12 +225,12 @@ def loader_argument(step: Callable[..., Any], dataloader_idx: int | None) -> tup
     return (dataloader_idx,) if third or takes_any else ()
 
 
-def _by_loader(results: list[EpochValue], count: int) -> list[dict[str, float]]:
+def _by_loader(results: list[EpochValue], count: int, name_of: Callable[[EpochValue], str]) -> list[dict[str, float]]:
     """Sort results by loader; what was logged for the whole epoch is among each one's."""
-    numbers = to_numbers({result.epoch_name: result.value for result in results})
+    numbers = to_numbers({name_of(result): result.value for result in results})
     if not count:
         return [numbers] if numbers else []
-    loaders = {result.epoch_name: result.loader for result in results}
+    loaders = {name_of(result): result.loader for result in results}
     return [
         {name: value for name, value in numbers.items() if loaders[name] in (None, index)} for index in range(count)
     ]

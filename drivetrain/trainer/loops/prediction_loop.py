@@ -59,8 +59,7 @@ class PredictionLoop:
         self._step = trainer.actions.watch(trainer.actions.of_strategy("predict_step"), bound)
         with evaluating(self._task, Stage.PREDICT, self._model):
             trainer.logged.enter(PREDICT)
-            with evaluation_context(self._strategy.capability(PlainEvaluation), trainer.inference_mode):
-                hooks.call("on_predict_start")
+            hooks.call("on_predict_start")
             hooks.call("on_predict_epoch_start")
             with evaluation_context(self._strategy.capability(PlainEvaluation), trainer.inference_mode):
                 for index, (loader, limit) in enumerate(zip(loaders, limits, strict=True)):

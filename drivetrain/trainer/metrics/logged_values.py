@@ -177,7 +177,9 @@ class LoggedValues:
         steps = scope.on_step if on_step is None else on_step
         epochs = scope.on_epoch if on_epoch is None else on_epoch
         if not (steps or epochs):
-            raise ConfigurationError(f"log({name!r}, on_step=False, on_epoch=False) is not useful: set one.")
+            raise ConfigurationError(
+                f"log({name!r}, on_step=False, on_epoch=False) is not useful: it would keep nothing."
+            )
         if steps and not scope.has_batch:
             raise ConfigurationError(
                 f"log({name!r}, on_step=True) from the {_moment(scope)}: there is no step there. Use on_epoch=True."
@@ -452,8 +454,8 @@ def _number(name: str, value: Any) -> float:
     if isinstance(value, Number) or (hasattr(value, "item") and getattr(value, "size", None) == 1):
         return float(value)
     raise ConfigurationError(
-        f"`self.log({name}, {value})` was called with a {type(value).__name__}. Give a number, a scalar tensor or a "
-        "torchmetrics object."
+        f"`self.log({name}, {value})` was called, but {name!r} is a {type(value).__name__}. Give a number, a scalar "
+        "tensor or a torchmetrics object."
     )
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import logging
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 
 class PossibleUserWarning(UserWarning):
@@ -23,8 +25,13 @@ class AsWarnings(logging.Handler):
             warnings.warn(record.getMessage(), PossibleUserWarning, stacklevel=8)
 
 
-def warn_by_warnings() -> None:
-    """Let drivetrain's warnings come by Python's `warnings`, as Lightning's do, so that a script's filters hold."""
+@contextmanager
+def warn_by_warnings() -> Iterator[None]:
+    """Let drivetrain's warnings in the body come by Python's `warnings`, as Lightning's do, which scripts filter."""
     logger = logging.getLogger("drivetrain")
-    if not any(isinstance(handler, AsWarnings) for handler in logger.handlers):
-        logger.addHandler(AsWarnings(logging.WARNING))
+    handler = AsWarnings(logging.WARNING)
+    logger.addHandler(handler)
+    try:
+        yield
+    finally:
+        logger.removeHandler(handler)

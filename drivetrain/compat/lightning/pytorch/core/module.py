@@ -33,6 +33,8 @@ class LightningModule(Task):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
+        # By identity: whether each parameter of an optimizer took gradients.
+        self._before_toggling: dict[int, tuple[torch.Tensor, bool]] = {}
 
     def predict_step(self, *args: Any, **kwargs: Any) -> Any:
         """Predict for one batch: call the module on it."""
@@ -74,6 +76,30 @@ class LightningModule(Task):
     def fabric(self) -> Any:
         """None: a Trainer runs this module."""
         return None
+
+    def toggle_optimizer(self, optimizer: Any) -> None:
+        """Let of all optimizers' parameters only this one's take gradients, those that did before.
+
+        Args:
+            optimizer: The optimizer.
+        """
+        mine = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+        before = self._before_toggling
+        for group in (group for each in self.trainer.optimizers for group in each.param_groups):
+            for parameter in group["params"]:
+                before.setdefault(id(parameter), (parameter, parameter.requires_grad))
+        for parameter, took_gradients in before.values():
+            parameter.requires_grad_(took_gradients and id(parameter) in mine)
+
+    def untoggle_optimizer(self, optimizer: Any) -> None:
+        """Let the parameters take gradients as before `toggle_optimizer`.
+
+        Args:
+            optimizer: The optimizer.
+        """
+        for parameter, took_gradients in self._before_toggling.values():
+            parameter.requires_grad_(took_gradients)
+        self._before_toggling.clear()
 
     @contextmanager
     def toggled_optimizer(self, optimizer: Any) -> Iterator[None]:

@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from drivetrain.callbacks.stage import Stage
+from drivetrain.trainer.metrics.logged_value import EpochValue
 from drivetrain.trainer.metrics.tracker_log import TrackerLog
 
 if TYPE_CHECKING:
@@ -55,10 +57,15 @@ class LightningTrackerLog(TrackerLog):
         finally:
             self._is_evaluation_step = False
 
+    @staticmethod
+    def name_of(result: EpochValue) -> str:
+        return result.epoch_name
+
     def write(self, values: Mapping[str, float], step: int) -> None:
         group = self._trainer.tracker_group
         if not self._is_evaluation_step:
-            super().write(values, max(step - 1, 0))
+            fits = self._trainer.task_run.stage is Stage.TRAIN
+            super().write(values, max(step - 1, 0) if fits else step)
         elif group.writes_here:
             self.written.update(values)
             group.log(values, step)

@@ -134,7 +134,6 @@ class Trainer(CoreTrainer):
         self.tracker_log.shows_hyper_parameters = enable_autolog_hparams
         if self.fast_dev_run and given["logger"] is not False:
             self.logger = DummyLogger()
-        warn_by_warnings()
         self._leaves_epochs_open = options.get("max_epochs") is None and not self.fast_dev_run
         self._fit_loop = FitLoopView(self)
 
@@ -145,8 +144,8 @@ class Trainer(CoreTrainer):
     test = lightning_verb(CoreTrainer.test)
     predict = lightning_verb(CoreTrainer.predict)
 
-    @wraps(CoreTrainer.save_checkpoint)  # type: ignore[override]
-    def save_checkpoint(self, filepath: str | os.PathLike[str], *args: Any, **kwargs: Any) -> Any:
+    @wraps(CoreTrainer.save_checkpoint)
+    def save_checkpoint(self, filepath: Any, *args: Any, **kwargs: Any) -> Any:  # type: ignore[override]
         if self.task is None:
             raise AttributeError(
                 "Saving a checkpoint is only possible if a model is attached: call fit or another verb first."
@@ -191,7 +190,8 @@ class Trainer(CoreTrainer):
         if stage is Stage.TRAIN:
             self._was_cut_short = False
         try:
-            yield
+            with warn_by_warnings():
+                yield
         finally:
             self._running = None
         if stage is Stage.TRAIN:
