@@ -130,7 +130,8 @@ class _Moved:
 
 def _on(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     """The same parameter or buffer on another device: its class, and what its users have put on it."""
-    if isinstance(tensor, (UninitializedParameter, UninitializedBuffer)):  # of a lazy module; its shape comes with the first batch
+    # The shape of a lazy module's comes with its first batch.
+    if isinstance(tensor, (UninitializedParameter, UninitializedBuffer)):
         kind = cast(Any, type(tensor))
         lazy = {"requires_grad": tensor.requires_grad} if isinstance(tensor, nn.Parameter) else {}
         return kind(device=device, dtype=tensor.dtype, **lazy)  # type: ignore[no-any-return]

@@ -165,5 +165,9 @@ def calculate_maximum_sizes(model: nn.Module) -> tuple[int, tuple[int, list[str]
         The bytes, and what `get_max_layer_size` returns.
     """
     sizes = compute_module_sizes(model)
-    parts: list[tuple[str, Any]] = [*model.named_parameters(recurse=False), *model.named_children(), *model.named_buffers(recurse=False)]
+    parts: list[tuple[str, Any]] = [
+        *model.named_parameters(recurse=False),
+        *model.named_children(),
+        *model.named_buffers(recurse=False),
+    ]
     return sizes[""], get_max_layer_size(parts, sizes, list(getattr(model, "_no_split_modules", None) or []))

@@ -31,6 +31,10 @@ from drivetrain.trainer.task_checks import described
 logger = get_logger(__name__)
 
 
+class TwinCallbacksError(ConfigurationError, RuntimeError):
+    """Two callbacks whose states a checkpoint could not tell apart."""
+
+
 def make_accelerator(
     accelerator: str | Accelerator,
     strategy: str | Strategy,
@@ -314,7 +318,9 @@ def _refuse_twins(callbacks: list[Callback]) -> None:
     keys = [callback.state_key for callback in callbacks if type(callback).state_dict is not Callback.state_dict]
     twins = {key for key in keys if keys.count(key) > 1}
     if twins:
-        raise ConfigurationError(
-            f"Two callbacks have the same state_key {sorted(twins)}, so a checkpoint could not tell them apart. "
-            "Give them different arguments, or override state_key."
+        names = sorted({type(callback).__name__ for callback in callbacks if callback.state_key in twins})
+        raise TwinCallbacksError(
+            f"Found more than one stateful callback of type `{'`, `'.join(names)}` with the same state_key "
+            f"{sorted(twins)}: a checkpoint could not tell them apart. Give them different arguments, or override "
+            "state_key."
         )

@@ -194,7 +194,7 @@ class Trainer(KnownKeywords, OptionAttributes, TrainerStatus):
         self.tracker_log = TrackerLog(self)
         self.finiteness = Finiteness(is_watched=False)
         self.task_run = TaskRun(self)
-        self.fit_loop: FitLoop | None = None
+        self.loop: FitLoop | None = None
         self.saves: checkpoint.SaveQueue | None = None
         self._training: LoaderSource | None = None
 
@@ -277,7 +277,7 @@ class Trainer(KnownKeywords, OptionAttributes, TrainerStatus):
         with self.strategy.init_context():
             task.configure_model()
         task_checks.check_training_step(task, self.accumulate_grad_batches, self.gradient_clip_val)
-        directory = find_checkpoint(self, resume)
+        directory = self.task_run.checkpoint_path = find_checkpoint(self, resume)
         saved = None if directory is None else SavedRun(self, directory)
         if saved is not None:
             saved.restore_early()
@@ -301,11 +301,11 @@ class Trainer(KnownKeywords, OptionAttributes, TrainerStatus):
         self.current.stage = Stage.TRAIN
         batches = TrainingBatches(self, training)
         task_checks.warn_of_rare_logging(self, self.estimated_stepping_batches)
-        self.fit_loop = FitLoop(self, step, batches, validation, EpochHealth(self, task))
+        self.loop = FitLoop(self, step, batches, validation, EpochHealth(self, task))
         self.accelerator.run_state.moment = partial(moment_of, self)
         if saved is not None:
-            self.fit_loop.resume_from(saved)
-        self.fit_loop.run()
+            self.loop.resume_from(saved)
+        self.loop.run()
         if self.saves is not None:
             self.saves.finish()
         if not self.preempted:
@@ -437,7 +437,7 @@ class Trainer(KnownKeywords, OptionAttributes, TrainerStatus):
             CheckpointError: A process could not write; what was there before is intact.
         """
         refuse_unknown(_unknown, self.save_checkpoint)
-        if self.fit_loop is not None and self.stage in (Stage.TRAIN, Stage.VALIDATE):
+        if self.loop is not None and self.stage in (Stage.TRAIN, Stage.VALIDATE):
             self.tracker_log.write_due_values()
         with self.logged.forbidden(SAVING):
             if not block:

@@ -38,8 +38,8 @@ class RunSampler:
     def __init__(self, trainer: Trainer, thread: int) -> None:
         self._trainer, self._thread = trainer, thread
         self._frames: Callable[[], dict[int, FrameType]] = getattr(sys, "_current_frames", dict)
-        assert trainer.fit_loop is not None
-        self._loading: CodeType = type(trainer.fit_loop.batches).windows.__code__
+        assert trainer.loop is not None
+        self._loading: CodeType = type(trainer.loop.batches).windows.__code__
         self._device = trainer.strategy.topology.device
         self._kind = get_device_kind(self._device.type)
         self._begun = self._since = time.monotonic()
