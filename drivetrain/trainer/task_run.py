@@ -135,8 +135,8 @@ class TaskRun:
         trainer.current.leave_batch()
         try:
             call_teardown_hooks(trainer, task, self.datamodule, stage.verb)
-        except BaseException as error:
-            self._error = self._error or error
+        except BaseException as raised:
+            self._error = self._error or raised
             raise
         finally:
             for callback in trainer.callbacks:
