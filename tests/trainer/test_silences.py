@@ -245,7 +245,8 @@ def test_a_run_ends_with_why(
 ) -> None:
     trainer = fitted(Weight(), ones(3), ones(1), **options)
     assert trainer.stop_reason == reason
-    [last] = capsys.readouterr().out.splitlines()
+    first, last = capsys.readouterr().out.splitlines()
+    assert first == "Training Weight: 1 process on cpu, precision 32, 1 parameter."
     assert line in last
 
 

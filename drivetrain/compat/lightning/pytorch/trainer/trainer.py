@@ -8,8 +8,6 @@ from contextlib import contextmanager
 from functools import wraps
 from typing import Any
 
-import torch
-
 from drivetrain.callbacks import EarlyStopping
 from drivetrain.callbacks.stage import Stage
 from drivetrain.compat.lightning.accelerators import Accelerator
@@ -358,16 +356,6 @@ class Trainer(CoreTrainer):
     def num_sanity_val_batches(self) -> list[float]:
         """Batches of each validation loader that are tried before training."""
         return [min(batches, self.num_sanity_val_steps) for batches in self.num_val_batches]
-
-    @contextmanager
-    def init_module(self, empty_init: bool | None = None) -> Iterator[None]:
-        """Make modules in the body as the strategy wants them: on the device.
-
-        Args:
-            empty_init: Taken for Lightning's sake; the strategy decides.
-        """
-        with self.strategy.init_context(), torch.device(self.strategy.topology.device):
-            yield
 
 
 def _profiler_of(given: Any) -> Any:
