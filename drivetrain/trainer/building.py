@@ -32,7 +32,7 @@ logger = get_logger(__name__)
 
 
 class TwinCallbacksError(ConfigurationError, RuntimeError):
-    """Two callbacks whose states a checkpoint could not tell apart."""
+    """Two callbacks have the same key for their states in a checkpoint."""
 
 
 def make_accelerator(
