@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from drivetrain.accelerator import Accelerator
+from drivetrain.accelerator.dynamo_plugin import TorchDynamoPlugin
 from drivetrain.accelerator.launched import Launched
 from drivetrain.callbacks import Callback, ModelCheckpoint, ModelSummary, TQDMProgressBar
 from drivetrain.launch import already_launched, relaunch_script
@@ -36,6 +37,7 @@ def make_accelerator(
     precision: str | int | Precision | None,
     accumulate: int | None,
     sync_batchnorm: bool,
+    compilation: TorchDynamoPlugin | None = None,
 ) -> Accelerator:
     """The engine to run on: the one given, or a new one, once missing processes are started."""
     if isinstance(accelerator, Accelerator):
@@ -46,6 +48,7 @@ def make_accelerator(
                 ("devices", devices, "auto"),
                 ("precision", precision, None),
                 ("sync_batchnorm", sync_batchnorm, False),
+                ("compile", compilation, None),
             )
             if value != default
         ]
@@ -65,6 +68,7 @@ def make_accelerator(
         mixed_precision=str(precision) if isinstance(precision, int) else precision,
         gradient_accumulation_steps=accumulate,
         device=kind.name if kind else None,
+        dynamo_plugin=compilation,
     )
 
 

@@ -13,7 +13,8 @@ from drivetrain.runtime.errors import ConfigurationError, nearest
 
 _ALLOWED = (
     "an optimizer; a list of optimizers; a pair of lists (optimizers, schedulers); "
-    "a dict with 'optimizer' and perhaps 'lr_scheduler'; a list of such dicts; or None to train by hand"
+    "a dict with 'optimizer' and perhaps 'lr_scheduler'; a list of such dicts; a dict of optimizers, or of such dicts, "
+    "by name; or None to train by hand"
 )
 
 
@@ -59,6 +60,41 @@ class SchedulerConfig:
             raise ConfigurationError(f"A scheduler needs a step() method; {type(self.scheduler).__name__} has none.")
 
 
+_KEYS = ("optimizer", "lr_scheduler", "monitor")
+
+
+def names_of(configured: Any) -> tuple[str, ...]:
+    """The names of the optimizers that `configure_optimizers` returned, in their order; none where it names none.
+
+    Raises:
+        ConfigurationError: A name cannot be, or a parameter has two of the optimizers.
+    """
+    if not isinstance(configured, Mapping) or "optimizer" in configured or not configured:
+        return ()
+    kinds = [
+        isinstance(each, Optimizer) or (isinstance(each, Mapping) and "optimizer" in each)
+        for each in configured.values()
+    ]
+    if not all(kinds) or any(nearest(str(name), _KEYS) for name in configured):
+        return ()
+    for name in configured:
+        if not isinstance(name, str) or name in ("loss", "weight"):
+            raise ConfigurationError(
+                f"configure_optimizers returned a dict with the name {name!r}. Name optimizers by texts other than "
+                "'loss' and 'weight', which mean a single loss."
+            )
+    owners: dict[int, str] = {}
+    for name, item in configured.items():
+        for group in (item if isinstance(item, Optimizer) else item["optimizer"]).param_groups:
+            for parameter in group["params"]:
+                if owners.setdefault(id(parameter), name) != name:
+                    raise ConfigurationError(
+                        f"The optimizers {owners[id(parameter)]!r} and {name!r} hold the same parameter, so it would "
+                        "be stepped twice. Give each parameter to one of them."
+                    )
+    return tuple(configured)
+
+
 def parse_configured_optimizers(configured: Any) -> tuple[list[Optimizer], list[SchedulerConfig]]:
     """Bring whatever `configure_optimizers` returned into one shape.
 
@@ -69,6 +105,8 @@ def parse_configured_optimizers(configured: Any) -> tuple[list[Optimizer], list[
         return [], []
     if isinstance(configured, Optimizer):
         return _checked([configured]), []
+    if names_of(configured):
+        return _from_dicts([{"optimizer": i} if isinstance(i, Optimizer) else i for i in configured.values()])
     if isinstance(configured, Mapping):
         return _from_dicts([configured])
     if isinstance(configured, Sequence) and configured:
@@ -91,7 +129,7 @@ def _may_be_scheduler(item: Any) -> bool:
 def _from_dicts(items: Sequence[Mapping[str, Any]]) -> tuple[list[Optimizer], list[SchedulerConfig]]:
     optimizers: list[Optimizer] = []
     schedulers: list[SchedulerConfig] = []
-    allowed = ("optimizer", "lr_scheduler", "monitor")
+    allowed = _KEYS
     for item in items:
         for key in item:
             if key not in allowed:

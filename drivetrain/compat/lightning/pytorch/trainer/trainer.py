@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from typing import Any
-
-import torch
 
 from drivetrain.callbacks import EarlyStopping
 from drivetrain.callbacks.stage import Stage
@@ -170,16 +167,6 @@ class Trainer(CoreTrainer):
         """Batches of each validation loader that are tried before training."""
         most = float("inf") if self.num_sanity_val_steps < 0 else self.num_sanity_val_steps
         return [min(batches, most) for batches in self.num_val_batches]
-
-    @contextmanager
-    def init_module(self, empty_init: bool | None = None) -> Iterator[None]:
-        """Make modules in the body as the strategy wants them: on the device.
-
-        Args:
-            empty_init: Taken for Lightning's sake; the strategy decides.
-        """
-        with self.strategy.init_context(), torch.device(self.strategy.topology.device):
-            yield
 
 
 def _profiler_of(given: Any) -> Any:
