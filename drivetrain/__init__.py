@@ -149,6 +149,7 @@ _EXPORTS: dict[str, str] = {
     "ProcessEnvironment": "drivetrain.runtime.environment",
     "DeviceKind": "drivetrain.runtime.devices",
     "register_device": "drivetrain.runtime.devices",
+    "Duration": "drivetrain.runtime.durations",
     "DrivetrainError": "drivetrain.runtime.errors",
     "gather": "drivetrain.runtime.collectives",
     "gather_object": "drivetrain.runtime.collectives",
@@ -278,6 +279,7 @@ if TYPE_CHECKING:
     from drivetrain.runtime.collectives import reduce as reduce
     from drivetrain.runtime.devices import DeviceKind as DeviceKind
     from drivetrain.runtime.devices import register_device as register_device
+    from drivetrain.runtime.durations import Duration as Duration
     from drivetrain.runtime.environment import ProcessEnvironment as ProcessEnvironment
     from drivetrain.runtime.errors import CheckpointError as CheckpointError
     from drivetrain.runtime.errors import CollectiveError as CollectiveError

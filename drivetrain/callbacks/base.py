@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from torch import Tensor
     from torch.optim import Optimizer
 
+    from drivetrain.runtime.durations import Duration
     from drivetrain.trainer.task import Task
     from drivetrain.trainer.trainer import Trainer
 
@@ -58,6 +59,10 @@ class Callback(KnownKeywords):
     guards_values: ClassVar[bool] = False
     """Whether this callback acts on losses that are not finite, so that the Trainer need not warn of them."""
 
+    rhythm: Duration | None = None
+    """How often this callback acts, where that is measured in samples, tokens or parts of the run: the Trainer then
+    counts these, and `trainer.progress.count` returns how many there were."""
+
     def print(self, *args: Any, **kwargs: Any) -> None:
         """Print without breaking what this callback shows; called where `is_progress_bar` is set.
 
@@ -83,15 +88,13 @@ class Callback(KnownKeywords):
         return self.build_state_key()
 
     def build_state_key(self, **distinguishing: Any) -> str:
-        """Return the class's name, followed by the arguments that distinguish two objects of this class.
+        """Return the class's name, followed by the arguments that distinguish two objects of this class, as a dict.
 
         Args:
             **distinguishing: Arguments and their values, such as `monitor="val_loss"`.
         """
         name = type(self).__qualname__
-        if not distinguishing:
-            return name
-        return f"{name}({', '.join(f'{key}={value!r}' for key, value in distinguishing.items())})"
+        return f"{name}{distinguishing!r}" if distinguishing else name
 
     def state_dict(self) -> dict[str, Any]:
         """Return what a resumed run needs of this callback: tensors, and values that JSON can hold."""

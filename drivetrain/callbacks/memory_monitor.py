@@ -65,9 +65,9 @@ class MemoryMonitor(Callback):
     def on_train_batch_end(self, trainer: Trainer, task: Task, outputs: Any, batch: Any, batch_idx: int) -> None:
         step = trainer.global_step
         if self._log is not None and self._log.is_due(step):
-            device = trainer.strategy.topology.device
-            use = MemoryUse.read(device)
-            MemoryUse.reset_peak(device)
+            topology = trainer.strategy.topology
+            use = MemoryUse.read(topology.kind, topology.device)
+            topology.kind.reset_peak_memory(topology.device)
             everyone = [MemoryUse(*each) for each in gather_object([tuple(use)])]
             most = {name: max(getattr(each, name) or 0 for each in everyone) for name in MemoryUse._fields}
             self._log.write({f"memory/{name}": value / 2**20 for name, value in most.items() if value}, step)
@@ -75,7 +75,8 @@ class MemoryMonitor(Callback):
     def on_exception(self, trainer: Trainer, task: Task, exception: BaseException) -> None:
         if not is_out_of_memory(exception):
             return
-        use = MemoryUse.read(trainer.strategy.topology.device)
+        topology = trainer.strategy.topology
+        use = MemoryUse.read(topology.kind, topology.device)
         figures = f"{use.current / 2**20:,.0f} MiB in use, {use.peak / 2**20:,.0f} MiB at most"
         where = f"Rank {trainer.global_rank} has run out of memory in step {trainer.global_step + 1}: {figures}."
         if self._history is None or not self._history.is_recording:

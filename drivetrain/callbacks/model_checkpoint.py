@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -12,15 +13,17 @@ from drivetrain.callbacks.base import Callback
 from drivetrain.callbacks.checkpoint import folder
 from drivetrain.callbacks.checkpoint.decision import decide
 from drivetrain.callbacks.checkpoint.kept import KeptCheckpoints
-from drivetrain.callbacks.checkpoint.options import check_intervals, check_options
+from drivetrain.callbacks.checkpoint.lightning_state import from_lightning, to_lightning
+from drivetrain.callbacks.checkpoint.options import Rhythm, check_options
 from drivetrain.callbacks.checkpoint.policy import BestK, CheckpointName
 from drivetrain.callbacks.checkpoint.restored import RestoredState, number
+from drivetrain.callbacks.checkpoint.step_count import StepCount
 from drivetrain.callbacks.checkpoint.step_timer import StepTimer
 from drivetrain.callbacks.checkpoint.writer import CheckpointWriter
 from drivetrain.callbacks.support.agreement import decide_on_main_process
 from drivetrain.callbacks.support.monitored_metric import find_typo
 from drivetrain.runtime.assembly import all_arrive
-from drivetrain.runtime.durations import parse_duration
+from drivetrain.runtime.durations import Duration, Unit
 from drivetrain.runtime.errors import CheckpointError, ConfigurationError, DrivetrainError
 from drivetrain.runtime.logging import get_logger
 
@@ -60,7 +63,7 @@ class ModelCheckpoint(Callback):
         auto_insert_metric_name: Write `epoch=3` into the name rather than `3`.
         every_n_train_steps: Save every so many optimizer steps.
         train_time_interval: Save each time so much time has gone by, on the main process's clock: a timedelta, a dict
-            of its arguments or `"DD:HH:MM:SS"`. A resumed run continues the interval that was under way when its
+            of its arguments, `"DD:HH:MM:SS"` or `"10 min"`. A resumed run continues the interval under way when its
             checkpoint was written; the time that nothing ran does not count.
         every_n_epochs: Save every so many epochs; 1 by default if no other interval is given.
         save_on_train_epoch_end: Save at the end of the training epoch (True) or after each validation
@@ -69,11 +72,13 @@ class ModelCheckpoint(Callback):
             validation that others have is left out: its value would be that of an earlier model.
         enable_version_counter: Add `-v1`, `-v2`, ... to a name that is taken, instead of replacing that
             checkpoint.
-        save_on_exception: Save `exception-step=<n>` when an exception ends the run: in a world of one, and among
-            several processes where all of them raise within a few seconds.
+        save_on_exception: Save `filename`, or `exception-step=<n>` if none is given, when an exception ends the run: in
+            a world of one, and among several processes where all of them raise within a few seconds.
         total_limit: Keep at most so many checkpoints in the directory, also of earlier runs: the oldest go. The best
             ones by `monitor`, `last` and the newest count, but always stay.
         async_save: Write in the background while training continues; one save at a time.
+        every: How often to save, in any unit: `"1000 steps"`, `"2 epochs"`, `"10 min"`, `"1M samples"`,
+            `"50M tokens"`, `"10%"` of the run. It takes the place of the three intervals above.
         on_save_error: `"raise"`, or `"warn"` to log the error, such as a full disk, and continue the run.
             Either way the checkpoints before stay as they are.
 
@@ -122,11 +127,10 @@ class ModelCheckpoint(Callback):
         total_limit: int | None = None,
         async_save: bool = False,
         on_save_error: str = "raise",
+        every: str | Duration | None = None,
     ) -> None:
-        interval = parse_duration(train_time_interval, "train_time_interval")
         check_options(mode, save_last, save_top_k, monitor, total_limit, on_save_error)
-        check_intervals(every_n_train_steps, interval, every_n_epochs)
-        self.dirpath = os.fspath(dirpath) if dirpath is not None else None
+        self.dirpath = os.path.expanduser(os.fspath(dirpath)) if dirpath is not None else None
         self.filename = filename
         self.monitor = monitor
         self.verbose = verbose
@@ -135,11 +139,9 @@ class ModelCheckpoint(Callback):
         self.save_weights_only = save_weights_only
         self.mode = mode
         self.auto_insert_metric_name = auto_insert_metric_name
-        self.every_n_train_steps = every_n_train_steps or 0
-        self.train_time_interval = interval
-        if every_n_epochs is None:
-            every_n_epochs = 0 if every_n_train_steps or interval else 1
-        self.every_n_epochs = every_n_epochs
+        self.every_n_train_steps, self.train_time_interval, self.every_n_epochs, self.rhythm = Rhythm.of(
+            every_n_train_steps, train_time_interval, every_n_epochs, every
+        )
         self.save_on_train_epoch_end = save_on_train_epoch_end
         self.enable_version_counter = enable_version_counter
         self.save_on_exception = self.saves_within_steps = save_on_exception
@@ -158,7 +160,7 @@ class ModelCheckpoint(Callback):
         self._fits = self._last_step = self._validations = 0
         self._judged = 0  # how many validations came before the last epoch's end
         self._waits_for_validation = self._gets_ready = False
-        self._timer: StepTimer | None = None
+        self._timer: StepTimer | StepCount | None = None
         self._elapsed = 0.0  # seconds of the interval under way, in the run before
 
     # what there is
@@ -196,6 +198,33 @@ class ModelCheckpoint(Callback):
         """The path of the checkpoint that was written last, whatever its score, or an empty text."""
         return self._writer.kept.newest
 
+    def format_checkpoint_name(
+        self, metrics: Mapping[str, Any], filename: str | None = None, ver: int | None = None
+    ) -> str:
+        """Return the path of a checkpoint with these metrics.
+
+        Args:
+            metrics: Names and values, `epoch` and `step` among them.
+            filename: A template in place of this callback's.
+            ver: The number that distinguishes it from others of the same name.
+        """
+        name = self._name if filename is None else CheckpointName(filename, self.auto_insert_metric_name)
+        text = name.format(int(metrics.get("epoch", 0)), int(metrics.get("step", 0)), metrics)
+        text += "" if ver is None else f"-v{ver}"
+        return os.path.join(self.dirpath or "", text + self.FILE_EXTENSION)
+
+    def to_yaml(self, filepath: str | os.PathLike[str] | None = None) -> None:
+        """Write `best_k_models`, paths and scores.
+
+        Args:
+            filepath: Where; `best_k_models.yaml` beside the checkpoints if None.
+        """
+        import yaml
+
+        path = os.path.join(self.dirpath or "", "best_k_models.yaml") if filepath is None else filepath
+        with open(path, "w") as file:
+            yaml.safe_dump(self.best_k_models, file)
+
     def directories(self, trainer: Trainer) -> list[str]:
         """Return where an earlier run of this script may have saved, the likeliest place first.
 
@@ -218,6 +247,7 @@ class ModelCheckpoint(Callback):
             every_n_train_steps=self.every_n_train_steps,
             every_n_epochs=self.every_n_epochs,
             train_time_interval=self.train_time_interval and self.train_time_interval.total_seconds(),
+            **({} if self.rhythm is None else {"every": str(self.rhythm)}),
         )
 
     def state_dict(self) -> dict[str, Any]:
@@ -235,7 +265,12 @@ class ModelCheckpoint(Callback):
             "elapsed": self._elapsed if self._timer is None else self._timer.elapsed,
         }
 
+    def lightning_state(self) -> dict[str, Any]:
+        """The state as Lightning's `ModelCheckpoint` keeps it, of the checkpoints that Lightning can open."""
+        return to_lightning(self)
+
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        state_dict = from_lightning(state_dict)
         state = RestoredState.of(state_dict)
         self.current_score = number(state_dict, "current_score", float, optional=True)
         self._validations, self._judged = number(state_dict, "validations", int), number(state_dict, "judged", int)
@@ -300,9 +335,7 @@ class ModelCheckpoint(Callback):
         if not self._is_resumed:
             self._last_step = trainer.global_step
         self._training = self._gets_ready = self._fitting
-        self._timer = None
-        if self.train_time_interval is not None and self._fitting:
-            self._timer = StepTimer(self.train_time_interval.total_seconds(), trainer.global_step, self._elapsed)
+        self._timer = self._make_timer(trainer) if self._fitting else None
 
     def on_train_batch_end(self, trainer: Trainer, task: Task, outputs: Any, batch: Any, batch_idx: int) -> None:
         if not self._writer.is_idle:
@@ -351,14 +384,34 @@ class ModelCheckpoint(Callback):
         wanted = self.save_on_exception and self._training and isinstance(exception, Exception)
         if not wanted or isinstance(exception, CheckpointError):
             return
-        name = f"exception-step={trainer.global_step}"
-        if all_arrive(f"{self.state_key}/{self._fits}/{name}", EXCEPTION_PATIENCE):
+        moment = f"exception-step={trainer.global_step}"
+        if all_arrive(f"{self.state_key}/{self._fits}/{moment}", EXCEPTION_PATIENCE):
             try:
+                name = decide_on_main_process(lambda: self._name_given(trainer) or moment)
                 self._save_now(trainer, task, name, is_passing=False)
             except DrivetrainError as error:
                 logger.error(f"ModelCheckpoint(save_on_exception=True): {error}")  # the run ends with its own
         else:
             logger.warning("ModelCheckpoint: not all processes raised, so no checkpoint of this moment can be saved.")
+
+    def _make_timer(self, trainer: Trainer) -> StepTimer | StepCount | None:
+        every, interval = self.rhythm, self.train_time_interval
+        if every is not None:
+            every = trainer.resolve_duration(every, "ModelCheckpoint(every)")
+            if every.unit is not Unit.SECONDS:
+                return StepCount(trainer.progress, every)
+            interval = every.timedelta
+        return None if interval is None else StepTimer(interval.total_seconds(), trainer.global_step, self._elapsed)
+
+    def _name_given(self, trainer: Trainer) -> str | None:
+        """The name that `filename` stands for now, which no checkpoint has; None where none was given."""
+        if self.filename is None or self.dirpath is None:
+            return None
+        text = self._name.format(trainer.current_epoch, trainer.global_step, trainer.callback_metrics)
+        if not self.enable_version_counter:
+            return text
+        path = folder.free_path(os.path.join(self.dirpath, text), self.FILE_EXTENSION, ())
+        return os.path.relpath(path, self.dirpath).removesuffix(self.FILE_EXTENSION)
 
     def _epoch_is_due(self, trainer: Trainer) -> bool:
         every = self.every_n_epochs

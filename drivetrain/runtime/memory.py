@@ -13,8 +13,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from drivetrain.runtime import xla
 from drivetrain.runtime.attempts import SharedAttempt
+from drivetrain.runtime.devices import DeviceKind
 from drivetrain.runtime.errors import ConfigurationError
 from drivetrain.runtime.logging import get_logger
 from drivetrain.runtime.state import PartialState
@@ -171,38 +171,18 @@ class MemoryUse(NamedTuple):
     host: int
 
     @classmethod
-    def read(cls, device: torch.device) -> MemoryUse:
+    def read(cls, kind: DeviceKind, device: torch.device) -> MemoryUse:
         """Read what this process takes.
 
         Args:
+            kind: The kind of the device.
             device: The device that counts beside the host.
         """
         import psutil
 
-        host = psutil.Process().memory_info().rss
-        functions: Any = getattr(torch, device.type, None)
-        if device.type == "xla":
-            info = xla.memory_info()
-            used = int(info.get("bytes_used", 0))
-            return cls(used, int(info.get("peak_bytes_used", used)), 0, host)
-        if hasattr(functions, "max_memory_allocated") and device.type != "cpu":
-            current = functions.memory_allocated(device)
-            return cls(current, functions.max_memory_allocated(device), functions.memory_reserved(device), host)
-        if hasattr(functions, "current_allocated_memory"):  # MPS has no peak
-            current = functions.current_allocated_memory()
-            return cls(current, current, functions.driver_allocated_memory(), host)
-        return cls(host, max(host, _host_peak()), 0, host)
-
-    @staticmethod
-    def reset_peak(device: torch.device) -> None:
-        """Let the peak count from here, where it can.
-
-        Args:
-            device: The device.
-        """
-        functions: Any = getattr(torch, device.type, None)
-        if device.type != "cpu" and hasattr(functions, "reset_peak_memory_stats"):
-            functions.reset_peak_memory_stats(device)
+        host = int(psutil.Process().memory_info().rss)
+        current, peak, reserved = kind.memory_use(device) or (host, max(host, _host_peak()), 0)
+        return cls(current, peak, reserved, host)
 
 
 def _host_peak() -> int:

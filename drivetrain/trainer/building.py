@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from drivetrain.accelerator import Accelerator
+from drivetrain.accelerator.dynamo_plugin import TorchDynamoPlugin
 from drivetrain.accelerator.launched import Launched
 from drivetrain.callbacks import Callback, ModelCheckpoint, ModelSummary, RunReport, TQDMProgressBar
 from drivetrain.launch import already_launched, relaunch_script
@@ -30,6 +31,10 @@ from drivetrain.trainer.task_checks import described
 logger = get_logger(__name__)
 
 
+class TwinCallbacksError(ConfigurationError, RuntimeError):
+    """Two callbacks whose states a checkpoint could not tell apart."""
+
+
 def make_accelerator(
     accelerator: str | Accelerator,
     strategy: str | Strategy,
@@ -38,6 +43,7 @@ def make_accelerator(
     precision: str | int | Precision | None,
     accumulate: int | None,
     sync_batchnorm: bool,
+    compilation: TorchDynamoPlugin | None = None,
 ) -> Accelerator:
     """The engine to run on: the one given, or a new one, once missing processes are started."""
     if isinstance(accelerator, Accelerator):
@@ -48,6 +54,7 @@ def make_accelerator(
                 ("devices", devices, "auto"),
                 ("precision", precision, None),
                 ("sync_batchnorm", sync_batchnorm, False),
+                ("compile", compilation, None),
             )
             if value != default
         ]
@@ -67,6 +74,7 @@ def make_accelerator(
         mixed_precision=str(precision) if isinstance(precision, int) else precision,
         gradient_accumulation_steps=accumulate,
         device=kind.name if kind else None,
+        dynamo_plugin=compilation,
     )
 
 
@@ -310,7 +318,9 @@ def _refuse_twins(callbacks: list[Callback]) -> None:
     keys = [callback.state_key for callback in callbacks if type(callback).state_dict is not Callback.state_dict]
     twins = {key for key in keys if keys.count(key) > 1}
     if twins:
-        raise ConfigurationError(
-            f"Two callbacks have the same state_key {sorted(twins)}, so a checkpoint could not tell them apart. "
-            "Give them different arguments, or override state_key."
+        names = sorted({type(callback).__name__ for callback in callbacks if callback.state_key in twins})
+        raise TwinCallbacksError(
+            f"Found more than one stateful callback of type `{'`, `'.join(names)}` with the same state_key "
+            f"{sorted(twins)}: a checkpoint could not tell them apart. Give them different arguments, or override "
+            "state_key."
         )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import inspect
 import os
 from argparse import Namespace
@@ -110,7 +111,9 @@ def _is_module(name: str, value: Any) -> bool:
 
 
 def hyper_parameters_in(path: str | os.PathLike[str]) -> dict[str, Any]:
-    """The hyper-parameters in a YAML file, such as the `hparams.yaml` that a run leaves.
+    """The hyper-parameters in a YAML file, such as the `hparams.yaml` that a run leaves, or in a CSV file.
+
+    A CSV file has a line for each, its name and its value, below a line of titles.
 
     Args:
         path: The file.
@@ -121,9 +124,14 @@ def hyper_parameters_in(path: str | os.PathLike[str]) -> dict[str, Any]:
     import yaml  # no run needs it
 
     file = Path(path)
+    if file.suffix == ".csv" and file.is_file():
+        rows = list(csv.reader(file.read_text().splitlines()))[1:]
+        return {name: yaml.safe_load(value) for name, value, *_ in rows}
     found = yaml.safe_load(file.read_text()) if file.is_file() else None
     if not isinstance(found, Mapping):
-        raise CheckpointError(f"hparams_file={os.fspath(path)!r} is no YAML file of names and values.")
+        raise CheckpointError(
+            f"hparams_file={os.fspath(path)!r} is no YAML file of names and values, nor a CSV file of them."
+        )
     return dict(found)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -16,9 +17,9 @@ from drivetrain.callbacks.stage import Stage
 from drivetrain.runtime.errors import ConfigurationError
 from drivetrain.strategies import StepModule
 from drivetrain.trainer.data_module import DataModule
-from drivetrain.trainer.hooks import Hooks, call_setup_hooks, call_teardown_hooks, is_overridden, let_log
+from drivetrain.trainer.hooks import Hooks, call_all, call_setup_hooks, call_teardown_hooks, is_overridden, let_log
 from drivetrain.trainer.metrics.log_scopes import NOWHERE
-from drivetrain.trainer.optimizers import SchedulerConfig, parse_configured_optimizers
+from drivetrain.trainer.optimizers import SchedulerConfig, names_of, parse_configured_optimizers
 from drivetrain.trainer.task import Task
 
 if TYPE_CHECKING:
@@ -62,6 +63,7 @@ class TaskRun:
         hooks: The overridden hooks of the task and of the callbacks.
         model: What the strategy made of the task.
         optimizers: Its optimizers, prepared by the engine.
+        optimizer_names: Their names, where `configure_optimizers` names them.
         schedulers: Its learning-rate schedulers, and when each steps.
         steps_schedulers: Whether any scheduler follows optimizer steps.
         stage: What the last verb was for; None before the first.
@@ -76,6 +78,7 @@ class TaskRun:
         self.model: nn.Module | None = None
         self._fitted: nn.Module | None = None  # what the engine has prepared for the last fit
         self.optimizers: list[PreparedOptimizer] = []
+        self.optimizer_names: tuple[str, ...] = ()
         self.schedulers: list[SchedulerConfig] = []
         self.steps_schedulers = False
         self.stage: Stage | None = None
@@ -132,26 +135,34 @@ class TaskRun:
         engine.step.drive(StepHooks())
         engine.accumulation.end_planned()
         trainer.current.leave_batch()
-        call_teardown_hooks(trainer, task, self.datamodule, stage.verb)
-        for callback in trainer.callbacks:
-            let_log(callback, None)
-        error, self._error = self._error, None
-        trainer.tracker_log.end_run(error, stage is Stage.TRAIN)
-        engine.run_state.moment = Moment
-        if trainer.fit_loop is not None:
-            engine.forget_loader(trainer.fit_loop.loader)
-        trainer.current.leave_stage()
-        trainer.actions.finish(stage)
+        try:
+            call_teardown_hooks(trainer, task, self.datamodule, stage.verb)
+        except BaseException as raised:
+            self._error = self._error or raised
+            raise
+        finally:
+            for callback in trainer.callbacks:
+                let_log(callback, None)
+            error, self._error = self._error, None
+            trainer.tracker_log.end_run(error, stage is Stage.TRAIN)
+            engine.run_state.moment = Moment
+            if trainer.loop is not None:
+                engine.forget_loader(trainer.loop.loader)
+            trainer.current.leave_stage()
+            trainer.actions.finish(stage)
 
     def report_exception(self, task: Task, error: BaseException) -> None:
-        """Call `on_exception` of all, and remember the error for the trackers."""
+        """Call `on_exception` of all, and remember the error for the trackers.
+
+        What a hook raises is logged, since the run ends with the first error.
+        """
         trainer = self._trainer
         self._error = error
-        for callback in trainer.callbacks:
-            callback.on_exception(trainer, task, error)
-        task.on_exception(error)
+        hooks = [partial(each.on_exception, trainer, task, error) for each in trainer.callbacks]
+        hooks.append(partial(task.on_exception, error))
         if self.datamodule is not None:
-            self.datamodule.on_exception(error)
+            hooks.append(partial(self.datamodule.on_exception, error))
+        call_all("on_exception", hooks)
 
     # on the hardware
 
@@ -159,7 +170,9 @@ class TaskRun:
         """Let the task build its optimizers and schedulers. Returns the optimizers, which `place` takes."""
         actions = self._trainer.actions
         configure = actions.watch(actions.of_owner(task, "configure_optimizers"), task.configure_optimizers)
-        optimizers, self.schedulers = parse_configured_optimizers(configure())
+        configured = configure()
+        optimizers, self.schedulers = parse_configured_optimizers(configured, by_hand=not task.automatic_optimization)
+        self.optimizer_names = names_of(configured)
         if not optimizers and task.automatic_optimization:
             raise ConfigurationError(
                 f"{type(task).__name__}.configure_optimizers returned no optimizer. Return one, or set "

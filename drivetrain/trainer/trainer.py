@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from datetime import timedelta
 from functools import partial
 from typing import Any, NoReturn, TypeVar
@@ -16,6 +17,7 @@ from drivetrain import checkpoint
 from drivetrain.accelerator import Accelerator
 from drivetrain.callbacks import Callback
 from drivetrain.callbacks.stage import Stage
+from drivetrain.runtime.durations import Duration
 from drivetrain.runtime.errors import ConfigurationError
 from drivetrain.runtime.exit_codes import RESUME_EXIT_CODE
 from drivetrain.runtime.keywords import KnownKeywords, refuse_unknown
@@ -23,8 +25,11 @@ from drivetrain.strategies import Strategy
 from drivetrain.strategies.precision import Precision
 from drivetrain.trackers import Tracker
 from drivetrain.trainer import building, task_checks
+from drivetrain.trainer.compiling import compilations_watched, compile_plugin
 from drivetrain.trainer.data_module import DataModule
+from drivetrain.trainer.init_module import init_module
 from drivetrain.trainer.loops.choose_step import choose_step
+from drivetrain.trainer.loops.consumption import duration_in_run
 from drivetrain.trainer.loops.current_run import CurrentRun
 from drivetrain.trainer.loops.evaluation_run import evaluate, evaluate_logged, make_validation, run_sanity_check
 from drivetrain.trainer.loops.fit_loop import FitLoop
@@ -41,9 +46,10 @@ from drivetrain.trainer.profilers import Profiler
 from drivetrain.trainer.profilers.actions import Actions
 from drivetrain.trainer.profilers.base import SAVE
 from drivetrain.trainer.run_lines import last_line, print_first_line
+from drivetrain.trainer.state.lightning_save import save_in_format
 from drivetrain.trainer.state.progress import Progress
 from drivetrain.trainer.state.resume import find_checkpoint
-from drivetrain.trainer.state.saved_run import SavedRun, moment_of, save_run
+from drivetrain.trainer.state.saved_run import SavedRun, moment_of
 from drivetrain.trainer.status import TrainerStatus
 from drivetrain.trainer.task import Task
 from drivetrain.trainer.task_run import TaskRun, uncompiled
@@ -70,13 +76,16 @@ class Trainer(KnownKeywords, OptionAttributes, TrainerStatus):
         min_epochs: Epochs that no wish to stop cuts short.
         max_steps: Optimizer steps to train; -1 for no limit.
         min_steps: Optimizer steps that no wish to stop cuts short.
-        max_time: How long to train: a timedelta, a dict of its arguments, or `"DD:HH:MM:SS"`.
+        max_time: How long to train: `"10 min"`, a timedelta, a dict of its arguments, or `"DD:HH:MM:SS"`.
+        max_duration: How long to train, in any unit: `"500 steps"`, `"2 epochs"`, `"1M samples"`, `"50M tokens"`,
+            `"10 min"`. Samples and tokens are counted over all processes.
         limit_train_batches: Batches of an epoch to train on: a number, or a fraction.
         limit_val_batches: The same for validation; 0 leaves it out.
         limit_test_batches: The same for testing.
         limit_predict_batches: The same for predicting.
         overfit_batches: Train and validate on so many of the same batches, unshuffled.
-        val_check_interval: Validate after so many batches, such a fraction of an epoch, or such a time.
+        val_check_interval: Validate after so many batches, such a fraction of an epoch, or such a duration:
+            `"1000 steps"`, `"2 epochs"`, `"1M samples"`, `"10 min"`, `"10%"` of the run.
         check_val_every_n_epoch: Validate every so many epochs; None counts `val_check_interval` across epochs.
         num_sanity_val_steps: Validation batches to try before training; -1 for all.
         log_every_n_steps: Trackers get step values every so many steps.
@@ -98,6 +107,9 @@ class Trainer(KnownKeywords, OptionAttributes, TrainerStatus):
         sync_batchnorm: Batch statistics over all processes (DDP on GPUs).
         reload_dataloaders_every_n_epochs: Make the loaders again every so many epochs.
         default_root_dir: Where everything is written by default.
+        compile: Compile the modules of the task with `torch.compile`: True for each as a whole, `"blocks"` for the
+            repeated blocks in them, or a dict of `torch.compile`'s options and `"blocks": True`; False for none, None
+            for what the launcher was asked for.
         on_interrupt: What `fit` does at Ctrl-C once it has finished the step and saved: `"raise"` a
             `KeyboardInterrupt`, so that the script ends too, or `"return"`.
         seed: Seed everything with this, samples included, before anything else.
@@ -122,12 +134,13 @@ class Trainer(KnownKeywords, OptionAttributes, TrainerStatus):
         max_steps: int = -1,
         min_steps: int | None = None,
         max_time: str | timedelta | dict[str, int] | None = None,
+        max_duration: str | Duration | None = None,
         limit_train_batches: int | float | None = None,
         limit_val_batches: int | float | None = None,
         limit_test_batches: int | float | None = None,
         limit_predict_batches: int | float | None = None,
         overfit_batches: int | float = 0.0,
-        val_check_interval: int | float | str | timedelta | dict[str, int] | None = None,
+        val_check_interval: int | float | str | timedelta | dict[str, int] | Duration | None = None,
         check_val_every_n_epoch: int | None = 1,
         num_sanity_val_steps: int | None = None,
         log_every_n_steps: int | None = None,
@@ -148,13 +161,21 @@ class Trainer(KnownKeywords, OptionAttributes, TrainerStatus):
         sync_batchnorm: bool = False,
         reload_dataloaders_every_n_epochs: int = 0,
         default_root_dir: str | os.PathLike[str] | None = None,
+        compile: bool | str | Mapping[str, Any] | None = None,
         on_interrupt: str = "raise",
         seed: int | None = None,
     ) -> None:
         given = dict(locals())
         self.options = TrainerOptions.from_arguments(given)
         self.accelerator = building.make_accelerator(
-            accelerator, strategy, devices, num_nodes, precision, accumulate_grad_batches, sync_batchnorm
+            accelerator,
+            strategy,
+            devices,
+            num_nodes,
+            precision,
+            accumulate_grad_batches,
+            sync_batchnorm,
+            compile_plugin(compile),
         )
         self.options = building.settle_accumulation(accumulate_grad_batches, self.accelerator, self.options)
         building.check_strategy(self.accelerator, self.options)
@@ -173,7 +194,7 @@ class Trainer(KnownKeywords, OptionAttributes, TrainerStatus):
         self.tracker_log = TrackerLog(self)
         self.finiteness = Finiteness(is_watched=False)
         self.task_run = TaskRun(self)
-        self.fit_loop: FitLoop | None = None
+        self.loop: FitLoop | None = None
         self.saves: checkpoint.SaveQueue | None = None
         self._training: LoaderSource | None = None
 
@@ -203,8 +224,8 @@ class Trainer(KnownKeywords, OptionAttributes, TrainerStatus):
             datamodule: Where loaders come from instead.
             ckpt_path: Lightning's name for `resume`.
             resume: A checkpoint to resume, exactly: the same batches, random numbers and values as without the
-                break. `"auto"` takes the newest complete one and starts from the beginning where there is none;
-                `"last"` or `"best"` takes the checkpoint callback's.
+                break; or a `.ckpt` of Lightning's, which has no random state. `"auto"` takes the newest complete one
+                and starts from the beginning where there is none; `"last"` or `"best"` takes the checkpoint callback's.
             weights_only: Taken for Lightning's sake: nothing in a checkpoint is ever unpickled into objects.
 
         Raises:
@@ -227,7 +248,11 @@ class Trainer(KnownKeywords, OptionAttributes, TrainerStatus):
         training = self._training = LoaderSource(self, model, Stage.TRAIN, train_dataloaders, datamodule)
         validating = LoaderSource(self, model, Stage.VALIDATE, val_dataloaders, datamodule)
         try:
-            with self.control.signals_watched(), torch.autograd.set_detect_anomaly(self.detect_anomaly):
+            with (
+                self.control.signals_watched(),
+                compilations_watched(self),
+                torch.autograd.set_detect_anomaly(self.detect_anomaly),
+            ):
                 self._fit(model, training, validating, ckpt_path if resume is None else resume)
         except BaseException as error:
             self.control.record_exception(error)
@@ -252,7 +277,7 @@ class Trainer(KnownKeywords, OptionAttributes, TrainerStatus):
         with self.strategy.init_context():
             task.configure_model()
         task_checks.check_training_step(task, self.accumulate_grad_batches, self.gradient_clip_val)
-        directory = find_checkpoint(self, resume)
+        directory = self.task_run.checkpoint_path = find_checkpoint(self, resume)
         saved = None if directory is None else SavedRun(self, directory)
         if saved is not None:
             saved.restore_early()
@@ -276,11 +301,11 @@ class Trainer(KnownKeywords, OptionAttributes, TrainerStatus):
         self.current.stage = Stage.TRAIN
         batches = TrainingBatches(self, training)
         task_checks.warn_of_rare_logging(self, self.estimated_stepping_batches)
-        self.fit_loop = FitLoop(self, step, batches, validation, EpochHealth(self, task))
+        self.loop = FitLoop(self, step, batches, validation, EpochHealth(self, task))
         self.accelerator.run_state.moment = partial(moment_of, self)
         if saved is not None:
-            self.fit_loop.resume_from(saved)
-        self.fit_loop.run()
+            self.loop.resume_from(saved)
+        self.loop.run()
         if self.saves is not None:
             self.saves.finish()
         if not self.preempted:
@@ -375,10 +400,25 @@ class Trainer(KnownKeywords, OptionAttributes, TrainerStatus):
         self.logged.remember(values)
         self.tracker_log.write(values, self.global_step if step is None else step)
 
+    def init_module(self, empty_init: bool | None = None) -> AbstractContextManager[None]:
+        """Make modules in a `with` block where and as they will be trained.
+
+        They get the device and the dtype of the run; under a strategy that shards, no values where it fills them later.
+
+        Args:
+            empty_init: Leave parameters without initial values, where a checkpoint follows that has them.
+        """
+        return init_module(self, empty_init)
+
     # checkpoints
 
     def save_checkpoint(
-        self, filepath: str | os.PathLike[str], weights_only: bool = False, block: bool = True, **_unknown: NoReturn
+        self,
+        filepath: str | os.PathLike[str],
+        weights_only: bool = False,
+        block: bool = True,
+        format: str | None = None,
+        **_unknown: NoReturn,
     ) -> checkpoint.PendingSave:
         """Write a checkpoint; call it on all processes.
 
@@ -388,6 +428,7 @@ class Trainer(KnownKeywords, OptionAttributes, TrainerStatus):
             block: Whether to return only when it is durable. Else training continues while a copy is written; an error
                 is raised at the next step, by several processes at the one that they agree on within about a second;
                 `fit` waits for it at its end.
+            format: `"lightning"` writes a `.ckpt` file that Lightning opens, also where the weights are sharded.
 
         Returns:
             The save; done already where `block` is set.
@@ -396,12 +437,12 @@ class Trainer(KnownKeywords, OptionAttributes, TrainerStatus):
             CheckpointError: A process could not write; what was there before is intact.
         """
         refuse_unknown(_unknown, self.save_checkpoint)
-        if self.fit_loop is not None and self.stage in (Stage.TRAIN, Stage.VALIDATE):
+        if self.loop is not None and self.stage in (Stage.TRAIN, Stage.VALIDATE):
             self.tracker_log.write_due_values()
         with self.logged.forbidden(SAVING):
             if not block:
                 self.saves = self.accelerator.save_queue
-            return self.actions.watch(SAVE, save_run)(self, filepath, weights_only, block)
+            return self.actions.watch(SAVE, save_in_format)(self, filepath, weights_only, block, format)
 
     @property
     def estimated_stepping_batches(self) -> float:
@@ -413,6 +454,18 @@ class Trainer(KnownKeywords, OptionAttributes, TrainerStatus):
         if self._training is None:
             raise ConfigurationError("estimated_stepping_batches is known within fit() only.")
         return estimate_steps(self, self._training.prepare_training())
+
+    def resolve_duration(self, duration: Duration, name: str = "duration") -> Duration:
+        """A duration in steps, epochs, samples, tokens or seconds; a part of the run in what its end is given in.
+
+        Args:
+            duration: The duration.
+            name: What it was given as, for errors.
+
+        Raises:
+            ConfigurationError: It is a part of a run whose length is not known.
+        """
+        return duration_in_run(self, duration, name)
 
     # ending and rolling back
 

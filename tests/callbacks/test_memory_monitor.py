@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from drivetrain import MemoryMonitor, Trainer
+from drivetrain.runtime.devices import get_device_kind
 from drivetrain.runtime.memory import MemoryUse
 from tests.pool import run_in_processes
 from tests.trackers.test_registry import ListTracker
@@ -56,7 +57,7 @@ def fit_hoarding() -> Any:
     torch.set_num_threads(1)
     tracker = ListTracker()
     quiet(tracker, strategy="ddp", callbacks=[MemoryMonitor()]).fit(Hoarding(), ones(8))
-    return rows_of(tracker), MemoryUse.read(torch.device("cpu")).host / MIB
+    return rows_of(tracker), MemoryUse.read(get_device_kind("cpu"), torch.device("cpu")).host / MIB
 
 
 def test_the_process_that_takes_the_most_counts() -> None:

@@ -23,7 +23,7 @@ from drivetrain.compat.lightning.pytorch.demos.boring_classes import (
     ManualOptimBoringModel,
 )
 from drivetrain.compat.lightning.pytorch.loggers.logger import Logger
-from drivetrain.compat.lightning.pytorch.plugins import MixedPrecision
+from drivetrain.compat.lightning.pytorch.plugins import DoublePrecision, HalfPrecision, MixedPrecision
 from drivetrain.compat.lightning.pytorch.trainer.states import RunningStage, TrainerFn, TrainerStatus
 from drivetrain.compat.lightning.pytorch.utilities import grad_norm
 from drivetrain.compat.lightning.pytorch.utilities.exceptions import MisconfigurationException
@@ -170,7 +170,7 @@ def test_a_logger_that_a_script_defines_gets_values_hyper_parameters_and_the_end
     logger = Own()
     quiet(logger=logger, log_every_n_steps=1, enable_checkpointing=False).fit(Model())
     assert logger.got[0] == ("params", {"width": 3})
-    assert ("metrics", ["epoch", "loss"], 2) in logger.got
+    assert ("metrics", ["epoch", "loss"], 1) in logger.got  # the second step, counted from 0
     assert logger.got[-1][0] == "end"
 
 
@@ -215,3 +215,26 @@ def test_small_tools() -> None:
     lightning_setattr(model, "lr", 2)
     assert lightning_getattr(model, "lr") == 2
     assert rank_zero_only(lambda: 3)() == 3
+
+
+@pytest.mark.parametrize(
+    ("plugin", "dtype"), [(HalfPrecision("bf16-true"), torch.bfloat16), (DoublePrecision(), torch.float64)]
+)
+def test_a_precision_plugin_converts_what_it_is_given(plugin: Any, dtype: torch.dtype) -> None:
+    batch = plugin.convert_input({"x": torch.ones(2), "y": [torch.ones(2, dtype=torch.long)]})
+    assert (batch["x"].dtype, batch["y"][0].dtype) == (dtype, torch.long)
+    assert plugin.convert_output(batch)["x"].dtype == torch.float32
+    assert plugin.convert_module(torch.nn.Linear(2, 2)).weight.dtype == dtype
+    with plugin.forward_context():
+        assert torch.zeros(1).dtype == dtype
+    with plugin.module_init_context():
+        assert torch.nn.Linear(2, 2).weight.dtype == dtype
+    assert torch.get_default_dtype() == torch.float32
+
+
+def test_a_mixed_precision_plugin_computes_in_lower_precision() -> None:
+    layer = torch.nn.Linear(2, 2)
+    with MixedPrecision("bf16-mixed", "cpu").forward_context():
+        assert layer(torch.ones(1, 2)).dtype == torch.bfloat16
+    with pytest.raises(MisconfigurationException, match="must be '16-mixed' or 'bf16-mixed'"):
+        MixedPrecision("bf16")

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import difflib
 import json
 import os
 import subprocess
 import sys
+from fnmatch import fnmatchcase
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.compat.lightning_cases import PAGE, PROGRAM, TOLERANCE, tasks, written
+from tests.compat.lightning_cases import HOOKS, PAGE, PROGRAM, TOLERANCE, UNLIKE, recorded_runs, tasks, written
 from tests.compat.running import furthest
 from tests.pool import ROOT
 
@@ -52,6 +54,29 @@ def test_a_task_computes_what_it_computes_under_lightning(task: str, sides: Any)
     assert isinstance(theirs, dict), f"the original: {theirs}"
     assert isinstance(ours, dict), f"ours: {ours}"
     assert furthest(theirs, ours) <= TOLERANCE
+
+
+def unlike(sides: Any, run: str) -> list[str]:
+    """The events that one side alone has: Lightning's after "- ", ours after "+ "."""
+    theirs, ours = (side[run] for side in sides(HOOKS))
+    assert len(theirs) > 80, theirs[-1]
+    return [line for line in difflib.ndiff(theirs, ours) if line.startswith(("- ", "+ "))]
+
+
+@pytest.mark.compat
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("run", recorded_runs())
+def test_hooks_are_called_in_the_order_that_lightning_calls_them_in(run: str, sides: Any) -> None:
+    known = UNLIKE.get(run, {})
+    assert [line for line in unlike(sides, run) if not any(fnmatchcase(line, each) for each in known)] == []
+
+
+@pytest.mark.compat
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("run", UNLIKE)
+def test_every_difference_that_is_listed_is_there(run: str, sides: Any) -> None:
+    lines = unlike(sides, run)
+    assert [each for each in UNLIKE[run] if not any(fnmatchcase(line, each) for line in lines)] == []
 
 
 def test_the_page_lists_the_tasks() -> None:

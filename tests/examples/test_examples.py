@@ -39,6 +39,7 @@ def test_every_example_is_tested_here() -> None:
         assert f'"{example.name}"' in tested
 
 
+@pytest.mark.slow
 def test_the_command_line_trains_by_its_file_and_tests_the_checkpoint(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

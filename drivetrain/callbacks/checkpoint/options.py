@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from datetime import timedelta
-from typing import Any
+from typing import Any, NamedTuple
 
 from drivetrain.callbacks.support.monitored_metric import check_mode
+from drivetrain.runtime.durations import Duration, Unit, clock_time
 from drivetrain.runtime.errors import ConfigurationError, nearest
 
 ON_SAVE_ERROR = ("raise", "warn")
@@ -18,12 +19,14 @@ def check_options(
     check_mode(mode, "ModelCheckpoint")
     if not isinstance(save_top_k, int) or save_top_k < -1:
         raise ConfigurationError(
-            f"ModelCheckpoint(save_top_k={save_top_k!r}): give how many checkpoints to keep, -1 for all or 0 for none."
+            f"ModelCheckpoint(save_top_k={save_top_k!r}): give how many checkpoints to keep, -1 for all or 0 for none. "
+            "Must be >= -1."
         )
     if monitor is None and save_top_k > 1:
         raise ConfigurationError(
-            f"ModelCheckpoint(save_top_k={save_top_k}): which ones are the best cannot be said without monitor=. Name "
-            "a metric, or keep 1 (the newest), -1 (all) or 0 (none). For the newest few, keep all and give total_limit."
+            f"ModelCheckpoint(save_top_k={save_top_k}, monitor=None) is not a valid configuration: without monitor= no "
+            "checkpoint is better than another. Name a metric, or keep 1 (the newest), -1 (all) or 0 (none). For "
+            "the newest few, keep all and give total_limit."
         )
     if save_last not in (None, True, False, "link", "copy"):
         raise ConfigurationError(f"ModelCheckpoint(save_last={save_last!r}): give True, False, 'link' or 'copy'.")
@@ -39,16 +42,61 @@ def check_options(
         )
 
 
-def check_intervals(steps: int | None, interval: timedelta | None, epochs: int | None) -> None:
+class Rhythm(NamedTuple):
+    """How often checkpoints are saved: one of these is given.
+
+    Attributes:
+        steps: Every so many optimizer steps; 0 for never.
+        time: Each time so much time has gone by.
+        epochs: Every so many epochs; 0 for never.
+        rest: Every so many samples or tokens, or every such part of the run.
+    """
+
+    steps: int
+    time: timedelta | None
+    epochs: int
+    rest: Duration | None
+
+    @classmethod
+    def of(cls, steps: int | None, interval: Any, epochs: int | None, every: Any) -> Rhythm:
+        """The rhythm that the arguments ask for; an epoch where they ask for none.
+
+        Args:
+            steps: `every_n_train_steps`.
+            interval: `train_time_interval`.
+            epochs: `every_n_epochs`.
+            every: The same in any unit.
+
+        Raises:
+            ConfigurationError: More than one is given, or one is below zero.
+        """
+        time = clock_time(interval, "train_time_interval", " every= takes the other units.")
+        duration = Duration.of(every, "every")
+        _check_intervals(steps, time, epochs, duration)
+        if duration is None:
+            return cls(steps or 0, time, (0 if steps or time else 1) if epochs is None else epochs, None)
+        if not duration.amount:
+            raise ConfigurationError(f"ModelCheckpoint(every={every!r}): give more than nothing.")
+        return cls(
+            int(duration.amount) if duration.unit is Unit.STEPS else 0,
+            duration.timedelta if duration.unit is Unit.SECONDS else None,
+            int(duration.amount) if duration.unit is Unit.EPOCHS else 0,
+            duration if duration.unit in (Unit.SAMPLES, Unit.TOKENS, Unit.RUN) else None,
+        )
+
+
+def _check_intervals(steps: int | None, interval: timedelta | None, epochs: int | None, every: Duration | None) -> None:
     """Refuse more than one rhythm, and numbers below zero."""
-    given = {"every_n_train_steps": steps, "train_time_interval": interval, "every_n_epochs": epochs}
+    given: dict[str, Any] = {"every_n_train_steps": steps, "train_time_interval": interval, "every_n_epochs": epochs}
     given = {name: value for name, value in given.items() if value}
+    if every is not None:
+        given["every"] = str(every)
     if len(given) > 1:
         raise ConfigurationError(
-            "ModelCheckpoint takes one of every_n_train_steps, train_time_interval and every_n_epochs, but "
-            f"got {', '.join(f'{name}={value!r}' for name, value in given.items())}. For several rhythms, "
-            "use several ModelCheckpoints."
+            "ModelCheckpoint: Combination of parameters every_n_train_steps, every_n_epochs and train_time_interval, "
+            f"and every: give one of them, not {', '.join(f'{name}={value!r}' for name, value in given.items())}. For "
+            "several rhythms, use several ModelCheckpoints."
         )
     for name, number in (("every_n_train_steps", steps), ("every_n_epochs", epochs)):
         if number is not None and number < 0:
-            raise ConfigurationError(f"ModelCheckpoint({name}={number}): give 1 or more, or 0 for never.")
+            raise ConfigurationError(f"ModelCheckpoint({name}={number}): Must be >= 0, where 0 is never.")

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from drivetrain import checkpoint
 from drivetrain.callbacks.stage import Stage
 from drivetrain.runtime.devices import get_device_kind
+from drivetrain.runtime.memory import MemoryUse
 from drivetrain.trackers.report.lanes import Sample
 
 if TYPE_CHECKING:
@@ -37,8 +38,8 @@ class RunSampler:
     def __init__(self, trainer: Trainer, thread: int) -> None:
         self._trainer, self._thread = trainer, thread
         self._frames: Callable[[], dict[int, FrameType]] = getattr(sys, "_current_frames", dict)
-        assert trainer.fit_loop is not None
-        self._loading: CodeType = type(trainer.fit_loop.batches).windows.__code__
+        assert trainer.loop is not None
+        self._loading: CodeType = type(trainer.loop.batches).windows.__code__
         self._device = trainer.strategy.topology.device
         self._kind = get_device_kind(self._device.type)
         self._begun = self._since = time.monotonic()
@@ -88,7 +89,7 @@ class RunSampler:
             data=shares.get("data", 0.0),
             validation=shares.get("validation", 0.0),
             saving=shares.get("saving", 0.0),
-            memory=self._kind.memory_in_use(self._device),
+            memory=float(MemoryUse.read(self._kind, self._device).current),
             lr=self._rate(),
         )
 

@@ -8,12 +8,9 @@ from types import MethodType
 from typing import Any
 
 from drivetrain.runtime.errors import ConfigurationError
-from drivetrain.runtime.logging import get_logger
 from drivetrain.trainer.cli.instantiation import instantiate_class
 from drivetrain.trainer.cli.parser import AUTOMATIC
 from drivetrain.trainer.task import Task
-
-logger = get_logger(__name__)
 
 
 def with_class_path(kind: type) -> Callable[[Any], dict[str, Any]]:
@@ -78,16 +75,17 @@ def chosen_configuration(
     return None
 
 
-def override_optimizers(task: Task, configured: ConfiguredOptimizers, owner: str) -> None:
+def override_optimizers(task: Task, configured: ConfiguredOptimizers, owner: str, warn: Callable[[str], None]) -> None:
     """Put what was chosen in the place of a task's `configure_optimizers`.
 
     Args:
         task: The task.
         configured: What was chosen.
         owner: The command line's class, for the warning.
+        warn: What warns where the task has one of its own.
     """
     if type(task).configure_optimizers is not Task.configure_optimizers:
-        logger.warning(
+        warn(
             f"`{type(task).__name__}.configure_optimizers` will be overridden by `{owner}.configure_optimizers`: an "
             "optimizer was given on the command line or in a configuration."
         )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, NoReturn
+from typing import TYPE_CHECKING, Any, ClassVar, NoReturn, cast
 
 import yaml
 
@@ -74,7 +74,7 @@ class TrainerCLI:
         trainer: The Trainer.
 
     Raises:
-        ConfigurationError: jsonargparse is not installed.
+        ConfigurationError: The package jsonargparse is not installed.
         SystemExit: The command line has a mistake, which is printed, or asks for help.
 
     Example:
@@ -289,7 +289,7 @@ class TrainerCLI:
             args: A list as on the command line, a dict or a namespace; the command line if None.
         """
         if args is not None and len(sys.argv) > 1:
-            logger.warning(
+            self.warn(
                 f"{type(self).__name__}'s args parameter stands for the command line, which has options, too: "
                 f"{sys.argv[1:]}. These are not read."
             )
@@ -306,6 +306,14 @@ class TrainerCLI:
         """The part of a configuration that belongs to the subcommand, or all of it."""
         own: Namespace = config if self.subcommand is None else config[self.subcommand]
         return own
+
+    def warn(self, message: str) -> None:
+        """Warn of something about the command line.
+
+        Args:
+            message: What of.
+        """
+        logger.warning(message)
 
     def _refuse(self, error: Exception) -> NoReturn:
         """Exit with an error's message, as for any mistake on the command line."""
@@ -413,7 +421,7 @@ class TrainerCLI:
             config["callbacks"] = every
         elif every:
             name = getattr(self.trainer_class, "__name__", self.trainer_class)
-            logger.warning(
+            self.warn(
                 f"The `{name}` class does not expose the `callbacks` argument, so none are added: "
                 f"{', '.join(type(each).__name__ for each in every)}."
             )
@@ -437,12 +445,12 @@ class TrainerCLI:
 
     def _configure_optimizers(self) -> None:
         """Put the chosen optimizer in the place of the task's."""
-        parser, config = self._own_parser(), self._own(self.config)
+        parser, config = self._own_parser(), cast("Mapping[str, Any]", self._own(self.config))
         optimizer = chosen_configuration(parser.optimizers, config, "optimizer")
         lr_scheduler = chosen_configuration(parser.lr_schedulers, config, "lr_scheduler")
         if optimizer is not None:
             made = ConfiguredOptimizers(optimizer, lr_scheduler, self.configure_optimizers)
-            override_optimizers(self.model, made, type(self).__name__)
+            override_optimizers(self.model, made, type(self).__name__, self.warn)
 
     # running
 

@@ -16,7 +16,7 @@ else:
 
 
 class ReduceLROnPlateau(torch.optim.lr_scheduler.ReduceLROnPlateau):
-    """torch's schedule of that name, with the metric that it watches.
+    """The schedule of that name in torch, with the metric that it watches.
 
     Args:
         optimizer: The optimizer.

@@ -8,6 +8,7 @@ from torch import nn
 
 from drivetrain.trainer.hooks import is_overridden
 from drivetrain.trainer.loops.closure_step import ClosureStep
+from drivetrain.trainer.loops.named_losses import NamedLossesStep, refuse_named
 from drivetrain.trainer.loops.scheduled_step import ScheduledStep, refuse_unscheduled
 from drivetrain.trainer.loops.step import ManualStep, PlainStep
 from drivetrain.trainer.task import Task
@@ -30,6 +31,9 @@ def choose_step(trainer: Trainer, task: Task, model: nn.Module) -> PlainStep:
     by_closure = task.automatic_optimization and (
         is_overridden(task, Task, "optimizer_step") or any(o.needs_closure for o in trainer.task_optimizers)
     )
+    if trainer.task_run.optimizer_names and task.automatic_optimization:
+        refuse_named(trainer, task, by_closure)
+        return NamedLossesStep(trainer, task, model, trainer.hooks)
     if trainer.strategy.schedules_microbatches:
         refuse_unscheduled(task, trainer.strategy, by_closure)
         return ScheduledStep(trainer, task, model, trainer.hooks)

@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 
 import torch
 from torch import nn
-from torch.autograd.profiler_util import EventList, FunctionEvent
+from torch.autograd.profiler_util import EventList
 from torch.profiler import profile, record_function, schedule
 
 from drivetrain.runtime.devices import detect_device_kind
@@ -90,10 +90,11 @@ class PyTorchProfiler(Profiler):
         self.group_by_input_shapes, self.emit_nvtx = group_by_input_shapes, emit_nvtx
         self.export_to_chrome, self.record_module_names = export_to_chrome, record_module_names
         self.row_limit, self.sort_by_key = row_limit, sort_by_key
-        self._schedule = profiler_kwargs.pop("schedule", schedule(wait=1, warmup=1, active=3, repeat=1))
+        usual = schedule(wait=1, warmup=1, active=3, repeat=1)
+        self._schedule: Callable[[int], Any] | None = profiler_kwargs.pop("schedule", usual)
         self._steps_needed = 0 if self._schedule is None else _steps_to_record(self._schedule)
         self._on_trace_ready = profiler_kwargs.pop("on_trace_ready", None)
-        self._options = {"record_shapes": group_by_input_shapes, **profiler_kwargs}
+        self._options: dict[str, Any] = {"record_shapes": group_by_input_shapes, **profiler_kwargs}
         self._count_steps: Callable[[str], float] | None = None
         self._model: nn.Module | None = None
         self._reset()
@@ -121,11 +122,11 @@ class PyTorchProfiler(Profiler):
         kind = action_name.rpartition(".")[2]
         if kind in self.STEP_FUNCTIONS and not self.emit_nvtx:
             self._begin_step(kind)
-        elif self._recording is None and self._schedule is None:
+        elif self._recording is None and (self._schedule is None or self.emit_nvtx):
             self._begin_recording(kind="", plan=None)
         if self._recording is not None:
-            self._blocks[action_name] = block = record_function(f"{self.prefix[:-1]}][profile]{action_name}")
-            block.__enter__()
+            self._blocks[action_name] = record_function(f"{self.prefix[:-1]}][profile]{action_name}")
+            self._blocks[action_name].__enter__()
 
     def stop(self, action_name: str) -> None:
         block = self._blocks.pop(action_name, None)
@@ -134,7 +135,7 @@ class PyTorchProfiler(Profiler):
 
     def summary(self) -> str:
         self._end_recording()
-        events = self.function_events
+        events: Any = self.function_events
         if not events:
             return ""
         averages = events.key_averages(group_by_input_shapes=self.group_by_input_shapes)
@@ -156,18 +157,20 @@ class PyTorchProfiler(Profiler):
         if not self._events:
             return None
         first = self._events[0]
-        together = EventList(
+        make: Any = EventList
+        together = make(
             [event for events in self._events for event in events],
             use_device=first._use_device,
             profile_memory=first._profile_memory,
             with_flops=first._with_flops,
         )
         together._tree_built = True  # each list's was
-        return together
+        joined: EventList = together
+        return joined
 
-    def _synchronisations(self, events: EventList) -> Iterator[str]:
+    def _synchronisations(self, events: Any) -> Iterator[str]:
         """A line for each action in which the host waited for a value of the device."""
-        found: dict[str, list[FunctionEvent]] = {}
+        found: dict[str, list[Any]] = {}
         for event in events:
             outer = event.cpu_parent
             if event.name not in _SYNCHRONISING or (outer is not None and outer.name in _SYNCHRONISING):
@@ -228,7 +231,8 @@ class PyTorchProfiler(Profiler):
     def _begin_recording(self, kind: str, plan: Callable[[int], Any] | None) -> None:
         self._kind = kind
         if self.emit_nvtx:
-            self._recording = torch.autograd.profiler.emit_nvtx(record_shapes=self.group_by_input_shapes)
+            emit: Any = torch.autograd.profiler.emit_nvtx
+            self._recording = emit(record_shapes=self.group_by_input_shapes)
             self._contexts.enter_context(self._recording)
             return
         ready = partial(self._take_trace, kind, plan)

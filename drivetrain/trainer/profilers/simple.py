@@ -7,7 +7,7 @@ import os
 import time
 from array import array
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import MutableSequence, Sequence
 
 from drivetrain.runtime.errors import ConfigurationError
 from drivetrain.trainer.profilers.base import Profiler
@@ -48,7 +48,7 @@ class SimpleProfiler(Profiler):
         super().__init__(dirpath, filename)
         self.extended = extended
         self.current_actions: dict[str, float] = {}
-        self.recorded_durations: dict[str, Sequence[float]] = defaultdict(lambda: array("d"))
+        self.recorded_durations: defaultdict[str, MutableSequence[float]] = defaultdict(lambda: array("d"))
         self.own_seconds: dict[str, float] = defaultdict(float)
         self._within: list[float] = []  # for each open action, the seconds of those that ran in it
         self.start_time = time.perf_counter()
@@ -81,7 +81,7 @@ class SimpleProfiler(Profiler):
         self.own_seconds[action_name] += seconds - self._within.pop()
         if self._within:
             self._within[-1] += seconds
-        self.recorded_durations[action_name].append(seconds)  # type: ignore[attr-defined]
+        self.recorded_durations[action_name].append(seconds)
 
     def summary(self) -> str:
         stage = "" if self._stage is None else f"{self._stage.upper()} "

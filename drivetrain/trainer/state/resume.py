@@ -40,9 +40,15 @@ def find_checkpoint(trainer: Trainer, given: str | os.PathLike[str] | None) -> s
     if given in ("best", "last"):
         callback = trainer.checkpoint_callback
         if callback is None:
-            raise ConfigurationError(f"{given!r} needs a ModelCheckpoint among the callbacks.")
+            raise ConfigurationError(
+                f"{given!r} was given, but `ModelCheckpoint` is not configured. Put one among the callbacks."
+            )
         found = getattr(callback, f"{given}_model_path")
         if not found:
+            if given == "best" and not callback.save_top_k:
+                raise ConfigurationError(
+                    "'best': the ModelCheckpoint is not configured to save the best (save_top_k=0)."
+                )
             raise ConfigurationError(f"{given!r}: the ModelCheckpoint has not saved one yet.")
         return str(found)
     if given != "auto":

@@ -185,34 +185,42 @@ def test_a_new_trainer_of_the_same_configuration_takes_other_arguments() -> None
 
 
 MISTAKES: dict[str, tuple[list[str], list[str]]] = {
-    "unknown option": (["fit", "--trainer.max_epoch=3"], ["--trainer.max_epoch", "Did you mean 'trainer.max_epochs'"]),
-    "option of a group": (["fit", "--lr=3"], ["Did you mean 'model.lr'"]),
-    "wrong type": (["fit", "--trainer.max_epochs=many"], ["trainer.max_epochs", "int", "many"]),
-    "unknown subcommand": (["fut"], ["fut", "fit"]),
-    "unknown class": (["fit", "--trainer.callbacks+=EarlyStoping"], ["EarlyStoping", "Did you mean 'EarlyStopping'"]),
-    "unknown optimizer": (["fit", "--optimizer=AdamX"], ["AdamX", "Did you mean 'Adam"]),
-    "unknown key of a file": (["fit", "--config=typo.yaml"], ["model.lrr", "Did you mean 'model.lr'"]),
-    "no such file": (["fit", "--config=none.yaml"], ["none.yaml"]),
-    "value that the Trainer refuses": (["fit", "--trainer.max_epochs=-5"], ["max_epochs=-5", "at least -1"]),
-    "precision": (["fit", "--trainer.precision=b16"], ["b16", "bf16"]),
-    "seed": (["fit", "--seed_everything=-1"], ["-1", "2**32"]),
-    "no such checkpoint": (["validate", "--ckpt_path=nowhere"], ["nowhere"]),
+    "unknown option": (["--trainer.max_epoch=3"], ["--trainer.max_epoch", "Did you mean 'trainer.max_epochs'"]),
+    "option of a group": (["--lr=3"], ["Did you mean 'model.lr'"]),
+    "wrong type": (["--trainer.max_epochs=many"], ["trainer.max_epochs", "int", "many"]),
+    "unknown class": (["--trainer.callbacks+=EarlyStoping"], ["EarlyStoping", "Did you mean 'EarlyStopping'"]),
+    "unknown optimizer": (["--optimizer=AdamX"], ["AdamX", "Did you mean 'Adam"]),
+    "unknown key of a file": (["--config=typo.yaml"], ["lrr", "Did you mean 'model.lr'"]),
+    "no such file": (["--config=none.yaml"], ["none.yaml"]),
+    "value that the Trainer refuses": (["--trainer.max_epochs=-5"], ["max_epochs=-5", "at least -1"]),
+    "precision": (["--trainer.precision=b16"], ["b16", "bf16"]),
+    "seed": (["--seed_everything=-1"], ["-1", "2**32"]),
     "callback's argument": (
-        ["fit", "--trainer.callbacks+=EarlyStopping", "--trainer.callbacks.monitor=a", "--trainer.callbacks.mode=up"],
+        ["--trainer.callbacks+=EarlyStopping", "--trainer.callbacks.monitor=a", "--trainer.callbacks.mode=up"],
         ["mode='up'", "min"],
     ),
 }
+OF_SUBCOMMANDS: dict[str, tuple[list[str], list[str]]] = {
+    "unknown subcommand": (["fut"], ["fut", "fit"]),
+    "unknown option of a subcommand": (["fit", "--model.lrr=3"], ["--model.lrr", "Did you mean 'model.lr'"]),
+    "no such checkpoint": (["validate", "--ckpt_path=nowhere"], ["nowhere"]),
+}
 
 
-@pytest.mark.parametrize(("given", "expected"), MISTAKES.values(), ids=MISTAKES)
+@pytest.mark.parametrize(
+    ("given", "expected", "run"),
+    [*((*case, False) for case in MISTAKES.values()), *((*case, True) for case in OF_SUBCOMMANDS.values())],
+    ids=[*MISTAKES, *OF_SUBCOMMANDS],
+)
 def test_a_mistake_is_a_message_and_an_exit_code(
-    given: list[str], expected: list[str], capsys: pytest.CaptureFixture[str]
+    given: list[str], expected: list[str], run: bool, capsys: pytest.CaptureFixture[str]
 ) -> None:
     Path("typo.yaml").write_text("model: {lrr: 1}")
     with pytest.raises(SystemExit, match="2"):
-        command(*given)
+        command(*given, run=run)
     printed = capsys.readouterr().err
     assert all(words in printed for words in expected), printed
+    assert len(printed.splitlines()) < 20
 
 
 def test_help_has_the_docstrings_in_groups(capsys: pytest.CaptureFixture[str]) -> None:

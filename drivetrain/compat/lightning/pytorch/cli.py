@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
+from drivetrain.compat.lightning.fabric.utilities.rank_zero import rank_zero_warn
 from drivetrain.compat.lightning.fabric.utilities.seed import seed_everything
+from drivetrain.compat.lightning.pytorch.class_paths import as_lightning, as_lightning_text
 from drivetrain.compat.lightning.pytorch.core import LightningDataModule, LightningModule
 from drivetrain.compat.lightning.pytorch.trainer import Trainer
 from drivetrain.compat.lightning.pytorch.trainer.signature import show_all_arguments
@@ -70,6 +72,15 @@ class LightningArgumentParser(TrainerArgumentParser):
     ) -> None:
         kwargs.setdefault("allow_abbrev", True)
         super().__init__(*args, description=description, env_prefix=env_prefix, default_env=default_env, **kwargs)
+
+    def parse_args(self, *args: Any, **kwargs: Any) -> Any:
+        return as_lightning(super().parse_args(*args, **kwargs))
+
+    def parse_object(self, *args: Any, **kwargs: Any) -> Any:
+        return as_lightning(super().parse_object(*args, **kwargs))
+
+    def dump(self, *args: Any, **kwargs: Any) -> str:
+        return as_lightning_text(super().dump(*args, **kwargs))
 
     def add_lightning_class_args(
         self,
@@ -163,6 +174,9 @@ class LightningCLI(TrainerCLI):
             lr_scheduler: The schedule, if one was.
         """
         return TrainerCLI.configure_optimizers(lightning_module, optimizer, lr_scheduler)
+
+    def warn(self, message: str) -> None:
+        rank_zero_warn(message)
 
     def seed(self, seed: int | None) -> int:
         return seed_everything(seed, workers=True)

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NoReturn
 
 import torch
 
 from drivetrain.compat.absent import AbsentNameError
+from drivetrain.runtime.errors import ConfigurationError
 from drivetrain.trainer import Task
 
 
@@ -19,19 +19,48 @@ class LightningModule(Task):
     Args:
         *args: For further base classes.
         **kwargs: The same.
-
-    Attributes:
-        strict_loading: Whether a checkpoint must have all of its weights, and no others.
     """
 
     CHECKPOINT_HYPER_PARAMS_KEY: ClassVar[str] = "hyper_parameters"
     CHECKPOINT_HYPER_PARAMS_NAME: ClassVar[str] = "hparams_name"
     CHECKPOINT_HYPER_PARAMS_TYPE: ClassVar[str] = "hparams_type"
-
-    strict_loading: bool = True
+    __jit_unused_properties__: ClassVar[list[str]] = [
+        *Task.__jit_unused_properties__,
+        "on_gpu",
+        "device_mesh",
+        "fabric",
+    ]
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
+        # By identity: whether each parameter of an optimizer took gradients.
+        self._before_toggling: dict[int, tuple[torch.Tensor, bool]] = {}
+
+    def predict_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Predict for one batch: call the module on it."""
+        return self(kwargs["batch"] if "batch" in kwargs else args[0])
+
+    def clip_gradients(
+        self,
+        optimizer: Any,
+        gradient_clip_val: float | None = None,
+        gradient_clip_algorithm: str | None = None,
+        **_unknown: NoReturn,
+    ) -> None:
+        """Clip an optimizer's gradients.
+
+        Args:
+            optimizer: The optimizer.
+            gradient_clip_val: The bound; that of the Trainer if None.
+            gradient_clip_algorithm: `"norm"` or `"value"`; that of the Trainer if None.
+
+        Raises:
+            ConfigurationError: The Trainer was given another bound or another way.
+        """
+        options = self.trainer.options
+        bound = _one_of("gradient_clip_val", options.gradient_clip_val, gradient_clip_val)
+        way = _one_of("gradient_clip_algorithm", options.gradient_clip_algorithm, gradient_clip_algorithm)
+        super().clip_gradients(optimizer, bound, way, **_unknown)
 
     @property
     def on_gpu(self) -> bool:
@@ -47,6 +76,30 @@ class LightningModule(Task):
     def fabric(self) -> Any:
         """None: a Trainer runs this module."""
         return None
+
+    def toggle_optimizer(self, optimizer: Any) -> None:
+        """Let of all optimizers' parameters only this one's take gradients, those that did before.
+
+        Args:
+            optimizer: The optimizer.
+        """
+        mine = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+        before = self._before_toggling
+        for group in (group for each in self.trainer.optimizers for group in each.param_groups):
+            for parameter in group["params"]:
+                before.setdefault(id(parameter), (parameter, parameter.requires_grad))
+        for parameter, took_gradients in before.values():
+            parameter.requires_grad_(took_gradients and id(parameter) in mine)
+
+    def untoggle_optimizer(self, optimizer: Any) -> None:
+        """Let the parameters take gradients as before `toggle_optimizer`.
+
+        Args:
+            optimizer: The optimizer.
+        """
+        for parameter, took_gradients in self._before_toggling.values():
+            parameter.requires_grad_(took_gradients)
+        self._before_toggling.clear()
 
     @contextmanager
     def toggled_optimizer(self, optimizer: Any) -> Iterator[None]:
@@ -70,59 +123,18 @@ class LightningModule(Task):
         for name in ignore_list:
             self.hparams.pop(name, None)
 
-    def to_onnx(self, file_path: str | os.PathLike[str] | None = None, input_sample: Any = None, **kwargs: Any) -> Any:
-        """Export the module to ONNX.
-
-        Args:
-            file_path: Where to.
-            input_sample: What to call it with; `example_input_array` if None.
-            **kwargs: For `torch.onnx.export`.
-        """
-        return self._export(lambda inputs: torch.onnx.export(self, inputs, file_path, **kwargs), input_sample)
-
-    def to_torchscript(
-        self,
-        file_path: str | os.PathLike[str] | None = None,
-        method: str = "script",
-        example_inputs: Any = None,
-        **kwargs: Any,
-    ) -> Any:
-        """Export the module to TorchScript by tracing it.
-
-        Args:
-            file_path: Where to, if anywhere.
-            method: `"trace"`.
-            example_inputs: What to call it with; `example_input_array` if None.
-            **kwargs: For `torch.jit.trace`.
-
-        Raises:
-            AbsentNameError: It was to be compiled from its source.
-        """
-        if method != "trace":
-            raise AbsentNameError(
-                f"to_torchscript(method={method!r}) is not here: torch cannot compile a module with a Trainer from its "
-                'source. Use method="trace", or torch.export.export.'
-            )
-        made = self._export(lambda inputs: torch.jit.trace(self, inputs, **kwargs), example_inputs)  # type: ignore[no-untyped-call]
-        if file_path is not None:
-            made.save(os.fspath(file_path))
-        return made
-
     def to_tensorrt(self, *args: Any, **kwargs: Any) -> Any:
         """Not here."""
         raise AbsentNameError(
             "to_tensorrt is not here. Export with torch.export.export, and compile with Torch-TensorRT."
         )
 
-    def _export(self, export: Any, sample: Any) -> Any:
-        """Run an export in evaluation mode, on a sample of this device."""
-        inputs = self.example_input_array if sample is None else sample
-        if inputs is None:
-            raise ValueError(
-                "There is nothing to call the module with: pass a sample, or set self.example_input_array."
-            )
-        mode = self.training
-        with torch.no_grad():
-            made = export(self.eval().transfer_batch_to_device(inputs, self.device, 0))
-        self.train(mode)
-        return made
+
+def _one_of(name: str, of_trainer: Any, given: Any) -> Any:
+    """What a task clips by: what it gives, or what the Trainer was given."""
+    if given is None or of_trainer is None or given == of_trainer:
+        return of_trainer if given is None else given
+    raise ConfigurationError(
+        f"You have set `Trainer({name}={of_trainer!r})` and have passed `clip_gradients({name}={given!r})`. Leave one "
+        "of the two out."
+    )

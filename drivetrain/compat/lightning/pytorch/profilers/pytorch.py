@@ -5,11 +5,17 @@ from __future__ import annotations
 from typing import Any, ClassVar
 
 from torch import nn
+from torch.profiler import kineto_available
 
 from drivetrain.trainer.profilers import PyTorchProfiler as CorePyTorchProfiler
 from drivetrain.trainer.profilers.pytorch import RegisterRecordFunction as CoreRegisterRecordFunction
 
 __all__ = ["PyTorchProfiler", "RegisterRecordFunction"]
+
+_KINETO_AVAILABLE = kineto_available()
+
+warning_cache: set[str] = set()
+"""What was warned of already: nothing, since Python's own filters decide what is shown again."""
 
 
 class PyTorchProfiler(CorePyTorchProfiler):
