@@ -20,6 +20,8 @@ from drivetrain.runtime.errors import ConfigurationError, LaunchError
 from drivetrain.runtime.logging import get_logger
 from drivetrain.runtime.seeds import make_deterministic, set_seed
 from drivetrain.strategies import Strategy, resolve_ddp
+from drivetrain.strategies.base import Given, RunOptions
+from drivetrain.strategies.capabilities import RepeatableStep
 from drivetrain.strategies.precision import Precision
 from drivetrain.trackers import Tracker, TrackerGroup, resolve_trackers
 from drivetrain.trainer.options import TrainerOptions
@@ -109,6 +111,33 @@ def settle_accumulation(given: int | None, engine: Accelerator, options: Trainer
             launched,
         )
     return options
+
+
+def check_strategy(options: TrainerOptions, engine: Accelerator) -> None:
+    """Refuse options that cannot be with the strategy of an engine.
+
+    Args:
+        options: The Trainer's options.
+        engine: What it runs on.
+
+    Raises:
+        ConfigurationError: Names what contradicts what, and what would work.
+    """
+    strategy = engine.strategy
+    strategy.check(
+        RunOptions(
+            engine.precision,
+            Given("Trainer(accumulate_grad_batches)", options.accumulate_grad_batches),
+            Given("Trainer(gradient_clip_val)", options.gradient_clip_val),
+        )
+    )
+    if options.auto_micro_batch and strategy.capability(RepeatableStep) is None:
+        raise ConfigurationError(
+            f"Trainer(auto_micro_batch=True) does not work with {strategy!r}: its forwards and backwards exchange "
+            "tensors, and a process that has no memory in the middle of that cannot call the others back. It works "
+            "with strategy='single', and 'ddp' without comm_hook and sync_batchnorm. Else give a smaller batch size "
+            "and a larger accumulate_grad_batches; Tuner(trainer).scale_batch_size finds one."
+        )
 
 
 def _chosen_devices(devices: Any) -> tuple[Any, list[int] | None]:

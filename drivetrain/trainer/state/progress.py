@@ -36,6 +36,7 @@ class Progress:
         validations: Validation runs finished.
         validated_at: `total_batches` at the last of them.
         due_at: `total_batches` at the last one that was due by a clock, which cannot be derived when resuming.
+        parts: In how many parts each batch is computed, since memory lacks for it as a whole.
         phase: How far the epoch under way has come.
     """
 
@@ -46,6 +47,7 @@ class Progress:
     validations: int = 0
     validated_at: int = -1
     due_at: int = -1
+    parts: int = 1
     phase: Phase = field(default=Phase.BATCHES)
 
     @property
