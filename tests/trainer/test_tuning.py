@@ -158,17 +158,29 @@ def test_rates_rise_from_the_first_to_the_last_and_the_loss_is_watched(capsys: p
     assert "the loss exceeded 4 times the smallest one; lr is now" in said
 
 
-def searched_on_two() -> tuple[list[float], list[float], float | None]:
-    set_seed(3)
-    found = Tuner(make_trainer(strategy="ddp")).lr_find(Normed(), Shuffled.data(), num_training=14)
-    assert found is not None
-    return found.results["lr"], found.results["loss"], found.suggestion()
+def searched_on_two(strategy: str) -> tuple[list[float], list[list[float]]]:
+    """What a search finds, and the losses of a fit without it and with it."""
+    smoothed, losses = [0.0], []
+    for searches in (False, True):
+        set_seed(3)
+        task, trainer = Shuffled(), make_trainer(strategy=strategy, max_epochs=1)
+        if searches:
+            found = Tuner(trainer).lr_find(task, Shuffled.data(), num_training=14, update_attr=False)
+            assert found is not None
+            smoothed = found.results["loss"]
+        task.losses.clear()
+        trainer.fit(task, Shuffled.data())
+        losses.append(task.losses)
+    return smoothed, losses
 
 
-def test_processes_find_the_same() -> None:
-    one, other = run_in_processes(searched_on_two)
-    assert one == other
-    assert one[2] is not None
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_processes_find_the_same_and_train_as_without_the_search(strategy: str) -> None:
+    (smoothed, losses), (same, others) = run_in_processes(searched_on_two, args=[strategy])
+    assert smoothed == same
+    assert len(smoothed) == 14
+    assert losses[0] == losses[1]
+    assert others[0] == others[1] != losses[0]  # each process has its own batches
 
 
 @pytest.mark.parametrize(
