@@ -98,7 +98,7 @@ test-megatron: $(MEGATRON_ENV) ## the tests of Megatron, on the CPU (an environm
 		$(addprefix tests/conformance/test_,megatron.py any_to_any.py two_drivers.py))
 
 # Programs on one process and on two side by side, in few launches, which a first test waits for.
-test-compat: $(COMPAT_ENV) ## what was written for Accelerate, beside the original (an environment of its own)
+test-compat: $(COMPAT_ENV) ## what was written for Accelerate and Lightning, beside them (an environment of its own)
 	$(COMPAT_PYTHON) -m pytest $(IN_PARALLEL) -o faulthandler_timeout=600 \
 		-m "compat and not gpu" $(or $(TESTS),tests/compat \
 		tests/accelerator/test_accelerate_beside.py tests/launch/test_other_launchers.py \
@@ -212,6 +212,7 @@ $(COMPAT_ENV): pyproject.toml constraints.txt constraints-compat.txt | $(COMPAT_
 		pillow -c constraints.txt -c constraints-compat.txt
 	$(COMPAT_PYTHON) -m pip $(PIP_OF_LANES) --no-deps --upgrade --target $(COMPAT_VENV)/torchvision torchvision \
 		-c constraints-compat.txt
+	$(COMPAT_PYTHON) -m pip $(PIP_OF_LANES) --no-deps lightning pytorch-lightning lightning-utilities -c constraints.txt
 	@touch $@
 
 $(TRACKERS_VENV)/.made-for-trackers: pyproject.toml constraints-trackers.txt | $(TRACKERS_VENV)/bin/python

@@ -31,6 +31,8 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 FEATURES, CLASSES, BATCH = 32, 2, 4
+VALUES = [f"value_{number}" for number in range(5)]
+NOTHING: dict[str, Any] = {"logger": False, "enable_checkpointing": False}
 
 
 class TinyModel(nn.Module):
@@ -76,7 +78,7 @@ def bare_loop(clock: Clock, batches: Any) -> None:
         optimizer.step()
 
 
-def drivetrain_trainer(clock: Clock, batches: Any, log_and_bar: bool = False) -> None:
+def drivetrain_trainer(clock: Clock, batches: Any, log_and_bar: bool = False, **options: Any) -> None:
     from drivetrain import Task, Trainer
 
     class TinyTask(Task):
@@ -89,6 +91,9 @@ def drivetrain_trainer(clock: Clock, batches: Any, log_and_bar: bool = False) ->
             loss = F.mse_loss(self.model(x), y)
             if log_and_bar:
                 self.log("loss", loss, prog_bar=True)
+            if options:
+                for name in VALUES:
+                    self.log(name, loss)
             return loss
 
         def configure_optimizers(self) -> Any:
@@ -97,10 +102,9 @@ def drivetrain_trainer(clock: Clock, batches: Any, log_and_bar: bool = False) ->
     Trainer(
         accelerator="cpu",
         max_epochs=1,
-        logger=False,
-        enable_checkpointing=False,
         enable_model_summary=False,
         enable_progress_bar=log_and_bar,
+        **(options or NOTHING),
     ).fit(TinyTask(), batches)
 
 
@@ -161,7 +165,7 @@ def lightning_fabric(clock: Clock, batches: Any) -> None:
         optimizer.step()
 
 
-def lightning_trainer(clock: Clock, batches: Any, log_and_bar: bool = False) -> None:
+def lightning_trainer(clock: Clock, batches: Any, log_and_bar: bool = False, **options: Any) -> None:
     import lightning
 
     class TinyModule(lightning.LightningModule):
@@ -174,6 +178,9 @@ def lightning_trainer(clock: Clock, batches: Any, log_and_bar: bool = False) -> 
             loss = F.mse_loss(self.model(x), y)
             if log_and_bar:
                 self.log("loss", loss, prog_bar=True)
+            if options:
+                for name in VALUES:
+                    self.log(name, loss)
             return loss
 
         def configure_optimizers(self) -> Any:
@@ -183,10 +190,9 @@ def lightning_trainer(clock: Clock, batches: Any, log_and_bar: bool = False) -> 
         accelerator="cpu",
         devices=1,
         max_epochs=1,
-        logger=False,
-        enable_checkpointing=False,
         enable_model_summary=False,
         enable_progress_bar=log_and_bar,
+        **(options or NOTHING),
     ).fit(TinyModule(), batches)
 
 
@@ -241,16 +247,57 @@ def with_log_and_bar(contender: Callable[..., None]) -> Callable[[Clock, Any], N
     return run
 
 
+def drivetrain_callbacks(clock: Clock, batches: Any) -> None:
+    import drivetrain
+
+    with tempfile.TemporaryDirectory() as root:
+        logger = drivetrain.CSVLogger(root)
+        drivetrain_trainer(
+            clock, batches, default_root_dir=root, logger=logger, callbacks=ten_callbacks(drivetrain, root)
+        )
+
+
+def lightning_callbacks(clock: Clock, batches: Any) -> None:
+    from lightning.pytorch import callbacks, loggers
+
+    with tempfile.TemporaryDirectory() as root:
+        logger = loggers.CSVLogger(root)
+        lightning_trainer(
+            clock, batches, default_root_dir=root, logger=logger, callbacks=ten_callbacks(callbacks, root)
+        )
+
+
+def ten_callbacks(kinds: Any, root: str) -> list[Any]:
+    """Ten callbacks of a framework: four of its own, and six that do next to nothing after each batch."""
+
+    class Counts(kinds.Callback):  # type: ignore[misc]
+        def __init__(self) -> None:
+            self.batches = 0
+
+        def on_train_batch_end(self, trainer: Any, task: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+            self.batches += 1
+
+    own = [
+        kinds.EarlyStopping("value_0", check_on_train_epoch_end=True),
+        kinds.LearningRateMonitor("step"),
+        kinds.ModelCheckpoint(root, monitor="value_1"),
+        kinds.Timer(),
+    ]
+    return [*own, *(Counts() for _ in range(6))]
+
+
 # name -> (what must be installed, what runs)
 CONTENDERS: dict[str, tuple[str, Callable[[Clock, Any], None]]] = {
     "drivetrain Trainer": ("drivetrain", drivetrain_trainer),
     "drivetrain Trainer, log and bar": ("drivetrain", with_log_and_bar(drivetrain_trainer)),
+    "drivetrain Trainer, ten callbacks, five values": ("drivetrain", drivetrain_callbacks),
     "drivetrain Accelerator": ("drivetrain", drivetrain_accelerator),
     "Ignite": ("ignite", ignite),
     "Lightning Fabric": ("lightning", lightning_fabric),
     "Accelerate": ("accelerate", accelerate),
     "Lightning Trainer": ("lightning", lightning_trainer),
     "Lightning Trainer, log and bar": ("lightning", with_log_and_bar(lightning_trainer)),
+    "Lightning Trainer, ten callbacks, five values": ("lightning", lightning_callbacks),
     "Transformers Trainer": ("transformers", transformers_trainer),
 }
 DISTRIBUTIONS = {"ignite": "pytorch-ignite"}

@@ -38,10 +38,31 @@ _EXPORTS: dict[str, str] = {
     "ProfileKwargs": "drivetrain.accelerator",
     "TorchDynamoPlugin": "drivetrain.accelerator",
     "TorchContextParallelConfig": "drivetrain.accelerator",
+    "calculate_maximum_sizes": "drivetrain.inference",
+    "check_tied_parameters_in_config": "drivetrain.inference",
+    "compute_module_sizes": "drivetrain.inference",
+    "dtype_byte_size": "drivetrain.inference",
+    "find_tied_parameters": "drivetrain.inference",
+    "get_max_layer_size": "drivetrain.inference",
+    "id_tensor_storage": "drivetrain.inference",
+    "init_empty_weights": "drivetrain.inference",
+    "init_on_device": "drivetrain.inference",
+    "meta_leftovers": "drivetrain.inference",
+    "named_module_tensors": "drivetrain.inference",
+    "retie_parameters": "drivetrain.inference",
     "Trainer": "drivetrain.trainer",
     "Task": "drivetrain.trainer",
     "MegatronTask": "drivetrain.trainer",
     "DataModule": "drivetrain.trainer",
+    "TrainerCLI": "drivetrain.trainer.cli",
+    "TrainerArgumentParser": "drivetrain.trainer.cli",
+    "SaveConfigCallback": "drivetrain.trainer.cli",
+    "AdvancedProfiler": "drivetrain.trainer.profilers",
+    "PassThroughProfiler": "drivetrain.trainer.profilers",
+    "Profiler": "drivetrain.trainer.profilers",
+    "PyTorchProfiler": "drivetrain.trainer.profilers",
+    "SimpleProfiler": "drivetrain.trainer.profilers",
+    "XLAProfiler": "drivetrain.trainer.profilers",
     "Callback": "drivetrain.callbacks",
     "EarlyStopping": "drivetrain.callbacks",
     "EvaluationGather": "drivetrain.callbacks",
@@ -58,6 +79,9 @@ _EXPORTS: dict[str, str] = {
     "ModelPruning": "drivetrain.callbacks",
     "measure_flops": "drivetrain.callbacks.support.flops",
     "GradientNorm": "drivetrain.callbacks",
+    "MemoryMonitor": "drivetrain.callbacks",
+    "StragglerMonitor": "drivetrain.callbacks",
+    "WeightHistograms": "drivetrain.callbacks",
     "DeviceStatsMonitor": "drivetrain.callbacks",
     "SpeedMonitor": "drivetrain.callbacks",
     "ThroughputMonitor": "drivetrain.callbacks",
@@ -208,6 +232,7 @@ if TYPE_CHECKING:
     from drivetrain.callbacks import LearningRateFinder as LearningRateFinder
     from drivetrain.callbacks import LearningRateMonitor as LearningRateMonitor
     from drivetrain.callbacks import LossSpikeGuard as LossSpikeGuard
+    from drivetrain.callbacks import MemoryMonitor as MemoryMonitor
     from drivetrain.callbacks import ModelCheckpoint as ModelCheckpoint
     from drivetrain.callbacks import ModelPruning as ModelPruning
     from drivetrain.callbacks import ModelSummary as ModelSummary
@@ -218,10 +243,12 @@ if TYPE_CHECKING:
     from drivetrain.callbacks import RichProgressBar as RichProgressBar
     from drivetrain.callbacks import SpeedMonitor as SpeedMonitor
     from drivetrain.callbacks import StochasticWeightAveraging as StochasticWeightAveraging
+    from drivetrain.callbacks import StragglerMonitor as StragglerMonitor
     from drivetrain.callbacks import ThroughputMonitor as ThroughputMonitor
     from drivetrain.callbacks import Timer as Timer
     from drivetrain.callbacks import TQDMProgressBar as TQDMProgressBar
     from drivetrain.callbacks import WeightAveraging as WeightAveraging
+    from drivetrain.callbacks import WeightHistograms as WeightHistograms
     from drivetrain.callbacks.rich_progress_bar import RichProgressBarTheme as RichProgressBarTheme
     from drivetrain.callbacks.support.flops import measure_flops as measure_flops
     from drivetrain.checkpoint import consolidate as consolidate
@@ -234,6 +261,18 @@ if TYPE_CHECKING:
     from drivetrain.data import PermutationSampler as PermutationSampler
     from drivetrain.data import TailPolicy as TailPolicy
     from drivetrain.data import skip_first_batches as skip_first_batches
+    from drivetrain.inference import calculate_maximum_sizes as calculate_maximum_sizes
+    from drivetrain.inference import check_tied_parameters_in_config as check_tied_parameters_in_config
+    from drivetrain.inference import compute_module_sizes as compute_module_sizes
+    from drivetrain.inference import dtype_byte_size as dtype_byte_size
+    from drivetrain.inference import find_tied_parameters as find_tied_parameters
+    from drivetrain.inference import get_max_layer_size as get_max_layer_size
+    from drivetrain.inference import id_tensor_storage as id_tensor_storage
+    from drivetrain.inference import init_empty_weights as init_empty_weights
+    from drivetrain.inference import init_on_device as init_on_device
+    from drivetrain.inference import meta_leftovers as meta_leftovers
+    from drivetrain.inference import named_module_tensors as named_module_tensors
+    from drivetrain.inference import retie_parameters as retie_parameters
     from drivetrain.launch import notebook_launcher as notebook_launcher
     from drivetrain.runtime.collectives import broadcast as broadcast
     from drivetrain.runtime.collectives import broadcast_object_list as broadcast_object_list
@@ -302,5 +341,14 @@ if TYPE_CHECKING:
     from drivetrain.trainer import MegatronTask as MegatronTask
     from drivetrain.trainer import Task as Task
     from drivetrain.trainer import Trainer as Trainer
+    from drivetrain.trainer.cli import SaveConfigCallback as SaveConfigCallback
+    from drivetrain.trainer.cli import TrainerArgumentParser as TrainerArgumentParser
+    from drivetrain.trainer.cli import TrainerCLI as TrainerCLI
+    from drivetrain.trainer.profilers import AdvancedProfiler as AdvancedProfiler
+    from drivetrain.trainer.profilers import PassThroughProfiler as PassThroughProfiler
+    from drivetrain.trainer.profilers import Profiler as Profiler
+    from drivetrain.trainer.profilers import PyTorchProfiler as PyTorchProfiler
+    from drivetrain.trainer.profilers import SimpleProfiler as SimpleProfiler
+    from drivetrain.trainer.profilers import XLAProfiler as XLAProfiler
     from drivetrain.trainer.tuning.lr_finder import LRFinder as LRFinder
     from drivetrain.trainer.tuning.tuner import Tuner as Tuner

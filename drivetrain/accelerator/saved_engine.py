@@ -27,7 +27,7 @@ _PREPARE = "Prepare and register the same objects, in the same order, before loa
 class SavedEngine:
     """A checkpoint, opened: all but the tensors that each process reads straight into its shards.
 
-    It may be one as Accelerate's `save_state` writes it.
+    It may be one as Accelerate's `save_state` writes it, or Lightning's Trainer.
 
     Args:
         run: The state that it goes into.
@@ -53,9 +53,10 @@ class SavedEngine:
         self._run, self._state = run, state
         strategy = run.strategy
         self._in_shards = strategy.state.reads_shards and not strategy.schedules_microbatches and not whole
-        if checkpoint.is_accelerate_state(directory):
+        foreign = checkpoint.read_foreign(directory, state.process_index)
+        if foreign is not None:
             self._in_shards = False
-            shared, own = checkpoint.read_accelerate_state(directory, state.process_index)
+            shared, own = foreign
         else:
             shared, own = self._read_around() if self._in_shards else self._read()
         self._places = find_places(shared)
@@ -165,11 +166,13 @@ class SavedEngine:
         )
         self.engine[kind] = saved[:count]
 
-    def restore_models(self, models: Sequence[nn.Module] | None = None) -> None:
+    def restore_models(self, models: Sequence[nn.Module] | None = None, strict: bool = True) -> None:
         """Give the models their weights.
 
         Args:
             models: Those to restore; all that are prepared if None.
+            strict: Whether missing and left-over weights are an error; else they are listed in a warning, where the
+                checkpoint was opened whole.
         """
         strategy, models = self._run.strategy, self._run.prepared.models if models is None else models
         if self._in_shards:
@@ -177,7 +180,12 @@ class SavedEngine:
         for model, state in zip(models, self.engine["models"], strict=True):
             # Files of other tools hold tied weights once; shards have been read under every name.
             complete = state if self._in_shards else checkpoint.with_tied(strategy.unwrap(model), state)
-            strategy.state.load_model(model, complete)
+            found = strategy.state.load_model(model, complete, strict)
+            if not strict and found is not None and (found.missing_keys or found.unexpected_keys):
+                logger.warning(
+                    f"{self.directory} has other weights than the model. Not in it, and as they were: "
+                    f"{_listed(found.missing_keys) or 'none'}. Only in it: {_listed(found.unexpected_keys) or 'none'}."
+                )
 
     def restore_optimizers(self) -> None:
         """Give the optimizers their state."""

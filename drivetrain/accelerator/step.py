@@ -32,6 +32,7 @@ class StepHooks:
         gradients_ready: Called once the gradients of a window are complete; any that returns False leaves the step out.
         before_step: Called with each bare optimizer before it steps, its gradients unscaled.
         clip: Called with each bare optimizer after `before_step`.
+        optimizer_step: Takes the place of the strategy's, with its arguments.
     """
 
     run_backward: Callable[..., Any] | None = None
@@ -41,6 +42,7 @@ class StepHooks:
     gradients_ready: tuple[Callable[[], Any], ...] = ()
     before_step: tuple[Callable[[Optimizer], Any], ...] = ()
     clip: Callable[[Optimizer], Any] | None = None
+    optimizer_step: Callable[..., bool] | None = None
 
 
 class OptimizerStep:
@@ -68,7 +70,6 @@ class OptimizerStep:
         self.weights = WeightedMean(strategy)
         self.stepped = False
         self._strategy, self._precision, self._prepared = strategy, precision, prepared
-        self._optimizer_step = strategy.optimizer_step
         self._scale = precision.scale if overrides(precision, "scale") else None
         self._unscale = precision.unscale if overrides(precision, "unscale") else None
         self.drive(StepHooks())
@@ -77,6 +78,7 @@ class OptimizerStep:
         """Run a driver's hooks in every step from now on; `StepHooks()` ends that."""
         self._hooks = hooks
         self._run_backward = hooks.run_backward or self._strategy.backward
+        self._optimizer_step = hooks.optimizer_step or self._strategy.optimizer_step
         self._prepare_backward = hooks.prepare_backward
         self._before_backward, self._after_backward = hooks.before_backward, hooks.after_backward
         self._prepares = bool(hooks.before_step) or hooks.clip is not None

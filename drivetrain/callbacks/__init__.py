@@ -22,6 +22,7 @@ _EXPORTS = {
     "LearningRateFinder": "drivetrain.callbacks.learning_rate_finder",
     "LearningRateMonitor": "drivetrain.callbacks.lr_monitor",
     "LossSpikeGuard": "drivetrain.callbacks.loss_spike_guard",
+    "MemoryMonitor": "drivetrain.callbacks.memory_monitor",
     "ModelCheckpoint": "drivetrain.callbacks.model_checkpoint",
     "ModelPruning": "drivetrain.callbacks.model_pruning",
     "ModelSummary": "drivetrain.callbacks.model_summary",
@@ -32,10 +33,12 @@ _EXPORTS = {
     "RichProgressBar": "drivetrain.callbacks.rich_progress_bar",
     "SpeedMonitor": "drivetrain.callbacks.speed_monitor",
     "StochasticWeightAveraging": "drivetrain.callbacks.stochastic_weight_averaging",
+    "StragglerMonitor": "drivetrain.callbacks.straggler_monitor",
     "ThroughputMonitor": "drivetrain.callbacks.throughput_monitor",
     "Timer": "drivetrain.callbacks.timer",
     "TQDMProgressBar": "drivetrain.callbacks.progress_bar",
     "WeightAveraging": "drivetrain.callbacks.weight_averaging",
+    "WeightHistograms": "drivetrain.callbacks.weight_histograms",
 }
 
 __all__ = [
@@ -54,6 +57,7 @@ __all__ = [
     "LearningRateFinder",
     "LearningRateMonitor",
     "LossSpikeGuard",
+    "MemoryMonitor",
     "ModelCheckpoint",
     "ModelPruning",
     "ModelSummary",
@@ -64,10 +68,12 @@ __all__ = [
     "RichProgressBar",
     "SpeedMonitor",
     "StochasticWeightAveraging",
+    "StragglerMonitor",
     "TQDMProgressBar",
     "ThroughputMonitor",
     "Timer",
     "WeightAveraging",
+    "WeightHistograms",
 ]
 
 
@@ -91,6 +97,7 @@ if TYPE_CHECKING:
     from drivetrain.callbacks.learning_rate_finder import LearningRateFinder as LearningRateFinder
     from drivetrain.callbacks.loss_spike_guard import LossSpikeGuard as LossSpikeGuard
     from drivetrain.callbacks.lr_monitor import LearningRateMonitor as LearningRateMonitor
+    from drivetrain.callbacks.memory_monitor import MemoryMonitor as MemoryMonitor
     from drivetrain.callbacks.model_checkpoint import ModelCheckpoint as ModelCheckpoint
     from drivetrain.callbacks.model_pruning import ModelPruning as ModelPruning
     from drivetrain.callbacks.model_summary import ModelSummary as ModelSummary
@@ -103,7 +110,9 @@ if TYPE_CHECKING:
     from drivetrain.callbacks.rich_progress_bar import RichProgressBar as RichProgressBar
     from drivetrain.callbacks.speed_monitor import SpeedMonitor as SpeedMonitor
     from drivetrain.callbacks.stochastic_weight_averaging import StochasticWeightAveraging as StochasticWeightAveraging
+    from drivetrain.callbacks.straggler_monitor import StragglerMonitor as StragglerMonitor
     from drivetrain.callbacks.throughput_monitor import ThroughputMonitor as ThroughputMonitor
     from drivetrain.callbacks.timer import Timer as Timer
     from drivetrain.callbacks.weight_averaging import EMAWeightAveraging as EMAWeightAveraging
     from drivetrain.callbacks.weight_averaging import WeightAveraging as WeightAveraging
+    from drivetrain.callbacks.weight_histograms import WeightHistograms as WeightHistograms

@@ -83,15 +83,13 @@ class Callback(KnownKeywords):
         return self.build_state_key()
 
     def build_state_key(self, **distinguishing: Any) -> str:
-        """Return the class's name, followed by the arguments that distinguish two objects of this class.
+        """Return the class's name, followed by the arguments that distinguish two objects of this class, as a dict.
 
         Args:
             **distinguishing: Arguments and their values, such as `monitor="val_loss"`.
         """
         name = type(self).__qualname__
-        if not distinguishing:
-            return name
-        return f"{name}({', '.join(f'{key}={value!r}' for key, value in distinguishing.items())})"
+        return f"{name}{distinguishing!r}" if distinguishing else name
 
     def state_dict(self) -> dict[str, Any]:
         """Return what a resumed run needs of this callback: tensors, and values that JSON can hold."""

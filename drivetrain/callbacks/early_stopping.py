@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from enum import IntEnum
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
@@ -26,6 +27,24 @@ if TYPE_CHECKING:
     from drivetrain.trainer.trainer import Trainer
 
 logger = get_logger(__name__)
+
+
+class EarlyStoppingReason(IntEnum):
+    """Why `EarlyStopping` stopped a run; its number is what a checkpoint holds.
+
+    Attributes:
+        NOT_STOPPED: It did not.
+        STOPPING_THRESHOLD: The metric is better than `stopping_threshold`.
+        DIVERGENCE_THRESHOLD: It is worse than `divergence_threshold`.
+        PATIENCE_EXHAUSTED: It has not improved in `patience` checks.
+        NON_FINITE_METRIC: It is NaN or infinite.
+    """
+
+    NOT_STOPPED = 0
+    STOPPING_THRESHOLD = 1
+    DIVERGENCE_THRESHOLD = 2
+    PATIENCE_EXHAUSTED = 3
+    NON_FINITE_METRIC = 4
 
 
 class EarlyStopping(Callback):
@@ -53,7 +72,8 @@ class EarlyStopping(Callback):
         best_score: The best value so far, a tensor without dimensions.
         wait_count: Checks since then.
         stopped_epoch: The epoch in which training was stopped, or 0.
-        stopping_reason_message: Why training was stopped, or None.
+        stopping_reason: Why training was stopped, an `EarlyStoppingReason`.
+        stopping_reason_message: The same in words, or None.
 
     Raises:
         ConfigurationError: If `mode` or `patience` is out of range, and during the run, with `strict`, if the
@@ -98,6 +118,7 @@ class EarlyStopping(Callback):
         self.log_rank_zero_only = log_rank_zero_only
         self.wait_count = 0
         self.stopped_epoch = 0
+        self.stopping_reason = EarlyStoppingReason.NOT_STOPPED
         self.stopping_reason_message: str | None = None
         self._best = math.inf if mode == "min" else -math.inf
         self._check_on_train_epoch_end = check_on_train_epoch_end
@@ -119,6 +140,8 @@ class EarlyStopping(Callback):
             "stopped_epoch": self.stopped_epoch,
             "best_score": self._best,
             "patience": self.patience,
+            "stopping_reason": int(self.stopping_reason),
+            "stopping_reason_message": self.stopping_reason_message,
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -126,6 +149,8 @@ class EarlyStopping(Callback):
         self.stopped_epoch = state_dict["stopped_epoch"]
         self._best = float(state_dict["best_score"])
         self.patience = state_dict["patience"]
+        self.stopping_reason = EarlyStoppingReason(state_dict.get("stopping_reason", 0))
+        self.stopping_reason_message = state_dict.get("stopping_reason_message")
 
     def setup(self, trainer: Trainer, task: Task, stage: str) -> None:
         self._fitting = stage == "fit" and not trainer.fast_dev_run
@@ -150,20 +175,20 @@ class EarlyStopping(Callback):
 
     def on_train_epoch_end(self, trainer: Trainer, task: Task) -> None:
         if self._fitting and self._checks_epoch_end:
-            self._check(trainer)
+            self._run_early_stopping_check(trainer)
 
     def on_validation_end(self, trainer: Trainer, task: Task) -> None:
         if self._fitting and not self._checks_epoch_end and not trainer.sanity_checking:
-            self._check(trainer)
+            self._run_early_stopping_check(trainer)
 
-    def _check(self, trainer: Trainer) -> None:
+    def _run_early_stopping_check(self, trainer: Trainer) -> None:
         """Compare the metric, on all processes, and stop training where it is time."""
         value = decide_on_main_process(lambda: self._read(trainer))
         if value is None:
             return
-        stop, message = self._judge(value)
+        stop, message = self._evaluate_stopping_criteria(value)
         if stop:
-            trainer.request_stop(f"EarlyStopping: {message.removeprefix('Stopping: ').rstrip('.')}")
+            trainer.request_stop(f"EarlyStopping: {(message or '').rstrip('.')}")
             self.stopped_epoch = trainer.current_epoch
             self.stopping_reason_message = message
         if message and (stop or self.verbose):
@@ -179,27 +204,40 @@ class EarlyStopping(Callback):
             logger.warning_once(message)
         return value
 
-    def _judge(self, value: float) -> tuple[bool, str]:
+    def _evaluate_stopping_criteria(self, value: float) -> tuple[bool, str | None]:
         """Take a value into account. Returns whether to stop, and a message."""
-        name = self.monitor
-        if self.check_finite and not math.isfinite(value):
-            return True, f"Stopping: {name} = {value} is not finite. The best value was {self._best:.6g}."
-        if self.stopping_threshold is not None and is_better(value, self.stopping_threshold, self.mode):
-            return True, f"Stopping: {name} = {value:.6g} has passed the threshold {self.stopping_threshold}."
-        if self.divergence_threshold is not None and is_better(self.divergence_threshold, value, self.mode):
-            return (
-                True,
-                f"Stopping: {name} = {value:.6g} is worse than the threshold {self.divergence_threshold}.",
-            )
+        reason, message = self._reason_to_stop(value)
+        if reason is not EarlyStoppingReason.NOT_STOPPED:
+            self.stopping_reason = reason
+            return True, message
         margin = self.min_delta if self.mode == "min" else -self.min_delta
         if is_better(value + margin, self._best, self.mode):
             better_by = abs(self._best - value)
             self._best, self.wait_count = value, 0
             known = f" by {better_by:.6g}" if math.isfinite(better_by) else ""
-            return False, f"{name} has improved{known}; the best value is {value:.6g}."
+            return False, f"{self.monitor} has improved{known}; the best value is {value:.6g}."
         self.wait_count += 1
-        if self.wait_count >= self.patience:
-            return True, (
-                f"Stopping: {name} has not improved in {self.wait_count} checks. The best value was {self._best:.6g}."
+        if self.wait_count < self.patience:
+            return False, None
+        self.stopping_reason = EarlyStoppingReason.PATIENCE_EXHAUSTED
+        return True, f"{self.monitor} did not improve in {self.wait_count} checks. The best value was {self._best:.6g}."
+
+    def _reason_to_stop(self, value: float) -> tuple[EarlyStoppingReason, str | None]:
+        """Whether a value stops the run whatever the values before it were, and why."""
+        name = self.monitor
+        if self.check_finite and not math.isfinite(value):
+            return (
+                EarlyStoppingReason.NON_FINITE_METRIC,
+                f"{name} = {value} is not finite. The best value was {self._best:.6g}.",
             )
-        return False, ""
+        if self.stopping_threshold is not None and is_better(value, self.stopping_threshold, self.mode):
+            return (
+                EarlyStoppingReason.STOPPING_THRESHOLD,
+                f"Stopping threshold reached: {name} = {value:.6g} has passed {self.stopping_threshold}.",
+            )
+        if self.divergence_threshold is not None and is_better(self.divergence_threshold, value, self.mode):
+            return (
+                EarlyStoppingReason.DIVERGENCE_THRESHOLD,
+                f"Divergence threshold reached: {name} = {value:.6g} is worse than {self.divergence_threshold}.",
+            )
+        return EarlyStoppingReason.NOT_STOPPED, None

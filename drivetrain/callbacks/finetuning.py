@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -146,14 +147,24 @@ class BaseFinetuning(Callback):
 
     @staticmethod
     def filter_on_optimizer(optimizer: Optimizer, params: Iterable[nn.Parameter]) -> list[nn.Parameter]:
-        """Return the parameters that an optimizer does not have yet.
+        """Return the parameters that an optimizer does not have yet; warn of others.
 
         Args:
             optimizer: The optimizer.
             params: The parameters.
         """
         known = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-        return [parameter for parameter in params if id(parameter) not in known]
+        given = list(params)
+        missing = [parameter for parameter in given if id(parameter) not in known]
+        if len(missing) < len(given):
+            count = len(given) - len(missing)
+            warnings.warn(
+                f"The provided params to be frozen already belong to a group of this optimizer: {count} of them. They "
+                "stay in that group, and are trained from the start. Did you init your optimizer in "
+                "configure_optimizers with all parameters? Give it those that have requires_grad.",
+                stacklevel=3,
+            )
+        return missing
 
     @staticmethod
     def unfreeze_and_add_param_group(

@@ -42,10 +42,15 @@ class GradientAccumulationScheduler(Callback):
                 "per step, such as {0: 1, 4: 2}."
             )
         for epoch, factor in scheduling.items():
-            if not (_is_whole(epoch, 0) and _is_whole(factor, 1)):
+            if not _is_whole(epoch, 0):
                 raise ConfigurationError(
-                    f"GradientAccumulationScheduler(scheduling={scheduling!r}): {epoch!r}: {factor!r} is no epoch from "
-                    "0 on and number of micro-batches from 1 on."
+                    f"GradientAccumulationScheduler(scheduling={scheduling!r}): Epoch should be an int from 0 on, not "
+                    f"{epoch!r}."
+                )
+            if not _is_whole(factor, 1):
+                raise ConfigurationError(
+                    f"GradientAccumulationScheduler(scheduling={scheduling!r}): Accumulation factor should be an int "
+                    f"from 1 on, not {factor!r}."
                 )
         self.scheduling = {0: 1, **dict(sorted(scheduling.items()))}
         self._changed = False
@@ -67,8 +72,8 @@ class GradientAccumulationScheduler(Callback):
             return
         if trainer.accumulate_grad_batches != 1:
             raise ConfigurationError(
-                f"Trainer(accumulate_grad_batches={trainer.accumulate_grad_batches}) beside a "
-                "GradientAccumulationScheduler: give one of the two."
+                f"You have set `accumulate_grad_batches` and are using the `GradientAccumulationScheduler`: leave out "
+                f"Trainer(accumulate_grad_batches={trainer.accumulate_grad_batches}), or the callback."
             )
         if not task.automatic_optimization and self.going_to_accumulate_grad_batches():
             raise ConfigurationError(

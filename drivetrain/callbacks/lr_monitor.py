@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -28,13 +29,20 @@ class LearningRateMonitor(Callback):
 
     Args:
         logging_interval: `"step"`, `"epoch"`, or None for the interval of each scheduler (of an optimizer
-            without one: `"step"`). By step means each time the Trainer logs, every `log_every_n_steps`.
+            without one: both). By step means each time the Trainer logs, every `log_every_n_steps`; by epoch at the
+            start of each.
         log_momentum: Log momentum, or Adam's first beta, as `<name>-momentum`.
         log_weight_decay: Log weight decay as `<name>-weight_decay`.
+        log_key_prefix: Put before every name.
+
+    Attributes:
+        lrs: All rates that were logged, by name. They can be monitored as well.
+        last_momentum_values: The momentum logged last, by name; None where it is not logged.
+        last_weight_decay_values: The same of weight decay.
 
     Raises:
-        ConfigurationError: If the interval is unknown, two schedulers have one name, or the Trainer has no
-            logger.
+        ConfigurationError: If the interval is unknown, two schedulers have one name, two parameter groups of an
+            optimizer have one, or the Trainer has no logger.
 
     Example:
         ```python
@@ -47,22 +55,30 @@ class LearningRateMonitor(Callback):
     saves_within_steps = False
 
     def __init__(
-        self, logging_interval: str | None = None, log_momentum: bool = False, log_weight_decay: bool = False
+        self,
+        logging_interval: str | None = None,
+        log_momentum: bool = False,
+        log_weight_decay: bool = False,
+        log_key_prefix: str | None = None,
     ) -> None:
         if logging_interval not in (None, "step", "epoch"):
             raise ConfigurationError(
-                f"LearningRateMonitor(logging_interval={logging_interval!r}): give 'step', 'epoch' or None."
-                f"{nearest(str(logging_interval), ('step', 'epoch'))}"
+                f"LearningRateMonitor(logging_interval={logging_interval!r}): logging_interval should be `step`, "
+                f"`epoch` or `None`.{nearest(str(logging_interval), ('step', 'epoch'))}"
             )
         self.logging_interval = logging_interval
         self.log_momentum = log_momentum
         self.log_weight_decay = log_weight_decay
-        self.lrs: dict[str, float] = {}
-        """The values logged last, by name."""
-        self._by_step: list[_Rates] = []
-        self._by_epoch: list[_Rates] = []
-        self._every_n_steps = 0
-        self._next_step = 0
+        self.log_key_prefix = log_key_prefix
+        self._forget()
+
+    def _forget(self) -> None:
+        self.lrs: dict[str, list[float]] = {}
+        self.last_momentum_values: dict[str, float | None] = {}
+        self.last_weight_decay_values: dict[str, float | None] = {}
+        self._rates: list[_Rates] = []
+        self._logs_steps = False
+        self._next_step = -1
 
     @property
     def state_key(self) -> str:
@@ -71,34 +87,43 @@ class LearningRateMonitor(Callback):
     def on_train_start(self, trainer: Trainer, task: Task) -> None:
         if not trainer.loggers:
             raise ConfigurationError(
-                "LearningRateMonitor has nowhere to log to: the Trainer has no logger. Give it one, such as "
+                "Cannot use LearningRateMonitor with a `Trainer` that has no logger. Give it one, such as "
                 "Trainer(logger='csv'), or take this callback out."
             )
-        self._by_step, self._by_epoch = [], []
-        for rates in self._find(trainer.optimizers, trainer.lr_scheduler_configs):
-            interval = self.logging_interval or rates.interval
-            (self._by_epoch if interval == "epoch" else self._by_step).append(rates)
-        self._every_n_steps = trainer.log_every_n_steps if self._by_step else 0
-        self._next_step = -1
+        self._forget()
+        self._rates = self._find(trainer.optimizers, trainer.lr_scheduler_configs)
+        if self.log_momentum and any(not each.has_momentum for each in self._rates):
+            warnings.warn(
+                "LearningRateMonitor(log_momentum=True): some optimizers do not have momentum. Theirs is logged as 0.",
+                RuntimeWarning,
+                stacklevel=2,
+            )
+        self._logs_steps = any(self._is_due(each, "step") for each in self._rates)
+        for each in self._rates:
+            each.align(self)
 
     def on_train_batch_start(self, trainer: Trainer, task: Task, batch: Any, batch_idx: int) -> None:
-        if not self._every_n_steps:
+        if not self._logs_steps:
             return
         # The step that this batch belongs to: its row in the table is that of the step's other values.
         step = trainer.global_step + 1
-        if step % self._every_n_steps == 0 and step != self._next_step:
+        if step % trainer.log_every_n_steps == 0 and step != self._next_step:
             self._next_step = step
-            self._log(trainer, self._by_step, step)
+            self._log(trainer, "step", step)
 
     def on_train_epoch_start(self, trainer: Trainer, task: Task) -> None:
-        self._log(trainer, self._by_epoch, trainer.global_step)
+        self._log(trainer, "epoch", trainer.global_step)
 
-    def _log(self, trainer: Trainer, rates: Sequence[_Rates], step: int) -> None:
+    def _is_due(self, rates: _Rates, interval: str) -> bool:
+        return interval == self.logging_interval if self.logging_interval else rates.interval in (interval, None)
+
+    def _log(self, trainer: Trainer, interval: str, step: int) -> None:
         values: dict[str, float] = {}
-        for each in rates:
-            values.update(each.read(self.log_momentum, self.log_weight_decay))
+        for each in self._rates:
+            if self._is_due(each, interval):
+                each.align(self)
+                values.update(each.read(self))
         if values:
-            self.lrs.update(values)
             trainer.log_metrics(values, step)
 
     def _find(self, optimizers: Sequence[Optimizer], configs: Sequence[Any]) -> list[_Rates]:
@@ -120,33 +145,70 @@ class LearningRateMonitor(Callback):
                 kind = f"lr-{type(optimizer).__name__}"
                 name = f"{kind}-{classes[kind]}" if classes[kind] else kind
                 classes[kind] += 1
-            found.append(_Rates(name, optimizer, config.interval if config is not None else "step"))
+            prefixed = f"{self.log_key_prefix or ''}{name}"
+            found.append(_Rates(prefixed, optimizer, config.interval if config is not None else None))
         return found
 
 
 class _Rates:
-    """The rates of one optimizer and the names they are logged under."""
+    """The rates of one optimizer and the names they are logged under.
 
-    def __init__(self, name: str, optimizer: Optimizer, interval: str) -> None:
+    Args:
+        name: The name of the optimizer.
+        optimizer: The optimizer.
+        interval: That of its scheduler; None where it has none.
+    """
+
+    def __init__(self, name: str, optimizer: Optimizer, interval: str | None) -> None:
         self.name = name
         self.interval = interval
         self._optimizer = optimizer
+        self._known: list[str] = []
 
-    def read(self, momentum: bool, weight_decay: bool) -> dict[str, float]:
-        values: dict[str, float] = {}
+    @property
+    def has_momentum(self) -> bool:
+        """Whether the optimizer has momentum, or betas."""
+        return "momentum" in self._optimizer.defaults or "betas" in self._optimizer.defaults
+
+    def align(self, monitor: LearningRateMonitor) -> None:
+        """Name the parameter groups, and give the values logged so far to the names that replace others."""
         groups = self._optimizer.param_groups
-        for number, group in enumerate(groups, start=1):
-            name = self.name
-            if "name" in group:
-                name = f"{name}/{group['name']}"
-            elif len(groups) > 1:
-                name = f"{name}/pg{number}"
-            values[name] = float(group["lr"])
-            if momentum:
-                values[f"{name}-momentum"] = _momentum(group)
-            if weight_decay:
-                values[f"{name}-weight_decay"] = float(group.get("weight_decay", 0.0))
+        if len(self._known) == len(groups):
+            return
+        names = [self._name(number, group, len(groups)) for number, group in enumerate(groups, start=1)]
+        twice = [name for name, count in Counter(names).items() if count > 1]
+        if twice:
+            raise ConfigurationError(
+                "A single `Optimizer` cannot have multiple parameter groups with identical names, which rates are "
+                f"logged under: {twice[0]!r}. Give each group its own `name`, or none."
+            )
+        moved = [monitor.lrs.pop(name, []) for name in self._known]
+        for kept in (monitor.last_momentum_values, monitor.last_weight_decay_values):
+            for name in [each for each in kept if each.rpartition("-")[0] in self._known]:
+                del kept[name]
+        for number, name in enumerate(names):
+            monitor.lrs[name] = moved[number] if number < len(moved) else []
+        self._known = names
+
+    def read(self, monitor: LearningRateMonitor) -> dict[str, float]:
+        """Return what to log, and keep it in the monitor."""
+        values: dict[str, float] = {}
+        for name, group in zip(self._known, self._optimizer.param_groups, strict=True):
+            values[name] = rate = float(group["lr"])
+            monitor.lrs[name].append(rate)
+            decay, momentum = f"{name}-weight_decay", f"{name}-momentum"
+            if monitor.log_momentum:
+                values[momentum] = _momentum(group)
+            if monitor.log_weight_decay:
+                values[decay] = float(group.get("weight_decay", 0.0))
+            monitor.last_momentum_values[momentum] = values.get(momentum)
+            monitor.last_weight_decay_values[decay] = values.get(decay)
         return values
+
+    def _name(self, number: int, group: Mapping[str, Any], groups: int) -> str:
+        if "name" in group:
+            return f"{self.name}/{group['name']}"
+        return f"{self.name}/pg{number}" if groups > 1 else self.name
 
 
 def _momentum(group: Mapping[str, Any]) -> float:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -12,6 +13,7 @@ from drivetrain.callbacks.base import Callback
 from drivetrain.callbacks.checkpoint import folder
 from drivetrain.callbacks.checkpoint.decision import decide
 from drivetrain.callbacks.checkpoint.kept import KeptCheckpoints
+from drivetrain.callbacks.checkpoint.lightning_state import from_lightning, to_lightning
 from drivetrain.callbacks.checkpoint.options import check_intervals, check_options
 from drivetrain.callbacks.checkpoint.policy import BestK, CheckpointName
 from drivetrain.callbacks.checkpoint.restored import RestoredState, number
@@ -69,8 +71,8 @@ class ModelCheckpoint(Callback):
             validation that others have is left out: its value would be that of an earlier model.
         enable_version_counter: Add `-v1`, `-v2`, ... to a name that is taken, instead of replacing that
             checkpoint.
-        save_on_exception: Save `exception-step=<n>` when an exception ends the run: in a world of one, and among
-            several processes where all of them raise within a few seconds.
+        save_on_exception: Save `filename`, or `exception-step=<n>` if none is given, when an exception ends the run: in
+            a world of one, and among several processes where all of them raise within a few seconds.
         total_limit: Keep at most so many checkpoints in the directory, also of earlier runs: the oldest go. The best
             ones by `monitor`, `last` and the newest count, but always stay.
         async_save: Write in the background while training continues; one save at a time.
@@ -126,7 +128,7 @@ class ModelCheckpoint(Callback):
         interval = parse_duration(train_time_interval, "train_time_interval")
         check_options(mode, save_last, save_top_k, monitor, total_limit, on_save_error)
         check_intervals(every_n_train_steps, interval, every_n_epochs)
-        self.dirpath = os.fspath(dirpath) if dirpath is not None else None
+        self.dirpath = os.path.expanduser(os.fspath(dirpath)) if dirpath is not None else None
         self.filename = filename
         self.monitor = monitor
         self.verbose = verbose
@@ -196,6 +198,33 @@ class ModelCheckpoint(Callback):
         """The path of the checkpoint that was written last, whatever its score, or an empty text."""
         return self._writer.kept.newest
 
+    def format_checkpoint_name(
+        self, metrics: Mapping[str, Any], filename: str | None = None, ver: int | None = None
+    ) -> str:
+        """Return the path of a checkpoint with these metrics.
+
+        Args:
+            metrics: Names and values, `epoch` and `step` among them.
+            filename: A template in place of this callback's.
+            ver: The number that distinguishes it from others of the same name.
+        """
+        name = self._name if filename is None else CheckpointName(filename, self.auto_insert_metric_name)
+        text = name.format(int(metrics.get("epoch", 0)), int(metrics.get("step", 0)), metrics)
+        text += "" if ver is None else f"-v{ver}"
+        return os.path.join(self.dirpath or "", text + self.FILE_EXTENSION)
+
+    def to_yaml(self, filepath: str | os.PathLike[str] | None = None) -> None:
+        """Write `best_k_models`, paths and scores.
+
+        Args:
+            filepath: Where; `best_k_models.yaml` beside the checkpoints if None.
+        """
+        import yaml
+
+        path = os.path.join(self.dirpath or "", "best_k_models.yaml") if filepath is None else filepath
+        with open(path, "w") as file:
+            yaml.safe_dump(self.best_k_models, file)
+
     def directories(self, trainer: Trainer) -> list[str]:
         """Return where an earlier run of this script may have saved, the likeliest place first.
 
@@ -235,7 +264,12 @@ class ModelCheckpoint(Callback):
             "elapsed": self._elapsed if self._timer is None else self._timer.elapsed,
         }
 
+    def lightning_state(self) -> dict[str, Any]:
+        """The state as Lightning's `ModelCheckpoint` keeps it, of the checkpoints that Lightning can open."""
+        return to_lightning(self)
+
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        state_dict = from_lightning(state_dict)
         state = RestoredState.of(state_dict)
         self.current_score = number(state_dict, "current_score", float, optional=True)
         self._validations, self._judged = number(state_dict, "validations", int), number(state_dict, "judged", int)
@@ -351,14 +385,25 @@ class ModelCheckpoint(Callback):
         wanted = self.save_on_exception and self._training and isinstance(exception, Exception)
         if not wanted or isinstance(exception, CheckpointError):
             return
-        name = f"exception-step={trainer.global_step}"
-        if all_arrive(f"{self.state_key}/{self._fits}/{name}", EXCEPTION_PATIENCE):
+        moment = f"exception-step={trainer.global_step}"
+        if all_arrive(f"{self.state_key}/{self._fits}/{moment}", EXCEPTION_PATIENCE):
             try:
+                name = decide_on_main_process(lambda: self._name_given(trainer) or moment)
                 self._save_now(trainer, task, name, is_passing=False)
             except DrivetrainError as error:
                 logger.error(f"ModelCheckpoint(save_on_exception=True): {error}")  # the run ends with its own
         else:
             logger.warning("ModelCheckpoint: not all processes raised, so no checkpoint of this moment can be saved.")
+
+    def _name_given(self, trainer: Trainer) -> str | None:
+        """The name that `filename` stands for now, which no checkpoint has; None where none was given."""
+        if self.filename is None or self.dirpath is None:
+            return None
+        text = self._name.format(trainer.current_epoch, trainer.global_step, trainer.callback_metrics)
+        if not self.enable_version_counter:
+            return text
+        path = folder.free_path(os.path.join(self.dirpath, text), self.FILE_EXTENSION, ())
+        return os.path.relpath(path, self.dirpath).removesuffix(self.FILE_EXTENSION)
 
     def _epoch_is_due(self, trainer: Trainer) -> bool:
         every = self.every_n_epochs

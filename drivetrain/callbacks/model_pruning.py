@@ -82,23 +82,24 @@ class ModelPruning(Callback):
         verbose: int = 0,
         prune_on_train_epoch_end: bool = True,
     ) -> None:
-        if isinstance(pruning_fn, str) and pruning_fn not in _METHODS:
+        if pruning_fn not in _METHODS if isinstance(pruning_fn, str) else not callable(pruning_fn):
             raise ConfigurationError(
-                f"ModelPruning({pruning_fn!r}): give one of {', '.join(map(repr, _METHODS))}, a pruning method of "
-                f"torch or a function.{nearest(pruning_fn, _METHODS)}"
+                f"ModelPruning({pruning_fn!r}): pruning_fn is expected to be a str in {list(_METHODS)}, a pruning "
+                f"method of torch or a function.{nearest(str(pruning_fn), _METHODS)}"
             )
         method = _METHODS[pruning_fn] if isinstance(pruning_fn, str) else pruning_fn
-        is_method = isinstance(method, type) and issubclass(method, prune.BasePruningMethod)
+        is_method = self._is_pruning_method(method)
         if use_global_unstructured and getattr(method, "PRUNING_TYPE", None) != "unstructured":
             raise ConfigurationError(
-                f"ModelPruning({pruning_fn!r}, use_global_unstructured=True): only unstructured pruning methods can "
-                "choose among all parameters. Give use_global_unstructured=False."
+                f"ModelPruning({pruning_fn!r}): only an unstructured pruning method, which can choose among all "
+                "parameters, is supported with `use_global_unstructured=True`. Give use_global_unstructured=False."
             )
         if method in (prune.LnStructured, prune.RandomStructured) and pruning_dim is None:
-            raise ConfigurationError(f"ModelPruning({pruning_fn!r}) prunes slices: give pruning_dim, such as 0.")
+            raise ConfigurationError(f"ModelPruning({pruning_fn!r}) prunes slices: pruning_dim should be provided.")
         if method is prune.LnStructured and pruning_norm is None:
             raise ConfigurationError(
-                f"ModelPruning({pruning_fn!r}) orders slices by a norm: give pruning_norm, such as 2."
+                "ModelPruning: requesting `ln_structured` pruning, the `pruning_norm` by which slices are ordered "
+                "should be provided, such as 2."
             )
         if not callable(amount) and (
             isinstance(amount, bool) or amount < 0 or (isinstance(amount, float) and amount > 1)
@@ -107,8 +108,9 @@ class ModelPruning(Callback):
                 f"ModelPruning(amount={amount!r}): give a share from 0.0 to 1.0, or a number of elements."
             )
         if verbose not in (0, 1, 2):
-            raise ConfigurationError(f"ModelPruning(verbose={verbose!r}): give 0, 1 or 2.")
+            raise ConfigurationError(f"ModelPruning(verbose={verbose!r}): verbose must be any of (0, 1, 2).")
         self._method: Any = method
+        self._method_name = getattr(method, "__name__", type(method).__name__)
         self._is_method = is_method
         self._given = tuple(parameters_to_prune)
         self.parameter_names = ["weight", "bias"] if parameter_names is None else list(parameter_names)
@@ -129,7 +131,16 @@ class ModelPruning(Callback):
         """
         return parameters_to_prune
 
+    @staticmethod
+    def _is_pruning_method(method: Any) -> bool:
+        """Whether this is one of torch's classes of pruning methods, rather than a function or a name."""
+        return isinstance(method, type) and issubclass(method, prune.BasePruningMethod)
+
     # the state
+
+    @property
+    def state_key(self) -> str:
+        return self.build_state_key(pruning_fn=self._method_name, parameter_names=self.parameter_names)
 
     def state_dict(self) -> dict[str, Any]:
         masks = {name: getattr(module, f"{own}_mask") for name, (module, own) in self._pruned().items()}
@@ -302,9 +313,11 @@ class ModelPruning(Callback):
             return
         after, sizes = self._zeros(), {name: _parameter(target).numel() for name, target in self._targets.items()}
         total, zeros = sum(sizes.values()), sum(after.values())
-        logger.info(f"ModelPruning: {sum(before.values())} of {total} elements were pruned, {zeros} are now.")
+        applied = f"Applied `{self._method_name}`"
+        logger.info(f"{applied}. Pruned: {_share(sum(before.values()), total)} -> {_share(zeros, total)}")
         for name in after if self._verbose == 2 else ():
-            logger.info(f"ModelPruning: {name}: {before[name]} of {sizes[name]} were pruned, {after[name]} are now.")
+            size = sizes[name]
+            logger.info(f"{applied} to `{name}`. Pruned: {_share(before[name], size)} -> {_share(after[name], size)}")
 
     def _pruned(self) -> dict[str, Target]:
         """The parameters that have a mask."""
@@ -313,6 +326,10 @@ class ModelPruning(Callback):
     def _zeros(self) -> dict[str, int]:
         masks = {name: getattr(module, f"{own}_mask", None) for name, (module, own) in self._targets.items()}
         return {name: 0 if mask is None else int((mask == 0).sum()) for name, mask in masks.items()}
+
+
+def _share(part: int, whole: int) -> str:
+    return f"{part}/{whole} ({part / whole:.2%})"
 
 
 def _resampled(module: nn.Module, name: str) -> Tensor:

@@ -50,8 +50,8 @@ class BasePredictionWriter(Callback):
     def __init__(self, write_interval: str = "batch") -> None:
         if write_interval not in INTERVALS:
             raise ConfigurationError(
-                f"{type(self).__name__}(write_interval={write_interval!r}): give one of "
-                f"{', '.join(map(repr, INTERVALS))}.{nearest(str(write_interval), INTERVALS)}"
+                f"{type(self).__name__}(write_interval={write_interval!r}): `write_interval` should be one of "
+                f"{list(INTERVALS)}.{nearest(str(write_interval), INTERVALS)}"
             )
         self.interval = write_interval
         self._predictions: list[list[Any]] = []  # of each loader

@@ -2,15 +2,56 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
 from drivetrain.callbacks.base import Callback
 from drivetrain.callbacks.support.step_log import StepLog
+from drivetrain.callbacks.support.verdict import TimeSpent, cores_of_process
 
 if TYPE_CHECKING:
     from drivetrain.trainer.task import Task
     from drivetrain.trainer.trainer import Trainer
+
+
+@dataclass
+class Totals:
+    """What a run has taken so far, in seconds.
+
+    Attributes:
+        since: When training began.
+        until: When it ended.
+        waiting: Waiting for the loader.
+        validating: Validating.
+        saving: Saving checkpoints.
+        samples: Samples of this process; None where the loader does not count them.
+    """
+
+    since: float = 0.0
+    until: float = 0.0
+    waiting: float = 0.0
+    validating: float = 0.0
+    saving: float = 0.0
+    samples: int | None = 0
+
+    def count(self, rows: int | None) -> None:
+        """Add the rows of a batch."""
+        self.samples = None if rows is None or self.samples is None else self.samples + rows
+
+    def spent(self, trainer: Trainer) -> TimeSpent:
+        """The same, for a verdict."""
+        total = self.until - self.since
+        return TimeSpent(
+            total,
+            waiting=self.waiting,
+            model=total - self.waiting - self.validating - self.saving,
+            validating=self.validating,
+            saving=self.saving,
+            samples=self.samples,
+            workers=getattr(trainer.train_dataloader, "num_workers", None),
+            cores=cores_of_process(trainer.num_devices),
+        )
 
 
 class SpeedMonitor(Callback):
@@ -18,7 +59,8 @@ class SpeedMonitor(Callback):
 
     Every `log_every_n_steps` it logs `speed/steps_per_sec`, `speed/samples_per_sec` of this process where the loader
     counts them, and `speed/data_wait`, from 0 to 1: what passes between the end of one batch and the start of the next.
-    Nothing waits for the device, so a loader that keeps up with it counts as no wait. Validations do not count.
+    Nothing waits for the device, so a loader that keeps up with it counts as no wait. Validations, saves and the ends
+    of epochs do not count. At the end of `fit` it prints in a sentence what took the time, unless a profiler does.
 
     Raises:
         ConfigurationError: If the Trainer has no logger.
@@ -39,17 +81,28 @@ class SpeedMonitor(Callback):
         self._waited = self._paused = self._paused_in_all = 0.0
         self._samples: int | None = 0
         self._step = 0
+        self._saving_since: float | None = None
+        self._in_all = Totals()
 
     def on_train_start(self, trainer: Trainer, task: Task) -> None:
         self._log = StepLog("SpeedMonitor", trainer)
-        self._ended = 0.0
+        self._ended, self._saving_since = 0.0, None
+        self._in_all = Totals(since=perf_counter())
 
     def on_train_epoch_start(self, trainer: Trainer, task: Task) -> None:
         if not self._ended:
             self._begin(trainer, perf_counter())
+        else:
+            self._resume(perf_counter())
 
     def on_train_batch_start(self, trainer: Trainer, task: Task, batch: Any, batch_idx: int) -> None:
-        self._waited += perf_counter() - self._ended - self._paused
+        now = perf_counter()
+        if self._saving_since is not None:
+            self._paused_at = self._saving_since
+            self._resume(now)
+        waited = now - self._ended - self._paused
+        self._waited += waited
+        self._in_all.waiting += waited
         self._paused_in_all += self._paused
         self._paused = 0.0
 
@@ -58,6 +111,7 @@ class SpeedMonitor(Callback):
         info = trainer.batch_info
         rows = None if info is None else info.real_rows
         self._samples = None if rows is None or self._samples is None else self._samples + rows
+        self._in_all.count(rows)
         step = trainer.global_step
         if self._log is not None and self._log.is_due(step):
             self._log.write(self._values(step, now), step)
@@ -67,7 +121,32 @@ class SpeedMonitor(Callback):
         self._paused_at = perf_counter()
 
     def on_validation_end(self, trainer: Trainer, task: Task) -> None:
-        self._paused += perf_counter() - self._paused_at
+        self._in_all.validating += perf_counter() - self._paused_at
+        self._resume(perf_counter())
+
+    def on_train_epoch_end(self, trainer: Trainer, task: Task) -> None:
+        self._paused_at = perf_counter()
+
+    def on_save_checkpoint(self, trainer: Trainer, task: Task, checkpoint: dict[str, Any]) -> None:
+        if self._saving_since is None:
+            self._saving_since = perf_counter()
+
+    def on_train_end(self, trainer: Trainer, task: Task) -> None:
+        self._resume(perf_counter())
+        self._in_all.until = perf_counter()
+
+    def on_fit_end(self, trainer: Trainer, task: Task) -> None:
+        if trainer.is_global_zero and not trainer.profiler.gives_verdict:
+            verdict = self._in_all.spent(trainer).verdict()
+            if verdict:
+                trainer.print(verdict)
+
+    def _resume(self, now: float) -> None:
+        """End a pause, in which a checkpoint may have been saved."""
+        self._paused += now - self._paused_at
+        if self._saving_since is not None:
+            self._in_all.saving += now - self._saving_since
+            self._saving_since = None
 
     def _begin(self, trainer: Trainer, now: float) -> None:
         """Begin the row that is logged next."""

@@ -53,15 +53,33 @@ class Timer(Callback):
     ) -> None:
         if interval not in INTERVALS:
             raise ConfigurationError(
-                f"Timer(interval={interval!r}): give 'step' or 'epoch'.{nearest(str(interval), INTERVALS)}"
+                f"Timer(interval={interval!r}): Unsupported parameter value. Give 'step' or 'epoch'."
+                f"{nearest(str(interval), INTERVALS)}"
             )
         parsed = parse_duration(duration, "duration")
         self.duration = parsed.total_seconds() if parsed is not None else None
         self.interval = interval
         self.verbose = verbose
         self._started: dict[str, float] = {}  # stages under way, by the monotonic clock
+        self._last: dict[str, tuple[float, float | None]] = {}  # when each began last, and ended
         self._elapsed = dict.fromkeys(STAGES, 0.0)  # seconds, without those under way
         self._end: float | None = None  # when to stop, by the monotonic clock
+
+    def start_time(self, stage: str = "train") -> float | None:
+        """Return when a stage began last, by the monotonic clock, or None if it has not.
+
+        Args:
+            stage: `"train"`, `"validate"` or `"test"`.
+        """
+        return self._last.get(stage, (None, None))[0]
+
+    def end_time(self, stage: str = "train") -> float | None:
+        """Return when a stage ended last, by the monotonic clock, or None if it has not or is under way.
+
+        Args:
+            stage: `"train"`, `"validate"` or `"test"`.
+        """
+        return self._last.get(stage, (None, None))[1]
 
     def time_elapsed(self, stage: str = "train") -> float:
         """Return the seconds that a stage took so far, including the runs before a resume.
@@ -101,6 +119,8 @@ class Timer(Callback):
         self._begin("train")
         left = self.time_remaining()
         self._end = None if left is None else time.monotonic() + left
+        if left == 0:  # also of a run before a resume: not even one more step
+            self._stop(trainer)
 
     def on_train_batch_end(self, trainer: Trainer, task: Task, outputs: Any, batch: Any, batch_idx: int) -> None:
         if self._end is not None and self.interval == "step" and time.monotonic() >= self._end:
@@ -114,8 +134,7 @@ class Timer(Callback):
         self._finish("train")
 
     def on_validation_start(self, trainer: Trainer, task: Task) -> None:
-        if not trainer.sanity_checking:
-            self._begin("validate")
+        self._begin("validate")
 
     def on_validation_end(self, trainer: Trainer, task: Task) -> None:
         self._finish("validate")
@@ -132,15 +151,19 @@ class Timer(Callback):
 
     def _begin(self, stage: str) -> None:
         self._started[stage] = time.monotonic()
+        self._last[stage] = (self._started[stage], None)
 
     def _finish(self, stage: str) -> None:
         started = self._started.pop(stage, None)
         if started is not None:
-            self._elapsed[stage] += time.monotonic() - started
+            ended = time.monotonic()
+            self._elapsed[stage] += ended - started
+            self._last[stage] = (started, ended)
 
     def _stop(self, trainer: Trainer) -> None:
         self._end = None
         # The loop agrees with the other processes about the step.
         trainer.request_stop(f"Timer: the time is over after {self.time_elapsed():.0f} s of training")
         if self.verbose:
-            logger.info(f"Timer: the time is over after {self.time_elapsed():.0f} s of training.")
+            elapsed = timedelta(seconds=int(self.time_elapsed()))
+            logger.info(f"Time limit reached. Elapsed time is {elapsed}. Signaling Trainer to stop.")

@@ -20,8 +20,9 @@ What is stable, all of it to be called on every process unless marked otherwise:
 - `consolidate(checkpoint, output, max_shard_size="5GB", dtype=None, module=None)` (one process): plain safetensors.
 - `sharded_model(directory, number)` finds the folder of shards that Accelerate's FSDP wrote, and
   `consolidate_shards(directory, output)` (one process) makes plain safetensors of it.
-- `import_checkpoint(source, output)` (one process): what Accelerate's `save_state` wrote, as a checkpoint of ours;
-  `is_accelerate_state(directory)` and `read_accelerate_state(directory, rank)` read it as it is.
+- `import_checkpoint(source, output)` (one process): what Accelerate's `save_state` or Lightning's Trainer wrote, as a
+  checkpoint of ours; `read_foreign(path, rank)` reads it as it is, and `read_shared(path, only)` whatever it is.
+- `write_lightning_file(directory, path, ...)` (one process): a checkpoint of ours as a `.ckpt` of Lightning's.
 - `load_checkpoint_in_model(model, checkpoint)` (one process): weights from the files of other tools.
 
 `directory` and `root` are local paths or URLs of a file system of fsspec. Every failure is a `CheckpointError`.
@@ -41,22 +42,25 @@ _EXPORTS = {
     "LoadReport": "drivetrain.checkpoint.load",
     "PendingSave": "drivetrain.checkpoint.queue",
     "SaveQueue": "drivetrain.checkpoint.queue",
+    "check_lightning_file": "drivetrain.checkpoint.lightning_file",
     "clean_stale": "drivetrain.checkpoint.writer_record",
     "compare_states": "drivetrain.checkpoint.load",
     "consolidate": "drivetrain.checkpoint.export",
     "consolidate_shards": "drivetrain.checkpoint.export",
     "describe_run_state": "drivetrain.checkpoint.describe",
     "extra_place": "drivetrain.checkpoint.save",
-    "holds_positions": "drivetrain.checkpoint.accelerate_format",
+    "holds_positions": "drivetrain.checkpoint.optimizer_positions",
     "import_checkpoint": "drivetrain.checkpoint.import_state",
     "is_accelerate_state": "drivetrain.checkpoint.accelerate_format",
     "is_checkpoint": "drivetrain.checkpoint.entry_points",
     "list_checkpoints": "drivetrain.checkpoint.discovery",
     "load_checkpoint_in_model": "drivetrain.checkpoint.weight_files",
     "load_run_state": "drivetrain.checkpoint.entry_points",
-    "named_by_position": "drivetrain.checkpoint.accelerate_format",
+    "named_by_position": "drivetrain.checkpoint.optimizer_positions",
     "newest_checkpoint": "drivetrain.checkpoint.discovery",
     "read_accelerate_state": "drivetrain.checkpoint.accelerate_format",
+    "read_foreign": "drivetrain.checkpoint.foreign",
+    "read_shared": "drivetrain.checkpoint.foreign",
     "remove_checkpoint": "drivetrain.checkpoint.entry_points",
     "save_pickled_weights": "drivetrain.checkpoint.weight_files",
     "save_queue": "drivetrain.checkpoint.queue",
@@ -64,6 +68,7 @@ _EXPORTS = {
     "save_safetensors": "drivetrain.checkpoint.export",
     "sharded_model": "drivetrain.checkpoint.accelerate_format",
     "with_tied": "drivetrain.checkpoint.weight_files",
+    "write_lightning_file": "drivetrain.checkpoint.lightning_file",
 }
 
 __all__ = [
@@ -72,6 +77,7 @@ __all__ = [
     "LoadReport",
     "PendingSave",
     "SaveQueue",
+    "check_lightning_file",
     "clean_stale",
     "compare_states",
     "consolidate",
@@ -88,6 +94,8 @@ __all__ = [
     "named_by_position",
     "newest_checkpoint",
     "read_accelerate_state",
+    "read_foreign",
+    "read_shared",
     "remove_checkpoint",
     "save_pickled_weights",
     "save_queue",
@@ -95,6 +103,7 @@ __all__ = [
     "save_safetensors",
     "sharded_model",
     "with_tied",
+    "write_lightning_file",
 ]
 
 
@@ -103,9 +112,7 @@ def __getattr__(name: str) -> Any:
 
 
 if TYPE_CHECKING:
-    from drivetrain.checkpoint.accelerate_format import holds_positions as holds_positions
     from drivetrain.checkpoint.accelerate_format import is_accelerate_state as is_accelerate_state
-    from drivetrain.checkpoint.accelerate_format import named_by_position as named_by_position
     from drivetrain.checkpoint.accelerate_format import read_accelerate_state as read_accelerate_state
     from drivetrain.checkpoint.accelerate_format import sharded_model as sharded_model
     from drivetrain.checkpoint.describe import describe_run_state as describe_run_state
@@ -119,10 +126,16 @@ if TYPE_CHECKING:
     from drivetrain.checkpoint.export import consolidate as consolidate
     from drivetrain.checkpoint.export import consolidate_shards as consolidate_shards
     from drivetrain.checkpoint.export import save_safetensors as save_safetensors
+    from drivetrain.checkpoint.foreign import read_foreign as read_foreign
+    from drivetrain.checkpoint.foreign import read_shared as read_shared
     from drivetrain.checkpoint.import_state import import_checkpoint as import_checkpoint
+    from drivetrain.checkpoint.lightning_file import check_lightning_file as check_lightning_file
+    from drivetrain.checkpoint.lightning_file import write_lightning_file as write_lightning_file
     from drivetrain.checkpoint.load import Checkpoint as Checkpoint
     from drivetrain.checkpoint.load import LoadReport as LoadReport
     from drivetrain.checkpoint.load import compare_states as compare_states
+    from drivetrain.checkpoint.optimizer_positions import holds_positions as holds_positions
+    from drivetrain.checkpoint.optimizer_positions import named_by_position as named_by_position
     from drivetrain.checkpoint.queue import PendingSave as PendingSave
     from drivetrain.checkpoint.queue import SaveQueue as SaveQueue
     from drivetrain.checkpoint.queue import save_queue as save_queue

@@ -7,28 +7,23 @@ stand-ins only.
 
 from __future__ import annotations
 
-import collections
 import io
 import os
 import pickle
 import re
 import zipfile
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 
 from drivetrain.checkpoint.deepspeed_shards import DeepSpeedShards, deepspeed_folder, read_deepspeed
-from drivetrain.checkpoint.pickled import read_pickled
+from drivetrain.checkpoint.optimizer_positions import by_name_or_position
+from drivetrain.checkpoint.pickled import plain_classes, read_pickled
 from drivetrain.checkpoint.torch_shards import TorchShards, bare_name
 from drivetrain.checkpoint.weight_files import read_weights
 from drivetrain.runtime.errors import CheckpointError
 from drivetrain.runtime.seeds import RandomState
-
-BY_POSITION = "#"
-"""What a parameter's name begins with in an optimizer's state that knows its position only."""
 
 _NUMBERED = re.compile(r"(?P<stem>\w+?)(?:_(?P<number>\d+))?(?:\.(?P<suffix>safetensors|bin|pkl))?")
 _BY_RANK = re.compile(r"pytorch_model_fsdp(_\d+)?_rank\d+\.bin")
@@ -63,7 +58,7 @@ def read_accelerate_state(
     scaler = root / "scaler.pt"
     engine = {
         "models": [_bare_names(_weights(path)) for path in _models(root)],
-        "optimizers": [_by_name_or_position(_optimizer(path), path) for path in files["optimizer"] or _engines(root)],
+        "optimizers": [by_name_or_position(_optimizer(path), path) for path in files["optimizer"] or _engines(root)],
         "schedulers": [_read(path) for path in files["scheduler"]],
         "loaders": [_position(path) for path in files["sampler"]],
         "registered": [_read(path) for path in files["custom_checkpoint"]],
@@ -75,37 +70,6 @@ def read_accelerate_state(
     if states.is_file():
         own = {"engine": {"random": _random_state(_read(states), rank)}, "driver": {}}
     return {"engine": engine, "driver": {}, "kept": []}, own
-
-
-def named_by_position(saved: Mapping[str, Any], groups: list[list[str]]) -> dict[str, Any]:
-    """An optimizer's state with names in place of positions.
-
-    Args:
-        saved: Its state, as this module reads it, or as any other checkpoint has it, which stays as it is.
-        groups: The names of the parameters of the optimizer that it is for, by group.
-    """
-    if not holds_positions(saved):
-        return dict(saved)
-    names = [name for group in groups for name in group]
-    positions = [position for group in saved["param_groups"] for position in group["params"]]
-    if len(names) != len(positions):
-        raise CheckpointError(
-            f"The checkpoint holds an optimizer over {len(positions)} parameters, but here it is over {len(names)}. "
-            "Build it as in the run that wrote it."
-        )
-    named = dict(zip(positions, names, strict=True))
-    return {
-        "state": {named[position]: value for position, value in saved["state"].items()},
-        "param_groups": [
-            {**group, "params": [named[position] for position in group["params"]]} for group in saved["param_groups"]
-        ],
-    }
-
-
-def holds_positions(saved: Any) -> bool:
-    """Whether an optimizer's state names parameters by their position."""
-    groups = saved.get("param_groups", ()) if isinstance(saved, Mapping) else ()
-    return any(str(name).startswith(BY_POSITION) for group in groups for name in group["params"])
 
 
 def sharded_model(directory: str | os.PathLike[str], number: int | None = None) -> Path | None:
@@ -188,19 +152,7 @@ def _optimizer(path: Path) -> Any:
 
 
 def _read(path: Path) -> Any:
-    reconstruct = np.zeros(0).__reduce__()[0]
-    allowed: list[Any] = [
-        (reconstruct, "numpy._core.multiarray._reconstruct"),
-        (reconstruct, "numpy.core.multiarray._reconstruct"),
-        np.ndarray,
-        np.dtype,
-        type(np.dtype(np.uint32)),
-        collections.Counter,
-        collections.defaultdict,
-        collections.deque,
-        dict,
-    ]
-    return read_pickled(path, allowed)
+    return read_pickled(path, plain_classes())
 
 
 def _bare_names(weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -209,21 +161,6 @@ def _bare_names(weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         if weights and all(name.startswith(wrapper) for name in weights):
             weights = {name.removeprefix(wrapper): value for name, value in weights.items()}
     return {bare_name(name): value for name, value in weights.items()}
-
-
-def _by_name_or_position(state: Any, path: Path) -> dict[str, Any]:
-    """An optimizer's state by parameter: FSDP's is by names, any other by positions."""
-
-    def key(parameter: Any) -> str:
-        return bare_name(parameter) if isinstance(parameter, str) else f"{BY_POSITION}{parameter}"
-
-    try:
-        return {
-            "state": {key(parameter): dict(value) for parameter, value in state.get("state", {}).items()},
-            "param_groups": [{**group, "params": list(map(key, group["params"]))} for group in state["param_groups"]],
-        }
-    except (KeyError, TypeError, AttributeError) as error:
-        raise CheckpointError(f"{path} is not the state of an optimizer.") from error
 
 
 def _random_state(state: Any, rank: int) -> dict[str, Any]:

@@ -5,27 +5,27 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from drivetrain.checkpoint.accelerate_format import is_accelerate_state, read_accelerate_state
 from drivetrain.checkpoint.entry_points import save_run_state
+from drivetrain.checkpoint.foreign import read_foreign
 from drivetrain.runtime.errors import CheckpointError, ConfigurationError
 from drivetrain.runtime.state import PartialState
 
 
 def import_checkpoint(source: str | os.PathLike[str], output: str | os.PathLike[str]) -> str:
-    """Convert what Hugging Face Accelerate's `save_state` wrote, also in FSDP's shards; for one process.
+    """Convert what Hugging Face Accelerate's `save_state` wrote, also in FSDP's shards, or a `.ckpt` of Lightning's.
 
-    `Accelerator.load_state` and `Trainer.fit(resume=...)` take the result. Nothing in the files is executed. Of random
-    states that of the main process is kept, for a run of one process.
+    For one process. `Accelerator.load_state` and `Trainer.fit(resume=...)` take the result. Nothing in the files is
+    executed. Of random states that of the main process is kept, for a run of one process; Lightning saves none.
 
     Args:
-        source: The directory that Accelerate wrote.
+        source: The directory that Accelerate wrote, or the file of Lightning's or its folder of shards.
         output: The new checkpoint's directory, which must not be there yet.
 
     Returns:
         `output`.
 
     Raises:
-        CheckpointError: `source` is no such directory, or a file in it cannot be read.
+        CheckpointError: `source` is neither, or a file cannot be read.
         ConfigurationError: `output` is there already.
 
     Example:
@@ -33,12 +33,15 @@ def import_checkpoint(source: str | os.PathLike[str], output: str | os.PathLike[
         import_checkpoint("accelerate/step_1000", "run/step_1000")
         ```
     """
-    if not is_accelerate_state(source):
+    found = read_foreign(source)
+    if found is None:
         raise CheckpointError(
-            f"{os.fspath(source)} is not a checkpoint of Accelerate's save_state: there is no random_states_0.pkl."
+            f"{os.fspath(source)} is not a checkpoint of Accelerate's save_state, since there is no "
+            "random_states_0.pkl, and no file of Lightning's."
         )
     if Path(output).exists():
         raise ConfigurationError(f"{os.fspath(output)} is there already. Name a new directory, or remove it.")
-    shared, own = read_accelerate_state(source)
-    save_run_state(output, shared, own or {}, PartialState(cpu=True), step=None, block=True)
+    shared, own = found
+    step = shared["driver"].get("progress", {}).get("global_step")
+    save_run_state(output, shared, own or {}, PartialState(cpu=True), step=step, block=True)
     return os.fspath(output)

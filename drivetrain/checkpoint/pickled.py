@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import collections
 import os
+import pathlib
 import pickle
 from typing import Any, BinaryIO
 
+import numpy as np
 import torch
 
 from drivetrain.runtime.errors import CheckpointError
@@ -32,3 +35,39 @@ def read_pickled(path: str | os.PathLike[str], allowed: list[Any] | None = None,
         ) from error
     except (OSError, RuntimeError, EOFError, ValueError) as error:
         raise CheckpointError(f"{os.fspath(path)} cannot be read: {error}") from error
+
+
+def plain_classes() -> list[Any]:
+    """Classes and functions that only make plain values: NumPy's, Python's containers, and paths."""
+    reconstruct = np.zeros(0).__reduce__()[0]
+    scalar = np.float64(0).__reduce__()[0]
+    return [
+        *((reconstruct, f"{package}.multiarray._reconstruct") for package in ("numpy._core", "numpy.core")),
+        *((scalar, f"{package}.multiarray.scalar") for package in ("numpy._core", "numpy.core")),
+        np.ndarray,
+        np.dtype,
+        *(type(np.dtype(kind)) for kind in (np.uint32, np.float32, np.float64, np.int32, np.int64, np.bool_)),
+        collections.Counter,
+        collections.defaultdict,
+        collections.deque,
+        dict,
+        pathlib.PosixPath,
+        # the name since Python 3.13
+        (pathlib.PosixPath, "pathlib._local.PosixPath"),
+    ]
+
+
+def refused_classes(source: str | os.PathLike[str] | BinaryIO) -> list[str]:
+    """The classes and functions that a file needs and `read_pickled` with `plain_classes` does not make.
+
+    Args:
+        source: The file, opened or not. One that is not in torch's present form has none; `read_pickled` refuses it.
+    """
+    try:
+        with torch.serialization.safe_globals(plain_classes()):
+            found = torch.serialization.get_unsafe_globals_in_checkpoint(source)
+    except (ValueError, RuntimeError, OSError, EOFError, pickle.UnpicklingError):
+        found = []
+    if not isinstance(source, str | os.PathLike):
+        source.seek(0)
+    return sorted(found)

@@ -6,12 +6,12 @@ import click
 
 
 @click.command(name="import-checkpoint")
-@click.argument("source", type=click.Path(file_okay=False))
+@click.argument("source", type=click.Path())
 @click.argument("output", type=click.Path())
 def import_checkpoint(source: str, output: str) -> None:
-    """Convert SOURCE, which Hugging Face Accelerate's save_state wrote, into the new checkpoint OUTPUT.
+    """Convert SOURCE, of Accelerate's save_state or a .ckpt of Lightning's, into the new checkpoint OUTPUT.
 
-    Nothing in SOURCE is executed. `Accelerator.load_state` opens SOURCE itself, too.
+    Nothing in SOURCE is executed. `Accelerator.load_state` opens the one itself, too, and `Trainer.fit` the other.
     """
     from drivetrain.checkpoint import import_checkpoint as convert
 

@@ -18,7 +18,7 @@ logger = get_logger(__name__)
 
 _PREFIX = "drivetrain/attempts"
 _STARTED, _DONE, _NO_MEMORY, _FAILED = "started", "done", "memory", "failed: "
-_SHORTEST, _INTERVAL = 0.0005, 0.02  # between two looks at the store
+_SHORTEST, _INTERVAL = 0.0005, 0.02  # seconds between two readings of the store
 _KEPT = 2  # attempts whose outcomes stay in the store
 
 

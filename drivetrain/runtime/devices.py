@@ -121,6 +121,20 @@ class DeviceKind:
         if release is not None:
             release()
 
+    def memory_use(self, device: torch.device) -> tuple[int, int, int] | None:
+        """Bytes of this process's tensors now and at most, and what the allocator holds; None if none are counted."""
+        module = self.module
+        if not hasattr(module, "max_memory_allocated"):
+            return None
+        most, held = module.max_memory_allocated(device), module.memory_reserved(device)
+        return int(module.memory_allocated(device)), int(most), int(held)
+
+    def reset_peak_memory(self, device: torch.device) -> None:
+        """Let the most that tensors have taken count from here, where it is counted."""
+        reset = getattr(self.module, "reset_peak_memory_stats", None)
+        if reset is not None:
+            reset(device)
+
     def make_stream(self, device: torch.device | None = None) -> Any | None:
         """A new stream, or None where the kind has none."""
         if not self.supports_streams:
@@ -210,6 +224,13 @@ class CPU(DeviceKind):
     def synchronize(self, device: torch.device | None = None) -> None:
         """Nothing is queued."""
 
+    def memory_use(self, device: torch.device) -> tuple[int, int, int] | None:
+        """None: what tensors take is a part of the process's memory."""
+        return None
+
+    def reset_peak_memory(self, device: torch.device) -> None:
+        """Nothing is counted."""
+
     def manual_seed_all(self, seed: int) -> None:
         """Nothing of its own to seed: torch's default generator is seeded by the caller."""
 
@@ -242,6 +263,11 @@ class MPS(DeviceKind):
 
     def set_device(self, device: torch.device) -> None:
         """Nothing to choose."""
+
+    def memory_use(self, device: torch.device) -> tuple[int, int, int] | None:
+        """What tensors take now, for the most as well, which Metal does not count; and what the driver holds."""
+        current = int(self.module.current_allocated_memory())
+        return current, current, int(self.module.driver_allocated_memory())
 
 
 class XLADevice(DeviceKind):
@@ -292,6 +318,14 @@ class XLADevice(DeviceKind):
     def synchronize(self, device: torch.device | None = None) -> None:
         """Wait until everything that was launched has run."""
         xla.wait()
+
+    def memory_use(self, device: torch.device) -> tuple[int, int, int] | None:
+        """What the runtime reports of the device; None before it has started."""
+        if not xla.is_started():
+            return None
+        info = xla.memory_info()
+        used = int(info.get("bytes_used", 0))
+        return used, int(info.get("peak_bytes_used", used)), 0
 
     def manual_seed_all(self, seed: int) -> None:
         """Seed the generator; one that is not there yet when the runtime starts, since a fork may come before."""

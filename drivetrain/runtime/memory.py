@@ -1,16 +1,20 @@
-"""Memory: finding a batch size that fits, and giving back what objects hold."""
+"""Memory: finding a batch size that fits, giving back what objects hold, and what a process takes."""
 
 from __future__ import annotations
 
 import functools
 import gc
 import inspect
+import os
+import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 
 from drivetrain.runtime.attempts import SharedAttempt
+from drivetrain.runtime.devices import DeviceKind
 from drivetrain.runtime.errors import ConfigurationError
 from drivetrain.runtime.logging import get_logger
 from drivetrain.runtime.state import PartialState
@@ -185,3 +189,81 @@ def _release() -> None:
     state = PartialState.existing()
     if state is not None:
         state.kind.empty_cache()
+
+
+class MemoryUse(NamedTuple):
+    """The memory that a process takes, in bytes.
+
+    Attributes:
+        current: What its tensors hold on the device; on the CPU its resident memory.
+        peak: The most of that, since it was reset; on the CPU since the process began.
+        reserved: What the device's allocator holds; 0 where it has none.
+        host: The process's resident memory.
+    """
+
+    current: int
+    peak: int
+    reserved: int
+    host: int
+
+    @classmethod
+    def read(cls, kind: DeviceKind, device: torch.device) -> MemoryUse:
+        """Read what this process takes.
+
+        Args:
+            kind: The kind of the device.
+            device: The device that counts beside the host.
+        """
+        import psutil
+
+        host = int(psutil.Process().memory_info().rss)
+        current, peak, reserved = kind.memory_use(device) or (host, max(host, _host_peak()), 0)
+        return cls(current, peak, reserved, host)
+
+
+def _host_peak() -> int:
+    """The most resident memory that this process has had."""
+    try:
+        import resource
+    except ImportError:  # Windows
+        return 0
+    unit = 1 if sys.platform == "darwin" else 1024
+    return int(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss) * unit
+
+
+class MemoryHistory:
+    """The allocations of a device, as torch records them where it can (CUDA), to be written when memory runs out.
+
+    Args:
+        device: The device.
+        max_entries: How many allocations are kept.
+
+    Attributes:
+        is_recording: Whether they are being recorded.
+    """
+
+    def __init__(self, device: torch.device, max_entries: int) -> None:
+        self._functions: Any = getattr(getattr(torch, device.type, None), "memory", None)
+        self._max_entries = max_entries
+        self.is_recording = False
+
+    def start(self) -> None:
+        """Record from here, where it can be."""
+        if hasattr(self._functions, "_record_memory_history"):
+            self._functions._record_memory_history(max_entries=self._max_entries)
+            self.is_recording = True
+
+    def write(self, path: str | os.PathLike[str]) -> None:
+        """Write what was recorded; its directory is made.
+
+        Args:
+            path: The file.
+        """
+        Path(path).parent.mkdir(parents=True, exist_ok=True)
+        self._functions._dump_snapshot(os.fspath(path))
+
+    def stop(self) -> None:
+        """Stop recording."""
+        if self.is_recording:
+            self.is_recording = False
+            self._functions._record_memory_history(enabled=None)

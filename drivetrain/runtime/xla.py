@@ -10,6 +10,7 @@ import importlib
 import os
 import re
 import sys
+from contextlib import AbstractContextManager
 from glob import glob
 from importlib import metadata, util
 from typing import Any
@@ -176,6 +177,37 @@ def wait() -> None:
     """Wait until everything that was launched has run."""
     if is_started():
         _model().wait_device_ops()
+
+
+def memory_info() -> dict[str, Any]:
+    """What the runtime reports about this process's device, `bytes_used` among it."""
+    info: dict[str, Any] = _model().get_memory_info(device())
+    return info
+
+
+def serve_profiles(port: int) -> Any:
+    """Let TensorBoard capture profiles of this process.
+
+    Args:
+        port: Where.
+
+    Returns:
+        The server, which runs as long as it is kept.
+    """
+    import_torch_xla()
+    return importlib.import_module("torch_xla.debug.profiler").start_server(port)
+
+
+def trace(name: str, is_step: bool = False) -> AbstractContextManager[Any]:
+    """A context whose body has a name in captured profiles.
+
+    Args:
+        name: The name.
+        is_step: Whether the body is a step.
+    """
+    profiler = importlib.import_module("torch_xla.debug.profiler")
+    context: AbstractContextManager[Any] = (profiler.StepTrace if is_step else profiler.Trace)(name)
+    return context
 
 
 def _minor(version: str) -> str:

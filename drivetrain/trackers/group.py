@@ -102,6 +102,10 @@ class TrackerGroup:
         """Write images, to trackers that show them; see `Tracker.log_images`."""
         self._each(lambda target: target.log_images(values, step), len(values))
 
+    def log_histogram(self, values: Mapping[str, Any], step: int | None = None) -> None:
+        """Write distributions, to trackers that show them; see `Tracker.log_histogram`."""
+        self._each(lambda target: target.log_histogram(values, step), len(values))
+
     def log_table(self, name: str, columns: Sequence[str] | None, data: Any, step: int | None = None) -> None:
         """Write a table, to trackers that show it; see `Tracker.log_table`."""
         if self.writes_here:

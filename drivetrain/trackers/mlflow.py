@@ -125,6 +125,7 @@ class _MLFlowRun(PackageRun):
         super().__init__("MLFlowLogger", os.path.dirname(save_dir.rstrip("/")) or ".", run_id)
         self._uri, self._experiment, self._tags = uri, experiment, dict(tags)
         self._waiting: list[Any] = []
+        self._sent: dict[str, str] = {}
 
     @property
     def secrets(self) -> Sequence[str]:
@@ -197,7 +198,8 @@ class _MLFlowRun(PackageRun):
         from mlflow.entities import Param
 
         client = self.tracker
-        known = client.get_run(self.run_id).data.params
+        # One changed value would take its whole request down, and what does not wait may be on its way still.
+        known = {**client.get_run(self.run_id).data.params, **self._sent}
         given = {_valid(key): str(value) for key, value in flatten(values).items()}
         changed = sorted(key for key, value in given.items() if known.get(key, value) != value)
         if changed:
@@ -207,6 +209,7 @@ class _MLFlowRun(PackageRun):
         params = [Param(key, value) for key, value in given.items() if key not in known]
         for first in range(0, len(params), _BATCH):
             self._send(params=params[first : first + _BATCH])
+        self._sent |= {param.key: param.value for param in params}
 
     def _send(self, **entities: Any) -> None:
         found = self.tracker.log_batch(self.run_id, **entities, synchronous=self.synchronous)

@@ -5,14 +5,15 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 from torch.utils.data import DataLoader, IterableDataset
 
 from drivetrain import checkpoint
-from drivetrain.checkpoint.schema import in_schema
 from drivetrain.trainer.data_hooks import DataHooks
-from drivetrain.trainer.hyper_parameters import HoldsHyperParameters, arguments_for, hyper_parameters_in
+from drivetrain.trainer.from_checkpoint import build
+from drivetrain.trainer.hyper_parameters import HoldsHyperParameters
+from drivetrain.trainer.state.hook_view import state_of
 
 if TYPE_CHECKING:
     from drivetrain.trainer.trainer import Trainer
@@ -80,7 +81,7 @@ class DataModule(HoldsHyperParameters, DataHooks):
     @classmethod
     def load_from_checkpoint(
         cls,
-        checkpoint_path: str | Path,
+        checkpoint_path: str | Path | BinaryIO,
         map_location: Any = None,
         hparams_file: str | Path | None = None,
         weights_only: bool | None = None,
@@ -89,23 +90,21 @@ class DataModule(HoldsHyperParameters, DataHooks):
         """Build a data module from the hyper-parameters and the state that a checkpoint has of it.
 
         Args:
-            checkpoint_path: The checkpoint's directory.
+            checkpoint_path: The checkpoint's directory, or a `.ckpt` file of Lightning's.
             map_location: Taken for Lightning's sake: there is nothing on a device.
-            hparams_file: A YAML file of hyper-parameters to take instead of the saved ones.
+            hparams_file: A YAML or CSV file of hyper-parameters to take instead of the saved ones.
             weights_only: Taken for Lightning's sake: nothing in a checkpoint is ever unpickled into objects.
             **kwargs: Arguments of the constructor that win over the saved ones.
 
         Raises:
             CheckpointError: There is no complete checkpoint.
         """
-        parts = ("engine/precision", "driver/datamodule_hyper_parameters", "driver/datamodule")
-        driver = in_schema(checkpoint.load_run_state(checkpoint_path, only=parts)[0])["driver"]
-        saved = driver.get("datamodule_hyper_parameters", {})
-        if hparams_file is not None:
-            saved = hyper_parameters_in(hparams_file)
-        made = cls(**{**arguments_for(cls, saved), **kwargs})
-        if driver.get("datamodule"):
-            made.load_state_dict(driver["datamodule"])
+        parts = ("engine/precision", "driver/datamodule_hyper_parameters", "driver/datamodule", "driver/hooks")
+        driver = checkpoint.read_shared(checkpoint_path, parts)["driver"]
+        made = build(cls, driver, "datamodule_hyper_parameters", hparams_file, kwargs)
+        state = state_of(cls, driver)
+        if state:
+            made.load_state_dict(state)
         return made
 
 

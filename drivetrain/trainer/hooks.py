@@ -2,18 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import inspect
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from drivetrain.callbacks.base import Callback
+from drivetrain.runtime.logging import get_logger
 from drivetrain.trainer.data_module import DataModule
 from drivetrain.trainer.task import Task
 
 if TYPE_CHECKING:
     from drivetrain.trainer.trainer import Trainer
 
+logger = get_logger(__name__)
+
 Hook = Callable[..., Any]
+
+OF_EVALUATION_BATCHES = frozenset(
+    f"on_{stage}_batch_{moment}" for stage in ("validation", "test", "predict") for moment in ("start", "end")
+)
+"""Hooks whose last argument, the number of the loader, an override may leave out."""
 
 
 def is_overridden(owner: Any, base: type, name: str) -> bool:
@@ -55,7 +64,7 @@ class Hooks:
 
     def find_early(self, name: str) -> tuple[Hook, ...]:
         """The hooks of callbacks that do not run last, and then the task's."""
-        return (*self._of_callbacks(name, late=False), *self._of_task(name))
+        return (*self._of_callbacks(name, late=False), *self._of_owner(name))
 
     def find_late(self, name: str) -> tuple[Hook, ...]:
         """The hooks of callbacks that set `runs_last_at_epoch_end`: they read what the early ones may still log."""
@@ -63,7 +72,7 @@ class Hooks:
 
     def _collect(self, name: str) -> tuple[Hook, ...]:
         callbacks = [c for c in self._chosen() if is_overridden(c, Callback, name)]
-        return (*(self._bind(callback, name) for callback in callbacks), *self._of_task(name))
+        return (*(self._bind(callback, name) for callback in callbacks), *self._of_owner(name))
 
     def _chosen(self) -> Sequence[Callback]:
         return self._trainer.callbacks if self._callbacks is None else self._callbacks
@@ -75,13 +84,31 @@ class Hooks:
             if is_overridden(callback, Callback, name) and callback.runs_last_at_epoch_end is late
         )
 
-    def _of_task(self, name: str) -> tuple[Hook, ...]:
+    def _of_owner(self, name: str) -> tuple[Hook, ...]:
         if hasattr(Task, name) and is_overridden(self._task, Task, name):
-            return (getattr(self._task, name),)
+            actions = self._trainer.actions
+            hook = _as_called(getattr(self._task, name), name)
+            return (actions.watch(actions.of_owner(self._task, name), hook),)
         return ()
 
     def _bind(self, callback: Callback, name: str) -> Hook:
-        return partial(getattr(callback, name), self._trainer, self._task)
+        bound = _as_called(partial(getattr(callback, name), self._trainer, self._task), name)
+        actions = self._trainer.actions
+        return actions.watch(actions.of_callback(callback, name), bound)
+
+
+def _as_called(hook: Hook, name: str) -> Hook:
+    """A hook as the loops call it; one that does not take the number of the loader is called without."""
+    if name not in OF_EVALUATION_BATCHES:
+        return hook
+    arguments = (None,) * (4 if name.endswith("_end") else 3)
+    try:
+        inspect.signature(hook).bind(*arguments)
+    except TypeError:
+        return lambda *given: hook(*given[:-1])
+    except ValueError:  # a builtin without a signature
+        pass
+    return hook
 
 
 def let_log(callback: Callback, task: Task | None) -> None:
@@ -100,17 +127,48 @@ def let_log(callback: Callback, task: Task | None) -> None:
 
 def call_setup_hooks(trainer: Trainer, task: Task, data: DataModule | None, stage: str) -> None:
     """Call `setup` of the data module, the callbacks and the task, in this order."""
-    if data is not None:
-        data.setup(stage)
-    for callback in trainer.callbacks:
-        callback.setup(trainer, task, stage)
-    task.setup(stage)
+    for hook in _bound(trainer, task, data, "setup", stage):
+        hook()
 
 
 def call_teardown_hooks(trainer: Trainer, task: Task, data: DataModule | None, stage: str) -> None:
-    """Call `teardown` of the data module, the callbacks and the task, in this order."""
+    """Call `teardown` of the data module, the callbacks and the task, in this order.
+
+    All of them run, also where one raises; the first error is raised then, and all are logged.
+    """
+    errors = call_all("teardown", _bound(trainer, task, data, "teardown", stage))
+    if errors:
+        raise errors[0]
+
+
+def call_all(name: str, hooks: Iterable[Hook]) -> list[BaseException]:
+    """Call hooks, each whatever those before it raise, which is logged.
+
+    Args:
+        name: Their name.
+        hooks: Each without arguments.
+
+    Returns:
+        The errors.
+    """
+    errors: list[BaseException] = []
+    for hook in hooks:
+        try:
+            hook()
+        except BaseException as error:
+            logger.error(f"{name} raised {type(error).__name__}: {error}", exc_info=error)
+            errors.append(error)
+    return errors
+
+
+def _bound(trainer: Trainer, task: Task, data: DataModule | None, name: str, stage: str) -> list[Hook]:
+    """A hook of the data module, the callbacks and the task, in this order, each ready to call."""
+    actions = trainer.actions
+    hooks: list[Hook] = []
     if data is not None:
-        data.teardown(stage)
+        hooks.append(partial(actions.watch(actions.of_owner(data, name), getattr(data, name)), stage))
     for callback in trainer.callbacks:
-        callback.teardown(trainer, task, stage)
-    task.teardown(stage)
+        watched = actions.watch(actions.of_callback(callback, name), getattr(callback, name))
+        hooks.append(partial(watched, trainer, task, stage))
+    hooks.append(partial(actions.watch(actions.of_owner(task, name), getattr(task, name)), stage))
+    return hooks

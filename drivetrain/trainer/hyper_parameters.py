@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import inspect
 import os
 from argparse import Namespace
@@ -15,6 +16,7 @@ from torch import nn
 from drivetrain.runtime.errors import CheckpointError
 from drivetrain.runtime.keywords import refuse_unknown
 from drivetrain.runtime.logging import get_logger
+from drivetrain.trainer.given_hyper_parameters import INSTANTIATOR, given_hyper_parameters
 
 logger = get_logger(__name__)
 
@@ -109,7 +111,9 @@ def _is_module(name: str, value: Any) -> bool:
 
 
 def hyper_parameters_in(path: str | os.PathLike[str]) -> dict[str, Any]:
-    """The hyper-parameters in a YAML file, such as the `hparams.yaml` that a run leaves.
+    """The hyper-parameters in a YAML file, such as the `hparams.yaml` that a run leaves, or in a CSV file.
+
+    A CSV file has a line for each, its name and its value, below a line of titles.
 
     Args:
         path: The file.
@@ -120,9 +124,14 @@ def hyper_parameters_in(path: str | os.PathLike[str]) -> dict[str, Any]:
     import yaml  # no run needs it
 
     file = Path(path)
+    if file.suffix == ".csv" and file.is_file():
+        rows = list(csv.reader(file.read_text().splitlines()))[1:]
+        return {name: yaml.safe_load(value) for name, value, *_ in rows}
     found = yaml.safe_load(file.read_text()) if file.is_file() else None
     if not isinstance(found, Mapping):
-        raise CheckpointError(f"hparams_file={os.fspath(path)!r} is no YAML file of names and values.")
+        raise CheckpointError(
+            f"hparams_file={os.fspath(path)!r} is no YAML file of names and values, nor a CSV file of them."
+        )
     return dict(found)
 
 
@@ -139,6 +148,40 @@ def arguments_for(kind: type, saved: Mapping[str, Any], name: str | None = None)
         return {name: HyperParameters(saved)}
     takes_all = any(each.kind is inspect.Parameter.VAR_KEYWORD for each in parameters.values())
     return {each: value for each, value in saved.items() if takes_all or each in parameters}
+
+
+def made_of(kind: type, saved: Mapping[str, Any], name: str | None, overrides: Mapping[str, Any]) -> Any:
+    """An object of a class, made of saved hyper-parameters.
+
+    Args:
+        kind: The class.
+        saved: The hyper-parameters.
+        name: The argument that was saved as a whole, if one was.
+        overrides: Arguments that win over the saved ones.
+
+    Raises:
+        CheckpointError: They are to be given to a function that is none of drivetrain's.
+    """
+    instantiator = saved.get(INSTANTIATOR)
+    if instantiator is None:
+        return kind(**{**arguments_for(kind, saved, name), **overrides})
+    if instantiator not in _INSTANTIATORS:
+        raise CheckpointError(
+            f"The hyper-parameters name {instantiator!r} to make a {kind.__name__} of them; of such functions only "
+            f"{', '.join(_INSTANTIATORS)} are called. Give all arguments of the constructor, and hparams_file= of a "
+            "YAML file with none."
+        )
+    from drivetrain.trainer.cli.instantiation import instantiate_module  # few runs began on a command line
+
+    return instantiate_module(kind, {**saved, **overrides})
+
+
+# Nothing else that a checkpoint names is called: Lightning's is what its own command line leaves.
+_INSTANTIATORS = (
+    "drivetrain.trainer.cli.instantiate_module",
+    "lightning.pytorch.cli.instantiate_module",
+    "pytorch_lightning.cli.instantiate_module",
+)
 
 
 class HoldsHyperParameters:
@@ -173,7 +216,12 @@ class HoldsHyperParameters:
         if frame is None:
             current = inspect.currentframe()
             frame = current.f_back if current is not None else None
-        arguments = constructor_arguments(frame, self) if frame is not None else {}
+        given = given_hyper_parameters(self)
+        if given is not None:
+            arguments = dict(given)
+            args = (*args, INSTANTIATOR) if args and INSTANTIATOR in given else args
+        else:
+            arguments = constructor_arguments(frame, self) if frame is not None else {}
         self.hparams.update(select_hyper_parameters(args, arguments, ignore))
         for name in [ignore] if isinstance(ignore, str) else ignore or ():
             self.hparams.pop(name, None)

@@ -28,6 +28,8 @@ if TYPE_CHECKING:
     from drivetrain.trainer.loops.run_control import RunControl, StopReason
     from drivetrain.trainer.metrics.tracker_log import TrackerLog
     from drivetrain.trainer.optimizers import SchedulerConfig
+    from drivetrain.trainer.profilers import Profiler
+    from drivetrain.trainer.profilers.actions import Actions
     from drivetrain.trainer.task import Task
     from drivetrain.trainer.task_run import TaskRun
 
@@ -47,6 +49,7 @@ class TrainerStatus:
     finiteness: Finiteness
     fit_loop: FitLoop | None
     default_root_dir: str
+    actions: Actions
 
     @property
     def strategy(self) -> Strategy:
@@ -67,6 +70,11 @@ class TrainerStatus:
     def global_step(self) -> int:
         """Optimizer steps taken so far."""
         return self.progress.global_step
+
+    @property
+    def profiler(self) -> Profiler:
+        """What measures where the time goes; a `PassThroughProfiler` where none was given."""
+        return self.actions.profiler
 
     # the task
 

@@ -4,30 +4,29 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from drivetrain import checkpoint
 from drivetrain.accelerator.prepared import parameters_of
-from drivetrain.checkpoint.schema import EVERY_PLACE_OF_MODELS, in_schema
 from drivetrain.runtime.collectives import gather
-from drivetrain.runtime.errors import CheckpointError, ConfigurationError
+from drivetrain.runtime.errors import ConfigurationError
 from drivetrain.runtime.keywords import refuse_unknown
 from drivetrain.runtime.nested import recursively_apply
 from drivetrain.runtime.state import PartialState
 from drivetrain.trainer.data_hooks import DataHooks
-from drivetrain.trainer.hyper_parameters import HoldsHyperParameters, arguments_for, hyper_parameters_in
+from drivetrain.trainer.hyper_parameters import HoldsHyperParameters
+from drivetrain.trainer.profilers.base import TaskProfiler
+from drivetrain.trainer.task_files import TaskFiles
 from drivetrain.trainer.task_hooks import TaskHooks
 
 if TYPE_CHECKING:
     from drivetrain.trainer.trainer import Trainer
 
 
-class Task(HoldsHyperParameters, DataHooks, TaskHooks):
+class Task(HoldsHyperParameters, TaskFiles, DataHooks, TaskHooks):
     """A model together with how it is trained, validated, tested and used.
 
     Subclass it, override `training_step` and `configure_optimizers`, and hand it to `Trainer.fit`.
@@ -62,7 +61,7 @@ class Task(HoldsHyperParameters, DataHooks, TaskHooks):
     """
 
     automatic_optimization: bool = True
-    example_input_array: Any = None
+    profiler = TaskProfiler()
 
     def __init__(self) -> None:
         super().__init__()
@@ -388,43 +387,7 @@ class Task(HoldsHyperParameters, DataHooks, TaskHooks):
         """Callbacks that belong to the task; they replace the trainer's of the same type."""
         return []
 
-    # hyper-parameters and checkpoints
-
-    @classmethod
-    def load_from_checkpoint(
-        cls,
-        checkpoint_path: str | Path,
-        map_location: Any = None,
-        hparams_file: str | Path | None = None,
-        strict: bool | None = None,
-        weights_only: bool | None = None,
-        **kwargs: Any,
-    ) -> Any:
-        """Build a task from a checkpoint: its hyper-parameters and its weights.
-
-        Args:
-            checkpoint_path: The checkpoint's directory.
-            map_location: The device to put it on; the CPU if None.
-            hparams_file: A YAML file of hyper-parameters to take instead of the saved ones.
-            strict: Whether missing and left-over weights are an error; they are if None.
-            weights_only: Taken for Lightning's sake: nothing in a checkpoint is ever unpickled into objects.
-            **kwargs: Arguments of the constructor that win over the saved ones.
-
-        Returns:
-            The task.
-
-        Raises:
-            CheckpointError: There is no complete checkpoint, or it holds another number of models than one.
-        """
-        parts = (*EVERY_PLACE_OF_MODELS, "driver/hyper_parameters", "driver/hparams_name", "hyper_parameters")
-        shared = in_schema(checkpoint.load_run_state(checkpoint_path, only=parts)[0])
-        models, driver = shared["engine"].get("models", []), shared["driver"]
-        if len(models) != 1:
-            raise CheckpointError(f"{checkpoint_path} holds {len(models)} models, so none of them is that of a task.")
-        saved = driver.get("hyper_parameters", {}) if hparams_file is None else hyper_parameters_in(hparams_file)
-        task = cls(**{**arguments_for(cls, saved, driver.get("hparams_name")), **kwargs})
-        task.load_state_dict(models[0], strict=strict is not False)
-        return task.to(map_location) if map_location is not None else task
+    # parameters
 
     def freeze(self) -> None:
         """Let no parameter take gradients, and switch to evaluation."""
@@ -435,3 +398,7 @@ class Task(HoldsHyperParameters, DataHooks, TaskHooks):
         """Let all parameters take gradients, and switch to training."""
         self.requires_grad_(True)
         self.train()
+
+
+# torch.jit.script compiles every property of a module that is not named here.
+Task.__jit_unused_properties__ = [name for name in dir(Task) if isinstance(getattr(Task, name), property)]

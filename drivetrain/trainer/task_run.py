@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -19,7 +20,7 @@ from drivetrain.callbacks.stage import Stage
 from drivetrain.runtime.errors import ConfigurationError
 from drivetrain.strategies import StepModule
 from drivetrain.trainer.data_module import DataModule
-from drivetrain.trainer.hooks import Hooks, call_setup_hooks, call_teardown_hooks, is_overridden, let_log
+from drivetrain.trainer.hooks import Hooks, call_all, call_setup_hooks, call_teardown_hooks, is_overridden, let_log
 from drivetrain.trainer.loops.loader_source import LoaderSource
 from drivetrain.trainer.metrics.log_scopes import NOWHERE
 from drivetrain.trainer.optimizers import SchedulerConfig, parse_configured_optimizers
@@ -119,7 +120,8 @@ class TaskRun:
 
     def set_up(self, task: Task, stage: Stage) -> None:
         """Find the hooks, prepare the data, and call `setup` of all."""
-        trainer = self._trainer
+        trainer, actions = self._trainer, self._trainer.actions
+        actions.begin(task, stage)
         trainer.adopt_callbacks(task.configure_callbacks())
         for callback in trainer.callbacks:
             let_log(callback, task)
@@ -128,7 +130,7 @@ class TaskRun:
         if any(type(owner).prepare_data not in (DataModule.prepare_data, Task.prepare_data) for owner in owners):
             if trainer.accelerator.is_local_main_process:
                 for owner in owners:
-                    owner.prepare_data()
+                    actions.watch(actions.of_owner(owner, "prepare_data"), owner.prepare_data)()
             trainer.accelerator.wait_for_everyone()
         call_setup_hooks(trainer, task, self.datamodule, stage.verb)
 
@@ -154,31 +156,42 @@ class TaskRun:
         engine.step.drive(StepHooks())
         engine.accumulation.end_planned()
         trainer.current.leave_batch()
-        call_teardown_hooks(trainer, task, self.datamodule, stage.verb)
-        for callback in trainer.callbacks:
-            let_log(callback, None)
-        error, self._error = self._error, None
-        trainer.tracker_log.end_run(error, stage is Stage.TRAIN)
-        engine.run_state.moment = Moment
-        if trainer.fit_loop is not None:
-            engine.forget_loader(trainer.fit_loop.loader)
-        trainer.current.leave_stage()
+        try:
+            call_teardown_hooks(trainer, task, self.datamodule, stage.verb)
+        except BaseException as error:
+            self._error = self._error or error
+            raise
+        finally:
+            for callback in trainer.callbacks:
+                let_log(callback, None)
+            error, self._error = self._error, None
+            trainer.tracker_log.end_run(error, stage is Stage.TRAIN)
+            engine.run_state.moment = Moment
+            if trainer.fit_loop is not None:
+                engine.forget_loader(trainer.fit_loop.loader)
+            trainer.current.leave_stage()
+            trainer.actions.finish(stage)
 
     def report_exception(self, task: Task, error: BaseException) -> None:
-        """Call `on_exception` of all, and remember the error for the trackers."""
+        """Call `on_exception` of all, and remember the error for the trackers.
+
+        What a hook raises is logged, since the run ends with the first error.
+        """
         trainer = self._trainer
         self._error = error
-        for callback in trainer.callbacks:
-            callback.on_exception(trainer, task, error)
-        task.on_exception(error)
+        hooks = [partial(each.on_exception, trainer, task, error) for each in trainer.callbacks]
+        hooks.append(partial(task.on_exception, error))
         if self.datamodule is not None:
-            self.datamodule.on_exception(error)
+            hooks.append(partial(self.datamodule.on_exception, error))
+        call_all("on_exception", hooks)
 
     # on the hardware
 
     def configure_optimizers(self, task: Task) -> list[Optimizer]:
         """Let the task build its optimizers and schedulers. Returns the optimizers, which `place` takes."""
-        optimizers, self.schedulers = parse_configured_optimizers(task.configure_optimizers())
+        actions = self._trainer.actions
+        configure = actions.watch(actions.of_owner(task, "configure_optimizers"), task.configure_optimizers)
+        optimizers, self.schedulers = parse_configured_optimizers(configure())
         if not optimizers and task.automatic_optimization:
             raise ConfigurationError(
                 f"{type(task).__name__}.configure_optimizers returned no optimizer. Return one, or set "

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from datetime import timedelta
 from functools import partial
 from typing import Any, NoReturn, TypeVar
@@ -24,6 +25,7 @@ from drivetrain.strategies.precision import Precision
 from drivetrain.trackers import Tracker
 from drivetrain.trainer import building, task_checks
 from drivetrain.trainer.data_module import DataModule
+from drivetrain.trainer.init_module import init_module
 from drivetrain.trainer.loops.choose_step import choose_step
 from drivetrain.trainer.loops.current_run import CurrentRun
 from drivetrain.trainer.loops.evaluation_run import evaluate, evaluate_logged, make_validation, run_sanity_check
@@ -37,10 +39,14 @@ from drivetrain.trainer.metrics.log_scopes import SAVING
 from drivetrain.trainer.metrics.logged_values import LoggedValues
 from drivetrain.trainer.metrics.tracker_log import TrackerLog
 from drivetrain.trainer.options import OptionAttributes, TrainerOptions
+from drivetrain.trainer.profilers import Profiler
+from drivetrain.trainer.profilers.actions import Actions
+from drivetrain.trainer.profilers.base import SAVE
 from drivetrain.trainer.run_report import run_report
+from drivetrain.trainer.state.lightning_save import save_in_format
 from drivetrain.trainer.state.progress import Progress
 from drivetrain.trainer.state.resume import find_checkpoint
-from drivetrain.trainer.state.saved_run import SavedRun, moment_of, save_run
+from drivetrain.trainer.state.saved_run import SavedRun, moment_of
 from drivetrain.trainer.status import TrainerStatus
 from drivetrain.trainer.task import Task
 from drivetrain.trainer.task_run import TaskRun, uncompiled
@@ -89,6 +95,7 @@ class Trainer(KnownKeywords, OptionAttributes, TrainerStatus):
         benchmark: Let cuDNN try algorithms.
         inference_mode: Evaluate under `torch.inference_mode` rather than `torch.no_grad`.
         use_distributed_sampler: Whether loaders are sharded over processes; else each process takes all of its own.
+        profiler: What measures where the time goes: `"simple"`, `"advanced"`, `"pytorch"`, `"xla"`, or a `Profiler`.
         detect_anomaly: Raise where a backward computes NaN, naming the forward that led to it.
         barebones: Nothing around the loop: no logger, checkpoint, bar, summary or sanity check.
         sync_batchnorm: Batch statistics over all processes (DDP on GPUs).
@@ -139,6 +146,7 @@ class Trainer(KnownKeywords, OptionAttributes, TrainerStatus):
         benchmark: bool | None = None,
         inference_mode: bool = True,
         use_distributed_sampler: bool = True,
+        profiler: Profiler | str | None = None,
         detect_anomaly: bool = False,
         barebones: bool = False,
         sync_batchnorm: bool = False,
@@ -158,10 +166,11 @@ class Trainer(KnownKeywords, OptionAttributes, TrainerStatus):
         building.set_randomness(seed, deterministic, benchmark)
         self.tracker_group = building.make_trackers(logger, self.accelerator, self.options)
         self.callbacks = building.make_callbacks(callbacks, given, self.options)
-        self._start()
+        self._start(Actions(self, profiler, barebones))
 
-    def _start(self) -> None:
+    def _start(self, actions: Actions) -> None:
         """Begin with nothing trained, nothing logged and no task."""
+        self.actions = actions
         self.progress = Progress()
         self.current = CurrentRun()
         self.control = RunControl(self.progress, self.options, self.world_size)
@@ -199,8 +208,8 @@ class Trainer(KnownKeywords, OptionAttributes, TrainerStatus):
             datamodule: Where loaders come from instead.
             ckpt_path: Lightning's name for `resume`.
             resume: A checkpoint to resume, exactly: the same batches, random numbers and values as without the
-                break. `"auto"` takes the newest complete one and starts from the beginning where there is none;
-                `"last"` or `"best"` takes the checkpoint callback's.
+                break; or a `.ckpt` of Lightning's, which has no random state. `"auto"` takes the newest complete one
+                and starts from the beginning where there is none; `"last"` or `"best"` takes the checkpoint callback's.
             weights_only: Taken for Lightning's sake: nothing in a checkpoint is ever unpickled into objects.
 
         Raises:
@@ -370,10 +379,25 @@ class Trainer(KnownKeywords, OptionAttributes, TrainerStatus):
         self.logged.remember(values)
         self.tracker_log.write(values, self.global_step if step is None else step)
 
+    def init_module(self, empty_init: bool | None = None) -> AbstractContextManager[None]:
+        """Make modules in a `with` block where and as they will be trained.
+
+        They get the device and the dtype of the run; under a strategy that shards, no values where it fills them later.
+
+        Args:
+            empty_init: Leave parameters without initial values, where a checkpoint follows that has them.
+        """
+        return init_module(self, empty_init)
+
     # checkpoints
 
     def save_checkpoint(
-        self, filepath: str | os.PathLike[str], weights_only: bool = False, block: bool = True, **_unknown: NoReturn
+        self,
+        filepath: str | os.PathLike[str],
+        weights_only: bool = False,
+        block: bool = True,
+        format: str | None = None,
+        **_unknown: NoReturn,
     ) -> checkpoint.PendingSave:
         """Write a checkpoint; call it on all processes.
 
@@ -383,6 +407,7 @@ class Trainer(KnownKeywords, OptionAttributes, TrainerStatus):
             block: Whether to return only when it is durable. Else training continues while a copy is written; an error
                 is raised at the next step, by several processes at the one that they agree on within about a second;
                 `fit` waits for it at its end.
+            format: `"lightning"` writes a `.ckpt` file that Lightning opens, also where the weights are sharded.
 
         Returns:
             The save; done already where `block` is set.
@@ -396,7 +421,7 @@ class Trainer(KnownKeywords, OptionAttributes, TrainerStatus):
         with self.logged.forbidden(SAVING):
             if not block:
                 self.saves = self.accelerator.save_queue
-            return save_run(self, filepath, weights_only, block)
+            return self.actions.watch(SAVE, save_in_format)(self, filepath, weights_only, block, format)
 
     @property
     def estimated_stepping_batches(self) -> float:

@@ -37,7 +37,12 @@ def test_overhead_measures_every_way_of_running_drivetrain(
     short = ("--rounds", "1", "--steps", "20", "--warmup", "5", "--only", "drivetrain", "--data", data)
     run_in_processes(run_benchmark, 1, args=("overhead.py", *short, "--json", str(file)), timeout=120)
     figures = json.loads(file.read_text())
-    names = ["drivetrain Trainer", "drivetrain Trainer, log and bar", "drivetrain Accelerator"]
+    names = [
+        "drivetrain Trainer",
+        "drivetrain Trainer, log and bar",
+        "drivetrain Trainer, ten callbacks, five values",
+        "drivetrain Accelerator",
+    ]
     assert [each["name"] for each in figures["results"]] == names
     assert all(each["median"] > 0 and each["rounds"] == 1 for each in figures["results"])
     printed = capsys.readouterr().out

@@ -52,7 +52,7 @@ def test_state_keys_tell_callbacks_of_one_class_apart() -> None:
         )
     ]
     assert len(set(keys)) == len(keys)
-    assert keys[3] == "EarlyStopping(monitor='val_loss', mode='min')"
+    assert keys[3] == "EarlyStopping{'monitor': 'val_loss', 'mode': 'min'}"
     assert Callback().state_key == "Callback"
 
 

@@ -226,9 +226,9 @@ def test_an_exception_leaves_a_checkpoint_to_go_on_from(tmp_path: Path) -> None:
     checkpoint = by_steps(tmp_path, every=100, save_on_exception=True)
     with pytest.raises(ZeroDivisionError):
         train(Failing({}), tmp_path, [checkpoint])
-    assert saved(tmp_path / "ckpt") == ["exception-step=8.ckpt"]
+    assert saved(tmp_path / "ckpt") == ["step=8.ckpt"]
     task = Regression({})
-    path = str(tmp_path / "ckpt" / "exception-step=8.ckpt")
+    path = str(tmp_path / "ckpt" / "step=8.ckpt")
     assert train(task, tmp_path, [by_steps(tmp_path, every=100)], ckpt_path=path).global_step == 12
     assert task.trained == [(1, 2), (1, 3), (1, 4), (1, 5)]
 
@@ -260,8 +260,8 @@ def raise_on_processes(root: str, ranks: tuple[int, ...]) -> str:
 
 def test_where_all_processes_raise_they_save_together(tmp_path: Path) -> None:
     assert run_in_processes(raise_on_processes, args=(str(tmp_path), (0, 1)), timeout=60) == ["on purpose"] * 2
-    assert saved(tmp_path / "ckpt") == ["exception-step=8.ckpt"]
-    assert Checkpoint(str(tmp_path / "ckpt" / "exception-step=8.ckpt")).manifest.world_size == 2
+    assert saved(tmp_path / "ckpt") == ["step=8.ckpt"]
+    assert Checkpoint(str(tmp_path / "ckpt" / "step=8.ckpt")).manifest.world_size == 2
 
 
 def raise_on_one(root: str) -> str:

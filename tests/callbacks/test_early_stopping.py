@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from drivetrain.callbacks import EarlyStopping
+from drivetrain.callbacks.early_stopping import EarlyStoppingReason
 from drivetrain.runtime.errors import ConfigurationError
 from tests.callbacks.tasks import Scripted, fit
 from tests.pool import run_in_processes
@@ -55,7 +56,7 @@ def test_the_reason_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) ->
     assert told == [
         "val_loss has improved; the best value is 2.",
         "val_loss has improved by 1; the best value is 1.",
-        "Stopping: val_loss has not improved in 1 checks. The best value was 1.",
+        "val_loss did not improve in 1 checks. The best value was 1.",
     ]
 
 
@@ -92,7 +93,7 @@ def test_without_strict_checks_without_the_metric_are_left_out(tmp_path: Path) -
 
 @pytest.mark.parametrize(
     ("options", "message"),
-    [({"mode": "mim"}, "mode is 'min'.*Did you mean 'min'"), ({"patience": -1}, "patience is a number of checks")],
+    [({"mode": "mim"}, "can be 'min'.*Did you mean 'min'"), ({"patience": -1}, "patience is a number of checks")],
 )
 def test_bad_arguments_are_refused(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigurationError, match=message):
@@ -101,8 +102,8 @@ def test_bad_arguments_are_refused(options: dict[str, Any], message: str) -> Non
 
 def test_its_state_carries_over() -> None:
     first = EarlyStopping("val_loss", patience=5)
-    first._judge(2.0)
-    first._judge(3.0)
+    first._evaluate_stopping_criteria(2.0)
+    first._evaluate_stopping_criteria(3.0)
     second = EarlyStopping("val_loss", patience=1)
     second.load_state_dict(first.state_dict())
     assert (float(second.best_score), second.wait_count, second.patience) == (2.0, 1, 5)
@@ -122,3 +123,25 @@ def test_all_processes_stop_together(unequal: bool, tmp_path: Path) -> None:
     first, second = run_in_processes(stop_on_processes, args=(str(tmp_path), unequal))
     assert first == second
     assert first[0] == 3
+
+
+@pytest.mark.parametrize(
+    ("losses", "options", "reason", "words"),
+    [
+        ([3, 2, 1], {}, EarlyStoppingReason.NOT_STOPPED, None),
+        ([3, 3, 3], {"patience": 1}, EarlyStoppingReason.PATIENCE_EXHAUSTED, "did not improve"),
+        ([3, 1, 1], {"stopping_threshold": 2.0}, EarlyStoppingReason.STOPPING_THRESHOLD, "Stopping threshold reached"),
+        ([3, 9, 1], {"divergence_threshold": 5.0}, EarlyStoppingReason.DIVERGENCE_THRESHOLD, "Divergence threshold"),
+        ([3, float("nan"), 1], {}, EarlyStoppingReason.NON_FINITE_METRIC, "is not finite"),
+    ],
+)
+def test_why_it_stopped_is_kept_and_saved(
+    losses: list[float], options: dict[str, Any], reason: EarlyStoppingReason, words: str | None, tmp_path: Path
+) -> None:
+    stopping = EarlyStopping("val_loss", **options)
+    fit(Scripted(losses), tmp_path, 3, [stopping])
+    restored = EarlyStopping("val_loss")
+    restored.load_state_dict(stopping.state_dict())
+    assert restored.stopping_reason is stopping.stopping_reason is reason
+    message = restored.stopping_reason_message
+    assert message is None if words is None else words in str(message)

@@ -113,7 +113,8 @@ def test_modules_are_flattened_frozen_and_filtered() -> None:
     BaseFinetuning.make_trainable(modules)
     assert norm.track_running_stats
     optimizer = torch.optim.SGD([own.scale], lr=0.1)
-    BaseFinetuning.unfreeze_and_add_param_group(own, optimizer)
+    with pytest.warns(UserWarning, match="Did you init your optimizer in configure_optimizers with all"):
+        BaseFinetuning.unfreeze_and_add_param_group(own, optimizer)
     assert [len(group["params"]) for group in optimizer.param_groups] == [1, 2]
     assert optimizer.param_groups[1]["lr"] == pytest.approx(0.01)
 

@@ -57,7 +57,12 @@ def test_a_resumed_run_continues_within_its_epoch(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("scheduling", "message"),
-    [({}, "give a dict"), ({-1: 2}, "no epoch from 0"), ({0: 0}, "from 1 on"), ({0: 1.5}, "from 1 on")],
+    [
+        ({}, "give a dict"),
+        ({-1: 2}, "Epoch should be an int from 0"),
+        ({0: 0}, "factor should be an int from 1"),
+        ({0: 1.5}, "factor should be an int from 1"),
+    ],
 )
 def test_what_is_no_schedule_is_refused(scheduling: Any, message: str) -> None:
     with pytest.raises(ConfigurationError, match=message):
@@ -68,7 +73,7 @@ def test_two_ways_of_saying_it_are_refused() -> None:
     trainer = Trainer(
         max_epochs=1, callbacks=[GradientAccumulationScheduler({0: 2})], accumulate_grad_batches=2, **QUIET
     )
-    with pytest.raises(ConfigurationError, match="give one of the two"):
+    with pytest.raises(ConfigurationError, match="You have set `accumulate_grad_batches`"):
         trainer.fit(Regression({}), rows(2))
 
 

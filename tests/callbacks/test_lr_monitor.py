@@ -66,7 +66,7 @@ def several(task: torch.nn.Module) -> Any:
 @pytest.mark.parametrize(
     ("configure", "options", "expected"),
     [
-        (one, {}, [(step, {"lr-SGD": 0.5}) for step in (1, 2, 3, 4)]),
+        (one, {}, [(step, {"lr-SGD": 0.5}) for step in (0, 1, 2, 2, 3, 4)]),
         (one, {"logging_interval": "epoch"}, [(0, {"lr-SGD": 0.5}), (2, {"lr-SGD": 0.5})]),
         (halved_each_epoch, {}, [(0, {"lr-Adam": 0.5}), (2, {"lr-Adam": 0.25})]),
         (
@@ -102,7 +102,7 @@ def test_with_accumulation_each_step_is_logged_once(tmp_path: Path) -> None:
 
 
 def test_without_a_logger_it_says_so(tmp_path: Path) -> None:
-    with pytest.raises(ConfigurationError, match="the Trainer has no logger"):
+    with pytest.raises(ConfigurationError, match="`Trainer` that has no logger"):
         fit(Scripted([1]), tmp_path, 1, [LearningRateMonitor()], logger=False)
 
 
@@ -118,5 +118,50 @@ def test_two_schedulers_of_one_name_are_refused(tmp_path: Path) -> None:
 
 
 def test_an_unknown_interval_is_refused() -> None:
-    with pytest.raises(ConfigurationError, match=r"give 'step', 'epoch' or None\. Did you mean 'epoch'"):
+    with pytest.raises(ConfigurationError, match=r"should be `step`, `epoch` or `None`\. Did you mean 'epoch'"):
         LearningRateMonitor("epochs")
+
+
+def test_two_groups_of_one_name_are_refused(tmp_path: Path) -> None:
+    def twins(task: torch.nn.Module) -> Any:
+        return SGD([{"params": [parameter], "name": "mine"} for parameter in task.parameters()], lr=0.5)
+
+    with pytest.raises(ConfigurationError, match="multiple parameter groups with identical names"):
+        logged(tmp_path, twins, LearningRateMonitor())
+
+
+def test_all_rates_stay_readable_under_a_prefix_and_can_be_monitored(tmp_path: Path) -> None:
+    monitor = LearningRateMonitor("epoch", log_momentum=True, log_key_prefix="optim/")
+
+    class Configured(Scripted):
+        def configure_optimizers(self) -> Any:
+            return halved_each_epoch(self)
+
+    trainer = fit(Configured([1] * 9), tmp_path, 3, [monitor], logger=ListTracker())
+    assert monitor.lrs == {"optim/lr-Adam": [0.5, 0.25, 0.125]}
+    assert monitor.last_momentum_values == {"optim/lr-Adam-momentum": 0.9}
+    assert monitor.last_weight_decay_values == {"optim/lr-Adam-weight_decay": None}
+    assert float(trainer.callback_metrics["optim/lr-Adam"]) == 0.125
+
+
+def test_rates_keep_their_values_where_a_group_is_added(tmp_path: Path) -> None:
+    monitor = LearningRateMonitor("epoch")
+
+    class Growing(Scripted):
+        def configure_optimizers(self) -> Any:
+            return SGD([next(self.parameters())], lr=0.5)
+
+        def on_train_epoch_end(self) -> None:
+            if self.current_epoch == 1:
+                self.trainer.optimizers[0].add_param_group({"params": list(self.parameters())[1:], "lr": 0.25})
+
+    fit(Growing([1] * 9), tmp_path, 3, [monitor], logger=ListTracker())
+    assert monitor.lrs == {"lr-SGD/pg1": [0.5, 0.5, 0.5], "lr-SGD/pg2": [0.25]}
+
+
+def test_missing_momentum_is_warned_of(tmp_path: Path) -> None:
+    def without(task: torch.nn.Module) -> Any:
+        return torch.optim.ASGD(task.parameters(), lr=0.5)
+
+    with pytest.warns(RuntimeWarning, match="do not have momentum"):
+        logged(tmp_path, without, LearningRateMonitor("epoch", log_momentum=True))

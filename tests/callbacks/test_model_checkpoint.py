@@ -161,8 +161,8 @@ def test_a_fast_dev_run_saves_nothing(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"mode": "low"}, "mode is 'min'"),
-        ({"save_top_k": 3}, "cannot be said without monitor="),
+        ({"mode": "low"}, "can be 'min'"),
+        ({"save_top_k": 3}, "not a valid configuration: without monitor="),
         ({"save_top_k": -2}, "how many checkpoints to keep"),
         ({"every_n_epochs": 1, "every_n_train_steps": 5}, "one of every_n_train_steps"),
         ({"every_n_train_steps": -1}, "give 1 or more"),
@@ -237,3 +237,19 @@ def test_all_processes_agree_on_paths_and_the_main_process_removes(tmp_path: Pat
     directory = Path(first[0]).parent
     assert saved(directory) == ["epoch=1-val_loss=1.0.ckpt", "epoch=2-val_loss=2.0.ckpt", "last.ckpt"]
     assert first[2] == [1.0, 2.0]
+
+
+def test_the_best_can_be_listed_in_a_file_and_by_the_epoch(tmp_path: Path) -> None:
+    newest = ModelCheckpoint(tmp_path / "ckpt", "{epoch}", monitor="epoch", mode="max", save_top_k=2)
+    fit(Scripted([3, 2, 1]), tmp_path, 3, [newest])
+    newest.to_yaml()
+    listed = (tmp_path / "ckpt" / "best_k_models.yaml").read_text()
+    assert listed.splitlines() == [f"{tmp_path}/ckpt/epoch={epoch}.ckpt: {epoch}.0" for epoch in (1, 2)]
+
+
+def test_a_name_can_be_asked_for(tmp_path: Path) -> None:
+    named = ModelCheckpoint(tmp_path, "{epoch}-{acc:.2f}")
+    metrics = {"epoch": 3, "step": 7, "acc": 0.5}
+    assert named.format_checkpoint_name(metrics) == str(tmp_path / "epoch=3-acc=0.50.ckpt")
+    assert named.format_checkpoint_name(metrics, "{step}", ver=2) == str(tmp_path / "step=7-v2.ckpt")
+    assert ModelCheckpoint("~/runs").dirpath == str(Path.home() / "runs")

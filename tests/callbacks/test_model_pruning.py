@@ -122,11 +122,11 @@ def test_a_resumed_run_keeps_its_masks(step: int, tmp_path: Path) -> None:
     ("arguments", "message"),
     [
         ({"pruning_fn": "l2_unstructured"}, "Did you mean 'l1_unstructured'"),
-        ({"pruning_fn": "ln_structured"}, "only unstructured"),
-        ({"pruning_fn": "random_structured", "use_global_unstructured": False}, "give pruning_dim"),
-        ({"pruning_fn": "ln_structured", "use_global_unstructured": False, "pruning_dim": 0}, "give pruning_norm"),
+        ({"pruning_fn": "ln_structured"}, "only an unstructured"),
+        ({"pruning_fn": "random_structured", "use_global_unstructured": False}, "pruning_dim should be"),
+        ({"pruning_fn": "ln_structured", "use_global_unstructured": False, "pruning_dim": 0}, "the `pruning_norm`"),
         ({"pruning_fn": "l1_unstructured", "amount": 1.5}, "from 0.0 to 1.0"),
-        ({"pruning_fn": "l1_unstructured", "verbose": 3}, "give 0, 1 or 2"),
+        ({"pruning_fn": "l1_unstructured", "verbose": 3}, r"any of \(0, 1, 2\)"),
     ],
 )
 def test_what_cannot_be_is_refused(arguments: dict[str, Any], message: str) -> None:

@@ -83,3 +83,14 @@ def test_all_processes_stop_at_the_same_step(tmp_path: Path) -> None:
 def test_bad_arguments_are_refused(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigurationError, match=message):
         Timer(**options)
+
+
+def test_without_time_not_one_step_is_taken(tmp_path: Path) -> None:
+    timer = Timer(timedelta(0))
+    assert fit(Scripted([1]), tmp_path, 3, [timer]).global_step == 0
+    assert None not in (timer.start_time(), timer.end_time())
+    assert timer.start_time("test") is timer.end_time("test") is None
+
+
+def test_the_least_that_was_asked_for_is_trained_without_time_too(tmp_path: Path) -> None:
+    assert fit(Scripted([1] * 9), tmp_path, 9, [Timer(timedelta(0))], min_epochs=2).current_epoch == 2

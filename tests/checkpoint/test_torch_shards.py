@@ -129,6 +129,18 @@ def test_their_shards_become_plain_weights(theirs: Path, tmp_path: Path, below: 
         assert torch.equal(found[name], value.bfloat16() if value.is_floating_point() else value)
 
 
+@pytest.mark.parametrize("below", ["", "pytorch_model_fsdp_0"])
+def test_the_function_of_scripts_merges_them_too(theirs: Path, tmp_path: Path, below: str) -> None:
+    from drivetrain.compat.accelerate.utils import merge_fsdp_weights
+
+    merge_fsdp_weights(shutil.copytree(theirs, tmp_path / "run") / below, tmp_path / "out", remove_checkpoint_dir=True)
+    expected = read_accelerate_state(theirs)[0]["engine"]["models"][0]
+    found = load_file(tmp_path / "out" / "model.safetensors")
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name], value) for name, value in expected.items())
+    assert not (tmp_path / "run" / below).exists()
+
+
 class Harm:
     def __init__(self, place: Path) -> None:
         self.place = place

@@ -23,7 +23,7 @@ from drivetrain.compat.lightning.pytorch.demos.boring_classes import (
     ManualOptimBoringModel,
 )
 from drivetrain.compat.lightning.pytorch.loggers.logger import Logger
-from drivetrain.compat.lightning.pytorch.plugins import MixedPrecision
+from drivetrain.compat.lightning.pytorch.plugins import DoublePrecision, HalfPrecision, MixedPrecision
 from drivetrain.compat.lightning.pytorch.trainer.states import RunningStage, TrainerFn, TrainerStatus
 from drivetrain.compat.lightning.pytorch.utilities import grad_norm
 from drivetrain.compat.lightning.pytorch.utilities.exceptions import MisconfigurationException
@@ -79,13 +79,13 @@ def test_the_names_are_ours() -> None:
 
 
 def test_an_absent_name_can_be_inherited_from_and_raises_when_it_is_made() -> None:
-    class Own(pl.profilers.SimpleProfiler):
+    class Own(pl.loggers.neptune.NeptuneLogger):
         pass
 
-    with pytest.raises(AbsentNameError, match=r"lightning's SimpleProfiler was called\. Profilers are not part"):
+    with pytest.raises(AbsentNameError, match=r"lightning's NeptuneLogger was called\. Give another logger"):
         Own()
-    with pytest.raises(AttributeError, match="no attribute 'SimpleProfilr'"):
-        _ = pl.profilers.SimpleProfilr
+    with pytest.raises(AttributeError, match="no attribute 'NeptunLogger'"):
+        _ = pl.loggers.neptune.NeptunLogger
 
 
 def test_a_callback_that_is_added_to_drivetrain_is_there_by_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -178,10 +178,19 @@ def test_plugins_are_number_formats() -> None:
     assert quiet(plugins=[MixedPrecision("bf16-mixed", "cpu")]).precision == "bf16"
     with pytest.raises(MisconfigurationException, match=r"plugins=object\(\)\) is not taken"):
         quiet(plugins=object())
-    with pytest.raises(MisconfigurationException, match="Profilers are not part of drivetrain yet"):
-        quiet(profiler="simple")
     with pytest.raises(MisconfigurationException, match="cluster_environment"):
         pl.strategies.DDPStrategy(cluster_environment=object())
+
+
+def test_profilers_have_the_names_of_lightning() -> None:
+    trainer = quiet(profiler="pytorch")
+    assert isinstance(trainer.profiler, pl.profilers.PyTorchProfiler)
+    assert trainer.profiler.prefix == "[pl]"
+    trainer = quiet(profiler="simple", max_epochs=1)
+    trainer.fit(BoringModel())
+    measured = trainer.profiler.recorded_durations
+    assert "[LightningModule]BoringModel.configure_optimizers" in measured
+    assert "[Strategy]SingleDeviceStrategy.training_step" in measured
 
 
 def test_seeding_returns_the_seed_and_shows_it(caplog: pytest.LogCaptureFixture, monkeypatch: Any) -> None:
@@ -206,3 +215,26 @@ def test_small_tools() -> None:
     lightning_setattr(model, "lr", 2)
     assert lightning_getattr(model, "lr") == 2
     assert rank_zero_only(lambda: 3)() == 3
+
+
+@pytest.mark.parametrize(
+    ("plugin", "dtype"), [(HalfPrecision("bf16-true"), torch.bfloat16), (DoublePrecision(), torch.float64)]
+)
+def test_a_precision_plugin_converts_what_it_is_given(plugin: Any, dtype: torch.dtype) -> None:
+    batch = plugin.convert_input({"x": torch.ones(2), "y": [torch.ones(2, dtype=torch.long)]})
+    assert (batch["x"].dtype, batch["y"][0].dtype) == (dtype, torch.long)
+    assert plugin.convert_output(batch)["x"].dtype == torch.float32
+    assert plugin.convert_module(torch.nn.Linear(2, 2)).weight.dtype == dtype
+    with plugin.forward_context():
+        assert torch.zeros(1).dtype == dtype
+    with plugin.module_init_context():
+        assert torch.nn.Linear(2, 2).weight.dtype == dtype
+    assert torch.get_default_dtype() == torch.float32
+
+
+def test_a_mixed_precision_plugin_computes_in_lower_precision() -> None:
+    layer = torch.nn.Linear(2, 2)
+    with MixedPrecision("bf16-mixed", "cpu").forward_context():
+        assert layer(torch.ones(1, 2)).dtype == torch.bfloat16
+    with pytest.raises(MisconfigurationException, match="must be '16-mixed' or 'bf16-mixed'"):
+        MixedPrecision("bf16")

@@ -39,6 +39,23 @@ def test_every_example_is_tested_here() -> None:
         assert f'"{example.name}"' in tested
 
 
+@pytest.mark.slow
+def test_the_command_line_trains_by_its_file_and_tests_the_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    config = ["--config", str(EXAMPLES / "command_line.yaml")]
+    output_of(capsys, "command_line.py", 1, "fit", *config, "--trainer.max_epochs=3", "--model.width=48")
+    [checkpoint] = tmp_path.glob("drivetrain_logs/version_0/checkpoints/epoch=*.ckpt")
+    written = (tmp_path / "drivetrain_logs" / "version_0" / "config.yaml").read_text()
+    assert "width: 48" in written
+    assert "activation: torch.nn.GELU" in written
+    printed = output_of(capsys, "command_line.py", 2, "test", *config, f"--ckpt_path={checkpoint}")
+    accuracy = re.search(r"accuracy +([\d.]+)", printed)
+    assert accuracy is not None
+    assert float(accuracy[1]) > 0.85
+
+
 @pytest.mark.parametrize("processes", [1, 2])
 def test_digits_reports_and_leaves_curves_metrics_events_and_the_best_checkpoint(
     processes: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]

@@ -1,19 +1,24 @@
-"""A batch size that fits is found, from a real lack of memory too."""
+"""A batch size that fits is found, from a real lack of memory too; and what a process takes."""
 
 from __future__ import annotations
 
 import resource
 import weakref
 from datetime import timedelta
+from pathlib import Path
 
+import psutil
 import pytest
 import torch
 import torch.distributed as dist
 
 from drivetrain import ConfigurationError, PartialState, find_executable_batch_size, release_memory
 from drivetrain.runtime.collectives import gather_object
+from drivetrain.runtime.devices import DeviceKind, get_device_kind
 from drivetrain.runtime.errors import CollectiveError
+from drivetrain.runtime.memory import MemoryHistory, MemoryUse
 from tests.pool import run_in_processes
+from tests.runtime.pretend import Pretend
 
 
 @pytest.mark.parametrize(
@@ -172,3 +177,28 @@ def calling_on_one() -> int | None:
 
 def test_processes_that_do_not_call_are_not_waited_for() -> None:
     assert run_in_processes(calling_on_one, 2) == [8, None]
+
+
+def test_a_process_takes_what_the_module_of_its_device_counts() -> None:
+    kind = Pretend()
+    for name, size in {"memory_allocated": 10, "max_memory_allocated": 20, "memory_reserved": 30}.items():
+        setattr(kind.module, name, lambda device, size=size: size)
+    host = psutil.Process().memory_info().rss
+    use = MemoryUse.read(kind, torch.device("cpu"))
+    assert use[:3] == (10, 20, 30)
+    assert use.host == pytest.approx(host, rel=0.2)
+
+
+@pytest.mark.parametrize("kind", [Pretend(), get_device_kind("cpu")], ids=repr)
+def test_where_none_is_counted_it_is_the_memory_of_the_process(kind: DeviceKind) -> None:
+    use = MemoryUse.read(kind, torch.device("cpu"))
+    assert use.current == use.host <= use.peak
+    assert use.reserved == 0
+    kind.reset_peak_memory(torch.device("cpu"))
+
+
+def test_a_device_without_a_history_of_allocations_records_none(tmp_path: Path) -> None:
+    history = MemoryHistory(torch.device("cpu"), 10)
+    history.start()
+    assert not history.is_recording
+    history.stop()

@@ -124,7 +124,7 @@ def test_after_an_exception_the_step_is_done_again(accumulate, tmp_path):
     saving = ModelCheckpoint(dirpath=folder, filename="unused-{step}", every_n_epochs=9, save_on_exception=True)
     whole = run(str(tmp_path / "whole"), accumulate=accumulate, epochs=2, task=Whole)
     broken = run(str(folder), accumulate=accumulate, epochs=2, task=Failing, callbacks=[saving])
-    [path] = folder.glob("exception-*")
+    [path] = folder.glob("unused-*")
     resumed = run(str(folder), accumulate=accumulate, epochs=2, task=Whole, resume=str(path))
     assert_continues(whole, broken, resumed)
 

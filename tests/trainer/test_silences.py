@@ -231,7 +231,7 @@ class Stops(Callback):
         (
             {"callbacks": EarlyStopping("val_loss", patience=1), "max_epochs": 9},
             "requested",
-            ": EarlyStopping: val_loss has not improved in 1 checks. The best value was 1.",
+            ": EarlyStopping: val_loss did not improve in 1 checks. The best value was 1.",
         ),
         ({"limit_train_batches": 0}, "no_batches", "there are no batches to train on (limit_train_batches=0)."),
     ],

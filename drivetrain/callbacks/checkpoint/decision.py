@@ -97,7 +97,7 @@ def _path(options: ModelCheckpoint, name: str, own: Sequence[str]) -> str:
 def _score(options: ModelCheckpoint, trainer: Trainer, was_validated: bool) -> float | None:
     if options.monitor is None:
         return None
-    metrics = trainer.callback_metrics
+    metrics = {"epoch": trainer.current_epoch, "step": trainer.global_step, **trainer.callback_metrics}
     score = monitored_value(metrics, options.monitor)
     if score is None:
         message = missing_metric_message(metrics, options.monitor, "ModelCheckpoint")

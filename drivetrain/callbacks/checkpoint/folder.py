@@ -40,9 +40,12 @@ def is_taken(path: str) -> bool:
 
 
 def free_path(path: str, extension: str, own: Sequence[str]) -> str:
-    """The path for a name: a free one, with a number where the name is taken, or one of `own`, to be replaced."""
+    """The path for a name: a free one, with a number where the name is taken, or one of `own`, to be replaced.
+
+    A file is never replaced by a directory: one of `own` is a checkpoint of Lightning's that the run has begun from.
+    """
     candidate, version = path + extension, 0
-    while candidate not in own and is_taken(candidate):
+    while (candidate not in own or os.path.isfile(candidate)) and is_taken(candidate):
         version += 1
         candidate = f"{path}-v{version}{extension}"
     return candidate

@@ -18,12 +18,14 @@ def check_options(
     check_mode(mode, "ModelCheckpoint")
     if not isinstance(save_top_k, int) or save_top_k < -1:
         raise ConfigurationError(
-            f"ModelCheckpoint(save_top_k={save_top_k!r}): give how many checkpoints to keep, -1 for all or 0 for none."
+            f"ModelCheckpoint(save_top_k={save_top_k!r}): give how many checkpoints to keep, -1 for all or 0 for none. "
+            "Must be >= -1."
         )
     if monitor is None and save_top_k > 1:
         raise ConfigurationError(
-            f"ModelCheckpoint(save_top_k={save_top_k}): which ones are the best cannot be said without monitor=. Name "
-            "a metric, or keep 1 (the newest), -1 (all) or 0 (none). For the newest few, keep all and give total_limit."
+            f"ModelCheckpoint(save_top_k={save_top_k}, monitor=None) is not a valid configuration: without monitor= no "
+            "checkpoint is better than another. Name a metric, or keep 1 (the newest), -1 (all) or 0 (none). For "
+            "the newest few, keep all and give total_limit."
         )
     if save_last not in (None, True, False, "link", "copy"):
         raise ConfigurationError(f"ModelCheckpoint(save_last={save_last!r}): give True, False, 'link' or 'copy'.")
@@ -45,10 +47,10 @@ def check_intervals(steps: int | None, interval: timedelta | None, epochs: int |
     given = {name: value for name, value in given.items() if value}
     if len(given) > 1:
         raise ConfigurationError(
-            "ModelCheckpoint takes one of every_n_train_steps, train_time_interval and every_n_epochs, but "
-            f"got {', '.join(f'{name}={value!r}' for name, value in given.items())}. For several rhythms, "
-            "use several ModelCheckpoints."
+            "ModelCheckpoint: Combination of parameters every_n_train_steps, every_n_epochs and train_time_interval: "
+            f"give one of them, not {', '.join(f'{name}={value!r}' for name, value in given.items())}. For several "
+            "rhythms, use several ModelCheckpoints."
         )
     for name, number in (("every_n_train_steps", steps), ("every_n_epochs", epochs)):
         if number is not None and number < 0:
-            raise ConfigurationError(f"ModelCheckpoint({name}={number}): give 1 or more, or 0 for never.")
+            raise ConfigurationError(f"ModelCheckpoint({name}={number}): Must be >= 0, where 0 is never.")

@@ -107,7 +107,7 @@ class CheckpointWriter:
                     pending.add_done_callback(lambda done: None if done.failed() else after.run_quietly())
             else:
                 for path in targets:
-                    trainer.save_checkpoint(path, weights_only=weights_only)
+                    trainer.save_checkpoint(path, weights_only)
         except CheckpointError as error:
             self._take_back(before, error)
         else:

@@ -17,8 +17,8 @@ def check_mode(mode: str, owner: str) -> None:
     """Refuse a mode that is neither `"min"` nor `"max"`."""
     if mode not in MODES:
         raise ConfigurationError(
-            f"{owner}(mode={mode!r}): mode is 'min' where a lower value is better, such as a loss, "
-            f"or 'max' where a higher one is.{nearest(str(mode), MODES)}"
+            f"{owner}: `mode` can be 'min' where a lower value is better, such as a loss, or 'max' where a higher one "
+            f"is, got {mode}.{nearest(str(mode), MODES)}"
         )
 
 

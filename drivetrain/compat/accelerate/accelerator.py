@@ -75,7 +75,7 @@ class Accelerator(engine.Accelerator):
             yield
 
     def prepare(self, *objects: Any, device_placement: Sequence[bool | None] | None = None) -> Any:
-        """As `drivetrain.Accelerator.prepare`, with the order of shuffled data that Accelerate has.
+        """As `drivetrain.Accelerator.prepare`, with the order and randomness of data that Accelerate has.
 
         Args:
             *objects: As there.
@@ -87,7 +87,7 @@ class Accelerator(engine.Accelerator):
         return prepared
 
     def prepare_data_loader(self, data_loader: Any, *args: Any, **kwargs: Any) -> Any:
-        """As `drivetrain.Accelerator.prepare_data_loader`, with the order of shuffled data that Accelerate has.
+        """As `drivetrain.Accelerator.prepare_data_loader`, with the order and randomness of data that Accelerate has.
 
         Args:
             data_loader: As there.
@@ -102,7 +102,8 @@ class Accelerator(engine.Accelerator):
     @contextmanager
     def _shuffling(self, objects: Sequence[Any]) -> Iterator[None]:
         config = self.preparation.options.dataloader_config
-        given = config.data_seed
+        given, samples = config.data_seed, config.seed_samples
+        config.seed_samples = bool(samples)
         if config.use_seedable_sampler and given is None:
             config.data_seed = torch.initial_seed()
         elif self.num_processes > 1 and not config.dispatch_batches:
@@ -111,7 +112,7 @@ class Accelerator(engine.Accelerator):
         try:
             yield
         finally:
-            config.data_seed = given
+            config.data_seed, config.seed_samples = given, samples
 
     def register_save_state_pre_hook(self, hook: SaveHook) -> HookHandle:
         """As `drivetrain.Accelerator.register_save_state_pre_hook`; models are given as they were.

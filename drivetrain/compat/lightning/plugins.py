@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
+import torch
+from torch import nn
+
 from drivetrain.runtime.errors import ConfigurationError
+from drivetrain.runtime.nested import recursively_apply
+
+DTYPES = {"64-true": torch.float64, "32-true": torch.float32, "16-true": torch.float16, "bf16-true": torch.bfloat16}
+"""The dtype of parameters and of the computation, of number formats that have one for both."""
 
 
 class Precision:
-    """A number format.
+    """A number format; a run takes no more of it than its name, the methods are for scripts that call them.
 
     Attributes:
         precision: Its name, as `Trainer(precision=...)` takes it.
@@ -16,19 +25,70 @@ class Precision:
 
     precision: str = "32-true"
 
+    def convert_module(self, module: nn.Module) -> nn.Module:
+        """Return the module with parameters and buffers in this number format.
+
+        Args:
+            module: The module, which is changed.
+        """
+        dtype = DTYPES.get(self.precision)
+        return module if dtype in (None, torch.float32) else module.to(dtype)
+
+    def convert_input(self, data: Any) -> Any:
+        """Return a batch whose floating-point tensors have the dtype of the computation.
+
+        Args:
+            data: The batch, in any structure.
+        """
+        return _converted(data, DTYPES.get(self.precision, torch.float32))
+
+    def convert_output(self, data: Any) -> Any:
+        """Return what a model has computed, its floating-point tensors in torch's default dtype.
+
+        Args:
+            data: The output, in any structure.
+        """
+        return _converted(data, torch.get_default_dtype())
+
+    @contextmanager
+    def tensor_init_context(self) -> Iterator[None]:
+        """Make floating-point tensors in the body with the dtype of parameters, unless they are given one."""
+        before = torch.get_default_dtype()
+        torch.set_default_dtype(DTYPES.get(self.precision, before))
+        try:
+            yield
+        finally:
+            torch.set_default_dtype(before)
+
+    def module_init_context(self) -> AbstractContextManager[None]:
+        """Make modules in the body with parameters of this number format."""
+        return self.tensor_init_context()
+
+    def forward_context(self) -> AbstractContextManager[Any]:
+        """What a forward runs in."""
+        return self.tensor_init_context()
+
 
 class MixedPrecision(Precision):
     """Autocast.
 
     Args:
         precision: `"16-mixed"` or `"bf16-mixed"`.
-        device: Taken for Lightning's sake; it is the run's.
+        device: Of `forward_context`; a run takes its own.
         scaler: Taken for Lightning's sake; one is made where it is needed.
     """
 
     def __init__(self, precision: str, device: str | None = None, scaler: Any = None) -> None:
-        _check(precision, ("16-mixed", "bf16-mixed"), type(self).__name__)
+        if precision not in ("16-mixed", "bf16-mixed"):
+            raise ConfigurationError(
+                f"Passed `{type(self).__name__}({precision=})`. Precision must be '16-mixed' or 'bf16-mixed'."
+            )
         self.precision = precision
+        self.device = "cpu" if device is None else device
+
+    def forward_context(self) -> AbstractContextManager[Any]:
+        """Autocast, on the device that was given."""
+        return torch.autocast(self.device, torch.bfloat16 if self.precision == "bf16-mixed" else torch.float16)
 
 
 class HalfPrecision(Precision):
@@ -79,4 +139,10 @@ class TorchSyncBatchNorm:
 
 def _check(precision: str, allowed: tuple[str, ...], name: str) -> None:
     if precision not in allowed:
-        raise ConfigurationError(f"{name}(precision={precision!r}): allowed are {', '.join(map(repr, allowed))}.")
+        raise ConfigurationError(
+            f"{name}({precision=}) is not supported. `precision` must be one of {', '.join(map(repr, allowed))}."
+        )
+
+
+def _converted(data: Any, dtype: torch.dtype) -> Any:
+    return recursively_apply(lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor, data)

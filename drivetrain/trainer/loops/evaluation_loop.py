@@ -115,7 +115,8 @@ class EvaluationLoop:
         """
         trainer, hooks, stage = self._trainer, self._hooks, self._stage
         loaders = self.load()
-        self._step = bind_evaluation_step(trainer, self._task, self._model, as_taken(self._task, stage.step_name))
+        bound = bind_evaluation_step(trainer, self._task, self._model, as_taken(self._task, stage.step_name))
+        self._step = trainer.actions.watch(trainer.actions.of_strategy(stage.step_name), bound)
         with ExitStack() as stack:
             stack.enter_context(evaluating(self._task, stage))
             for loader in () if keep else loaders:
@@ -162,7 +163,8 @@ class EvaluationLoop:
         on_end = self._hooks.find(self._stage.hook_name("batch_end"))
         position = dataloader_idx or 0
         loader.set_epoch(trainer.current_epoch)
-        for index, batch in enumerate(loader.iterate(limit, together=self._strategy.needs_even_batches)):
+        batches = loader.iterate(limit, together=self._strategy.needs_even_batches)
+        for index, batch in enumerate(trainer.actions.iterate(f"{self._stage.loader}_dataloader_next", batches)):
             info = loader.current
             current.batch, current.batch_info = batch, info
             if info is not None and info.real_rows == 0:

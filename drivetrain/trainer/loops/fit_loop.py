@@ -13,6 +13,7 @@ from drivetrain.trainer.loops.step import EpochSkipped, PlainStep
 from drivetrain.trainer.loops.training_batches import TrainingBatches
 from drivetrain.trainer.loops.validation_schedule import ValidationSchedule
 from drivetrain.trainer.metrics.log_scopes import MONITORING, TRAIN_END, TRAIN_EPOCH, TRAIN_STEP
+from drivetrain.trainer.profilers.base import BATCH, EPOCH, VALIDATION
 from drivetrain.trainer.schedulers import step_epoch_schedulers
 from drivetrain.trainer.state.progress import Phase
 from drivetrain.trainer.state.resume import save_for_resume
@@ -43,13 +44,15 @@ class FitLoop:
         validation: EvaluationLoop | None,
         health: EpochHealth,
     ) -> None:
-        self._trainer, self._step, self._batches = trainer, step, batches
-        self._validation, self._health = validation, health
+        self._trainer, self._batches, self._health = trainer, batches, health
         self._hooks, self._progress, self._control = trainer.hooks, trainer.progress, trainer.control
         self._schedule = ValidationSchedule(
             trainer.progress, trainer.val_check_interval, trainer.check_val_every_n_epoch, validation is not None
         )
         self._schedule.set_epoch_length(batches.limit)
+        watch = trainer.actions.watch
+        self._run_step, self._run_epoch = watch(BATCH, step.run), watch(EPOCH, self.run_epoch)
+        self._run_validation = watch(VALIDATION, validation.run) if validation is not None else None
         self._next_poll: float = 0
         self._next_agreement: float = 0
         self._restored: SavedRun | None = None
@@ -82,7 +85,7 @@ class FitLoop:
         trainer.logged.enter(TRAIN_EPOCH)
         self._hooks.call("on_train_start")
         while not control.is_done(self._batches.limit, is_resuming=self._restored is not None):
-            self.run_epoch()
+            self._run_epoch()
             if control.rollback_path is not None:
                 self._roll_back(control.rollback_path)
         control.finish(self._has_trained)
@@ -104,7 +107,7 @@ class FitLoop:
         finished = skipped = False
         try:
             for window in windows:
-                self._step.run(window)
+                self._run_step(window)
                 batches.finished = window[-1].info
                 if trainer.saves is not None and trainer.world_size == 1 and not control.preempted:
                     trainer.saves.check()  # several processes agree on it first
@@ -197,7 +200,7 @@ class FitLoop:
 
     def _validate(self, at_end: bool = False) -> None:
         trainer = self._trainer
-        if self._validation is None:
+        if self._run_validation is None:
             return
         assert trainer.task is not None
         if at_end:
@@ -205,7 +208,7 @@ class FitLoop:
         self._batches.mark()
         trainer.task.on_validation_model_zero_grad()
         with trainer.current.within(Stage.VALIDATE):
-            self._validation.run(on_results=self._schedule.record_validation)
+            self._run_validation(on_results=self._schedule.record_validation)
         self._schedule.restart_clock()
         trainer.logged.enter(TRAIN_STEP)
         self._agree()

@@ -65,9 +65,10 @@ class LoaderSource:
         if self._given is not None:
             return self._given
         method = self._stage.loader_name
-        if self._data is not None and is_overridden(self._data, DataModule, method):
-            return getattr(self._data, method)()
-        return getattr(self._task, method)()
+        owns = self._data is not None and is_overridden(self._data, DataModule, method)
+        owner: Any = self._data if owns else self._task
+        actions = self._trainer.actions
+        return actions.watch(actions.of_owner(owner, method), getattr(owner, method))()
 
     def prepare_training(self, again: bool = False) -> PreparedLoader | CombinedLoader:
         """The prepared training loader; several are combined.
@@ -80,7 +81,7 @@ class LoaderSource:
         """
         if self._prepared is None or again or self.is_stale:
             self.forget_training()
-            self._prepared = self._prepare_training()
+            self._prepared = self._trainer.actions.watch("setup_train_dataloader", self._prepare_training)()
             self.is_stale = False
         return self._prepared
 

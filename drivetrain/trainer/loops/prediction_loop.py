@@ -59,7 +59,8 @@ class PredictionLoop:
         trainer, hooks = self._trainer, self._trainer.hooks
         loaders, limits = self._load()
         results: list[Any] = []
-        self._step = bind_evaluation_step(trainer, self._task, self._model, as_taken(self._task, "predict_step"))
+        bound = bind_evaluation_step(trainer, self._task, self._model, as_taken(self._task, "predict_step"))
+        self._step = trainer.actions.watch(trainer.actions.of_strategy("predict_step"), bound)
         with evaluating(self._task, Stage.PREDICT):
             trainer.logged.enter(PREDICT)
             hooks.call("on_predict_start")
@@ -93,7 +94,8 @@ class PredictionLoop:
         outputs: list[Any] = []
         if self._limit == 0:
             return outputs  # asked for; a process that merely has no batch still takes part in opening the loader
-        for index, batch in enumerate(loader.iterate(limit, together=self._strategy.needs_even_batches)):
+        batches = loader.iterate(limit, together=self._strategy.needs_even_batches)
+        for index, batch in enumerate(trainer.actions.iterate("predict_dataloader_next", batches)):
             info = loader.current
             current.batch, current.batch_info = batch, info
             for hook in hooks.find("on_predict_batch_start"):

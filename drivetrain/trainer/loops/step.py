@@ -54,7 +54,7 @@ class PlainStep:
     """
 
     def __init__(self, trainer: Trainer, task: Task, model: nn.Module, hooks: Hooks) -> None:
-        accelerator = trainer.accelerator
+        accelerator, actions = trainer.accelerator, trainer.actions
         strategy = accelerator.strategy
         self._trainer, self._task, self._model = trainer, task, model
         self._progress, self._logged, self._current = trainer.progress, trainer.logged, trainer.current
@@ -65,7 +65,8 @@ class PlainStep:
         self._stand_in = self._choose_stand_in(model)
         step = as_taken(task, "training_step")
         step = step if self._stand_in is None else self._stand_in.replacing(step)
-        self._training_step = bind_step(model, step, accelerator.precision)
+        bound = bind_step(model, step, accelerator.precision)
+        self._training_step = actions.watch(actions.of_strategy("training_step"), bound)
         self._output = StepOutput(type(task).__name__)
         self._zero_grad = choose_zero_grad(trainer, task, self._optimizers, hooks)
         # A loader that is not sharded gives each process a whole batch, which counts as it is.
@@ -74,7 +75,7 @@ class PlainStep:
         self._on_batch_start = hooks.find("on_train_batch_start")
         self._on_batch_end = hooks.find("on_train_batch_end")
         self._engine.weights.in_use = None
-        self._engine.drive(self._step_hooks(hooks))
+        self._engine.drive(actions.watch_step(self._step_hooks(hooks)))
         self._remaining = 1
         self._has_gradients = self._took_part = False
 

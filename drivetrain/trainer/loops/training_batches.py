@@ -120,7 +120,7 @@ class TrainingBatches:
         self.mark()
         marks_steps = size > 1 or self._saves_within_steps
         window: list[MicroBatch] = []
-        for batch in loader.iterate(limit, together=True):
+        for batch in self._trainer.actions.iterate_training(loader.iterate(limit, together=True), loader):
             info = loader.current
             assert info is not None  # a batch is always known to its loader
             if skips and (progress.epoch, index) in skips:

@@ -31,10 +31,13 @@ def taken_over(directory: str, strategy: Strategy, task: nn.Module) -> tuple[dic
         task: The task, whose metrics define how their states combine.
 
     Returns:
-        Entries like those of one process, and the random state of the first process taken over, if any.
+        Entries like those of one process, and the random state of the first process taken over, if any. No entries
+        where the processes had kept nothing.
     """
     written = checkpoint.Checkpoint(directory, verify="size")
     first = process_in_schema(written.own(0))["driver"]
+    if "logged" not in first:
+        return {}, None
     _, ranks = first.get("layout", [None, None])
     there = range(written.manifest.world_size) if ranks is None else ranks
     position, count = strategy.topology.value_place

@@ -16,35 +16,13 @@ from drivetrain.trackers.base import plain
 from drivetrain.trainer.hooks import is_overridden
 from drivetrain.trainer.metrics.metric_states import restore_metric_states
 from drivetrain.trainer.state.committed import Committed
+from drivetrain.trainer.state.hook_view import ENTRIES, for_hooks, state_of, take_back
 from drivetrain.trainer.state.process_entry import layout_of, taken_over
 from drivetrain.trainer.task import Task
 
 if TYPE_CHECKING:
     from drivetrain.checkpoint import PendingSave
     from drivetrain.trainer.trainer import Trainer
-
-# what hooks see of the engine's part, by the name that they use -> the engine's name
-_ENGINE = {
-    "optimizer_states": "optimizers",
-    "lr_schedulers": "schedulers",
-    "precision": "precision",
-    "loaders": "loaders",
-    "registered": "registered",
-    "classes": "classes",
-}
-_ENTRIES = (
-    "progress",
-    "hyper_parameters",
-    "hparams_name",
-    "datamodule_hyper_parameters",
-    "callbacks",
-    "trackers",
-    "should_stop",
-    "datamodule",
-    "combined_loader",
-    "hooks",
-    LOSS_IS_FINITE,
-)
 
 
 def save_run(
@@ -68,11 +46,11 @@ def save_run(
     moment, number = moment_of(trainer), _number_of_model(trainer)
     with committed.buffers_restored():
         engine = run.engine(weights_only, moment)
-        state = _for_hooks(engine, number, _entries(trainer, task, weights_only))
+        state = for_hooks(engine, number, _entries(trainer, task, weights_only))
         for callback in trainer.callbacks:
             callback.on_save_checkpoint(trainer, task, state)
         task.on_save_checkpoint(state)
-        driver = _take_back(state, engine, number)
+        driver = take_back(state, engine, number)
         own: dict[str, Any] = {"layout": layout_of(trainer.strategy)}
         if not weights_only:
             own |= committed.state_dict()
@@ -101,26 +79,6 @@ def _entries(trainer: Trainer, task: Task, weights_only: bool) -> dict[str, Any]
     }
 
 
-def _for_hooks(engine: Mapping[str, Any], number: int, entries: Mapping[str, Any]) -> dict[str, Any]:
-    """A checkpoint as `on_save_checkpoint` and `on_load_checkpoint` see it, in Lightning's names."""
-    progress = entries.get("progress", {})
-    state: dict[str, Any] = {"epoch": progress.get("epoch", 0), "global_step": progress.get("global_step", 0)}
-    if number < len(engine["models"]):
-        state["state_dict"] = engine["models"][number]
-    state |= {name: engine[place] for name, place in _ENGINE.items() if place in engine}
-    return state | dict(entries) | dict(entries.get("hooks", {}))
-
-
-def _take_back(state: dict[str, Any], engine: dict[str, Any], number: int) -> dict[str, Any]:
-    """Give the engine's part what hooks have left of it, and sort the rest into entries."""
-    if "state_dict" in state:
-        engine["models"][number] = state["state_dict"]
-    engine.update({place: state[name] for name, place in _ENGINE.items() if name in state})
-    known = {"epoch", "global_step", "state_dict", *_ENGINE, *_ENTRIES}
-    entries = {name: state[name] for name in _ENTRIES if name in state}
-    return entries | {"hooks": {name: value for name, value in state.items() if name not in known}}
-
-
 def _number_of_model(trainer: Trainer) -> int:
     """Which of the engine's models is the task."""
     models = trainer.accelerator.prepared.models
@@ -145,9 +103,10 @@ class SavedRun:
     def __init__(self, trainer: Trainer, directory: str) -> None:
         self._trainer, self._directory = trainer, directory
         run = trainer.accelerator.run_state
-        self._saved = run.open(directory, whole=self._hooks_see_weights())
+        self._strict: bool = trainer.task is None or trainer.task.strict_loading
+        self._saved = run.open(directory, whole=self._hooks_see_weights() or not self._strict)
         self._entries = self._saved.driver
-        run.keep({name: value for name, value in self._entries.items() if name not in _ENTRIES})
+        run.keep({name: value for name, value in self._entries.items() if name not in ENTRIES})
         layout = layout_of(trainer.strategy)
         own = self._saved.own
         # None: another number of processes, or as many that share the data in another way
@@ -170,24 +129,24 @@ class SavedRun:
             raise CheckpointError(
                 f"{self._directory} holds {len(engine['models'])} models, so none of them is that of a task."
             )
-        state = _for_hooks(engine, 0, self._entries)
+        state = for_hooks(engine, 0, self._entries)
         trainer.task.on_load_checkpoint(state)
-        _take_back(state, engine, 0)
-        self._saved.restore_models([trainer.model])
+        take_back(state, engine, 0)
+        self._saved.restore_models([trainer.model], self._strict)
 
     def restore_early(self) -> None:
         """Let the task and the callbacks see the checkpoint, before the optimizers are built."""
         trainer, entries, engine = self._trainer, self._entries, self._saved.engine
         assert trainer.task is not None
         self._saved.refuse_weights_only()
-        if trainer.datamodule is not None and entries.get("datamodule"):
-            trainer.datamodule.load_state_dict(entries["datamodule"])
+        if trainer.datamodule is not None and (found := state_of(type(trainer.datamodule), entries)):
+            trainer.datamodule.load_state_dict(found)
         number = _number_of_model(trainer)
-        state = _for_hooks(engine, number, entries)
+        state = for_hooks(engine, number, entries)
         trainer.task.on_load_checkpoint(state)
         for callback in trainer.callbacks:
             callback.on_load_checkpoint(trainer, trainer.task, state)
-        self._entries = _take_back(state, engine, number)
+        self._entries = take_back(state, engine, number)
         callbacks = self._entries.get("callbacks", {})
         for callback in trainer.callbacks:
             if callback.state_key in callbacks:
@@ -196,7 +155,7 @@ class SavedRun:
     def restore_weights(self) -> None:
         """Give the placed models their weights."""
         self._saved.check(advice="Let configure_optimizers return the same, and register the same objects.")
-        self._saved.restore_models()
+        self._saved.restore_models(strict=self._strict)
 
     def restore_training(self) -> None:
         """Give optimizers, schedulers, the precision and the counters their state."""
@@ -223,7 +182,7 @@ class SavedRun:
         progress = self._trainer.progress
         state = self._position_for(loader)
         if state is None:
-            loader.set_epoch(progress.epoch)
+            go_to(loader, progress.epoch, 0 if progress.batches_are_done else progress.batches_in_epoch)
             return
         if self._is_ours and progress.batches_are_done:
             # Only what the next epoch's order is drawn from still counts.
@@ -260,6 +219,12 @@ class SavedRun:
         if self._is_ours:
             if own is None:
                 own, random = taken_over(self._directory, trainer.strategy, trainer.task)
+            if "logged" not in own:  # a file of Lightning's, also one that was imported
+                trainer.print(
+                    f"{self._directory} is of Lightning, which saves no random state and no open means: "
+                    "shuffling, dropout and the values of an epoch under way begin here."
+                )
+                return
             trainer.logged.load_state_dict(own["logged"], trainer.strategy.topology.device)
             restore_metric_states(trainer.task, own["metrics"])
         restore_random(random)
@@ -286,3 +251,24 @@ def at_start_of(state: dict[str, Any], epoch: int) -> dict[str, Any]:
             "loaders": [at_start_of(each, epoch) for each in state["loaders"]],
         }
     return {**state, "epoch": epoch, "consumed": 0, "batches": 0, "start": None}
+
+
+def go_to(loader: PreparedLoader | CombinedLoader, epoch: int, batches: int) -> None:
+    """Begin a loader's next iteration after so many batches of each process, which is all that Lightning's files have.
+
+    Args:
+        loader: The prepared training loader.
+        epoch: The epoch.
+        batches: How many batches of it each process has trained on.
+    """
+    loader.set_epoch(epoch)
+    if not batches:
+        return
+    if isinstance(loader, PreparedLoader):
+        loader.skip(batches)
+        return
+    lengths = [len(each) if hasattr(each, "__len__") else batches + 1 for each in loader.loaders]
+    for each, length in zip(loader.loaders, lengths, strict=True):
+        each.skip(batches % length if loader.mode == "max_size_cycle" else min(batches, length))
+    ended = [batches >= length for length in lengths]
+    loader.load_state_dict({**loader.state_dict(), "index": batches, "ended": ended})

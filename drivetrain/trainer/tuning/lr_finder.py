@@ -86,7 +86,7 @@ class LRFinder:
             ax: Where to draw; a new figure if None.
 
         Returns:
-            matplotlib's figure.
+            The figure, of matplotlib.
 
         Raises:
             ConfigurationError: If matplotlib is not installed.

@@ -14,7 +14,7 @@ from accelerate.utils import set_seed
 sys.modules["torchvision._meta_registrations"] = ModuleType("torchvision._meta_registrations")
 
 from denoising_diffusion_pytorch import GaussianDiffusion, Trainer, Unet  # noqa: E402
-from made_here import folder, options, report  # noqa: E402
+from made_here import folder, report  # noqa: E402
 from PIL import Image  # noqa: E402
 
 
@@ -47,7 +47,6 @@ def trainer(steps: int) -> Trainer:
         calculate_fid=False,
         amp=False,
         max_grad_norm=1.0,
-        augment_horizontal_flip="augment" in options(),
     )
 
 

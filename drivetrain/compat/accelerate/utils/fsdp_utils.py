@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,6 +18,7 @@ from torch import nn
 
 from drivetrain import checkpoint
 from drivetrain.accelerator import PreparedOptimizer
+from drivetrain.checkpoint.torch_shards import TorchShards, bare_name
 from drivetrain.compat.accelerate.absent import INTERNAL, absent_names
 from drivetrain.compat.accelerate.utils.constants import (
     FSDP_MODEL_NAME,
@@ -163,7 +165,7 @@ def merge_fsdp_weights(
     """Write the weights in a checkpoint as one file, on the main process.
 
     Args:
-        checkpoint_dir: What `save_fsdp_model` wrote in shards, or a checkpoint of `save_state`.
+        checkpoint_dir: What `save_fsdp_model` wrote in shards, or a checkpoint of `save_state`; here or by Accelerate.
         output_path: The directory of the file.
         safe_serialization: Write `model.safetensors` instead of `pytorch_model.bin`.
         remove_checkpoint_dir: Remove the checkpoint afterwards.
@@ -174,7 +176,7 @@ def merge_fsdp_weights(
 
     state = PartialState()
     if state.is_main_process:
-        weights = _read(checkpoint_dir)["models"][0]
+        weights = _weights_in(checkpoint_dir)
         os.makedirs(output_path, exist_ok=True)
         if safe_serialization:
             own = {name: value.contiguous().clone() for name, value in weights.items()}
@@ -182,7 +184,7 @@ def merge_fsdp_weights(
         else:
             torch.save(dict(weights), Path(output_path, WEIGHTS_NAME))
         if remove_checkpoint_dir:
-            checkpoint.remove_checkpoint(checkpoint_dir)
+            shutil.rmtree(checkpoint_dir)
     state.wait_for_everyone()
 
 
@@ -215,6 +217,16 @@ def _part(state: Mapping[str, Any], adapter_only: bool) -> dict[str, Any]:
     if not adapter_only:
         return dict(state)
     return {name: value for name, value in state.items() if "lora_" in name or "modules_to_save" in name}
+
+
+def _weights_in(directory: str | os.PathLike[str]) -> Mapping[str, torch.Tensor]:
+    """The first model's weights in a checkpoint, or in a folder of shards of `torch.distributed.checkpoint`."""
+    folder = None if checkpoint.is_checkpoint(directory) else checkpoint.sharded_model(directory)
+    if folder is None:
+        weights: Mapping[str, torch.Tensor] = _read(directory)["models"][0]
+        return weights
+    shards = TorchShards(folder)
+    return {bare_name(name): shards.tensor(key) for key, name in shards.names_below("model").items()}
 
 
 def _bare(optimizer: Any) -> Any:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import re
-from collections import defaultdict
-from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -16,6 +14,15 @@ from drivetrain.compat.accelerate.absent import BIG_MODELS, absent_names
 from drivetrain.compat.accelerate.state import latest_accelerator
 from drivetrain.compat.accelerate.utils.constants import WEIGHTS_INDEX_NAME as WEIGHTS_INDEX_NAME
 from drivetrain.compat.accelerate.utils.imports import package_available
+from drivetrain.inference import calculate_maximum_sizes as calculate_maximum_sizes
+from drivetrain.inference import check_tied_parameters_in_config as check_tied_parameters_in_config
+from drivetrain.inference import compute_module_sizes as compute_module_sizes
+from drivetrain.inference import dtype_byte_size as dtype_byte_size
+from drivetrain.inference import find_tied_parameters as find_tied_parameters
+from drivetrain.inference import get_max_layer_size as get_max_layer_size
+from drivetrain.inference import id_tensor_storage as id_tensor_storage
+from drivetrain.inference import named_module_tensors as named_module_tensors
+from drivetrain.inference import retie_parameters as retie_parameters
 from drivetrain.runtime.errors import ConfigurationError
 
 __getattr__ = absent_names(
@@ -24,13 +31,10 @@ __getattr__ = absent_names(
         BIG_MODELS,
         [
             "align_module_device",
-            "calculate_maximum_sizes",
             "check_device_map",
-            "check_tied_parameters_in_config",
             "check_tied_parameters_on_same_device",
             "clean_device_map",
             "get_balanced_memory",
-            "get_max_layer_size",
             "get_max_memory",
             "get_state_dict_from_offload",
             "get_state_dict_offloaded_model",
@@ -59,17 +63,6 @@ def convert_file_size_to_int(size: int | str) -> int:
     return int(float(match[1]) * _UNITS[match[2]]) // (8 if bits else 1)
 
 
-def dtype_byte_size(dtype: torch.dtype) -> float:
-    """Bytes of one element."""
-    return 1 / 8 if dtype is torch.bool else torch.empty((), dtype=dtype).element_size()
-
-
-def id_tensor_storage(tensor: torch.Tensor) -> tuple[torch.device, int, int]:
-    """What two tensors have in common that share their memory."""
-    storage = tensor.untyped_storage()
-    return tensor.device, storage.data_ptr(), storage.nbytes()
-
-
 def is_peft_model(model: nn.Module) -> bool:
     """Whether a model, or what a strategy has put one into, is peft's."""
     if not package_available("peft"):
@@ -79,26 +72,6 @@ def is_peft_model(model: nn.Module) -> bool:
     from drivetrain.compat.accelerate.utils.other import extract_model_from_parallel
 
     return isinstance(extract_model_from_parallel(model), PeftModel)
-
-
-def named_module_tensors(
-    module: nn.Module, include_buffers: bool = True, recurse: bool = False, remove_non_persistent: bool = False
-) -> Iterator[tuple[str, torch.Tensor]]:
-    """The parameters and buffers of a module by name.
-
-    Args:
-        module: The module.
-        include_buffers: Whether buffers too.
-        recurse: Whether those of modules within it too.
-        remove_non_persistent: Leave out buffers that are not saved.
-    """
-    yield from module.named_parameters(recurse=recurse)
-    if not include_buffers:
-        return
-    saved = set(module.state_dict()) if remove_non_persistent else None
-    for name, buffer in module.named_buffers(recurse=recurse):
-        if saved is None or name in saved:
-            yield name, buffer
 
 
 def get_non_persistent_buffers(module: nn.Module, recurse: bool = False, fqns: bool = False) -> set[str]:
@@ -145,52 +118,6 @@ def set_module_tensor_to_device(
         owner._parameters[name] = nn.Parameter(new, requires_grad=old.requires_grad)
     else:
         owner._buffers[name] = new
-
-
-def find_tied_parameters(model: nn.Module, **kwargs: Any) -> list[list[str]]:
-    """The names under which a parameter occurs more than once, a list for each such parameter."""
-    names: dict[int, list[str]] = defaultdict(list)
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        names[id(parameter)].append(name)
-    return [sorted(group) for group in names.values() if len(group) > 1]
-
-
-def retie_parameters(model: nn.Module, tied_params: list[list[str]]) -> None:
-    """Let each group of names hold one parameter again: the one among them that is not on the meta device."""
-    for group in tied_params:
-        found = [model.get_parameter(name) for name in group]
-        kept = next((each for each in found if each.device.type != "meta"), found[0])
-        for name in group:
-            owner, _, last = name.rpartition(".")
-            setattr(model.get_submodule(owner), last, kept)
-
-
-def compute_module_sizes(
-    model: nn.Module,
-    dtype: str | torch.dtype | None = None,
-    special_dtypes: dict[str, str | torch.dtype] | None = None,
-    buffers_only: bool = False,
-) -> dict[str, int]:
-    """Bytes of each module with all that is in it, by name; that of the model under the empty name.
-
-    Args:
-        model: The model.
-        dtype: Count floats as if they were of this dtype.
-        special_dtypes: The same for single tensors, by name.
-        buffers_only: Count buffers alone.
-    """
-    sizes: dict[str, int] = defaultdict(int)
-    tensors = model.named_buffers() if buffers_only else named_module_tensors(model, recurse=True)
-    for name, tensor in tensors:
-        each = dtype_byte_size(tensor.dtype)
-        if special_dtypes is not None and name in special_dtypes:
-            each = dtype_byte_size(_dtype(special_dtypes[name]))
-        elif dtype is not None and tensor.is_floating_point():
-            each = min(each, dtype_byte_size(_dtype(dtype)))
-        parts = name.split(".")
-        for end in range(len(parts) + 1):
-            sizes[".".join(parts[:end])] += int(tensor.numel() * each)
-    return sizes
 
 
 def _dtype(given: str | torch.dtype) -> torch.dtype:

@@ -1,18 +1,182 @@
-"""The command line, which is not here yet."""
+"""The command line under Lightning's names: options, variables and files are as there."""
 
 from __future__ import annotations
 
-from drivetrain.compat.absent import absent_names
-from drivetrain.compat.lightning.reasons import CLI
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
-_ABSENT = (
+from drivetrain.compat.lightning.fabric.utilities.rank_zero import rank_zero_warn
+from drivetrain.compat.lightning.fabric.utilities.seed import seed_everything
+from drivetrain.compat.lightning.pytorch.class_paths import as_lightning, as_lightning_text
+from drivetrain.compat.lightning.pytorch.core import LightningDataModule, LightningModule
+from drivetrain.compat.lightning.pytorch.trainer import Trainer
+from drivetrain.compat.lightning.pytorch.trainer.signature import show_all_arguments
+from drivetrain.compat.lightning.version import VERSION
+from drivetrain.trainer.cli import (
+    ArgsType,
+    LRSchedulerCallable,
+    OptimizerCallable,
+    ReduceLROnPlateau,
+    SaveConfigCallback,
+    TrainerArgumentParser,
+    TrainerCLI,
+    instantiate_class,
+    instantiate_module,
+)
+from drivetrain.trainer.cli.package import IS_INSTALLED as _JSONARGPARSE_SIGNATURES_AVAILABLE
+from drivetrain.trainer.cli.types import LRSchedulerType, LRSchedulerTypeTuple, LRSchedulerTypeUnion
+
+__all__ = [
+    "_JSONARGPARSE_SIGNATURES_AVAILABLE",
     "ArgsType",
     "LRSchedulerCallable",
+    "LRSchedulerType",
+    "LRSchedulerTypeTuple",
+    "LRSchedulerTypeUnion",
     "LightningArgumentParser",
     "LightningCLI",
+    "ModuleType",
     "OptimizerCallable",
+    "ReduceLROnPlateau",
     "SaveConfigCallback",
     "instantiate_class",
-)
+    "instantiate_module",
+]
 
-__getattr__ = absent_names(__name__, (CLI, _ABSENT))
+if TYPE_CHECKING:
+    from torch.optim import Optimizer
+
+ModuleType = TypeVar("ModuleType")
+
+show_all_arguments(Trainer)
+
+
+class LightningArgumentParser(TrainerArgumentParser):
+    """`drivetrain.TrainerArgumentParser` with Lightning's variables and names.
+
+    Args:
+        *args: As there.
+        description: As there.
+        env_prefix: As there.
+        default_env: As there.
+        **kwargs: As there; options may be abbreviated.
+    """
+
+    def __init__(
+        self,
+        *args: Any,
+        description: str = "Lightning Trainer command line tool",
+        env_prefix: str = "PL",
+        default_env: bool = False,
+        **kwargs: Any,
+    ) -> None:
+        kwargs.setdefault("allow_abbrev", True)
+        super().__init__(*args, description=description, env_prefix=env_prefix, default_env=default_env, **kwargs)
+
+    def parse_args(self, *args: Any, **kwargs: Any) -> Any:
+        return as_lightning(super().parse_args(*args, **kwargs))
+
+    def parse_object(self, *args: Any, **kwargs: Any) -> Any:
+        return as_lightning(super().parse_object(*args, **kwargs))
+
+    def dump(self, *args: Any, **kwargs: Any) -> str:
+        return as_lightning_text(super().dump(*args, **kwargs))
+
+    def add_lightning_class_args(
+        self,
+        lightning_class: type | Callable[..., Any],
+        nested_key: str,
+        subclass_mode: bool = False,
+        required: bool = True,
+    ) -> list[str]:
+        """Add the arguments of a constructor; see `add_class_args`.
+
+        Args:
+            lightning_class: The class, or a function that returns one.
+            nested_key: What the names of the options begin with.
+            subclass_mode: Whether options choose a subclass.
+            required: Whether one has to be chosen.
+        """
+        return self.add_class_args(lightning_class, nested_key, subclass_mode, required)
+
+
+class LightningCLI(TrainerCLI):
+    """`drivetrain.TrainerCLI` for what Lightning's scripts define, with its seeds and variables.
+
+    Args:
+        model_class: As there.
+        datamodule_class: As there.
+        save_config_callback: As there.
+        save_config_kwargs: As there.
+        trainer_class: As there.
+        trainer_defaults: As there.
+        seed_everything_default: As there.
+        parser_kwargs: As there.
+        parser_class: As there.
+        subclass_mode_model: As there.
+        subclass_mode_data: As there.
+        args: As there.
+        run: As there.
+        auto_configure_optimizers: As there.
+        load_from_checkpoint_support: As there.
+    """
+
+    base_model = LightningModule
+    base_data = LightningDataModule
+    instantiator_path: ClassVar[str] = "lightning.pytorch.cli.instantiate_module"
+
+    def __init__(
+        self,
+        model_class: Any = None,
+        datamodule_class: Any = None,
+        save_config_callback: type[SaveConfigCallback] | None = SaveConfigCallback,
+        save_config_kwargs: dict[str, Any] | None = None,
+        trainer_class: Any = Trainer,
+        trainer_defaults: dict[str, Any] | None = None,
+        seed_everything_default: bool | int = True,
+        parser_kwargs: dict[str, Any] | None = None,
+        parser_class: type[LightningArgumentParser] = LightningArgumentParser,
+        subclass_mode_model: bool = False,
+        subclass_mode_data: bool = False,
+        args: ArgsType = None,
+        run: bool = True,
+        auto_configure_optimizers: bool = True,
+        load_from_checkpoint_support: bool = True,
+    ) -> None:
+        super().__init__(
+            model_class,
+            datamodule_class,
+            save_config_callback,
+            save_config_kwargs,
+            trainer_class,
+            trainer_defaults,
+            seed_everything_default,
+            parser_kwargs,
+            parser_class,
+            subclass_mode_model,
+            subclass_mode_data,
+            args,
+            run,
+            auto_configure_optimizers,
+            load_from_checkpoint_support,
+        )
+
+    def version_line(self) -> str:
+        return f"lightning.pytorch=={VERSION}"
+
+    @staticmethod
+    def configure_optimizers(lightning_module: Any, optimizer: Optimizer, lr_scheduler: Any = None) -> Any:
+        """Return what stands for the module's `configure_optimizers`; override it to change how a schedule is used.
+
+        Args:
+            lightning_module: The module.
+            optimizer: The optimizer that was chosen.
+            lr_scheduler: The schedule, if one was.
+        """
+        return TrainerCLI.configure_optimizers(lightning_module, optimizer, lr_scheduler)
+
+    def warn(self, message: str) -> None:
+        rank_zero_warn(message)
+
+    def seed(self, seed: int | None) -> int:
+        return seed_everything(seed, workers=True)

@@ -1,7 +1,7 @@
-"""`EarlyStopping`."""
+"""`EarlyStopping`, and why it stops."""
 
 from __future__ import annotations
 
-from drivetrain.callbacks import EarlyStopping
+from drivetrain.callbacks.early_stopping import EarlyStopping, EarlyStoppingReason
 
-__all__ = ["EarlyStopping"]
+__all__ = ["EarlyStopping", "EarlyStoppingReason"]

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, ClassVar
-
-import torch
 
 from drivetrain.compat.absent import AbsentNameError
 from drivetrain.trainer import Task
@@ -19,16 +16,17 @@ class LightningModule(Task):
     Args:
         *args: For further base classes.
         **kwargs: The same.
-
-    Attributes:
-        strict_loading: Whether a checkpoint must have all of its weights, and no others.
     """
 
     CHECKPOINT_HYPER_PARAMS_KEY: ClassVar[str] = "hyper_parameters"
     CHECKPOINT_HYPER_PARAMS_NAME: ClassVar[str] = "hparams_name"
     CHECKPOINT_HYPER_PARAMS_TYPE: ClassVar[str] = "hparams_type"
-
-    strict_loading: bool = True
+    __jit_unused_properties__: ClassVar[list[str]] = [
+        *Task.__jit_unused_properties__,
+        "on_gpu",
+        "device_mesh",
+        "fabric",
+    ]
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -70,59 +68,8 @@ class LightningModule(Task):
         for name in ignore_list:
             self.hparams.pop(name, None)
 
-    def to_onnx(self, file_path: str | os.PathLike[str] | None = None, input_sample: Any = None, **kwargs: Any) -> Any:
-        """Export the module to ONNX.
-
-        Args:
-            file_path: Where to.
-            input_sample: What to call it with; `example_input_array` if None.
-            **kwargs: For `torch.onnx.export`.
-        """
-        return self._export(lambda inputs: torch.onnx.export(self, inputs, file_path, **kwargs), input_sample)
-
-    def to_torchscript(
-        self,
-        file_path: str | os.PathLike[str] | None = None,
-        method: str = "script",
-        example_inputs: Any = None,
-        **kwargs: Any,
-    ) -> Any:
-        """Export the module to TorchScript by tracing it.
-
-        Args:
-            file_path: Where to, if anywhere.
-            method: `"trace"`.
-            example_inputs: What to call it with; `example_input_array` if None.
-            **kwargs: For `torch.jit.trace`.
-
-        Raises:
-            AbsentNameError: It was to be compiled from its source.
-        """
-        if method != "trace":
-            raise AbsentNameError(
-                f"to_torchscript(method={method!r}) is not here: torch cannot compile a module with a Trainer from its "
-                'source. Use method="trace", or torch.export.export.'
-            )
-        made = self._export(lambda inputs: torch.jit.trace(self, inputs, **kwargs), example_inputs)  # type: ignore[no-untyped-call]
-        if file_path is not None:
-            made.save(os.fspath(file_path))
-        return made
-
     def to_tensorrt(self, *args: Any, **kwargs: Any) -> Any:
         """Not here."""
         raise AbsentNameError(
             "to_tensorrt is not here. Export with torch.export.export, and compile with Torch-TensorRT."
         )
-
-    def _export(self, export: Any, sample: Any) -> Any:
-        """Run an export in evaluation mode, on a sample of this device."""
-        inputs = self.example_input_array if sample is None else sample
-        if inputs is None:
-            raise ValueError(
-                "There is nothing to call the module with: pass a sample, or set self.example_input_array."
-            )
-        mode = self.training
-        with torch.no_grad():
-            made = export(self.eval().transfer_batch_to_device(inputs, self.device, 0))
-        self.train(mode)
-        return made

@@ -1,1 +1,7 @@
-"""Small models and data for trying things out."""
+"""Small models and data that examples and tests are written with."""
+
+from __future__ import annotations
+
+from drivetrain.compat.lightning.pytorch.demos.transformer import Transformer
+
+__all__ = ["Transformer"]

@@ -1,17 +1,14 @@
-"""Profilers, which are not here yet."""
+"""Profilers: those of `drivetrain.trainer.profilers`."""
 
 from __future__ import annotations
 
-from drivetrain.compat.absent import absent_names
-from drivetrain.compat.lightning.reasons import PROFILER
-
-_ABSENT = (
-    "AdvancedProfiler",
-    "PassThroughProfiler",
-    "Profiler",
-    "PyTorchProfiler",
-    "SimpleProfiler",
-    "XLAProfiler",
+from drivetrain.compat.lightning.pytorch.profilers.pytorch import PyTorchProfiler
+from drivetrain.trainer.profilers import (
+    AdvancedProfiler,
+    PassThroughProfiler,
+    Profiler,
+    SimpleProfiler,
+    XLAProfiler,
 )
 
-__getattr__ = absent_names(__name__, (PROFILER, _ABSENT))
+__all__ = ["AdvancedProfiler", "PassThroughProfiler", "Profiler", "PyTorchProfiler", "SimpleProfiler", "XLAProfiler"]

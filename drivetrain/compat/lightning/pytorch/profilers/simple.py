@@ -1,10 +1,7 @@
-"""Profilers, which are not here yet."""
+"""`SimpleProfiler`."""
 
 from __future__ import annotations
 
-from drivetrain.compat.absent import absent_names
-from drivetrain.compat.lightning.reasons import PROFILER
+from drivetrain.trainer.profilers import SimpleProfiler
 
-_ABSENT = ("SimpleProfiler",)
-
-__getattr__ = absent_names(__name__, (PROFILER, _ABSENT))
+__all__ = ["SimpleProfiler"]

@@ -3,24 +3,32 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from typing import Any
-
-import torch
 
 from drivetrain.callbacks import EarlyStopping
 from drivetrain.callbacks.stage import Stage
 from drivetrain.compat.lightning.accelerators import Accelerator
 from drivetrain.compat.lightning.plugins import Precision, TorchSyncBatchNorm
 from drivetrain.compat.lightning.pytorch.loggers.files import CSVLogger, TensorBoardLogger
+from drivetrain.compat.lightning.pytorch.profilers.pytorch import PyTorchProfiler
 from drivetrain.compat.lightning.pytorch.trainer.states import RunningStage, TrainerFn, TrainerState, TrainerStatus
-from drivetrain.compat.lightning.reasons import PLUGIN, PROFILER
+from drivetrain.compat.lightning.reasons import PLUGIN
 from drivetrain.runtime.errors import ConfigurationError
 from drivetrain.trainer import Trainer as CoreTrainer
 from drivetrain.trainer.loops.run_control import StopReason
 
 __all__ = ["Trainer"]
+
+# What profilers call the parts of a run there.
+_WORDS = {
+    "Task": "LightningModule",
+    "DataModule": "LightningDataModule",
+    "Single": "SingleDeviceStrategy",
+    "DDP": "DDPStrategy",
+    "FSDP": "FSDPStrategy",
+    "DeepSpeed": "DeepSpeedStrategy",
+}
 
 _CUT_SHORT = (StopReason.INTERRUPTED, StopReason.PREEMPTED, StopReason.FAILED)
 
@@ -33,14 +41,14 @@ class Trainer(CoreTrainer):
         precision: As there.
         logger: As there; TensorBoard if None or True, where it is installed, else a `CSVLogger`, in `lightning_logs`.
         default_root_dir: As there.
-        profiler: None: profilers are not here yet.
+        profiler: As there.
         plugins: Number formats, and `TorchSyncBatchNorm()`.
         enable_autolog_hparams: Whether trackers get the hyper-parameters.
         model_registry: None: checkpoints are in directories.
         **options: As there.
 
     Raises:
-        ConfigurationError: A plugin, a profiler or a registry was given that is not here.
+        ConfigurationError: A plugin or a registry was given that is not here.
     """
 
     def __init__(
@@ -56,8 +64,6 @@ class Trainer(CoreTrainer):
         model_registry: str | None = None,
         **options: Any,
     ) -> None:
-        if profiler is not None:
-            raise ConfigurationError(f"Trainer(profiler={profiler!r}) is not taken. {PROFILER}")
         if model_registry is not None:
             raise ConfigurationError(f"Trainer(model_registry={model_registry!r}): there is no registry. Leave it out.")
         for plugin in plugins if isinstance(plugins, Sequence) and not isinstance(plugins, str) else [plugins]:
@@ -74,8 +80,10 @@ class Trainer(CoreTrainer):
             precision=precision,
             logger=logger,
             default_root_dir=default_root_dir,
+            profiler=_profiler_of(profiler),
             **options,
         )
+        self.actions.use_words(_WORDS)
         self.tracker_log.shows_hyper_parameters = enable_autolog_hparams
         self._verb: Stage | None = None
 
@@ -160,15 +168,10 @@ class Trainer(CoreTrainer):
         most = float("inf") if self.num_sanity_val_steps < 0 else self.num_sanity_val_steps
         return [min(batches, most) for batches in self.num_val_batches]
 
-    @contextmanager
-    def init_module(self, empty_init: bool | None = None) -> Iterator[None]:
-        """Make modules in the body as the strategy wants them: on the device.
 
-        Args:
-            empty_init: Taken for Lightning's sake; the strategy decides.
-        """
-        with self.strategy.init_context(), torch.device(self.strategy.topology.device):
-            yield
+def _profiler_of(given: Any) -> Any:
+    """The profiler that Lightning has under a name; anything else as it is."""
+    return PyTorchProfiler() if isinstance(given, str) and given.lower() == "pytorch" else given
 
 
 def _kind_of(accelerator: Any) -> Any:

@@ -1,0 +1,160 @@
+"""Name the process that the others wait for."""
+
+from __future__ import annotations
+
+import socket
+from statistics import median
+from time import perf_counter
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from drivetrain.callbacks.base import Callback
+from drivetrain.runtime.collectives import gather_object
+from drivetrain.runtime.errors import ConfigurationError
+from drivetrain.runtime.logging import get_logger
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from drivetrain.trainer.task import Task
+    from drivetrain.trainer.trainer import Trainer
+
+logger = get_logger(__name__)
+
+
+class OwnTime(NamedTuple):
+    """What one process took for its own part of a step, on average, in seconds.
+
+    Attributes:
+        rank: The process.
+        host: Its machine.
+        waiting: Waiting for its loader.
+        forward: From there to the backward.
+    """
+
+    rank: int
+    host: str
+    waiting: float
+    forward: float
+
+    @property
+    def total(self) -> float:
+        """Both."""
+        return self.waiting + self.forward
+
+
+class StragglerMonitor(Callback):
+    """Compares what each process takes for its own part of a step, and names the slowest one and its machine.
+
+    Processes meet in the backward, where the fast ones wait for the slow one, so whole steps take equally long on all.
+    What is compared comes before: waiting for the loader, and the forward. Every so many steps all processes exchange
+    the averages, over gloo, and log `straggler/slowest` (seconds), `straggler/ratio` (to the median of the others) and
+    `straggler/rank`, where there is a logger. The main process warns when a process is slow, and again only of another.
+
+    A strategy that shards the model exchanges parts of it in the forward, too: there only the waiting for the loader is
+    compared. On a GPU the device is waited for before each backward, for the forward to be measured; `every_n_steps`
+    makes that rare, since it happens in the steps that are compared only.
+
+    Args:
+        every_n_steps: Compare every so many optimizer steps.
+        threshold: A process is slow from so many times the median of the others on.
+        measured_steps: How many of the steps before that are measured.
+
+    Raises:
+        ConfigurationError: If an argument cannot be.
+
+    Example:
+        ```python
+        from drivetrain import StragglerMonitor, Trainer
+
+        trainer = Trainer(callbacks=[StragglerMonitor(every_n_steps=200)], logger="csv")
+        ```
+    """
+
+    saves_within_steps = False
+
+    def __init__(self, every_n_steps: int = 100, threshold: float = 1.5, measured_steps: int = 10) -> None:
+        if every_n_steps < 1 or measured_steps < 1 or threshold <= 1:
+            raise ConfigurationError(
+                f"StragglerMonitor(every_n_steps={every_n_steps}, threshold={threshold}, "
+                f"measured_steps={measured_steps}): give at least one step, and a threshold above 1."
+            )
+        self.every_n_steps, self.threshold = every_n_steps, threshold
+        self.measured_steps = min(measured_steps, every_n_steps)
+        self.latest: list[OwnTime] = []
+        self._named: int | None = None
+        self._measures_forward = True
+        self._next = 0
+        self._reset()
+
+    def _reset(self) -> None:
+        self._waiting = self._forward = 0.0
+        self._began = self._ended = 0.0  # 0: not measured
+        self._measured_from = -1
+
+    def on_train_start(self, trainer: Trainer, task: Task) -> None:
+        self._measures_forward = trainer.strategy.state.holds_whole
+        self.latest, self._named = [], None
+        self._reset()
+        self._plan(trainer)
+
+    def on_train_epoch_start(self, trainer: Trainer, task: Task) -> None:
+        self._ended = perf_counter() if self._measured_from >= 0 else 0.0
+
+    def on_validation_end(self, trainer: Trainer, task: Task) -> None:
+        self.on_train_epoch_start(trainer, task)
+
+    def on_train_batch_start(self, trainer: Trainer, task: Task, batch: Any, batch_idx: int) -> None:
+        if self._ended:
+            self._began = perf_counter()
+            self._waiting += self._began - self._ended
+
+    def on_before_backward(self, trainer: Trainer, task: Task, loss: Tensor) -> None:
+        if self._began and self._measures_forward:
+            trainer.strategy.topology.kind.synchronize()
+            self._forward += perf_counter() - self._began
+        self._began = 0.0
+
+    def on_train_batch_end(self, trainer: Trainer, task: Task, outputs: Any, batch: Any, batch_idx: int) -> None:
+        step = trainer.global_step
+        if step >= self._next and self._measured_from >= 0:
+            self._compare(trainer, step)
+            self._reset()
+            self._plan(trainer)
+        elif step >= self._next - self.measured_steps:
+            if self._measured_from < 0:
+                self._measured_from = step
+            self._ended = perf_counter()
+
+    def _plan(self, trainer: Trainer) -> None:
+        self._next = (trainer.global_step // self.every_n_steps + 1) * self.every_n_steps
+        if self._next - trainer.global_step <= self.measured_steps:
+            self._measured_from, self._ended = trainer.global_step, perf_counter()
+
+    def _compare(self, trainer: Trainer, step: int) -> None:
+        steps = max(step - self._measured_from, 1)
+        own = OwnTime(trainer.global_rank, socket.gethostname(), self._waiting / steps, self._forward / steps)
+        self.latest = [OwnTime(*values) for values in gather_object([tuple(own)])]
+        if len(self.latest) < 2:
+            return
+        slowest = max(self.latest, key=lambda each: each.total)
+        usual = median(each.total for each in self.latest if each.rank != slowest.rank)
+        ratio = slowest.total / usual if usual > 0 else 1.0
+        if trainer.loggers:
+            values = {"slowest": slowest.total, "ratio": ratio, "rank": float(slowest.rank)}
+            trainer.log_metrics({f"straggler/{name}": value for name, value in values.items()}, step)
+        if ratio < self.threshold:
+            self._named = None
+        elif slowest.rank != self._named:
+            self._named = slowest.rank
+            if trainer.is_global_zero:
+                logger.warning(self._describe(slowest, usual, ratio, step))
+
+    def _describe(self, slowest: OwnTime, usual: float, ratio: float, step: int) -> str:
+        parts = f"{slowest.waiting * 1e3:.3g} ms waiting for its loader"
+        if self._measures_forward:
+            parts += f", {slowest.forward * 1e3:.3g} ms in the forward"
+        return (
+            f"At step {step} rank {slowest.rank} on {slowest.host} takes {ratio:.1f} times as long as the other "
+            f"{len(self.latest) - 1} for its own part of a step: {slowest.total * 1e3:.3g} ms ({parts}), the median of "
+            f"the others is {usual * 1e3:.3g} ms. All wait for it."
+        )

@@ -1,0 +1,99 @@
+"""Show how weights and gradients are distributed."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from drivetrain.callbacks.base import Callback
+from drivetrain.runtime.collectives import gather_object
+from drivetrain.runtime.errors import ConfigurationError
+from drivetrain.strategies.gradients import local_part
+
+if TYPE_CHECKING:
+    from torch.optim import Optimizer
+
+    from drivetrain.trainer.task import Task
+    from drivetrain.trainer.trainer import Trainer
+
+
+class WeightHistograms(Callback):
+    """Gives the distribution of each parameter and of its gradient to the trackers that show histograms.
+
+    Every so many steps `weights/<name>` and `gradients/<name>`, before gradients are clipped and the optimizer steps.
+    TensorBoard, Weights & Biases, Comet, ClearML, Aim, DVCLive and SwanLab show them; other trackers leave them out,
+    with one warning. Under strategies that shard the model every process gives a sample of its shards, so the
+    distribution is that of the whole. Where a strategy keeps weights in an engine (DeepSpeed with half precision or
+    ZeRO-3, Megatron) the callback is refused.
+
+    Args:
+        every_n_steps: Every so many optimizer steps.
+        weights: Whether weights are shown.
+        gradients: Whether gradients are shown.
+        max_values: Of a larger tensor so many values, evenly spaced, are taken.
+
+    Raises:
+        ConfigurationError: If an argument cannot be, the Trainer has no logger, or the strategy keeps its weights.
+
+    Example:
+        ```python
+        from drivetrain import Trainer, WeightHistograms
+
+        trainer = Trainer(callbacks=[WeightHistograms(every_n_steps=500)], logger="csv")
+        ```
+    """
+
+    saves_within_steps = False
+
+    def __init__(
+        self, every_n_steps: int = 100, weights: bool = True, gradients: bool = True, max_values: int = 10_000
+    ) -> None:
+        if every_n_steps < 1 or max_values < 1 or not (weights or gradients):
+            raise ConfigurationError(
+                f"WeightHistograms(every_n_steps={every_n_steps}, weights={weights}, gradients={gradients}, "
+                f"max_values={max_values}): give at least one step and one value, and leave one of the two kinds on."
+            )
+        self.every_n_steps, self.max_values = every_n_steps, max_values
+        self.weights, self.gradients = weights, gradients
+
+    def on_train_start(self, trainer: Trainer, task: Task) -> None:
+        if not trainer.loggers:
+            raise ConfigurationError(
+                "WeightHistograms has nowhere to log to: the Trainer has no logger. Give it one, such as "
+                "Trainer(logger='tensorboard'), or take this callback out."
+            )
+        assert trainer.model is not None
+        trainer.strategy.state.parameters_in_place(trainer.model)  # raises where they are copies
+
+    def on_before_optimizer_step(self, trainer: Trainer, task: Task, optimizer: Optimizer) -> None:
+        step = trainer.global_step + 1
+        if step % self.every_n_steps:
+            return
+        assert trainer.model is not None
+        own = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+        values: dict[str, Tensor] = {}
+        for name, parameter in trainer.strategy.state.parameters_in_place(trainer.model).items():
+            if id(parameter) in own and self.weights:
+                values[f"weights/{name}"] = self._sample(parameter)
+            if id(parameter) in own and self.gradients and parameter.grad is not None:
+                values[f"gradients/{name}"] = self._sample(parameter.grad)
+        if not trainer.strategy.state.holds_whole:
+            values = _together(values)
+        trainer.tracker_group.log_histogram(values, step)
+
+    def _sample(self, tensor: Tensor) -> Tensor:
+        flat = local_part(tensor.detach()).reshape(-1)
+        stride = -(-flat.numel() // self.max_values) or 1
+        return flat[::stride].float().cpu()
+
+
+def _together(values: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The samples of all processes; call it on all."""
+    found: dict[str, list[Tensor]] = {}
+    for each in gather_object([values]):
+        for name, sample in each.items():
+            if sample.numel():
+                found.setdefault(name, []).append(sample)
+    return {name: torch.cat(samples) for name, samples in found.items()}

@@ -1,0 +1,55 @@
+"""Checkpoints that other tools wrote, whichever tool it was."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Collection
+from typing import Any, BinaryIO
+
+from drivetrain.checkpoint.accelerate_format import is_accelerate_state, read_accelerate_state
+from drivetrain.checkpoint.entry_points import load_run_state
+from drivetrain.checkpoint.lightning_format import is_lightning_checkpoint, read_lightning_state
+from drivetrain.checkpoint.schema import in_schema
+
+
+def read_foreign(
+    path: str | os.PathLike[str] | BinaryIO, rank: int = 0
+) -> tuple[dict[str, Any], dict[str, Any] | None] | None:
+    """Read a checkpoint of Hugging Face Accelerate's or of Lightning's, alone. Nothing in it is executed.
+
+    Args:
+        path: A local file or directory; or an opened file of Lightning's.
+        rank: Whose random state to read, where there is one.
+
+    Returns:
+        The shared state and a process's own, in the schema of `drivetrain.checkpoint.schema`; None where the checkpoint
+        is neither, as those of this package.
+
+    Raises:
+        CheckpointError: It cannot be read, or holds what would have to be unpickled.
+    """
+    if hasattr(path, "read") or is_lightning_checkpoint(path):
+        return read_lightning_state(path)
+    if is_accelerate_state(path):
+        return read_accelerate_state(path, rank)
+    return None
+
+
+def read_shared(path: str | os.PathLike[str] | BinaryIO, only: Collection[str] | None = None) -> dict[str, Any]:
+    """Read the shared state of a checkpoint, whichever tool wrote it, alone.
+
+    Args:
+        path: The checkpoint.
+        only: The entries that are wanted; others may be there, too.
+
+    Returns:
+        The state in the schema of `drivetrain.checkpoint.schema`.
+
+    Raises:
+        CheckpointError: There is no complete checkpoint, or it cannot be read.
+    """
+    foreign = read_foreign(path)
+    if foreign is not None:
+        return foreign[0]
+    assert not hasattr(path, "read")
+    return in_schema(load_run_state(path, only=only)[0])

@@ -1,0 +1,168 @@
+"""The checkpoints of Lightning in this package's schema, and back: one `.ckpt` file, or a folder of shards.
+
+They are read with torch's `weights_only`, so nothing in them is executed.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from torch import Tensor
+
+from drivetrain.checkpoint.lightning_loops import loops_of, progress_of
+from drivetrain.checkpoint.optimizer_positions import by_name_or_position, with_positions
+from drivetrain.checkpoint.pickled import plain_classes, read_pickled, refused_classes
+from drivetrain.checkpoint.schema import LOSS_IS_FINITE
+from drivetrain.checkpoint.torch_shards import TorchShards, bare_name
+from drivetrain.runtime.errors import CheckpointError
+
+WRITTEN_AS = "2.6.0"
+"""The version of Lightning whose schema is written."""
+
+_VERSION = "pytorch-lightning_version"
+_REST = "meta.pt"
+_SCALERS = ("MixedPrecision", "MixedPrecisionPlugin", "NativeMixedPrecisionPlugin", "native_amp_scaling_state")
+_OLDER_HYPER_PARAMETERS = ("hparams", "module_arguments")
+
+
+def is_lightning_checkpoint(path: str | os.PathLike[str]) -> bool:
+    """Whether a local path may be a checkpoint of Lightning's: a file, or a folder of shards with its `meta.pt`.
+
+    A checkpoint of this package is a directory with a `MANIFEST.json`.
+    """
+    place = Path(path)
+    return place.is_file() or ((place / _REST).is_file() and TorchShards.is_here(place))
+
+
+def read_lightning_state(source: str | os.PathLike[str] | BinaryIO) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Read a checkpoint of Lightning's, of `Trainer.save_checkpoint` or `ModelCheckpoint`.
+
+    Args:
+        source: The local file, opened or not, or the folder that a sharded strategy wrote.
+
+    Returns:
+        The shared state in the schema of `drivetrain.checkpoint.schema`, and a process's own state, which is empty:
+        there is no random state in such a file. Optimizers' states name parameters by their position. What is not
+        Lightning's own in the file is among the `hooks`, as `on_load_checkpoint` looks for it.
+
+    Raises:
+        CheckpointError: It cannot be read, needs classes that only unpickling makes, or is something else.
+    """
+    name = "The checkpoint" if hasattr(source, "read") else os.fspath(source)
+    found = _sharded(Path(source)) if not hasattr(source, "read") and os.path.isdir(source) else _read(source, name)
+    if not isinstance(found, Mapping) or not isinstance(found.get("state_dict"), Mapping):
+        what = "a dict of tensors" if _is_weights(found) else type(found).__name__
+        raise CheckpointError(
+            f"{name} is a file, and no checkpoint of Lightning's: it holds {what}, without a 'state_dict'. Give the "
+            "directory of a checkpoint of drivetrain, or load plain weights with "
+            "drivetrain.checkpoint.load_checkpoint_in_model(model, path)."
+        )
+    rest = dict(found)
+    # The loops and the version stay among what hooks see.
+    engine: dict[str, Any] = {"models": [dict(rest.pop("state_dict"))], "classes": {}}
+    scaler = next((rest.pop(key) for key in _SCALERS if key in rest), {})
+    if "optimizer_states" in rest:
+        engine |= {
+            "optimizers": [by_name_or_position(each, name) for each in rest.pop("optimizer_states")],
+            "schedulers": list(rest.pop("lr_schedulers", ())),
+            "loaders": [],
+            "registered": [],
+            "precision": scaler,
+        }
+    hyper_parameters: dict[str, Any] = {}
+    for key in (*_OLDER_HYPER_PARAMETERS, "hyper_parameters"):
+        hyper_parameters |= rest.pop(key, None) or {}
+    driver = {
+        "progress": progress_of(rest),
+        "hyper_parameters": hyper_parameters,
+        "datamodule_hyper_parameters": hyper_parameters,
+        "hparams_name": rest.pop("hparams_name", None),
+        "callbacks": {str(key): state for key, state in (rest.pop("callbacks", None) or {}).items()},
+        "trackers": [],
+        "should_stop": False,
+        LOSS_IS_FINITE: True,
+        "hooks": {key: value for key, value in rest.items() if key not in ("epoch", "global_step")},
+    }
+    return {"engine": engine, "driver": driver, "kept": []}, {"engine": {"random": None}, "driver": {}}
+
+
+def lightning_state(
+    shared: Mapping[str, Any], datamodule: str | None = None, epoch_length: float = float("inf")
+) -> dict[str, Any]:
+    """What a file of Lightning's holds, from the shared state of a Trainer's checkpoint.
+
+    Args:
+        shared: In the schema of `drivetrain.checkpoint.schema`.
+        datamodule: The name of the data module's class, if there is one.
+        epoch_length: Batches of a process in an epoch, where it is known.
+
+    Returns:
+        The content, of tensors and plain values only.
+    """
+    engine, driver = shared["engine"], shared["driver"]
+    progress = driver["progress"]
+    loops = loops_of(progress, epoch_length)
+    content: dict[str, Any] = {
+        "epoch": progress["epoch"],
+        "global_step": progress["global_step"],
+        _VERSION: WRITTEN_AS,
+        "state_dict": engine["models"][0],
+        "loops": loops,
+    }
+    if "optimizers" in engine:
+        content |= {
+            "callbacks": driver.get("callbacks", {}),
+            "optimizer_states": [with_positions(each) for each in engine["optimizers"]],
+            "lr_schedulers": engine["schedulers"],
+        }
+        if engine.get("precision"):
+            content["MixedPrecision"] = engine["precision"]
+    hyper_parameters = {**driver.get("hyper_parameters", {}), **driver.get("datamodule_hyper_parameters", {})}
+    if hyper_parameters:
+        content |= {"hparams_name": driver.get("hparams_name") or "kwargs", "hyper_parameters": hyper_parameters}
+    if datamodule is not None and driver.get("datamodule"):
+        content[datamodule] = driver["datamodule"]
+    return {**{key: value for key, value in driver.get("hooks", {}).items() if key not in content}, **content}
+
+
+def _read(source: Any, name: str) -> Any:
+    classes = refused_classes(source)
+    if classes:
+        raise CheckpointError(
+            f"{name} holds objects of {', '.join(classes)}, which only unpickling makes. That could run code, so it is "
+            "not read. Where you trust the file, write it without them once, such as with: "
+            "c = torch.load(path, weights_only=False); c['hyper_parameters'] = {}; torch.save(c, new_path). Then give "
+            "those arguments to load_from_checkpoint(new_path, name=value)."
+        )
+    return read_pickled(name, plain_classes(), source if hasattr(source, "read") else None)
+
+
+def _sharded(folder: Path) -> dict[str, Any]:
+    """What a sharded strategy wrote: tensors in the shards, and everything else in a file beside them."""
+    rest = _read(folder / _REST, os.fspath(folder / _REST))
+    if not isinstance(rest, Mapping):
+        raise CheckpointError(f"{folder / _REST} holds a {type(rest).__name__} rather than the rest of a checkpoint.")
+    parts = TorchShards(folder).whole()
+    weights = parts.get("model", parts.get("state_dict"))
+    if not isinstance(weights, Mapping):
+        raise CheckpointError(f"{folder} holds {sorted(map(str, parts))}, and no weights under 'model'.")
+    found = {**rest, "state_dict": {bare_name(key): value for key, value in _flat(weights).items()}}
+    numbers = sorted(int(key.removeprefix("optimizer_")) for key in parts if str(key).startswith("optimizer_"))
+    if numbers:
+        found["optimizer_states"] = [parts[f"optimizer_{number}"] for number in numbers]
+    return found
+
+
+def _flat(nested: Mapping[str, Any], before: str = "") -> dict[str, Any]:
+    """Tensors by their whole name."""
+    found: dict[str, Any] = {}
+    for key, value in nested.items():
+        found |= _flat(value, f"{before}{key}.") if isinstance(value, Mapping) else {f"{before}{key}": value}
+    return found
+
+
+def _is_weights(found: Any) -> bool:
+    return isinstance(found, Mapping) and bool(found) and all(isinstance(value, Tensor) for value in found.values())

@@ -1,0 +1,70 @@
+"""Paths of classes in configurations: Lightning's, where the mirror stands for it."""
+
+from __future__ import annotations
+
+import importlib
+import re
+import sys
+from functools import cache
+from typing import Any
+
+_ROOMS = ("callbacks", "loggers", "strategies", "profilers", "plugins")
+_OURS = re.compile(r"\bdrivetrain(?:\.\w+)+")
+
+
+def as_lightning(values: Any) -> Any:
+    """Replace the paths of drivetrain's classes by those that Lightning has for them, in place.
+
+    Args:
+        values: A configuration: namespaces, dicts and lists.
+
+    Returns:
+        The same configuration.
+    """
+    if not _is_installed():
+        return values
+    if isinstance(values, list):
+        for each in values:
+            as_lightning(each)
+    elif hasattr(values, "__dict__") or isinstance(values, dict):
+        entries = values if isinstance(values, dict) else vars(values)
+        for key, each in entries.items():
+            if key == "class_path" and isinstance(each, str):
+                entries[key] = _lightning_path(each)
+            else:
+                as_lightning(each)
+    return values
+
+
+def as_lightning_text(text: str) -> str:
+    """Replace the paths of drivetrain's classes by those that Lightning has for them, in a file's text.
+
+    Args:
+        text: The text.
+    """
+    return _OURS.sub(lambda found: _lightning_path(found[0]), text) if _is_installed() else text
+
+
+def _is_installed() -> bool:
+    """Whether imports of `lightning` give the mirror."""
+    loaded = sys.modules.get("lightning")
+    return loaded is not None and loaded.__name__ == "drivetrain.compat.lightning"
+
+
+@cache
+def _lightning_path(path: str) -> str:
+    """The path that Lightning has for a class; the same path where it has none."""
+    if path.startswith("drivetrain.compat.lightning."):
+        return path.removeprefix("drivetrain.compat.")
+    module, _, name = path.rpartition(".")
+    if not path.startswith("drivetrain."):
+        return path
+    try:
+        kind = getattr(importlib.import_module(module), name, None)
+    except ImportError:  # something else that begins so, such as the name of a file
+        return path
+    for room in _ROOMS:
+        mirror = importlib.import_module(f"drivetrain.compat.lightning.pytorch.{room}")
+        if kind is not None and getattr(mirror, name, None) is kind:
+            return f"lightning.pytorch.{room}.{name}"
+    return path

@@ -1,0 +1,169 @@
+"""How many bytes a model's modules hold, each tensor counted once."""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from drivetrain.inference.ties import extent, id_tensor_storage
+from drivetrain.runtime.errors import ConfigurationError
+
+_SHORT = {"fp4": 4, "nf4": 4, "fp8": 8}
+
+
+def dtype_byte_size(dtype: torch.dtype | str | Any) -> float:
+    """Bytes of one element of a dtype as it is stored packed: 0.5 for 4 bits, 0.125 for a bool.
+
+    Args:
+        dtype: The dtype; its name, also of one that torch has no tensors of (`"int4"`, `"nf4"`, `"fp8"`); or an
+            enumeration's member with such a value.
+
+    Raises:
+        ConfigurationError: It names no number of bits.
+    """
+    name = str(getattr(dtype, "value", dtype)).removeprefix("torch.")
+    if name == "bool":
+        return 1 / 8
+    if name.startswith("complex"):
+        return int(name.removeprefix("complex")) / 8
+    bits = _SHORT.get(name) or next(iter(map(int, re.findall(r"[a-z](\d+)", name))), None)
+    if bits is None and name in ("float", "double", "half", "int", "long", "short"):
+        bits = dtype_byte_size(getattr(torch, name)) * 8
+    if bits is None:
+        raise ConfigurationError(
+            f"{dtype!r} is no dtype with a number of bits. Give one such as torch.bfloat16 or 'int4'."
+        )
+    return bits / 8
+
+
+def named_module_tensors(
+    module: nn.Module, include_buffers: bool = True, recurse: bool = False, remove_non_persistent: bool = False
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """The parameters and buffers of a module by name, each once.
+
+    Args:
+        module: The module.
+        include_buffers: Whether buffers too.
+        recurse: Whether those of modules within it too.
+        remove_non_persistent: Leave out buffers that are not saved.
+    """
+    yield from module.named_parameters(recurse=recurse)
+    if not include_buffers:
+        return
+    saved = set(module.state_dict()) if remove_non_persistent else None
+    for name, buffer in module.named_buffers(recurse=recurse):
+        if saved is None or name in saved:
+            yield name, buffer
+
+
+def compute_module_sizes(
+    model: nn.Module,
+    dtype: str | torch.dtype | None = None,
+    special_dtypes: Mapping[str, str | torch.dtype] | None = None,
+    buffers_only: bool = False,
+) -> dict[str, int]:
+    """Bytes of each module with all that is in it.
+
+    Memory that several tensors share, in full or in part, is counted once: in the modules of the first of them.
+
+    Args:
+        model: The model.
+        dtype: Count floats as if they were of this dtype, where that is smaller.
+        special_dtypes: The same for single tensors, by name.
+        buffers_only: Count buffers alone.
+
+    Returns:
+        Bytes by the names of modules, parameters and buffers; those of the whole model under the empty name.
+    """
+    sizes: dict[str, int] = defaultdict(int)
+    sizes[""] = 0
+    covered: dict[Any, list[tuple[int, int]]] = defaultdict(list)
+    tensors = model.named_buffers() if buffers_only else named_module_tensors(model, recurse=True)
+    for name, tensor in tensors:
+        own = sum(_new_bytes(piece, covered) for piece in _pieces(tensor))
+        scale = 1.0
+        if special_dtypes is not None and name in special_dtypes:
+            scale = dtype_byte_size(special_dtypes[name]) / tensor.element_size()
+        elif dtype is not None and tensor.is_floating_point():
+            scale = min(1.0, dtype_byte_size(dtype) / tensor.element_size())
+        parts = name.split(".")
+        for end in range(len(parts) + 1):
+            sizes[".".join(parts[:end])] += int(own * scale)
+    return dict(sizes)
+
+
+def _pieces(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
+    """What a tensor is stored in: itself, or the tensors within one that wraps others (quantised, sharded)."""
+    if not is_traceable_wrapper_subclass(tensor):
+        yield tensor
+        return
+    for name in tensor.__tensor_flatten__()[0]:
+        yield from _pieces(getattr(tensor, name))
+
+
+def _new_bytes(tensor: torch.Tensor, covered: dict[Any, list[tuple[int, int]]]) -> int:
+    """The bytes of a tensor that no tensor before it covers."""
+    start, end = extent(tensor)
+    taken = covered[id_tensor_storage(tensor)[:2]]
+    left = end - start
+    reached = start
+    for first, last in sorted(taken):
+        low, high = max(first, reached), min(last, end)
+        if high > low:
+            left -= high - low
+            reached = high
+    taken.append((start, end))
+    return min(left, tensor.numel() * tensor.element_size())
+
+
+def get_max_layer_size(
+    modules: Sequence[tuple[str, nn.Module | torch.Tensor]],
+    module_sizes: Mapping[str, int],
+    no_split_module_classes: Sequence[str] | None,
+) -> tuple[int, list[str]]:
+    """The largest part of a model that has to be on one device.
+
+    Args:
+        modules: Names and modules, parameters or buffers.
+        module_sizes: What `compute_module_sizes` returned.
+        no_split_module_classes: Names of classes whose modules stay whole.
+
+    Returns:
+        Its bytes, and the names of all parts of that size.
+    """
+    kept_whole = no_split_module_classes or ()
+    largest, names = 0, list[str]()
+    waiting = list(modules)
+    while waiting:
+        name, module = waiting.pop(0)
+        inner = [] if isinstance(module, torch.Tensor) else list(module.named_children())
+        if inner and type(module).__name__ not in kept_whole:
+            own = [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]  # type: ignore[union-attr]
+            waiting = [(f"{name}.{below}", each) for below, each in (*own, *inner)] + waiting
+            continue
+        size = module_sizes.get(name, 0)
+        if size > largest:
+            largest, names = size, [name]
+        elif size == largest:
+            names.append(name)
+    return largest, names
+
+
+def calculate_maximum_sizes(model: nn.Module) -> tuple[int, tuple[int, list[str]]]:
+    """Bytes of a model, and the largest part of it that has to be on one device.
+
+    Args:
+        model: The model; `_no_split_modules`, as transformers' models have it, names classes that stay whole.
+
+    Returns:
+        The bytes, and what `get_max_layer_size` returns.
+    """
+    sizes = compute_module_sizes(model)
+    parts = [*model.named_parameters(recurse=False), *model.named_children(), *model.named_buffers(recurse=False)]
+    return sizes[""], get_max_layer_size(parts, sizes, list(getattr(model, "_no_split_modules", None) or []))

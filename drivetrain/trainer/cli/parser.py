@@ -1,0 +1,211 @@
+"""`TrainerArgumentParser`: options of Trainers, tasks, callbacks and optimizers by their signatures."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any, NoReturn, get_type_hints
+
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+from drivetrain import callbacks
+from drivetrain.callbacks import Callback
+from drivetrain.runtime.errors import nearest
+from drivetrain.strategies import Strategy
+from drivetrain.trackers import Tracker
+from drivetrain.trainer.cli.package import IS_INSTALLED, require_jsonargparse
+from drivetrain.trainer.cli.types import LRSchedulerTypeTuple
+from drivetrain.trainer.data_module import DataModule
+from drivetrain.trainer.task import Task
+from drivetrain.trainer.trainer import Trainer
+
+if TYPE_CHECKING or IS_INSTALLED:
+    from jsonargparse import ActionConfigFile, ArgumentParser, class_from_function
+else:
+    ArgumentParser = object
+
+AUTOMATIC = "AUTOMATIC"
+"""Where an optimizer goes that the command line itself hands to the task."""
+
+_NAMED = (Callback, Tracker, Strategy, Task, DataModule, Optimizer, LRScheduler)
+"""Classes whose subclasses are given by name."""
+
+_CLASS = re.compile(r"dot import path string: (\w+)")
+_OPTION = re.compile(r"--([\w.]+)")
+_KEY = re.compile(r"does not accept option '([\w.]+)'")
+
+
+class TrainerArgumentParser(ArgumentParser):
+    """The parser of jsonargparse with options of classes: those of callbacks, optimizers and schedules too.
+
+    Args:
+        *args: For `jsonargparse.ArgumentParser`.
+        description: What `--help` begins with.
+        env_prefix: How the names of variables begin.
+        default_env: Whether variables are read.
+        **kwargs: For `jsonargparse.ArgumentParser`.
+
+    Attributes:
+        callback_keys: Where the callbacks are that every run has.
+        optimizers: For each key the class of the optimizer, or several, and where it goes.
+        lr_schedulers: The same for schedules.
+    """
+
+    def __init__(
+        self,
+        *args: Any,
+        description: str = "Train, validate, test and predict.",
+        env_prefix: str = "TRAINER",
+        default_env: bool = False,
+        **kwargs: Any,
+    ) -> None:
+        require_jsonargparse(type(self).__name__)
+        kwargs.setdefault("allow_abbrev", False)  # a part of a name that fits by accident would go unnoticed
+        super().__init__(*args, description=description, env_prefix=env_prefix, default_env=default_env, **kwargs)
+        self.callback_keys: list[str] = []
+        self.optimizers: dict[str, tuple[Any, str]] = {}
+        self.lr_schedulers: dict[str, tuple[Any, str]] = {}
+
+    def add_config_option(self) -> None:
+        """Add `--config`, which reads a file."""
+        self.add_argument(
+            "-c", "--config", action=ActionConfigFile, help="Path to a configuration file in json or yaml format."
+        )
+
+    def add_class_args(
+        self, kind: type | Callable[..., Any], nested_key: str, subclass_mode: bool = False, required: bool = True
+    ) -> list[str]:
+        """Add the arguments of a constructor.
+
+        Callbacks that are added so belong to every run.
+
+        Args:
+            kind: The class: a Trainer, task, data module or callback; or a function that returns one.
+            nested_key: What the names of the options begin with.
+            subclass_mode: Whether options choose a subclass.
+            required: Whether one has to be chosen.
+
+        Returns:
+            The names of the options.
+        """
+        made = class_of(kind)
+        if issubclass(made, Callback):
+            self.callback_keys.append(nested_key)
+        if subclass_mode:
+            added = self.add_subclass_arguments(made, nested_key, fail_untyped=False, required=required)
+            return list(added or [])
+        if not isinstance(kind, type):
+            kind = class_from_function(kind, made)
+        return self.add_class_arguments(
+            kind, nested_key, fail_untyped=False, instantiate=not issubclass(made, Trainer), sub_configs=True
+        )
+
+    def add_optimizer_args(
+        self,
+        optimizer_class: type[Optimizer] | tuple[type[Optimizer], ...] = (Optimizer,),
+        nested_key: str = "optimizer",
+        link_to: str = AUTOMATIC,
+    ) -> None:
+        """Add the arguments of an optimizer.
+
+        Args:
+            optimizer_class: Its class; or a tuple of those whose subclasses options choose from.
+            nested_key: What the names of the options begin with.
+            link_to: The argument of the task that gets the configuration, for `instantiate_class`; by default the
+                optimizer is made for the task's parameters.
+        """
+        self._add_of_optimizer(optimizer_class, nested_key, "params")
+        self.optimizers[nested_key] = (optimizer_class, link_to)
+
+    def add_lr_scheduler_args(
+        self,
+        lr_scheduler_class: Any = LRSchedulerTypeTuple,
+        nested_key: str = "lr_scheduler",
+        link_to: str = AUTOMATIC,
+    ) -> None:
+        """Add the arguments of a schedule.
+
+        Args:
+            lr_scheduler_class: Its class; or a tuple of those whose subclasses options choose from.
+            nested_key: What the names of the options begin with.
+            link_to: The argument of the task that gets the configuration, for `instantiate_class`; by default the
+                schedule is made for the optimizer.
+        """
+        self._add_of_optimizer(lr_scheduler_class, nested_key, "optimizer")
+        self.lr_schedulers[nested_key] = (lr_scheduler_class, link_to)
+
+    def _add_of_optimizer(self, kind: Any, key: str, left_out: str) -> None:
+        options: dict[str, Any] = {"fail_untyped": False, "skip": {left_out}, "instantiate": False}
+        if isinstance(kind, tuple):
+            self.add_subclass_arguments(kind, key, **options)
+            self.groups[key].title = f"The {key.replace('_', ' ')}, by its class"
+        else:
+            self.add_class_arguments(kind, key, sub_configs=True, **options)
+
+    def error(self, message: str, ex: Exception | None = None) -> NoReturn:
+        """Exit with a message on what was given, and the option whose name is nearest where it is unknown."""
+        guess = self._guess(message)
+        super().error(f"{message.rstrip()}{'.' if guess else ''}{guess}", ex)
+
+    def print_usage(self, *args: Any, **kwargs: Any) -> None:
+        """Print nothing: with an option for each argument of a Trainer, the usage would bury the message."""
+
+    def _guess(self, message: str) -> str:
+        """What an unknown option, class, or key of a file may have been meant to be."""
+        classes = _CLASS.search(message)
+        if classes is not None:
+            return nearest(classes[1], {each.__name__ for kind in _NAMED for each in _subclasses(kind)})
+        found = _OPTION.search(message) if "nrecognized" in message else _KEY.search(message)
+        if found is None:
+            return ""
+        given = found[1]
+        guess = nearest(given, self._known())
+        if not guess and "." not in given:
+            tails = {each.rpartition(".")[2]: each for each in self._known()}
+            guess = f" Did you mean {tails[given]!r}?" if given in tails else nearest(given, tails)
+        return guess
+
+    def _known(self) -> list[str]:
+        """The names of this parser's options, and of its subcommands'."""
+        subcommands = self._subcommands_action.choices.values() if self._subcommands_action is not None else ()
+        return [
+            option.removeprefix("--")
+            for parser in (self, *subcommands)
+            for option in parser._option_string_actions
+            if option.startswith("--")
+        ]
+
+
+def load_named_classes() -> None:
+    """Import the callbacks, so that their names can be given without their modules."""
+    for name in callbacks.__all__:
+        getattr(callbacks, name)
+
+
+def _subclasses(kind: type) -> Iterator[type]:
+    """All subclasses of a class that are known so far."""
+    for each in kind.__subclasses__():
+        yield each
+        yield from _subclasses(each)
+
+
+def class_of(kind: type | Callable[..., Any]) -> type:
+    """A class, or that of what a function returns.
+
+    Args:
+        kind: The class or function.
+
+    Raises:
+        TypeError: The function has no annotation of what it returns.
+    """
+    if isinstance(kind, type):
+        return kind
+    try:
+        made = get_type_hints(kind).get("return")
+    except NameError:
+        made = inspect.signature(kind).return_annotation
+    if not isinstance(made, type):
+        raise TypeError(f"{kind} needs an annotation of the class that it returns, such as `-> Task`.")
+    return made

@@ -1,0 +1,493 @@
+"""`TrainerCLI`: a training script's command line, made of the signatures of its task, data module and Trainer."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar, NoReturn
+
+import yaml
+
+from drivetrain.callbacks import Callback
+from drivetrain.runtime.errors import CheckpointError, DrivetrainError
+from drivetrain.runtime.logging import get_logger
+from drivetrain.runtime.seeds import recorded_seed, set_seed
+from drivetrain.trainer.cli.configured_optimizers import (
+    ConfiguredOptimizers,
+    chosen_configuration,
+    override_optimizers,
+    with_class_path,
+)
+from drivetrain.trainer.cli.instantiation import ModuleInstantiator, configuration_of, instantiate_class
+from drivetrain.trainer.cli.package import is_of_jsonargparse, require_jsonargparse
+from drivetrain.trainer.cli.parser import AUTOMATIC, TrainerArgumentParser, class_of, load_named_classes
+from drivetrain.trainer.cli.save_config import SaveConfigCallback
+from drivetrain.trainer.cli.types import ArgsType, LRSchedulerTypeTuple, ReduceLROnPlateau
+from drivetrain.trainer.data_module import DataModule
+from drivetrain.trainer.task import Task
+from drivetrain.trainer.trainer import Trainer
+
+if TYPE_CHECKING:
+    from jsonargparse import Namespace
+    from torch.optim import Optimizer
+
+logger = get_logger(__name__)
+
+
+class TrainerCLI:
+    """A training script's command line: `fit`, `validate`, `test` and `predict`, with an option for every argument.
+
+    Making an object parses the command line, makes task, data module and Trainer of it, and runs the subcommand.
+    Options come from the signatures of the classes: `--trainer.max_epochs`, `--model.lr`, `--data.batch_size`; and
+    from files given by `--config`, the later ones and options on the right winning. `--print_config` prints all of
+    them as such a file. Needs `pip install "drivetrain[cli]"`.
+
+    Args:
+        model_class: The task's class, or a function that returns one. If None, `--model` chooses a subclass of `Task`.
+        datamodule_class: The data module's class, or a function that returns one. If None, `--data` may choose one.
+        save_config_callback: What saves the configuration beside each run, if anything does.
+        save_config_kwargs: Its arguments: `config_filename`, `overwrite`, `multifile`, `save_to_log_dir`.
+        trainer_class: The Trainer's class, or a function that returns one.
+        trainer_defaults: Other defaults of the Trainer's arguments. `callbacks` among them belong to every run.
+        seed_everything_default: The seed where none is given; True takes the one that was set before, else 0, and
+            False seeds nothing.
+        parser_kwargs: Arguments of the parser, such as `{"default_env": True}` to read variables
+            (`TRAINER_FIT__MODEL__LR`); or under a subcommand's name those of its parser.
+        parser_class: The parser's class.
+        subclass_mode_model: Whether `--model` chooses a subclass of `model_class`.
+        subclass_mode_data: Whether `--data` chooses a subclass of `datamodule_class`.
+        args: What to parse instead of the command line: a list as there, or a dict of values.
+        run: Whether there are subcommands, which are run. Without, task and Trainer are only made.
+        auto_configure_optimizers: Whether there are `--optimizer` and `--lr_scheduler`, which stand for the task's
+            `configure_optimizers` where they are given.
+        load_from_checkpoint_support: Whether `save_hyperparameters` keeps the configuration rather than the objects
+            made of it, so that `load_from_checkpoint` needs no arguments.
+
+    Attributes:
+        parser: The parser.
+        config: What was parsed.
+        config_init: The same with objects made of it.
+        subcommand: The subcommand; None with `run=False`.
+        model: The task.
+        datamodule: The data module, if there is one.
+        trainer: The Trainer.
+
+    Raises:
+        ConfigurationError: The package jsonargparse is not installed.
+        SystemExit: The command line has a mistake, which is printed, or asks for help.
+
+    Example:
+        ```python
+        import torch
+        from drivetrain import Task, TrainerCLI
+
+        class Line(Task):
+            def __init__(self, lr: float = 0.1):
+                super().__init__()
+                self.layer, self.lr = torch.nn.Linear(1, 1), lr
+
+            def training_step(self, batch, batch_idx):
+                return self.layer(batch).square().mean()
+
+            def train_dataloader(self):
+                return torch.utils.data.DataLoader(torch.ones(8, 1))
+
+            def configure_optimizers(self):
+                return torch.optim.SGD(self.parameters(), lr=self.lr)
+
+        if __name__ == "__main__":
+            TrainerCLI(Line, args=["fit", "--trainer.max_epochs", "1", "--model.lr", "0.01"])
+        ```
+    """
+
+    base_model: ClassVar[type[Task]] = Task
+    base_data: ClassVar[type[DataModule]] = DataModule
+    instantiator_path: ClassVar[str] = "drivetrain.trainer.cli.instantiate_module"
+    """What hyper-parameters name as the function that makes a task of them."""
+
+    def __init__(
+        self,
+        model_class: type[Task] | Callable[..., Task] | None = None,
+        datamodule_class: type[DataModule] | Callable[..., DataModule] | None = None,
+        save_config_callback: type[SaveConfigCallback] | None = SaveConfigCallback,
+        save_config_kwargs: dict[str, Any] | None = None,
+        trainer_class: type[Trainer] | Callable[..., Trainer] = Trainer,
+        trainer_defaults: dict[str, Any] | None = None,
+        seed_everything_default: bool | int = True,
+        parser_kwargs: dict[str, Any] | None = None,
+        parser_class: type[TrainerArgumentParser] = TrainerArgumentParser,
+        subclass_mode_model: bool = False,
+        subclass_mode_data: bool = False,
+        args: ArgsType = None,
+        run: bool = True,
+        auto_configure_optimizers: bool = True,
+        load_from_checkpoint_support: bool = True,
+    ) -> None:
+        require_jsonargparse(type(self).__name__)
+        self.model_class = model_class
+        self.datamodule_class = datamodule_class
+        self.save_config_callback = save_config_callback
+        self.save_config_kwargs = save_config_kwargs or {}
+        self.trainer_class = trainer_class
+        self.trainer_defaults = trainer_defaults or {}
+        self.seed_everything_default = seed_everything_default
+        self.parser_kwargs = parser_kwargs or {}
+        self.parser_class = parser_class
+        self.subclass_mode_model = model_class is None or subclass_mode_model
+        self.subclass_mode_data = datamodule_class is None or subclass_mode_data
+        self.auto_configure_optimizers = auto_configure_optimizers
+        self.config_dump: dict[str, Any] = {}
+        self._subparsers: dict[str, TrainerArgumentParser] = {}
+        self._method_arguments: dict[str, list[str]] = {}
+
+        main_kwargs, subparser_kwargs = self._split_parser_kwargs()
+        self.setup_parser(run, main_kwargs, subparser_kwargs)
+        self.parse_arguments(self.parser, args)
+        self.subcommand: str | None = self.config["subcommand"] if run else None
+        self._take_checkpoint_hyper_parameters()
+        self._seed()
+        if load_from_checkpoint_support:
+            self._add_instantiators()
+        self.before_instantiate_classes()
+        self.instantiate_classes()
+        self.after_instantiate_classes()
+        if self.subcommand is not None:
+            self._run_subcommand(self.subcommand)
+
+    # the parser
+
+    def _split_parser_kwargs(self) -> tuple[dict[str, Any], dict[str, Any]]:
+        """The arguments of the parser, and those of subcommands' parsers by name."""
+        names = self.subcommands()
+        own = {name: value for name, value in self.parser_kwargs.items() if name not in names}
+        return own, {name: value for name, value in self.parser_kwargs.items() if name in names}
+
+    def init_parser(self, **kwargs: Any) -> TrainerArgumentParser:
+        """Make a parser.
+
+        Args:
+            **kwargs: Its arguments.
+        """
+        kwargs.setdefault("dump_header", [self.version_line()])
+        parser = self.parser_class(**kwargs)
+        parser.add_config_option()
+        return parser
+
+    def version_line(self) -> str:
+        """The comment at the top of a saved configuration."""
+        from drivetrain import __version__
+
+        return f"drivetrain=={__version__}"
+
+    def setup_parser(
+        self, add_subcommands: bool, main_kwargs: dict[str, Any], subparser_kwargs: dict[str, Any]
+    ) -> None:
+        """Make the parser, and those of subcommands.
+
+        Args:
+            add_subcommands: Whether there are subcommands.
+            main_kwargs: Arguments of the parser.
+            subparser_kwargs: Those of subcommands' parsers by name.
+        """
+        load_named_classes()
+        self.parser = self.init_parser(**main_kwargs)
+        if not add_subcommands:
+            self._add_arguments(self.parser)
+            return
+        commands = self.parser.add_subcommands()
+        trainer_type = class_of(self.trainer_class)
+        for name in self.subcommands():
+            if not hasattr(trainer_type, name):
+                raise TypeError(f"{trainer_type.__name__} has no method for the subcommand {name!r}.")
+            parser = self._make_subparser(trainer_type, name, **subparser_kwargs.get(name, {}))
+            commands.add_subcommand(name, parser, help=_first_line(getattr(trainer_type, name)))
+
+    def _make_subparser(self, trainer_type: type, name: str, **kwargs: Any) -> TrainerArgumentParser:
+        kwargs.setdefault("description", _first_line(getattr(trainer_type, name)))
+        parser = self.init_parser(**kwargs)
+        self._add_arguments(parser)
+        added = parser.add_method_arguments(trainer_type, name, skip=set(self.subcommands()[name]))
+        self._method_arguments[name] = added
+        self._subparsers[name] = parser
+        return parser
+
+    def add_default_arguments_to_parser(self, parser: TrainerArgumentParser) -> None:
+        """Add the option for the seed.
+
+        Args:
+            parser: The parser of a subcommand, or the only one.
+        """
+        parser.add_argument(
+            "--seed_everything",
+            type=bool | int,
+            default=self.seed_everything_default,
+            help="Seed of all random numbers: a number; true for one that is chosen, false for none.",
+        )
+
+    def add_core_arguments_to_parser(self, parser: TrainerArgumentParser) -> None:
+        """Add the options of the Trainer, the task and the data module.
+
+        Args:
+            parser: The parser of a subcommand, or the only one.
+        """
+        parser.add_class_args(self.trainer_class, "trainer")
+        defaults = {f"trainer.{name}": value for name, value in self.trainer_defaults.items() if name != "callbacks"}
+        parser.set_defaults(defaults)
+        parser.add_class_args(self.model_class or self.base_model, "model", self.subclass_mode_model)
+        required = self.datamodule_class is not None
+        parser.add_class_args(self.datamodule_class or self.base_data, "data", self.subclass_mode_data, required)
+
+    def add_arguments_to_parser(self, parser: TrainerArgumentParser) -> None:
+        """Add options of your own, link some, or change defaults: override this.
+
+        Args:
+            parser: The parser of a subcommand, or the only one.
+        """
+
+    def _add_arguments(self, parser: TrainerArgumentParser) -> None:
+        self.add_default_arguments_to_parser(parser)
+        self.add_core_arguments_to_parser(parser)
+        self.add_arguments_to_parser(parser)
+        if self.auto_configure_optimizers:
+            if not parser.optimizers:
+                parser.add_optimizer_args()
+            if not parser.lr_schedulers:
+                parser.add_lr_scheduler_args(LRSchedulerTypeTuple)
+        self.link_optimizers_and_lr_schedulers(parser)
+
+    @staticmethod
+    def subcommands() -> dict[str, set[str]]:
+        """The Trainer's methods that are subcommands, each with the arguments that are no options."""
+        return {
+            "fit": {"model", "train_dataloaders", "val_dataloaders", "datamodule"},
+            "validate": {"model", "dataloaders", "datamodule"},
+            "test": {"model", "dataloaders", "datamodule"},
+            "predict": {"model", "dataloaders", "datamodule"},
+        }
+
+    @staticmethod
+    def link_optimizers_and_lr_schedulers(parser: TrainerArgumentParser) -> None:
+        """Link the configurations of optimizers and schedules to the task's arguments that take them.
+
+        Args:
+            parser: The parser of a subcommand, or the only one.
+        """
+        for key, (kind, link_to) in {**parser.optimizers, **parser.lr_schedulers}.items():
+            if link_to == AUTOMATIC:
+                continue
+            if isinstance(kind, tuple):
+                parser.link_arguments(key, link_to)
+            else:
+                parser.link_arguments(key, link_to, compute_fn=with_class_path(kind))
+
+    def parse_arguments(self, parser: TrainerArgumentParser, args: ArgsType) -> None:
+        """Parse the command line, or what was given instead.
+
+        Args:
+            parser: The parser.
+            args: A list as on the command line, a dict or a namespace; the command line if None.
+        """
+        if args is not None and len(sys.argv) > 1:
+            self.warn(
+                f"{type(self).__name__}'s args parameter stands for the command line, which has options, too: "
+                f"{sys.argv[1:]}. These are not read."
+            )
+        if args is None or isinstance(args, list | tuple):
+            self.config = parser.parse_args(args)
+        else:
+            self.config = parser.parse_object(args)
+
+    def _own_parser(self) -> TrainerArgumentParser:
+        """The parser of the subcommand, or the only one."""
+        return self.parser if self.subcommand is None else self._subparsers[self.subcommand]
+
+    def _own(self, config: Namespace) -> Namespace:
+        """The part of a configuration that belongs to the subcommand, or all of it."""
+        own: Namespace = config if self.subcommand is None else config[self.subcommand]
+        return own
+
+    def warn(self, message: str) -> None:
+        """Warn of something about the command line.
+
+        Args:
+            message: What of.
+        """
+        logger.warning(message)
+
+    def _refuse(self, error: Exception) -> NoReturn:
+        """Exit with an error's message, as for any mistake on the command line."""
+        self._own_parser().error(str(error), error)
+
+    # what was parsed
+
+    def _take_checkpoint_hyper_parameters(self) -> None:
+        """Take the task's hyper-parameters from the checkpoint that `--ckpt_path` names."""
+        path = self._own(self.config).get("ckpt_path")
+        if not path or not Path(path).exists():
+            return
+        try:
+            saved = self.base_model.saved_hyper_parameters(path)
+        except CheckpointError as error:
+            self._refuse(error)
+        values: dict[str, Any] = {"model": configuration_of(saved, self.subclass_mode_model)}
+        if not values["model"]:
+            return
+        try:
+            given = values if self.subcommand is None else {self.subcommand: values}
+            self.config = self.parser.parse_object(given, self.config)
+        except SystemExit:
+            sys.stderr.write(
+                f"Parsing of ckpt_path hyperparameters failed: those in {path} are not those of the model.\n"
+            )
+            raise
+
+    def _seed(self) -> None:
+        """Seed all generators, and remember with what."""
+        config = self._own(self.config)
+        given = config["seed_everything"]
+        if given is not False:
+            config["seed_everything"] = self.seed(None if given is True else given)
+
+    def seed(self, seed: int | None) -> int:
+        """Seed all generators.
+
+        Args:
+            seed: The seed; if None, the one that was set before, else 0.
+
+        Returns:
+            The seed.
+        """
+        chosen = (recorded_seed() or 0) if seed is None else seed
+        try:
+            set_seed(chosen)
+        except DrivetrainError as error:
+            self._refuse(error)
+        return chosen
+
+    def _add_instantiators(self) -> None:
+        """Let hyper-parameters of the task and the data module be their configuration."""
+        parser, config = self._own_parser(), self._own(self.config)
+        self.config_dump = yaml.safe_load(parser.dump(config, skip_link_targets=False, skip_none=False))
+        for kind, key, chosen in (
+            (self.model_class or self.base_model, "model", self.subclass_mode_model),
+            (self.datamodule_class or self.base_data, "data", self.subclass_mode_data),
+        ):
+            self.parser.add_instantiator(ModuleInstantiator(self, key), class_of(kind), subclasses=chosen)
+
+    # making what was chosen
+
+    def before_instantiate_classes(self) -> None:
+        """Called once the command line is parsed; override it to change `self.config`."""
+
+    def instantiate_classes(self) -> None:
+        """Make the data module, the task and the Trainer."""
+        try:
+            self.config_init = self.parser.instantiate_classes(self.config)
+            own = self._own(self.config_init)
+            self.datamodule: Any = own.get("data")
+            self.model: Any = own.get("model")
+            self._configure_optimizers()
+            self.trainer = self.instantiate_trainer()
+        except DrivetrainError as error:
+            self._refuse(error)
+        except (TypeError, ValueError) as error:
+            if is_of_jsonargparse(error):  # which has put the errors of several types that could be meant into one
+                self._refuse(error)
+            raise
+
+    def after_instantiate_classes(self) -> None:
+        """Called once task, data module and Trainer are made; override it."""
+
+    def instantiate_trainer(self, **kwargs: Any) -> Trainer:
+        """Make a Trainer.
+
+        Args:
+            **kwargs: Arguments that win over the configured ones.
+        """
+        own = self._own(self.config_init)
+        configured = own.get("trainer")
+        config = {**(configured.as_dict() if configured is not None else {}), **kwargs}
+        return self._instantiate_trainer(config, [own[key] for key in self._own_parser().callback_keys])
+
+    def _instantiate_trainer(self, config: dict[str, Any], callbacks: list[Callback]) -> Trainer:
+        """Make a Trainer of its arguments, and of callbacks that are not among them."""
+        always = self.trainer_defaults.get("callbacks")
+        every = [*_listed(config.get("callbacks")), *callbacks, *map(_made, _listed(always))]
+        if self.save_config_callback is not None and not config.get("fast_dev_run"):
+            parser, parsed = self._own_parser(), self._own(self.config)
+            every.append(self.save_config_callback(parser, parsed, **self.save_config_kwargs))
+        if "callbacks" in config:
+            config["callbacks"] = every
+        elif every:
+            name = getattr(self.trainer_class, "__name__", self.trainer_class)
+            self.warn(
+                f"The `{name}` class does not expose the `callbacks` argument, so none are added: "
+                f"{', '.join(type(each).__name__ for each in every)}."
+            )
+        return self.trainer_class(**config)
+
+    @staticmethod
+    def configure_optimizers(task: Task, optimizer: Optimizer, lr_scheduler: Any = None) -> Any:
+        """Return what stands for the task's `configure_optimizers`; override it to change how a schedule is used.
+
+        Args:
+            task: The task.
+            optimizer: The optimizer that was chosen.
+            lr_scheduler: The schedule, if one was.
+        """
+        if lr_scheduler is None:
+            return optimizer
+        if isinstance(lr_scheduler, ReduceLROnPlateau):
+            watching = {"scheduler": lr_scheduler, "monitor": lr_scheduler.monitor}
+            return {"optimizer": optimizer, "lr_scheduler": watching}
+        return [optimizer], [lr_scheduler]
+
+    def _configure_optimizers(self) -> None:
+        """Put the chosen optimizer in the place of the task's."""
+        parser, config = self._own_parser(), self._own(self.config)
+        optimizer = chosen_configuration(parser.optimizers, config, "optimizer")
+        lr_scheduler = chosen_configuration(parser.lr_schedulers, config, "lr_scheduler")
+        if optimizer is not None:
+            made = ConfiguredOptimizers(optimizer, lr_scheduler, self.configure_optimizers)
+            override_optimizers(self.model, made, type(self).__name__, self.warn)
+
+    # running
+
+    def _run_subcommand(self, name: str) -> None:
+        """Run a subcommand between its hooks."""
+        before, after = getattr(self, f"before_{name}", None), getattr(self, f"after_{name}", None)
+        run = getattr(self, name, None) or getattr(self.trainer, name)
+        if callable(before):
+            before()
+        config = self.config_init[name]
+        given = {key: config[key] for key in self._method_arguments[name]}
+        if self.datamodule is not None:
+            given["datamodule"] = self.datamodule
+        try:
+            run(model=self.model, **given)
+        except CheckpointError as error:
+            path = given.get("ckpt_path")
+            if path and "://" not in str(path) and not Path(path).exists():
+                self._refuse(error)
+            raise
+        if callable(after):
+            after()
+
+
+def _first_line(component: Any) -> str:
+    """The first line of a method's docstring."""
+    text = (component.__doc__ or "").strip()
+    return text.partition("\n")[0].strip()
+
+
+def _listed(given: Any) -> list[Any]:
+    """One or several as a list."""
+    if given is None:
+        return []
+    return list(given) if isinstance(given, list | tuple) else [given]
+
+
+def _made(callback: Any) -> Any:
+    """A callback that may be given as its configuration."""
+    return instantiate_class((), callback) if isinstance(callback, Mapping) else callback

@@ -1,0 +1,225 @@
+"""What of a run is measured, and under which names: bound before the loop, so that without a profiler nothing is."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import replace
+from functools import wraps
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from drivetrain.accelerator.step import StepHooks
+from drivetrain.callbacks.stage import Stage
+from drivetrain.runtime.errors import ConfigurationError, nearest
+from drivetrain.trainer.data_module import DataModule
+from drivetrain.trainer.profilers.base import TRAIN_DATA, PassThroughProfiler, Profiler
+
+if TYPE_CHECKING:
+    from drivetrain.callbacks import Callback
+    from drivetrain.data import CombinedLoader, PreparedLoader
+    from drivetrain.trainer.task import Task
+    from drivetrain.trainer.trainer import Trainer
+
+C = TypeVar("C", bound=Callable[..., Any])
+T = TypeVar("T")
+
+NAMES = ("simple", "advanced", "pytorch", "xla")
+
+
+class Actions:
+    """Gives the parts of a run to its profiler.
+
+    Each part asks for the function to call, once, before the loop: without a profiler it gets the function itself.
+
+    Args:
+        trainer: The trainer.
+        profiler: What was given to it.
+        barebones: Whether nothing may be around the loop.
+
+    Raises:
+        ConfigurationError: There is no such profiler, or none may be there.
+    """
+
+    def __init__(self, trainer: Trainer, profiler: Profiler | str | None, barebones: bool) -> None:
+        if profiler is not None and barebones:
+            raise ConfigurationError(
+                f"Trainer(barebones=True, profiler={profiler!r}): a profiler is something around the loop. "
+                "Leave one of the two out."
+            )
+        self._trainer = trainer
+        self.profiler = make_profiler(profiler)
+        self.measures = self.profiler.measures
+        self._words: Mapping[str, str] = {}
+        self._is_open = False
+        self._samples: int | None = 0
+        self._workers: int | None = None
+
+    def use_words(self, words: Mapping[str, str]) -> None:
+        """Let actions have another framework's words.
+
+        Args:
+            words: For `"Task"`, `"DataModule"` and names of strategies, what stands for them.
+        """
+        self._words = words
+
+    # names
+
+    def of_callback(self, callback: Callback, name: str) -> str:
+        """The action of a callback's hook; callbacks of one class differ in their `state_key`."""
+        twins = sum(type(each) is type(callback) for each in self._trainer.callbacks)
+        return f"[Callback]{callback.state_key if twins > 1 else type(callback).__name__}.{name}"
+
+    def of_strategy(self, name: str) -> str:
+        """The action of what the strategy runs."""
+        return f"[Strategy]{self._word(type(self._trainer.strategy).__name__)}.{name}"
+
+    def of_owner(self, owner: Task | DataModule, name: str) -> str:
+        """The action of a method of the task, or of the data module."""
+        kind = "DataModule" if isinstance(owner, DataModule) else "Task"
+        return f"[{self._word(kind)}]{type(owner).__name__}.{name}"
+
+    def _word(self, word: str) -> str:
+        return self._words.get(word, word)
+
+    # what is measured
+
+    def watch(self, action: str, function: C) -> C:
+        """The function to call for another: itself without a profiler.
+
+        Args:
+            action: The name under which it is measured.
+            function: The function.
+        """
+        if not self.measures:
+            return function
+        profile = self.profiler.profile
+
+        @wraps(function)
+        def measured(*args: Any, **kwargs: Any) -> Any:
+            with profile(action):
+                return function(*args, **kwargs)
+
+        return measured  # type: ignore[return-value]
+
+    def iterate(self, action: str, values: Iterable[T]) -> Iterable[T]:
+        """What to iterate over in place of an iterable, so that waiting for each value is measured.
+
+        Args:
+            action: The name under which it is measured.
+            values: The iterable.
+        """
+        return self._iterate(action, iter(values)) if self.measures else values
+
+    def iterate_training(self, values: Iterable[T], loader: PreparedLoader | CombinedLoader) -> Iterable[T]:
+        """The same for training batches, whose samples are counted.
+
+        Args:
+            values: The batches.
+            loader: The loader that they are from.
+        """
+        return self._count_samples(self._iterate(TRAIN_DATA, iter(values)), loader) if self.measures else values
+
+    def _count_samples(self, values: Iterator[T], loader: PreparedLoader | CombinedLoader) -> Iterator[T]:
+        self._workers = getattr(loader, "num_workers", None)
+        for value in values:
+            rows = None if loader.current is None else loader.current.real_rows
+            self._samples = None if rows is None or self._samples is None else self._samples + rows
+            yield value
+
+    def _iterate(self, action: str, values: Iterator[T]) -> Iterator[T]:
+        profile, ended = self.profiler.profile, object()
+        while True:
+            with profile(action):
+                value = next(values, ended)
+            if value is ended:
+                return
+            yield value  # type: ignore[misc]
+
+    def watch_step(self, hooks: StepHooks) -> StepHooks:
+        """What the engine runs in a step, measured.
+
+        Args:
+            hooks: What it would run without a profiler.
+        """
+        if not self.measures:
+            return hooks
+        strategy = self._trainer.strategy
+        return replace(
+            hooks,
+            run_backward=self.watch(self.of_strategy("backward"), hooks.run_backward or strategy.backward),
+            optimizer_step=self.watch(self.of_strategy("optimizer_step"), strategy.optimizer_step),
+        )
+
+    # before and after
+
+    def begin(self, task: Task, stage: Stage) -> None:
+        """Let the profiler begin with a run.
+
+        Args:
+            task: The task.
+            stage: What it is for.
+        """
+        if self.measures:
+            trainer = self._trainer
+            local_rank = trainer.local_rank if trainer.world_size > 1 else None
+            self.profiler.setup(stage.verb, local_rank, trainer.log_dir or trainer.default_root_dir)
+            self.profiler.attach(task, self._count_steps)
+            self._is_open, self._samples = True, 0
+
+    def finish(self, stage: Stage) -> None:
+        """Let the profiler report on the run that is over.
+
+        Args:
+            stage: What it was for.
+        """
+        if self._is_open:
+            self._is_open = False
+            self.profiler.describe()
+            if stage is Stage.TRAIN and self._trainer.is_global_zero:
+                self._print_verdict()
+            self.profiler.teardown(stage.verb)
+
+    def _print_verdict(self) -> None:
+        from drivetrain.trainer.profilers.simple import SimpleProfiler
+        from drivetrain.trainer.profilers.spent import time_spent
+
+        trainer = self._trainer
+        if isinstance(self.profiler, SimpleProfiler):
+            spent = time_spent(self.profiler, self._samples, self._workers, trainer.num_devices)
+            trainer.print(spent.verdict())
+
+    def _count_steps(self, kind: str) -> float:
+        current = self._trainer.current
+        if kind == Stage.TRAIN.step_name:
+            return current.training_batches
+        [stage] = [each for each in Stage if each.step_name == kind]
+        return sum(current.evaluation_batches.get(stage, ()), 0.0)
+
+
+def make_profiler(given: Profiler | str | None) -> Profiler:
+    """The profiler that an argument means.
+
+    Args:
+        given: A profiler, its name, or None.
+
+    Raises:
+        ConfigurationError: There is none of that name.
+    """
+    if given is None:
+        return PassThroughProfiler()
+    if isinstance(given, Profiler):
+        return given
+    name = given.lower() if isinstance(given, str) else ""
+    if name not in NAMES:
+        allowed = ", ".join(map(repr, NAMES))
+        raise ConfigurationError(
+            f"profiler={given!r}: give one of {allowed}, or a drivetrain.Profiler.{nearest(name, NAMES)}"
+        )
+    from drivetrain.trainer import profilers  # imports torch's profiler
+
+    kinds: dict[str, type[Profiler]] = {
+        "simple": profilers.SimpleProfiler,
+        "advanced": profilers.AdvancedProfiler,
+        "pytorch": profilers.PyTorchProfiler,
+        "xla": profilers.XLAProfiler,
+    }
+    return kinds[name]()

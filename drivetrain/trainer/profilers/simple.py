@@ -1,0 +1,110 @@
+"""How often each action ran, and how long it took."""
+
+from __future__ import annotations
+
+import math
+import os
+import time
+from array import array
+from collections import defaultdict
+from collections.abc import MutableSequence, Sequence
+
+from drivetrain.runtime.errors import ConfigurationError
+from drivetrain.trainer.profilers.base import Profiler
+
+_COLUMNS = ("Mean duration (s)", "Num calls", "Total time (s)", "Percentage %")
+
+
+class SimpleProfiler(Profiler):
+    """Measures the wall-clock time of each action, and reports mean, number and total of each.
+
+    An action that runs in another one counts in both; `own_seconds` has what each took without those in it. The end of
+    `fit` also names in a sentence what takes the time, such as waiting for data.
+
+    Args:
+        dirpath: The directory of the report; `trainer.log_dir` if None.
+        filename: The name of the report's file; printed if None.
+        extended: Whether the report has the number of calls and the share of the run.
+
+    Attributes:
+        recorded_durations: The seconds of each call, by action.
+        current_actions: When each action that is running began.
+        own_seconds: The seconds of each action without those of the actions in it.
+        start_time: When measuring began, on the clock of `time.perf_counter`.
+
+    Example:
+        ```python
+        from drivetrain import SimpleProfiler, Trainer
+
+        trainer = Trainer(profiler=SimpleProfiler(filename="times"), logger="csv")
+        ```
+    """
+
+    gives_verdict = True
+
+    def __init__(
+        self, dirpath: str | os.PathLike[str] | None = None, filename: str | None = None, extended: bool = True
+    ) -> None:
+        super().__init__(dirpath, filename)
+        self.extended = extended
+        self.current_actions: dict[str, float] = {}
+        self.recorded_durations: defaultdict[str, MutableSequence[float]] = defaultdict(lambda: array("d"))
+        self.own_seconds: dict[str, float] = defaultdict(float)
+        self._within: list[float] = []  # for each open action, the seconds of those that ran in it
+        self.start_time = time.perf_counter()
+
+    def setup(self, stage: str, local_rank: int | None = None, log_dir: str | None = None) -> None:
+        super().setup(stage, local_rank, log_dir)
+        self.current_actions.clear()
+        self.recorded_durations.clear()
+        self.own_seconds.clear()
+        self._within.clear()
+        self.start_time = time.perf_counter()
+
+    def start(self, action_name: str) -> None:
+        if action_name in self.current_actions:
+            raise ConfigurationError(
+                f"Attempted to start {action_name}, which has not stopped yet. Give each action that runs in another "
+                "one a name of its own."
+            )
+        self._within.append(0.0)
+        self.current_actions[action_name] = time.perf_counter()
+
+    def stop(self, action_name: str) -> None:
+        now = time.perf_counter()
+        if action_name not in self.current_actions:
+            raise ConfigurationError(
+                f"Attempting to stop recording an action ({action_name}) which was never started. Call start first, "
+                "or use profile."
+            )
+        seconds = now - self.current_actions.pop(action_name)
+        self.own_seconds[action_name] += seconds - self._within.pop()
+        if self._within:
+            self._within[-1] += seconds
+        self.recorded_durations[action_name].append(seconds)
+
+    def summary(self) -> str:
+        stage = "" if self._stage is None else f"{self._stage.upper()} "
+        elapsed = time.perf_counter() - self.start_time
+        rows = []
+        for name, durations in self.recorded_durations.items():
+            total = math.fsum(durations)
+            share = 100.0 * total / elapsed if elapsed > 0 else 0.0
+            rows.append((total, [name, total / len(durations), len(durations), total, share]))
+        rows.sort(key=lambda row: row[0], reverse=True)
+        calls = sum(len(durations) for durations in self.recorded_durations.values())
+        chosen = (0, 1, 2, 3, 4) if self.extended else (0, 1, 3)
+        width = max((len(name) for name in self.recorded_durations), default=0)
+
+        def line(cells: Sequence[object]) -> str:
+            texts = [f"{cell:.5}" if isinstance(cell, float) else str(cell) for cell in (cells[i] for i in chosen)]
+            padded = [texts[0].ljust(width), *(text.ljust(15) for text in texts[1:])]
+            return "|" + "".join(f"  {text}\t|" for text in padded)
+
+        header = line(("Action", *_COLUMNS))
+        rule = "-" * (len(header.expandtabs()) + 1)
+        lines = [f"{stage}Profiler Report", "", rule, header, rule]
+        if self.extended:
+            lines += [line(("Total", "-", calls, elapsed, "100 %")), rule]
+        lines += [line(cells) for _, cells in rows]
+        return os.linesep.join([*lines, rule, ""])

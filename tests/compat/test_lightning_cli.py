@@ -1,0 +1,138 @@
+"""`LightningCLI`: what Lightning's command line has written, and its variables, seeds and names."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+import drivetrain.compat
+from drivetrain import Callback
+from drivetrain.compat.lightning.pytorch.demos.boring_classes import BoringModel
+from tests.pool import run_in_processes
+
+# The keys of a Trainer are all that Lightning 2.6 writes there.
+WRITTEN = """# lightning.pytorch==2.6.6
+seed_everything: 3
+trainer:
+  accelerator: cpu
+  strategy: auto
+  devices: 1
+  num_nodes: 1
+  precision: null
+  logger: false
+  callbacks:
+  - class_path: lightning.pytorch.callbacks.EarlyStopping
+    init_args:
+      monitor: x
+      strict: false
+  fast_dev_run: false
+  max_epochs: 1
+  min_epochs: null
+  max_steps: -1
+  min_steps: null
+  max_time: null
+  limit_train_batches: 2
+  limit_val_batches: 1
+  limit_test_batches: null
+  limit_predict_batches: null
+  overfit_batches: 0.0
+  val_check_interval: null
+  check_val_every_n_epoch: 1
+  num_sanity_val_steps: null
+  log_every_n_steps: null
+  enable_checkpointing: null
+  enable_progress_bar: false
+  enable_model_summary: false
+  accumulate_grad_batches: 1
+  gradient_clip_val: null
+  gradient_clip_algorithm: null
+  deterministic: null
+  benchmark: null
+  inference_mode: true
+  use_distributed_sampler: true
+  profiler: null
+  detect_anomaly: false
+  barebones: false
+  plugins: null
+  sync_batchnorm: false
+  reload_dataloaders_every_n_epochs: 0
+  default_root_dir: null
+  enable_autolog_hparams: true
+  model_registry: null
+model:
+  class_path: tests.compat.test_lightning_cli.Saved
+  init_args:
+    width: 5
+data: null
+optimizer:
+  class_path: torch.optim.Adam
+  init_args:
+    lr: 0.25
+lr_scheduler: null
+ckpt_path: null
+weights_only: null
+"""
+
+
+class Saved(BoringModel):
+    def __init__(self, width: int = 3) -> None:
+        super().__init__()
+        self.save_hyperparameters()
+        self.width = width
+
+
+def run_what_lightning_wrote() -> dict[str, Any]:
+    drivetrain.compat.install("lightning", "pytorch_lightning", "lightning_fabric")
+    from lightning.pytorch import LightningModule
+    from lightning.pytorch.cli import LightningCLI
+
+    Path("written.yaml").write_text(WRITTEN)
+    made = LightningCLI(args=["fit", "--config", "written.yaml"])
+    saved = yaml.safe_load(Path("config.yaml").read_text())
+    made.trainer.save_checkpoint("saved")
+    again = LightningModule.load_from_checkpoint("saved")
+    os.environ["PL_TRAINER__LIMIT_TRAIN_BATCHES"] = "7"
+    by_variable = LightningCLI(type(made.model), run=False, args=[], parser_kwargs={"default_env": True})
+    return {
+        "steps": made.trainer.global_step,
+        "learning rate": made.trainer.optimizers[0].defaults["lr"],
+        "seed": os.environ["PL_GLOBAL_SEED"],
+        "written again": saved["trainer"]["callbacks"][0]["class_path"],
+        "instantiator": made.model.hparams.get("_instantiator"),
+        "loaded": [type(again).__name__, again.width],
+        "by variable": by_variable.trainer.limit_train_batches,
+    }
+
+
+def test_a_configuration_that_lightning_wrote_runs_and_is_written_again_for_both(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("sys.argv", ["train.py"])
+    [seen] = run_in_processes(run_what_lightning_wrote, 1)
+    assert seen == {
+        "steps": 2,
+        "learning rate": 0.25,
+        "seed": "3",
+        "written again": "lightning.pytorch.callbacks.EarlyStopping",
+        "instantiator": "lightning.pytorch.cli.instantiate_module",
+        "loaded": ["Saved", 5],
+        "by variable": 7,
+    }
+
+
+def test_forced_callbacks_and_modules_are_added_under_lightnings_name() -> None:
+    from drivetrain.compat.lightning.pytorch.cli import LightningArgumentParser
+
+    class Counting(Callback):
+        def __init__(self, upto: int = 3) -> None:
+            self.upto = upto
+
+    parser = LightningArgumentParser()
+    parser.add_lightning_class_args(Counting, "counting")
+    assert parser.callback_keys == ["counting"]
+    assert parser.parse_args(["--counting.upt=5"]).counting.upto == 5

@@ -1,0 +1,103 @@
+"""What a command line leaves in checkpoints, and what is made of that again."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from drivetrain import CheckpointError, DataModule, Task
+from drivetrain.trainer.cli import instantiate_class, instantiate_module
+from tests.trainer.cli.made import Injected, Line, Ones, Sized, command
+
+INJECTED = ["--model.activation=torch.nn.LeakyReLU", "--model.activation.negative_slope=0.5", "--model.optimizer=SGD"]
+
+
+@pytest.fixture(autouse=True)
+def in_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("sys.argv", ["train.py"])
+
+
+def saved(*args: str, **kwargs: Any) -> Any:
+    """Fit, and save a checkpoint under `saved`."""
+    made = command("fit", *args, **kwargs)
+    made.trainer.save_checkpoint("saved")
+    return made
+
+
+def test_a_task_with_parts_is_made_again_without_arguments() -> None:
+    saved(*INJECTED, "--model.optimizer.lr=0.25", model=Injected, auto_configure_optimizers=False)
+    again = Injected.load_from_checkpoint("saved")
+    assert isinstance(again.activation, torch.nn.LeakyReLU)
+    assert again.activation.negative_slope == 0.5
+    [optimizer], [schedule] = again.configure_optimizers()
+    assert isinstance(optimizer, torch.optim.SGD)
+    assert isinstance(schedule, torch.optim.lr_scheduler.ConstantLR)
+    assert optimizer.defaults["lr"] == 0.25
+    assert again.hparams["activation"]["class_path"] == "torch.nn.LeakyReLU"
+
+
+def test_a_class_that_was_chosen_is_made_again_through_its_base() -> None:
+    saved("--model=Sized", "--model.depth=2", "--data=Ones", "--data.batch_size=2", model=None, data=None)
+    again = Task.load_from_checkpoint("saved", lr=0.75)
+    assert isinstance(again, Sized)
+    assert (again.depth, again.lr) == (2, 0.75)
+    data = DataModule.load_from_checkpoint("saved")
+    assert isinstance(data, Ones)
+    assert data.batch_size == 2
+
+
+def test_a_task_within_a_task_keeps_its_own_hyper_parameters() -> None:
+    class Outer(Line):
+        def __init__(self, lr: float = 0.5, inner_lr: float = 0.25) -> None:
+            super().__init__(lr)
+            self.save_hyperparameters()
+            self.inner = Line(inner_lr)
+
+    made = command("--model.inner_lr=0.125", model=Outer, run=False)
+    assert made.model.inner.hparams == {"lr": 0.125, "width": 1}
+    assert {name: made.model.hparams[name] for name in ("lr", "inner_lr")} == {"lr": 0.5, "inner_lr": 0.125}
+
+
+def test_without_support_for_checkpoints_the_arguments_themselves_are_kept() -> None:
+    made = command("--model.lr=0.5", run=False, load_from_checkpoint_support=False)
+    assert made.model.hparams == {"lr": 0.5, "width": 1}
+
+
+def test_verbs_take_the_hyper_parameters_of_the_checkpoint() -> None:
+    first = saved("--model.width=3")
+    made = command("test", "--ckpt_path=saved")
+    assert torch.equal(made.model.layer.weight, first.model.layer.weight)
+
+
+def test_a_checkpoint_of_another_model_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    saved("--model.depth=2", model=Sized)
+    with pytest.raises(SystemExit, match="2"):
+        command("test", "--ckpt_path=saved")
+    printed = capsys.readouterr().err
+    assert "Parsing of ckpt_path hyperparameters failed" in printed
+    assert "depth" in printed
+
+
+def test_only_known_functions_make_tasks_of_what_a_checkpoint_holds() -> None:
+    made = command(run=False)
+    made.model.hparams["_instantiator"] = "os.system"
+    made.trainer.fit(made.model, datamodule=made.datamodule)
+    made.trainer.save_checkpoint("saved")
+    with pytest.raises(CheckpointError, match=r"os\.system"):
+        Line.load_from_checkpoint("saved")
+
+
+def test_hyper_parameters_that_do_not_fit_are_named() -> None:
+    with pytest.raises(ValueError, match="depth"):
+        instantiate_module(Line, {"depth": 3})
+
+
+def test_an_optimizer_is_made_of_its_configuration() -> None:
+    layer = torch.nn.Linear(1, 1)
+    init = {"class_path": "torch.optim.SGD", "init_args": {"lr": 0.5}, "dict_kwargs": {"momentum": 0.25}}
+    made = instantiate_class(layer.parameters(), init)
+    assert (made.defaults["lr"], made.defaults["momentum"]) == (0.5, 0.25)
