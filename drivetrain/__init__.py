@@ -76,6 +76,7 @@ _EXPORTS: dict[str, str] = {
     "RichModelSummary": "drivetrain.callbacks",
     "RichProgressBar": "drivetrain.callbacks",
     "RichProgressBarTheme": "drivetrain.callbacks.rich_progress_bar",
+    "RunReport": "drivetrain.callbacks",
     "ModelPruning": "drivetrain.callbacks",
     "measure_flops": "drivetrain.callbacks.support.flops",
     "GradientNorm": "drivetrain.callbacks",
@@ -152,6 +153,7 @@ _EXPORTS: dict[str, str] = {
     "ProcessEnvironment": "drivetrain.runtime.environment",
     "DeviceKind": "drivetrain.runtime.devices",
     "register_device": "drivetrain.runtime.devices",
+    "Duration": "drivetrain.runtime.durations",
     "DrivetrainError": "drivetrain.runtime.errors",
     "gather": "drivetrain.runtime.collectives",
     "gather_object": "drivetrain.runtime.collectives",
@@ -241,6 +243,7 @@ if TYPE_CHECKING:
     from drivetrain.callbacks import PredictionWriter as PredictionWriter
     from drivetrain.callbacks import RichModelSummary as RichModelSummary
     from drivetrain.callbacks import RichProgressBar as RichProgressBar
+    from drivetrain.callbacks import RunReport as RunReport
     from drivetrain.callbacks import SpeedMonitor as SpeedMonitor
     from drivetrain.callbacks import StochasticWeightAveraging as StochasticWeightAveraging
     from drivetrain.callbacks import StragglerMonitor as StragglerMonitor
@@ -282,6 +285,7 @@ if TYPE_CHECKING:
     from drivetrain.runtime.collectives import reduce as reduce
     from drivetrain.runtime.devices import DeviceKind as DeviceKind
     from drivetrain.runtime.devices import register_device as register_device
+    from drivetrain.runtime.durations import Duration as Duration
     from drivetrain.runtime.environment import ProcessEnvironment as ProcessEnvironment
     from drivetrain.runtime.errors import CheckpointError as CheckpointError
     from drivetrain.runtime.errors import CollectiveError as CollectiveError

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import nn
 
 from drivetrain.runtime.errors import ConfigurationError
+from drivetrain.runtime.logging import get_logger
 from drivetrain.strategies import StepModule
+
+logger = get_logger(__name__)
 
 
 @dataclass(frozen=True)
@@ -37,8 +41,6 @@ class Compilation:
     options: Mapping[str, Any] | None = None
 
     def __post_init__(self) -> None:
-        import torch
-
         from_torch = [*torch.compiler.list_backends(exclude_tags=()), "inductor"]
         if self.backend not in from_torch:
             raise ConfigurationError(
@@ -47,15 +49,35 @@ class Compilation:
             )
 
     def apply(self, model: nn.Module) -> None:
-        """Compile a model in place; of a Trainer's task, each of its modules. What is compiled already stays so."""
-        whole = list(model.task.children()) if isinstance(model, StepModule) else [model]
+        """Compile a model in place; of a Trainer's task, each of its modules. What is compiled already stays so.
+
+        The steps of a task stay outside, so that logging breaks no graph.
+        """
+        whole = _callable_parts(model.task) if isinstance(model, StepModule) else [model]
+        if not whole:
+            logger.warning_once(
+                "There is nothing to compile: the task has no modules with parameters. Put what it computes into a "
+                "torch.nn.Module that it holds."
+            )
         for part in whole:
             for module in self._regions(part) if self.regional else [part]:
                 if getattr(module, "_compiled_call_impl", None) is None:
-                    module.compile(**self._options())
+                    self._compile(module)
+
+    def _compile(self, module: nn.Module) -> None:
+        if type(module).__module__.startswith("torch.nn"):
+            # The compiler leaves out frames of torch's own files, and with them all of such a module (torch 2.13).
+            module._compiled_call_impl = torch.compile(_reached_by_us(module._call_impl), **self._options())
+        else:
+            module.compile(**self._options())
 
     def _regions(self, model: nn.Module) -> list[nn.Module]:
         """The blocks of a model that are there several times; the model where there are none."""
+        from drivetrain.strategies.fsdp.wrapping import repeated_blocks  # imports torch's FSDP
+
+        blocks = repeated_blocks(model)
+        if blocks:
+            return blocks
         found: list[nn.Module] = []
         for module in model.modules():
             if isinstance(module, nn.ModuleList | nn.Sequential):
@@ -70,3 +92,21 @@ class Compilation:
             options["options"] = dict(self.options)
         # Torch takes a mode for inductor only.
         return {**options, "mode": self.mode} if self.mode not in (None, "default") else options
+
+
+def _callable_parts(module: nn.Module) -> list[nn.Module]:
+    """The outermost modules in a module that have parameters and can be called, unlike a `ModuleList`."""
+    found: list[nn.Module] = []
+    for child in module.children():
+        if type(child).forward is nn.Module.forward:
+            found += _callable_parts(child)
+        elif any(True for _ in child.parameters()):
+            found.append(child)
+    return found
+
+
+def _reached_by_us(call: Callable[..., Any]) -> Callable[..., Any]:
+    def run(*args: Any, **kwargs: Any) -> Any:
+        return call(*args, **kwargs)
+
+    return run

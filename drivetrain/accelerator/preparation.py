@@ -74,6 +74,7 @@ class Preparation:
         options: How objects are prepared.
 
     Attributes:
+        compilation: How models are compiled; None where they are not.
         batch_placement: The strategy's own way of bringing batches over, if it has one.
     """
 
@@ -89,7 +90,7 @@ class Preparation:
     ) -> None:
         self.options = options
         plugin = options.dynamo_plugin
-        self._compilation = Launched.here().compilation if plugin is None else plugin.compilation()
+        self.compilation = Launched.here().compilation if plugin is None else plugin.compilation()
         self.batch_placement = find_batch_placement(strategy, active)
         self._state, self._strategy, self._precision = state, strategy, precision
         self._step, self._prepared, self._active = step, prepared, active
@@ -148,8 +149,8 @@ class Preparation:
         prepared, stepped = self._strategy.prepare(
             model, [unwrap_optimizer(optimizer) for optimizer in optimizers], self._precision, move
         )
-        if self._compilation is not None:
-            self._compilation.apply(self._strategy.unwrap(prepared) if not isinstance(model, StepModule) else model)
+        if self.compilation is not None:
+            self.compilation.apply(self._strategy.unwrap(prepared) if not isinstance(model, StepModule) else model)
         self._prepared.models.append(prepared)
         rewrapped = [
             given if isinstance(given, PreparedOptimizer) and given.optimizer is new else new

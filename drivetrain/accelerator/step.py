@@ -127,6 +127,17 @@ class OptimizerStep:
         for after in self._after_backward:
             after()
 
+    def backward_each(self, losses: Sequence[tuple[Tensor, Sequence[Tensor]]], share: float = 1.0) -> None:
+        """Compute the gradients of several losses of one micro-batch, each for some parameters alone.
+
+        Args:
+            losses: Each loss, and the tensors that its gradients are for (see `Gradients.leaves`).
+            share: What the micro-batch counts for beside those of the other processes.
+        """
+        last = len(losses) - 1
+        for number, (loss, leaves) in enumerate(losses):
+            self.backward(loss, share=share, inputs=list(leaves), retain_graph=number < last)
+
     def _weigh(self, loss: Tensor, weight: Tensor | float | None, share: float) -> Tensor:
         if not self.window.planned and not self.window.holds_gradients:
             self.weights.discard()  # of a loop that was left before its step

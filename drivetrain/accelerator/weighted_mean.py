@@ -27,6 +27,7 @@ class WeightedMean:
     Attributes:
         in_use: Whether losses have weights; None before the first one.
         pending: Whether there are gradients of sums that `finish` has not been called for.
+        total: What the losses of the last finished window weigh, over all processes.
     """
 
     def __init__(self, strategy: Strategy) -> None:
@@ -35,6 +36,7 @@ class WeightedMean:
         self._weights: list[Tensor] = []
         self.in_use: bool | None = None
         self.pending = False
+        self.total: Tensor | None = None
 
     def decide(self, weight: Tensor | float | None) -> bool:
         """Find out whether losses have weights, by the first of all; call it on all processes.
@@ -95,7 +97,7 @@ class WeightedMean:
             gradients.require_reduced(model)  # else the sum below meets the reduction that the peers are still in
         device = self._strategy.topology.device
         own = torch.stack(self._weights).sum() if self._weights else torch.zeros((), dtype=_wide(device), device=device)
-        total = self._strategy.topology.sum(own)
+        self.total = total = self._strategy.topology.sum(own)
         # Without any weight there is no gradient either.
         factor = torch.where(total > 0, self._divisor / total, torch.zeros_like(total)).float()
         for model, optimizers in parts:

@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from torch import Tensor
     from torch.optim import Optimizer
 
+    from drivetrain.runtime.durations import Duration
     from drivetrain.trainer.task import Task
     from drivetrain.trainer.trainer import Trainer
 
@@ -57,6 +58,10 @@ class Callback(KnownKeywords):
 
     guards_values: ClassVar[bool] = False
     """Whether this callback acts on losses that are not finite, so that the Trainer need not warn of them."""
+
+    rhythm: Duration | None = None
+    """How often this callback acts, where that is measured in samples, tokens or parts of the run: the Trainer then
+    counts these, and `trainer.progress.count` returns how many there were."""
 
     def print(self, *args: Any, **kwargs: Any) -> None:
         """Print without breaking what this callback shows; called where `is_progress_bar` is set.

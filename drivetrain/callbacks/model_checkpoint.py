@@ -14,15 +14,16 @@ from drivetrain.callbacks.checkpoint import folder
 from drivetrain.callbacks.checkpoint.decision import decide
 from drivetrain.callbacks.checkpoint.kept import KeptCheckpoints
 from drivetrain.callbacks.checkpoint.lightning_state import from_lightning, to_lightning
-from drivetrain.callbacks.checkpoint.options import check_intervals, check_options
+from drivetrain.callbacks.checkpoint.options import Rhythm, check_options
 from drivetrain.callbacks.checkpoint.policy import BestK, CheckpointName
 from drivetrain.callbacks.checkpoint.restored import RestoredState, number
+from drivetrain.callbacks.checkpoint.step_count import StepCount
 from drivetrain.callbacks.checkpoint.step_timer import StepTimer
 from drivetrain.callbacks.checkpoint.writer import CheckpointWriter
 from drivetrain.callbacks.support.agreement import decide_on_main_process
 from drivetrain.callbacks.support.monitored_metric import find_typo
 from drivetrain.runtime.assembly import all_arrive
-from drivetrain.runtime.durations import parse_duration
+from drivetrain.runtime.durations import Duration, Unit
 from drivetrain.runtime.errors import CheckpointError, ConfigurationError, DrivetrainError
 from drivetrain.runtime.logging import get_logger
 
@@ -62,7 +63,7 @@ class ModelCheckpoint(Callback):
         auto_insert_metric_name: Write `epoch=3` into the name rather than `3`.
         every_n_train_steps: Save every so many optimizer steps.
         train_time_interval: Save each time so much time has gone by, on the main process's clock: a timedelta, a dict
-            of its arguments or `"DD:HH:MM:SS"`. A resumed run continues the interval that was under way when its
+            of its arguments, `"DD:HH:MM:SS"` or `"10 min"`. A resumed run continues the interval under way when its
             checkpoint was written; the time that nothing ran does not count.
         every_n_epochs: Save every so many epochs; 1 by default if no other interval is given.
         save_on_train_epoch_end: Save at the end of the training epoch (True) or after each validation
@@ -76,6 +77,8 @@ class ModelCheckpoint(Callback):
         total_limit: Keep at most so many checkpoints in the directory, also of earlier runs: the oldest go. The best
             ones by `monitor`, `last` and the newest count, but always stay.
         async_save: Write in the background while training continues; one save at a time.
+        every: How often to save, in any unit: `"1000 steps"`, `"2 epochs"`, `"10 min"`, `"1M samples"`,
+            `"50M tokens"`, `"10%"` of the run. It takes the place of the three intervals above.
         on_save_error: `"raise"`, or `"warn"` to log the error, such as a full disk, and continue the run.
             Either way the checkpoints before stay as they are.
 
@@ -124,10 +127,9 @@ class ModelCheckpoint(Callback):
         total_limit: int | None = None,
         async_save: bool = False,
         on_save_error: str = "raise",
+        every: str | Duration | None = None,
     ) -> None:
-        interval = parse_duration(train_time_interval, "train_time_interval")
         check_options(mode, save_last, save_top_k, monitor, total_limit, on_save_error)
-        check_intervals(every_n_train_steps, interval, every_n_epochs)
         self.dirpath = os.path.expanduser(os.fspath(dirpath)) if dirpath is not None else None
         self.filename = filename
         self.monitor = monitor
@@ -137,11 +139,9 @@ class ModelCheckpoint(Callback):
         self.save_weights_only = save_weights_only
         self.mode = mode
         self.auto_insert_metric_name = auto_insert_metric_name
-        self.every_n_train_steps = every_n_train_steps or 0
-        self.train_time_interval = interval
-        if every_n_epochs is None:
-            every_n_epochs = 0 if every_n_train_steps or interval else 1
-        self.every_n_epochs = every_n_epochs
+        self.every_n_train_steps, self.train_time_interval, self.every_n_epochs, self.rhythm = Rhythm.of(
+            every_n_train_steps, train_time_interval, every_n_epochs, every
+        )
         self.save_on_train_epoch_end = save_on_train_epoch_end
         self.enable_version_counter = enable_version_counter
         self.save_on_exception = self.saves_within_steps = save_on_exception
@@ -160,7 +160,7 @@ class ModelCheckpoint(Callback):
         self._fits = self._last_step = self._validations = 0
         self._judged = 0  # how many validations came before the last epoch's end
         self._waits_for_validation = self._gets_ready = False
-        self._timer: StepTimer | None = None
+        self._timer: StepTimer | StepCount | None = None
         self._elapsed = 0.0  # seconds of the interval under way, in the run before
 
     # what there is
@@ -247,6 +247,7 @@ class ModelCheckpoint(Callback):
             every_n_train_steps=self.every_n_train_steps,
             every_n_epochs=self.every_n_epochs,
             train_time_interval=self.train_time_interval and self.train_time_interval.total_seconds(),
+            **({} if self.rhythm is None else {"every": str(self.rhythm)}),
         )
 
     def state_dict(self) -> dict[str, Any]:
@@ -334,9 +335,7 @@ class ModelCheckpoint(Callback):
         if not self._is_resumed:
             self._last_step = trainer.global_step
         self._training = self._gets_ready = self._fitting
-        self._timer = None
-        if self.train_time_interval is not None and self._fitting:
-            self._timer = StepTimer(self.train_time_interval.total_seconds(), trainer.global_step, self._elapsed)
+        self._timer = self._make_timer(trainer) if self._fitting else None
 
     def on_train_batch_end(self, trainer: Trainer, task: Task, outputs: Any, batch: Any, batch_idx: int) -> None:
         if not self._writer.is_idle:
@@ -394,6 +393,15 @@ class ModelCheckpoint(Callback):
                 logger.error(f"ModelCheckpoint(save_on_exception=True): {error}")  # the run ends with its own
         else:
             logger.warning("ModelCheckpoint: not all processes raised, so no checkpoint of this moment can be saved.")
+
+    def _make_timer(self, trainer: Trainer) -> StepTimer | StepCount | None:
+        every, interval = self.rhythm, self.train_time_interval
+        if every is not None:
+            every = trainer.resolve_duration(every, "ModelCheckpoint(every)")
+            if every.unit is not Unit.SECONDS:
+                return StepCount(trainer.progress, every)
+            interval = every.timedelta
+        return None if interval is None else StepTimer(interval.total_seconds(), trainer.global_step, self._elapsed)
 
     def _name_given(self, trainer: Trainer) -> str | None:
         """The name that `filename` stands for now, which no checkpoint has; None where none was given."""

@@ -83,7 +83,7 @@ def module_rows(model: nn.Module, max_depth: int, strategy: Strategy | None) -> 
         (
             name,
             (type(module) if state is None else state.original_type(module)).__name__,
-            _short(_count(module, state)[0]),
+            _short(count_parameters(module, state)[0]),
         )
         for name, module in _modules(model, "", max_depth)
     ]
@@ -96,7 +96,7 @@ def total_lines(model: nn.Module, strategy: Strategy | None) -> list[str]:
         model: The model.
         strategy: What shards the model, if anything: all of it counts.
     """
-    total, trainable = _count(model, None if strategy is None else strategy.state)
+    total, trainable = count_parameters(model, None if strategy is None else strategy.state)
     lines = [f"{total:,} parameters, {trainable:,} of them trainable"]
     if any(isinstance(parameter, UninitializedParameter) for parameter in model.parameters()):
         lines.append("Lazy modules count from their first forward on.")
@@ -111,8 +111,13 @@ def _modules(model: nn.Module, prefix: str, depth: int) -> Iterator[tuple[str, n
         yield from _modules(module, f"{prefix}{name}.", depth - 1)
 
 
-def _count(model: nn.Module, state: ModelState | None) -> tuple[int, int]:
-    """Elements of all parameters, and of those that are trained."""
+def count_parameters(model: nn.Module, state: ModelState | None = None) -> tuple[int, int]:
+    """Elements of all parameters, and of those that are trained.
+
+    Args:
+        model: The model.
+        state: What shards its parameters, if anything: all of each counts.
+    """
     known = (each for each in model.parameters() if not isinstance(each, UninitializedParameter))
     described = [(p.numel(), p.requires_grad) if state is None else state.describe(p) for p in known]
     return sum(elements for elements, _ in described), sum(elements for elements, trained in described if trained)

@@ -7,7 +7,7 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 from drivetrain.callbacks.base import Callback
-from drivetrain.runtime.durations import parse_duration
+from drivetrain.runtime.durations import clock_time
 from drivetrain.runtime.errors import ConfigurationError, nearest
 from drivetrain.runtime.logging import get_logger
 
@@ -28,7 +28,8 @@ class Timer(Callback):
     a second.
 
     Args:
-        duration: How long to train: a timedelta, a dict of its arguments or `"DD:HH:MM:SS"`; None only measures.
+        duration: How long to train: `"10 min"`, a timedelta, a dict of its arguments or `"DD:HH:MM:SS"`; None only
+            measures.
         interval: Stop after a `"step"`, or only at the end of an `"epoch"`.
         verbose: Log that the time is over.
 
@@ -56,7 +57,7 @@ class Timer(Callback):
                 f"Timer(interval={interval!r}): Unsupported parameter value. Give 'step' or 'epoch'."
                 f"{nearest(str(interval), INTERVALS)}"
             )
-        parsed = parse_duration(duration, "duration")
+        parsed = clock_time(duration, "duration", " Trainer(max_duration=) takes the other units.")
         self.duration = parsed.total_seconds() if parsed is not None else None
         self.interval = interval
         self.verbose = verbose

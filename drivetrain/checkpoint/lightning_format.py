@@ -63,7 +63,7 @@ def read_lightning_state(source: str | os.PathLike[str] | BinaryIO) -> tuple[dic
     rest = dict(found)
     # The loops and the version stay among what hooks see.
     engine: dict[str, Any] = {"models": [dict(rest.pop("state_dict"))], "classes": {}}
-    scaler = next((rest.pop(key) for key in _SCALERS if key in rest), {})
+    scaler: dict[str, Any] = next((rest.pop(key) for key in _SCALERS if key in rest), {})
     if "optimizer_states" in rest:
         engine |= {
             "optimizers": [by_name_or_position(each, name) for each in rest.pop("optimizer_states")],

@@ -1,35 +1,186 @@
-"""Durations as people write them."""
+"""`Duration`: a stretch of a run, in whatever unit people count it."""
 
 from __future__ import annotations
 
+import re
+from dataclasses import dataclass
 from datetime import timedelta
+from enum import Enum
 from typing import Any
 
-from drivetrain.runtime.errors import ConfigurationError
+from drivetrain.runtime.errors import ConfigurationError, nearest
 
 
-def parse_duration(value: Any, name: str) -> timedelta | None:
-    """Read a duration.
+class Unit(str, Enum):
+    """What a duration is counted in.
+
+    Attributes:
+        STEPS: Optimizer steps.
+        EPOCHS: Epochs.
+        SAMPLES: Samples, over all processes.
+        TOKENS: Tokens, over all processes.
+        SECONDS: Seconds of the clock.
+        RUN: Parts of the whole run.
+    """
+
+    STEPS = "steps"
+    EPOCHS = "epochs"
+    SAMPLES = "samples"
+    TOKENS = "tokens"
+    SECONDS = "seconds"
+    RUN = "of the run"
+
+    def __str__(self) -> str:
+        return str(self.value)
+
+
+# What a unit is written as, Composer's short forms among them -> the unit, and how many of it that is.
+_SPELLINGS: dict[str, tuple[Unit, float]] = {
+    spelling: (unit, size)
+    for unit, size, spellings in (
+        (Unit.STEPS, 1, "steps step ba"),
+        (Unit.EPOCHS, 1, "epochs epoch ep"),
+        (Unit.SAMPLES, 1, "samples sample sp"),
+        (Unit.TOKENS, 1, "tokens token tok"),
+        (Unit.SECONDS, 1, "s sec secs second seconds"),
+        (Unit.SECONDS, 60, "min m mins minute minutes"),
+        (Unit.SECONDS, 3600, "h hr hrs hour hours"),
+        (Unit.SECONDS, 86400, "d day days"),
+        (Unit.RUN, 0.01, "%"),
+        (Unit.RUN, 1, "dur"),
+    )
+    for spelling in spellings.split()
+}
+_LARGE = {"K": 10**3, "M": 10**6, "B": 10**9, "G": 10**9, "T": 10**12}
+_TEXT = re.compile(
+    r"(?P<number>\d[\d_,]*(?:\.\d+)?(?:[eE][+-]?\d+)?)\s*(?:(?P<large>[kKMBGT])\s+)?(?P<unit>[A-Za-z]+|%)?"
+)
+_UNITS = "steps, epochs, samples, tokens, s, min, h, d, and % of the run"
+_ALLOWED = (
+    "'500 steps', '2 epochs', '1M samples', '50M tokens', '10 min' or '10%'; a timedelta, a dict such as "
+    "{'hours': 2}, or 'DD:HH:MM:SS'"
+)
+
+
+@dataclass(frozen=True)
+class Duration:
+    """A stretch of a run.
 
     Args:
-        value: A `timedelta`, a dict of its arguments, `"DD:HH:MM:SS"`, or None.
-        name: The argument's name, for errors.
+        amount: How many of the unit; whole, but for seconds and parts of the run.
+        unit: What is counted.
 
-    Raises:
-        ConfigurationError: It is none of these.
+    Example:
+        ```python
+        from drivetrain import Duration
+
+        assert Duration.of("1.5M samples") == Duration(1_500_000, "samples")
+        assert Duration.of("2ep") == Duration(2, "epochs")
+        ```
     """
-    if value is None or isinstance(value, timedelta):
-        return value
-    if isinstance(value, dict):
-        try:
-            return timedelta(**value)
-        except TypeError:
-            pass
-    if isinstance(value, str):
-        parts = value.strip().split(":")
+
+    amount: int | float
+    unit: Unit
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "unit", Unit(self.unit))
+
+    def __str__(self) -> str:
+        if self.unit is Unit.RUN:
+            return f"{self.amount * 100:g}% {self.unit}"
+        amount = f"{self.amount:,}" if isinstance(self.amount, int) else f"{self.amount:g}"
+        return f"{amount} {self.unit.value.removesuffix('s') if self.amount == 1 else self.unit}"
+
+    @classmethod
+    def of(cls, value: Any, name: str = "duration") -> Duration | None:
+        """Read a duration.
+
+        Args:
+            value: A text such as `"500 steps"`, `"2 epochs"`, `"1M samples"`, `"50M tokens"`, `"10 min"`, `"10%"`, or,
+                as in Composer, `"500ba"`, `"2ep"`, `"0.5dur"`; `"DD:HH:MM:SS"`; a timedelta, or a dict of its
+                arguments; a `Duration`; or None.
+            name: The argument's name, for errors.
+
+        Raises:
+            ConfigurationError: It is none of these; the message lists the units.
+        """
+        if value is None or isinstance(value, Duration):
+            return value
+        if isinstance(value, dict):
+            try:
+                value = timedelta(**value)
+            except TypeError:
+                pass
+        if isinstance(value, timedelta):
+            return cls(value.total_seconds(), Unit.SECONDS)
+        if isinstance(value, str):
+            return cls._of_text(value.strip(), name)
+        raise ConfigurationError(f"{name}={value!r} is no duration. Give {_ALLOWED}.")
+
+    @classmethod
+    def _of_text(cls, text: str, name: str) -> Duration:
+        parts = text.split(":")
         if len(parts) == 4 and all(part.isdigit() for part in parts):
             days, hours, minutes, seconds = map(int, parts)
-            return timedelta(days=days, hours=hours, minutes=minutes, seconds=seconds)
-    raise ConfigurationError(
-        f"{name}={value!r} is no duration. Give a timedelta, a dict such as {{'hours': 2}}, or 'DD:HH:MM:SS'."
-    )
+            seconds += 60 * (minutes + 60 * (hours + 24 * days))
+            return cls(float(seconds), Unit.SECONDS)
+        found = _TEXT.fullmatch(text)
+        if found is None:
+            raise ConfigurationError(f"{name}={text!r} is no duration. Give {_ALLOWED}.")
+        written = found["unit"] or ""
+        spelling = written if len(written) == 1 else written.lower()  # an M alone is a million, not a minute
+        if spelling not in _SPELLINGS:
+            said = f"{written!r} is no unit" if written else "the unit is missing"
+            raise ConfigurationError(f"{name}={text!r}: {said}. The units are {_UNITS}.{nearest(spelling, _SPELLINGS)}")
+        unit, size = _SPELLINGS[spelling]
+        amount = float(re.sub("[_,]", "", found["number"])) * _LARGE.get((found["large"] or "").upper(), 1) * size
+        return cls(cls._checked(amount, unit, f"{name}={text!r}"), unit)
+
+    @staticmethod
+    def _checked(amount: float, unit: Unit, given: str) -> int | float:
+        if unit is Unit.SECONDS:
+            return amount
+        if unit is Unit.RUN:
+            if not 0 < amount <= 1:
+                raise ConfigurationError(f"{given}: give a part of the run, above 0 % and up to 100 %.")
+            return amount
+        if round(amount, 6) != int(amount):
+            raise ConfigurationError(f"{given}: give a whole number of {unit}.")
+        return int(amount)
+
+    @property
+    def timedelta(self) -> timedelta:
+        """The same as a timedelta; of seconds only."""
+        assert self.unit is Unit.SECONDS
+        return timedelta(seconds=self.amount)
+
+    def part_of(self, whole: Duration) -> Duration:
+        """The part that this one is of a whole run, in the unit that the run's length is known in.
+
+        Args:
+            whole: The length of the run.
+        """
+        amount = self.amount * whole.amount
+        return Duration(amount if whole.unit is Unit.SECONDS else max(1, round(amount)), whole.unit)
+
+
+def clock_time(value: Any, name: str, otherwise: str = "") -> timedelta | None:
+    """Read a duration that has to be one of the clock.
+
+    Args:
+        value: What `Duration.of` takes.
+        name: The argument's name, for errors.
+        otherwise: What takes durations of other units, for errors.
+
+    Raises:
+        ConfigurationError: It is none, or one in another unit.
+    """
+    duration = Duration.of(value, name)
+    if duration is None:
+        return None
+    if duration.unit is not Unit.SECONDS:
+        raise ConfigurationError(
+            f"{name}={value!r} is no time: give one such as '10 min', a timedelta, a dict such as {{'hours': 2}}, or "
+            f"'DD:HH:MM:SS'.{otherwise}"
+        )
+    return duration.timedelta

@@ -97,6 +97,18 @@ class Gradients:
             ConfigurationError: What is trained is settled when the model is placed.
         """
 
+    def leaves(self, model: nn.Module, parameters: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """The tensors that a backward leaves the gradients of some parameters in, for a backward to these alone.
+
+        Args:
+            model: What `prepare` returned.
+            parameters: The parameters, or this process's shards of them.
+
+        Raises:
+            ConfigurationError: A backward cannot be limited to some parameters.
+        """
+        return list(parameters)
+
     def prepare_backward(self, model: nn.Module, loss: torch.Tensor) -> None:
         """Get ready for a backward that a task runs by itself, during its training step.
 
@@ -111,6 +123,20 @@ def local_part(tensor: torch.Tensor) -> torch.Tensor:
     to_local = getattr(tensor, "to_local", None)
     local: torch.Tensor = tensor if to_local is None else to_local()
     return local
+
+
+def refuse_several_losses(reason: str) -> NoReturn:
+    """Raise where a backward cannot be limited to some parameters.
+
+    Args:
+        reason: Why, as a sentence.
+
+    Raises:
+        ConfigurationError: Always.
+    """
+    raise ConfigurationError(
+        f'training_step returned a loss for each optimizer. {reason} Return one loss, or use strategy="ddp" or "fsdp".'
+    )
 
 
 def refuse_left_out_batch(task: nn.Module, rank: int) -> NoReturn:

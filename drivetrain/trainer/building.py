@@ -11,8 +11,9 @@ from typing import Any
 import torch
 
 from drivetrain.accelerator import Accelerator
+from drivetrain.accelerator.dynamo_plugin import TorchDynamoPlugin
 from drivetrain.accelerator.launched import Launched
-from drivetrain.callbacks import Callback, ModelCheckpoint, ModelSummary, TQDMProgressBar
+from drivetrain.callbacks import Callback, ModelCheckpoint, ModelSummary, RunReport, TQDMProgressBar
 from drivetrain.launch import already_launched, relaunch_script
 from drivetrain.runtime.devices import detect_device_kind, get_device_kind
 from drivetrain.runtime.environment import ProcessEnvironment
@@ -24,10 +25,15 @@ from drivetrain.strategies.base import Given, RunOptions
 from drivetrain.strategies.capabilities import RepeatableStep
 from drivetrain.strategies.precision import Precision
 from drivetrain.trackers import Tracker, TrackerGroup, resolve_trackers
+from drivetrain.trackers.directory import DirectoryTracker
 from drivetrain.trainer.options import TrainerOptions
 from drivetrain.trainer.task_checks import described
 
 logger = get_logger(__name__)
+
+
+class TwinCallbacksError(ConfigurationError, RuntimeError):
+    """Two callbacks whose states a checkpoint could not tell apart."""
 
 
 def make_accelerator(
@@ -38,6 +44,7 @@ def make_accelerator(
     precision: str | int | Precision | None,
     accumulate: int | None,
     sync_batchnorm: bool,
+    compilation: TorchDynamoPlugin | None = None,
 ) -> Accelerator:
     """The engine to run on: the one given, or a new one, once missing processes are started."""
     if isinstance(accelerator, Accelerator):
@@ -48,6 +55,7 @@ def make_accelerator(
                 ("devices", devices, "auto"),
                 ("precision", precision, None),
                 ("sync_batchnorm", sync_batchnorm, False),
+                ("compile", compilation, None),
             )
             if value != default
         ]
@@ -67,6 +75,7 @@ def make_accelerator(
         mixed_precision=str(precision) if isinstance(precision, int) else precision,
         gradient_accumulation_steps=accumulate,
         device=kind.name if kind else None,
+        dynamo_plugin=compilation,
     )
 
 
@@ -113,12 +122,12 @@ def settle_accumulation(given: int | None, engine: Accelerator, options: Trainer
     return options
 
 
-def check_strategy(options: TrainerOptions, engine: Accelerator) -> None:
-    """Refuse options that cannot be with the strategy of an engine.
+def check_strategy(engine: Accelerator, options: TrainerOptions) -> None:
+    """Refuse options that the strategy cannot run.
 
     Args:
-        options: The Trainer's options.
         engine: What it runs on.
+        options: The Trainer's options.
 
     Raises:
         ConfigurationError: Names what contradicts what, and what would work.
@@ -250,7 +259,10 @@ def make_trackers(
 
 
 def make_callbacks(
-    given: Callback | Sequence[Callback] | None, arguments: Mapping[str, Any], options: TrainerOptions
+    given: Callback | Sequence[Callback] | None,
+    arguments: Mapping[str, Any],
+    options: TrainerOptions,
+    trackers: Sequence[Tracker],
 ) -> list[Callback]:
     """The callbacks given and the usual ones beside them; those that write checkpoints come last.
 
@@ -258,6 +270,7 @@ def make_callbacks(
         given: The callbacks.
         arguments: The Trainer's arguments, which decide what is added.
         options: The Trainer's options.
+        trackers: The trackers of its runs.
     """
     quiet = options.is_quiet
     checkpointing = False if quiet else arguments["enable_checkpointing"]
@@ -280,8 +293,23 @@ def make_callbacks(
         callbacks.append(TQDMProgressBar())
     if summary is not False and not any(isinstance(callback, ModelSummary) for callback in callbacks):
         callbacks.append(ModelSummary())
+    if _wants_report(arguments["enable_run_report"], quiet, callbacks, trackers):
+        callbacks.append(RunReport())
     _refuse_twins(callbacks)
     return checkpoints_last(callbacks)
+
+
+def _wants_report(asked: bool | None, quiet: bool, callbacks: list[Callback], trackers: Sequence[Tracker]) -> bool:
+    """Whether runs get a report: unless it was refused, where there is a folder for it."""
+    if asked is False or quiet or any(isinstance(callback, RunReport) for callback in callbacks):
+        return False
+    has_folder = any(isinstance(tracker, DirectoryTracker) for tracker in trackers)
+    if asked and not has_folder:
+        raise ConfigurationError(
+            "enable_run_report=True, but no tracker writes files, so the report has no folder. Give one, such as "
+            "Trainer(logger='csv')."
+        )
+    return has_folder
 
 
 def with_task_callbacks(callbacks: list[Callback], added: Any) -> list[Callback]:
@@ -302,7 +330,9 @@ def _refuse_twins(callbacks: list[Callback]) -> None:
     keys = [callback.state_key for callback in callbacks if type(callback).state_dict is not Callback.state_dict]
     twins = {key for key in keys if keys.count(key) > 1}
     if twins:
-        raise ConfigurationError(
-            f"Two callbacks have the same state_key {sorted(twins)}, so a checkpoint could not tell them apart. "
-            "Give them different arguments, or override state_key."
+        names = sorted({type(callback).__name__ for callback in callbacks if callback.state_key in twins})
+        raise TwinCallbacksError(
+            f"Found more than one stateful callback of type `{'`, `'.join(names)}` with the same state_key "
+            f"{sorted(twins)}: a checkpoint could not tell them apart. Give them different arguments, or override "
+            "state_key."
         )

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import ReduceLROnPlateau
+from torch.optim.lr_scheduler import OneCycleLR, ReduceLROnPlateau
 
-from drivetrain.runtime.errors import ConfigurationError, nearest
+from drivetrain.runtime.errors import ArgumentTypeError, ConfigurationError, nearest
 
 _ALLOWED = (
     "an optimizer; a list of optimizers; a pair of lists (optimizers, schedulers); "
-    "a dict with 'optimizer' and perhaps 'lr_scheduler'; a list of such dicts; or None to train by hand"
+    "a dict with 'optimizer' and perhaps 'lr_scheduler'; a list of such dicts; a dict of optimizers, or of such dicts, "
+    "by name; or None to train by hand"
 )
 
 
@@ -42,7 +44,7 @@ class SchedulerConfig:
     def __post_init__(self) -> None:
         if self.interval not in ("epoch", "step"):
             raise ConfigurationError(
-                f"A scheduler's interval must be 'epoch' or 'step', got {self.interval!r}."
+                f"The \"interval\" key in lr scheduler dict must be 'epoch' or 'step', got {self.interval!r}."
                 f"{nearest(str(self.interval), ('epoch', 'step'))}"
             )
         if not isinstance(self.frequency, int) or self.frequency < 1:
@@ -50,25 +52,91 @@ class SchedulerConfig:
                 f"A scheduler's frequency must be a whole number of at least 1, got {self.frequency!r}."
             )
         self.reduce_on_plateau = self.reduce_on_plateau or isinstance(self.scheduler, ReduceLROnPlateau)
-        if self.reduce_on_plateau and self.monitor is None:
-            raise ConfigurationError(
-                "ReduceLROnPlateau needs to know which logged value to watch: return "
-                "{'optimizer': ..., 'lr_scheduler': {'scheduler': ..., 'monitor': 'val_loss'}}."
-            )
         if not callable(getattr(self.scheduler, "step", None)):
-            raise ConfigurationError(f"A scheduler needs a step() method; {type(self.scheduler).__name__} has none.")
+            raise ArgumentTypeError(
+                f"The provided lr scheduler `{type(self.scheduler).__name__}` is invalid: it needs a step() method."
+            )
+        if isinstance(self.scheduler, OneCycleLR) and self.interval == "epoch":
+            warnings.warn(
+                "A `OneCycleLR` scheduler counts steps, but steps once per epoch. Are you sure you didn't mean "
+                "'interval': 'step'?",
+                RuntimeWarning,
+                stacklevel=2,
+            )
 
 
-def parse_configured_optimizers(configured: Any) -> tuple[list[Optimizer], list[SchedulerConfig]]:
-    """Bring whatever `configure_optimizers` returned into one shape.
+_KEYS = ("optimizer", "lr_scheduler", "monitor")
+
+
+def names_of(configured: Any) -> tuple[str, ...]:
+    """The names of the optimizers that `configure_optimizers` returned, in their order; none where it names none.
 
     Raises:
-        ConfigurationError: It returned something else; the message lists what is allowed.
+        ConfigurationError: A name cannot be, or a parameter has two of the optimizers.
     """
+    if not isinstance(configured, Mapping) or "optimizer" in configured or not configured:
+        return ()
+    kinds = [
+        isinstance(each, Optimizer) or (isinstance(each, Mapping) and "optimizer" in each)
+        for each in configured.values()
+    ]
+    if not all(kinds) or any(nearest(str(name), _KEYS) for name in configured):
+        return ()
+    for name in configured:
+        if not isinstance(name, str) or name in ("loss", "weight"):
+            raise ConfigurationError(
+                f"configure_optimizers returned a dict with the name {name!r}. Name optimizers by texts other than "
+                "'loss' and 'weight', which mean a single loss."
+            )
+    owners: dict[int, str] = {}
+    for name, item in configured.items():
+        for group in (item if isinstance(item, Optimizer) else item["optimizer"]).param_groups:
+            for parameter in group["params"]:
+                if owners.setdefault(id(parameter), name) != name:
+                    raise ConfigurationError(
+                        f"The optimizers {owners[id(parameter)]!r} and {name!r} hold the same parameter, so it would "
+                        "be stepped twice. Give each parameter to one of them."
+                    )
+    return tuple(configured)
+
+
+def parse_configured_optimizers(
+    configured: Any, by_hand: bool = False
+) -> tuple[list[Optimizer], list[SchedulerConfig]]:
+    """Bring whatever `configure_optimizers` returned into one shape.
+
+    Args:
+        configured: What it returned.
+        by_hand: Whether the task steps its schedulers itself, and so needs to name no value to watch.
+
+    Raises:
+        ConfigurationError: It returned something else; the message lists what is allowed. Or a scheduler is that of
+            another optimizer.
+    """
+    optimizers, schedulers = _parse(configured)
+    for config in schedulers:
+        if config.reduce_on_plateau and config.monitor is None and not by_hand:
+            raise ConfigurationError(
+                "`configure_optimizers` must include a monitor when a `ReduceLROnPlateau` scheduler is used: the "
+                "logged value to watch. Return "
+                "{'optimizer': ..., 'lr_scheduler': {'scheduler': ..., 'monitor': 'val_loss'}}."
+            )
+        owner = getattr(config.scheduler, "optimizer", None)
+        if isinstance(owner, Optimizer) and not any(owner is each for each in optimizers):
+            raise ConfigurationError(
+                f"The scheduler {type(config.scheduler).__name__} is attached with an optimizer that wasn't returned "
+                "from configure_optimizers. Return that optimizer too."
+            )
+    return optimizers, schedulers
+
+
+def _parse(configured: Any) -> tuple[list[Optimizer], list[SchedulerConfig]]:
     if configured is None:
         return [], []
     if isinstance(configured, Optimizer):
         return _checked([configured]), []
+    if names_of(configured):
+        return _from_dicts([{"optimizer": i} if isinstance(i, Optimizer) else i for i in configured.values()])
     if isinstance(configured, Mapping):
         return _from_dicts([configured])
     if isinstance(configured, Sequence) and configured:
@@ -81,7 +149,10 @@ def parse_configured_optimizers(configured: Any) -> tuple[list[Optimizer], list[
             return _checked(list(items[0])), [_scheduler_config(item) for item in items[1]]
         if len(items) == 2 and isinstance(items[0], Optimizer) and _may_be_scheduler(items[1]):
             return _checked([items[0]]), [_scheduler_config(items[1])]
-    raise ConfigurationError(f"configure_optimizers returned {_describe(configured)}. Return {_ALLOWED}.")
+    raise ConfigurationError(
+        f"Unknown configuration for model optimizers: configure_optimizers returned {_describe(configured)}. Return "
+        f"{_ALLOWED}."
+    )
 
 
 def _may_be_scheduler(item: Any) -> bool:
@@ -91,7 +162,7 @@ def _may_be_scheduler(item: Any) -> bool:
 def _from_dicts(items: Sequence[Mapping[str, Any]]) -> tuple[list[Optimizer], list[SchedulerConfig]]:
     optimizers: list[Optimizer] = []
     schedulers: list[SchedulerConfig] = []
-    allowed = ("optimizer", "lr_scheduler", "monitor")
+    allowed = _KEYS
     for item in items:
         for key in item:
             if key not in allowed:
@@ -119,7 +190,9 @@ def _scheduler_config(item: Any, monitor: str | None = None) -> SchedulerConfig:
                 f"A scheduler's dict has the key {key!r}; allowed: {', '.join(allowed)}.{nearest(str(key), allowed)}"
             )
     if "scheduler" not in item:
-        raise ConfigurationError("A scheduler's dict has no key 'scheduler'.")
+        raise ConfigurationError(
+            "The lr scheduler dict must have the key \"scheduler\"; there is no key 'scheduler' in a dict returned."
+        )
     return SchedulerConfig(**{"monitor": monitor, **item})
 
 
@@ -127,8 +200,8 @@ def _checked(optimizers: list[Any]) -> list[Optimizer]:
     for optimizer in optimizers:
         if not isinstance(optimizer, Optimizer):
             raise ConfigurationError(
-                f"configure_optimizers returned {_describe(optimizer)} where an optimizer was expected. "
-                f"Return {_ALLOWED}."
+                f"Unknown configuration for model optimizers: configure_optimizers returned {_describe(optimizer)} "
+                f"where an optimizer was expected. Return {_ALLOWED}."
             )
         if not any(group["params"] for group in optimizer.param_groups):
             raise ConfigurationError(

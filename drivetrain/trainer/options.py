@@ -10,8 +10,8 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any, Generic, TypeVar, overload
 
-from drivetrain.runtime.durations import parse_duration
-from drivetrain.runtime.errors import ConfigurationError, nearest
+from drivetrain.runtime.durations import Duration, Unit, clock_time
+from drivetrain.runtime.errors import ArgumentTypeError, ConfigurationError, nearest
 from drivetrain.runtime.keywords import refuse_unknown
 
 T = TypeVar("T")
@@ -33,12 +33,13 @@ class TrainerOptions:
     max_steps: int = -1
     min_steps: int | None = None
     max_time: timedelta | None = None
+    max_duration: Duration | None = None
     limit_train_batches: int | float | None = None
     limit_val_batches: int | float | None = None
     limit_test_batches: int | float | None = None
     limit_predict_batches: int | float | None = None
     overfit_batches: int | float = 0.0
-    val_check_interval: int | float | timedelta | None = None
+    val_check_interval: int | float | timedelta | Duration | None = None
     check_val_every_n_epoch: int | None = 1
     num_sanity_val_steps: int = 2
     log_every_n_steps: int = 50
@@ -76,12 +77,14 @@ class TrainerOptions:
             given: The arguments by name, others among them.
         """
         chosen = {each.name: given[each.name] for each in fields(cls) if given[each.name] is not None}
-        chosen["val_check_interval"] = check_validation_interval(given["val_check_interval"])
         chosen["check_val_every_n_epoch"] = given["check_val_every_n_epoch"]
-        chosen["max_time"] = parse_duration(given["max_time"], "max_time")
-        chosen["default_root_dir"] = os.fspath(given["default_root_dir"] or Path.cwd())
-        options = cls(**chosen)
-        if given["max_epochs"] is None and (options.max_steps >= 0 or options.max_time is not None):
+        chosen["default_root_dir"] = os.path.expanduser(os.fspath(given["default_root_dir"] or Path.cwd()))
+        if given["fast_dev_run"] < 0:
+            raise ConfigurationError(
+                f"fast_dev_run={given['fast_dev_run']} should be >= 0: the number of batches of everything to run."
+            )
+        options = cls(**by_unit(chosen))
+        if given["max_epochs"] is None and options.has_end_without_epochs:
             options = replace(options, max_epochs=-1)
         if given["barebones"]:
             options = replace(options, num_sanity_val_steps=0, log_every_n_steps=0)
@@ -94,12 +97,19 @@ class TrainerOptions:
             self,
             max_epochs=1,
             max_steps=runs,
+            max_duration=None,
             num_sanity_val_steps=0,
             log_every_n_steps=0 if self.barebones else 1,
             val_check_interval=None,
             check_val_every_n_epoch=1,
             **limits,  # type: ignore[arg-type]
         )
+
+    @property
+    def has_end_without_epochs(self) -> bool:
+        """Whether anything but a number of epochs ends the run."""
+        limits = (self.max_time, self.max_duration)
+        return self.max_steps >= 0 or any(limit is not None for limit in limits)
 
     @property
     def is_quiet(self) -> bool:
@@ -151,12 +161,13 @@ class OptionAttributes:
     max_steps = Option[int]()
     min_steps = Option["int | None"]()
     max_time = Option["timedelta | None"]()
+    max_duration = Option["Duration | None"]()
     limit_train_batches = Option["int | float | None"]()
     limit_val_batches = Option["int | float | None"]()
     limit_test_batches = Option["int | float | None"]()
     limit_predict_batches = Option["int | float | None"]()
     overfit_batches = Option["int | float"]()
-    val_check_interval = Option["int | float | timedelta | None"]()
+    val_check_interval = Option["int | float | timedelta | Duration | None"]()
     check_val_every_n_epoch = Option["int | None"]()
     num_sanity_val_steps = Option[int]()
     log_every_n_steps = Option[int]()
@@ -180,7 +191,7 @@ class OptionAttributes:
             **changed: Names and values.
         """
         refuse_unknown(changed, TrainerOptions.__init__, "Trainer.change_options")
-        self.options = replace(self.options, **changed)
+        self.options = replace(self.options, **by_unit(changed))
 
 
 def _check_limit(name: str, value: Any) -> None:
@@ -191,7 +202,8 @@ def _check_limit(name: str, value: Any) -> None:
     fraction = isinstance(value, float) and 0.0 <= value <= 1.0
     if not (whole or fraction):
         raise ConfigurationError(
-            f"{name}={value!r}: give a whole number of batches (10), or a fraction from 0.0 to 1.0 (0.25)."
+            f"`Trainer` was passed invalid value {name}={value!r}: give a whole number of batches (10), or a fraction "
+            "from 0.0 to 1.0 (0.25)."
         )
 
 
@@ -199,32 +211,93 @@ def _check_count(name: str, value: Any, least: int) -> None:
     """Raise unless a count is None or a whole number of at least its bound."""
     if value is None:
         return
-    if not isinstance(value, int) or isinstance(value, bool) or value < least:
-        raise ConfigurationError(f"{name}={value!r}: give a whole number of at least {least}.")
+    if isinstance(value, int) and not isinstance(value, bool) and value >= least:
+        return
+    if least < 0:
+        raise ConfigurationError(f"{name}={value!r}: `{name}` must be a non-negative integer or -1, a whole number.")
+    kind = "an int >= 0" if least == 0 else "an integer"
+    raise ConfigurationError(f"{name}={value!r} should be {kind}. Give a whole number of at least {least}.")
 
 
 def check_clipping(value: float | None, algorithm: str | None) -> None:
     """Raise unless clipping makes sense."""
     if algorithm is not None and algorithm not in CLIPPING:
         raise ConfigurationError(
-            f"gradient_clip_algorithm={algorithm!r}: allowed are {', '.join(CLIPPING)}."
+            f"`gradient_clip_algorithm` {algorithm} is invalid: allowed are {', '.join(CLIPPING)}."
             f"{nearest(str(algorithm), CLIPPING)}"
         )
-    if value is not None and (not isinstance(value, int | float) or math.isnan(value) or value < 0):
+    if value is not None and not isinstance(value, int | float):
+        raise ArgumentTypeError(
+            f"`gradient_clip_val` should be an int or a float of at least 0, or None, got {value!r}."
+        )
+    if value is not None and (math.isnan(value) or value < 0):
         raise ConfigurationError(f"gradient_clip_val={value!r}: give a number of at least 0, or None.")
 
 
-def check_validation_interval(interval: Any) -> int | float | timedelta | None:
-    """Raise unless the interval is a number of batches, a fraction of an epoch, or a time."""
-    if interval is None or isinstance(interval, timedelta):
-        return interval
-    if isinstance(interval, dict | str):
-        return parse_duration(interval, "val_check_interval")
+def check_validation_interval(interval: Any) -> None:
+    """Raise unless the interval is a number of batches, a fraction of an epoch, or a duration."""
+    if interval is None or isinstance(interval, timedelta | Duration):
+        return
     whole = isinstance(interval, int) and not isinstance(interval, bool) and interval >= 1
     fraction = isinstance(interval, float) and 0.0 < interval <= 1.0
     if not (whole or fraction):
         raise ConfigurationError(
-            f"val_check_interval={interval!r}: give a whole number of batches, a fraction of an epoch (0.25), or a "
-            "time ('00:01:00:00')."
+            f"`Trainer` was passed invalid value val_check_interval={interval!r}: give a whole number of batches, a "
+            "fraction of an epoch (0.25), or a duration ('1000 steps', '1M samples', '10 min')."
         )
-    return interval  # type: ignore[no-any-return]
+
+
+_LIMIT_OF = {Unit.STEPS: "max_steps", Unit.EPOCHS: "max_epochs", Unit.SECONDS: "max_time"}
+
+
+def by_unit(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Options with their durations read, each under the option that counts in its unit.
+
+    `max_duration` keeps what no other option counts: samples and tokens.
+
+    Args:
+        given: Options by name.
+
+    Raises:
+        ConfigurationError: A text is no duration, or two options limit the same.
+    """
+    chosen = dict(given)
+    if "max_time" in chosen:
+        chosen["max_time"] = clock_time(chosen["max_time"], "max_time", " max_duration takes the other units.")
+    limit = Duration.of(chosen.get("max_duration"), "max_duration")
+    if limit is not None:
+        if limit.unit is Unit.RUN:
+            raise ConfigurationError(
+                f"max_duration={given['max_duration']!r}: a run's length cannot be a part of it. Give "
+                "'500 steps', '2 epochs', '1M samples', '50M tokens' or '10 min'."
+            )
+        name = _LIMIT_OF.get(limit.unit)
+        if name is not None and chosen.get(name) not in (None, -1):
+            raise ConfigurationError(
+                f"max_duration={given['max_duration']!r} and {name}={chosen[name]!r} limit the same; give one."
+            )
+        chosen["max_duration"] = limit if name is None else None
+        if name is not None:
+            chosen[name] = limit.timedelta if limit.unit is Unit.SECONDS else limit.amount
+    interval = chosen.get("val_check_interval")
+    if isinstance(interval, str | dict | Duration):
+        _read_interval(chosen, Duration.of(interval, "val_check_interval"), interval)
+    return chosen
+
+
+def _read_interval(chosen: dict[str, Any], interval: Duration | None, written: Any) -> None:
+    """Write how often to validate under the option that counts in its unit."""
+    assert interval is not None
+    if not interval.amount:
+        raise ConfigurationError(f"val_check_interval={written!r}: give more than nothing.")
+    chosen["val_check_interval"] = interval.timedelta if interval.unit is Unit.SECONDS else interval
+    if interval.unit is Unit.SECONDS:
+        return
+    if chosen.get("check_val_every_n_epoch") not in (None, 1):
+        raise ConfigurationError(
+            f"val_check_interval={written!r} counts through all epochs, so check_val_every_n_epoch="
+            f"{chosen['check_val_every_n_epoch']} cannot be given too. Leave one of them out."
+        )
+    chosen["check_val_every_n_epoch"] = None
+    if interval.unit is Unit.EPOCHS:
+        chosen |= {"val_check_interval": None, "check_val_every_n_epoch": interval.amount}

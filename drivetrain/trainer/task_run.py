@@ -23,7 +23,7 @@ from drivetrain.trainer.data_module import DataModule
 from drivetrain.trainer.hooks import Hooks, call_all, call_setup_hooks, call_teardown_hooks, is_overridden, let_log
 from drivetrain.trainer.loops.loader_source import LoaderSource
 from drivetrain.trainer.metrics.log_scopes import NOWHERE
-from drivetrain.trainer.optimizers import SchedulerConfig, parse_configured_optimizers
+from drivetrain.trainer.optimizers import SchedulerConfig, names_of, parse_configured_optimizers
 from drivetrain.trainer.task import Task
 
 if TYPE_CHECKING:
@@ -67,6 +67,7 @@ class TaskRun:
         hooks: The overridden hooks of the task and of the callbacks.
         model: What the strategy made of the task.
         optimizers: Its optimizers, prepared by the engine.
+        optimizer_names: Their names, where `configure_optimizers` names them.
         schedulers: Its learning-rate schedulers, and when each steps.
         steps_schedulers: Whether any scheduler follows optimizer steps.
         stage: What the last verb was for; None before the first.
@@ -82,6 +83,7 @@ class TaskRun:
         self.model: nn.Module | None = None
         self._fitted: nn.Module | None = None  # what the engine has prepared for the last fit
         self.optimizers: list[PreparedOptimizer] = []
+        self.optimizer_names: tuple[str, ...] = ()
         self.schedulers: list[SchedulerConfig] = []
         self.steps_schedulers = False
         self.stage: Stage | None = None
@@ -158,8 +160,8 @@ class TaskRun:
         trainer.current.leave_batch()
         try:
             call_teardown_hooks(trainer, task, self.datamodule, stage.verb)
-        except BaseException as error:
-            self._error = self._error or error
+        except BaseException as raised:
+            self._error = self._error or raised
             raise
         finally:
             for callback in trainer.callbacks:
@@ -167,8 +169,8 @@ class TaskRun:
             error, self._error = self._error, None
             trainer.tracker_log.end_run(error, stage is Stage.TRAIN)
             engine.run_state.moment = Moment
-            if trainer.fit_loop is not None:
-                engine.forget_loader(trainer.fit_loop.loader)
+            if trainer.loop is not None:
+                engine.forget_loader(trainer.loop.loader)
             trainer.current.leave_stage()
             trainer.actions.finish(stage)
 
@@ -191,7 +193,9 @@ class TaskRun:
         """Let the task build its optimizers and schedulers. Returns the optimizers, which `place` takes."""
         actions = self._trainer.actions
         configure = actions.watch(actions.of_owner(task, "configure_optimizers"), task.configure_optimizers)
-        optimizers, self.schedulers = parse_configured_optimizers(configure())
+        configured = configure()
+        optimizers, self.schedulers = parse_configured_optimizers(configured, by_hand=not task.automatic_optimization)
+        self.optimizer_names = names_of(configured)
         if not optimizers and task.automatic_optimization:
             raise ConfigurationError(
                 f"{type(task).__name__}.configure_optimizers returned no optimizer. Return one, or set "

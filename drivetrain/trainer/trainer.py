@@ -17,6 +17,7 @@ from drivetrain import checkpoint
 from drivetrain.accelerator import Accelerator
 from drivetrain.callbacks import Callback
 from drivetrain.callbacks.stage import Stage
+from drivetrain.runtime.durations import Duration
 from drivetrain.runtime.errors import ConfigurationError
 from drivetrain.runtime.exit_codes import RESUME_EXIT_CODE
 from drivetrain.runtime.keywords import KnownKeywords, refuse_unknown
@@ -24,9 +25,11 @@ from drivetrain.strategies import Strategy
 from drivetrain.strategies.precision import Precision
 from drivetrain.trackers import Tracker
 from drivetrain.trainer import building, task_checks
+from drivetrain.trainer.compiling import compilations_watched, compile_plugin
 from drivetrain.trainer.data_module import DataModule
 from drivetrain.trainer.init_module import init_module
 from drivetrain.trainer.loops.choose_step import choose_step
+from drivetrain.trainer.loops.consumption import duration_in_run
 from drivetrain.trainer.loops.current_run import CurrentRun
 from drivetrain.trainer.loops.evaluation_run import evaluate, evaluate_logged, make_validation, run_sanity_check
 from drivetrain.trainer.loops.fit_loop import FitLoop
@@ -42,7 +45,7 @@ from drivetrain.trainer.options import OptionAttributes, TrainerOptions
 from drivetrain.trainer.profilers import Profiler
 from drivetrain.trainer.profilers.actions import Actions
 from drivetrain.trainer.profilers.base import SAVE
-from drivetrain.trainer.run_report import run_report
+from drivetrain.trainer.run_lines import last_line, print_first_line
 from drivetrain.trainer.state.lightning_save import save_in_format
 from drivetrain.trainer.state.progress import Progress
 from drivetrain.trainer.state.resume import find_checkpoint
@@ -74,19 +77,23 @@ class Trainer(KnownKeywords, OptionAttributes, TrainerStatus):
         min_epochs: Epochs that no wish to stop cuts short.
         max_steps: Optimizer steps to train; -1 for no limit.
         min_steps: Optimizer steps that no wish to stop cuts short.
-        max_time: How long to train: a timedelta, a dict of its arguments, or `"DD:HH:MM:SS"`.
+        max_time: How long to train: `"10 min"`, a timedelta, a dict of its arguments, or `"DD:HH:MM:SS"`.
+        max_duration: How long to train, in any unit: `"500 steps"`, `"2 epochs"`, `"1M samples"`, `"50M tokens"`,
+            `"10 min"`. Samples and tokens are counted over all processes.
         limit_train_batches: Batches of an epoch to train on: a number, or a fraction.
         limit_val_batches: The same for validation; 0 leaves it out.
         limit_test_batches: The same for testing.
         limit_predict_batches: The same for predicting.
         overfit_batches: Train and validate on so many of the same batches, unshuffled.
-        val_check_interval: Validate after so many batches, such a fraction of an epoch, or such a time.
+        val_check_interval: Validate after so many batches, such a fraction of an epoch, or such a duration:
+            `"1000 steps"`, `"2 epochs"`, `"1M samples"`, `"10 min"`, `"10%"` of the run.
         check_val_every_n_epoch: Validate every so many epochs; None counts `val_check_interval` across epochs.
         num_sanity_val_steps: Validation batches to try before training; -1 for all.
         log_every_n_steps: Trackers get step values every so many steps.
         enable_checkpointing: Whether a `ModelCheckpoint` is added where none is given.
         enable_progress_bar: Whether a progress bar is added where none is given.
         enable_model_summary: Whether a summary of the model is printed.
+        enable_run_report: Whether a `RunReport` is added where none is given and a tracker writes files.
         accumulate_grad_batches: Micro-batches per optimizer step; if None those of the given `Accelerator`, else the
             launcher's, else 1.
         gradient_clip_val: Bound of the gradients.
@@ -103,6 +110,9 @@ class Trainer(KnownKeywords, OptionAttributes, TrainerStatus):
         auto_micro_batch: Where memory lacks for a step, run it again in parts of its batches, with the same numbers;
             with the strategies `single` and `ddp`.
         default_root_dir: Where everything is written by default.
+        compile: Compile the modules of the task with `torch.compile`: True for each as a whole, `"blocks"` for the
+            repeated blocks in them, or a dict of `torch.compile`'s options and `"blocks": True`; False for none, None
+            for what the launcher was asked for.
         on_interrupt: What `fit` does at Ctrl-C once it has finished the step and saved: `"raise"` a
             `KeyboardInterrupt`, so that the script ends too, or `"return"`.
         seed: Seed everything with this, samples included, before anything else.
@@ -127,18 +137,20 @@ class Trainer(KnownKeywords, OptionAttributes, TrainerStatus):
         max_steps: int = -1,
         min_steps: int | None = None,
         max_time: str | timedelta | dict[str, int] | None = None,
+        max_duration: str | Duration | None = None,
         limit_train_batches: int | float | None = None,
         limit_val_batches: int | float | None = None,
         limit_test_batches: int | float | None = None,
         limit_predict_batches: int | float | None = None,
         overfit_batches: int | float = 0.0,
-        val_check_interval: int | float | str | timedelta | dict[str, int] | None = None,
+        val_check_interval: int | float | str | timedelta | dict[str, int] | Duration | None = None,
         check_val_every_n_epoch: int | None = 1,
         num_sanity_val_steps: int | None = None,
         log_every_n_steps: int | None = None,
         enable_checkpointing: bool | None = None,
         enable_progress_bar: bool | None = None,
         enable_model_summary: bool | None = None,
+        enable_run_report: bool | None = None,
         accumulate_grad_batches: int | None = None,
         gradient_clip_val: int | float | None = None,
         gradient_clip_algorithm: str | None = None,
@@ -153,19 +165,27 @@ class Trainer(KnownKeywords, OptionAttributes, TrainerStatus):
         reload_dataloaders_every_n_epochs: int = 0,
         auto_micro_batch: bool = False,
         default_root_dir: str | os.PathLike[str] | None = None,
+        compile: bool | str | Mapping[str, Any] | None = None,
         on_interrupt: str = "raise",
         seed: int | None = None,
     ) -> None:
         given = dict(locals())
         self.options = TrainerOptions.from_arguments(given)
         self.accelerator = building.make_accelerator(
-            accelerator, strategy, devices, num_nodes, precision, accumulate_grad_batches, sync_batchnorm
+            accelerator,
+            strategy,
+            devices,
+            num_nodes,
+            precision,
+            accumulate_grad_batches,
+            sync_batchnorm,
+            compile_plugin(compile),
         )
         self.options = building.settle_accumulation(accumulate_grad_batches, self.accelerator, self.options)
-        building.check_strategy(self.options, self.accelerator)
+        building.check_strategy(self.accelerator, self.options)
         building.set_randomness(seed, deterministic, benchmark)
         self.tracker_group = building.make_trackers(logger, self.accelerator, self.options)
-        self.callbacks = building.make_callbacks(callbacks, given, self.options)
+        self.callbacks = building.make_callbacks(callbacks, given, self.options, self.loggers)
         self._start(Actions(self, profiler, barebones))
 
     def _start(self, actions: Actions) -> None:
@@ -178,7 +198,7 @@ class Trainer(KnownKeywords, OptionAttributes, TrainerStatus):
         self.tracker_log = TrackerLog(self)
         self.finiteness = Finiteness(is_watched=False)
         self.task_run = TaskRun(self)
-        self.fit_loop: FitLoop | None = None
+        self.loop: FitLoop | None = None
         self.saves: checkpoint.SaveQueue | None = None
         self.tuning = Tuning(self)
 
@@ -231,7 +251,11 @@ class Trainer(KnownKeywords, OptionAttributes, TrainerStatus):
         self.task_run.attach(model, datamodule, Stage.TRAIN, loaders)
         self.control.begin()
         try:
-            with self.control.signals_watched(), torch.autograd.set_detect_anomaly(self.detect_anomaly):
+            with (
+                self.control.signals_watched(),
+                compilations_watched(self),
+                torch.autograd.set_detect_anomaly(self.detect_anomaly),
+            ):
                 self._fit(model, ckpt_path if resume is None else resume)
         except BaseException as error:
             self.control.record_exception(error)
@@ -241,7 +265,7 @@ class Trainer(KnownKeywords, OptionAttributes, TrainerStatus):
         finally:
             self.task_run.tear_down(model, Stage.TRAIN)
             if self.is_global_zero and not self.barebones:
-                self.print(run_report(self))
+                self.print(last_line(self))
         if self.preempted:
             sys.exit(RESUME_EXIT_CODE)
         if self.interrupted and self.on_interrupt == "raise":
@@ -256,7 +280,7 @@ class Trainer(KnownKeywords, OptionAttributes, TrainerStatus):
         with self.strategy.init_context():
             task.configure_model()
         task_checks.check_training_step(task, self.accumulate_grad_batches, self.gradient_clip_val)
-        directory = find_checkpoint(self, resume)
+        directory = self.task_run.checkpoint_path = find_checkpoint(self, resume)
         saved = None if directory is None else SavedRun(self, directory)
         if saved is not None:
             saved.restore_early()
@@ -268,6 +292,7 @@ class Trainer(KnownKeywords, OptionAttributes, TrainerStatus):
         if saved is not None:
             saved.restore_training()
         self.tracker_log.begin_run(task)
+        print_first_line(self, task)
         training_model = self.strategy.view(model, "train" if task.automatic_optimization else "manual")
         step = choose_step(self, task, training_model)
         sources = self.task_run.sources
@@ -280,11 +305,11 @@ class Trainer(KnownKeywords, OptionAttributes, TrainerStatus):
         self.current.stage = Stage.TRAIN
         batches = TrainingBatches(self, sources[Stage.TRAIN])
         task_checks.warn_of_rare_logging(self, self.estimated_stepping_batches)
-        self.fit_loop = FitLoop(self, step, batches, validation, EpochHealth(self, task))
+        self.loop = FitLoop(self, step, batches, validation, EpochHealth(self, task))
         self.accelerator.run_state.moment = partial(moment_of, self)
         if saved is not None:
-            self.fit_loop.resume_from(saved)
-        self.fit_loop.run()
+            self.loop.resume_from(saved)
+        self.loop.run()
         if self.saves is not None:
             self.saves.finish()
         if not self.preempted:
@@ -416,7 +441,7 @@ class Trainer(KnownKeywords, OptionAttributes, TrainerStatus):
             CheckpointError: A process could not write; what was there before is intact.
         """
         refuse_unknown(_unknown, self.save_checkpoint)
-        if self.fit_loop is not None and self.stage in (Stage.TRAIN, Stage.VALIDATE):
+        if self.loop is not None and self.stage in (Stage.TRAIN, Stage.VALIDATE):
             self.tracker_log.write_due_values()
         with self.logged.forbidden(SAVING):
             if not block:
@@ -434,6 +459,18 @@ class Trainer(KnownKeywords, OptionAttributes, TrainerStatus):
         if training is None:
             raise ConfigurationError("estimated_stepping_batches is known within fit() only.")
         return estimate_steps(self, training.prepare_training())
+
+    def resolve_duration(self, duration: Duration, name: str = "duration") -> Duration:
+        """A duration in steps, epochs, samples, tokens or seconds; a part of the run in what its end is given in.
+
+        Args:
+            duration: The duration.
+            name: What it was given as, for errors.
+
+        Raises:
+            ConfigurationError: It is a part of a run whose length is not known.
+        """
+        return duration_in_run(self, duration, name)
 
     # ending and rolling back
 

@@ -164,8 +164,8 @@ def test_a_fast_dev_run_saves_nothing(tmp_path: Path) -> None:
         ({"mode": "low"}, "can be 'min'"),
         ({"save_top_k": 3}, "not a valid configuration: without monitor="),
         ({"save_top_k": -2}, "how many checkpoints to keep"),
-        ({"every_n_epochs": 1, "every_n_train_steps": 5}, "one of every_n_train_steps"),
-        ({"every_n_train_steps": -1}, "give 1 or more"),
+        ({"every_n_epochs": 1, "every_n_train_steps": 5}, "Combination of parameters every_n_train_steps"),
+        ({"every_n_train_steps": -1}, "Must be >= 0"),
         ({"save_last": "both"}, "give True, False, 'link' or 'copy'"),
     ],
 )

@@ -81,6 +81,20 @@ def test_the_model_is_pruned_as_by_torch(options: dict[str, Any], apply: Any, lo
     assert zeros >= 20  # of 41: 0.3 thrice of what is left
 
 
+def test_how_sparse_the_model_becomes_is_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    pruning = ModelPruning("l1_unstructured", amount=0.5, use_lottery_ticket_hypothesis=False, verbose=1)
+    with caplog.at_level("INFO"):
+        train(Wide(), tmp_path, [pruning], batches=4, epochs=2, enable_checkpointing=False)
+    [first, second] = [each for each in caplog.messages if each.startswith("Applied `L1Unstructured`. Pruned: ")]
+    assert first.partition("Pruned: ")[2].startswith("0/41 (0.00%) -> 20/41 (48.78%)")
+    assert "20/41 (48.78%) -> " in second
+
+
+def test_two_that_prune_differently_run_side_by_side(tmp_path: Path) -> None:
+    callbacks = [ModelPruning(name, amount=0.25) for name in ("l1_unstructured", "random_unstructured")]
+    train(Wide(), tmp_path, callbacks, batches=4, epochs=1, enable_checkpointing=False)
+
+
 def test_slices_are_pruned_by_their_norm(tmp_path: Path) -> None:
     task = Wide()
     callback = ModelPruning(

@@ -11,9 +11,37 @@ PAGE = ROOT / "docs" / "compatibility-lightning.md"
 PROGRAM = ROOT / "tests" / "compat" / "programs" / "lightning_tasks.py"
 HOOKS = ROOT / "tests" / "compat" / "programs" / "lightning_hooks.py"
 TOLERANCE = 1e-6
+HOOKS_TEXT = (
+    "Every hook of a task, two callbacks and a data module is recorded as well, in runs with accumulation, two\n"
+    "optimizers, two validation loaders, all verbs, a resume and an exception. The events are the same, in the same\n"
+    "order, but for these:"
+)
 
-UNLIKE: dict[str, str] = {}
-"""Events that one side has and the other one has not, as patterns after "- " (Lightning's) or "+ " (ours), and why."""
+_WINDOW = (
+    "Under accumulation a window is moved to the device, and `optimizer_step` opened, before its first batch runs."
+)
+_ONCE = "`configure_model` is called once, not again for each verb."
+_MODES = "`predict` gives modules the mode back that they were in, as other verbs do."
+_RESUMED = "A resumed run has validated before, so its validation is not tried again."
+_TORN_DOWN = "After an exception the task's `on_exception` and every `teardown` are called."
+
+UNLIKE: dict[str, dict[str, str]] = {
+    "accumulated": {
+        "[-+] data *_batch_transfer": _WINDOW,
+        "[-+] data transfer_batch_to_device": _WINDOW,
+        "[-+] task optimizer_step": _WINDOW,
+    },
+    "verbs": {"- task configure_model": _ONCE, "+ task on_predict_model_train": _MODES},
+    "resumed": {
+        "- * on_sanity_check_*": _RESUMED,
+        "- * on_validation_*": _RESUMED,
+        "- data *": _RESUMED,
+        "- task validation_step *": _RESUMED,
+        "- task forward": _RESUMED,
+    },
+    "broken": {"+ task on_exception": _TORN_DOWN, "+ * teardown *": _TORN_DOWN},
+}
+"""By run: events that one side alone has there, as patterns after "- " (Lightning's) or "+ " (ours), and why."""
 
 
 def recorded_runs() -> list[str]:
@@ -38,11 +66,17 @@ def table() -> str:
     return "\n".join(lines)
 
 
+def differences() -> str:
+    """Why hooks are not called exactly as there, as a list."""
+    reasons = dict.fromkeys(reason for patterns in UNLIKE.values() for reason in patterns.values())
+    return "\n".join(f"- {reason}" for reason in reasons)
+
+
 def written(page: str) -> str:
     """The page with the table as it is now."""
     before, _, rest = page.partition(START)
     _, _, after = rest.partition(END)
-    return f"{before}{START}\n\n{table()}\n\n{END}{after}"
+    return f"{before}{START}\n\n{table()}\n\n{HOOKS_TEXT}\n\n{differences()}\n\n{END}{after}"
 
 
 if __name__ == "__main__":

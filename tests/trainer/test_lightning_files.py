@@ -109,6 +109,15 @@ def test_a_name_that_a_file_has_is_not_replaced(tmp_path: Path) -> None:
     assert os.path.isfile(best)
 
 
+@pytest.mark.parametrize("name", ["/etc/passwd", "../thesis.txt", 7])
+def test_a_path_outside_of_the_run_s_directory_is_refused(tmp_path: Path, name: Any) -> None:
+    state = {"dirpath": str(tmp_path), "best_k_models": {name: torch.tensor(1.0)}, "kth_value": torch.tensor(1.0)}
+    path = write(tmp_path / "x.ckpt", 6, True, callbacks={KEY: state})
+    saving = ModelCheckpoint(tmp_path, monitor="val_loss")
+    with pytest.raises(CheckpointError, match="which no run writes"):
+        quiet(tmp_path, callbacks=saving, enable_checkpointing=True).fit(Line(), data(), data(), ckpt_path=path)
+
+
 def test_hooks_see_what_they_had_added(tmp_path: Path) -> None:
     class Adds(Line):
         def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:

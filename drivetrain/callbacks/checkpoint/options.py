@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from datetime import timedelta
-from typing import Any
+from typing import Any, NamedTuple
 
 from drivetrain.callbacks.support.monitored_metric import check_mode
+from drivetrain.runtime.durations import Duration, Unit, clock_time
 from drivetrain.runtime.errors import ConfigurationError, nearest
 
 ON_SAVE_ERROR = ("raise", "warn")
@@ -41,15 +42,60 @@ def check_options(
         )
 
 
-def check_intervals(steps: int | None, interval: timedelta | None, epochs: int | None) -> None:
+class Rhythm(NamedTuple):
+    """How often checkpoints are saved: one of these is given.
+
+    Attributes:
+        steps: Every so many optimizer steps; 0 for never.
+        time: Each time so much time has gone by.
+        epochs: Every so many epochs; 0 for never.
+        rest: Every so many samples or tokens, or every such part of the run.
+    """
+
+    steps: int
+    time: timedelta | None
+    epochs: int
+    rest: Duration | None
+
+    @classmethod
+    def of(cls, steps: int | None, interval: Any, epochs: int | None, every: Any) -> Rhythm:
+        """The rhythm that the arguments ask for; an epoch where they ask for none.
+
+        Args:
+            steps: `every_n_train_steps`.
+            interval: `train_time_interval`.
+            epochs: `every_n_epochs`.
+            every: The same in any unit.
+
+        Raises:
+            ConfigurationError: More than one is given, or one is below zero.
+        """
+        time = clock_time(interval, "train_time_interval", " every= takes the other units.")
+        duration = Duration.of(every, "every")
+        _check_intervals(steps, time, epochs, duration)
+        if duration is None:
+            return cls(steps or 0, time, (0 if steps or time else 1) if epochs is None else epochs, None)
+        if not duration.amount:
+            raise ConfigurationError(f"ModelCheckpoint(every={every!r}): give more than nothing.")
+        return cls(
+            int(duration.amount) if duration.unit is Unit.STEPS else 0,
+            duration.timedelta if duration.unit is Unit.SECONDS else None,
+            int(duration.amount) if duration.unit is Unit.EPOCHS else 0,
+            duration if duration.unit in (Unit.SAMPLES, Unit.TOKENS, Unit.RUN) else None,
+        )
+
+
+def _check_intervals(steps: int | None, interval: timedelta | None, epochs: int | None, every: Duration | None) -> None:
     """Refuse more than one rhythm, and numbers below zero."""
-    given = {"every_n_train_steps": steps, "train_time_interval": interval, "every_n_epochs": epochs}
+    given: dict[str, Any] = {"every_n_train_steps": steps, "train_time_interval": interval, "every_n_epochs": epochs}
     given = {name: value for name, value in given.items() if value}
+    if every is not None:
+        given["every"] = str(every)
     if len(given) > 1:
         raise ConfigurationError(
-            "ModelCheckpoint: Combination of parameters every_n_train_steps, every_n_epochs and train_time_interval: "
-            f"give one of them, not {', '.join(f'{name}={value!r}' for name, value in given.items())}. For several "
-            "rhythms, use several ModelCheckpoints."
+            "ModelCheckpoint: Combination of parameters every_n_train_steps, every_n_epochs and train_time_interval, "
+            f"and every: give one of them, not {', '.join(f'{name}={value!r}' for name, value in given.items())}. For "
+            "several rhythms, use several ModelCheckpoints."
         )
     for name, number in (("every_n_train_steps", steps), ("every_n_epochs", epochs)):
         if number is not None and number < 0:

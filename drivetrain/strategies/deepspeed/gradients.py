@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from drivetrain.runtime.errors import ConfigurationError
 from drivetrain.strategies.deepspeed import clipping
 from drivetrain.strategies.deepspeed.engine import Engines
-from drivetrain.strategies.gradients import Gradients, refuse_left_out_batch
+from drivetrain.strategies.gradients import Gradients, refuse_left_out_batch, refuse_several_losses
 from drivetrain.strategies.topology import Topology
 
 
@@ -32,6 +32,10 @@ class EngineGradients(Gradients):
         """Whether a backward in this context ends an accumulation window."""
         trained = self._engines.find(model)
         return nullcontext() if enabled or trained is None else _within_window(trained.engine)
+
+    def leaves(self, model: nn.Module, parameters: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Refuse: an engine runs one backward a step, to all of its parameters."""
+        refuse_several_losses("A DeepSpeed engine runs one backward in a step, to all of its parameters.")
 
     def zero_loss(self, task: nn.Module) -> torch.Tensor:
         """Refuse at stage 3, where the peers' backward gathers over all processes."""

@@ -56,6 +56,10 @@ class ShardedGradients(Gradients):
         """Let backwards reduce the gradients of parameters that were frozen when the model was sharded."""
         sharding.train_shards(model, parameters)
 
+    def leaves(self, model: nn.Module, parameters: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """The gathered parameters that the last forward has computed with; those that stay whole as they are."""
+        return sharding.gathered_parameters(model, parameters)
+
     def clip_norm(self, parameters: Iterable[torch.Tensor], max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
         """Scale gradients down to a total norm of at most `max_norm`, over all shards."""
         return clip_grad_norm_over_meshes_(parameters, max_norm, norm_type)

@@ -184,6 +184,22 @@ def train_shards(model: nn.Module, shards: Iterable[Tensor]) -> None:
                 one._unsharded_param.requires_grad_(True)
 
 
+def gathered_parameters(model: nn.Module, shards: Iterable[Tensor]) -> list[Tensor]:
+    """For each shard, the whole parameter that a forward gathers of it; itself where it is none.
+
+    Args:
+        model: The model, after a forward.
+        shards: This process's shards of parameters, and parameters that stay whole.
+    """
+    gathered = {
+        id(one.sharded_param): one._unsharded_param
+        for unit in sharded_units(model)
+        for one in _records_of(unit)
+        if hasattr(one, "_unsharded_param")
+    }
+    return [gathered.get(id(shard), shard) for shard in shards]
+
+
 def held_gradients(model: nn.Module) -> Iterator[Tensor]:
     """The gradients that units hold whole and have not reduced yet."""
     for unit in sharded_units(model):

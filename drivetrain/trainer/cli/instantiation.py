@@ -65,7 +65,7 @@ def instantiate_module(class_type: type[M], config: Mapping[str, Any]) -> M:
         with hyper_parameters_given(kind, config):
             return kind(*args, **kwargs)
 
-    parser.add_instantiator(make, class_type)
+    parser.add_instantiator(make, class_type)  # type: ignore[arg-type]  # it makes what it is given
     try:
         parsed = parser.parse_object({"module": chosen})
     except ArgumentError as error:

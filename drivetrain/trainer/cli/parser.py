@@ -15,6 +15,7 @@ from drivetrain.callbacks import Callback
 from drivetrain.runtime.errors import nearest
 from drivetrain.strategies import Strategy
 from drivetrain.trackers import Tracker
+from drivetrain.trainer import profilers
 from drivetrain.trainer.cli.package import IS_INSTALLED, require_jsonargparse
 from drivetrain.trainer.cli.types import LRSchedulerTypeTuple
 from drivetrain.trainer.data_module import DataModule
@@ -34,7 +35,7 @@ _NAMED = (Callback, Tracker, Strategy, Task, DataModule, Optimizer, LRScheduler)
 
 _CLASS = re.compile(r"dot import path string: (\w+)")
 _OPTION = re.compile(r"--([\w.]+)")
-_KEY = re.compile(r"does not accept option '([\w.]+)'")
+_KEY = re.compile(r"(?:Group '([\w.]+)' )?does not accept option '([\w.]+)'")
 
 
 class TrainerArgumentParser(ArgumentParser):
@@ -140,7 +141,7 @@ class TrainerArgumentParser(ArgumentParser):
         options: dict[str, Any] = {"fail_untyped": False, "skip": {left_out}, "instantiate": False}
         if isinstance(kind, tuple):
             self.add_subclass_arguments(kind, key, **options)
-            self.groups[key].title = f"The {key.replace('_', ' ')}, by its class"
+            (self.groups or {})[key].title = f"The {key.replace('_', ' ')}, by its class"
         else:
             self.add_class_arguments(kind, key, sub_configs=True, **options)
 
@@ -156,11 +157,11 @@ class TrainerArgumentParser(ArgumentParser):
         """What an unknown option, class, or key of a file may have been meant to be."""
         classes = _CLASS.search(message)
         if classes is not None:
-            return nearest(classes[1], {each.__name__ for kind in _NAMED for each in _subclasses(kind)})
+            return nearest(classes[1], {each.__name__ for kind in _NAMED for each in subclasses(kind)})
         found = _OPTION.search(message) if "nrecognized" in message else _KEY.search(message)
         if found is None:
             return ""
-        given = found[1]
+        given = ".".join(each for each in found.groups() if each)
         guess = nearest(given, self._known())
         if not guess and "." not in given:
             tails = {each.rpartition(".")[2]: each for each in self._known()}
@@ -179,16 +180,22 @@ class TrainerArgumentParser(ArgumentParser):
 
 
 def load_named_classes() -> None:
-    """Import the callbacks, so that their names can be given without their modules."""
-    for name in callbacks.__all__:
-        getattr(callbacks, name)
+    """Import callbacks and profilers, so that their names can be given without their modules."""
+    for room in (callbacks, profilers):
+        for name in room.__all__:
+            getattr(room, name)
 
 
-def _subclasses(kind: type) -> Iterator[type]:
-    """All subclasses of a class that are known so far."""
-    for each in kind.__subclasses__():
+def subclasses(kind: type) -> Iterator[type]:
+    """All subclasses of a class that are known so far.
+
+    Args:
+        kind: The class.
+    """
+    known: list[type] = kind.__subclasses__()
+    for each in known:
         yield each
-        yield from _subclasses(each)
+        yield from subclasses(each)
 
 
 def class_of(kind: type | Callable[..., Any]) -> type:

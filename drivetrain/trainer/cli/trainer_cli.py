@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, NoReturn
+from typing import TYPE_CHECKING, Any, ClassVar, NoReturn, cast
 
 import yaml
 
@@ -445,7 +445,7 @@ class TrainerCLI:
 
     def _configure_optimizers(self) -> None:
         """Put the chosen optimizer in the place of the task's."""
-        parser, config = self._own_parser(), self._own(self.config)
+        parser, config = self._own_parser(), cast("Mapping[str, Any]", self._own(self.config))
         optimizer = chosen_configuration(parser.optimizers, config, "optimizer")
         lr_scheduler = chosen_configuration(parser.lr_schedulers, config, "lr_scheduler")
         if optimizer is not None:

@@ -9,6 +9,7 @@ from torch import nn
 from drivetrain.runtime.errors import ConfigurationError
 from drivetrain.trainer.hooks import is_overridden
 from drivetrain.trainer.loops.closure_step import ClosureStep
+from drivetrain.trainer.loops.named_losses import NamedLossesStep, refuse_named
 from drivetrain.trainer.loops.scheduled_step import ScheduledStep, refuse_unscheduled
 from drivetrain.trainer.loops.split_step import SplitStep
 from drivetrain.trainer.loops.step import ManualStep, PlainStep
@@ -34,12 +35,15 @@ def choose_step(trainer: Trainer, task: Task, model: nn.Module, splits: bool = T
         is_overridden(task, Task, "optimizer_step") or any(o.needs_closure for o in trainer.task_optimizers)
     )
     splits = splits and trainer.auto_micro_batch
-    if splits and (by_closure or not task.automatic_optimization):
+    if splits and (by_closure or trainer.task_run.optimizer_names or not task.automatic_optimization):
         raise ConfigurationError(
             f"Trainer(auto_micro_batch=True) runs the gradients of a step again, which {type(task).__name__} computes "
-            "by itself: it optimizes by hand, steps its optimizer itself, or has one that evaluates the loss several "
-            "times. Leave auto_micro_batch out, and give a smaller batch size."
+            "by itself: it optimizes by hand, steps its optimizer itself, has one that evaluates the loss several "
+            "times, or returns a loss for each of several. Leave auto_micro_batch out, and give a smaller batch size."
         )
+    if trainer.task_run.optimizer_names and task.automatic_optimization:
+        refuse_named(trainer, task, by_closure)
+        return NamedLossesStep(trainer, task, model, trainer.hooks)
     if trainer.strategy.schedules_microbatches:
         refuse_unscheduled(task, trainer.strategy, by_closure)
         return ScheduledStep(trainer, task, model, trainer.hooks)

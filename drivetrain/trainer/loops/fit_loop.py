@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from drivetrain.callbacks.stage import Stage
 from drivetrain.data import CombinedLoader, PreparedLoader
 from drivetrain.runtime.errors import DataError
+from drivetrain.trainer.loops.consumption import validation_interval
 from drivetrain.trainer.loops.evaluation_loop import EvaluationLoop
 from drivetrain.trainer.loops.health import EpochHealth
 from drivetrain.trainer.loops.step import EpochSkipped, PlainStep
@@ -47,7 +48,7 @@ class FitLoop:
         self._trainer, self._batches, self._health = trainer, batches, health
         self._hooks, self._progress, self._control = trainer.hooks, trainer.progress, trainer.control
         self._schedule = ValidationSchedule(
-            trainer.progress, trainer.val_check_interval, trainer.check_val_every_n_epoch, validation is not None
+            trainer.progress, validation_interval(trainer), trainer.check_val_every_n_epoch, validation is not None
         )
         self._schedule.set_epoch_length(batches.limit)
         watch = trainer.actions.watch
@@ -117,7 +118,8 @@ class FitLoop:
                     self._poll()
                 if progress.batches_in_epoch >= next_validation:
                     next_validation = self._schedule.next_batch()
-                    self._validate(at_end=batches.is_last(window))
+                    if self._schedule.is_due:
+                        self._validate(at_end=batches.is_last(window))
                 if control.stop_requested and control.may_stop(batches.limit):
                     finished = batches.is_last(window)
                     break
@@ -181,6 +183,8 @@ class FitLoop:
         trainer.tracker_log.plan()
         most = trainer.max_steps
         self._next_poll = min(trainer.tracker_log.next_step, most if most >= 0 else FOREVER)
+        if trainer.max_duration is not None:
+            self._next_poll = 0  # a step may have any number of samples and tokens
         # Not counted in steps, of which there may be none: all may overflow, or be left out.
         watches = control.watches_peers_or_clock or self._schedule.follows_a_clock
         self._next_agreement = control.next_agreement if watches else FOREVER
@@ -195,7 +199,7 @@ class FitLoop:
             if is_due and self._schedule.is_this_epoch:
                 self._schedule.record_due()
                 self._validate()
-        control.check_steps()
+        control.check_counts()
         self._plan()
 
     def _validate(self, at_end: bool = False) -> None:

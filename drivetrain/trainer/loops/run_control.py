@@ -34,6 +34,7 @@ class StopReason(str, Enum):
         MAX_EPOCHS: It trained `max_epochs`.
         MAX_STEPS: It took `max_steps` optimizer steps.
         MAX_TIME: `max_time` is over.
+        MAX_DURATION: It trained on as many samples or tokens as `max_duration` asks for.
         REQUESTED: A callback or the task asked for it, as `EarlyStopping` does.
         INTERRUPTED: Ctrl-C.
         PREEMPTED: SIGTERM or SIGUSR1, by which a scheduler announces that it takes the machine away.
@@ -45,6 +46,7 @@ class StopReason(str, Enum):
     MAX_EPOCHS = "max_epochs"
     MAX_STEPS = "max_steps"
     MAX_TIME = "max_time"
+    MAX_DURATION = "max_duration"
     REQUESTED = "requested"
     INTERRUPTED = "interrupted"
     PREEMPTED = "preempted"
@@ -261,9 +263,9 @@ class RunControl:
             raise_lost_save(saves)
         return tuple(others)
 
-    def check_steps(self) -> None:
-        """Stop where `max_steps` is reached; all processes count the same steps."""
-        if self._has_max_steps:
+    def check_counts(self) -> None:
+        """Stop where `max_steps` or `max_duration` is reached; all processes count the same."""
+        if self._has_max_steps or self._has_max_duration:
             self.stop_requested = self.stop_agreed = True
 
     def may_stop(self, epoch_length: float) -> bool:
@@ -274,7 +276,8 @@ class RunControl:
         """
         if self._world_size > 1 and not self.stop_agreed:
             return False
-        return bool(self._forced) or self._has_max_steps or self._minimum_reached(epoch_length)
+        limited = self._has_max_steps or self._has_max_duration
+        return bool(self._forced) or limited or self._minimum_reached(epoch_length)
 
     def is_done(self, epoch_length: float, is_resuming: bool) -> bool:
         """Whether no epoch is left to run; records why.
@@ -292,6 +295,8 @@ class RunControl:
             self._conclude(StopReason.MAX_EPOCHS, f"max_epochs={options.max_epochs} is reached")
         elif self._has_max_steps:
             self._conclude(StopReason.MAX_STEPS, f"max_steps={options.max_steps} is reached")
+        elif self._has_max_duration:
+            self._conclude(StopReason.MAX_DURATION, f"max_duration={options.max_duration} is reached")
         elif epoch_length == 0:
             self._conclude(StopReason.NO_BATCHES, "there are no batches to train on (limit_train_batches=0)")
         elif self.stop_requested and self._minimum_reached(epoch_length):
@@ -316,6 +321,11 @@ class RunControl:
     @property
     def _has_max_steps(self) -> bool:
         return 0 <= self.options.max_steps <= self._progress.global_step
+
+    @property
+    def _has_max_duration(self) -> bool:
+        limit = self.options.max_duration
+        return limit is not None and self._progress.count(limit.unit) >= limit.amount
 
     def _minimum_reached(self, epoch_length: float) -> bool:
         options, progress = self.options, self._progress

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor, nn
@@ -21,12 +21,14 @@ class StandIn:
         strategy: Makes losses with gradients of zero.
         task: The task.
         model: The module to call.
+        names: Those of the losses that a step returns, where it returns several.
 
     Attributes:
         stood_in: Whether the last step was left out.
     """
 
-    def __init__(self, strategy: Strategy, task: nn.Module, model: nn.Module) -> None:
+    def __init__(self, strategy: Strategy, task: nn.Module, model: nn.Module, names: Sequence[str] = ()) -> None:
+        self._names = names
         self._zero_loss = strategy.gradients.zero_loss
         self._task = task
         self._shares_batches = strategy.topology.data_shard.count == 1
@@ -48,11 +50,17 @@ class StandIn:
             self.stood_in = output is None
             if output is None:
                 zero = self._zero_loss(self._task)
-                return zero if presence is None else zero + presence * 0.0
-            return output if presence is None else _attached(output, presence)
+                zero = zero if presence is None else zero + presence * 0.0
+                return dict.fromkeys(self._names, zero) if self._names else zero
+            return output if presence is None else _attached(output, presence, *self._names[:1])
 
         setattr(step_or_stand_in, ATTACHES_PRESENCE, True)
         return step_or_stand_in
+
+    @property
+    def leaves(self) -> list[Tensor]:
+        """What receives a gradient beside the parameters of the task."""
+        return [] if self._presence is None else [self._presence]
 
     def anyone_took_part(self) -> bool:
         """Whether another process had a real batch in this window; call it where this one had none."""
@@ -68,11 +76,11 @@ def presence_of(model: nn.Module | None) -> nn.Parameter | None:
     return next((module.presence for module in model.modules() if isinstance(module, StepModule)), None)
 
 
-def _attached(output: Any, presence: nn.Parameter) -> Any:
+def _attached(output: Any, presence: nn.Parameter, name: str = "loss") -> Any:
     if isinstance(output, Tensor):
         return _added(output, presence)
-    if isinstance(output, Mapping) and isinstance(output.get("loss"), Tensor):
-        return {**output, "loss": _added(output["loss"], presence)}
+    if isinstance(output, Mapping) and isinstance(output.get(name), Tensor):
+        return {**output, name: _added(output[name], presence)}
     return output
 
 

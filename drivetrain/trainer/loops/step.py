@@ -13,6 +13,7 @@ from drivetrain.accelerator.step import StepHooks
 from drivetrain.data import BatchInfo
 from drivetrain.trainer.hooks import Hooks, is_overridden
 from drivetrain.trainer.loops.binding import as_taken, bind_step
+from drivetrain.trainer.loops.consumption import counters
 from drivetrain.trainer.loops.stand_in import StandIn, presence_of
 from drivetrain.trainer.loops.step_output import StepOutput, detached
 from drivetrain.trainer.metrics.metric_states import untouched_metrics
@@ -76,6 +77,7 @@ class PlainStep:
         self._on_batch_end = hooks.find("on_train_batch_end")
         self._engine.weights.in_use = None
         self._engine.drive(actions.watch_step(self._step_hooks(hooks)))
+        self._counters = counters(trainer, task)
         self._remaining = 1
         self._has_gradients = self._took_part = False
 
@@ -146,7 +148,7 @@ class PlainStep:
         else:
             with untouched_metrics(self._task):
                 output = self._training_step(batch, index)
-        loss = output if isinstance(output, Tensor) else self._output.loss_of(output)
+        loss = output if isinstance(output, Tensor) else self._loss_of(output)
         if loss is not None:
             self._differentiate(loss, output, share)
         self._remaining -= 1
@@ -160,8 +162,21 @@ class PlainStep:
                 raise EpochSkipped
 
     def _differentiate(self, loss: Tensor, output: Any, share: float) -> None:
-        """Give a loss, its weight and what it counts for to the engine."""
+        """Compute the gradients of a batch, once those of the step before are cleared."""
         stands_in = self._stand_in is not None and self._stand_in.stood_in
+        if not self._has_gradients:
+            self._has_gradients = True
+            self._zero_grad()
+        if not stands_in and share:
+            self._took_part = True
+        self._run_backward(loss, output, share, stands_in)
+
+    def _loss_of(self, output: Any) -> Any:
+        """What is differentiated of a step's output; None where the batch is left out."""
+        return self._output.loss_of(output)
+
+    def _run_backward(self, loss: Any, output: Any, share: float, stands_in: bool) -> None:
+        """Give a loss, its weight and what it counts for to the engine."""
         if self._is_weighted is None:
             self._is_weighted = self._decide_weighted(output)
         weight: Tensor | float | None = None
@@ -169,11 +184,6 @@ class PlainStep:
             weight = 0.0 if stands_in else self._output.weight_of(output)
         elif loss is not output and self._output.has_weight(output):
             self._output.refuse_weight()
-        if not self._has_gradients:
-            self._has_gradients = True
-            self._zero_grad()
-        if not stands_in and share:
-            self._took_part = True
         try:
             self._engine.backward(loss, weight, share)
         except RuntimeError as error:
@@ -193,6 +203,8 @@ class PlainStep:
         progress = self._progress
         progress.batches_in_epoch = window[-1].batch_idx + 1
         progress.total_batches += len(window)
+        for count in self._counters:
+            count(window)
         if stepped:
             progress.global_step += 1
             if self._steps_schedulers:

@@ -6,6 +6,7 @@ import math
 import time
 from datetime import timedelta
 
+from drivetrain.runtime.durations import Duration
 from drivetrain.runtime.errors import ConfigurationError
 from drivetrain.trainer.state.progress import Progress
 
@@ -13,22 +14,28 @@ FOREVER = float("inf")
 
 
 class ValidationSchedule:
-    """When validation is due: after so many batches, after a time, or at the end of an epoch.
+    """When validation is due: after so many batches, steps, samples or tokens, after a time, or at the end of an epoch.
 
     Args:
         progress: The counters of the run.
-        interval: `val_check_interval`: a number of batches, a fraction of an epoch, a time, or None for its end.
+        interval: `val_check_interval`: a number of batches, a fraction of an epoch, a time, a number of steps, samples
+            or tokens, or None for the end of an epoch.
         epochs: `check_val_every_n_epoch`: every how many epochs; None counts `interval` across epochs.
         exists: Whether there is anything to validate on.
     """
 
     def __init__(
-        self, progress: Progress, interval: int | float | timedelta | None, epochs: int | None, exists: bool
+        self,
+        progress: Progress,
+        interval: int | float | timedelta | Duration | None,
+        epochs: int | None,
+        exists: bool,
     ) -> None:
         self._progress = progress
         self._interval, self._epochs, self._exists = interval, epochs, exists
         self._every: float = FOREVER  # batches
         self._after: timedelta | None = None
+        self._counted = interval if isinstance(interval, Duration) else None
         self._limit: float = FOREVER
         self._validated_at = time.monotonic()
 
@@ -63,8 +70,8 @@ class ValidationSchedule:
         elif isinstance(interval, int):
             if interval > batches and self._epochs is not None:
                 raise ConfigurationError(
-                    f"val_check_interval={interval} is more than the {batches:.0f} batches of an epoch, so nothing "
-                    "would be validated. Give less, or set check_val_every_n_epoch=None to count across epochs."
+                    f"val_check_interval={interval} must be less than or equal to the number of the training batches: "
+                    f"an epoch has {batches:.0f} batches. Set check_val_every_n_epoch=None to count across epochs."
                 )
             self._every = interval
 
@@ -80,6 +87,8 @@ class ValidationSchedule:
         """Count a validation once its results are there: a checkpoint that its last hooks write includes it."""
         self._progress.validations += 1
         self._progress.validated_at = self._progress.total_batches
+        if self._counted is not None:
+            self._progress.validated_count = self._progress.count(self._counted.unit)
 
     # when it is due
 
@@ -92,6 +101,11 @@ class ValidationSchedule:
     def is_overdue(self) -> bool:
         """Whether the time since the last validation is over, by this process's clock."""
         return self._after is not None and time.monotonic() - self._validated_at >= self._after.total_seconds()
+
+    @property
+    def is_due(self) -> bool:
+        """Whether it is due now, after the batch that `next_batch` has named."""
+        return self._counted is None or self.is_pending
 
     @property
     def is_at_epoch_end(self) -> bool:
@@ -108,6 +122,9 @@ class ValidationSchedule:
             return False
         if self.follows_a_clock:
             return progress.due_at == progress.total_batches != progress.validated_at
+        if self._counted is not None:
+            count = progress.count(self._counted.unit)
+            return count // self._counted.amount > min(progress.validated_count, count) // self._counted.amount
         if every == FOREVER:
             return False
         done, last = progress.total_batches, max(progress.validated_at, 0)
@@ -126,6 +143,8 @@ class ValidationSchedule:
     def next_batch(self) -> float:
         """The number of batches in this epoch after which to validate next; infinite where it is not its turn."""
         every, done = self._every, self._progress.batches_in_epoch
+        if self._counted is not None and self._exists:
+            return done + 1
         if every == FOREVER or not self.is_this_epoch:
             return FOREVER
         if self._epochs is None:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from drivetrain.callbacks.stage import Stage
 from drivetrain.trackers.base import COMPLETED
 from drivetrain.trackers.losses import outcome_of
+from drivetrain.trainer.given_hyper_parameters import CLASS_PATH
 from drivetrain.trainer.metrics.logged_value import EpochValue, to_numbers
 from drivetrain.trainer.task import Task
 
@@ -93,6 +94,15 @@ class TrackerLog:
 
     # all
 
+    @staticmethod
+    def name_of(result: EpochValue) -> str:
+        """Under which name `validate` and `test` return an epoch's value.
+
+        Args:
+            result: The value.
+        """
+        return result.name
+
     def write(self, values: Mapping[str, float], step: int) -> None:
         """Give numbers to the trackers, on the processes where one is called; none of them is waited for.
 
@@ -113,7 +123,7 @@ class TrackerLog:
         group.start()
         owners = [each for each in (self._trainer.datamodule, task) if each is not None]
         shown = [each.hparams for each in owners if each.__dict__.get("_log_hyperparams", True)]
-        values = {name: value for hparams in shown for name, value in hparams.items()}
+        values = {name: value for hparams in shown for name, value in hparams.items() if name != CLASS_PATH}
         if values and self.shows_hyper_parameters:
             group.store_init_configuration(values)
         group.log_graph(task)

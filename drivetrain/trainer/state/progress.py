@@ -7,6 +7,8 @@ from dataclasses import dataclass, field, fields
 from enum import IntEnum
 from typing import Any
 
+from drivetrain.runtime.durations import Unit
+
 
 class Phase(IntEnum):
     """How far an epoch has come; an epoch goes through all of them in this order.
@@ -37,6 +39,9 @@ class Progress:
         validated_at: `total_batches` at the last of them.
         due_at: `total_batches` at the last one that was due by a clock, which cannot be derived when resuming.
         parts: In how many parts each batch is computed, since memory lacks for it as a whole.
+        validated_count: What `val_check_interval` counts, at the last validation that it led to.
+        samples: Samples trained on, over all processes; counted where anything of the run is measured in samples.
+        tokens: The same of tokens.
         phase: How far the epoch under way has come.
     """
 
@@ -48,12 +53,32 @@ class Progress:
     validated_at: int = -1
     due_at: int = -1
     parts: int = 1
+    validated_count: int = 0
+    samples: int = 0
+    tokens: int = 0
     phase: Phase = field(default=Phase.BATCHES)
 
     @property
     def batches_are_done(self) -> bool:
         """Whether the epoch has no batch left."""
         return self.phase >= Phase.DRAINED
+
+    def count(self, unit: Unit) -> int:
+        """How many steps, epochs, samples or tokens the run has come.
+
+        Args:
+            unit: One of these.
+        """
+        value: int = getattr(self, _COUNTED[unit])
+        return value
+
+    def forget(self, unit: Unit) -> None:
+        """Count a unit from 0 again.
+
+        Args:
+            unit: Samples or tokens.
+        """
+        setattr(self, _COUNTED[unit], 0)
 
     def begin_epoch(self, epoch: int) -> None:
         """Stand before an epoch's first batch."""
@@ -77,6 +102,7 @@ class Progress:
         self.phase = Phase[state["phase"]] if "phase" in state else _phase_of_booleans(state)
 
 
+_COUNTED = {Unit.STEPS: "global_step", Unit.EPOCHS: "epoch", Unit.SAMPLES: "samples", Unit.TOKENS: "tokens"}
 _COUNTERS = tuple(each.name for each in fields(Progress) if each.name != "phase")
 
 

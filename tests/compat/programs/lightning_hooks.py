@@ -44,7 +44,8 @@ class Events(list):
 
     def add(self, owner: str, name: str, given: tuple) -> None:
         if name.endswith(NUMBERED) and name not in ("optimizer_step", "on_before_optimizer_step", "lr_scheduler_step"):
-            name += f" {[each for each in given if type(each) is int]}"
+            batch, *loader = [each for each in given if type(each) is int]
+            name += f" {batch}" + (f" of loader {loader[0]}" if any(loader) else "")
         elif name in ("setup", "teardown"):
             name += f" {[str(getattr(each, 'value', each)) for each in given if isinstance(each, str)]}"
         self.append(f"{owner} {name}")
@@ -138,6 +139,8 @@ class Watch(L.Callback):
 
 
 RecordedTask = recording(Task, "task", (*AROUND[:2], *OF_ALL, *OF_DATA, *OF_TASKS))
+OF_AUTOMATIC = ("optimizer_step", "optimizer_zero_grad", "lr_scheduler_step", "configure_gradient_clipping")
+ManualTask = recording(Task, "task", tuple({*AROUND[:2], *OF_ALL, *OF_DATA, *OF_TASKS} - {*OF_AUTOMATIC}))
 RecordedData = recording(Data, "data", (*AROUND, *OF_DATA, "on_exception"))
 First, Second = recording(Watch, "first", (*AROUND, *OF_ALL)), recording(Watch, "second", (*AROUND, *OF_ALL))
 
@@ -161,7 +164,7 @@ def accumulated(root: str, events: Events) -> None:
 
 
 def two_optimizers(root: str, events: Events) -> None:
-    trainer(root, events, max_epochs=1).fit(RecordedTask(events, optimizers=2), datamodule=RecordedData(events))
+    trainer(root, events, max_epochs=1).fit(ManualTask(events, optimizers=2), datamodule=RecordedData(events))
 
 
 def two_validation_loaders(root: str, events: Events) -> None:

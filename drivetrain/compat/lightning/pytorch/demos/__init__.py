@@ -2,6 +2,12 @@
 
 from __future__ import annotations
 
+from drivetrain.compat.lightning.pytorch.demos.boring_classes import (
+    BoringDataModule,
+    BoringModel,
+    DemoModel,
+    ManualOptimBoringModel,
+)
 from drivetrain.compat.lightning.pytorch.demos.transformer import Transformer
 
-__all__ = ["Transformer"]
+__all__ = ["BoringDataModule", "BoringModel", "DemoModel", "ManualOptimBoringModel", "Transformer"]

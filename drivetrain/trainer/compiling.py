@@ -1,0 +1,160 @@
+"""Compiling a task's modules: what `Trainer(compile=)` asks for, where the compiled code is kept, what was compiled."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from drivetrain.accelerator.dynamo_plugin import TorchDynamoPlugin
+from drivetrain.runtime.errors import ConfigurationError, nearest
+
+if TYPE_CHECKING:
+    from drivetrain.trainer.trainer import Trainer
+
+CACHE = "compile_cache"
+"""The folder in a run's `default_root_dir` that inductor's cache is in."""
+
+_CACHE_VARIABLE = "TORCHINDUCTOR_CACHE_DIR"
+_OPTIONS = ("backend", "mode", "fullgraph", "dynamic", "options", "blocks")
+_MOST_RECORDS = 4096  # of torch's 64 the first would be gone
+_MOST_REASONS = 5
+
+# What torch gives as the reason of a recompilation -> the same in words.
+_REASONS = (
+    (
+        r"tensor '(?P<name>.+)' size mismatch at index (?P<dim>\d+)\. expected (?P<old>\d+), actual (?P<new>\d+)",
+        "dimension {dim} of {name} was {old}, then {new}",
+    ),
+    (
+        r"tensor '(?P<name>.+)' dtype mismatch\. expected (?P<old>.+), actual (?P<new>.+)",
+        "{name} was {old}, then {new}",
+    ),
+    (r"tensor '(?P<name>.+)' requires_grad mismatch.*", "{name} needed gradients in some calls only"),
+    (r"GLOBAL_STATE changed: (?:grad_mode|inference_mode).*", "it ran with gradients and without"),
+    (r"GLOBAL_STATE changed: (?P<what>.+?) *", "torch's {what} changed"),
+    (r".*\.training\b.*", "it ran in training and in evaluation"),
+)
+
+
+def compile_plugin(given: bool | str | Mapping[str, Any] | None) -> TorchDynamoPlugin | None:
+    """What `Trainer(compile=)` asks the engine for; None leaves it to the launcher.
+
+    Args:
+        given: The argument.
+
+    Raises:
+        ConfigurationError: It is something else, or an option does not exist.
+    """
+    if given is None:
+        return None
+    if isinstance(given, bool):
+        return TorchDynamoPlugin("inductor", disable=not given)
+    if given == "blocks":
+        given = {"blocks": True}
+    if not isinstance(given, Mapping):
+        raise ConfigurationError(
+            f"compile={given!r}: give True, 'blocks' for the repeated blocks of the model, False, or a dict of "
+            f"{', '.join(_OPTIONS)}.{nearest(str(given), ('blocks', *_OPTIONS))}"
+        )
+    for name in given:
+        if name not in _OPTIONS:
+            raise ConfigurationError(
+                f"compile has the key {name!r}; allowed are {', '.join(_OPTIONS)}.{nearest(str(name), _OPTIONS)}"
+            )
+    chosen = {"backend": "inductor", **given}
+    return TorchDynamoPlugin(use_regional_compilation=bool(chosen.pop("blocks", False)), **chosen)
+
+
+@contextmanager
+def compilations_watched(trainer: Trainer) -> Iterator[None]:
+    """Keep what is compiled in the body in the run's folder, and print a line about it at the end.
+
+    Nothing is done where nothing is compiled.
+
+    Args:
+        trainer: The trainer.
+    """
+    if trainer.accelerator.preparation.compilation is None:
+        yield
+        return
+    from torch._dynamo import utils  # importing it takes seconds
+
+    utils.set_compilation_metrics_limit(_MOST_RECORDS)
+    seen, breaks = len(utils.get_compilation_metrics()), Counter(utils.counters["graph_break"])
+    try:
+        with _cache_in(trainer.default_root_dir):
+            yield
+    finally:
+        line = describe(utils.get_compilation_metrics()[seen:], Counter(utils.counters["graph_break"]) - breaks)
+        if line and not trainer.barebones:
+            trainer.print(line)
+
+
+@contextmanager
+def _cache_in(root: str) -> Iterator[None]:
+    """Let inductor keep what it compiles in a folder, unless the user has named one."""
+    if _CACHE_VARIABLE in os.environ and os.environ[_CACHE_VARIABLE] != _default_cache():
+        yield
+        return
+    before = os.environ.get(_CACHE_VARIABLE)
+    os.environ[_CACHE_VARIABLE] = str(Path(root).absolute() / CACHE)
+    try:
+        yield
+    finally:
+        if before is None:
+            os.environ.pop(_CACHE_VARIABLE, None)
+        else:
+            os.environ[_CACHE_VARIABLE] = before
+
+
+def _default_cache() -> str:
+    from torch._inductor.runtime.cache_dir_utils import default_cache_dir
+
+    return os.path.abspath(default_cache_dir())
+
+
+def describe(records: Sequence[Any], breaks: Mapping[str, int]) -> str:
+    """What was compiled, in one line.
+
+    Args:
+        records: Torch's records of what it compiled: each with `is_forward`, `recompile_reason` and `duration_us`.
+        breaks: How often code could not be compiled in one piece, by torch's reason.
+
+    Returns:
+        The line; empty where nothing was compiled.
+    """
+    # Also of backwards, and of code in which there was nothing to compile.
+    forwards = [each for each in records if getattr(each, "has_guarded_code", True) and each.is_forward is not False]
+    if not forwards:
+        return ""
+    seconds = sum(each.duration_us or 0 for each in records) / 1e6
+    again = Counter(_in_words(each.recompile_reason) for each in forwards if each.recompile_reason)
+    line = f"Compiled {_plural(len(forwards), 'graph')} in {seconds:.1f} s"
+    if again:
+        count = sum(again.values())
+        reasons = [f"{reason}{f' ({times} times)' * (times > 1)}" for reason, times in again.most_common(_MOST_REASONS)]
+        line += f", {count} of them again: {'; '.join(reasons)}"
+    if breaks:
+        reason = re.sub(r"\s+", " ", max(breaks, key=lambda each: breaks[each])).strip()[:120]
+        line += f". {_plural(sum(breaks.values()), 'graph break')}, the most for: {reason}"
+    return f"{line}."
+
+
+def _plural(count: int, noun: str) -> str:
+    return f"{count} {noun}{'s' * (count != 1)}"
+
+
+def _in_words(reason: str) -> str:
+    """A reason of torch's, in words where it is one of the usual."""
+    first = reason.strip().splitlines()[0]
+    first = re.sub(r"^\d+/\d+: *", "", first)  # which of the compiled versions did not fit
+    for pattern, words in _REASONS:
+        found = re.fullmatch(pattern, first)
+        if found:
+            return words.format(**found.groupdict())
+    return first
