@@ -7,7 +7,7 @@ from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any
 
 from drivetrain.callbacks import BatchSizeFinder, Callback, LearningRateFinder
-from drivetrain.callbacks.stage import Stage
+from drivetrain.callbacks.stage import Stage, Verb
 from drivetrain.callbacks.support.batch_size_range import BatchSizeRange
 from drivetrain.callbacks.support.lr_range import LRRange
 from drivetrain.data.randomness import kept_generators
@@ -166,7 +166,7 @@ class Tuner:
                 f"Trainer is already configured with a `{finder.__name__}` callback, which searches when the run "
                 "begins. Remove it, or call no Tuner."
             )
-        return _STAGES[method]
+        return _STAGES[Verb(method)]
 
     @contextmanager
     def _placed(

@@ -140,7 +140,7 @@ def run_verb(names: list[str], call: bytes) -> Outcome:
 def _take_over(trainer: Trainer, stage: Stage, model: Any, outcome: Outcome, given: Any) -> None:
     """Let the Trainer of this process be where that of the others is."""
     data = next((each for each in given if isinstance(each, DataModule)), None)
-    trainer.task_run.attach(model, data, stage)
+    trainer.task_run.attach(model, data, stage, {})
     model.load_state_dict(outcome.weights)
     for callback, state in zip(trainer.callbacks, outcome.callbacks, strict=False):
         if state:
