@@ -219,7 +219,7 @@ def make_importable(folder: Path) -> None:
 
 def _provide(module: ModuleType, path: str, names: list[str]) -> None:
     for name in names:
-        helper = _helper(f"{path}.{name}")
+        helper = None if name in vars(module) else _helper(f"{path}.{name}")
         if helper is not None:
             setattr(module, name, helper)
         elif not hasattr(module, name) and name != "*":
