@@ -32,7 +32,7 @@ logger = get_logger(__name__)
 
 
 class TwinCallbacksError(ConfigurationError, RuntimeError):
-    """Two callbacks whose states a checkpoint could not tell apart."""
+    """Two callbacks whose states a checkpoint could not distinguish."""
 
 
 def make_accelerator(
