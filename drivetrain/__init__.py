@@ -96,6 +96,10 @@ _EXPORTS: dict[str, str] = {
     "OnExceptionCheckpoint": "drivetrain.callbacks",
     "GradientAccumulationScheduler": "drivetrain.callbacks",
     "LambdaCallback": "drivetrain.callbacks",
+    "BatchSizeFinder": "drivetrain.callbacks",
+    "LearningRateFinder": "drivetrain.callbacks",
+    "LRFinder": "drivetrain.trainer.tuning.lr_finder",
+    "Tuner": "drivetrain.trainer.tuning.tuner",
     "Strategy": "drivetrain.strategies",
     "DDP": "drivetrain.strategies",
     "FSDP": "drivetrain.strategies.fsdp",
@@ -218,6 +222,7 @@ if TYPE_CHECKING:
     from drivetrain.callbacks import BackboneFinetuning as BackboneFinetuning
     from drivetrain.callbacks import BaseFinetuning as BaseFinetuning
     from drivetrain.callbacks import BasePredictionWriter as BasePredictionWriter
+    from drivetrain.callbacks import BatchSizeFinder as BatchSizeFinder
     from drivetrain.callbacks import Callback as Callback
     from drivetrain.callbacks import DeviceStatsMonitor as DeviceStatsMonitor
     from drivetrain.callbacks import EarlyStopping as EarlyStopping
@@ -226,6 +231,7 @@ if TYPE_CHECKING:
     from drivetrain.callbacks import GradientAccumulationScheduler as GradientAccumulationScheduler
     from drivetrain.callbacks import GradientNorm as GradientNorm
     from drivetrain.callbacks import LambdaCallback as LambdaCallback
+    from drivetrain.callbacks import LearningRateFinder as LearningRateFinder
     from drivetrain.callbacks import LearningRateMonitor as LearningRateMonitor
     from drivetrain.callbacks import LossSpikeGuard as LossSpikeGuard
     from drivetrain.callbacks import MemoryMonitor as MemoryMonitor
@@ -348,3 +354,5 @@ if TYPE_CHECKING:
     from drivetrain.trainer.profilers import PyTorchProfiler as PyTorchProfiler
     from drivetrain.trainer.profilers import SimpleProfiler as SimpleProfiler
     from drivetrain.trainer.profilers import XLAProfiler as XLAProfiler
+    from drivetrain.trainer.tuning.lr_finder import LRFinder as LRFinder
+    from drivetrain.trainer.tuning.tuner import Tuner as Tuner

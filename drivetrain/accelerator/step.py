@@ -83,6 +83,18 @@ class OptimizerStep:
         self._before_backward, self._after_backward = hooks.before_backward, hooks.after_backward
         self._prepares = bool(hooks.before_step) or hooks.clip is not None
 
+    @contextmanager
+    def kept(self) -> Iterator[None]:
+        """Let other steps run in the body; in the end the hooks are those from before, and no gradients wait."""
+        hooks, in_use = self._hooks, self.weights.in_use
+        try:
+            yield
+        finally:
+            self.drive(hooks)
+            self.window.end_planned()
+            self.weights.discard()
+            self.weights.in_use = in_use
+
     def backward(self, loss: Tensor, weight: Tensor | float | None = None, share: float = 1.0, **kwargs: Any) -> None:
         """Weigh the loss of one micro-batch, scale it, and compute its gradients.
 

@@ -10,6 +10,7 @@ _EXPORTS = {
     "BackboneFinetuning": "drivetrain.callbacks.finetuning",
     "BaseFinetuning": "drivetrain.callbacks.finetuning",
     "BasePredictionWriter": "drivetrain.callbacks.prediction_writer",
+    "BatchSizeFinder": "drivetrain.callbacks.batch_size_finder",
     "Callback": "drivetrain.callbacks.base",
     "DeviceStatsMonitor": "drivetrain.callbacks.device_stats_monitor",
     "EarlyStopping": "drivetrain.callbacks.early_stopping",
@@ -18,6 +19,7 @@ _EXPORTS = {
     "GradientAccumulationScheduler": "drivetrain.callbacks.gradient_accumulation_scheduler",
     "GradientNorm": "drivetrain.callbacks.gradient_norm",
     "LambdaCallback": "drivetrain.callbacks.lambda_callback",
+    "LearningRateFinder": "drivetrain.callbacks.learning_rate_finder",
     "LearningRateMonitor": "drivetrain.callbacks.lr_monitor",
     "LossSpikeGuard": "drivetrain.callbacks.loss_spike_guard",
     "MemoryMonitor": "drivetrain.callbacks.memory_monitor",
@@ -44,6 +46,7 @@ __all__ = [
     "BackboneFinetuning",
     "BaseFinetuning",
     "BasePredictionWriter",
+    "BatchSizeFinder",
     "Callback",
     "DeviceStatsMonitor",
     "EMAWeightAveraging",
@@ -52,6 +55,7 @@ __all__ = [
     "GradientAccumulationScheduler",
     "GradientNorm",
     "LambdaCallback",
+    "LearningRateFinder",
     "LearningRateMonitor",
     "LossSpikeGuard",
     "MemoryMonitor",
@@ -81,6 +85,7 @@ def __getattr__(name: str) -> Any:
 
 if TYPE_CHECKING:
     from drivetrain.callbacks.base import Callback as Callback
+    from drivetrain.callbacks.batch_size_finder import BatchSizeFinder as BatchSizeFinder
     from drivetrain.callbacks.device_stats_monitor import DeviceStatsMonitor as DeviceStatsMonitor
     from drivetrain.callbacks.early_stopping import EarlyStopping as EarlyStopping
     from drivetrain.callbacks.evaluation_gather import EvaluationGather as EvaluationGather
@@ -91,6 +96,7 @@ if TYPE_CHECKING:
     )
     from drivetrain.callbacks.gradient_norm import GradientNorm as GradientNorm
     from drivetrain.callbacks.lambda_callback import LambdaCallback as LambdaCallback
+    from drivetrain.callbacks.learning_rate_finder import LearningRateFinder as LearningRateFinder
     from drivetrain.callbacks.loss_spike_guard import LossSpikeGuard as LossSpikeGuard
     from drivetrain.callbacks.lr_monitor import LearningRateMonitor as LearningRateMonitor
     from drivetrain.callbacks.memory_monitor import MemoryMonitor as MemoryMonitor

@@ -2,15 +2,10 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from torch import nn
-
-from drivetrain.callbacks.model_summary import ModelSummary, module_rows, total_lines
+from drivetrain.callbacks.model_summary import ModelSummary, shown_columns, total_lines
 from drivetrain.callbacks.support.rich_package import require_rich
-
-if TYPE_CHECKING:
-    from drivetrain.strategies import Strategy
 
 
 class RichModelSummary(ModelSummary):
@@ -21,7 +16,7 @@ class RichModelSummary(ModelSummary):
         **summarize_kwargs: Arguments of `rich.table.Table`, such as `header_style`.
 
     Raises:
-        ConfigurationError: If rich is not installed, or `max_depth` is below -1.
+        ConfigurationError: If rich is not installed, or `max_depth` is no whole number of at least -1.
 
     Example:
         ```python
@@ -33,24 +28,35 @@ class RichModelSummary(ModelSummary):
 
     def __init__(self, max_depth: int = 1, **summarize_kwargs: Any) -> None:
         require_rich("RichModelSummary")
-        super().__init__(max_depth)
-        self._table_options = {"header_style": "bold magenta", **summarize_kwargs}
+        super().__init__(max_depth, **summarize_kwargs)
 
-    def show(self, task: nn.Module, strategy: Strategy) -> None:
+    @staticmethod
+    def summarize(
+        summary_data: Any,
+        total_parameters: Any,
+        trainable_parameters: Any,
+        model_size: Any,
+        total_training_modes: Any,
+        total_flops: Any = 0,
+        **summarize_kwargs: Any,
+    ) -> None:
         from rich.console import Console
         from rich.table import Table
         from rich.text import Text
 
         console = Console()
-        rows = module_rows(task, self.max_depth, strategy)
-        if rows:
-            table = Table(**self._table_options)
+        numbers, *_ = summary_data
+        if numbers[1]:
+            table = Table(**{"header_style": "bold magenta", **summarize_kwargs})
+            shown = shown_columns(summary_data)
             table.add_column("", style="dim")
-            table.add_column("name", no_wrap=True)
-            table.add_column("type")
-            table.add_column("params", justify="right", style="cyan")
-            for number, row in enumerate(rows):
-                table.add_row(str(number), *(Text(cell) for cell in row))
+            for title, _ in shown:
+                is_count = title in ("Params", "FLOPs")
+                style = {"justify": "right", "style": "cyan"} if is_count else {"no_wrap": title == "Name"}
+                table.add_column(title.lower(), **style)
+            for number, *row in zip(numbers[1], *(cells for _, cells in shown), strict=True):
+                table.add_row(number, *(Text(cell) for cell in row))
             console.print(table)
-        for line in total_lines(task, strategy):
+        totals = (total_parameters, trainable_parameters, model_size, total_training_modes, total_flops)
+        for line in total_lines(*totals):
             console.print(Text(line))

@@ -18,7 +18,8 @@ logger = get_logger(__name__)
 
 _PREFIX = "drivetrain/attempts"
 _STARTED, _DONE, _NO_MEMORY, _FAILED = "started", "done", "memory", "failed: "
-_INTERVAL = 0.02
+_SHORTEST, _INTERVAL = 0.0005, 0.02  # seconds between two readings of the store
+_KEPT = 2  # attempts whose outcomes stay in the store
 
 
 class SharedAttempt:
@@ -38,6 +39,8 @@ class SharedAttempt:
         self._limit = (group_timeout() or DEFAULT_TIMEOUT).total_seconds()
         # Each process counts its own attempts: as many on all, where all make the same calls.
         self._number = self._store.add(f"{_PREFIX}/{self._rank}", 1)
+        if self._number > _KEPT:  # that one was read by all before the last one ended
+            self._store.delete_key(f"{_PREFIX}/{self._number - _KEPT}/{self._rank}")
         self._write(_STARTED)
 
     @classmethod
@@ -60,7 +63,7 @@ class SharedAttempt:
             CollectiveError: Another process has failed, or does not end its attempt: it waits for this one.
         """
         self._write(_DONE if here else _NO_MEMORY)
-        begin = time.monotonic()
+        begin, pause = time.monotonic(), _SHORTEST
         while True:
             outcomes = {rank: self._read(rank) for rank in self._ranks}
             for rank, outcome in outcomes.items():
@@ -76,7 +79,8 @@ class SharedAttempt:
                 break
             if running and waited >= (self._limit if here else self._patience):
                 raise CollectiveError(self._stuck(running, here, waited))
-            time.sleep(_INTERVAL)
+            time.sleep(pause)
+            pause = min(2 * pause, _INTERVAL)
         if absent:
             logger.warning("Rank %s has not called %s, so the others decide without it.", _listed(absent), self._what)
         return _NO_MEMORY not in outcomes.values()

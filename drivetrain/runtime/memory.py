@@ -40,6 +40,52 @@ def is_out_of_memory(error: BaseException) -> bool:
     return isinstance(error, RuntimeError) and any(sign.lower() in str(error).lower() for sign in _SIGNS)
 
 
+class Attempt(NamedTuple):
+    """What came of a call that needs memory.
+
+    Attributes:
+        enough: Whether memory was enough, on all processes.
+        result: What the call returned on this one, where it was.
+        failure: That memory lacked on this process, in words; None where it did not.
+    """
+
+    enough: bool
+    result: Any
+    failure: MemoryError | None
+
+
+def attempt_together(call: Callable[[], Any], what: str, patience: float, releases: bool = True) -> Attempt:
+    """Make a call that may lack memory; call it on all processes. Memory that lacks on one has lacked on all.
+
+    Args:
+        call: What to call.
+        what: Its name, for messages.
+        patience: Seconds that a process without memory waits for the others to end the same attempt.
+        releases: Whether memory that nothing holds any more is released before.
+
+    Returns:
+        What came of it.
+
+    Raises:
+        CollectiveError: Another process has failed, or waits for this one, which has no memory.
+    """
+    if releases:
+        _release()
+    shared = SharedAttempt.begin(what, patience)
+    result, failure = None, None
+    try:
+        result = call()
+    except Exception as error:
+        if not is_out_of_memory(error):
+            if shared is not None:
+                shared.fail(error)
+            raise
+        # The exception's frames and arguments hold what the attempt has built.
+        failure = MemoryError(f"{type(error).__name__}: {error}")
+    enough = failure is None if shared is None else shared.all_had_memory(here=failure is None)
+    return Attempt(enough, result if enough else None, failure)
+
+
 def find_executable_batch_size(
     function: Callable[..., Any] | None = None,
     starting_batch_size: int = 128,
@@ -96,26 +142,16 @@ def find_executable_batch_size(
                 f"{function.__name__} is given its batch size, its first argument, by find_executable_batch_size. Call "
                 f"it with the others only: {function.__name__}({', '.join(names[1:])})."
             )
-        size, failure = starting_batch_size, None
+        size = starting_batch_size
+        failure: MemoryError | None = None
         while True:
             if size < 1:
                 raise RuntimeError(f"Memory lacks for {function.__name__} with any batch size, even 1.") from failure
-            _release()
-            shared = SharedAttempt.begin(function.__name__, patience)
-            result, lacked = None, False
-            try:
-                result = function(size, *args, **kwargs)
-            except Exception as error:
-                if not is_out_of_memory(error):
-                    if shared is not None:
-                        shared.fail(error)
-                    raise
-                # The exception's frames and arguments hold what the attempt has built.
-                failure, lacked = MemoryError(f"{type(error).__name__}: {error}"), True
-            enough = not lacked if shared is None else shared.all_had_memory(here=not lacked)
-            if enough:
-                return result
-            del result
+            made = attempt_together(functools.partial(function, size, *args, **kwargs), function.__name__, patience)
+            if made.enough:
+                return made.result
+            failure = made.failure or failure
+            del made
             smaller = _next(size, reduce_batch_size_fn)
             logger.info("A batch size of %d needs too much memory; trying %d.", size, smaller)
             size = smaller

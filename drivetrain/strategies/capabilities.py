@@ -91,6 +91,20 @@ class Configurations:
         raise NotImplementedError
 
 
+class RepeatableStep:
+    """Computes the gradients of a step without exchanging anything, so that it can be done again where memory lacks.
+
+    The class itself is that of one process.
+    """
+
+    def reduce(self, model: nn.Module) -> None:
+        """Average the gradients of a step over processes; call it on all, once each has its own.
+
+        Args:
+            model: What `prepare` returned, whose gradients were computed by the module in it.
+        """
+
+
 class BatchPlacement:
     """Brings batches onto the devices in a way of its own, for devices that compile a graph for each shape.
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from drivetrain.runtime.errors import ConfigurationError
 from drivetrain.runtime.state import PartialState
-from drivetrain.strategies.base import Strategy
+from drivetrain.strategies.base import Capability, Strategy
+from drivetrain.strategies.capabilities import RepeatableStep
 
 
 class Single(Strategy):
@@ -22,3 +23,7 @@ class Single(Strategy):
                 "or start one process."
             )
         super().setup(state)
+
+    def capability(self, kind: type[Capability]) -> Capability | None:
+        """A step that lacked memory can be computed again."""
+        return RepeatableStep() if kind is RepeatableStep else None  # type: ignore[return-value]

@@ -22,6 +22,7 @@ from drivetrain.runtime.logging import get_logger
 from drivetrain.runtime.seeds import make_deterministic, set_seed
 from drivetrain.strategies import Strategy, resolve_ddp
 from drivetrain.strategies.base import Given, RunOptions
+from drivetrain.strategies.capabilities import RepeatableStep
 from drivetrain.strategies.precision import Precision
 from drivetrain.trackers import Tracker, TrackerGroup, resolve_trackers
 from drivetrain.trackers.directory import DirectoryTracker
@@ -32,7 +33,7 @@ logger = get_logger(__name__)
 
 
 class TwinCallbacksError(ConfigurationError, RuntimeError):
-    """Two callbacks whose states a checkpoint could not distinguish."""
+    """Two callbacks have the same key for their states in a checkpoint."""
 
 
 def make_accelerator(
@@ -127,14 +128,25 @@ def check_strategy(engine: Accelerator, options: TrainerOptions) -> None:
     Args:
         engine: What it runs on.
         options: The Trainer's options.
+
+    Raises:
+        ConfigurationError: Names what contradicts what, and what would work.
     """
-    engine.strategy.check(
+    strategy = engine.strategy
+    strategy.check(
         RunOptions(
             engine.precision,
             Given("Trainer(accumulate_grad_batches)", options.accumulate_grad_batches),
             Given("Trainer(gradient_clip_val)", options.gradient_clip_val),
         )
     )
+    if options.auto_micro_batch and strategy.capability(RepeatableStep) is None:
+        raise ConfigurationError(
+            f"Trainer(auto_micro_batch=True) does not work with {strategy!r}: its forwards and backwards exchange "
+            "tensors, and a process that has no memory in the middle of that cannot call the others back. It works "
+            "with strategy='single', and 'ddp' without comm_hook and sync_batchnorm. Else give a smaller batch size "
+            "and a larger accumulate_grad_batches; Tuner(trainer).scale_batch_size finds one."
+        )
 
 
 def _chosen_devices(devices: Any) -> tuple[Any, list[int] | None]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -41,11 +41,13 @@ class Hooks:
     Args:
         trainer: The trainer, first argument of every callback hook.
         task: The task, second argument of every callback hook.
+        callbacks: The callbacks; the trainer's if None.
     """
 
-    def __init__(self, trainer: Trainer, task: Task) -> None:
+    def __init__(self, trainer: Trainer, task: Task, callbacks: Sequence[Callback] | None = None) -> None:
         self._trainer = trainer
         self._task = task
+        self._callbacks = callbacks
         self._found: dict[str, tuple[Hook, ...]] = {}
 
     def find(self, name: str) -> tuple[Hook, ...]:
@@ -69,13 +71,16 @@ class Hooks:
         return self._of_callbacks(name, late=True)
 
     def _collect(self, name: str) -> tuple[Hook, ...]:
-        callbacks = [c for c in self._trainer.callbacks if is_overridden(c, Callback, name)]
+        callbacks = [c for c in self._chosen() if is_overridden(c, Callback, name)]
         return (*(self._bind(callback, name) for callback in callbacks), *self._of_owner(name))
+
+    def _chosen(self) -> Sequence[Callback]:
+        return self._trainer.callbacks if self._callbacks is None else self._callbacks
 
     def _of_callbacks(self, name: str, late: bool) -> tuple[Hook, ...]:
         return tuple(
             self._bind(callback, name)
-            for callback in self._trainer.callbacks
+            for callback in self._chosen()
             if is_overridden(callback, Callback, name) and callback.runs_last_at_epoch_end is late
         )
 

@@ -52,6 +52,7 @@ class TrainerOptions:
     barebones: bool = False
     fast_dev_run: int | bool = False
     reload_dataloaders_every_n_epochs: int = 0
+    auto_micro_batch: bool = False
     default_root_dir: str = "."
     on_interrupt: str = "raise"
 
@@ -179,6 +180,7 @@ class OptionAttributes:
     barebones = Option[bool]()
     fast_dev_run = Option["int | bool"]()
     reload_dataloaders_every_n_epochs = Option[int]()
+    auto_micro_batch = Option[bool]()
     default_root_dir = Option[str]()
     on_interrupt = Option[str]()
 

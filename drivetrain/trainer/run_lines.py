@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from drivetrain.callbacks.model_summary import count_parameters
+from drivetrain.callbacks.support.module_table import count_parameters
 from drivetrain.trainer.loops.run_control import StopReason
 
 if TYPE_CHECKING:
@@ -43,7 +43,7 @@ def first_line(trainer: Trainer, task: Task) -> str:
     device = trainer.strategy.topology.device.type
     processes = f"{count} process{'es' * (count != 1)} on {device}"
     named = "" if count == 1 and trainer.strategy.name == "single" else f" ({trainer.strategy.name})"
-    total, _ = count_parameters(task, trainer.strategy.state)
+    total, _ = count_parameters(task.parameters(), trainer.strategy.state)
     parameters = f"{total:,} parameter{'s' * (total != 1)}"
     line = f"Training {type(task).__name__}: {processes}{named}, precision {trainer.precision}, {parameters}."
     if trainer.loggers and trainer.log_dir is not None:

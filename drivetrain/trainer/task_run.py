@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -13,11 +15,13 @@ from torch.optim import Optimizer
 from drivetrain.accelerator import PreparedOptimizer
 from drivetrain.accelerator.run_state import Moment
 from drivetrain.accelerator.step import StepHooks
+from drivetrain.callbacks import Callback
 from drivetrain.callbacks.stage import Stage
 from drivetrain.runtime.errors import ConfigurationError
 from drivetrain.strategies import StepModule
 from drivetrain.trainer.data_module import DataModule
 from drivetrain.trainer.hooks import Hooks, call_all, call_setup_hooks, call_teardown_hooks, is_overridden, let_log
+from drivetrain.trainer.loops.loader_source import LoaderSource
 from drivetrain.trainer.metrics.log_scopes import NOWHERE
 from drivetrain.trainer.optimizers import SchedulerConfig, names_of, parse_configured_optimizers
 from drivetrain.trainer.task import Task
@@ -68,6 +72,7 @@ class TaskRun:
         steps_schedulers: Whether any scheduler follows optimizer steps.
         stage: What the last verb was for; None before the first.
         checkpoint_path: The checkpoint that it has taken, if it has taken one.
+        sources: Where the loaders of the verb under way, or of the last one, come from.
     """
 
     def __init__(self, trainer: Trainer) -> None:
@@ -83,17 +88,19 @@ class TaskRun:
         self.steps_schedulers = False
         self.stage: Stage | None = None
         self.checkpoint_path: str | None = None
+        self.sources: dict[Stage, LoaderSource] = {}
         self._error: BaseException | None = None  # what has ended the run
 
     # before and after
 
-    def attach(self, task: Task, data: DataModule | None, stage: Stage) -> None:
+    def attach(self, task: Task, data: DataModule | None, stage: Stage, loaders: Mapping[Stage, Any]) -> None:
         """Take a task to run.
 
         Args:
             task: The task.
             data: Its data module, if there is one.
             stage: What it is for.
+            loaders: What was given for each kind of loader that may be needed; None for what a method makes.
         """
         if not isinstance(task, Task):
             raise ConfigurationError(f"Trainer.{stage.verb} takes a Task, got a {type(task).__name__}.")
@@ -102,6 +109,7 @@ class TaskRun:
         task.trainer = self._trainer
         if data is not None:
             data.trainer = self._trainer
+        self.sources = {each: LoaderSource(self._trainer, task, each, given, data) for each, given in loaders.items()}
         logged = self._trainer.logged
         logged.enter(NOWHERE)
         logged.forget_results()
@@ -127,6 +135,21 @@ class TaskRun:
                     actions.watch(actions.of_owner(owner, "prepare_data"), owner.prepare_data)()
             trainer.accelerator.wait_for_everyone()
         call_setup_hooks(trainer, task, self.datamodule, stage.verb)
+
+    @contextmanager
+    def with_callbacks(self, callbacks: Sequence[Callback]) -> Iterator[None]:
+        """Let what is built in the body call these callbacks and the task, and step no scheduler.
+
+        Args:
+            callbacks: In the place of the trainer's.
+        """
+        assert self.task is not None
+        before = self.hooks, self.steps_schedulers
+        self.hooks, self.steps_schedulers = Hooks(self._trainer, self.task, callbacks), False
+        try:
+            yield
+        finally:
+            self.hooks, self.steps_schedulers = before
 
     def tear_down(self, task: Task, stage: Stage) -> None:
         """Call `teardown` of all, and let the engine and the loaders go."""

@@ -53,6 +53,7 @@ from drivetrain.trainer.state.saved_run import SavedRun, moment_of
 from drivetrain.trainer.status import TrainerStatus
 from drivetrain.trainer.task import Task
 from drivetrain.trainer.task_run import TaskRun, uncompiled
+from drivetrain.trainer.tuning.tuning import Tuning
 
 R = TypeVar("R")
 
@@ -106,6 +107,8 @@ class Trainer(KnownKeywords, OptionAttributes, TrainerStatus):
         barebones: Nothing around the loop: no logger, checkpoint, bar, summary or sanity check.
         sync_batchnorm: Batch statistics over all processes (DDP on GPUs).
         reload_dataloaders_every_n_epochs: Make the loaders again every so many epochs.
+        auto_micro_batch: Where memory lacks for a step, run it again in parts of its batches, with the same numbers;
+            with the strategies `single` and `ddp`.
         default_root_dir: Where everything is written by default.
         compile: Compile the modules of the task with `torch.compile`: True for each as a whole, `"blocks"` for the
             repeated blocks in them, or a dict of `torch.compile`'s options and `"blocks": True`; False for none, None
@@ -160,6 +163,7 @@ class Trainer(KnownKeywords, OptionAttributes, TrainerStatus):
         barebones: bool = False,
         sync_batchnorm: bool = False,
         reload_dataloaders_every_n_epochs: int = 0,
+        auto_micro_batch: bool = False,
         default_root_dir: str | os.PathLike[str] | None = None,
         compile: bool | str | Mapping[str, Any] | None = None,
         on_interrupt: str = "raise",
@@ -188,7 +192,7 @@ class Trainer(KnownKeywords, OptionAttributes, TrainerStatus):
         self.task_run = TaskRun(self)
         self.loop: FitLoop | None = None
         self.saves: checkpoint.SaveQueue | None = None
-        self._training: LoaderSource | None = None
+        self.tuning = Tuning(self)
 
     def change_options(self, **changed: Any) -> None:
         super().change_options(**changed)
@@ -235,17 +239,16 @@ class Trainer(KnownKeywords, OptionAttributes, TrainerStatus):
         task_checks.check_task(model, train_dataloaders, val_dataloaders, datamodule)
         if resume is not None and ckpt_path is not None:
             raise ConfigurationError(f"resume={resume!r} and ckpt_path={ckpt_path!r} mean the same; give one.")
-        self.task_run.attach(model, datamodule, Stage.TRAIN)
+        loaders = {Stage.TRAIN: train_dataloaders, Stage.VALIDATE: val_dataloaders}
+        self.task_run.attach(model, datamodule, Stage.TRAIN, loaders)
         self.control.begin()
-        training = self._training = LoaderSource(self, model, Stage.TRAIN, train_dataloaders, datamodule)
-        validating = LoaderSource(self, model, Stage.VALIDATE, val_dataloaders, datamodule)
         try:
             with (
                 self.control.signals_watched(),
                 compilations_watched(self),
                 torch.autograd.set_detect_anomaly(self.detect_anomaly),
             ):
-                self._fit(model, training, validating, ckpt_path if resume is None else resume)
+                self._fit(model, ckpt_path if resume is None else resume)
         except BaseException as error:
             self.control.record_exception(error)
             self.task_run.report_exception(model, error)
@@ -260,7 +263,7 @@ class Trainer(KnownKeywords, OptionAttributes, TrainerStatus):
         if self.interrupted and self.on_interrupt == "raise":
             raise KeyboardInterrupt
 
-    def _fit(self, task: Task, training: LoaderSource, validating: LoaderSource, resume: Any) -> None:
+    def _fit(self, task: Task, resume: Any) -> None:
         """Fit, in the order of hooks that the documentation promises."""
         self.task_run.set_up(task, Stage.TRAIN)
         task_checks.check_hooks(self, task, self.datamodule)
@@ -284,14 +287,15 @@ class Trainer(KnownKeywords, OptionAttributes, TrainerStatus):
         print_first_line(self, task)
         training_model = self.strategy.view(model, "train" if task.automatic_optimization else "manual")
         step = choose_step(self, task, training_model)
-        validation = make_validation(self, task, model, validating)
+        sources = self.task_run.sources
+        validation = make_validation(self, task, model, sources[Stage.VALIDATE])
         if saved is None:
             run_sanity_check(self, validation)
-        batches = TrainingBatches(self, training)
+        batches = TrainingBatches(self, sources[Stage.TRAIN])
         self.logged.start((Stage.TRAIN, Stage.VALIDATE))
         task_checks.warn_of_evaluation_mode(task)
         self.current.stage = Stage.TRAIN
-        batches = TrainingBatches(self, training)
+        batches = TrainingBatches(self, sources[Stage.TRAIN])
         task_checks.warn_of_rare_logging(self, self.estimated_stepping_batches)
         self.loop = FitLoop(self, step, batches, validation, EpochHealth(self, task))
         self.accelerator.run_state.moment = partial(moment_of, self)
@@ -443,9 +447,10 @@ class Trainer(KnownKeywords, OptionAttributes, TrainerStatus):
         Raises:
             ConfigurationError: No `fit` is under way.
         """
-        if self._training is None:
+        training = self.task_run.sources.get(Stage.TRAIN)
+        if training is None:
             raise ConfigurationError("estimated_stepping_batches is known within fit() only.")
-        return estimate_steps(self, self._training.prepare_training())
+        return estimate_steps(self, training.prepare_training())
 
     def resolve_duration(self, duration: Duration, name: str = "duration") -> Duration:
         """A duration in steps, epochs, samples, tokens or seconds; a part of the run in what its end is given in.

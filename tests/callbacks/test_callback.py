@@ -64,10 +64,10 @@ def test_the_summary_counts_every_parameter_once() -> None:
     shared.bias.requires_grad = False
     lines = summarize(model, max_depth=2).splitlines()
     assert [line.split() for line in lines[2:-2]] == [
-        ["first", "Sequential", "2.0", "K"],
-        ["first.0", "Linear", "2.0", "K"],
-        ["first.1", "ReLU", "0"],
-        ["a", "Linear", "110"],
+        ["first", "Sequential", "2.0", "K", "train"],
+        ["first.0", "Linear", "2.0", "K", "train"],
+        ["first.1", "ReLU", "0", "train"],
+        ["a", "Linear", "110", "train"],
     ]
-    assert lines[-1] == "2,130 parameters, 2,120 of them trainable"
+    assert lines[-1] == "2,130 parameters (0.009 MB), 2,120 of them trainable"
     assert summarize(model, max_depth=0).splitlines() == [lines[-1]]

@@ -60,6 +60,7 @@ def fit_hoarding() -> Any:
     return rows_of(tracker), MemoryUse.read(get_device_kind("cpu"), torch.device("cpu")).host / MIB
 
 
+@pytest.mark.slow
 def test_the_process_that_takes_the_most_counts() -> None:
     (rows, own), (_, other) = run_in_processes(fit_hoarding)
     assert other > own + 20  # 4 x 8 MiB more

@@ -87,6 +87,7 @@ def test_one_slow_process_is_named_with_its_machine_once() -> None:
     assert slow.forward >= SECONDS > 0
 
 
+@pytest.mark.slow
 def test_a_loader_that_is_slow_on_one_process_is_told_from_a_slow_forward() -> None:
     (named, *_), _ = run_in_processes(fit_with_a_slow_loader, 2)
     waiting, forward = re.search(r"\((.*) ms waiting for its loader, (.*) ms in the forward\)", named[0]).groups()

@@ -122,7 +122,7 @@ class Idling(Callback):
         time.sleep(0.02)
 
 
-MEASURED = pytest.mark.parametrize("measured", ["simple", "speed"])
+MEASURED = pytest.mark.parametrize("measured", ["simple", pytest.param("speed", marks=pytest.mark.slow)])
 
 
 def verdict_of(
@@ -176,6 +176,7 @@ def test_validation_is_seen(measured: str, tmp_path: Path, capsys: Any) -> None:
     assert re.match(r"\d\d % of the time is validation", verdict), verdict
 
 
+@pytest.mark.slow
 @MEASURED
 def test_a_model_that_computes_all_the_time_is_left_alone(measured: str, tmp_path: Path, capsys: Any) -> None:
     verdict = verdict_of(measured, tmp_path, capsys, Sleeping(training=0.15), [DataLoader(Slow(6, 0.0))])
@@ -200,13 +201,14 @@ class Saving(Callback):
         trainer.save_checkpoint(self.folder / str(batch_idx))
 
 
-@MEASURED
+@pytest.mark.parametrize("measured", [pytest.param("simple", marks=pytest.mark.slow), "speed"])
 def test_saving_is_seen_and_no_wait_for_data(measured: str, tmp_path: Path, capsys: Any) -> None:
     saving = [Saving(tmp_path / "saves")]
     verdict = verdict_of(measured, tmp_path, capsys, SavesSlowly(), [DataLoader(Slow(3, 0.0))], callbacks=saving)
     assert re.match(r"\d\d % of the time is saving checkpoints", verdict), verdict
 
 
+@pytest.mark.slow
 def test_without_a_profiler_or_a_speed_monitor_there_is_none(tmp_path: Path, capsys: Any) -> None:
     trainer = Trainer(max_epochs=1, logger=False, enable_checkpointing=False, default_root_dir=tmp_path)
     trainer.fit(Sleeping(), DataLoader(Slow(3, 0.01)))

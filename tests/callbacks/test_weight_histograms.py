@@ -71,7 +71,7 @@ def fit_sharded(strategy: str) -> Any:
     return fit(Showing(), strategy)
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+@pytest.mark.parametrize("strategy", [pytest.param("ddp", marks=pytest.mark.slow), "fsdp"])
 def test_under_strategies_the_distribution_is_that_of_the_whole(strategy: str) -> None:
     alone = fit(Showing())
     first, second = run_in_processes(fit_sharded, 2, (strategy,))
@@ -87,6 +87,7 @@ def test_large_tensors_are_sampled() -> None:
     assert {name: len(values) for name, values in shown[2].items()} == {"weights/layer.weight": 5}
 
 
+@pytest.mark.slow
 def test_tensorboard_shows_them(tmp_path: Path) -> None:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 

@@ -148,6 +148,8 @@ def test_a_comparison_overlays_curves_and_marks_what_differs(tmp_path: Path) -> 
     assert loss["names"][:2] == ["a/version_0 · train_loss", "a/version_0 · val_loss"]
     assert loss["runs"] == [0, 0, 1, 1]
     assert loss["dashed"] == [True, False, True, False]
+    rate = next(chart for chart in charts_in(page) if chart["title"] == "learning rate")
+    assert [values[0] for values in rate["data"][1:]] == [0.1, 0.2]
     rows = re.findall(r"<tr( class=\"differs\")?><th scope=\"row\">(\w+)</th>", page.decode())
     assert (' class="differs"', "lr") in rows
     assert ("", "width") in rows

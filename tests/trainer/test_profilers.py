@@ -231,7 +231,7 @@ def test_simple_refuses_what_does_not_pair() -> None:
         profiler.start("a")
 
 
-@pytest.mark.parametrize("extended", [True, False])
+@pytest.mark.parametrize("extended", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_simple_reports_the_longest_first(tmp_path: Path, extended: bool) -> None:
     profiler = SimpleProfiler(tmp_path, "times", extended)
     quiet(tmp_path, profiler=profiler, callbacks=[Sleeping()]).fit(Weight(), ones(4))
@@ -260,6 +260,7 @@ def fit_profiled(folder: str) -> None:
     trainer.fit(Weight(), ones(4))
 
 
+@pytest.mark.slow
 def test_each_process_writes_its_own_report(tmp_path: Path) -> None:
     run_in_processes(fit_profiled, 2, (str(tmp_path),))
     assert {path.name for path in tmp_path.iterdir()} == {"fit-times-0.txt", "fit-times-1.txt"}

@@ -17,7 +17,7 @@ import psutil
 import torch
 
 import drivetrain
-from drivetrain.callbacks.model_summary import count_parameters
+from drivetrain.callbacks.support.module_table import count_parameters
 from drivetrain.runtime.devices import get_device_kind
 from drivetrain.trackers.base import flatten, plain
 from drivetrain.trackers.index import command, words_of_command
@@ -106,7 +106,7 @@ def _settings(trainer: Trainer) -> dict[str, Any]:
 
 
 def _model(trainer: Trainer, task: Task) -> dict[str, str]:
-    total, trained = count_parameters(task, trainer.strategy.state)
+    total, trained = count_parameters(task.parameters(), trainer.strategy.state)
     return {"task": type(task).__name__, "parameters": f"{total:,}", "trained parameters": f"{trained:,}"}
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 NOT_YET = "It is not part of drivetrain yet. Run this script with the original Lightning, or leave it out."
 CALLBACK = "This callback is not part of drivetrain yet. Leave it out, or override drivetrain.Callback's hooks."
-TUNER = "The tuner is not part of drivetrain yet. Use drivetrain.find_executable_batch_size for the batch size."
+TUNER = "Searches are methods of the tuner: Tuner(trainer).lr_find(task), Tuner(trainer).scale_batch_size(task)."
 LOGGER = "Give another logger, or subclass drivetrain.Tracker."
 SERVE = "Serving is not a part of drivetrain. Export the model, and serve it with a tool made for that."
 PLUGIN = "Checkpoints, clusters and devices have one implementation each, which this would replace. Leave it out."

@@ -16,7 +16,7 @@ from drivetrain.runtime.collectives import broadcast, reduce
 from drivetrain.runtime.errors import ConfigurationError, nearest
 from drivetrain.runtime.state import PartialState
 from drivetrain.strategies.base import Capability, MicroBatch, Output, Strategy, View
-from drivetrain.strategies.capabilities import Join
+from drivetrain.strategies.capabilities import Join, RepeatableStep
 from drivetrain.strategies.ddp.communication_hooks import (
     COMMUNICATION_HOOKS,
     COMMUNICATION_WRAPPERS,
@@ -181,7 +181,9 @@ class DDP(Strategy):
         return known
 
     def capability(self, kind: type[Capability]) -> Capability | None:
-        """Processes may have different numbers of batches."""
+        """Processes may have different numbers of batches, and compute a step again that lacked memory on one."""
+        if kind is RepeatableStep and self.comm_hook is None and not self.sync_batchnorm:
+            return _Repeatable()  # type: ignore[return-value]
         return _Join() if kind is Join else None  # type: ignore[return-value]
 
     def teardown(self) -> None:
@@ -268,6 +270,22 @@ class CopiedState(ModelState):
         """Parameters, and rank 0's buffers."""
         state = super().model(model)
         return with_buffers_of_rank_0(self.unwrap(model), state) if self.topology.environment.is_distributed else state
+
+
+class _Repeatable(RepeatableStep):
+    """Gradients that each process computes for itself, and that are averaged afterwards."""
+
+    def reduce(self, model: nn.Module) -> None:
+        """Average the gradients of all parameters that any process has one of."""
+        if not isinstance(model, DistributedDataParallel):
+            return
+        parameters = [parameter for parameter in model.module.parameters() if parameter.requires_grad]
+        device = parameters[0].device
+        held = reduce(torch.tensor([float(each.grad is not None) for each in parameters], device=device), "sum")
+        for parameter, holders in zip(parameters, held.tolist(), strict=True):
+            if holders:
+                own = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+                parameter.grad = reduce(own, "mean")
 
 
 class _Join(Join):

@@ -21,8 +21,8 @@ def comparison_of(runs: Sequence[RunPage]) -> bytes:
     """
     names = distinct_names([run.folder for run in runs])
     charts = charts_of([run.values for run in runs], names)
+    has_rate = any(chart.kind == "Learning rate" for chart in charts)
     for index, run in enumerate(runs):
-        has_rate = any(chart.kind == "Learning rate" for chart in charts)
         first = {rank: lane for rank, lane in run.lanes.items() if rank == 0}
         for chart in sampled_charts(first, has_rate, index, names[index]):
             same = next((each for each in charts if (each.title, each.x) == (chart.title, chart.x)), None)

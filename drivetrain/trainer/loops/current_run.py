@@ -57,6 +57,17 @@ class CurrentRun:
         yield
         self.stage, self.sanity_checking, self.batch, self.batch_info = before
 
+    @contextmanager
+    def kept(self) -> Iterator[None]:
+        """Be at the same place in the end as now; what the user's loaders are stays known."""
+        before = {name: getattr(self, name) for name in self.__slots__ if name != "loaders"}
+        before["evaluation_batches"] = dict(self.evaluation_batches)
+        try:
+            yield
+        finally:
+            for name, value in before.items():
+                setattr(self, name, value)
+
     def find_batch_size(self) -> int:
         """Real rows of the current batch, from its loader, or else from its tensors."""
         info = self.batch_info

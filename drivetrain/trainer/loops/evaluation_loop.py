@@ -71,9 +71,8 @@ class EvaluationLoop:
         trainer = self._trainer
         every = trainer.reload_dataloaders_every_n_epochs
         stale = every and trainer.current_epoch and trainer.current_epoch % every == 0 and self._stage is Stage.VALIDATE
-        if self._loaders is None or stale:
-            for loader in self._loaders or []:
-                trainer.accelerator.forget_loader(loader)
+        if self._loaders is None or stale or self._source.is_stale:
+            self.forget()
             with self._drawing_apart():
                 self._loaders = self._source.prepare_evaluation()
             even = self._strategy.needs_even_batches
@@ -117,7 +116,6 @@ class EvaluationLoop:
         """
         trainer, hooks, stage = self._trainer, self._hooks, self._stage
         loaders = self.load()
-        limits = [min(limit, FOREVER if at_most is None else at_most) for limit in self._limits]
         bound = bind_evaluation_step(trainer, self._task, self._model, as_taken(self._task, stage.step_name))
         self._step = trainer.actions.watch(trainer.actions.of_strategy(stage.step_name), bound)
         with ExitStack() as stack:
@@ -127,6 +125,9 @@ class EvaluationLoop:
             trainer.logged.enter(self._in_epoch)
             hooks.call(stage.hook_name("start"))
             hooks.call(stage.hook_name("epoch_start"))
+            if self._source.is_stale:  # a hook has changed what they are made of
+                loaders = self.load()
+            limits = [min(limit, FOREVER if at_most is None else at_most) for limit in self._limits]
             with evaluation_context(self._strategy.capability(PlainEvaluation), trainer.inference_mode):
                 for index, (loader, limit) in enumerate(zip(loaders, limits, strict=True)):
                     self._run_loader(loader, limit, index if len(loaders) > 1 else None, keep)
@@ -145,9 +146,13 @@ class EvaluationLoop:
     def run_alone(self) -> list[dict[str, float]]:
         """Evaluate once, and forget the loaders."""
         results = self.run()
-        for loader in self.load():
-            self._trainer.accelerator.forget_loader(loader)
+        self.forget()
         return results
+
+    def forget(self) -> None:
+        """Let the engine forget the loaders."""
+        for loader in self._loaders or []:
+            self._trainer.accelerator.forget_loader(loader)
 
     def _run_loader(self, loader: PreparedLoader, limit: float, dataloader_idx: int | None, keep: bool) -> None:
         if self._limit == 0:

@@ -60,8 +60,8 @@ def evaluate(
     task_run = trainer.task_run
     if ckpt_path is None and model is None:
         ckpt_path = _best_of_last_fit(trainer, stage)
-    task_run.attach(task, datamodule, stage)
-    source = LoaderSource(trainer, task, stage, dataloaders, datamodule)
+    task_run.attach(task, datamodule, stage, {stage: dataloaders})
+    source = task_run.sources[stage]
     try:
         task_run.set_up(task, stage)
         if not source.is_defined():

@@ -146,6 +146,9 @@ class FitLoop:
         trainer.logged.enter(TRAIN_EPOCH)
         if progress.phase is not Phase.CLOSING:
             self._hooks.call("on_train_epoch_start")
+            if self._batches.is_stale and self._batches.reload():
+                self._schedule.set_epoch_length(self._batches.limit)
+                self._batches.begin_epoch(None)
         trainer.logged.enter(TRAIN_STEP)
         if saved is not None:
             # Last of all: what hooks drew and logged on the way here must not count.

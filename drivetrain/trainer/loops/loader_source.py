@@ -31,12 +31,16 @@ class LoaderSource:
         stage: What they are for.
         given: What was given as an argument, if anything.
         data: The data module, if there is one.
+
+    Attributes:
+        is_stale: Whether what was prepared is to be made again, since its method now makes something else.
     """
 
     def __init__(self, trainer: Trainer, task: Task, stage: Stage, given: Any, data: DataModule | None) -> None:
         self._trainer, self._task, self._stage = trainer, task, stage
         self._given, self._data = given, data
         self._prepared: PreparedLoader | CombinedLoader | None = None
+        self.is_stale = False
 
     def is_defined(self) -> bool:
         """Whether there is anything to load."""
@@ -46,6 +50,15 @@ class LoaderSource:
             or (self._data is not None and is_overridden(self._data, DataModule, method))
             or is_overridden(self._task, Task, method)
         )
+
+    @property
+    def is_given(self) -> bool:
+        """Whether the loaders were given, so that no method makes them again."""
+        return self._given is not None
+
+    def again(self) -> LoaderSource:
+        """The same source, of which nothing is prepared yet."""
+        return LoaderSource(self._trainer, self._task, self._stage, self._given, self._data)
 
     def raw(self) -> Any:
         """The user's loader or loaders, made again where a method makes them."""
@@ -77,9 +90,17 @@ class LoaderSource:
         Raises:
             DataError: There is none, or it is empty.
         """
-        if self._prepared is None or again:
+        if self._prepared is None or again or self.is_stale:
+            self.forget_training()
             self._prepared = self._trainer.actions.watch("setup_train_dataloader", self._prepare_training)()
+            self.is_stale = False
         return self._prepared
+
+    def forget_training(self) -> None:
+        """Let the engine forget the prepared training loader."""
+        if self._prepared is not None and self._prepared is not self._given:
+            self._trainer.accelerator.forget_loader(self._prepared)
+        self._prepared = None
 
     def _prepare_training(self) -> PreparedLoader | CombinedLoader:
         raw = self._trainer.current.loaders[self._stage] = self.raw()
@@ -98,6 +119,7 @@ class LoaderSource:
     def prepare_evaluation(self) -> list[PreparedLoader]:
         """The prepared loaders for validation, test or prediction, none combined."""
         raw = self._trainer.current.loaders[self._stage] = self.raw()
+        self.is_stale = False
         if raw is None:
             return []
         tail = TailPolicy.WHOLE if self._trainer.strategy.needs_even_batches else TailPolicy.UNEVEN

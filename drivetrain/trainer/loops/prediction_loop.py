@@ -35,10 +35,20 @@ class PredictionLoop:
         model: What the strategy made of the task.
         source: Where the loaders come from.
         keep: Whether to keep what is returned; with False, callbacks see it and it is gone.
+        limit: How many batches of each loader; as many as the trainer was asked for if None.
     """
 
-    def __init__(self, trainer: Trainer, task: Task, model: nn.Module, source: LoaderSource, keep: bool) -> None:
+    def __init__(
+        self,
+        trainer: Trainer,
+        task: Task,
+        model: nn.Module,
+        source: LoaderSource,
+        keep: bool,
+        limit: int | None = None,
+    ) -> None:
         self._trainer, self._task, self._source, self._keep = trainer, task, source, keep
+        self._limit = trainer.limit_predict_batches if limit is None else limit
         self._strategy, self._model = trainer.strategy, model
         self._step: Callable[..., Any]
 
@@ -50,10 +60,7 @@ class PredictionLoop:
             of the loader; a list of such lists where there are several loaders; empty if nothing is kept.
         """
         trainer, hooks = self._trainer, self._trainer.hooks
-        loaders = self._source.prepare_evaluation()
-        even = self._strategy.needs_even_batches
-        limits = limits_of(loaders, trainer.limit_predict_batches, "limit_predict_batches", even)
-        trainer.current.evaluation_batches[Stage.PREDICT] = own_batches(loaders, limits)
+        loaders, limits = self._load()
         results: list[Any] = []
         bound = bind_evaluation_step(trainer, self._task, self._model, as_taken(self._task, "predict_step"))
         self._step = trainer.actions.watch(trainer.actions.of_strategy("predict_step"), bound)
@@ -61,21 +68,34 @@ class PredictionLoop:
             trainer.logged.enter(PREDICT)
             hooks.call("on_predict_start")
             hooks.call("on_predict_epoch_start")
+            if self._source.is_stale:  # a hook has changed what they are made of
+                self._forget(loaders)
+                loaders, limits = self._load()
             with evaluation_context(self._strategy.capability(PlainEvaluation), trainer.inference_mode):
                 for index, (loader, limit) in enumerate(zip(loaders, limits, strict=True)):
                     results.append(self._run_loader(loader, limit, index if len(loaders) > 1 else None))
             hooks.call("on_predict_epoch_end")
             hooks.call("on_predict_end")
-        for loader in loaders:
-            trainer.accelerator.forget_loader(loader)
+        self._forget(loaders)
         return results[0] if len(results) == 1 else results
+
+    def _load(self) -> tuple[list[PreparedLoader], list[float]]:
+        """Prepare the loaders; returns them, and how many batches of each are run."""
+        loaders = self._source.prepare_evaluation()
+        limits = limits_of(loaders, self._limit, "limit_predict_batches", self._strategy.needs_even_batches)
+        self._trainer.current.evaluation_batches[Stage.PREDICT] = own_batches(loaders, limits)
+        return loaders, limits
+
+    def _forget(self, loaders: list[PreparedLoader]) -> None:
+        for loader in loaders:
+            self._trainer.accelerator.forget_loader(loader)
 
     def _run_loader(self, loader: PreparedLoader, limit: float, dataloader_idx: int | None) -> list[Any]:
         trainer, hooks, current = self._trainer, self._trainer.hooks, self._trainer.current
         extra = loader_argument(self._task.predict_step, dataloader_idx)
         position = dataloader_idx or 0
         outputs: list[Any] = []
-        if trainer.limit_predict_batches == 0:
+        if self._limit == 0:
             return outputs  # asked for; a process that merely has no batch still takes part in opening the loader
         batches = loader.iterate(limit, together=self._strategy.needs_even_batches)
         for index, batch in enumerate(trainer.actions.iterate("predict_dataloader_next", batches)):

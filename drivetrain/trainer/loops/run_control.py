@@ -107,6 +107,19 @@ class RunControl:
         with self._signals.watched():
             yield
 
+    @contextmanager
+    def kept(self) -> Iterator[None]:
+        """Forget in the end who has asked for what in the body; signals still end the run."""
+        before = self.stop_requested, self.stop_agreed, self.rollback_path, set(self.batches_to_skip)
+        by, self._requested_by = self._requested_by, ""
+        self.stop_requested = self.stop_agreed = False
+        try:
+            yield
+        finally:
+            self.stop_requested, self.stop_agreed, self.rollback_path, self.batches_to_skip = before
+            self._requested_by = by
+            self.stop_requested = self.stop_requested or bool(self._forced)
+
     def start_clock(self) -> None:
         """Measure `max_time` from now on."""
         self._started = time.monotonic()

@@ -113,6 +113,18 @@ class PlainStep:
         stepped = self._has_gradients and self._counts() and self._engine.step_all()
         return self._finish(window, outputs[-1], stepped)
 
+    def try_gradients(self, window: Sequence[MicroBatch]) -> None:
+        """Run the forwards and backwards of a step, without exchanging their gradients and without stepping.
+
+        Args:
+            window: Its micro-batches.
+        """
+        self._begin(window)
+        with self._engine.without_sync(self._trainer.task_run.model):
+            for micro_batch in window:
+                self.run_micro_batch(micro_batch)
+        self._zero_grad()
+
     def _begin(self, window: Sequence[MicroBatch]) -> None:
         self._remaining = size = len(window)
         self._has_gradients = self._took_part = False
@@ -178,7 +190,7 @@ class PlainStep:
             self._output.explain(loss, error)
             raise
 
-    def _decide_weighted(self, output: Any) -> bool:
+    def _decide_weighted(self, output: Any) -> bool | None:
         """Whether losses come with weights. All processes find out together, since a window ends with a collective."""
         return self._engine.weights.decide(output["weight"] if self._output.has_weight(output) else None)
 
@@ -228,6 +240,9 @@ class ManualStep(PlainStep):
     def _choose_stand_in(self, model: nn.Module) -> StandIn | None:
         return None
 
+    def try_gradients(self, window: Sequence[MicroBatch]) -> None:
+        """Nothing: the task exchanges gradients and steps in its own step."""
+
     def run(self, window: Sequence[MicroBatch]) -> bool:
         """Run the task's step, and count it if it stepped any optimizer."""
         self._begin(window)
@@ -253,10 +268,10 @@ def choose_zero_grad(trainer: Trainer, task: Task, optimizers: list[Optimizer], 
     special = any(type(optimizer).zero_grad is not Optimizer.zero_grad for optimizer in optimizers)
     presence = presence_of(trainer.task_run.model)
     if not (before or own or special):
-        return partial(_drop_gradients, optimizers, presence)
+        return partial(drop_gradients, optimizers, presence)
 
     def zero_grad() -> None:
-        _drop_gradients([], presence)
+        drop_gradients([], presence)
         for optimizer in optimizers:
             for hook in before:
                 hook(optimizer)
@@ -265,8 +280,13 @@ def choose_zero_grad(trainer: Trainer, task: Task, optimizers: list[Optimizer], 
     return zero_grad
 
 
-def _drop_gradients(optimizers: list[Optimizer], presence: nn.Parameter | None) -> None:
-    """What `zero_grad()` does, without its bookkeeping for profilers."""
+def drop_gradients(optimizers: list[Optimizer], presence: nn.Parameter | None) -> None:
+    """Do what `zero_grad()` does, without its bookkeeping for profilers.
+
+    Args:
+        optimizers: The bare optimizers.
+        presence: A parameter beside theirs, if there is one.
+    """
     for optimizer in optimizers:
         for group in optimizer.param_groups:
             for parameter in group["params"]:

@@ -71,10 +71,16 @@ class TrainingBatches:
         self.loader: PreparedLoader | CombinedLoader
         self._take(source.prepare_training())
 
+    @property
+    def is_stale(self) -> bool:
+        """Whether what makes the loader now makes another one."""
+        return self._source.is_stale
+
     def reload(self) -> bool:
         """Make the loader again, where it is to be in this epoch. Returns whether it was."""
         every, progress = self._trainer.reload_dataloaders_every_n_epochs, self._progress
-        if not (every and progress.epoch and progress.epoch % every == 0 and not progress.batches_in_epoch):
+        is_due = every and progress.epoch and progress.epoch % every == 0
+        if progress.batches_in_epoch or not (is_due or self.is_stale):
             return False
         self._trainer.accelerator.forget_loader(self.loader)
         self._take(self._source.prepare_training(again=True))

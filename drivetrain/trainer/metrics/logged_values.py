@@ -87,6 +87,38 @@ class LoggedValues:
             self.enter(*before)
             self.skips = skips
 
+    @contextmanager
+    def kept(self) -> Iterator[None]:
+        """Log in the body into tables that are empty, and gone in the end."""
+        before = dict(self.__dict__)
+        self._tables = {stage: {} for stage in self._tables}
+        self._by_loader, self._epoch, self._bar, self._evaluated = {}, {}, {}, {}
+        self.enter(NOWHERE)
+        try:
+            yield
+        finally:
+            self.__dict__.update(before)
+
+    @contextmanager
+    def diverted(self) -> Iterator[list[tuple[str, Any, Arguments, float | None]]]:
+        """Collect the arguments of `log` in the body, rather than taking what it logs; none for values left out."""
+        calls: list[tuple[str, Any, Arguments, float | None]] = []
+
+        def collect(name: str, value: Any, arguments: Arguments, batch_size: float | None) -> None:
+            if not self.skips:
+                kept = value.detach().clone() if isinstance(value, Tensor) else value
+                calls.append((name, kept, arguments, batch_size))
+
+        self.__dict__["log"] = collect
+        try:
+            yield calls
+        finally:
+            del self.__dict__["log"]
+
+    def rows_of_batch(self) -> int:
+        """The rows that a mean of the batch under way is weighed with."""
+        return self._find_batch_size()
+
     def log(self, name: str, value: Any, arguments: Arguments, batch_size: float | None) -> None:
         """Keep one value.
 

@@ -38,6 +38,7 @@ class Progress:
         validations: Validation runs finished.
         validated_at: `total_batches` at the last of them.
         due_at: `total_batches` at the last one that was due by a clock, which cannot be derived when resuming.
+        parts: In how many parts each batch is computed, since memory lacks for it as a whole.
         validated_count: What `val_check_interval` counts, at the last validation that it led to.
         samples: Samples trained on, over all processes; counted where anything of the run is measured in samples.
         tokens: The same of tokens.
@@ -51,6 +52,7 @@ class Progress:
     validations: int = 0
     validated_at: int = -1
     due_at: int = -1
+    parts: int = 1
     validated_count: int = 0
     samples: int = 0
     tokens: int = 0

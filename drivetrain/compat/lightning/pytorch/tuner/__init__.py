@@ -1,10 +1,7 @@
-"""The tuner, which is not here yet."""
+"""`Tuner`."""
 
 from __future__ import annotations
 
-from drivetrain.compat.absent import absent_names
-from drivetrain.compat.lightning.reasons import TUNER
+from drivetrain.trainer.tuning.tuner import Tuner
 
-_ABSENT = ("Tuner",)
-
-__getattr__ = absent_names(__name__, (TUNER, _ABSENT))
+__all__ = ["Tuner"]

@@ -1,4 +1,4 @@
-"""The tuner, which is not here yet."""
+"""Batch-size searches, which are a method of `Tuner`."""
 
 from __future__ import annotations
 

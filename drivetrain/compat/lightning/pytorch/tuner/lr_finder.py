@@ -1,10 +1,11 @@
-"""The tuner, which is not here yet."""
+"""What a learning-rate search returns."""
 
 from __future__ import annotations
 
 from drivetrain.compat.absent import absent_names
 from drivetrain.compat.lightning.reasons import TUNER
+from drivetrain.trainer.tuning.lr_finder import LRFinder as _LRFinder
 
-_ABSENT = ("lr_find",)
+__all__ = ["_LRFinder"]
 
-__getattr__ = absent_names(__name__, (TUNER, _ABSENT))
+__getattr__ = absent_names(__name__, (TUNER, ("lr_find",)))

@@ -1,0 +1,15 @@
+"""What a module is made of."""
+
+from __future__ import annotations
+
+from drivetrain.compat.absent import absent_names
+from drivetrain.compat.lightning.pytorch.utilities.model_summary.model_summary import (
+    LayerSummary,
+    ModelSummary,
+    summarize,
+)
+from drivetrain.compat.lightning.reasons import INTERNAL
+
+__all__ = ["LayerSummary", "ModelSummary", "summarize"]
+
+__getattr__ = absent_names(__name__, (INTERNAL, ("DeepSpeedSummary",)))

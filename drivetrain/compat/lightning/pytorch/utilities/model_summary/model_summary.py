@@ -1,0 +1,144 @@
+"""What a module is made of, as an object to read."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+
+from drivetrain.callbacks.model_summary import table_lines, total_lines
+from drivetrain.callbacks.support.module_table import NOT_APPLICABLE, UNKNOWN_SIZE, ModuleTable
+from drivetrain.callbacks.support.module_table import OTHER as LEFTOVER_PARAMS_NAME
+from drivetrain.callbacks.support.module_table import Layer as LayerSummary
+from drivetrain.runtime.errors import ConfigurationError
+
+__all__ = ["LEFTOVER_PARAMS_NAME", "NOT_APPLICABLE", "UNKNOWN_SIZE", "LayerSummary", "ModelSummary", "summarize"]
+
+
+class ModelSummary:
+    """A table of a module's modules, whose columns can be read.
+
+    Args:
+        model: The module; one with an `example_input_array` is run with it once, for sizes and operations.
+        max_depth: 1 for its own modules, 2 for those within them, and so on; -1 for all, 0 for none.
+
+    Raises:
+        ConfigurationError: If `max_depth` is no whole number of at least -1.
+    """
+
+    def __init__(self, model: nn.Module, max_depth: int = 1) -> None:
+        if not isinstance(max_depth, int) or max_depth < -1:
+            raise ConfigurationError(f"`max_depth` can be -1, 0 or > 0, got {max_depth}.")
+        self._model, self._max_depth = model, max_depth
+        self._table = self._make()
+
+    def _make(self) -> ModuleTable:
+        trainer = _trainer_of(self._model)
+        placed = trainer is not None and trainer.model is not self._model
+        strategy = trainer.strategy if trainer is not None and placed else None
+        precision = trainer.accelerator.precision if trainer is not None else None
+        return ModuleTable(self._model, self._max_depth, strategy, precision)
+
+    def summarize(self) -> dict[str, LayerSummary]:
+        """Read the module again.
+
+        Returns:
+            Its modules by name.
+        """
+        self._table = self._make()
+        return {layer.name: layer for layer in self._table.layers}
+
+    @property
+    def named_modules(self) -> list[tuple[str, nn.Module]]:
+        """The modules that have a row, by name."""
+        modules = dict(self._model.named_modules(remove_duplicate=False))
+        return [(name, modules[name]) for name in self.layer_names]
+
+    @property
+    def layer_names(self) -> list[str]:
+        """Their names."""
+        return [layer.name for layer in self._table.layers]
+
+    @property
+    def layer_types(self) -> list[str]:
+        """The name of each one's class."""
+        return [layer.kind for layer in self._table.layers]
+
+    @property
+    def in_sizes(self) -> list[Any]:
+        """The shape of each one's input."""
+        return [layer.in_size for layer in self._table.layers]
+
+    @property
+    def out_sizes(self) -> list[Any]:
+        """The shape of each one's output."""
+        return [layer.out_size for layer in self._table.layers]
+
+    @property
+    def param_nums(self) -> list[int]:
+        """The parameters in each."""
+        return [layer.parameters for layer in self._table.layers]
+
+    @property
+    def training_modes(self) -> list[bool]:
+        """Whether each is in training mode."""
+        return [layer.mode == "train" for layer in self._table.layers]
+
+    @property
+    def flop_counts(self) -> list[int]:
+        """The operations of each one's part of a forward."""
+        return [layer.flops for layer in self._table.layers]
+
+    @property
+    def total_flops(self) -> int:
+        """Operations of a forward; 0 where none has run."""
+        self.summarize()
+        return self._table.total_flops
+
+    @property
+    def total_training_modes(self) -> dict[str, int]:
+        """Modules in each mode, the model itself left out."""
+        return self._table.modes
+
+    @property
+    def total_parameters(self) -> int:
+        """Elements of all parameters."""
+        return self._table.parameters[0]
+
+    @property
+    def trainable_parameters(self) -> int:
+        """Elements of the parameters that are trained."""
+        return self._table.parameters[1]
+
+    @property
+    def total_layer_params(self) -> int:
+        """Elements of the parameters in all rows."""
+        return sum(self.param_nums)
+
+    @property
+    def model_size(self) -> float:
+        """What the parameters take, in millions of bytes."""
+        return self._table.megabytes
+
+    def __str__(self) -> str:
+        table = self._table
+        totals = total_lines(*table.parameters, table.megabytes, table.modes, table.total_flops)
+        return "\n".join([*table_lines(table.columns()), *totals])
+
+
+def _trainer_of(model: nn.Module) -> Any:
+    """The Trainer that runs a module, if one does."""
+    try:
+        return model.trainer
+    except (AttributeError, RuntimeError):
+        return None
+
+
+def summarize(lightning_module: nn.Module, max_depth: int = 1) -> ModelSummary:
+    """Read what a module is made of.
+
+    Args:
+        lightning_module: The module.
+        max_depth: How deep to look; -1 for all modules.
+    """
+    return ModelSummary(lightning_module, max_depth)

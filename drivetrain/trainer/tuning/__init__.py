@@ -1,0 +1,1 @@
+"""What is tried out before a run: learning rates and batch sizes. Nothing of a trial remains."""

@@ -1,0 +1,209 @@
+"""The batch-size search: try sizes as long as memory is enough, on all processes together."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from drivetrain.callbacks.stage import Stage
+from drivetrain.callbacks.support.batch_size_range import BatchSizeRange
+from drivetrain.data import CombinedLoader
+from drivetrain.runtime.errors import ConfigurationError
+from drivetrain.runtime.logging import get_logger
+from drivetrain.runtime.memory import Attempt, attempt_together
+from drivetrain.trainer.hooks import is_overridden
+from drivetrain.trainer.loops.loader_source import length_of
+from drivetrain.trainer.loops.step import MicroBatch
+from drivetrain.trainer.task import Task
+from drivetrain.trainer.tuning.attribute import TunedAttribute
+from drivetrain.trainer.tuning.rehearsal import TrainingRehearsal, rehearse_evaluation
+from drivetrain.trainer.tuning.search_bar import shown
+from drivetrain.trainer.tuning.undone import undone
+
+if TYPE_CHECKING:
+    from drivetrain.trainer.trainer import Trainer
+
+logger = get_logger(__name__)
+
+PATIENCE = 60.0
+"""Seconds that a process without memory waits for the others to end the same trial."""
+
+
+def search_batch_size(trainer: Trainer, task: Task, stage: Stage, tried: BatchSizeRange) -> int:
+    """Try batch sizes, put everything back, and let the task or its data module have the largest that fits.
+
+    Call it on all processes, once the task is placed: what lacks memory on one has lacked it on all.
+
+    Args:
+        trainer: The trainer.
+        task: Its task.
+        stage: What is run with them: training, or an evaluation.
+        tried: Which sizes.
+
+    Returns:
+        The size, in rows of one process's batch.
+
+    Raises:
+        RuntimeError: Not even a batch of one row fits.
+        CollectiveError: A process without memory could not reach the others within a minute.
+        ConfigurationError: No method makes the loaders, or there are several.
+    """
+    attribute = check_batch_size_search(trainer, task, stage, tried)
+    before = attribute.value
+    chosen = before
+    try:
+        with undone(trainer, task, trains=stage is Stage.TRAIN):
+            trials = _Trials(trainer, task, stage, tried, attribute)
+            fitting = trials.run()
+        chosen = tried.chosen(fitting)
+    finally:
+        attribute.write(chosen)
+        for source in trainer.task_run.sources.values():
+            source.is_stale = True
+    less = f", {tried.margin:.0%} less than the largest that fits" if chosen < fitting else ""
+    trainer.print(
+        f"Batch-size search: {trials.done} trials; {attribute.name} is now {chosen}{less}, and was {before}. "
+        f"{trials.ended} Nothing else has changed."
+    )
+    return chosen
+
+
+def check_batch_size_search(trainer: Trainer, task: Task, stage: Stage, tried: BatchSizeRange) -> TunedAttribute:
+    """Where the batch size is kept, once it is known that a search can change it.
+
+    Args:
+        trainer: The trainer.
+        task: Its task.
+        stage: What is run with it.
+        tried: Which sizes.
+
+    Raises:
+        ConfigurationError: No method makes the loaders, or nothing holds the batch size.
+    """
+    if trainer.task_run.sources[stage].is_given:
+        raise ConfigurationError(
+            f"The Batch size finder cannot be used with dataloaders passed directly to {stage.verb}(): their batch "
+            f"size is settled. Give the task or a DataModule a {stage.loader_name}() that reads {tried.batch_arg_name}."
+        )
+    attribute = TunedAttribute.find(
+        (tried.batch_arg_name,), task, trainer.datamodule, "Let the method that makes the loaders read it."
+    )
+    return attribute
+
+
+class _Trials:
+    """The trials of one search.
+
+    Args:
+        trainer: The trainer.
+        task: Its task.
+        stage: What is run.
+        tried: Which sizes.
+        attribute: Where the size is kept.
+
+    Attributes:
+        done: How many there were.
+        ended: Why there are no more, in words.
+    """
+
+    def __init__(
+        self, trainer: Trainer, task: Task, stage: Stage, tried: BatchSizeRange, attribute: TunedAttribute
+    ) -> None:
+        self._trainer, self._task, self._stage = trainer, task, stage
+        self._tried, self._attribute = tried, attribute
+        self._source = trainer.task_run.sources[stage]
+        self._rehearsal = TrainingRehearsal(trainer, task, splits=False) if stage is Stage.TRAIN else None
+        self._apart = trainer.world_size > 1 and not trainer.strategy.schedules_microbatches
+        loaders = self._source.raw()
+        if stage is not Stage.TRAIN and isinstance(loaders, list | tuple) and len(loaders) > 1:
+            raise ConfigurationError(
+                f"The Batch size finder cannot be used with multiple {stage.loader} dataloaders: there are "
+                f"{len(loaders)}. Let {stage.loader_name}() return one."
+            )
+        rows = _rows_of(loaders)
+        shards = trainer.strategy.topology.data_shard.count if trainer.use_distributed_sampler else 1
+        self._rows = None if rows is None else max(1, rows // shards)  # of each process
+        self._most = tried.max_val if self._rows is None else min(tried.max_val, self._rows)
+        self.done, self.ended = 0, ""
+
+    def run(self) -> int:
+        """Try sizes until none is left to try. Returns the largest that fits; the first one where none was tried."""
+        tried = self._tried
+        size: int | None = min(tried.init_val, self._most)
+        lacking: int | None = None
+        fitting = successes = 0
+        failure: MemoryError | None = None
+        with shown(self._trainer, "Batch-size search", tried.max_trials) as advance:
+            while size is not None and successes < tried.max_trials:
+                made = self._try(size)
+                self.done += 1
+                advance(batch_size=size)
+                if made.enough:
+                    fitting, successes = size, successes + 1
+                else:
+                    lacking, failure = size, made.failure or failure
+                following = tried.next_size(fitting, lacking, self._most)
+                self._report(size, made.enough, following if successes < tried.max_trials else None)
+                if following is None and not fitting:
+                    raise RuntimeError(
+                        "Memory lacks for a batch of any size, even 1. Make the model smaller, or use more devices."
+                    ) from failure
+                size = following
+        self._explain(fitting, lacking)
+        return fitting or min(tried.init_val, self._most)
+
+    def _report(self, size: int, fits: bool, following: int | None) -> None:
+        verdict = "succeeded" if fits else "failed, since memory lacks"
+        if following is None:
+            logger.info("Batch size %d %s.", size, verdict)
+        else:
+            logger.info("Batch size %d %s, trying batch size %d.", size, verdict, following)
+
+    def _explain(self, fitting: int, lacking: int | None) -> None:
+        rows = self._rows
+        if lacking is not None:
+            self.ended = f"Memory lacks for {lacking}."
+        elif fitting and rows is not None and fitting >= rows:
+            self.ended = f"It is greater or equal than the length of the data, {rows} rows a process."
+            logger.info("The batch size %d is greater or equal than the length of the data, %d rows.", fitting, rows)
+        elif fitting >= self._tried.max_val:
+            self.ended = f"No larger one was tried (max_val={self._tried.max_val})."
+        else:
+            self.ended = f"No more were tried (max_trials={self._tried.max_trials})."
+
+    def _try(self, size: int) -> Attempt:
+        """Run a few steps, or batches, of one size; first gradients that are not exchanged, so that no peer waits."""
+        self._attribute.write(size)
+        what = "the batch-size search"
+        if self._rehearsal is not None and self._apart:
+            alone = attempt_together(partial(self._rehearsal.try_gradients, self._source.again()), what, PATIENCE)
+            if not alone.enough:
+                return alone
+        return attempt_together(self._run_steps, what, PATIENCE)
+
+    def _run_steps(self) -> None:
+        trainer, task, steps = self._trainer, self._task, self._tried.steps_per_trial
+        if self._rehearsal is None:
+            rehearse_evaluation(trainer, task, self._stage, self._source.again(), steps)
+            return
+        rehearsal = self._rehearsal
+
+        def run(number: int, window: list[MicroBatch]) -> bool:
+            rehearsal.step(window)
+            return True
+
+        rehearsal.run(self._source.again(), steps, run)
+        validation = trainer.task_run.sources[Stage.VALIDATE]
+        if trainer.limit_val_batches != 0 and validation.is_defined() and is_overridden(task, Task, "validation_step"):
+            rehearse_evaluation(trainer, task, Stage.VALIDATE, validation.again(), steps)
+
+
+def _rows_of(loaders: Any) -> int | None:
+    """Rows of the largest data set that some loaders read; None where none has a length."""
+    if isinstance(loaders, CombinedLoader):
+        loaders = loaders.loaders
+    several = loaders.values() if isinstance(loaders, Mapping) else loaders
+    each = list(several) if isinstance(several, list | tuple) or several is not loaders else [loaders]
+    known = [length_of(getattr(loader, "dataset", None)) for loader in each]
+    return max((length for length in known if length), default=None)
