@@ -145,8 +145,8 @@ class _Tokens:
     def _weighed(self) -> int:
         if self._weights.in_use is False:
             raise ConfigurationError(
-                f"Something of this run is measured in tokens, but {type(self._task).__name__} does not give how many "
-                "a batch has. Define num_tokens(batch) on the task, or return {'loss': sum, 'weight': tokens} from "
+                f"This run is measured in tokens, but {type(self._task).__name__} gives no number of them. "
+                "Define num_tokens(batch) on the task, or return {'loss': sum, 'weight': tokens} from "
                 "training_step."
             )
         total, self._weights.total = self._weights.total, None
