@@ -36,6 +36,7 @@ UNLIKE: dict[str, dict[str, str]] = {
         "- * on_sanity_check_*": _RESUMED,
         "- * on_validation_*": _RESUMED,
         "- data *": _RESUMED,
+        "+ data val_dataloader": _RESUMED,
         "- task validation_step *": _RESUMED,
         "- task forward": _RESUMED,
     },
