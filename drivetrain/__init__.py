@@ -76,6 +76,7 @@ _EXPORTS: dict[str, str] = {
     "RichModelSummary": "drivetrain.callbacks",
     "RichProgressBar": "drivetrain.callbacks",
     "RichProgressBarTheme": "drivetrain.callbacks.rich_progress_bar",
+    "RunReport": "drivetrain.callbacks",
     "ModelPruning": "drivetrain.callbacks",
     "measure_flops": "drivetrain.callbacks.support.flops",
     "GradientNorm": "drivetrain.callbacks",
@@ -236,6 +237,7 @@ if TYPE_CHECKING:
     from drivetrain.callbacks import PredictionWriter as PredictionWriter
     from drivetrain.callbacks import RichModelSummary as RichModelSummary
     from drivetrain.callbacks import RichProgressBar as RichProgressBar
+    from drivetrain.callbacks import RunReport as RunReport
     from drivetrain.callbacks import SpeedMonitor as SpeedMonitor
     from drivetrain.callbacks import StochasticWeightAveraging as StochasticWeightAveraging
     from drivetrain.callbacks import StragglerMonitor as StragglerMonitor

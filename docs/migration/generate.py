@@ -309,6 +309,12 @@ Where the behaviour differs on purpose:
 - `test()`, `validate()` and `predict()` without a model, after a `fit` that has saved nothing, take the weights as they
   are; Lightning raises.
 - Modules among hyper-parameters are left out of checkpoints, with a warning. Give them again to `load_from_checkpoint`.
+- `training_step` and the backward come before `optimizer.step()`, not within its closure, but for optimizers that need
+  one, such as L-BFGS, and for tasks that override `optimizer_step`.
+- Validation by a number of batches comes after the optimizer step that they are a part of.
+- `Trainer(devices=2)` starts the other processes where it is made, and the script runs in each of them. With
+  `strategy="ddp_spawn"` each verb runs in processes of its own instead: what is given to it is pickled, and the
+  weights, the callbacks' states and the metrics come back.
 - A step with `dataloader_iter` gets one batch; `accumulate_grad_batches` gives several.
 - A task that `torch.compile` has compiled logs outside of the compiled code.
 

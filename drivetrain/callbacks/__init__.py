@@ -29,6 +29,7 @@ _EXPORTS = {
     "PredictionWriter": "drivetrain.callbacks.prediction_writer",
     "RichModelSummary": "drivetrain.callbacks.rich_model_summary",
     "RichProgressBar": "drivetrain.callbacks.rich_progress_bar",
+    "RunReport": "drivetrain.callbacks.run_report",
     "SpeedMonitor": "drivetrain.callbacks.speed_monitor",
     "StochasticWeightAveraging": "drivetrain.callbacks.stochastic_weight_averaging",
     "StragglerMonitor": "drivetrain.callbacks.straggler_monitor",
@@ -62,6 +63,7 @@ __all__ = [
     "PredictionWriter",
     "RichModelSummary",
     "RichProgressBar",
+    "RunReport",
     "SpeedMonitor",
     "StochasticWeightAveraging",
     "StragglerMonitor",
@@ -102,6 +104,7 @@ if TYPE_CHECKING:
     from drivetrain.callbacks.progress_bar import TQDMProgressBar as TQDMProgressBar
     from drivetrain.callbacks.rich_model_summary import RichModelSummary as RichModelSummary
     from drivetrain.callbacks.rich_progress_bar import RichProgressBar as RichProgressBar
+    from drivetrain.callbacks.run_report import RunReport as RunReport
     from drivetrain.callbacks.speed_monitor import SpeedMonitor as SpeedMonitor
     from drivetrain.callbacks.stochastic_weight_averaging import StochasticWeightAveraging as StochasticWeightAveraging
     from drivetrain.callbacks.straggler_monitor import StragglerMonitor as StragglerMonitor

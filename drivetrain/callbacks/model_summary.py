@@ -9,6 +9,7 @@ from torch import nn
 
 from drivetrain.callbacks.base import Callback
 from drivetrain.callbacks.support.module_table import ModuleTable, check_depth, short
+from drivetrain.callbacks.support.module_table import count_parameters as count_parameters
 
 if TYPE_CHECKING:
     from drivetrain.strategies import Strategy

@@ -19,7 +19,9 @@ _NEVER = math.inf
 
 
 class TQDMProgressBar(Callback):
-    """Shows epoch, batches, speed and the values logged with `prog_bar=True`, on the main process.
+    """Shows epoch, batches, speed, the time left and watched values, on the main process.
+
+    Watched are the values logged with `prog_bar=True` and those that a callback monitors.
 
     On a terminal or in a notebook a bar is redrawn on a clock: between two redraws a batch reads the clock
     once, and logged tensors are read only when they are shown. Where the output goes to a file or a pipe
@@ -66,6 +68,8 @@ class TQDMProgressBar(Callback):
         self._display: Display | None = None  # there is none on other processes, nor between runs
         self._due = _NEVER  # when to redraw, by perf_counter
         self._stages: list[Stage] = []
+        self._monitored: list[str] = []
+        self._began = (0.0, 0.0)  # when training began, and how much of it was done then
         self._stage = Stage("")  # the innermost one; this one where nothing is shown
 
     # on and off
@@ -122,6 +126,11 @@ class TQDMProgressBar(Callback):
 
     # fit
 
+    def on_train_start(self, trainer: Trainer, task: Task) -> None:
+        names = (getattr(callback, "monitor", None) for callback in trainer.callbacks)
+        self._monitored = [name for name in dict.fromkeys(names) if isinstance(name, str)]
+        self._began = (perf_counter(), share_done(trainer, 0.0))
+
     def on_train_epoch_start(self, trainer: Trainer, task: Task) -> None:
         last = trainer.max_epochs
         of = f"/{last - 1}" if last is not None and last > 0 else ""
@@ -139,6 +148,7 @@ class TQDMProgressBar(Callback):
 
     def on_train_epoch_end(self, trainer: Trainer, task: Task) -> None:
         if self._display is not None and self._stages:
+            self._estimate(trainer)
             self._display.finish(self._stage, self._values(trainer))
 
     def on_train_end(self, trainer: Trainer, task: Task) -> None:
@@ -212,12 +222,28 @@ class TQDMProgressBar(Callback):
 
     def _draw_now(self, trainer: Trainer) -> None:
         assert self._display is not None
+        self._estimate(trainer)
         self._display.draw(self._stage, self._values(trainer))
         self._due = perf_counter() + self._display.refresh_seconds
 
     def _values(self, trainer: Trainer) -> dict[str, float]:
-        # In an evaluation they would be those of the training before it.
-        return to_numbers(trainer.progress_bar_metrics) if self._stage.is_epoch else {}
+        if not self._stage.is_epoch:
+            return {}  # in an evaluation they would be those of the training before it
+        shown = dict(trainer.progress_bar_metrics)
+        if self._monitored:
+            known = trainer.logged.callback_values()
+            shown |= {name: known[name] for name in self._monitored if name in known and name not in shown}
+        return to_numbers(shown)
+
+    def _estimate(self, trainer: Trainer) -> None:
+        """Estimate when the run ends from the time that it has taken so far, validations and all."""
+        stage, (began, share) = self._stage, self._began
+        if not stage.is_epoch or not began:
+            return
+        total = stage.total
+        now = share_done(trainer, stage.all_done / total if total else 0.0)
+        taken = perf_counter() - began
+        stage.left = taken / (now - share) * (1 - now) if share < now < 1 else None
 
     def _end(self, trainer: Trainer) -> None:
         """Show how the innermost stage ended, and return to the one around it."""
@@ -240,3 +266,18 @@ class TQDMProgressBar(Callback):
         self._close_stages()
         self._display = None
         self._due = _NEVER
+
+
+def share_done(trainer: Trainer, of_epoch: float) -> float:
+    """The share of a run that is done, from 0 to 1: by its limit of epochs or of steps, whichever is nearer.
+
+    Args:
+        trainer: The trainer.
+        of_epoch: The share of the epoch under way that is done.
+    """
+    shares = [0.0]
+    if trainer.max_epochs is not None and trainer.max_epochs > 0:
+        shares.append((trainer.current_epoch + of_epoch) / trainer.max_epochs)
+    if trainer.max_steps > 0:
+        shares.append(trainer.global_step / trainer.max_steps)
+    return min(1.0, max(shares))

@@ -137,6 +137,7 @@ class RichDisplay:
             return
         elapsed = stage.elapsed
         speed = f"{stage.all_done / elapsed:.2f} it/s" if elapsed > 0 else ""
+        speed = ", ".join([*filter(None, [speed]), *stage.left_in_all])
         self._progress.update(stage.bar.number, completed=stage.all_done, speed=speed, values=self._shown(values))
         self._progress.refresh()
 

@@ -5,6 +5,25 @@ from __future__ import annotations
 from enum import Enum
 
 
+class Verb(str, Enum):
+    """A method of the Trainer that runs a task. Each is equal to its name as text: `stage == "fit"` in `setup`.
+
+    Attributes:
+        FIT: Training, with validation in between.
+        VALIDATE: Validating alone.
+        TEST: Testing.
+        PREDICT: Predicting.
+    """
+
+    FIT = "fit"
+    VALIDATE = "validate"
+    TEST = "test"
+    PREDICT = "predict"
+
+    def __str__(self) -> str:
+        return str(self.value)
+
+
 class Stage(str, Enum):
     """What a run does now. Each is equal to its name as text: `trainer.stage == "validate"`.
 
@@ -24,9 +43,9 @@ class Stage(str, Enum):
         return str(self.value)
 
     @property
-    def verb(self) -> str:
+    def verb(self) -> Verb:
         """The method of the Trainer that begins it: `"fit"`, `"validate"`, `"test"` or `"predict"`."""
-        return "fit" if self is Stage.TRAIN else str(self.value)
+        return Verb.FIT if self is Stage.TRAIN else Verb(self.value)
 
     @property
     def hook(self) -> str:

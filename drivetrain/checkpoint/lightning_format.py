@@ -12,6 +12,7 @@ from typing import Any, BinaryIO
 
 from torch import Tensor
 
+from drivetrain.checkpoint.lightning_keys import key_here, key_there
 from drivetrain.checkpoint.lightning_loops import loops_of, progress_of
 from drivetrain.checkpoint.optimizer_positions import by_name_or_position, with_positions
 from drivetrain.checkpoint.pickled import plain_classes, read_pickled, refused_classes
@@ -75,12 +76,13 @@ def read_lightning_state(source: str | os.PathLike[str] | BinaryIO) -> tuple[dic
     hyper_parameters: dict[str, Any] = {}
     for key in (*_OLDER_HYPER_PARAMETERS, "hyper_parameters"):
         hyper_parameters |= rest.pop(key, None) or {}
+    callbacks = rest.pop("callbacks", None) or {}
     driver = {
         "progress": progress_of(rest),
         "hyper_parameters": hyper_parameters,
         "datamodule_hyper_parameters": hyper_parameters,
         "hparams_name": rest.pop("hparams_name", None),
-        "callbacks": {str(key): state for key, state in (rest.pop("callbacks", None) or {}).items()},
+        "callbacks": {spelled: state for key, state in callbacks.items() for spelled in (key, key_here(str(key)))},
         "trackers": [],
         "should_stop": False,
         LOSS_IS_FINITE: True,
@@ -114,7 +116,7 @@ def lightning_state(
     }
     if "optimizers" in engine:
         content |= {
-            "callbacks": driver.get("callbacks", {}),
+            "callbacks": {key_there(key): state for key, state in driver.get("callbacks", {}).items()},
             "optimizer_states": [with_positions(each) for each in engine["optimizers"]],
             "lr_schedulers": engine["schedulers"],
         }

@@ -25,6 +25,14 @@ _COMMANDS = {
         "drivetrain.cli.test:test",
         "Train for a moment on the configured setup, and report what is wrong with it.",
     ),
+    "runs": (
+        "drivetrain.cli.runs:runs",
+        "List runs: when, state, best metric and command; show one, or resume it.",
+    ),
+    "report": (
+        "drivetrain.cli.report:report",
+        "Write a page that shows a run, or that compares several.",
+    ),
     "estimate-memory": (
         "drivetrain.cli.estimate_memory:estimate_memory",
         "Estimate the memory that a model takes in training and in inference.",

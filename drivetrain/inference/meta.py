@@ -14,7 +14,7 @@ from torch.nn.modules.module import (
     register_module_buffer_registration_hook,
     register_module_parameter_registration_hook,
 )
-from torch.nn.parameter import UninitializedTensorMixin
+from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 from torch.utils.hooks import RemovableHandle
 
 _active = threading.local()
@@ -36,7 +36,7 @@ def init_empty_weights(include_buffers: bool = False) -> AbstractContextManager[
         from drivetrain import init_empty_weights
 
         with init_empty_weights():
-            model = nn.Linear(100_000, 100_000)  # 40 GB, if it had memory
+            model = nn.Sequential(*(nn.Linear(20_000, 20_000) for _ in range(30)))  # 48 GB, if it had memory
         ```
     """
     return init_on_device("meta", include_buffers)
@@ -130,7 +130,8 @@ class _Moved:
 
 def _on(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     """The same parameter or buffer on another device: its class, and what its users have put on it."""
-    if isinstance(tensor, UninitializedTensorMixin):  # of a lazy module; its shape comes with the first batch
+    # The shape of a lazy module's comes with its first batch.
+    if isinstance(tensor, (UninitializedParameter, UninitializedBuffer)):
         kind = cast(Any, type(tensor))
         lazy = {"requires_grad": tensor.requires_grad} if isinstance(tensor, nn.Parameter) else {}
         return kind(device=device, dtype=tensor.dtype, **lazy)  # type: ignore[no-any-return]

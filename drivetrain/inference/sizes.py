@@ -9,9 +9,8 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from drivetrain.inference.ties import extent, id_tensor_storage
+from drivetrain.inference.ties import extent, id_tensor_storage, wraps_others
 from drivetrain.runtime.errors import ConfigurationError
 
 _SHORT = {"fp4": 4, "nf4": 4, "fp8": 8}
@@ -32,7 +31,7 @@ def dtype_byte_size(dtype: torch.dtype | str | Any) -> float:
         return 1 / 8
     if name.startswith("complex"):
         return int(name.removeprefix("complex")) / 8
-    bits = _SHORT.get(name) or next(iter(map(int, re.findall(r"[a-z](\d+)", name))), None)
+    bits: float | None = _SHORT.get(name) or next(iter(map(int, re.findall(r"[a-z](\d+)", name))), None)
     if bits is None and name in ("float", "double", "half", "int", "long", "short"):
         bits = dtype_byte_size(getattr(torch, name)) * 8
     if bits is None:
@@ -100,10 +99,11 @@ def compute_module_sizes(
 
 def _pieces(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
     """What a tensor is stored in: itself, or the tensors within one that wraps others (quantised, sharded)."""
-    if not is_traceable_wrapper_subclass(tensor):
+    if not wraps_others(tensor):
         yield tensor
         return
-    for name in tensor.__tensor_flatten__()[0]:
+    inner: Any = tensor
+    for name in inner.__tensor_flatten__()[0]:
         yield from _pieces(getattr(tensor, name))
 
 
@@ -165,5 +165,9 @@ def calculate_maximum_sizes(model: nn.Module) -> tuple[int, tuple[int, list[str]
         The bytes, and what `get_max_layer_size` returns.
     """
     sizes = compute_module_sizes(model)
-    parts = [*model.named_parameters(recurse=False), *model.named_children(), *model.named_buffers(recurse=False)]
+    parts: list[tuple[str, Any]] = [
+        *model.named_parameters(recurse=False),
+        *model.named_children(),
+        *model.named_buffers(recurse=False),
+    ]
     return sizes[""], get_max_layer_size(parts, sizes, list(getattr(model, "_no_split_modules", None) or []))

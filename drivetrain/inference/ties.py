@@ -8,7 +8,12 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass as _wraps
+
+
+def wraps_others(tensor: Any) -> bool:
+    """Whether a tensor holds its values in other tensors: a quantised or a sharded one."""
+    return bool(_wraps(tensor))
 
 
 def id_tensor_storage(tensor: torch.Tensor) -> tuple[torch.device, int, int]:
@@ -20,7 +25,7 @@ def id_tensor_storage(tensor: torch.Tensor) -> tuple[torch.device, int, int]:
     Returns:
         The device, a number that is the storage's own as long as it lives, and its bytes.
     """
-    if is_traceable_wrapper_subclass(tensor):
+    if wraps_others(tensor):
         return tensor.device, id(tensor), tensor.numel() * tensor.element_size()
     storage = tensor.untyped_storage()
     # On the meta device all addresses are 0.
@@ -29,13 +34,14 @@ def id_tensor_storage(tensor: torch.Tensor) -> tuple[torch.device, int, int]:
 
 def extent(tensor: torch.Tensor) -> tuple[int, int]:
     """The first byte of its storage that a tensor covers, and the one after its last."""
-    if is_traceable_wrapper_subclass(tensor):
+    if wraps_others(tensor):
         return 0, tensor.numel() * tensor.element_size()
     if tensor.numel() == 0:
         return 0, 0
     size = tensor.element_size()
     last = sum((count - 1) * stride for count, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    return tensor.storage_offset() * size, (tensor.storage_offset() + last + 1) * size
+    start = int(tensor.storage_offset())
+    return start * size, int(start + last + 1) * size
 
 
 def find_tied_parameters(model: nn.Module, **_kwargs: Any) -> list[list[str]]:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
+import shlex
+import sys
 from pathlib import Path
 
 from drivetrain.launch.options import LaunchOptions
-from drivetrain.runtime.environment import LAUNCHED_VARIABLE
+from drivetrain.runtime.environment import COMMAND_VARIABLE, LAUNCHED_VARIABLE
 
 _STAND_INS = Path(__file__).parents[1] / "compat" / "stand_ins"
 
@@ -17,7 +19,7 @@ def variables_of_run(options: LaunchOptions) -> dict[str, str]:
     Args:
         options: What was asked for.
     """
-    variables = {LAUNCHED_VARIABLE: "1"}
+    variables = {LAUNCHED_VARIABLE: "1", COMMAND_VARIABLE: shlex.join(sys.orig_argv)}
     variables |= options.variables
     if options.debug:
         variables["DRIVETRAIN_DEBUG"] = "1"

@@ -135,6 +135,15 @@ class DeviceKind:
         if reset is not None:
             reset(device)
 
+    def describe(self, device: torch.device) -> str:
+        """The name of a device, such as a GPU's model; the name of the kind where it has no other.
+
+        Args:
+            device: The device.
+        """
+        name = getattr(self.module, "get_device_name", None)
+        return self.name if name is None else str(name(device))
+
     def make_stream(self, device: torch.device | None = None) -> Any | None:
         """A new stream, or None where the kind has none."""
         if not self.supports_streams:

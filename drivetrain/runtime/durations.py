@@ -130,8 +130,10 @@ class Duration:
         written = found["unit"] or ""
         spelling = written if len(written) == 1 else written.lower()  # an M alone is a million, not a minute
         if spelling not in _SPELLINGS:
-            said = f"{written!r} is no unit" if written else "the unit is missing"
-            raise ConfigurationError(f"{name}={text!r}: {said}. The units are {_UNITS}.{nearest(spelling, _SPELLINGS)}")
+            wrong = f"{written!r} is no unit" if written else "the unit is missing"
+            raise ConfigurationError(
+                f"{name}={text!r}: {wrong}. The units are {_UNITS}.{nearest(spelling, _SPELLINGS)}"
+            )
         unit, size = _SPELLINGS[spelling]
         amount = float(re.sub("[_,]", "", found["number"])) * _LARGE.get((found["large"] or "").upper(), 1) * size
         return cls(cls._checked(amount, unit, f"{name}={text!r}"), unit)

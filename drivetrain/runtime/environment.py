@@ -13,6 +13,10 @@ from drivetrain.runtime.hosts import expand_hosts
 DEFAULT_MAIN_PORT = 29500
 LAUNCHED_VARIABLE = "DRIVETRAIN_LAUNCHED"
 """Set to 1 in the processes that drivetrain's own launchers start, beside torchrun's variables."""
+COMMAND_VARIABLE = "DRIVETRAIN_COMMAND"
+"""In those processes the command that started their launcher, as a shell takes it."""
+RESUME_VARIABLE = "DRIVETRAIN_RESUME"
+"""The checkpoint that the first `fit` of a process resumes unless it names one, as `drivetrain runs resume` sets it."""
 
 
 @dataclass(frozen=True)

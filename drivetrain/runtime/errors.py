@@ -14,6 +14,10 @@ class ConfigurationError(DrivetrainError, ValueError):
     """An argument, flag or file asks for something that cannot be; the message lists what can."""
 
 
+class ArgumentTypeError(ConfigurationError, TypeError):
+    """An argument is of a type that it cannot be."""
+
+
 class DeviceNotAvailableError(DrivetrainError, RuntimeError):
     """A device was named that this machine does not have."""
 
@@ -28,6 +32,10 @@ class CheckpointError(DrivetrainError, RuntimeError):
 
 class DataError(DrivetrainError, ValueError):
     """Data cannot be used as given: an empty loader, a batch without a size."""
+
+
+class InvalidLoaderError(DataError, TypeError):
+    """What was given as a loader is none."""
 
 
 class TrackerError(DrivetrainError, RuntimeError):

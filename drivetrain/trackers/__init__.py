@@ -2,20 +2,29 @@
 
 from __future__ import annotations
 
-from drivetrain.trackers.aim import AimLogger
-from drivetrain.trackers.base import Tracker
-from drivetrain.trackers.clearml import ClearMLLogger
-from drivetrain.trackers.comet import CometLogger
-from drivetrain.trackers.csv import CSVLogger
-from drivetrain.trackers.dvclive import DVCLiveLogger
-from drivetrain.trackers.general import GeneralTracker, on_main_process
-from drivetrain.trackers.group import TrackerGroup
-from drivetrain.trackers.mlflow import MLFlowLogger
-from drivetrain.trackers.registry import available_trackers, register_tracker, resolve_trackers
-from drivetrain.trackers.swanlab import SwanLabLogger
-from drivetrain.trackers.tensorboard import TensorBoardLogger
-from drivetrain.trackers.trackio import TrackioLogger
-from drivetrain.trackers.wandb import WandbLogger
+from typing import TYPE_CHECKING, Any
+
+from drivetrain.runtime.exports import load_export
+
+_EXPORTS = {
+    "AimLogger": "drivetrain.trackers.aim",
+    "CSVLogger": "drivetrain.trackers.csv",
+    "ClearMLLogger": "drivetrain.trackers.clearml",
+    "CometLogger": "drivetrain.trackers.comet",
+    "DVCLiveLogger": "drivetrain.trackers.dvclive",
+    "GeneralTracker": "drivetrain.trackers.general",
+    "MLFlowLogger": "drivetrain.trackers.mlflow",
+    "SwanLabLogger": "drivetrain.trackers.swanlab",
+    "TensorBoardLogger": "drivetrain.trackers.tensorboard",
+    "Tracker": "drivetrain.trackers.base",
+    "TrackerGroup": "drivetrain.trackers.group",
+    "TrackioLogger": "drivetrain.trackers.trackio",
+    "WandbLogger": "drivetrain.trackers.wandb",
+    "available_trackers": "drivetrain.trackers.registry",
+    "on_main_process": "drivetrain.trackers.general",
+    "register_tracker": "drivetrain.trackers.registry",
+    "resolve_trackers": "drivetrain.trackers.registry",
+}
 
 __all__ = [
     "AimLogger",
@@ -36,3 +45,27 @@ __all__ = [
     "register_tracker",
     "resolve_trackers",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    return load_export(name, _EXPORTS, globals())
+
+
+if TYPE_CHECKING:
+    from drivetrain.trackers.aim import AimLogger as AimLogger
+    from drivetrain.trackers.base import Tracker as Tracker
+    from drivetrain.trackers.clearml import ClearMLLogger as ClearMLLogger
+    from drivetrain.trackers.comet import CometLogger as CometLogger
+    from drivetrain.trackers.csv import CSVLogger as CSVLogger
+    from drivetrain.trackers.dvclive import DVCLiveLogger as DVCLiveLogger
+    from drivetrain.trackers.general import GeneralTracker as GeneralTracker
+    from drivetrain.trackers.general import on_main_process as on_main_process
+    from drivetrain.trackers.group import TrackerGroup as TrackerGroup
+    from drivetrain.trackers.mlflow import MLFlowLogger as MLFlowLogger
+    from drivetrain.trackers.registry import available_trackers as available_trackers
+    from drivetrain.trackers.registry import register_tracker as register_tracker
+    from drivetrain.trackers.registry import resolve_trackers as resolve_trackers
+    from drivetrain.trackers.swanlab import SwanLabLogger as SwanLabLogger
+    from drivetrain.trackers.tensorboard import TensorBoardLogger as TensorBoardLogger
+    from drivetrain.trackers.trackio import TrackioLogger as TrackioLogger
+    from drivetrain.trackers.wandb import WandbLogger as WandbLogger

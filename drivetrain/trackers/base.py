@@ -241,7 +241,7 @@ def write_values(tracker: Tracker, values: Mapping[str, Any], step: int | None, 
     if options or type(tracker).log_metrics is Tracker.log_metrics:
         tracker.log(values, step, **options)
     else:
-        tracker.log_metrics(values, step)
+        tracker.log_metrics(metrics=values, step=step)
 
 
 def write_hyper_parameters(tracker: Tracker, values: Mapping[str, Any]) -> None:

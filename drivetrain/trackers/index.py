@@ -7,13 +7,12 @@ import shlex
 import sys
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
-from drivetrain.runtime.logging import get_logger
+from drivetrain.runtime.environment import COMMAND_VARIABLE
 from drivetrain.trackers.locks import locked
 from drivetrain.trackers.secrets import HIDDEN, Secrets, is_secret_name
-
-logger = get_logger(__name__)
 
 DIRECTORY = "drivetrain_logs"
 NAME = "index"
@@ -43,12 +42,58 @@ def record_run(save_dir: str | os.PathLike[str], place: str | os.PathLike[str], 
         with locked(directory / f".{NAME}.lock", LOCK_SECONDS):
             _put_first(directory / NAME, " ".join(line.splitlines()))
     except OSError as error:
-        logger.warning_once(f"This run is not listed in {directory / NAME}: {error}.")
+        from drivetrain.runtime.logging import get_logger  # here: it imports torch, and a list of runs needs none
+
+        get_logger(__name__).warning_once(f"This run is not listed in {directory / NAME}: {error}.")
+
+
+@dataclass(frozen=True)
+class ListedRun:
+    """A run as the index lists it.
+
+    Attributes:
+        when: When it began, as text; when it was last resumed, where it was.
+        place: Its directory or file, or its address.
+        name: The same as the index shows it: the name to ask for it by.
+        command: The command that began it, without secrets.
+    """
+
+    when: str
+    place: str
+    name: str
+    command: str
+
+
+def read_runs(save_dir: str | os.PathLike[str]) -> list[ListedRun]:
+    """The runs that `<save_dir>/drivetrain_logs/index` lists, newest first, each once.
+
+    Args:
+        save_dir: The directory of all runs.
+    """
+    directory = Path(save_dir, DIRECTORY)
+    path = directory / NAME
+    text = path.read_text(encoding="utf-8", errors="replace") if path.is_file() else ""
+    found: dict[str, ListedRun] = {}
+    for line in text.splitlines():
+        when, _, rest = line.partition("  ")
+        name, _, command = rest.partition("  ")
+        if line.startswith("#") or not name:
+            continue
+        place = name if "://" in name else os.path.normpath(directory / name)
+        found.setdefault(place, ListedRun(when, place, name.removeprefix("../"), command))
+    return list(found.values())
+
+
+def words_of_command() -> list[str]:
+    """The command line that began this run: the launcher's, where one has started this process."""
+    launched = os.environ.get(COMMAND_VARIABLE)
+    return shlex.split(launched) if launched else list(sys.orig_argv or sys.argv)
 
 
 def command(secrets: Sequence[str] = ()) -> str:
-    """The command line of this process as a shell takes it, with `<hidden>` in the place of secrets."""
-    words = [os.path.basename(sys.orig_argv[0]), *sys.orig_argv[1:]] if sys.orig_argv else list(sys.argv)
+    """The command line of this run as a shell takes it, with `<hidden>` in the place of secrets."""
+    words = words_of_command()
+    words[:1] = [os.path.basename(word) for word in words[:1]]
     kept: list[str] = []
     hides_next = False
     for word in words:

@@ -13,7 +13,7 @@ import torch
 from drivetrain.accelerator import Accelerator
 from drivetrain.accelerator.dynamo_plugin import TorchDynamoPlugin
 from drivetrain.accelerator.launched import Launched
-from drivetrain.callbacks import Callback, ModelCheckpoint, ModelSummary, TQDMProgressBar
+from drivetrain.callbacks import Callback, ModelCheckpoint, ModelSummary, RunReport, TQDMProgressBar
 from drivetrain.launch import already_launched, relaunch_script
 from drivetrain.runtime.devices import detect_device_kind, get_device_kind
 from drivetrain.runtime.environment import ProcessEnvironment
@@ -21,12 +21,18 @@ from drivetrain.runtime.errors import ConfigurationError, LaunchError
 from drivetrain.runtime.logging import get_logger
 from drivetrain.runtime.seeds import make_deterministic, set_seed
 from drivetrain.strategies import Strategy, resolve_ddp
+from drivetrain.strategies.base import Given, RunOptions
 from drivetrain.strategies.precision import Precision
 from drivetrain.trackers import Tracker, TrackerGroup, resolve_trackers
+from drivetrain.trackers.directory import DirectoryTracker
 from drivetrain.trainer.options import TrainerOptions
 from drivetrain.trainer.task_checks import described
 
 logger = get_logger(__name__)
+
+
+class TwinCallbacksError(ConfigurationError, RuntimeError):
+    """Two callbacks have the same key for their states in a checkpoint."""
 
 
 def make_accelerator(
@@ -113,6 +119,22 @@ def settle_accumulation(given: int | None, engine: Accelerator, options: Trainer
             launched,
         )
     return options
+
+
+def check_strategy(engine: Accelerator, options: TrainerOptions) -> None:
+    """Refuse options that the strategy cannot run.
+
+    Args:
+        engine: What it runs on.
+        options: The Trainer's options.
+    """
+    engine.strategy.check(
+        RunOptions(
+            engine.precision,
+            Given("Trainer(accumulate_grad_batches)", options.accumulate_grad_batches),
+            Given("Trainer(gradient_clip_val)", options.gradient_clip_val),
+        )
+    )
 
 
 def _chosen_devices(devices: Any) -> tuple[Any, list[int] | None]:
@@ -225,7 +247,10 @@ def make_trackers(
 
 
 def make_callbacks(
-    given: Callback | Sequence[Callback] | None, arguments: Mapping[str, Any], options: TrainerOptions
+    given: Callback | Sequence[Callback] | None,
+    arguments: Mapping[str, Any],
+    options: TrainerOptions,
+    trackers: Sequence[Tracker],
 ) -> list[Callback]:
     """The callbacks given and the usual ones beside them; those that write checkpoints come last.
 
@@ -233,6 +258,7 @@ def make_callbacks(
         given: The callbacks.
         arguments: The Trainer's arguments, which decide what is added.
         options: The Trainer's options.
+        trackers: The trackers of its runs.
     """
     quiet = options.is_quiet
     checkpointing = False if quiet else arguments["enable_checkpointing"]
@@ -255,8 +281,23 @@ def make_callbacks(
         callbacks.append(TQDMProgressBar())
     if summary is not False and not any(isinstance(callback, ModelSummary) for callback in callbacks):
         callbacks.append(ModelSummary())
+    if _wants_report(arguments["enable_run_report"], quiet, callbacks, trackers):
+        callbacks.append(RunReport())
     _refuse_twins(callbacks)
     return checkpoints_last(callbacks)
+
+
+def _wants_report(asked: bool | None, quiet: bool, callbacks: list[Callback], trackers: Sequence[Tracker]) -> bool:
+    """Whether runs get a report: unless it was refused, where there is a folder for it."""
+    if asked is False or quiet or any(isinstance(callback, RunReport) for callback in callbacks):
+        return False
+    has_folder = any(isinstance(tracker, DirectoryTracker) for tracker in trackers)
+    if asked and not has_folder:
+        raise ConfigurationError(
+            "enable_run_report=True, but no tracker writes files, so the report has no folder. Give one, such as "
+            "Trainer(logger='csv')."
+        )
+    return has_folder
 
 
 def with_task_callbacks(callbacks: list[Callback], added: Any) -> list[Callback]:
@@ -277,7 +318,9 @@ def _refuse_twins(callbacks: list[Callback]) -> None:
     keys = [callback.state_key for callback in callbacks if type(callback).state_dict is not Callback.state_dict]
     twins = {key for key in keys if keys.count(key) > 1}
     if twins:
-        raise ConfigurationError(
-            f"Two callbacks have the same state_key {sorted(twins)}, so a checkpoint could not tell them apart. "
-            "Give them different arguments, or override state_key."
+        names = sorted({type(callback).__name__ for callback in callbacks if callback.state_key in twins})
+        raise TwinCallbacksError(
+            f"Found more than one stateful callback of type `{'`, `'.join(names)}` with the same state_key "
+            f"{sorted(twins)}: a checkpoint could not tell them apart. Give them different arguments, or override "
+            "state_key."
         )

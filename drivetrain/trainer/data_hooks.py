@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from drivetrain.runtime.errors import ConfigurationError
 from drivetrain.runtime.nested import send_to_device
 
 if TYPE_CHECKING:
@@ -28,19 +29,19 @@ class DataHooks:
 
     def train_dataloader(self) -> Any:
         """The loader or loaders to train on."""
-        return None
+        raise _undefined("train_dataloader")
 
     def val_dataloader(self) -> Any:
         """The loader or loaders to validate on."""
-        return None
+        raise _undefined("val_dataloader")
 
     def test_dataloader(self) -> Any:
         """The loader or loaders to test on."""
-        return None
+        raise _undefined("test_dataloader")
 
     def predict_dataloader(self) -> Any:
         """The loader or loaders to predict on."""
-        return None
+        raise _undefined("predict_dataloader")
 
     def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
         """Change a batch before it is moved to the device."""
@@ -53,3 +54,7 @@ class DataHooks:
     def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
         """Change a batch after it was moved to the device."""
         return batch
+
+
+def _undefined(name: str) -> ConfigurationError:
+    return ConfigurationError(f"`{name}` must be implemented to be used with the Trainer.")

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import ReduceLROnPlateau
+from torch.optim.lr_scheduler import OneCycleLR, ReduceLROnPlateau
 
-from drivetrain.runtime.errors import ConfigurationError, nearest
+from drivetrain.runtime.errors import ArgumentTypeError, ConfigurationError, nearest
 
 _ALLOWED = (
     "an optimizer; a list of optimizers; a pair of lists (optimizers, schedulers); "
@@ -43,7 +44,7 @@ class SchedulerConfig:
     def __post_init__(self) -> None:
         if self.interval not in ("epoch", "step"):
             raise ConfigurationError(
-                f"A scheduler's interval must be 'epoch' or 'step', got {self.interval!r}."
+                f"The \"interval\" key in lr scheduler dict must be 'epoch' or 'step', got {self.interval!r}."
                 f"{nearest(str(self.interval), ('epoch', 'step'))}"
             )
         if not isinstance(self.frequency, int) or self.frequency < 1:
@@ -51,13 +52,17 @@ class SchedulerConfig:
                 f"A scheduler's frequency must be a whole number of at least 1, got {self.frequency!r}."
             )
         self.reduce_on_plateau = self.reduce_on_plateau or isinstance(self.scheduler, ReduceLROnPlateau)
-        if self.reduce_on_plateau and self.monitor is None:
-            raise ConfigurationError(
-                "ReduceLROnPlateau needs to know which logged value to watch: return "
-                "{'optimizer': ..., 'lr_scheduler': {'scheduler': ..., 'monitor': 'val_loss'}}."
-            )
         if not callable(getattr(self.scheduler, "step", None)):
-            raise ConfigurationError(f"A scheduler needs a step() method; {type(self.scheduler).__name__} has none.")
+            raise ArgumentTypeError(
+                f"The provided lr scheduler `{type(self.scheduler).__name__}` is invalid: it needs a step() method."
+            )
+        if isinstance(self.scheduler, OneCycleLR) and self.interval == "epoch":
+            warnings.warn(
+                "A `OneCycleLR` scheduler counts steps, but steps once per epoch. Are you sure you didn't mean "
+                "'interval': 'step'?",
+                RuntimeWarning,
+                stacklevel=2,
+            )
 
 
 _KEYS = ("optimizer", "lr_scheduler", "monitor")
@@ -95,12 +100,37 @@ def names_of(configured: Any) -> tuple[str, ...]:
     return tuple(configured)
 
 
-def parse_configured_optimizers(configured: Any) -> tuple[list[Optimizer], list[SchedulerConfig]]:
+def parse_configured_optimizers(
+    configured: Any, by_hand: bool = False
+) -> tuple[list[Optimizer], list[SchedulerConfig]]:
     """Bring whatever `configure_optimizers` returned into one shape.
 
+    Args:
+        configured: What it returned.
+        by_hand: Whether the task steps its schedulers itself, and so needs to name no value to watch.
+
     Raises:
-        ConfigurationError: It returned something else; the message lists what is allowed.
+        ConfigurationError: It returned something else; the message lists what is allowed. Or a scheduler is that of
+            another optimizer.
     """
+    optimizers, schedulers = _parse(configured)
+    for config in schedulers:
+        if config.reduce_on_plateau and config.monitor is None and not by_hand:
+            raise ConfigurationError(
+                "`configure_optimizers` must include a monitor when a `ReduceLROnPlateau` scheduler is used: the "
+                "logged value to watch. Return "
+                "{'optimizer': ..., 'lr_scheduler': {'scheduler': ..., 'monitor': 'val_loss'}}."
+            )
+        owner = getattr(config.scheduler, "optimizer", None)
+        if isinstance(owner, Optimizer) and not any(owner is each for each in optimizers):
+            raise ConfigurationError(
+                f"The scheduler {type(config.scheduler).__name__} is attached with an optimizer that wasn't returned "
+                "from configure_optimizers. Return that optimizer too."
+            )
+    return optimizers, schedulers
+
+
+def _parse(configured: Any) -> tuple[list[Optimizer], list[SchedulerConfig]]:
     if configured is None:
         return [], []
     if isinstance(configured, Optimizer):
@@ -119,7 +149,10 @@ def parse_configured_optimizers(configured: Any) -> tuple[list[Optimizer], list[
             return _checked(list(items[0])), [_scheduler_config(item) for item in items[1]]
         if len(items) == 2 and isinstance(items[0], Optimizer) and _may_be_scheduler(items[1]):
             return _checked([items[0]]), [_scheduler_config(items[1])]
-    raise ConfigurationError(f"configure_optimizers returned {_describe(configured)}. Return {_ALLOWED}.")
+    raise ConfigurationError(
+        f"Unknown configuration for model optimizers: configure_optimizers returned {_describe(configured)}. Return "
+        f"{_ALLOWED}."
+    )
 
 
 def _may_be_scheduler(item: Any) -> bool:
@@ -157,7 +190,9 @@ def _scheduler_config(item: Any, monitor: str | None = None) -> SchedulerConfig:
                 f"A scheduler's dict has the key {key!r}; allowed: {', '.join(allowed)}.{nearest(str(key), allowed)}"
             )
     if "scheduler" not in item:
-        raise ConfigurationError("A scheduler's dict has no key 'scheduler'.")
+        raise ConfigurationError(
+            "The lr scheduler dict must have the key \"scheduler\"; there is no key 'scheduler' in a dict returned."
+        )
     return SchedulerConfig(**{"monitor": monitor, **item})
 
 
@@ -165,8 +200,8 @@ def _checked(optimizers: list[Any]) -> list[Optimizer]:
     for optimizer in optimizers:
         if not isinstance(optimizer, Optimizer):
             raise ConfigurationError(
-                f"configure_optimizers returned {_describe(optimizer)} where an optimizer was expected. "
-                f"Return {_ALLOWED}."
+                f"Unknown configuration for model optimizers: configure_optimizers returned {_describe(optimizer)} "
+                f"where an optimizer was expected. Return {_ALLOWED}."
             )
         if not any(group["params"] for group in optimizer.param_groups):
             raise ConfigurationError(

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, Generic, TypeVar, overload
 
 from drivetrain.runtime.durations import Duration, Unit, clock_time
-from drivetrain.runtime.errors import ConfigurationError, nearest
+from drivetrain.runtime.errors import ArgumentTypeError, ConfigurationError, nearest
 from drivetrain.runtime.keywords import refuse_unknown
 
 T = TypeVar("T")
@@ -77,7 +77,11 @@ class TrainerOptions:
         """
         chosen = {each.name: given[each.name] for each in fields(cls) if given[each.name] is not None}
         chosen["check_val_every_n_epoch"] = given["check_val_every_n_epoch"]
-        chosen["default_root_dir"] = os.fspath(given["default_root_dir"] or Path.cwd())
+        chosen["default_root_dir"] = os.path.expanduser(os.fspath(given["default_root_dir"] or Path.cwd()))
+        if given["fast_dev_run"] < 0:
+            raise ConfigurationError(
+                f"fast_dev_run={given['fast_dev_run']} should be >= 0: the number of batches of everything to run."
+            )
         options = cls(**by_unit(chosen))
         if given["max_epochs"] is None and options.has_end_without_epochs:
             options = replace(options, max_epochs=-1)
@@ -196,7 +200,8 @@ def _check_limit(name: str, value: Any) -> None:
     fraction = isinstance(value, float) and 0.0 <= value <= 1.0
     if not (whole or fraction):
         raise ConfigurationError(
-            f"{name}={value!r}: give a whole number of batches (10), or a fraction from 0.0 to 1.0 (0.25)."
+            f"`Trainer` was passed invalid value {name}={value!r}: give a whole number of batches (10), or a fraction "
+            "from 0.0 to 1.0 (0.25)."
         )
 
 
@@ -204,18 +209,26 @@ def _check_count(name: str, value: Any, least: int) -> None:
     """Raise unless a count is None or a whole number of at least its bound."""
     if value is None:
         return
-    if not isinstance(value, int) or isinstance(value, bool) or value < least:
-        raise ConfigurationError(f"{name}={value!r}: give a whole number of at least {least}.")
+    if isinstance(value, int) and not isinstance(value, bool) and value >= least:
+        return
+    if least < 0:
+        raise ConfigurationError(f"{name}={value!r}: `{name}` must be a non-negative integer or -1, a whole number.")
+    kind = "an int >= 0" if least == 0 else "an integer"
+    raise ConfigurationError(f"{name}={value!r} should be {kind}. Give a whole number of at least {least}.")
 
 
 def check_clipping(value: float | None, algorithm: str | None) -> None:
     """Raise unless clipping makes sense."""
     if algorithm is not None and algorithm not in CLIPPING:
         raise ConfigurationError(
-            f"gradient_clip_algorithm={algorithm!r}: allowed are {', '.join(CLIPPING)}."
+            f"`gradient_clip_algorithm` {algorithm} is invalid: allowed are {', '.join(CLIPPING)}."
             f"{nearest(str(algorithm), CLIPPING)}"
         )
-    if value is not None and (not isinstance(value, int | float) or math.isnan(value) or value < 0):
+    if value is not None and not isinstance(value, int | float):
+        raise ArgumentTypeError(
+            f"`gradient_clip_val` should be an int or a float of at least 0, or None, got {value!r}."
+        )
+    if value is not None and (math.isnan(value) or value < 0):
         raise ConfigurationError(f"gradient_clip_val={value!r}: give a number of at least 0, or None.")
 
 
@@ -227,8 +240,8 @@ def check_validation_interval(interval: Any) -> None:
     fraction = isinstance(interval, float) and 0.0 < interval <= 1.0
     if not (whole or fraction):
         raise ConfigurationError(
-            f"val_check_interval={interval!r}: give a whole number of batches, a fraction of an epoch (0.25), or a "
-            "duration ('1000 steps', '1M samples', '10 min')."
+            f"`Trainer` was passed invalid value val_check_interval={interval!r}: give a whole number of batches, a "
+            "fraction of an epoch (0.25), or a duration ('1000 steps', '1M samples', '10 min')."
         )
 
 

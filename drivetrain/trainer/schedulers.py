@@ -42,13 +42,12 @@ def _step(trainer: Trainer, config: SchedulerConfig) -> None:
         value = trainer.callback_metrics.get(config.monitor or "")
         if value is None:
             known = sorted(trainer.callback_metrics)
-            message = (
-                f"ReduceLROnPlateau watches {config.monitor!r}, which was not logged. "
-                f"Logged: {', '.join(known) or 'nothing'}."
-                f"{nearest(config.monitor or '', known)}"
-            )
+            message = f"ReduceLROnPlateau conditioned on metric {config.monitor!r} which is not available"
             if config.strict:
-                raise ConfigurationError(f"{message} Log it, or set strict=False in the scheduler's dict.")
-            warnings.warn(message, stacklevel=2)
+                raise ConfigurationError(
+                    f"{message}. Available metrics are: {', '.join(known) or 'none'}."
+                    f"{nearest(config.monitor or '', known)} Log it, or set strict=False in the scheduler's dict."
+                )
+            warnings.warn(f"{message} but strict is `False`: the rate stays as it is.", RuntimeWarning, stacklevel=2)
             return
     trainer.task.lr_scheduler_step(config.scheduler, value)

@@ -12,6 +12,7 @@ from drivetrain.accelerator import Accelerator
 from drivetrain.callbacks import Callback, EarlyStopping, ModelCheckpoint
 from drivetrain.callbacks.stage import Stage
 from drivetrain.data import BatchInfo
+from drivetrain.runtime.keywords import made_again
 from drivetrain.strategies import Strategy
 from drivetrain.trackers import Tracker, TrackerGroup
 from drivetrain.trainer.metrics.logged_value import Value
@@ -47,8 +48,9 @@ class TrainerStatus:
     current: CurrentRun
     tracker_log: TrackerLog
     finiteness: Finiteness
-    fit_loop: FitLoop | None
+    loop: FitLoop | None
     default_root_dir: str
+    made_with: tuple[tuple[Any, ...], dict[str, Any]]
     actions: Actions
 
     @property
@@ -125,12 +127,16 @@ class TrainerStatus:
         return self.loggers[0] if self.loggers else None
 
     @property
-    def log_dir(self) -> str | None:
-        """Where the first tracker writes, or the default directory; None without trackers."""
+    def log_dir(self) -> str:
+        """Where the first tracker writes; the default directory where none writes files."""
         for tracker in self.loggers:
             if tracker.log_dir is not None:
                 return tracker.log_dir
-        return self.default_root_dir if self.loggers else None
+        return self.default_root_dir
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """A Trainer's pickle holds what it was made with: the copy is a new one, that has trained nothing."""
+        return made_again, (type(self), *self.made_with)
 
     # processes
 
@@ -293,7 +299,7 @@ class TrainerStatus:
     @property
     def validation_follows(self) -> bool:
         """Whether the run validates after the step that is being ended."""
-        return self.fit_loop is not None and self.fit_loop.validation_follows
+        return self.loop is not None and self.loop.validation_follows
 
     # the end
 

@@ -23,6 +23,8 @@ from drivetrain.trainer.task_files import TaskFiles
 from drivetrain.trainer.task_hooks import TaskHooks
 
 if TYPE_CHECKING:
+    from typing_extensions import Self
+
     from drivetrain.trainer.trainer import Trainer
 
 
@@ -181,7 +183,9 @@ class Task(HoldsHyperParameters, TaskFiles, DataHooks, TaskHooks):
     def log_dict(self, dictionary: Mapping[str, Any], *args: Any, **kwargs: Any) -> None:
         """Log several values with the same arguments; also a torchmetrics `MetricCollection`."""
         # The metrics of a collection may share their states; without this, each call would copy them.
-        options: dict[str, Any] = {"copy_state": False} if isinstance(dictionary, nn.Module) else {}
+        options: dict[str, Any] = {}
+        if isinstance(dictionary, nn.Module):
+            options["copy_state"] = not getattr(dictionary, "_enable_compute_groups", True)
         for name, value in dictionary.items(**options):
             self.log(name, value, *args, **kwargs)
 
@@ -208,7 +212,7 @@ class Task(HoldsHyperParameters, TaskFiles, DataHooks, TaskHooks):
             RuntimeError: None does.
         """
         if self._trainer is None:
-            raise RuntimeError(f"{type(self).__name__} is not attached to a Trainer.")
+            raise RuntimeError(f"{type(self).__name__} is not attached to a `Trainer`.")
         return self._trainer
 
     @trainer.setter
@@ -389,15 +393,15 @@ class Task(HoldsHyperParameters, TaskFiles, DataHooks, TaskHooks):
 
     # parameters
 
-    def freeze(self) -> None:
-        """Let no parameter take gradients, and switch to evaluation."""
+    def freeze(self) -> Self:
+        """Let no parameter take gradients, and switch to evaluation; returns the task."""
         self.requires_grad_(False)
-        self.eval()
+        return self.eval()
 
-    def unfreeze(self) -> None:
-        """Let all parameters take gradients, and switch to training."""
+    def unfreeze(self) -> Self:
+        """Let all parameters take gradients, and switch to training; returns the task."""
         self.requires_grad_(True)
-        self.train()
+        return self.train()
 
 
 # torch.jit.script compiles every property of a module that is not named here.

@@ -68,8 +68,12 @@ def check_training_step(task: Task, accumulate: int, clip: float | None) -> None
     """Raise where a task cannot train, or not with these arguments of the Trainer."""
     if not is_overridden(task, Task, "training_step"):
         raise ConfigurationError(
-            f"{type(task).__name__} has no training_step. Define training_step(self, batch, batch_idx) and return "
-            "the loss."
+            f"No `training_step()` method defined in {type(task).__name__}. Define training_step(self, batch, "
+            "batch_idx) and return the loss."
+        )
+    if task.configure_optimizers is None:
+        raise ConfigurationError(
+            f"No `configure_optimizers()` method defined in {type(task).__name__}. Define it and return an optimizer."
         )
     if not task.automatic_optimization and type(task).optimizer_step is not Task.optimizer_step:
         raise ConfigurationError(
@@ -78,10 +82,11 @@ def check_training_step(task: Task, accumulate: int, clip: float | None) -> None
         )
     if not task.automatic_optimization and (accumulate > 1 or clip):
         given = f"accumulate_grad_batches={accumulate}" if accumulate > 1 else f"gradient_clip_val={clip}"
+        what = "accumulation" if accumulate > 1 else "clipping"
         raise ConfigurationError(
-            f"Trainer({given}) has no effect on {type(task).__name__}, which optimizes by hand "
-            "(automatic_optimization = False). Step every so many batches, or call self.clip_gradients, in "
-            "training_step."
+            f"Automatic gradient {what} is not supported for {type(task).__name__}, which optimizes by hand "
+            f"(automatic_optimization = False), so Trainer({given}) has no effect. Step every so many batches, or call "
+            "self.clip_gradients, in training_step."
         )
 
 
@@ -91,9 +96,13 @@ def check_evaluation(task: Any, stage: Stage) -> Task:
         raise ConfigurationError(f"{stage.verb}() without a model needs a fit() before it. Pass the task.")
     if not isinstance(task, Task):
         raise ConfigurationError(f"Trainer.{stage.verb} takes a Task, got a {type(task).__name__}.")
-    step = stage.step_name
+    step, name = stage.step_name, type(task).__name__
+    if getattr(task, step) is None and stage is Stage.PREDICT:
+        raise ConfigurationError(f"`{step}` cannot be None. Leave it out of {name}, or define it.")
     if stage is not Stage.PREDICT and not is_overridden(task, Task, step):
-        raise ConfigurationError(f"{type(task).__name__} has no {step}. Define {step}(self, batch, batch_idx).")
+        raise ConfigurationError(f"No `{step}()` method defined in {name}. Define {step}(self, batch, batch_idx).")
+    if stage is Stage.PREDICT and task.forward is None:
+        raise ConfigurationError(f"`{name}.predict_step` requires `forward` method to run. Define one of the two.")
     return task
 
 
@@ -153,11 +162,13 @@ def warn_of_unused_validation(task: Task, has_loader: bool) -> None:
     """
     name, has_step = type(task).__name__, is_overridden(task, Task, "validation_step")
     if has_loader and not has_step:
-        logger.warning(f"There is validation data, but {name} has no validation_step, so nothing is validated.")
+        logger.warning(
+            f"You passed in a `val_dataloader` but have no `validation_step` in {name}, so nothing is validated."
+        )
     elif has_step and not has_loader:
         logger.warning(
-            f"{name} has a validation_step, but there is no validation data: pass val_dataloaders to fit(), or give "
-            f"{name} or a DataModule a val_dataloader(). Nothing is validated."
+            f"You defined a `validation_step` but have no `val_dataloader`, so nothing is validated: pass "
+            f"val_dataloaders to fit(), or give {name} or a DataModule a val_dataloader()."
         )
 
 

@@ -137,8 +137,8 @@ class TaskRun:
         trainer.current.leave_batch()
         try:
             call_teardown_hooks(trainer, task, self.datamodule, stage.verb)
-        except BaseException as error:
-            self._error = self._error or error
+        except BaseException as raised:
+            self._error = self._error or raised
             raise
         finally:
             for callback in trainer.callbacks:
@@ -146,8 +146,8 @@ class TaskRun:
             error, self._error = self._error, None
             trainer.tracker_log.end_run(error, stage is Stage.TRAIN)
             engine.run_state.moment = Moment
-            if trainer.fit_loop is not None:
-                engine.forget_loader(trainer.fit_loop.loader)
+            if trainer.loop is not None:
+                engine.forget_loader(trainer.loop.loader)
             trainer.current.leave_stage()
             trainer.actions.finish(stage)
 
@@ -171,7 +171,7 @@ class TaskRun:
         actions = self._trainer.actions
         configure = actions.watch(actions.of_owner(task, "configure_optimizers"), task.configure_optimizers)
         configured = configure()
-        optimizers, self.schedulers = parse_configured_optimizers(configured)
+        optimizers, self.schedulers = parse_configured_optimizers(configured, by_hand=not task.automatic_optimization)
         self.optimizer_names = names_of(configured)
         if not optimizers and task.automatic_optimization:
             raise ConfigurationError(

@@ -22,7 +22,6 @@ from drivetrain.runtime.errors import ConfigurationError
 from drivetrain.runtime.exit_codes import RESUME_EXIT_CODE
 from drivetrain.runtime.keywords import KnownKeywords, refuse_unknown
 from drivetrain.strategies import Strategy
-from drivetrain.strategies.base import Given, RunOptions
 from drivetrain.strategies.precision import Precision
 from drivetrain.trackers import Tracker
 from drivetrain.trainer import building, task_checks
@@ -46,7 +45,7 @@ from drivetrain.trainer.options import OptionAttributes, TrainerOptions
 from drivetrain.trainer.profilers import Profiler
 from drivetrain.trainer.profilers.actions import Actions
 from drivetrain.trainer.profilers.base import SAVE
-from drivetrain.trainer.run_report import run_report
+from drivetrain.trainer.run_lines import last_line, print_first_line
 from drivetrain.trainer.state.lightning_save import save_in_format
 from drivetrain.trainer.state.progress import Progress
 from drivetrain.trainer.state.resume import find_checkpoint
@@ -93,6 +92,7 @@ class Trainer(KnownKeywords, OptionAttributes, TrainerStatus):
         enable_checkpointing: Whether a `ModelCheckpoint` is added where none is given.
         enable_progress_bar: Whether a progress bar is added where none is given.
         enable_model_summary: Whether a summary of the model is printed.
+        enable_run_report: Whether a `RunReport` is added where none is given and a tracker writes files.
         accumulate_grad_batches: Micro-batches per optimizer step; if None those of the given `Accelerator`, else the
             launcher's, else 1.
         gradient_clip_val: Bound of the gradients.
@@ -147,6 +147,7 @@ class Trainer(KnownKeywords, OptionAttributes, TrainerStatus):
         enable_checkpointing: bool | None = None,
         enable_progress_bar: bool | None = None,
         enable_model_summary: bool | None = None,
+        enable_run_report: bool | None = None,
         accumulate_grad_batches: int | None = None,
         gradient_clip_val: int | float | None = None,
         gradient_clip_algorithm: str | None = None,
@@ -166,23 +167,13 @@ class Trainer(KnownKeywords, OptionAttributes, TrainerStatus):
     ) -> None:
         given = dict(locals())
         self.options = TrainerOptions.from_arguments(given)
-        self.accelerator = building.make_accelerator(
-            accelerator,
-            strategy,
-            devices,
-            num_nodes,
-            precision,
-            accumulate_grad_batches,
-            sync_batchnorm,
-            compile_plugin(compile),
-        )
+        engine = (accelerator, strategy, devices, num_nodes, precision, accumulate_grad_batches, sync_batchnorm)
+        self.accelerator = building.make_accelerator(*engine, compile_plugin(compile))
         self.options = building.settle_accumulation(accumulate_grad_batches, self.accelerator, self.options)
-        accumulation = Given("Trainer(accumulate_grad_batches)", self.accumulate_grad_batches)
-        clipping = Given("Trainer(gradient_clip_val)", gradient_clip_val)
-        self.strategy.check(RunOptions(self.accelerator.precision, accumulation, clipping))
+        building.check_strategy(self.accelerator, self.options)
         building.set_randomness(seed, deterministic, benchmark)
         self.tracker_group = building.make_trackers(logger, self.accelerator, self.options)
-        self.callbacks = building.make_callbacks(callbacks, given, self.options)
+        self.callbacks = building.make_callbacks(callbacks, given, self.options, self.loggers)
         self._start(Actions(self, profiler, barebones))
 
     def _start(self, actions: Actions) -> None:
@@ -195,7 +186,7 @@ class Trainer(KnownKeywords, OptionAttributes, TrainerStatus):
         self.tracker_log = TrackerLog(self)
         self.finiteness = Finiteness(is_watched=False)
         self.task_run = TaskRun(self)
-        self.fit_loop: FitLoop | None = None
+        self.loop: FitLoop | None = None
         self.saves: checkpoint.SaveQueue | None = None
         self._training: LoaderSource | None = None
 
@@ -263,7 +254,7 @@ class Trainer(KnownKeywords, OptionAttributes, TrainerStatus):
         finally:
             self.task_run.tear_down(model, Stage.TRAIN)
             if self.is_global_zero and not self.barebones:
-                self.print(run_report(self))
+                self.print(last_line(self))
         if self.preempted:
             sys.exit(RESUME_EXIT_CODE)
         if self.interrupted and self.on_interrupt == "raise":
@@ -278,7 +269,7 @@ class Trainer(KnownKeywords, OptionAttributes, TrainerStatus):
         with self.strategy.init_context():
             task.configure_model()
         task_checks.check_training_step(task, self.accumulate_grad_batches, self.gradient_clip_val)
-        directory = find_checkpoint(self, resume)
+        directory = self.task_run.checkpoint_path = find_checkpoint(self, resume)
         saved = None if directory is None else SavedRun(self, directory)
         if saved is not None:
             saved.restore_early()
@@ -290,6 +281,7 @@ class Trainer(KnownKeywords, OptionAttributes, TrainerStatus):
         if saved is not None:
             saved.restore_training()
         self.tracker_log.begin_run(task)
+        print_first_line(self, task)
         training_model = self.strategy.view(model, "train" if task.automatic_optimization else "manual")
         step = choose_step(self, task, training_model)
         validation = make_validation(self, task, model, validating)
@@ -301,11 +293,11 @@ class Trainer(KnownKeywords, OptionAttributes, TrainerStatus):
         self.current.stage = Stage.TRAIN
         batches = TrainingBatches(self, training)
         task_checks.warn_of_rare_logging(self, self.estimated_stepping_batches)
-        self.fit_loop = FitLoop(self, step, batches, validation, EpochHealth(self, task))
+        self.loop = FitLoop(self, step, batches, validation, EpochHealth(self, task))
         self.accelerator.run_state.moment = partial(moment_of, self)
         if saved is not None:
-            self.fit_loop.resume_from(saved)
-        self.fit_loop.run()
+            self.loop.resume_from(saved)
+        self.loop.run()
         if self.saves is not None:
             self.saves.finish()
         if not self.preempted:
@@ -437,7 +429,7 @@ class Trainer(KnownKeywords, OptionAttributes, TrainerStatus):
             CheckpointError: A process could not write; what was there before is intact.
         """
         refuse_unknown(_unknown, self.save_checkpoint)
-        if self.fit_loop is not None and self.stage in (Stage.TRAIN, Stage.VALIDATE):
+        if self.loop is not None and self.stage in (Stage.TRAIN, Stage.VALIDATE):
             self.tracker_log.write_due_values()
         with self.logged.forbidden(SAVING):
             if not block:

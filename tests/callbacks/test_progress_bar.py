@@ -11,12 +11,14 @@ import threading
 import time
 import timeit
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
-from drivetrain.callbacks import TQDMProgressBar
+from drivetrain.callbacks import ModelCheckpoint, TQDMProgressBar
+from drivetrain.callbacks.progress_bar import share_done
 from drivetrain.callbacks.support.progress_display import LineDisplay, Stage, to_numbers
 from drivetrain.runtime.errors import ConfigurationError
 from tests.callbacks.tasks import Scripted, fit, numbers
@@ -61,12 +63,29 @@ def run(root: Path, bar: TQDMProgressBar, epochs: int = 2, **options: Any) -> No
 
 def test_in_a_file_there_is_one_line_for_each_epoch(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run(tmp_path, TQDMProgressBar(), num_sanity_val_steps=1)
-    *lines, last = capsys.readouterr().out.splitlines()
-    assert last.startswith("Done: ")  # the Trainer's own
-    pattern = r"Epoch {}/1: 2 batches in [\d.]+ s \([\d.e+]+ it/s\), train_loss=[\d.e-]+"
+    first, *lines, last = capsys.readouterr().out.splitlines()
+    assert first.startswith("Training Scripted: ")  # the Trainer's own, as the last
+    assert last.startswith("Done: ")
+    pattern = r"Epoch {}/1: 2 batches in [\d.]+ s \([\d.e+]+ it/s\){}, train_loss=[\d.e-]+"
     assert len(lines) == 2
     for epoch, line in enumerate(lines):
-        assert re.fullmatch(pattern.format(epoch), line), line
+        left = r", [\d.]+ s left in all" if epoch == 0 else ""
+        assert re.fullmatch(pattern.format(epoch, left), line), line
+
+
+def test_a_value_that_a_callback_monitors_is_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    callbacks = [TQDMProgressBar(), ModelCheckpoint(tmp_path, monitor="val_loss")]
+    options = {"enable_progress_bar": True, "enable_checkpointing": True}
+    fit(Scripted([0.75]), tmp_path, 1, callbacks, **options)
+    assert "val_loss=0.750" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("max_epochs", "max_steps", "share"), [(4, -1, 0.375), (-1, 20, 0.5), (4, 20, 0.5), (4, 10, 1.0), (-1, -1, 0.0)]
+)
+def test_the_share_that_is_done_is_that_of_the_nearest_limit(max_epochs: int, max_steps: int, share: float) -> None:
+    trainer = SimpleNamespace(max_epochs=max_epochs, max_steps=max_steps, current_epoch=1, global_step=10)
+    assert share_done(trainer, 0.5) == share  # type: ignore[arg-type]
 
 
 def test_what_the_task_logs_when_an_epoch_ends_is_in_its_line(
@@ -77,7 +96,7 @@ def test_what_the_task_logs_when_an_epoch_ends_is_in_its_line(
             self.log("at_the_end", float(self.current_epoch + 7), prog_bar=True)
 
     fit(AtTheEnd([1.0] * 9), tmp_path, 2, [TQDMProgressBar()], enable_progress_bar=True)
-    lines = capsys.readouterr().out.splitlines()
+    _, *lines = capsys.readouterr().out.splitlines()
     assert ["at_the_end=7.000" in lines[0], "at_the_end=8.000" in lines[1]] == [True, True]
 
 
@@ -164,8 +183,8 @@ def test_a_bar_turned_off_shows_nothing(bar: Any, tmp_path: Path, capsys: pytest
         bar.disable()
     assert bar.is_disabled
     run(tmp_path, bar)
-    (line,) = capsys.readouterr().out.splitlines()
-    assert line.startswith("Done: ")  # the Trainer's own
+    first, last = capsys.readouterr().out.splitlines()
+    assert (first.split()[0], last.split()[0]) == ("Training", "Done:")  # the Trainer's own
     bar.enable()
     assert bar.is_enabled == (bar.refresh_rate > 0)
 

@@ -170,7 +170,7 @@ def test_a_logger_that_a_script_defines_gets_values_hyper_parameters_and_the_end
     logger = Own()
     quiet(logger=logger, log_every_n_steps=1, enable_checkpointing=False).fit(Model())
     assert logger.got[0] == ("params", {"width": 3})
-    assert ("metrics", ["epoch", "loss"], 2) in logger.got
+    assert ("metrics", ["epoch", "loss"], 1) in logger.got  # the second step, counted from 0
     assert logger.got[-1][0] == "end"
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import importlib.metadata
 import json
 import os
 import subprocess
@@ -14,6 +15,7 @@ from typing import Any
 
 import pytest
 
+from drivetrain.compat.lightning.version import VERSION
 from tests.compat.lightning_cases import HOOKS, PAGE, PROGRAM, TOLERANCE, UNLIKE, recorded_runs, tasks, written
 from tests.compat.running import furthest
 from tests.pool import ROOT
@@ -37,6 +39,7 @@ def report(script: Path, root: Path, start: list[str]) -> dict[str, Any]:
 @pytest.fixture(scope="module")
 def sides(tmp_path_factory: pytest.TempPathFactory) -> Any:
     """What both sides report of a program, each run once."""
+    assert importlib.metadata.version("lightning") == VERSION
 
     @cache
     def run(script: Path) -> tuple[dict[str, Any], dict[str, Any]]:

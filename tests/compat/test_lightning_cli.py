@@ -108,6 +108,7 @@ def run_what_lightning_wrote() -> dict[str, Any]:
     }
 
 
+@pytest.mark.compat
 def test_a_configuration_that_lightning_wrote_runs_and_is_written_again_for_both(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

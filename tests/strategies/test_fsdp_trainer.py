@@ -88,7 +88,7 @@ def fits_again() -> dict[str, Any]:
     task = NetTask()
     trainer = quiet_trainer("fsdp")
     trainer.fit(task, loader(), loader())
-    trainer.fit_loop = None
+    trainer.loop = None
     again = quiet_trainer("fsdp")
     loss = again.validate(task, loader(), verbose=False)[0]["loss"]
     reference = NetTask()

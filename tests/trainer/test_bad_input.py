@@ -287,7 +287,7 @@ STEPS: list[tuple[str, Callable[[], Weight], list[str]]] = [
     ),
     ("a vector logged", lambda: doing(logging("v", torch.ones(3))), ["'v'", "(3,)", ".mean()"]),
     ("a text logged", lambda: doing(logging("v", "high")), ["'v'", "str"]),
-    ("a reduction", lambda: doing(logging("v", 1.0, reduce_fx="avg")), ["'avg'", "mean, sum, max, min"]),
+    ("a reduction", lambda: doing(logging("v", 1.0, reduce_fx="median")), ["'median'", "mean, sum, max, min"]),
     ("nothing kept", lambda: doing(logging("v", 1.0, on_step=False, on_epoch=False)), ["keep nothing"]),
     (
         "a step of an epoch",

@@ -356,8 +356,8 @@ def seen_through(kind: str) -> tuple[list[list[float]], str, str]:
     task = Seen()
     trainer = quiet()
     trainer.fit(task, loader)
-    assert trainer.fit_loop is not None
-    prepared = trainer.fit_loop.loader
+    assert trainer.loop is not None
+    prepared = trainer.loop.loader
     return task.seen, type(prepared.sampler).__name__, type(prepared.batch_sampler).__name__
 
 

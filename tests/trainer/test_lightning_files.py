@@ -247,7 +247,7 @@ def test_what_is_written_is_what_the_plain_loop_has(tmp_path: Path, step: int) -
     loop, wanted = found["loops"]["fit_loop"], expected["loops"]["fit_loop"]
     assert loop["epoch_loop.batch_progress"] == wanted["epoch_loop.batch_progress"]
     assert loop["epoch_progress"]["current"] == wanted["epoch_progress"]["current"]
-    assert stopping.state_key in found["callbacks"]
+    assert list(found["callbacks"]) == ["EarlyStopping{'monitor': 'val_loss', 'mode': 'min'}"]
     assert sorted(os.listdir(tmp_path)) == ["x.ckpt"]
 
 

@@ -88,7 +88,7 @@ def test_none_in_the_place_of_a_step_is_no_step() -> None:
 
     trainer = fitted(NoValidation(), ones(1), ones(1))
     assert trainer.global_step == 1
-    with pytest.raises(ConfigurationError, match="has no validation_step"):
+    with pytest.raises(ConfigurationError, match="No `validation_step"):
         trainer.validate(NoValidation(), ones(1))
 
 
@@ -215,15 +215,16 @@ def test_a_loggers_own_log_metrics_is_called(tmp_path: Path) -> None:
 
 
 def test_test_after_fit_takes_the_best_checkpoint_and_says_so(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path,
 ) -> None:
     task = Line()
     saved = ModelCheckpoint(tmp_path, every_n_train_steps=1, save_top_k=1, monitor="loss", mode="max")
     trainer = fitted(task, ones(3), callbacks=saved, enable_checkpointing=True)
     now = task.layer.weight.sum().item()
-    best = trainer.test(dataloaders=ones(1), verbose=False)[0]["tested"]
+    with pytest.warns(UserWarning, match="best model of the previous `fit`") as warned:
+        best = trainer.test(dataloaders=ones(1), verbose=False)[0]["tested"]
     assert best != now
-    assert f"takes the best checkpoint of the last fit: {saved.best_model_path}" in capsys.readouterr().out
+    assert saved.best_model_path in str(warned[0].message)
     assert trainer.test(task, ones(1), verbose=False)[0]["tested"] == best  # the task has these weights now
 
 

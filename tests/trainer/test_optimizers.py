@@ -146,7 +146,7 @@ def test_a_plateau_may_do_without_its_value_if_it_is_told_so() -> None:
         scheduler = {"scheduler": ReduceLROnPlateau(optimizer), "monitor": "nothing", "strict": False}
         return {"optimizer": optimizer, "lr_scheduler": scheduler}
 
-    with pytest.warns(UserWarning, match="'nothing', which was not logged"):
+    with pytest.warns(RuntimeWarning, match="'nothing' which is not available"):
         fitted(Pair(make), ones(1))
 
 

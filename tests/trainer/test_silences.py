@@ -153,12 +153,15 @@ def test_all_processes_agree_on_it() -> None:
 
 def test_validation_data_without_a_validation_step_is_warned_of(warnings_of: Any) -> None:
     [warning] = warnings_of(Unvalidated(), ones(1), ones(1))
-    assert warning == "There is validation data, but Unvalidated has no validation_step, so nothing is validated."
+    assert (
+        warning
+        == "You passed in a `val_dataloader` but have no `validation_step` in Unvalidated, so nothing is validated."
+    )
 
 
 def test_a_validation_step_without_data_is_warned_of_unless_that_was_asked_for(warnings_of: Any) -> None:
     [warning] = warnings_of(Weight(), ones(1))
-    assert warning.startswith("Weight has a validation_step, but there is no validation data")
+    assert warning.startswith("You defined a `validation_step` but have no `val_dataloader`")
     assert warnings_of(Weight(), ones(1), limit_val_batches=0) == []
 
 
@@ -242,7 +245,8 @@ def test_a_run_ends_with_why(
 ) -> None:
     trainer = fitted(Weight(), ones(3), ones(1), **options)
     assert trainer.stop_reason == reason
-    [last] = capsys.readouterr().out.splitlines()
+    first, last = capsys.readouterr().out.splitlines()
+    assert first == "Training Weight: 1 process on cpu, precision 32, 1 parameter."
     assert line in last
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
 from functools import cached_property, partial
@@ -20,6 +20,7 @@ from drivetrain.runtime.seeds import isolated_random_state
 
 if TYPE_CHECKING:
     from drivetrain.strategies import Strategy
+    from drivetrain.strategies.model_state import ModelState
     from drivetrain.strategies.precision import Precision
 
 logger = get_logger(__name__)
@@ -151,13 +152,10 @@ class ModuleTable:
         return (type(module) if self._state is None else self._state.original_type(module)).__name__
 
     def _count(self, module: nn.Module) -> tuple[int, int]:
-        return self._count_each(module.parameters())
+        return count_parameters(module, self._state)
 
-    def _count_each(self, parameters: Any) -> tuple[int, int]:
-        known = [each for each in parameters if not isinstance(each, UninitializedParameter)]
-        state = self._state
-        counted = [(p.numel(), p.requires_grad) if state is None else state.describe(p) for p in known]
-        return sum(elements for elements, _ in counted), sum(elements for elements, trained in counted if trained)
+    def _count_each(self, parameters: Iterable[nn.Parameter]) -> tuple[int, int]:
+        return _count_each(parameters, self._state)
 
     # a forward, for sizes and operations
 
@@ -192,6 +190,22 @@ class ModuleTable:
         root = type(self._model).__name__
         for name, row in rows.items():
             row.flops = int(sum(counts.get(f"{root}.{name}", counts.get(name, {})).values()))
+
+
+def count_parameters(model: nn.Module, state: ModelState | None = None) -> tuple[int, int]:
+    """Elements of all parameters, and of those that are trained.
+
+    Args:
+        model: The model.
+        state: What shards its parameters, if anything: all of each counts.
+    """
+    return _count_each(model.parameters(), state)
+
+
+def _count_each(parameters: Iterable[nn.Parameter], state: ModelState | None) -> tuple[int, int]:
+    known = [each for each in parameters if not isinstance(each, UninitializedParameter)]
+    counted = [(p.numel(), p.requires_grad) if state is None else state.describe(p) for p in known]
+    return sum(elements for elements, _ in counted), sum(elements for elements, trained in counted if trained)
 
 
 def check_depth(max_depth: Any) -> None:

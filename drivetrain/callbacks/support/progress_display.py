@@ -26,9 +26,10 @@ class Stage:
         passing: Whether it is shown only while it runs, as a part of something larger.
         is_epoch: Whether it is a training epoch, which values are logged in.
         depth: In how many other stages it runs.
+        left: Seconds until the whole run ends, where that can be estimated.
     """
 
-    __slots__ = ("bar", "depth", "done", "is_epoch", "loader", "passing", "paused", "sizes", "started", "title")
+    __slots__ = ("bar", "depth", "done", "is_epoch", "left", "loader", "passing", "paused", "sizes", "started", "title")
 
     def __init__(self, title: str, sizes: Sequence[float] = (), passing: bool = False, is_epoch: bool = False) -> None:
         self.title = title
@@ -41,6 +42,12 @@ class Stage:
         self.started = time.perf_counter()
         self.paused = 0.0
         self.bar: Any = None
+        self.left: float | None = None
+
+    @property
+    def left_in_all(self) -> list[str]:
+        """How long the run still takes, as a part of a line; no part where that is not known, or it is over."""
+        return [f"{_duration(self.left)} left in all"] if self.left else []
 
     @property
     def total(self) -> int | None:
@@ -127,7 +134,8 @@ class BarDisplay:
         return {"dynamic_ncols": True} if known else {"ncols": 80}
 
     def draw(self, stage: Stage, values: Mapping[str, float]) -> None:
-        stage.bar.set_postfix_str(listed(values), refresh=False)
+        shown = [listed(values)] if values else []
+        stage.bar.set_postfix_str(", ".join([*shown, *stage.left_in_all]), refresh=False)
         # Draws by itself, unless nothing was added.
         if not stage.bar.update(stage.all_done - stage.bar.n):
             stage.bar.refresh()
@@ -167,7 +175,7 @@ class LineDisplay:
         parts = [f"{done}/{total} batches" if total else f"{done} batches", f"{rate:.4g} it/s"]
         if total and rate:
             parts.append(f"{_duration((total - done) / rate)} left")
-        self._print(stage.title, parts, values)
+        self._print(stage.title, [*parts, *stage.left_in_all], values)
 
     def finish(self, stage: Stage, values: Mapping[str, float]) -> None:
         if stage.passing:
@@ -175,7 +183,7 @@ class LineDisplay:
         done, total, elapsed = stage.all_done, stage.total, stage.elapsed
         counted = f"{done} batches" if done == total or not total else f"{done}/{total} batches"
         rate = f" ({done / elapsed:.4g} it/s)" if elapsed > 0 else ""
-        self._print(stage.title, [f"{counted} in {_duration(elapsed)}{rate}"], values)
+        self._print(stage.title, [f"{counted} in {_duration(elapsed)}{rate}", *stage.left_in_all], values)
 
     def close(self, stage: Stage) -> None:
         pass

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import torch
 
+from drivetrain.compat.lightning.instances import KindOfDevice
 from drivetrain.runtime.devices import available_device_kinds
 from drivetrain.runtime.errors import ConfigurationError
 
 
-class Accelerator:
+class Accelerator(metaclass=KindOfDevice):
     """A kind of device; `Trainer(accelerator=...)` takes an object of it for its name.
+
+    `isinstance(trainer.accelerator, CUDAAccelerator)` is true where the Trainer runs on that kind of device.
 
     Attributes:
         kind: The name of the kind in drivetrain.
@@ -40,6 +43,8 @@ class Accelerator:
 
 class CPUAccelerator(Accelerator):
     """The CPU."""
+
+    kind = "cpu"
 
     @classmethod
     def auto_device_count(cls) -> int:

@@ -2,6 +2,15 @@
 
 from __future__ import annotations
 
+import signal
+
 
 class SIGTERMException(SystemExit):
-    """Nothing raises it here: a run that a signal ends saves, and exits with a status that asks for a new start."""
+    """Nothing raises it here: a run that a signal ends saves, and exits with a status that asks for a new start.
+
+    Args:
+        *args: The status; that of a process which SIGTERM has ended if none is given.
+    """
+
+    def __init__(self, *args: object) -> None:
+        super().__init__(*(args or (128 + signal.SIGTERM,)))

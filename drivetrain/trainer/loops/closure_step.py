@@ -34,8 +34,9 @@ class ClosureStep(PlainStep):
         stepped = self._run_optimizers(window, outputs)
         if not outputs:
             raise ConfigurationError(
-                f"{type(self._task).__name__}.optimizer_step never ran its optimizer_closure, so no loss was computed. "
-                "Call optimizer.step(closure=optimizer_closure), or optimizer_closure() yourself."
+                f"The closure hasn't been executed: {type(self._task).__name__}.optimizer_step never ran its "
+                "optimizer_closure, so no loss was computed. Call optimizer.step(closure=optimizer_closure), or "
+                "optimizer_closure() yourself."
             )
         self._repeats = False
         return self._finish(window, outputs[-1], stepped)

@@ -145,7 +145,7 @@ class _Tokens:
     def _weighed(self) -> int:
         if self._weights.in_use is False:
             raise ConfigurationError(
-                f"Something of this run is measured in tokens, but {type(self._task).__name__} says nowhere how many a "
+                f"Something of this run is measured in tokens, but {type(self._task).__name__} nowhere gives how many a "
                 "batch has. Define num_tokens(batch) on the task, or return {'loss': sum, 'weight': tokens} from "
                 "training_step."
             )

@@ -14,6 +14,7 @@ from drivetrain.data import PreparedLoader
 from drivetrain.data.randomness import kept_generators
 from drivetrain.runtime.seeds import RandomState, isolated_random_state
 from drivetrain.strategies.capabilities import PlainEvaluation, evaluation_context
+from drivetrain.strategies.step_module import StepModule
 from drivetrain.trainer.loops.binding import as_taken, bind_evaluation_step, muted_logging
 from drivetrain.trainer.loops.loader_source import LoaderSource, limits_of, own_batches
 from drivetrain.trainer.metrics.log_scopes import TEST_EPOCH, TEST_STEP, VALIDATE_EPOCH, VALIDATE_STEP, LogScope
@@ -120,7 +121,7 @@ class EvaluationLoop:
         bound = bind_evaluation_step(trainer, self._task, self._model, as_taken(self._task, stage.step_name))
         self._step = trainer.actions.watch(trainer.actions.of_strategy(stage.step_name), bound)
         with ExitStack() as stack:
-            stack.enter_context(evaluating(self._task, stage))
+            stack.enter_context(evaluating(self._task, stage, self._model))
             for loader in () if keep else loaders:
                 stack.enter_context(loader.undone())
             trainer.logged.enter(self._in_epoch)
@@ -139,7 +140,7 @@ class EvaluationLoop:
                 on_results()
             trainer.logged.enter(LogScope(f"in {stage.hook_name('end')}", None))
             hooks.call(stage.hook_name("end"))
-        return _by_loader(results, len(loaders))
+        return _by_loader(results, len(loaders), trainer.tracker_log.name_of)
 
     def run_alone(self) -> list[dict[str, float]]:
         """Evaluate once, and forget the loaders."""
@@ -186,10 +187,19 @@ FOREVER = float("inf")
 
 
 @contextmanager
-def evaluating(task: Task, stage: Stage) -> Iterator[None]:
-    """Evaluation mode in the body; afterwards every module is in the mode it was in."""
+def evaluating(task: Task, stage: Stage, model: nn.Module) -> Iterator[None]:
+    """Evaluation mode in the body; afterwards every module is in the mode it was in.
+
+    Args:
+        task: The task.
+        stage: What runs.
+        model: What the strategy made of the task, which is in the same mode where it is a plain module around it.
+    """
     modes = [(module, module.training) for module in task.modules()]
     getattr(task, stage.hook_name("model_eval"))()
+    if isinstance(model, StepModule):
+        modes.append((model, model.training))
+        model.training = task.training
     try:
         yield
     finally:
@@ -215,12 +225,12 @@ def loader_argument(step: Callable[..., Any], dataloader_idx: int | None) -> tup
     return (dataloader_idx,) if third or takes_any else ()
 
 
-def _by_loader(results: list[EpochValue], count: int) -> list[dict[str, float]]:
+def _by_loader(results: list[EpochValue], count: int, name_of: Callable[[EpochValue], str]) -> list[dict[str, float]]:
     """Sort results by loader; what was logged for the whole epoch is among each one's."""
-    numbers = to_numbers({result.name: result.value for result in results})
+    numbers = to_numbers({name_of(result): result.value for result in results})
     if not count:
         return [numbers] if numbers else []
-    loaders = {result.name: result.loader for result in results}
+    loaders = {name_of(result): result.loader for result in results}
     return [
         {name: value for name, value in numbers.items() if loaders[name] in (None, index)} for index in range(count)
     ]

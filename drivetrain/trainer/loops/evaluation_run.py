@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from torch import nn
 
 from drivetrain.callbacks.stage import Stage
-from drivetrain.runtime.errors import ConfigurationError
+from drivetrain.runtime.errors import InvalidLoaderError
 from drivetrain.runtime.seeds import RandomState
 from drivetrain.trainer import task_checks
 from drivetrain.trainer.data_module import DataModule
@@ -64,9 +65,9 @@ def evaluate(
     try:
         task_run.set_up(task, stage)
         if not source.is_defined():
-            raise ConfigurationError(
-                f"{stage.verb}() has no data: pass dataloaders, or give the task or a DataModule a "
-                f"{stage.loader_name}()."
+            raise InvalidLoaderError(
+                f"An invalid dataloader was passed to `Trainer.{stage.verb}(dataloaders=...)`: {stage.verb}() has no "
+                f"data. Pass dataloaders, or give the task or a DataModule a {stage.loader_name}()."
             )
         placed = task_run.place_for_evaluation(task)
         if ckpt_path is not None:
@@ -84,12 +85,14 @@ def evaluate(
 def _best_of_last_fit(trainer: Trainer, stage: Stage) -> str | None:
     """The checkpoint that a verb without a model takes: the best of the last `fit`, if it has saved one."""
     callback = trainer.checkpoint_callback
-    if callback is None or not callback.best_model_path or trainer.fit_loop is None:
+    if callback is None or not callback.best_model_path or trainer.loop is None:
         return None
-    trainer.print(
-        f"{stage.verb}() was called without a model, so it takes the best checkpoint of the last fit: "
-        f"{callback.best_model_path}. Pass the model to take its weights as they are, or another ckpt_path."
-    )
+    if trainer.is_global_zero:
+        warnings.warn(
+            f"{stage.verb}() was called without a model. The best model of the previous `fit` call will be used: "
+            f"{callback.best_model_path}. Pass the model to take its weights as they are, or another ckpt_path.",
+            stacklevel=5,
+        )
     return callback.best_model_path
 
 

@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader, RandomSampler, SequentialSampler
 from drivetrain.callbacks.stage import Stage
 from drivetrain.data import CombinedLoader, DataShard, PreparedLoader, TailPolicy
 from drivetrain.runtime.collectives import gather_object
-from drivetrain.runtime.errors import ConfigurationError, DataError
+from drivetrain.runtime.errors import ConfigurationError, DataError, InvalidLoaderError
 from drivetrain.trainer.data_module import DataModule
 from drivetrain.trainer.hooks import is_overridden
 from drivetrain.trainer.task import Task
@@ -54,8 +54,19 @@ class LoaderSource:
         method = self._stage.loader_name
         owns = self._data is not None and is_overridden(self._data, DataModule, method)
         owner: Any = self._data if owns else self._task
+        if not owns and not is_overridden(self._task, Task, method):
+            return None
         actions = self._trainer.actions
         return actions.watch(actions.of_owner(owner, method), getattr(owner, method))()
+
+    def _origin(self) -> str:
+        """Where the loader comes from, for errors."""
+        method, fits = self._stage.loader_name, self._trainer.task_run.stage is Stage.TRAIN
+        for owner, base in ((self._data, DataModule), (self._task, Task)):
+            if self._given is None and owner is not None and is_overridden(owner, base, method):
+                return f"returned from `{type(owner).__name__}.{method}()`"
+        argument = f"{self._stage.loader}_dataloaders" if fits else "dataloaders"
+        return f"passed to `Trainer.{'fit' if fits else self._stage.verb}({argument}=...)`"
 
     def prepare_training(self, again: bool = False) -> PreparedLoader | CombinedLoader:
         """The prepared training loader; several are combined.
@@ -73,9 +84,9 @@ class LoaderSource:
     def _prepare_training(self) -> PreparedLoader | CombinedLoader:
         raw = self._trainer.current.loaders[self._stage] = self.raw()
         if raw is None:
-            raise DataError(
-                f"There is no training data: pass train_dataloaders to fit(), or give {type(self._task).__name__} or "
-                "a DataModule a train_dataloader()."
+            raise InvalidLoaderError(
+                f"An invalid dataloader was {self._origin()}: there is no training data. Pass train_dataloaders to "
+                f"fit(), or give {type(self._task).__name__} or a DataModule a train_dataloader()."
             )
         if isinstance(raw, CombinedLoader):
             return raw.map(lambda loader: self._prepare(loader, 0, TailPolicy.WHOLE))
@@ -99,9 +110,10 @@ class LoaderSource:
         if isinstance(loader, PreparedLoader):
             return loader
         if not hasattr(loader, "__iter__"):
-            raise DataError(
-                f"The {self._stage.loader} data is a {type(loader).__name__}, which cannot be iterated. "
-                "Give a torch DataLoader, or any iterable of batches."
+            raise InvalidLoaderError(
+                f"An invalid dataloader was {self._origin()}: the {self._stage.loader} data is a "
+                f"{type(loader).__name__}, which cannot be iterated. Give a torch DataLoader, or another iterable of "
+                "batches."
             )
         if self._trainer.overfit_batches and self._stage is Stage.TRAIN:
             loader = without_shuffle(loader)
@@ -178,12 +190,14 @@ def batches_to_run(length: int | None, limit: float | int | None, name: str) -> 
         return limit if length is None else min(limit, length)
     if length is None:
         raise ConfigurationError(
-            f"{name}={limit} is a fraction, but the loader's length is not known. Give a whole number of batches."
+            f"{name}={limit} is a fraction, but the loader's length is not known. With an `IterableDataset`, "
+            f"`Trainer({name})` must be `1.0` or an int, a whole number of batches."
         )
     batches = int(length * limit)
     if batches == 0 and limit > 0:
         raise ConfigurationError(
-            f"{name}={limit} of {length} batches leaves none. Give at least {1 / length:.3g}, or a whole number."
+            f"{name}={limit} of {length} batches leaves none: {limit} * {length} < 1. Please increase the `{name}` "
+            f"argument. Try at least {1 / length:.3g}, or a whole number."
         )
     return batches
 

@@ -11,6 +11,7 @@ from torch import nn
 from drivetrain.callbacks.stage import Stage
 from drivetrain.data import BatchInfo, PreparedLoader
 from drivetrain.runtime.collectives import gather_object
+from drivetrain.runtime.logging import get_logger
 from drivetrain.runtime.nested import recursively_apply, send_to_device
 from drivetrain.strategies.capabilities import PlainEvaluation, evaluation_context
 from drivetrain.trainer.loops.binding import as_taken, bind_evaluation_step
@@ -21,6 +22,8 @@ from drivetrain.trainer.task import Task
 
 if TYPE_CHECKING:
     from drivetrain.trainer.trainer import Trainer
+
+logger = get_logger(__name__)
 
 
 class PredictionLoop:
@@ -54,7 +57,7 @@ class PredictionLoop:
         results: list[Any] = []
         bound = bind_evaluation_step(trainer, self._task, self._model, as_taken(self._task, "predict_step"))
         self._step = trainer.actions.watch(trainer.actions.of_strategy("predict_step"), bound)
-        with evaluating(self._task, Stage.PREDICT):
+        with evaluating(self._task, Stage.PREDICT, self._model):
             trainer.logged.enter(PREDICT)
             hooks.call("on_predict_start")
             hooks.call("on_predict_epoch_start")
@@ -81,6 +84,8 @@ class PredictionLoop:
             for hook in hooks.find("on_predict_batch_start"):
                 hook(batch, index, position)
             output = self._step(batch, index, *extra)
+            if output is None and self._keep:
+                logger.warning_once("predict returned None for a batch: nothing is kept of it.")
             for hook in hooks.find("on_predict_batch_end"):
                 hook(output, batch, index, position)
             if self._keep:

@@ -33,9 +33,13 @@ class StepOutput:
             return loss
         if output is None:
             return None
-        given = f"a dict with the keys {sorted(map(str, output))}" if isinstance(output, Mapping) else repr(output)[:80]
+        is_dict = isinstance(output, Mapping)
+        given = f"a dict with the keys {sorted(map(str, output))}" if is_dict else repr(output)[:80]
+        rule = (
+            "In a dict, the 'loss' key needs to be present" if is_dict else "It must return a Tensor, a dict, or None"
+        )
         raise ConfigurationError(
-            f"{self._step} returned {given}. Return the loss as a scalar tensor, a dict with it under 'loss', or None "
+            f"{self._step} returned {given}. {rule}: the loss as a scalar tensor, a dict with it under 'loss', or None "
             "to leave the batch out."
         )
 

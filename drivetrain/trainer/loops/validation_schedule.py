@@ -70,8 +70,8 @@ class ValidationSchedule:
         elif isinstance(interval, int):
             if interval > batches and self._epochs is not None:
                 raise ConfigurationError(
-                    f"val_check_interval={interval} is more than the {batches:.0f} batches of an epoch, so nothing "
-                    "would be validated. Give less, or set check_val_every_n_epoch=None to count across epochs."
+                    f"val_check_interval={interval} must be less than or equal to the number of the training batches: "
+                    f"an epoch has {batches:.0f} batches. Set check_val_every_n_epoch=None to count across epochs."
                 )
             self._every = interval
 

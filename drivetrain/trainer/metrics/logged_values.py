@@ -167,6 +167,8 @@ class LoggedValues:
                 f"{_moment(known.scope)}, now with {_readable(arguments)} from the {_moment(scope)}. "
                 "Give the two different names."
             )
+        if isinstance(reduce_fx, str):
+            reduce_fx = "mean" if reduce_fx.lower() == "avg" else reduce_fx.lower()
         if not callable(reduce_fx) and reduce_fx not in REDUCTIONS:
             raise ConfigurationError(
                 f"log({name!r}, reduce_fx={reduce_fx!r}): allowed are {', '.join(REDUCTIONS)} or a function of the "
@@ -175,7 +177,9 @@ class LoggedValues:
         steps = scope.on_step if on_step is None else on_step
         epochs = scope.on_epoch if on_epoch is None else on_epoch
         if not (steps or epochs):
-            raise ConfigurationError(f"log({name!r}, on_step=False, on_epoch=False) would keep nothing; set one.")
+            raise ConfigurationError(
+                f"log({name!r}, on_step=False, on_epoch=False) is not useful: it would keep nothing."
+            )
         if steps and not scope.has_batch:
             raise ConfigurationError(
                 f"log({name!r}, on_step=True) from the {_moment(scope)}: there is no step there. Use on_epoch=True."
@@ -281,15 +285,19 @@ class LoggedValues:
                     values[entry.step_name] = combine_plain(entry.reduction, found)
         return values
 
-    def callback_values(self) -> dict[str, Value]:
-        """All values by name: the latest of each step-wise one, the last epoch's of the others."""
+    def callback_values(self, with_evaluation_steps: bool = True) -> dict[str, Value]:
+        """All values by name: the latest of each step-wise one, the last epoch's of the others.
+
+        Args:
+            with_evaluation_steps: Whether those of single evaluation steps are among them.
+        """
         values = dict(self._epoch)
         for entry in self._tables["train"].values():
             if entry.last is not None:
                 values[entry.step_name] = entry.last
                 if not entry.on_epoch or entry.name not in values:
                     values[entry.name] = entry.last
-        for stage in ("validate", "test"):
+        for stage in ("validate", "test") if with_evaluation_steps else ():
             for entry in self._tables[stage].values():
                 if entry.last is not None:
                     values[entry.step_name] = entry.last
@@ -312,6 +320,14 @@ class LoggedValues:
                 if entry.logger and entry.last is not None:
                     values[entry.step_name] = entry.last
         return values, number
+
+    def evaluated_batches(self, stage: str) -> int:
+        """Batches of a kind of evaluation so far.
+
+        Args:
+            stage: `"validate"` or `"test"`.
+        """
+        return sum(count for key, count in self._evaluated.items() if key.startswith(f"{stage}/"))
 
     def names(self, stage: str) -> set[str]:
         """Every name under which this process has logged since the stage began, whether the values count or not."""
@@ -438,7 +454,8 @@ def _number(name: str, value: Any) -> float:
     if isinstance(value, Number) or (hasattr(value, "item") and getattr(value, "size", None) == 1):
         return float(value)
     raise ConfigurationError(
-        f"log({name!r}, ...) takes a number, a scalar tensor or a torchmetrics object, got {type(value).__name__}."
+        f"`self.log({name}, {value})` was called, but {name!r} is a {type(value).__name__}. Give a number, a scalar "
+        "tensor or a torchmetrics object."
     )
 
 

@@ -94,6 +94,15 @@ class TrackerLog:
 
     # all
 
+    @staticmethod
+    def name_of(result: EpochValue) -> str:
+        """Under which name `validate` and `test` return an epoch's value.
+
+        Args:
+            result: The value.
+        """
+        return result.name
+
     def write(self, values: Mapping[str, float], step: int) -> None:
         """Give numbers to the trackers, on the processes where one is called; none of them is waited for.
 

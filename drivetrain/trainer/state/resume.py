@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from drivetrain import checkpoint
 from drivetrain.runtime.collectives import broadcast_object_list
+from drivetrain.runtime.environment import RESUME_VARIABLE
 from drivetrain.runtime.errors import CheckpointError, ConfigurationError, DrivetrainError
 from drivetrain.runtime.logging import get_logger
 
@@ -23,7 +24,7 @@ def find_checkpoint(trainer: Trainer, given: str | os.PathLike[str] | None) -> s
     Args:
         trainer: The trainer.
         given: A path or URL; `"auto"` for the newest complete checkpoint of this script, if there is one; `"best"` or
-            `"last"` for the checkpoint callback's; or None.
+            `"last"` for the checkpoint callback's; or None, for which `DRIVETRAIN_RESUME` may stand once.
 
     Returns:
         The checkpoint, or None to start from the beginning.
@@ -33,13 +34,21 @@ def find_checkpoint(trainer: Trainer, given: str | os.PathLike[str] | None) -> s
         CheckpointError: The main process could not look for checkpoints.
     """
     if given is None:
+        given = os.environ.pop(RESUME_VARIABLE, None)
+    if given is None:
         return None
     if given in ("best", "last"):
         callback = trainer.checkpoint_callback
         if callback is None:
-            raise ConfigurationError(f"{given!r} needs a ModelCheckpoint among the callbacks.")
+            raise ConfigurationError(
+                f"{given!r} was given, but `ModelCheckpoint` is not configured. Put one among the callbacks."
+            )
         found = getattr(callback, f"{given}_model_path")
         if not found:
+            if given == "best" and not callback.save_top_k:
+                raise ConfigurationError(
+                    "'best': the ModelCheckpoint is not configured to save the best (save_top_k=0)."
+                )
             raise ConfigurationError(f"{given!r}: the ModelCheckpoint has not saved one yet.")
         return str(found)
     if given != "auto":

@@ -12,6 +12,7 @@ from drivetrain.callbacks import Callback
 from drivetrain.checkpoint.schema import LOSS_IS_FINITE
 from drivetrain.data import CombinedLoader, PreparedLoader
 from drivetrain.runtime.errors import CheckpointError
+from drivetrain.runtime.logging import get_logger
 from drivetrain.trackers.base import plain
 from drivetrain.trainer.hooks import is_overridden
 from drivetrain.trainer.metrics.metric_states import restore_metric_states
@@ -23,6 +24,8 @@ from drivetrain.trainer.task import Task
 if TYPE_CHECKING:
     from drivetrain.checkpoint import PendingSave
     from drivetrain.trainer.trainer import Trainer
+
+logger = get_logger(__name__)
 
 
 def save_run(
@@ -41,7 +44,7 @@ def save_run(
         raise CheckpointError(
             "There is nothing to save yet: a checkpoint can be written once fit() has placed the task."
         )
-    loop, run = trainer.fit_loop, trainer.accelerator.run_state
+    loop, run = trainer.loop, trainer.accelerator.run_state
     committed = Committed(task, trainer.logged, trainer.progress) if loop is None else loop.batches.committed
     moment, number = moment_of(trainer), _number_of_model(trainer)
     with committed.buffers_restored():
@@ -75,7 +78,7 @@ def _entries(trainer: Trainer, task: Task, weights_only: bool) -> dict[str, Any]
         "should_stop": trainer.control.stops_for_good,
         "datamodule": data.state_dict() if data is not None else {},
         "datamodule_hyper_parameters": {} if data is None else secrets.drop(plain(dict(data.hparams))),
-        "combined_loader": None if trainer.fit_loop is None else trainer.fit_loop.batches.combined_position(),
+        "combined_loader": None if trainer.loop is None else trainer.loop.batches.combined_position(),
     }
 
 
@@ -148,6 +151,12 @@ class SavedRun:
             callback.on_load_checkpoint(trainer, trainer.task, state)
         self._entries = take_back(state, engine, number)
         callbacks = self._entries.get("callbacks", {})
+        unknown = set(callbacks) - {callback.state_key for callback in trainer.callbacks}
+        if unknown:
+            logger.warning(
+                f"The checkpoint has the states of callbacks that this Trainer has not: {', '.join(sorted(unknown))}. "
+                "They are left out."
+            )
         for callback in trainer.callbacks:
             if callback.state_key in callbacks:
                 callback.load_state_dict(callbacks[callback.state_key])
@@ -232,7 +241,7 @@ class SavedRun:
 
 def moment_of(trainer: Trainer) -> Moment:
     """The moment that a save within `fit` describes: the last finished step."""
-    loop = trainer.fit_loop
+    loop = trainer.loop
     return Moment() if loop is None else Moment(loop.batches.committed.random, loop.batches.positions())
 
 

@@ -96,6 +96,7 @@ def test_only_one_is_handed_over_by_itself(capsys: pytest.CaptureFixture[str]) -
     assert "first, second" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_how_they_are_used_can_be_overridden() -> None:
     class Own(TrainerCLI):
         @staticmethod

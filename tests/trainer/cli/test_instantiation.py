@@ -73,6 +73,7 @@ def test_verbs_take_the_hyper_parameters_of_the_checkpoint() -> None:
     assert torch.equal(made.model.layer.weight, first.model.layer.weight)
 
 
+@pytest.mark.slow
 def test_a_checkpoint_of_another_model_is_named(capsys: pytest.CaptureFixture[str]) -> None:
     saved("--model.depth=2", model=Sized)
     with pytest.raises(SystemExit, match="2"):

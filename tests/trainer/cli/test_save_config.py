@@ -25,6 +25,7 @@ def fit(*args: str, **kwargs: Any) -> Any:
     return command("fit", *args, save_config_callback=SaveConfigCallback, **kwargs)
 
 
+@pytest.mark.slow
 def test_each_run_has_its_configuration_beside_its_logs() -> None:
     for lr in (0.5, 0.25):
         made = fit(f"--model.lr={lr}", "--trainer.logger=csv")
@@ -76,5 +77,6 @@ def fit_twice() -> list[str]:
     return []
 
 
+@pytest.mark.slow
 def test_one_of_several_processes_writes_and_all_refuse_together() -> None:
     assert run_in_processes(fit_twice) == [["ConfigExistsError", "config.yaml"]] * 2

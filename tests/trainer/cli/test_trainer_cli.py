@@ -153,6 +153,7 @@ def test_a_method_of_the_trainer_can_become_a_subcommand() -> None:
     assert made.trainer.counted == [0, 2, 4]
 
 
+@pytest.mark.slow
 def test_variables_are_read_where_that_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TRAINER_FIT__MODEL__LR", "0.5")
     monkeypatch.setenv("TRAINER_FIT__TRAINER__MAX_STEPS", "1")
@@ -249,6 +250,7 @@ def test_callbacks_among_the_defaults_belong_to_every_run() -> None:
     assert [type(each).__name__ for each in made.trainer.callbacks] == ["Timer", "EarlyStopping"]
 
 
+@pytest.mark.slow
 def test_the_configuration_of_a_run_can_start_it_again() -> None:
     made = command("fit", "--model.lr=0.5", "--optimizer=AdamW", save_config_callback=SaveConfigCallback)
     written = yaml.safe_load(Path("config.yaml").read_text())

@@ -2,8 +2,15 @@
 
 from __future__ import annotations
 
+import inspect
+import os
+from collections.abc import Mapping, Sequence, Sized
+from functools import partial
 from typing import Any, ClassVar
 
+from torch.utils.data import DataLoader, IterableDataset
+
+from drivetrain.compat.lightning.pytorch.utilities.exceptions import MisconfigurationException
 from drivetrain.trainer import DataModule
 
 
@@ -23,6 +30,46 @@ class LightningDataModule(DataModule):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
 
+    @classmethod
+    def from_datasets(
+        cls,
+        train_dataset: Any = None,
+        val_dataset: Any = None,
+        test_dataset: Any = None,
+        predict_dataset: Any = None,
+        batch_size: int = 1,
+        num_workers: int = 0,
+        **datamodule_kwargs: Any,
+    ) -> Any:
+        """Make a data module of datasets, and give its constructor `batch_size` and `num_workers` where it takes them.
+
+        Args:
+            train_dataset: The dataset to train on, shuffled unless it is iterable; or several.
+            val_dataset: The dataset to validate on, or several.
+            test_dataset: The dataset to test on, or several.
+            predict_dataset: The dataset to predict on, or several.
+            batch_size: Of every loader.
+            num_workers: Of every loader.
+            **datamodule_kwargs: Further arguments of the constructor.
+        """
+        parameters = inspect.signature(cls.__init__).parameters.values()
+        taken = {each.name for each in parameters}
+        takes_all = cls is not LightningDataModule and any(each.kind is each.VAR_KEYWORD for each in parameters)
+        special = {"batch_size": batch_size, "num_workers": num_workers}
+        passed = {name: value for name, value in special.items() if takes_all or name in taken}
+        made = cls(**{**passed, **datamodule_kwargs})
+        given = {"train": train_dataset, "val": val_dataset, "test": test_dataset, "predict": predict_dataset}
+        for stage, datasets in given.items():
+            if datasets is not None:
+                options = {"batch_size": batch_size, "num_workers": num_workers, "pin_memory": True}
+                setattr(made, f"{stage}_dataloader", partial(_loaders, datasets, stage == "train", options))
+        return made
+
+    def __str__(self) -> str:
+        words = {"Train": "train", "Validation": "val", "Test": "test", "Predict": "predict"}
+        lines = [f"{{{word} dataloader: {_sizes(self, stage)}}}" for word, stage in words.items()]
+        return os.linesep.join(lines)
+
     def remove_ignored_hparams(self, ignore_list: list[str]) -> None:
         """Forget hyper-parameters.
 
@@ -31,3 +78,31 @@ class LightningDataModule(DataModule):
         """
         for name in ignore_list:
             self.hparams.pop(name, None)
+
+
+def _loaders(datasets: Any, shuffle: bool, options: dict[str, Any]) -> Any:
+    """Loaders of datasets, in the same arrangement."""
+    if isinstance(datasets, Mapping):
+        return {name: _loaders(each, shuffle, options) for name, each in datasets.items()}
+    if isinstance(datasets, Sequence):
+        return [_loaders(each, shuffle, options) for each in datasets]
+    return DataLoader(datasets, shuffle=shuffle and not isinstance(datasets, IterableDataset), **options)
+
+
+def _sizes(data: LightningDataModule, stage: str) -> str:
+    """How many samples the datasets of a stage have, as far as they are there."""
+    try:
+        made = getattr(data, f"{stage}_dataloader")()
+    except (AttributeError, MisconfigurationException):
+        return "None"
+    loaders = list(made.values()) if isinstance(made, Mapping) else made if isinstance(made, Sequence) else [made]
+    sizes = [f"size={_size(loader)}" for loader in loaders]
+    return sizes[0] if len(sizes) == 1 else " ; ".join(f"{number}. {size}" for number, size in enumerate(sizes, 1))
+
+
+def _size(loader: Any) -> str:
+    dataset = getattr(loader, "dataset", loader)
+    try:
+        return str(len(dataset)) if isinstance(dataset, Sized) else "NA"
+    except (TypeError, NotImplementedError):
+        return "NA"

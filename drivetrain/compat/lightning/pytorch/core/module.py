@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NoReturn
+
+import torch
 
 from drivetrain.compat.absent import AbsentNameError
+from drivetrain.runtime.errors import ConfigurationError
 from drivetrain.trainer import Task
 
 
@@ -30,6 +33,34 @@ class LightningModule(Task):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
+        # By identity: whether each parameter of an optimizer took gradients.
+        self._before_toggling: dict[int, tuple[torch.Tensor, bool]] = {}
+
+    def predict_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Predict for one batch: call the module on it."""
+        return self(kwargs["batch"] if "batch" in kwargs else args[0])
+
+    def clip_gradients(
+        self,
+        optimizer: Any,
+        gradient_clip_val: float | None = None,
+        gradient_clip_algorithm: str | None = None,
+        **_unknown: NoReturn,
+    ) -> None:
+        """Clip an optimizer's gradients.
+
+        Args:
+            optimizer: The optimizer.
+            gradient_clip_val: The bound; that of the Trainer if None.
+            gradient_clip_algorithm: `"norm"` or `"value"`; that of the Trainer if None.
+
+        Raises:
+            ConfigurationError: The Trainer was given another bound or another way.
+        """
+        options = self.trainer.options
+        bound = _one_of("gradient_clip_val", options.gradient_clip_val, gradient_clip_val)
+        way = _one_of("gradient_clip_algorithm", options.gradient_clip_algorithm, gradient_clip_algorithm)
+        super().clip_gradients(optimizer, bound, way, **_unknown)
 
     @property
     def on_gpu(self) -> bool:
@@ -45,6 +76,30 @@ class LightningModule(Task):
     def fabric(self) -> Any:
         """None: a Trainer runs this module."""
         return None
+
+    def toggle_optimizer(self, optimizer: Any) -> None:
+        """Let of all optimizers' parameters only this one's take gradients, those that did before.
+
+        Args:
+            optimizer: The optimizer.
+        """
+        mine = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+        before = self._before_toggling
+        for group in (group for each in self.trainer.optimizers for group in each.param_groups):
+            for parameter in group["params"]:
+                before.setdefault(id(parameter), (parameter, parameter.requires_grad))
+        for parameter, took_gradients in before.values():
+            parameter.requires_grad_(took_gradients and id(parameter) in mine)
+
+    def untoggle_optimizer(self, optimizer: Any) -> None:
+        """Let the parameters take gradients as before `toggle_optimizer`.
+
+        Args:
+            optimizer: The optimizer.
+        """
+        for parameter, took_gradients in self._before_toggling.values():
+            parameter.requires_grad_(took_gradients)
+        self._before_toggling.clear()
 
     @contextmanager
     def toggled_optimizer(self, optimizer: Any) -> Iterator[None]:
@@ -73,3 +128,13 @@ class LightningModule(Task):
         raise AbsentNameError(
             "to_tensorrt is not here. Export with torch.export.export, and compile with Torch-TensorRT."
         )
+
+
+def _one_of(name: str, of_trainer: Any, given: Any) -> Any:
+    """What a task clips by: what it gives, or what the Trainer was given."""
+    if given is None or of_trainer is None or given == of_trainer:
+        return of_trainer if given is None else given
+    raise ConfigurationError(
+        f"You have set `Trainer({name}={of_trainer!r})` and have passed `clip_gradients({name}={given!r})`. Leave one "
+        "of the two out."
+    )

@@ -12,6 +12,12 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset
 from drivetrain.compat.lightning.pytorch.core import LightningDataModule, LightningModule
 
 _FEATURES, _SAMPLES = 32, 64
+_PARTS = ("train", "val", "test", "predict")
+
+
+def _needed(stage: str) -> tuple[str, ...]:
+    """The parts of the data that a verb needs."""
+    return ("train", "val") if stage == "fit" else ("val",) if stage == "validate" else (stage,)
 
 
 class RandomDataset(Dataset[Any]):
@@ -126,14 +132,20 @@ class ManualOptimBoringModel(BoringModel):
 class BoringDataModule(LightningDataModule):
     """Random rows, as many for each stage."""
 
+    random_train: Any
+    random_val: Any
+    random_test: Any
+    random_predict: Any
+
     def __init__(self) -> None:
         super().__init__()
         self.random_full: Any = None
 
     def setup(self, stage: str) -> None:
         self.random_full = RandomDataset(_FEATURES, 4 * _SAMPLES)
-        parts = [Subset(self.random_full, range(k * _SAMPLES, (k + 1) * _SAMPLES)) for k in range(4)]
-        self.random_train, self.random_val, self.random_test, self.random_predict = parts
+        for name in _needed(stage):
+            first = _PARTS.index(name) * _SAMPLES
+            setattr(self, f"random_{name}", Subset(self.random_full, range(first, first + _SAMPLES)))
 
     def train_dataloader(self) -> Any:
         return DataLoader(self.random_train)
@@ -148,20 +160,39 @@ class BoringDataModule(LightningDataModule):
         return DataLoader(self.random_predict)
 
 
-class BoringDataModuleNoLen(LightningDataModule):
+class BoringDataModuleNoLen(BoringDataModule):
     """A stream of random rows for each stage."""
 
+    def setup(self, stage: str) -> None:
+        for name in _needed(stage):
+            setattr(self, f"random_{name}", RandomIterableDataset(_FEATURES, _SAMPLES))
+
+
+class IterableBoringDataModule(LightningDataModule):
+    """For each stage, one loader whose dataset has a length, and one whose dataset has none."""
+
+    train_datasets: list[Any]
+    val_datasets: list[Any]
+    test_datasets: list[Any]
+    predict_datasets: list[Any]
+
+    def setup(self, stage: str) -> None:
+        for name in _needed(stage):
+            length = _SAMPLES // 4 * (1 + _PARTS.index(name))
+            both = [RandomDataset(_FEATURES, length), RandomIterableDataset(_FEATURES, length)]
+            setattr(self, f"{name}_datasets", both)
+
     def train_dataloader(self) -> Any:
-        return DataLoader(RandomIterableDataset(_FEATURES, _SAMPLES))
+        return [DataLoader(each) for each in self.train_datasets]
 
     def val_dataloader(self) -> Any:
-        return DataLoader(RandomIterableDataset(_FEATURES, _SAMPLES))
+        return [DataLoader(each) for each in self.val_datasets]
 
     def test_dataloader(self) -> Any:
-        return DataLoader(RandomIterableDataset(_FEATURES, _SAMPLES))
+        return [DataLoader(each) for each in self.test_datasets]
 
     def predict_dataloader(self) -> Any:
-        return DataLoader(RandomIterableDataset(_FEATURES, _SAMPLES))
+        return [DataLoader(each) for each in self.predict_datasets]
 
 
 class DemoModel(LightningModule):

@@ -6,14 +6,15 @@ from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
+from drivetrain.compat.lightning.instances import StandsFor
 from drivetrain.compat.lightning.options import refuse_machinery
 from drivetrain.strategies import DDP
 
 __all__ = ["DDPStrategy"]
 
 
-class DDPStrategy(DDP):
-    """A copy of the model on each process.
+class DDPStrategy(DDP, metaclass=StandsFor, original=DDP):
+    """A copy of the model on each process. What `Trainer(strategy="ddp")` makes is an instance of it too.
 
     Args:
         ddp_comm_state: The state of a communication hook.

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
+from drivetrain.compat.lightning.instances import StandsFor
 from drivetrain.strategies import Single, Strategy
 
 __all__ = ["SingleDeviceStrategy", "Strategy"]
 
 
-class SingleDeviceStrategy(Single):
-    """One process on one device.
+class SingleDeviceStrategy(Single, metaclass=StandsFor, original=Single):
+    """One process on one device. What `Trainer(strategy="auto")` makes for one is an instance of it too.
 
     Args:
         device: Taken for Lightning's sake; `Trainer(accelerator=...)` chooses it.

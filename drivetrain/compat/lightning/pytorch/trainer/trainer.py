@@ -3,20 +3,37 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import wraps
 from typing import Any
 
 from drivetrain.callbacks import EarlyStopping
 from drivetrain.callbacks.stage import Stage
 from drivetrain.compat.lightning.accelerators import Accelerator
+from drivetrain.compat.lightning.fabric.utilities.rank_zero import rank_zero_warn
+from drivetrain.compat.lightning.fabric.utilities.warnings import PossibleUserWarning, warn_by_warnings
 from drivetrain.compat.lightning.plugins import Precision, TorchSyncBatchNorm
 from drivetrain.compat.lightning.pytorch.loggers.files import CSVLogger, TensorBoardLogger
+from drivetrain.compat.lightning.pytorch.loggers.logger import DummyLogger
 from drivetrain.compat.lightning.pytorch.profilers.pytorch import PyTorchProfiler
+from drivetrain.compat.lightning.pytorch.trainer.arguments import (
+    Shown,
+    check_barebones,
+    explain_ones,
+    from_environment,
+)
+from drivetrain.compat.lightning.pytorch.trainer.loop_views import EvaluationLoopView, FitLoopView
+from drivetrain.compat.lightning.pytorch.trainer.metric_views import CallbackMetrics, LightningTrackerLog, as_tensor
+from drivetrain.compat.lightning.pytorch.trainer.spawning import Spawning
 from drivetrain.compat.lightning.pytorch.trainer.states import RunningStage, TrainerFn, TrainerState, TrainerStatus
+from drivetrain.compat.lightning.pytorch.trainer.verbs import lightning_verb
 from drivetrain.compat.lightning.reasons import PLUGIN
 from drivetrain.runtime.errors import ConfigurationError
+from drivetrain.trackers import TrackerGroup
 from drivetrain.trainer import Trainer as CoreTrainer
 from drivetrain.trainer.loops.run_control import StopReason
+from drivetrain.trainer.metrics.logged_value import to_numbers
 
 __all__ = ["Trainer"]
 
@@ -45,12 +62,24 @@ class Trainer(CoreTrainer):
         plugins: Number formats, and `TorchSyncBatchNorm()`.
         enable_autolog_hparams: Whether trackers get the hyper-parameters.
         model_registry: None: checkpoints are in directories.
-        **options: As there.
+        suggest_integrations: Taken for Lightning's sake; nothing is suggested.
+        **options: As there. A variable such as `PL_TRAINER_MAX_EPOCHS` stands for an argument that is not given.
 
     Raises:
         ConfigurationError: A plugin or a registry was given that is not here.
+        ValueError: Something that stands around the loop was asked for beside `barebones=True`.
     """
 
+    limit_train_batches = Shown(1.0)
+    limit_val_batches = Shown(1.0)
+    limit_test_batches = Shown(1.0)
+    limit_predict_batches = Shown(1.0)
+    val_check_interval = Shown(1.0)
+    num_sanity_val_steps = Shown(float("inf"), -1)
+    _spawning: Spawning | None = None
+    _was_cut_short = False
+
+    @from_environment
     def __init__(
         self,
         *,
@@ -62,8 +91,14 @@ class Trainer(CoreTrainer):
         plugins: Any = None,
         enable_autolog_hparams: bool = True,
         model_registry: str | None = None,
+        suggest_integrations: bool = True,
         **options: Any,
     ) -> None:
+        given = {**options, "logger": logger, "profiler": profiler}
+        if options.get("barebones"):
+            check_barebones(given)
+        else:
+            explain_ones(given)
         if model_registry is not None:
             raise ConfigurationError(f"Trainer(model_registry={model_registry!r}): there is no registry. Leave it out.")
         for plugin in plugins if isinstance(plugins, Sequence) and not isinstance(plugins, str) else [plugins]:
@@ -75,27 +110,182 @@ class Trainer(CoreTrainer):
                 raise ConfigurationError(f"Trainer(plugins={type(plugin).__name__}()) is not taken. {PLUGIN}")
         if logger is None or logger is True:
             logger = _default_logger(default_root_dir) if not options.get("barebones") else None
+        accelerator = _kind_of(accelerator)
+        spawning = Spawning.asked_for(options.get("strategy"), options.get("devices", "auto"), accelerator)
+        if spawning is not None:
+            options["strategy"] = spawning.strategy
+            if spawning.num_processes > 1:
+                options.update(strategy="auto", devices=1)
         super().__init__(
-            accelerator=_kind_of(accelerator),
+            accelerator=accelerator,
             precision=precision,
             logger=logger,
             default_root_dir=default_root_dir,
             profiler=_profiler_of(profiler),
             **options,
         )
+        self._running: Stage | None = None
+        self._was_cut_short = False
+        self._spawning = None if spawning is None or spawning.num_processes == 1 else spawning
+        self.tracker_log = LightningTrackerLog(self)
         self.actions.use_words(_WORDS)
         self.tracker_log.shows_hyper_parameters = enable_autolog_hparams
-        self._verb: Stage | None = None
+        if self.fast_dev_run and given["logger"] is not False:
+            self.logger = DummyLogger()
+        self._leaves_epochs_open = options.get("max_epochs") is None and not self.fast_dev_run
+        self._fit_loop = FitLoopView(self)
+
+    # the verbs
+
+    fit = lightning_verb(CoreTrainer.fit)
+    validate = lightning_verb(CoreTrainer.validate)
+    test = lightning_verb(CoreTrainer.test)
+    predict = lightning_verb(CoreTrainer.predict)
+
+    @wraps(CoreTrainer.save_checkpoint)
+    def save_checkpoint(self, filepath: Any, *args: Any, **kwargs: Any) -> Any:  # type: ignore[override]
+        if self.task is None:
+            raise AttributeError(
+                "Saving a checkpoint is only possible if a model is attached: call fit or another verb first."
+            )
+        return super().save_checkpoint(filepath, *args, **kwargs)
+
+    @property
+    def spawning(self) -> Spawning | None:
+        """What starts processes for each verb, where the strategy asks for that."""
+        return self._spawning
+
+    @property
+    def world_size(self) -> int:
+        """Number of processes."""
+        return super().world_size if self._spawning is None else self._spawning.num_processes
+
+    @property
+    def num_devices(self) -> int:
+        """Number of processes on this machine."""
+        return super().num_devices if self._spawning is None else self._spawning.num_processes
+
+    def settle_epochs(self) -> None:
+        """Take the usual number of epochs at the start of a `fit`, where none was given."""
+        if not self._leaves_epochs_open:
+            return
+        self._leaves_epochs_open = False
+        if self.max_steps == -1 and self.max_time is None and self.max_epochs is not None and self.max_epochs > 0:
+            rank_zero_warn(
+                f"`max_epochs` was not set. Setting it to {self.max_epochs} epochs. Set `max_epochs=-1` to train "
+                "without a limit.",
+                category=PossibleUserWarning,
+            )
+
+    @contextmanager
+    def running(self, stage: Stage) -> Iterator[None]:
+        """Be in a verb in the body, also before its first batch.
+
+        Args:
+            stage: What the verb is for.
+        """
+        self._running = stage
+        if stage is Stage.TRAIN:
+            self._was_cut_short = False
+        try:
+            with warn_by_warnings():
+                yield
+        finally:
+            self._running = None
+        if stage is Stage.TRAIN:
+            self._was_cut_short = self.progress.batches_in_epoch > 0
+
+    # values
+
+    @property
+    def logger(self) -> Any:
+        """The first logger; setting it replaces all."""
+        return super().logger
+
+    @logger.setter
+    def logger(self, logger: Any) -> None:
+        self.loggers = [] if logger is None else [logger]
+
+    @property
+    def loggers(self) -> list[Any]:
+        """All loggers; they can be set between two runs."""
+        return super().loggers
+
+    @loggers.setter
+    def loggers(self, loggers: Sequence[Any] | None) -> None:
+        self.tracker_group = TrackerGroup(list(loggers or []), self.is_global_zero)
+
+    @property
+    def callback_metrics(self) -> dict[str, Any]:
+        """The values that callbacks see: the latest of each training step, the last of each epoch."""
+        return CallbackMetrics(self, self.logged.callback_values(with_evaluation_steps=False))
+
+    @property
+    def logged_metrics(self) -> dict[str, Any]:
+        """The values that loggers got, the latest of each name."""
+        return {name: as_tensor(value) for name, value in self.tracker_log.written.items()}
+
+    @property
+    def progress_bar_metrics(self) -> dict[str, Any]:
+        """The values that the progress bar shows."""
+        return to_numbers(super().progress_bar_metrics)
+
+    # how long
+
+    @property
+    def current_epoch(self) -> int:
+        """Epochs so far; one that the end of the last `fit` has cut short counts."""
+        return self.progress.epoch + self._was_cut_short
+
+    @property  # type: ignore[override]
+    def max_epochs(self) -> int | None:
+        """Epochs that are trained at most, -1 for any number; None until the first `fit` where none were given."""
+        return None if self._leaves_epochs_open else self.options.max_epochs
+
+    @max_epochs.setter
+    def max_epochs(self, value: int | None) -> None:
+        self.limit_epochs(value)
+
+    def limit_epochs(self, value: int | None) -> None:
+        """Set how many epochs are trained at most.
+
+        Args:
+            value: How many; -1 for any number, and None to leave it open until the next `fit`.
+        """
+        self._leaves_epochs_open = value is None
+        self.change_options(max_epochs=1000 if value is None else value)
+
+    @property
+    def fit_loop(self) -> FitLoopView:
+        """The loop over epochs, with its counters."""
+        return self._fit_loop
+
+    @property
+    def validate_loop(self) -> EvaluationLoopView:
+        """What `validate` runs."""
+        return EvaluationLoopView(self, Stage.VALIDATE)
+
+    @property
+    def test_loop(self) -> EvaluationLoopView:
+        """What `test` runs."""
+        return EvaluationLoopView(self, Stage.TEST)
+
+    @property
+    def predict_loop(self) -> EvaluationLoopView:
+        """What `predict` runs."""
+        return EvaluationLoopView(self, Stage.PREDICT)
 
     # what runs
 
     @property
     def state(self) -> TrainerState:
         """What this Trainer does."""
-        verb = self.task_run.stage
+        verb = self._running or self.task_run.stage
         if verb is None:
             return TrainerState()
-        fn = TrainerFn(verb.verb)
+        fn = TrainerFn(str(verb.verb))
+        if self._running is not None and self.stage is None:
+            return TrainerState(TrainerStatus.RUNNING, fn, RunningStage(str(verb)))
         if self.stage is None:
             cut_short = self.control.reason in _CUT_SHORT and verb is Stage.TRAIN
             return TrainerState(TrainerStatus.INTERRUPTED if cut_short else TrainerStatus.FINISHED, fn)
@@ -165,8 +355,7 @@ class Trainer(CoreTrainer):
     @property
     def num_sanity_val_batches(self) -> list[float]:
         """Batches of each validation loader that are tried before training."""
-        most = float("inf") if self.num_sanity_val_steps < 0 else self.num_sanity_val_steps
-        return [min(batches, most) for batches in self.num_val_batches]
+        return [min(batches, self.num_sanity_val_steps) for batches in self.num_val_batches]
 
 
 def _profiler_of(given: Any) -> Any:
@@ -176,7 +365,7 @@ def _profiler_of(given: Any) -> Any:
 
 def _kind_of(accelerator: Any) -> Any:
     """The name of a kind of device that one of Lightning's objects stands for; anything else as it is."""
-    if isinstance(accelerator, Accelerator):
+    if issubclass(type(accelerator), Accelerator):  # not isinstance: an engine is one of the kind that it runs on
         return accelerator.kind
     return accelerator
 

@@ -46,7 +46,9 @@ def lightning_getattr(model: Any, attribute: str) -> Any:
     for holder in _holders(model):
         if _has(holder, attribute):
             return holder[attribute] if isinstance(holder, dict) else getattr(holder, attribute)
-    raise AttributeError(f"{attribute} is neither stored in the model namespace nor its hparams nor its datamodule.")
+    raise AttributeError(
+        f"{attribute} is neither stored in the model namespace nor the `hparams` namespace/dict, nor the datamodule."
+    )
 
 
 def lightning_setattr(model: Any, attribute: str, value: Any) -> None:
@@ -62,14 +64,18 @@ def lightning_setattr(model: Any, attribute: str, value: Any) -> None:
     """
     holders = [holder for holder in _holders(model) if _has(holder, attribute)]
     if not holders:
-        raise AttributeError(
-            f"{attribute} is neither stored in the model namespace nor its hparams nor its datamodule."
-        )
+        raise _missing(attribute)
     for holder in holders:
         if isinstance(holder, dict):
             holder[attribute] = value
         else:
             setattr(holder, attribute, value)
+
+
+def _missing(attribute: str) -> AttributeError:
+    return AttributeError(
+        f"{attribute} is neither stored in the model namespace nor the `hparams` namespace/dict, nor the datamodule."
+    )
 
 
 def _holders(model: Any) -> list[Any]:

@@ -1,12 +1,14 @@
-"""The line with which a run ends: why it stopped, where it wrote, and how to resume it."""
+"""The line with which a run begins, what it runs on; and that with which it ends: why, where, and how to resume it."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from drivetrain.callbacks.model_summary import count_parameters
 from drivetrain.trainer.loops.run_control import StopReason
 
 if TYPE_CHECKING:
+    from drivetrain.trainer.task import Task
     from drivetrain.trainer.trainer import Trainer
 
 _DONE = "Done: the run ended after {taken}"
@@ -19,7 +21,37 @@ _FIRST_WORDS = {
 }
 
 
-def run_report(trainer: Trainer) -> str:
+def print_first_line(trainer: Trainer, task: Task) -> None:
+    """Print what a `fit` trains and on what, on the main process, unless the run is to be bare.
+
+    Args:
+        trainer: The trainer.
+        task: The task, placed.
+    """
+    if trainer.is_global_zero and not trainer.barebones:
+        trainer.print(first_line(trainer, task))
+
+
+def first_line(trainer: Trainer, task: Task) -> str:
+    """Describe in one line what a `fit` trains and on what.
+
+    Args:
+        trainer: The trainer.
+        task: The task, placed.
+    """
+    count = trainer.world_size
+    device = trainer.strategy.topology.device.type
+    processes = f"{count} process{'es' * (count != 1)} on {device}"
+    named = "" if count == 1 and trainer.strategy.name == "single" else f" ({trainer.strategy.name})"
+    total, _ = count_parameters(task, trainer.strategy.state)
+    parameters = f"{total:,} parameter{'s' * (total != 1)}"
+    line = f"Training {type(task).__name__}: {processes}{named}, precision {trainer.precision}, {parameters}."
+    if trainer.loggers and trainer.log_dir is not None:
+        line += f" Folder: {trainer.log_dir}."
+    return line
+
+
+def last_line(trainer: Trainer) -> str:
     """Describe in one line how a `fit` ended; on the main process.
 
     Args:

@@ -1,0 +1,39 @@
+"""`drivetrain report`: a page of one run, or one that compares several."""
+
+from __future__ import annotations
+
+import click
+
+
+@click.command(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
+@click.argument("runs", nargs=-1, required=True, metavar="RUN...")
+@click.option("-o", "--output", default=None, metavar="FILE", help="The page to write.")
+@click.option(
+    "--dir", "directory", default=".", show_default=True, help="Where runs of which only the name is given are."
+)
+def report(runs: tuple[str, ...], output: str | None, directory: str) -> None:
+    """Write a page that shows a run, or one that compares several.
+
+    RUN is a run's folder, its name in `drivetrain runs`, or a file of values: a CSV table or TensorBoard's events.
+    The page is RUN/report.html, of several runs comparison.html.
+
+    \b
+    drivetrain report drivetrain_logs/version_3
+    drivetrain report version_3 version_4 -o compared.html
+    """  # noqa: D301
+    from pathlib import Path
+
+    from drivetrain.trackers.report.comparison import comparison_of
+    from drivetrain.trackers.report.files import write_whole
+    from drivetrain.trackers.report.listing import find_run
+    from drivetrain.trackers.report.page import RunPage, page_of
+    from drivetrain.trackers.report.record import PAGE
+
+    pages = [RunPage.read(find_run(run, directory)) for run in runs]
+    first = pages[0].folder
+    if len(pages) > 1:
+        target = Path(output or "comparison.html")
+    else:
+        target = Path(output) if output else (first if first.is_dir() else first.parent) / PAGE
+    write_whole(target, comparison_of(pages) if len(pages) > 1 else page_of(pages[0]))
+    click.echo(str(target))

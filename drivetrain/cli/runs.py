@@ -1,0 +1,80 @@
+"""`drivetrain runs`: the runs of a directory, listed, shown and resumed."""
+
+from __future__ import annotations
+
+import click
+
+_DIRECTORY = click.option("--dir", "directory", default=".", show_default=True, help="The directory of runs.")
+_SETTINGS = {"help_option_names": ["-h", "--help"], "max_content_width": 110}
+
+
+@click.group(invoke_without_command=True, context_settings=_SETTINGS)
+@_DIRECTORY
+@click.option("--json", "as_json", is_flag=True, help="Write JSON, for other programs.")
+@click.pass_context
+def runs(context: click.Context, directory: str, as_json: bool) -> None:
+    """List the runs of a directory, newest first: when each began, its state, its best metric and its command.
+
+    \b
+    drivetrain runs --dir experiments
+    drivetrain runs show version_3
+    drivetrain runs resume version_3
+    """  # noqa: D301
+    context.obj = directory
+    if context.invoked_subcommand is not None:
+        return
+    import shutil
+    import sys
+
+    from drivetrain.trackers.index import DIRECTORY, NAME
+    from drivetrain.trackers.report.listing import as_table, list_runs
+
+    found = list_runs(directory)
+    if as_json:
+        import json
+
+        click.echo(json.dumps([{**vars(run), "state": run.state, "metric": run.metric} for run in found], indent=2))
+        return
+    if not found:
+        click.echo(f"No runs are listed in {directory}/{DIRECTORY}/{NAME}. Give their directory with --dir.")
+        return
+    width = shutil.get_terminal_size().columns if sys.stdout.isatty() else 10_000
+    click.echo("\n".join(as_table(found, width)))
+
+
+@runs.command(context_settings=_SETTINGS)
+@click.argument("name")
+@click.pass_obj
+def show(directory: str, name: str) -> None:
+    """Show what the run NAME is, how it stands, and where its checkpoints and its page are.
+
+    NAME is its name in `drivetrain runs`, or its folder.
+    """
+    from drivetrain.trackers.report.listing import find_run
+    from drivetrain.trackers.report.record import read_record
+    from drivetrain.trackers.report.summary import summary_of
+
+    place = find_run(name, directory)
+    click.echo("\n".join(summary_of(place, read_record(place))))
+
+
+@runs.command(context_settings=_SETTINGS)
+@click.argument("name")
+@click.option("--dry-run", is_flag=True, help="Show what would be started, and start nothing.")
+@click.pass_obj
+def resume(directory: str, name: str, dry_run: bool) -> int:
+    """Start the command of the run NAME again, where it was started, resuming from its newest checkpoint.
+
+    The first `fit` of the script resumes from there, unless the script itself names a checkpoint.
+    """
+    import shlex
+    import subprocess
+
+    from drivetrain.trackers.report.listing import find_run
+    from drivetrain.trackers.report.summary import resumption_of
+
+    plan = resumption_of(find_run(name, directory))
+    click.echo(f"In {plan.folder}, resuming {plan.checkpoint}: {shlex.join(plan.words)}")
+    if dry_run:
+        return 0
+    return subprocess.run(plan.words, cwd=plan.folder, env=plan.environment()).returncode

@@ -1,0 +1,289 @@
+"""`trainer.fit_loop` and its counters as Lightning's scripts read them: views of the run's own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from drivetrain.callbacks.stage import Stage
+from drivetrain.compat.absent import AbsentNameError
+from drivetrain.compat.lightning.reasons import INTERNAL
+
+if TYPE_CHECKING:
+    from drivetrain.compat.lightning.pytorch.trainer.trainer import Trainer
+
+Read = Callable[[], float]
+
+
+class Count:
+    """How many of something there were, by how far each came.
+
+    Args:
+        ready: Reads how many were begun.
+        completed: Reads how many are over.
+        write: Sets the counter behind `completed`, where it can be set.
+    """
+
+    def __init__(self, ready: Read, completed: Read, write: Callable[[int], None] | None = None) -> None:
+        self._ready, self._completed, self._write = ready, completed, write
+
+    @property
+    def ready(self) -> int:
+        """How many were begun."""
+        return int(self._ready())
+
+    @property
+    def started(self) -> int:
+        """The same."""
+        return self.ready
+
+    @property
+    def processed(self) -> int:
+        """The same as `completed`."""
+        return self.completed
+
+    @property
+    def completed(self) -> int:
+        """How many are over."""
+        return int(self._completed())
+
+    @completed.setter
+    def completed(self, value: int) -> None:
+        if self._write is None:
+            raise AbsentNameError(f"This counter cannot be set. {INTERNAL}")
+        self._write(value)
+
+
+class Counts:
+    """A counter of the pass under way, and of the whole run.
+
+    Args:
+        current: Of the pass under way.
+        total: Of the whole run.
+        is_last_batch: Reads whether the last one is under way.
+    """
+
+    def __init__(self, current: Count, total: Count, is_last_batch: Callable[[], bool] = lambda: False) -> None:
+        self.current, self.total = current, total
+        self._is_last = is_last_batch
+
+    @property
+    def is_last_batch(self) -> bool:
+        """Whether the last batch is under way."""
+        return self._is_last()
+
+
+class _Steps:
+    """`optim_progress`: how often optimizers stepped."""
+
+    def __init__(self, trainer: Trainer) -> None:
+        progress = trainer.progress
+
+        def write(value: int) -> None:
+            progress.global_step = value
+
+        count = Count(lambda: progress.global_step, lambda: progress.global_step, write)
+        self.step = Counts(count, count)
+        self.optimizer = self
+        self.optim_progress = self
+
+    @property
+    def optimizer_steps(self) -> int:
+        """Steps in all."""
+        return self.step.total.completed
+
+
+class EvaluationLoopView:
+    """A loop that validates, tests or predicts.
+
+    Args:
+        trainer: The trainer.
+        stage: What it does.
+    """
+
+    def __init__(self, trainer: Trainer, stage: Stage) -> None:
+        self._trainer, self._stage = trainer, stage
+        done: Read = lambda: trainer.logged.evaluated_batches(str(stage))  # noqa: E731 - read twice
+        last: Read = lambda: min(done(), sum(self.max_batches[-1:]))  # noqa: E731 - read twice
+        self.batch_progress = Counts(Count(last, last), Count(done, done))
+
+    @property
+    def trainer(self) -> Trainer:
+        """The trainer."""
+        return self._trainer
+
+    @property
+    def max_batches(self) -> list[float]:
+        """Batches of each loader."""
+        return self._trainer.current.evaluation_batches.get(self._stage, [])
+
+    @property
+    def num_dataloaders(self) -> int:
+        """How many loaders there are."""
+        return len(self.max_batches)
+
+    @property
+    def inference_mode(self) -> bool:
+        """Whether it runs under `torch.inference_mode`."""
+        return self._trainer.inference_mode
+
+    @property
+    def skip(self) -> bool:
+        """Whether there is nothing to do."""
+        return sum(self.max_batches) == 0
+
+
+class EpochLoopView:
+    """The loop over the batches of an epoch.
+
+    Args:
+        trainer: The trainer.
+    """
+
+    def __init__(self, trainer: Trainer) -> None:
+        self._trainer = trainer
+        progress = trainer.progress
+        before: Read = lambda: progress.total_batches - progress.batches_in_epoch  # noqa: E731 - read with the next
+        current = Count(self._begun, lambda: progress.batches_in_epoch)
+        total = Count(lambda: before() + self._begun(), lambda: progress.total_batches)
+        self.batch_progress = Counts(current, total, lambda: trainer.is_last_batch)
+        self.automatic_optimization = self.manual_optimization = _Steps(trainer)
+        self.val_loop = EvaluationLoopView(trainer, Stage.VALIDATE)
+
+    def _begun(self) -> float:
+        """Batches of this epoch that were begun."""
+        current, finished = self._trainer.current, self._trainer.progress.batches_in_epoch
+        if current.stage is not Stage.TRAIN or current.batch_info is None:
+            return finished
+        return current.batch_info.index + 1
+
+    @property
+    def batch_idx(self) -> int:
+        """The number of the batch under way in its epoch."""
+        return self.batch_progress.current.ready - 1
+
+    @property
+    def total_batch_idx(self) -> int:
+        """Its number in the run."""
+        return self.batch_progress.total.ready - 1
+
+    @property
+    def global_step(self) -> int:
+        """Optimizer steps taken."""
+        return self._trainer.global_step
+
+    @property
+    def min_steps(self) -> int | None:
+        """Steps that are taken at least."""
+        return self._trainer.min_steps
+
+    @min_steps.setter
+    def min_steps(self, value: int | None) -> None:
+        self._trainer.change_options(min_steps=value)
+
+    @property
+    def max_steps(self) -> int:
+        """Steps that are taken at most; -1 for any number."""
+        return self._trainer.max_steps
+
+    @max_steps.setter
+    def max_steps(self, value: int) -> None:
+        self._trainer.change_options(max_steps=value)
+
+
+class FitLoopView:
+    """The loop over epochs, there before the first `fit` too. Its limits can be set, as those of the Trainer.
+
+    Args:
+        trainer: The trainer.
+    """
+
+    def __init__(self, trainer: Trainer) -> None:
+        self._trainer = trainer
+        progress = trainer.progress
+
+        def write(value: int) -> None:
+            progress.epoch = value
+
+        count = Count(self._begun, lambda: trainer.current_epoch, write)
+        self.epoch_progress = Counts(count, count)
+        self.epoch_loop = EpochLoopView(trainer)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        raise AttributeError(f"Lightning's fit_loop.{name} is not here. {INTERNAL}", name=name, obj=self)
+
+    def _begun(self) -> float:
+        trainer = self._trainer
+        return trainer.current_epoch + (trainer.task_run.stage is Stage.TRAIN and trainer.stage is not None)
+
+    @property
+    def trainer(self) -> Trainer:
+        """The trainer."""
+        return self._trainer
+
+    @property
+    def max_epochs(self) -> int | None:
+        """Epochs that are trained at most; -1 for any number."""
+        return self._trainer.max_epochs
+
+    @max_epochs.setter
+    def max_epochs(self, value: int | None) -> None:
+        self._trainer.limit_epochs(value)
+
+    @property
+    def min_epochs(self) -> int | None:
+        """Epochs that are trained at least."""
+        return self._trainer.min_epochs
+
+    @min_epochs.setter
+    def min_epochs(self, value: int | None) -> None:
+        self._trainer.change_options(min_epochs=value)
+
+    @property
+    def min_steps(self) -> int | None:
+        """Steps that are taken at least."""
+        return self.epoch_loop.min_steps
+
+    @property
+    def max_steps(self) -> int:
+        """Steps that are taken at most; -1 for any number."""
+        return self.epoch_loop.max_steps
+
+    @property
+    def max_batches(self) -> float:
+        """Batches of an epoch."""
+        return self._trainer.num_training_batches
+
+    @property
+    def batch_idx(self) -> int:
+        """The number of the batch under way in its epoch."""
+        return self.epoch_loop.batch_idx
+
+    @property
+    def total_batch_idx(self) -> int:
+        """Its number in the run."""
+        return self.epoch_loop.total_batch_idx
+
+    @property
+    def global_step(self) -> int:
+        """Optimizer steps taken."""
+        return self._trainer.global_step
+
+    @property
+    def done(self) -> bool:
+        """Whether a limit is reached."""
+        trainer = self._trainer
+        epochs, steps = trainer.options.max_epochs, trainer.max_steps
+        return 0 <= epochs <= trainer.current_epoch or 0 <= steps <= trainer.global_step
+
+    @property
+    def restarting(self) -> bool:
+        """Whether a checkpoint is being resumed: never seen from outside."""
+        return False
+
+    @property
+    def skip(self) -> bool:
+        """Whether there is nothing to train on."""
+        return self.done or self._trainer.limit_train_batches == 0

@@ -1,0 +1,71 @@
+"""`trainer.callback_metrics` and its like as Lightning's scripts read them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from drivetrain.callbacks.stage import Stage
+from drivetrain.trainer.metrics.logged_value import EpochValue
+from drivetrain.trainer.metrics.tracker_log import TrackerLog
+
+if TYPE_CHECKING:
+    from drivetrain.compat.lightning.pytorch.trainer.trainer import Trainer
+
+
+class CallbackMetrics(dict[str, Tensor]):
+    """The values that callbacks see; what is written into it, they see too.
+
+    Args:
+        trainer: The trainer.
+        values: The values now.
+    """
+
+    def __init__(self, trainer: Trainer, values: Mapping[str, Any]) -> None:
+        super().__init__({name: as_tensor(value) for name, value in values.items()})
+        self._trainer = trainer
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        self._trainer.logged.remember({name: float(value)})
+        super().__setitem__(name, as_tensor(value))
+
+    def update(self, *args: Any, **values: Any) -> None:
+        """Write several values."""
+        for name, value in dict(*args, **values).items():
+            self[name] = value
+
+
+def as_tensor(value: Any) -> Tensor:
+    """A value as a scalar of the usual kind of float."""
+    if not isinstance(value, Tensor):
+        return torch.tensor(float(value))
+    return value.to(torch.get_default_dtype()) if value.dtype is torch.float64 else value
+
+
+class LightningTrackerLog(TrackerLog):
+    """Counts optimizer steps from 0 for loggers, as Lightning does; an evaluation step's values come without epoch."""
+
+    _is_evaluation_step = False
+
+    def write_evaluation_step(self) -> None:
+        self._is_evaluation_step = True
+        try:
+            super().write_evaluation_step()
+        finally:
+            self._is_evaluation_step = False
+
+    @staticmethod
+    def name_of(result: EpochValue) -> str:
+        return result.epoch_name
+
+    def write(self, values: Mapping[str, float], step: int) -> None:
+        group = self._trainer.tracker_group
+        if not self._is_evaluation_step:
+            fits = self._trainer.task_run.stage is Stage.TRAIN
+            super().write(values, max(step - 1, 0) if fits else step)
+        elif group.writes_here:
+            self.written.update(values)
+            group.log(values, step)

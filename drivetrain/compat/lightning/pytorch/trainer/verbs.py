@@ -1,0 +1,82 @@
+"""`fit`, `validate`, `test` and `predict` as Lightning's scripts call them."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable
+from functools import wraps
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from drivetrain.callbacks.stage import Stage
+from drivetrain.compat.lightning.fabric.utilities.rank_zero import rank_zero_warn
+from drivetrain.runtime.errors import ArgumentTypeError
+from drivetrain.trainer import Task
+from drivetrain.trainer.task_run import uncompiled
+
+if TYPE_CHECKING:
+    from drivetrain.compat.lightning.pytorch.trainer.trainer import Trainer
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def lightning_verb(verb: F) -> F:
+    """A verb of the Trainer that refuses what is no module with a `TypeError`, and leaves by `SystemExit` at Ctrl-C.
+
+    Args:
+        verb: The Trainer's own.
+    """
+    name = verb.__name__
+    stage = next(each for each in Stage if each.verb == name)
+
+    @wraps(verb)
+    def run(self: Trainer, model: Any = None, *args: Any, **given: Any) -> Any:
+        _check_module(self, name, model)
+        if given.get("return_predictions", True) is None:
+            del given["return_predictions"]
+        if given.get("ckpt_path") == "last":
+            given["ckpt_path"] = _last_checkpoint(self)
+        _check_path(given.get("ckpt_path"))
+        if name == "fit":
+            self.settle_epochs()
+        try:
+            with self.running(stage):
+                if self.spawning is not None:
+                    return self.spawning.run(self, stage, model, args, given)
+                return verb(self, model, *args, **given)
+        except KeyboardInterrupt:
+            sys.exit(1)
+
+    return run  # type: ignore[return-value]
+
+
+def _check_module(trainer: Trainer, name: str, model: Any) -> None:
+    if model is None:
+        if name == "fit" or trainer.task is None:
+            raise ArgumentTypeError(f"`Trainer.{name}()` requires a `LightningModule`, and none was given.")
+    elif not isinstance(uncompiled(model), Task):
+        raise ArgumentTypeError(
+            f"`model` must be a `LightningModule`, or a compiled one, got `{type(model).__qualname__}`."
+        )
+
+
+def _check_path(path: Any) -> None:
+    """Refuse a path of this machine where nothing is."""
+    if path is None or path in ("auto", "best") or "://" in os.fspath(path):
+        return
+    if not os.path.exists(path):
+        raise FileNotFoundError(f"Checkpoint file not found: {os.fspath(path)}")
+
+
+def _last_checkpoint(trainer: Trainer) -> str | None:
+    """The checkpoint saved last by this Trainer, or else by one before it in the same directories."""
+    callback = trainer.checkpoint_callback
+    found = callback.last_model_path if callback is not None and callback.save_last else ""
+    if not found:
+        folders = [folder for each in trainer.checkpoint_callbacks for folder in each.directories(trainer)]
+        paths = [path for folder in folders for path in Path(folder).glob("last*.ckpt")]
+        found = str(max(paths, key=os.path.getmtime)) if paths else ""
+    if not found:
+        rank_zero_warn("ckpt_path='last' was given, but there is none. No checkpoint will be loaded.")
+    return found or None

@@ -1,0 +1,214 @@
+"""Which curves belong into one chart, and in which order charts come."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from drivetrain.trackers.report.lanes import Sample
+from drivetrain.trackers.report.values import Curve, RunValues
+
+_STAGES = {"train": "train", "training": "train", "fit": "train", "test": "test", "testing": "test"}
+_STAGES |= dict.fromkeys(("val", "valid", "validate", "validation", "eval", "dev"), "val")
+_EDGES = {"step", "epoch", "dataloader", "idx"}
+# Kinds of charts, and what names of curves in them look like.
+_PATTERNS = (
+    ("Loss", re.compile(r"(^|[_/ ])(loss|nll|cross_?entropy|elbo|perplexity|ppl)")),
+    ("Learning rate", re.compile(r"^(lr\b|lr[-_/]|learning_rate)|[-_/]lr$")),
+    ("Gradient norm", re.compile(r"grad.*norm|norm.*grad")),
+    ("Data wait", re.compile(r"data_wait|data_time")),
+    ("Memory", re.compile(r"memory|alloc|_vm_|swap|reserved|\brss\b|active_bytes|inactive|oversize|segment")),
+    ("Throughput", re.compile(r"per_?sec|throughput|/s$|it/s|mfu|^speed|flops|^train/(time|batches|samples|lengths)$")),
+    ("Device", re.compile(r"^DeviceStats|cpu_percent|gpu")),
+)
+_KINDS = ("Loss", "Metrics", "Learning rate", "Gradient norm", "Throughput", "Data wait", "Memory", "Device")
+_PARTS = {"Loss": "Loss and metrics", "Metrics": "Loss and metrics", "Ranks": "Ranks"}
+_PARTS |= {"Learning rate": "Optimizer", "Gradient norm": "Optimizer"}
+_HIGHER_IS_BETTER = re.compile(
+    r"acc|auc|auroc|f1|f_?beta|precision|recall|iou|dice|map\b|bleu|rouge|psnr|ssim|r2|reward|return|score|jaccard"
+    r"|specificity|kappa|corr|spearman|pearson|ndcg|mrr|hit|per_?sec|throughput|mfu"
+)
+
+
+@dataclass
+class Series:
+    """One curve of a chart.
+
+    Attributes:
+        name: What the legend shows.
+        curve: The points.
+        run: The number of the run that it is of, which decides its colour where several are compared.
+        is_dashed: Whether it is drawn dashed.
+    """
+
+    name: str
+    curve: Curve
+    run: int = 0
+    is_dashed: bool = False
+
+
+@dataclass
+class Chart:
+    """One chart.
+
+    Attributes:
+        title: Its title.
+        kind: What it shows, such as `"Loss"` or `"Memory"`.
+        series: Its curves.
+        x: What is on the x axis: `"step"` or `"seconds"`.
+        unit: How values are shown: `""`, `"%"` of a share, or `"B"` for bytes.
+        is_stacked: Whether the curves are shares of a whole, drawn one on the other.
+    """
+
+    title: str
+    kind: str
+    series: list[Series] = field(default_factory=list)
+    x: str = "step"
+    unit: str = ""
+    is_stacked: bool = False
+
+    @property
+    def section(self) -> str:
+        """The heading on the page that it is under."""
+        return _PARTS.get(self.kind, "Speed and memory")
+
+    def as_data(self) -> dict[str, Any]:
+        """The chart as the page's script takes it: all curves over one list of x, None where a curve has no point."""
+        curves = [each.curve.thinned() for each in self.series]
+        xs = sorted({x for curve in curves for x in curve.steps})
+        columns = []
+        for curve in curves:
+            values = dict(zip(curve.steps, curve.values, strict=True))
+            columns.append([_short(values.get(x)) for x in xs])
+        return {
+            "title": self.title,
+            "x": self.x,
+            "unit": self.unit,
+            "stacked": self.is_stacked,
+            "names": [each.name for each in self.series],
+            "runs": [each.run for each in self.series],
+            "dashed": [each.is_dashed for each in self.series],
+            "data": [[_short(x) for x in xs], *columns],
+        }
+
+
+def stage_of(name: str) -> str:
+    """The stage that a name was logged in: `"train"`, `"val"`, `"test"` or an empty text."""
+    return next((_STAGES[word] for word in _words(name) if word in _STAGES), "")
+
+
+def is_higher_better(name: str) -> bool:
+    """Whether higher values of a metric are better, by its name."""
+    return bool(_HIGHER_IS_BETTER.search(name.lower())) and "loss" not in name.lower()
+
+
+def kind_of(name: str) -> str:
+    """The kind of chart that a curve belongs to."""
+    lowered = name.lower()
+    return next((kind for kind, pattern in _PATTERNS if pattern.search(lowered)), "Metrics")
+
+
+def in_order(charts: Sequence[Chart]) -> list[Chart]:
+    """Charts in the order of the page."""
+    return sorted(charts, key=lambda chart: _KINDS.index(chart.kind))
+
+
+def subject_of(name: str) -> str:
+    """What a name is about, without its stage: `loss` of `train_loss_epoch` and of `val/loss`."""
+    words = _words(name)
+    kept = [word for word in words if word not in _STAGES and word not in _EDGES and not word.isdigit()]
+    return "_".join(kept) or name
+
+
+def _words(name: str) -> list[str]:
+    return [word for word in re.split(r"[/_.\s-]+", name.lower()) if word]
+
+
+def charts_of(runs: Sequence[RunValues], names: Sequence[str] = ()) -> list[Chart]:
+    """Charts of everything that runs have logged, curves of one subject together.
+
+    Args:
+        runs: The values of one run, or of several to compare.
+        names: The names of several runs.
+    """
+    charts: dict[tuple[str, str], Chart] = {}
+    for number, run in enumerate(runs):
+        for name, curve in run.curves.items():
+            if stage_of(name) == "test" and len(curve) == 1:
+                continue  # the result of one evaluation, which a table shows
+            kind = kind_of(name)
+            title = name if kind in ("Throughput", "Data wait", "Device") else subject_of(name)
+            chart = charts.setdefault((kind, title), Chart(title, kind))
+            shown = f"{names[number]} · {name}" if names else name
+            chart.series.append(Series(shown, curve, number, bool(names) and stage_of(name) == "train"))
+    return in_order(list(charts.values()))
+
+
+def sampled_charts(
+    lanes: Mapping[int, tuple[str, Sequence[Sample]]], has_rate: bool = False, run: int = 0, name: str = ""
+) -> list[Chart]:
+    """Charts of what processes measured of themselves: a curve a rank.
+
+    Args:
+        lanes: The samples of each rank; see `read_lanes`.
+        has_rate: Whether the learning rate was logged, so that it needs no chart.
+        run: The number of the run, where several are compared.
+        name: Its name, where several are compared.
+    """
+    charts = [
+        Chart("steps per second", "Throughput", x="seconds"),
+        Chart("samples per second", "Throughput", x="seconds"),
+        Chart("waiting for data", "Data wait", x="seconds", unit="%"),
+        Chart("memory in use", "Memory", x="seconds", unit="B"),
+    ]
+    fields = ["steps_per_sec", "samples_per_sec", "data", "memory"]
+    if not has_rate:
+        charts.append(Chart("learning rate", "Learning rate"))
+        fields.append("lr")
+    for rank, (_, samples) in lanes.items():
+        times = times_of(samples)
+        for chart, column in zip(charts, fields, strict=True):
+            if column == "lr" and rank:
+                continue  # that of every rank
+            xs = [sample.step for sample in samples] if chart.x == "step" else times
+            pairs = [(x, getattr(sample, column)) for x, sample in zip(xs, samples, strict=True)]
+            curve = Curve(*map(list, zip(*(pair for pair in pairs if math.isfinite(pair[1])), strict=True)))
+            if len(curve):
+                label = f"rank {rank}" if len(lanes) > 1 and column != "lr" else chart.title
+                chart.series.append(Series(f"{name} · {label}" if name else label, curve, run))
+    return [chart for chart in charts if chart.series]
+
+
+def lane_charts(lanes: Mapping[int, tuple[str, Sequence[Sample]]]) -> list[Chart]:
+    """For each rank where there are several, what it spent its time with."""
+    charts = []
+    for rank, (about, samples) in lanes.items() if len(lanes) > 1 else ():
+        times = times_of(samples)
+        chart = Chart(f"rank {rank} {about}".strip(), "Ranks", x="seconds", unit="%", is_stacked=True)
+        for column, label in SPENT:
+            chart.series.append(Series(label, Curve(list(times), [getattr(each, column) for each in samples])))
+        charts.append(chart)
+    return charts
+
+
+SPENT = (("train", "training"), ("data", "waiting for data"), ("validation", "validating"), ("saving", "saving"))
+
+
+def times_of(samples: Sequence[Sample]) -> list[float]:
+    """The seconds that a process had run at the end of each of its samples."""
+    seconds, found = 0.0, []
+    for sample in samples:
+        seconds += sample.seconds
+        found.append(seconds)
+    return found
+
+
+def _short(value: float | None) -> float | int | None:
+    """A number with six digits, as many as a chart shows; None where it is not finite: JSON has no such number."""
+    if value is None or not math.isfinite(value):
+        return None
+    short = float(f"{value:.6g}") if abs(value) < 1e6 else round(value)
+    return int(short) if short == int(short) else short

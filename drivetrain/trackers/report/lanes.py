@@ -1,0 +1,106 @@
+"""What each process of a run measured of itself, one small table a rank: `ranks/rank_<n>.csv` in the run's folder."""
+
+from __future__ import annotations
+
+import csv
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import TextIO
+
+FOLDER = "ranks"
+
+
+@dataclass
+class Sample:
+    """What a process did in a stretch of time.
+
+    Attributes:
+        time: When it ended, in seconds since 1970.
+        seconds: How long it was.
+        step: Optimizer steps taken when it ended.
+        steps_per_sec: Optimizer steps in a second of training.
+        samples_per_sec: Samples of this process in a second of training; nan where they are not counted.
+        train: The share of the time in which it trained.
+        data: The share in which it waited for its loader.
+        validation: The share in which it validated.
+        saving: The share in which it wrote checkpoints.
+        memory: Bytes in use: of the device, or of the process where the device is the CPU.
+        lr: The learning rate of the first optimizer's first group.
+    """
+
+    time: float
+    seconds: float
+    step: float
+    steps_per_sec: float
+    samples_per_sec: float
+    train: float
+    data: float
+    validation: float
+    saving: float
+    memory: float
+    lr: float
+
+
+COLUMNS = tuple(each.name for each in fields(Sample))
+
+
+class Lane:
+    """Writes the samples of one process.
+
+    Args:
+        folder: The run's folder.
+        rank: The process's rank.
+        about: What the process runs on, such as its host and its device.
+    """
+
+    def __init__(self, folder: str | os.PathLike[str], rank: int, about: Mapping[str, str]) -> None:
+        self._path = Path(folder, FOLDER, f"rank_{rank}.csv")
+        self._about = " ".join(f"{name}={value}" for name, value in about.items())
+        self._file: TextIO | None = None
+
+    def write(self, sample: Sample) -> None:
+        """Append a sample; it is in the file when this returns."""
+        if self._file is None:
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            is_new = not self._path.exists()
+            self._file = self._path.open("a", encoding="utf-8", buffering=1)
+            if is_new:
+                self._file.write(f"# {self._about}\n{','.join(COLUMNS)}\n")
+        self._file.write(",".join(f"{getattr(sample, name):.15g}" for name in COLUMNS) + "\n")
+
+    def close(self) -> None:
+        """Close the file."""
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+
+
+def read_lanes(folder: str | os.PathLike[str]) -> dict[int, tuple[str, list[Sample]]]:
+    """What each rank runs on, and its samples in the order of time.
+
+    Args:
+        folder: The run's folder.
+    """
+    found: dict[int, tuple[str, list[Sample]]] = {}
+    for path in Path(folder, FOLDER).glob("rank_*.csv"):
+        match = re.fullmatch(r"rank_(\d+)\.csv", path.name)
+        if match:
+            found[int(match[1])] = _read(path)
+    return dict(sorted(found.items()))
+
+
+def _read(path: Path) -> tuple[str, list[Sample]]:
+    about, samples = "", []
+    with path.open(newline="", encoding="utf-8", errors="replace") as file:
+        for row in csv.reader(file):
+            if row and row[0].startswith("#"):
+                about = ",".join(row)[1:].strip()
+            elif len(row) == len(COLUMNS) and row[0] != COLUMNS[0]:
+                try:
+                    samples.append(Sample(*map(float, row)))
+                except ValueError:
+                    continue  # a line that a killed process has cut short
+    return about, samples

@@ -1,0 +1,83 @@
+"""`run.json`: what a run is and how it stands, written beside its metrics while it runs."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from drivetrain.trackers.report.files import write_whole
+
+NAME = "run.json"
+PAGE = "report.html"
+VERSION = 1
+
+RUNNING, FINISHED, FAILED = "running", "finished", "failed"
+INTERRUPTED, PREEMPTED = "interrupted", "preempted"
+STATES = (RUNNING, FINISHED, FAILED, INTERRUPTED, PREEMPTED)
+
+_LATE_SECONDS = 600.0
+"""How much later than announced a run on another machine may write before it counts as ended."""
+
+
+def write_record(folder: str | os.PathLike[str], record: Mapping[str, Any]) -> None:
+    """Write the record of a run into its folder.
+
+    Args:
+        folder: The run's folder.
+        record: Names and values that JSON can hold; what it cannot hold becomes text.
+    """
+    text = json.dumps({"version": VERSION, **record}, ensure_ascii=False, default=str)
+    write_whole(Path(folder, NAME), text)
+
+
+def read_record(folder: str | os.PathLike[str]) -> dict[str, Any]:
+    """The record in a run's folder, with the state that the run is in now; empty where there is none that is whole.
+
+    Args:
+        folder: The run's folder.
+    """
+    try:
+        record = json.loads(Path(folder, NAME).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return with_present_state(record) if isinstance(record, dict) else {}
+
+
+def with_present_state(record: dict[str, Any]) -> dict[str, Any]:
+    """A record whose state is that of a run which ended without recording it, where its process is gone.
+
+    Args:
+        record: As `write_record` was given it.
+    """
+    if record.get("state") != RUNNING or _is_alive(record):
+        return record
+    return {
+        **record,
+        "state": FAILED,
+        "reason": "its process ended without recording why, as a process does that is killed",
+    }
+
+
+def seconds_of(record: Mapping[str, Any]) -> float:
+    """How long a run has taken, without the time between its parts where it was resumed."""
+    spans = [*record.get("sessions", ()), record]
+    return sum(float(each.get("updated", 0)) - float(each.get("started", 0)) for each in spans)
+
+
+def _is_alive(record: Mapping[str, Any]) -> bool:
+    """Whether the process that wrote a record still runs; on another machine, whether it writes as announced."""
+    process = record.get("process")
+    process = process if isinstance(process, dict) else {}
+    if process.get("host") != os.uname().nodename:
+        return time.time() < float(record.get("due", 0)) + _LATE_SECONDS
+    import psutil
+
+    try:
+        started = psutil.Process(int(process.get("id", -1))).create_time()
+    except (psutil.Error, ValueError):
+        return False
+    return abs(started - float(process.get("started", 0))) < 2.0  # another process may have got the number

@@ -1,0 +1,194 @@
+"""The values of a run, read from what its trackers have written: a CSV table or TensorBoard's event files."""
+
+from __future__ import annotations
+
+import csv
+import math
+import os
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from drivetrain.runtime.errors import ConfigurationError
+
+TABLE = "metrics.csv"
+EVENTS = "*tfevents*"
+
+_STEPS = ("step", "global_step", "_step", "steps", "iteration")
+_NOT_VALUES = {*_STEPS, "epoch", "time", "wall_time", "_timestamp", "_runtime", "created_at"}
+_MOST_POINTS = 1500
+"""Points of a curve beyond which only the extremes of each stretch are kept."""
+
+
+@dataclass
+class Curve:
+    """The values of one name.
+
+    Attributes:
+        steps: The step of each.
+        values: The values, finite or not.
+    """
+
+    steps: list[float] = field(default_factory=list)
+    values: list[float] = field(default_factory=list)
+
+    def __len__(self) -> int:
+        return len(self.steps)
+
+    @property
+    def last(self) -> float:
+        """The last value."""
+        return self.values[-1]
+
+    def best(self, highest: bool) -> tuple[float, float]:
+        """The best finite value and its step; of several the first.
+
+        Args:
+            highest: Whether a higher value is better.
+        """
+        pairs = [(value, step) for step, value in zip(self.steps, self.values, strict=True) if math.isfinite(value)]
+        if not pairs:
+            return math.nan, math.nan
+        value = (max if highest else min)(value for value, _ in pairs)
+        return value, next(step for each, step in pairs if each == value)
+
+    def thinned(self, most: int = _MOST_POINTS) -> Curve:
+        """The curve with at most about so many points: of each stretch the lowest and the highest value.
+
+        Args:
+            most: How many.
+        """
+        if len(self) <= most:
+            return self
+        width = len(self) / (most // 2)
+        kept: list[int] = [0]
+        for number in range(most // 2):
+            stretch = range(int(number * width), int((number + 1) * width))
+            kept += sorted({min(stretch, key=self.values.__getitem__), max(stretch, key=self.values.__getitem__)})
+        kept = sorted({*kept, len(self) - 1})
+        return Curve([self.steps[index] for index in kept], [self.values[index] for index in kept])
+
+
+@dataclass
+class RunValues:
+    """All values of a run.
+
+    Attributes:
+        curves: The curves by name, in the order in which they first appeared.
+        epochs: The epoch of each step of which it is known.
+    """
+
+    curves: dict[str, Curve] = field(default_factory=dict)
+    epochs: dict[float, float] = field(default_factory=dict)
+
+    def add(self, name: str, step: float, value: float) -> None:
+        """Add one value; one of the same step as the last takes its place."""
+        curve = self.curves.setdefault(name, Curve())
+        if curve.steps and curve.steps[-1] == step:
+            curve.values[-1] = value
+        else:
+            curve.steps.append(step)
+            curve.values.append(value)
+
+    def put_in_order(self) -> RunValues:
+        """Put every curve into the order of its steps, where it is not."""
+        for curve in self.curves.values():
+            if any(after < before for before, after in zip(curve.steps, curve.steps[1:], strict=False)):
+                pairs = sorted(dict(zip(curve.steps, curve.values, strict=True)).items())
+                curve.steps, curve.values = [step for step, _ in pairs], [value for _, value in pairs]
+        return self
+
+
+def read_values(place: str | os.PathLike[str]) -> RunValues:
+    """The values in a run's folder, or in one file: those of its table, else those of TensorBoard's event files.
+
+    Args:
+        place: The folder, a table or an event file.
+
+    Raises:
+        ConfigurationError: There is neither, or TensorBoard is not installed and only event files are there.
+    """
+    path = Path(place)
+    if path.is_file():
+        return read_table(path) if "tfevents" not in path.name else read_events(path)
+    if (path / TABLE).is_file():
+        return read_table(path / TABLE)
+    if any(path.glob(EVENTS)):
+        return read_events(path)
+    tables = sorted(path.glob("*.csv"))
+    if len(tables) == 1:
+        return read_table(tables[0])
+    raise ConfigurationError(
+        f"{os.fspath(place)!r} holds no values of a run. Give the folder of a run, with a {TABLE} or TensorBoard's "
+        "event files in it, or one such file."
+    )
+
+
+def has_values(folder: str | os.PathLike[str]) -> bool:
+    """Whether a folder holds what `read_values` reads."""
+    path = Path(folder)
+    return (path / TABLE).is_file() or any(path.glob(EVENTS))
+
+
+def read_table(path: str | os.PathLike[str]) -> RunValues:
+    """The values of a CSV table with a row for each step, as `CSVLogger` and others write them.
+
+    The step of a row is in its column `step`, else it is the row's number. Cells that are no numbers are left out.
+
+    Args:
+        path: The table.
+    """
+    found = RunValues()
+    with open(path, newline="", encoding="utf-8", errors="replace") as file:
+        rows = csv.reader(file)
+        header = next(rows, [])
+        step_column = next((header.index(name) for name in _STEPS if name in header), None)
+        epoch_column = header.index("epoch") if "epoch" in header else None
+        columns = [(number, name) for number, name in enumerate(header) if name and name not in _NOT_VALUES]
+        for number, row in enumerate(rows):
+            step = float(number) if step_column is None else _number(row, step_column)
+            if step is None:
+                continue
+            epoch = None if epoch_column is None else _number(row, epoch_column)
+            if epoch is not None:
+                found.epochs[step] = epoch
+            for column, name in columns:
+                value = _number(row, column)
+                if value is not None:
+                    found.add(name, step, value)
+    return found.put_in_order()
+
+
+def _number(row: list[str], column: int) -> float | None:
+    """The number in a cell, or None where there is none; a killed run may leave a row cut short."""
+    try:
+        return float(row[column])
+    except (ValueError, IndexError):
+        return None
+
+
+def read_events(place: str | os.PathLike[str]) -> RunValues:
+    """The scalars in TensorBoard's event files.
+
+    Args:
+        place: One file, or a folder of them.
+
+    Raises:
+        ConfigurationError: TensorBoard is not installed.
+    """
+    try:
+        from tensorboard.backend.event_processing.event_accumulator import SCALARS, EventAccumulator
+    except ImportError as error:
+        raise ConfigurationError(
+            f"{os.fspath(place)!r} holds TensorBoard's event files, and TensorBoard is not installed. Install it with "
+            '`pip install "drivetrain[tensorboard]"`.'
+        ) from error
+    events = EventAccumulator(os.fspath(place), size_guidance={SCALARS: 0})
+    events.Reload()
+    found = RunValues()
+    for name in events.Tags()["scalars"]:
+        for event in events.Scalars(name):
+            if name == "epoch":
+                found.epochs[float(event.step)] = event.value
+            elif name not in _NOT_VALUES:
+                found.add(name, float(event.step), event.value)
+    return found.put_in_order()

@@ -1,0 +1,229 @@
+"""The page that every run leaves."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from drivetrain.callbacks import ModelCheckpoint, RunReport
+from drivetrain.callbacks.support.run_facts import commit_of
+from drivetrain.runtime.errors import ConfigurationError
+from drivetrain.trackers.report.lanes import read_lanes
+from drivetrain.trackers.report.record import read_record
+from drivetrain.trainer.trainer import Trainer
+from tests.callbacks.tasks import Scripted, numbers
+from tests.launch.launching import clean_environment
+from tests.pool import ROOT, run_in_processes
+
+QUIET: dict[str, Any] = {"enable_progress_bar": False, "enable_model_summary": False}
+
+
+def trainer_in(root: Path, **options: Any) -> Trainer:
+    defaults = {"max_epochs": 2, "log_every_n_steps": 1, "num_sanity_val_steps": 0, "default_root_dir": root}
+    return Trainer(**{**defaults, **QUIET, **options})
+
+
+def folder_of(root: Path) -> Path:
+    return root / "drivetrain_logs" / "version_0"
+
+
+class Careless(Scripted):
+    """Warns in each epoch."""
+
+    def on_train_epoch_end(self) -> None:
+        warnings.warn("this is odd", stacklevel=1)
+        logging.getLogger("drivetrain.somewhere").warning("so is <this>")
+
+
+class Failing(Scripted):
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        if self.current_epoch == 1:
+            raise RuntimeError("the disk is on fire")
+        return super().training_step(batch, batch_idx)
+
+
+def test_every_run_with_a_folder_leaves_a_page(tmp_path: Path) -> None:
+    trainer = trainer_in(tmp_path, callbacks=[ModelCheckpoint(monitor="val_loss")])
+    task = Careless([2.0, 1.0])
+    with pytest.warns(UserWarning, match="odd"):
+        trainer.fit(task, numbers(8, 4), numbers(8, 4))
+    record = read_record(folder_of(tmp_path))
+    assert (record["state"], record["reason"]) == ("finished", "max_epochs=2 is reached")
+    assert record["progress"] == {"step": 4, "epoch": 2}
+    assert (record["best"]["monitor"], record["best"]["value"]) == ("val_loss", 1.0)
+    assert [(text, count) for _, _, text, count in record["warnings"]] == [
+        ("UserWarning: this is odd", 2),
+        ("so is <this>", 2),
+    ]
+    assert record["data"]["training"] == "8 samples in batches of 4, 2 batches"
+    assert record["model"]["parameters"] == "2"
+    page = (folder_of(tmp_path) / "report.html").read_text()
+    assert "so is &lt;this&gt;" in page
+    assert page.endswith("</html>\n")
+    assert warnings.showwarning.__module__ == "warnings" or "pytest" in repr(warnings.showwarning)
+    assert not [each for each in logging.getLogger("drivetrain").handlers if type(each).__name__ == "WarningLog"]
+
+
+def test_a_failed_run_shows_why(tmp_path: Path) -> None:
+    with pytest.raises(RuntimeError, match="fire"):
+        trainer_in(tmp_path).fit(Failing([1.0] * 9), numbers(8, 4))
+    record = read_record(folder_of(tmp_path))
+    assert record["state"] == "failed"
+    assert record["reason"] == "RuntimeError: the disk is on fire"
+    page = (folder_of(tmp_path) / "report.html").read_text()
+    assert "Failed: RuntimeError: the disk is on fire." in page
+    assert "in training_step" in page  # the traceback
+
+
+@pytest.mark.parametrize("options", [{"fast_dev_run": True}, {"barebones": True}, {"logger": False}])
+def test_a_run_without_a_folder_has_none(tmp_path: Path, options: dict[str, Any]) -> None:
+    if "barebones" in options:
+        options = {**options, "log_every_n_steps": None, **dict.fromkeys(QUIET), "num_sanity_val_steps": None}
+    trainer = trainer_in(tmp_path, **options)
+    assert not any(isinstance(each, RunReport) for each in trainer.callbacks)
+    assert not any(isinstance(each, RunReport) for each in trainer_in(tmp_path, enable_run_report=False).callbacks)
+
+
+def test_one_that_cannot_be_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigurationError, match="no tracker writes files"):
+        trainer_in(tmp_path, logger=False, enable_run_report=True)
+    with pytest.raises(ConfigurationError, match="above 0"):
+        RunReport(seconds=0)
+
+
+def test_a_test_adds_its_results(tmp_path: Path) -> None:
+    class Tested(Scripted):
+        def test_step(self, batch: list[Tensor], batch_idx: int) -> None:
+            self.log("test_score", 0.875)
+
+    trainer = trainer_in(tmp_path, max_epochs=1)
+    task = Tested([1.0])
+    trainer.fit(task, numbers(8, 4))
+    trainer.test(task, numbers(8, 4), verbose=False)
+    page = (folder_of(tmp_path) / "report.html").read_text()
+    assert "test_score" in page
+    assert "0.875" in page
+
+
+def test_a_resumed_run_continues_its_page(tmp_path: Path) -> None:
+    with pytest.raises(RuntimeError):
+        trainer_in(tmp_path).fit(Failing([1.0] * 9), numbers(8, 4))
+    trainer_in(tmp_path, max_epochs=3).fit(Scripted([1.0] * 9), numbers(8, 4), resume="auto")
+    record = read_record(folder_of(tmp_path))
+    assert [each["state"] for each in record["sessions"]] == ["failed"]
+    assert record["state"] == "finished"
+    assert "Parts" in (folder_of(tmp_path) / "report.html").read_text()
+
+
+def test_what_cannot_be_written_does_not_end_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("drivetrain.callbacks.support.report_writer.write_page", full)
+    trainer = trainer_in(tmp_path)
+    trainer.fit(Scripted([1.0] * 9), numbers(8, 4))
+    assert trainer.global_step == 4
+
+
+def test_the_commit_is_read_from_git(tmp_path: Path) -> None:
+    assert commit_of(str(tmp_path)) is None
+    environment = clean_environment(GIT_CONFIG_GLOBAL=os.devnull, GIT_CONFIG_NOSYSTEM="1")
+
+    def git(*words: str) -> str:
+        done = subprocess.run(
+            ["git", *words], cwd=tmp_path, env=environment, capture_output=True, text=True, check=True
+        )
+        return done.stdout.strip()
+
+    git("init", "-b", "trunk")
+    git("-c", "user.name=a", "-c", "user.email=a@b", "commit", "--allow-empty", "-m", "first")
+    (tmp_path / "within").mkdir()
+    expected = {"id": git("rev-parse", "HEAD"), "branch": "trunk", "changed": None}
+    assert commit_of(str(tmp_path / "within")) == expected
+    git("pack-refs", "--all")
+    commit_of.cache_clear()
+    assert commit_of(str(tmp_path / "within")) == expected
+
+
+# measured by the process itself
+
+
+class SlowRows(torch.utils.data.Dataset[Any]):
+    def __len__(self) -> int:
+        return 20
+
+    def __getitem__(self, index: int) -> list[Tensor]:
+        time.sleep(0.03)
+        return [torch.ones(1)]
+
+
+def test_waiting_for_data_is_seen_without_a_hook_in_the_step(tmp_path: Path) -> None:
+    trainer = trainer_in(tmp_path, max_epochs=3, enable_checkpointing=False)
+    trainer.fit(Scripted([1.0] * 9), torch.utils.data.DataLoader(SlowRows(), batch_size=2))
+    [(_, samples)] = read_lanes(folder_of(tmp_path)).values()
+    whole = sum(each.seconds for each in samples)
+    assert whole == pytest.approx(1.8, abs=1.0)
+    assert sum(each.seconds * each.data for each in samples) / whole > 0.6
+    assert max(each.memory for each in samples) > 1e7
+    assert samples[-1].lr == pytest.approx(1e-4)
+
+
+def fit_together(root: str) -> str:
+    trainer = trainer_in(Path(root), max_epochs=2, limit_train_batches=4)
+    trainer.fit(Scripted([1.0] * 9), torch.utils.data.DataLoader(SlowRows(), batch_size=2))
+    return str(trainer.log_dir)
+
+
+def test_each_process_has_a_lane(tmp_path: Path) -> None:
+    run_in_processes(fit_together, 2, args=(str(tmp_path),))
+    lanes = read_lanes(folder_of(tmp_path))
+    assert list(lanes) == [0, 1]
+    assert all(samples for _, samples in lanes.values())
+    page = (folder_of(tmp_path) / "report.html").read_text()
+    assert "<h3>rank 0 host=" in page
+    assert "<h3>rank 1 host=" in page
+
+
+@pytest.mark.crash
+def test_a_killed_run_leaves_its_last_page(tmp_path: Path) -> None:
+    script = """
+        import sys
+        import torch
+        sys.path.insert(0, sys.argv[1])
+        from tests.callbacks.tasks import Scripted
+        from tests.callbacks.test_run_report import SlowRows
+        from drivetrain import Trainer
+
+        trainer = Trainer(max_epochs=1000, default_root_dir=".", log_every_n_steps=1, enable_progress_bar=False)
+        trainer.fit(Scripted([1.0] * 9999), torch.utils.data.DataLoader(SlowRows(), batch_size=10))
+    """
+    (tmp_path / "train.py").write_text(textwrap.dedent(script))
+    environment = clean_environment(PYTHONPATH=str(ROOT), DRIVETRAIN_USE_CPU="1")
+    process = subprocess.Popen([sys.executable, "train.py", str(ROOT)], cwd=tmp_path, env=environment)
+    page = folder_of(tmp_path) / "report.html"
+    try:
+        deadline = time.monotonic() + 120
+        while not page.exists() and time.monotonic() < deadline and process.poll() is None:
+            time.sleep(0.05)
+        assert read_record(page.parent)["state"] == "running"
+    finally:
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+    record = read_record(page.parent)
+    assert record["state"] == "failed"
+    assert "killed" in record["reason"]
+    assert page.read_text().endswith("</html>\n")
+    assert json.loads((page.parent / "run.json").read_text())["argv"] == [sys.executable, "train.py", str(ROOT)]

@@ -1,0 +1,99 @@
+"""`drivetrain runs` and `drivetrain report`."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner, Result
+
+from drivetrain.cli.report import report
+from drivetrain.cli.runs import runs
+from drivetrain.runtime.errors import ConfigurationError
+from drivetrain.trackers.index import record_run
+from drivetrain.trackers.report.record import write_record
+from tests.trackers.test_report_page import run_in
+
+RECORDS = "import json, os; json.dump([os.environ['DRIVETRAIN_RESUME'], os.getcwd()], open('resumed.json', 'w'))"
+
+
+@pytest.fixture
+def directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A directory of two runs, the second of which has failed."""
+    monkeypatch.chdir(tmp_path)
+    for number, changed in ((0, {}), (1, {"state": "failed", "reason": "RuntimeError: no"})):
+        folder = run_in(tmp_path / "drivetrain_logs" / f"version_{number}", **changed)
+        record_run(tmp_path, folder)
+    return tmp_path
+
+
+def called(command: object, *arguments: str) -> Result:
+    result = CliRunner().invoke(command, arguments, catch_exceptions=False)  # type: ignore[arg-type]
+    return result
+
+
+def test_runs_are_listed_newest_first(directory: Path) -> None:
+    title, *lines = called(runs).output.splitlines()
+    assert title.split() == ["began", "run", "state", "best", "metric", "command"]
+    assert [line.split()[2:6] for line in lines] == [
+        ["version_1", "failed", "val_loss", "1"],
+        ["version_0", "finished", "val_loss", "1"],
+    ]
+    listed = json.loads(called(runs, "--json").output)
+    assert [(run["name"], run["state"], run["metric"]) for run in listed] == [
+        ("version_1", "failed", "val_loss 1"),
+        ("version_0", "finished", "val_loss 1"),
+    ]
+
+
+def test_a_directory_without_runs_is_explained(tmp_path: Path) -> None:
+    assert "Give their directory with --dir" in called(runs, "--dir", str(tmp_path)).output
+
+
+def test_a_run_is_shown(directory: Path) -> None:
+    shown = called(runs, "show", "version_1").output
+    for part in ("failed: RuntimeError: no", "30 steps, 3 epochs", "best.ckpt", "python train.py"):
+        assert part in shown
+    with pytest.raises(ConfigurationError, match="Did you mean 'version_1'"):
+        called(runs, "show", "version_11")
+
+
+def test_a_run_is_resumed_with_its_command_where_it_was_started(directory: Path) -> None:
+    work = directory / "work"
+    work.mkdir()
+    argv = [sys.executable, "-c", RECORDS]
+    folder = directory / "drivetrain_logs" / "version_0"
+    record = {"state": "failed", "argv": argv, "cwd": str(work), "best": {"newest": "/runs/last.ckpt"}}
+    write_record(folder, record)
+    assert "/runs/last.ckpt" in called(runs, "resume", "version_0", "--dry-run").output
+    assert not (work / "resumed.json").exists()
+    called(runs, "resume", "version_0")
+    assert json.loads((work / "resumed.json").read_text()) == ["/runs/last.ckpt", os.path.realpath(work)]
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"argv": None}, "not known as a whole.*DRIVETRAIN_RESUME=last.ckpt"),
+        ({"best": {}}, "has no checkpoint"),
+        ({"state": "running", "process": {"host": "elsewhere", "id": 3}, "due": 1e12}, "is running, as process 3"),
+    ],
+)
+def test_what_cannot_be_resumed_is_refused(directory: Path, changed: dict[str, object], message: str) -> None:
+    record = {"state": "failed", "argv": ["true"], "cwd": ".", "best": {"newest": "last.ckpt"}, **changed}
+    write_record(directory / "drivetrain_logs" / "version_0", record)
+    with pytest.raises(ConfigurationError, match=message):
+        called(runs, "resume", "version_0")
+
+
+def test_a_report_is_made_of_one_run_and_of_several(directory: Path) -> None:
+    assert called(report, "version_0").output.strip().endswith("version_0/report.html")
+    assert called(report, "version_0", "version_1").output.strip() == "comparison.html"
+    assert "2 runs compared" in Path("comparison.html").read_text()
+    called(report, "drivetrain_logs/version_0/metrics.csv", "-o", "one.html")
+    assert "val_loss" in Path("one.html").read_text()
+    with pytest.raises(ConfigurationError, match="neither a path nor a name"):
+        called(report, "elsewhere")

@@ -1,0 +1,390 @@
+"""Lightning's own tests of its public interface, run against `drivetrain.compat.lightning`.
+
+    python -m tests.compat.lightning_suite CHECKOUT trainer/test_states.py loops
+
+runs files or folders of `CHECKOUT/tests/tests_pytorch` (`fabric:` before a name: of `CHECKOUT/tests/tests_fabric`) with
+our names in the place of Lightning's, and prints for each file how many cases passed, failed and were left out. `--why`
+prints the reason of each case too; `-k`, `-x` and what else follows `--` goes to pytest.
+
+A case that fails is left out where it is about Lightning's own machinery: where it imports, replaces or reads something
+whose name begins with an underscore, or that is in one of the modules of `MACHINERY`, or a loop's own methods; where it
+pretends that there are devices which are not there; and where `LEFT_OUT` names it, with its reason. What skips itself,
+for want of a GPU or a package, is counted apart.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import importlib
+import importlib.util
+import inspect
+import os
+import re
+import sys
+from collections import Counter
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+import drivetrain.compat
+
+MACHINERY = (
+    "lightning.fabric.strategies.launchers",
+    "lightning.fabric.utilities.distributed",
+    "lightning.fabric.utilities.imports",
+    "lightning.fabric.utilities.testing",
+    "lightning.pytorch.loops",
+    "lightning.pytorch.overrides",
+    "lightning.pytorch.strategies.launchers",
+    "lightning.pytorch.trainer.call",
+    "lightning.pytorch.trainer.configuration_validator",
+    "lightning.pytorch.trainer.connectors",
+    "lightning.pytorch.utilities._pytree",
+    "lightning.pytorch.utilities.data",
+    "lightning.pytorch.utilities.imports",
+    "lightning.pytorch.utilities.migration",
+    "lightning.pytorch.utilities.signature_utils",
+    "lightning.pytorch.utilities.testing",
+)
+"""Modules that Lightning's reference does not list, or that hold its own loops and connectors."""
+
+LEFT_OUT = {
+    "test_val_check_interval.py::test_time_and_epoch_gated_val_check": "counts the calls of time.monotonic",
+    "test_val_check_interval.py::test_time_based_val_check_interval": "counts the calls of time.monotonic",
+    "test_trainer.py::test_trainer_calls_strategy_on_exception": "replaces a hook of Lightning's own strategies",
+    "test_trainer.py::test_trainer_integration_suggestions[True]": "expects advice to install other products",
+    "test_logger_connector.py::test_fx_validator": "compares the methods of Lightning's own callbacks",
+    "test_lightning_module.py::test_toggle_untoggle_optimizer_are_compiler_disabled": "is about torch's compiler",
+    "test_upgrade_checkpoint.py": "is a command of Lightning's own",
+}
+"""Further cases, by the end of their names: why they are not about what Lightning documents."""
+
+OUTCOMES = ("passed", "failed", "left out", "skipped")
+
+
+class Stop(BaseException):
+    """Not an `Exception`: a test that expects an error must not take it for that."""
+
+
+class MachineryUsed(Stop):
+    """A test used a part of Lightning's machinery."""
+
+
+class NameMissing(Stop):
+    """A test used a public name that the mirror does not have."""
+
+
+class Absent(type):
+    """The metaclass of what stands for a name that the mirror does not have: it can be imported, not used."""
+
+    is_running = False
+
+    def __call__(cls, *args: Any, **kwargs: Any) -> Any:
+        cls._refuse()
+        return super().__call__()
+
+    def __getattr__(cls, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        cls._refuse()
+        return stand_in_for(f"{cls.__name__}.{name}")
+
+    def _refuse(cls) -> None:
+        if Absent.is_running:
+            raise (MachineryUsed if is_machinery(cls.__name__) else NameMissing)(cls.__name__)
+
+
+def stand_in_for(name: str) -> Any:
+    return Absent(name, (), {})
+
+
+def is_machinery(name: str) -> bool:
+    """Whether a dotted name is a part of Lightning's machinery rather than of its public interface."""
+    private = any(part.startswith("_") and not part.startswith("__") for part in name.split("."))
+    return private or any(name == each or name.startswith(f"{each}.") for each in MACHINERY)
+
+
+# What the suite's own helpers and fixtures need of the machinery.
+
+
+def _reasons_to_skip(**needs: Any) -> tuple[list[str], dict[str, Any]]:
+    """What of a case's needs this machine does not meet."""
+    import torch
+
+    reasons = [name for name in ("min_cuda_gpus", "mps", "tpu", "standalone", "bf16_cuda") if needs.get(name)]
+    least, below = needs.get("min_torch"), needs.get("max_torch")
+    version = tuple(map(int, torch.__version__.split("+")[0].split(".")))
+    if least and version < tuple(map(int, least.split("."))):
+        reasons.append(f"torch>={least}")
+    if below and version >= tuple(map(int, below.split("."))):
+        reasons.append(f"torch<{below}")
+    packages = {"sklearn": "sklearn", "rich": "rich", "omegaconf": "omegaconf", "psutil": "psutil", "onnx": "onnx"}
+    for name, package in {**packages, "deepspeed": "deepspeed", "thunder": "thunder"}.items():
+        if needs.get(name) and importlib.util.find_spec(package) is None:
+            reasons.append(package)
+    return reasons, {}
+
+
+def _free_port() -> int:
+    import socket
+
+    with socket.socket() as one:
+        one.bind(("localhost", 0))
+        return int(one.getsockname()[1])
+
+
+def _leave_process_group() -> None:
+    import torch.distributed as dist
+
+    if dist.is_available() and dist.is_initialized():
+        dist.destroy_process_group()
+
+
+class _Signals:
+    @staticmethod
+    def _valid_signals() -> set[Any]:
+        import signal
+
+        return set(signal.valid_signals())
+
+
+HELPERS: dict[str, Any] = {
+    "lightning.fabric.plugins.environments.lightning.find_free_network_port": _free_port,
+    "lightning.fabric.strategies.launchers.subprocess_script._ChildProcessObserver": type("Observer", (), {}),
+    "lightning.fabric.utilities.distributed._destroy_dist_connection": _leave_process_group,
+    "lightning.fabric.utilities.testing._runif_reasons": _reasons_to_skip,
+    "lightning.pytorch.trainer.connectors.signal_connector._SignalConnector": _Signals,
+    "lightning.pytorch.utilities.testing._runif_reasons": _reasons_to_skip,
+}
+
+
+def _helper(name: str) -> Any:
+    """The suite's own need by its dotted name: flags of the machine, and `HELPERS`; None for anything else."""
+    last = name.rpartition(".")[2]
+    if name in HELPERS:
+        return HELPERS[name]
+    if last == "_IS_WINDOWS":
+        return False
+    compared = re.fullmatch(
+        r"_(TORCH|TORCHMETRICS|PYTHON)_(GREATER_EQUAL|EQUAL|LESSER_EQUAL)_(\d+)_(\d+)(?:_\d+)?", last
+    )
+    if compared:
+        package, how, *wanted = compared.groups()
+        found = _version_of(package.lower())
+        number = tuple(map(int, wanted))
+        return {"GREATER_EQUAL": found >= number, "EQUAL": found == number}.get(how, found <= number)
+    available = re.fullmatch(r"_(\w+?)_AVAILABLE", last)
+    if available:
+        return importlib.util.find_spec(available[1].lower().replace("torch_xla", "torch_xla")) is not None
+    return None
+
+
+def _version_of(package: str) -> tuple[int, ...]:
+    if package == "python":
+        return sys.version_info[:2]
+    return tuple(map(int, importlib.import_module(package).__version__.split("+")[0].split(".")[:2]))
+
+
+class Devices(ModuleType):
+    """A module in which a test may put that there are no devices, not that there are some."""
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in PRETENDED and (value() if callable(value) else value):
+            raise MachineryUsed("devices that are not there")
+        super().__setattr__(name, value)
+
+
+PRETENDED = {
+    "num_cuda_devices": "lightning.fabric.accelerators.cuda lightning.pytorch.accelerators.cuda",
+    "_get_all_available_mps_gpus": "lightning.fabric.accelerators.mps",
+    "_XLA_AVAILABLE": "lightning.fabric.accelerators.xla",
+}
+
+
+def make_importable(folder: Path) -> None:
+    """Let every test of a folder import what it names, with stand-ins for what the mirror does not have."""
+    for path in sorted(folder.rglob("*.py")):
+        tree = ast.parse(path.read_text())
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Import):
+                names = [alias.name for alias in node.names if alias.name.split(".")[0] == "lightning"]
+                for name in names:
+                    _module(name)
+            elif isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "lightning":
+                _provide(_module(node.module or ""), node.module or "", [alias.name for alias in node.names])
+
+
+def _provide(module: ModuleType, path: str, names: list[str]) -> None:
+    for name in names:
+        helper = _helper(f"{path}.{name}")
+        if helper is not None:
+            setattr(module, name, helper)
+        elif not hasattr(module, name) and name != "*":
+            try:
+                importlib.import_module(f"{path}.{name}")
+            except ImportError:
+                setattr(module, name, stand_in_for(f"{path}.{name}"))
+
+
+def _module(path: str) -> ModuleType:
+    """The mirror's module of this path, or an empty one in its place."""
+    try:
+        return importlib.import_module(path)
+    except ImportError:
+        parent, _, name = path.rpartition(".")
+        module = sys.modules[path] = ModuleType(path)
+        module.__path__ = []
+        module.__getattr__ = lambda attribute: _absent_attribute(path, attribute)  # type: ignore[method-assign]
+        setattr(_module(parent), name, module)
+        return module
+
+
+def _absent_attribute(path: str, name: str) -> Any:
+    if name.startswith("__"):
+        raise AttributeError(name)
+    return stand_in_for(f"{path}.{name}")
+
+
+# The outcome of each case.
+
+
+LOOPS = (
+    r"_loop\.(?:setup_data|run|reset|advance|load_state_dict|state_dict|on_\w+|_\w+)|strategy\.connect\b|\.launcher\b"
+)
+PRIVATE = rf"(?<!self)\.(_[a-z]\w*)|({LOOPS})|[\"']((?:lightning|pytorch_lightning)\.[\w.]+)[\"']"
+
+
+NOT_LIGHTNINGS = ("_modules", "_parameters", "_buffers", "_is_currently_logging", "_trainer")
+
+
+def why_source_is_left_out(function: Any) -> str | None:
+    """The part of the machinery that a test's source names, if it names one."""
+    source = inspect.getsource(inspect.unwrap(function))
+    own = {*re.findall(r"self\.(_\w+)\s*[:=]", source), *NOT_LIGHTNINGS}
+    for private, loop, path in re.findall(PRIVATE, source):
+        if private and private not in own:
+            return f"names {private}"
+        if loop:
+            return f"names {loop}"
+        if path and is_machinery(path):
+            return f"names {path}"
+    return None
+
+
+def why_left_out(error: BaseException) -> str | None:
+    """The part of the machinery that an error is about, if it is about one."""
+    if isinstance(error, MachineryUsed):
+        return f"uses {error}"
+    text = str(error)
+    if isinstance(error, AttributeError | ImportError):
+        name = getattr(error, "name", None) or (re.findall(r"attribute '(\w+)'", text) or [""])[-1]
+        if name.startswith("_") and not name.startswith("__"):
+            return f"reads {name}"
+        for path in re.findall(r"(?:lightning|drivetrain\.compat\.lightning)[\w.]*", text):
+            if is_machinery(path.removeprefix("drivetrain.compat.")):
+                return f"uses {path}"
+    return None
+
+
+class Outcomes:
+    """A plugin of pytest that sorts the cases."""
+
+    def __init__(self) -> None:
+        self.cases: dict[str, tuple[str, str]] = {}
+
+    @pytest.hookimpl(hookwrapper=True)
+    def pytest_runtest_makereport(self, item: Any, call: Any) -> Any:
+        report = (yield).get_result()
+        name = report.nodeid
+        if report.skipped and not hasattr(report, "wasxfail"):
+            self.cases[name] = ("skipped", str(report.longrepr[2] if report.longrepr else ""))
+        elif call.excinfo is not None and not report.skipped:
+            machinery = why_left_out(call.excinfo.value) or why_source_is_left_out(item.function)
+            words = f"{type(call.excinfo.value).__name__}: {call.excinfo.value}".replace("\n", " ")
+            outcome = ("failed", words[:300]) if machinery is None else ("left out", machinery)
+            if self.cases.get(name, ("passed", ""))[0] == "passed":
+                self.cases[name] = outcome
+        elif report.when == "call":
+            self.cases[name] = ("passed", "") if report.passed or report.skipped else ("failed", "passed unexpectedly")
+
+    @pytest.hookimpl(hookwrapper=True)
+    def pytest_pyfunc_call(self, pyfuncitem: Any) -> Any:
+        """Let a case fail, not the whole session end, where an interrupt or an exit that it caused gets out."""
+        outcome = yield
+        if outcome.excinfo is not None and issubclass(outcome.excinfo[0], KeyboardInterrupt | SystemExit):
+            outcome.force_exception(AssertionError(f"{outcome.excinfo[0].__name__} left the test"))
+
+    def pytest_runtest_setup(self, item: Any) -> None:
+        Absent.is_running = True
+
+    def pytest_runtest_teardown(self, item: Any) -> None:
+        Absent.is_running = False
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_collection_modifyitems(self, items: list[Any]) -> None:
+        for item in items:
+            for end, reason in LEFT_OUT.items():
+                if (
+                    item.nodeid.endswith(end)
+                    or item.nodeid.partition("[")[0].endswith(end)
+                    or f"/{end}::" in item.nodeid
+                ):
+                    self.cases[item.nodeid] = ("left out", reason)
+        items[:] = [item for item in items if item.nodeid not in self.cases]
+
+    def show(self, why: bool) -> None:
+        files: dict[str, Counter[str]] = {}
+        for name, (outcome, reason) in sorted(self.cases.items()):
+            files.setdefault(name.partition("::")[0], Counter())[outcome] += 1
+            if why and outcome != "passed":
+                print(f"{outcome:9} {name}  {reason}")
+        print(f"{'file':62}" + "".join(f"{outcome:>10}" for outcome in OUTCOMES))
+        for file, counts in [*files.items(), ("all", sum(files.values(), Counter()))]:
+            print(f"{file:62}" + "".join(f"{counts[outcome]:10}" for outcome in OUTCOMES))
+
+
+FOLDERS = "LIGHTNING_SUITE_FOLDERS"
+
+
+def take_place() -> None:
+    """Put our names in the place of Lightning's, also in processes that a test starts."""
+    drivetrain.compat.install("lightning", "pytorch_lightning", "lightning_fabric")
+    for folder in os.environ.get(FOLDERS, "").split(os.pathsep):
+        make_importable(Path(folder))
+    for name, modules in PRETENDED.items():
+        for module in map(_module, modules.split()):
+            setattr(module, name, lambda: 0)
+            module.__class__ = Devices
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("checkout", type=Path, help="a checkout of Lightning's repository")
+    parser.add_argument("files", nargs="+", help="files or folders of its tests")
+    parser.add_argument("--why", action="store_true", help="print the reason of each case that has not passed")
+    own, _, others = " ".join(sys.argv[1:]).partition(" -- ")
+    given = parser.parse_args(own.split())
+    tests = given.checkout.resolve() / "tests"
+    suites = {"fabric" if name.startswith("fabric:") else "pytorch" for name in given.files}
+    os.environ[FOLDERS] = os.pathsep.join(str(tests / f"tests_{suite}") for suite in suites)
+    take_place()
+    os.chdir(tests)
+    sys.path.insert(0, str(tests))
+    paths = [
+        f"tests_fabric/{name.removeprefix('fabric:')}" if name.startswith("fabric:") else f"tests_pytorch/{name}"
+        for name in given.files
+    ]
+    outcomes = Outcomes()
+    options = ["-q", "-p", "no:cacheprovider", "-o", "addopts=", "--no-header", "--tb=short"]
+    pytest.main([*options, "--continue-on-collection-errors", *paths, *others.split()], [outcomes])
+    outcomes.show(given.why)
+    return int(any(outcome == "failed" for outcome, _ in outcomes.cases.values()))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
+if __name__ == "__mp_main__":
+    take_place()

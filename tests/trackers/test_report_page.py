@@ -1,0 +1,277 @@
+"""Pages made from what runs have left: what they show, that nothing in them is markup, and what they are read from."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from drivetrain.runtime.errors import ConfigurationError
+from drivetrain.trackers import CSVLogger, TensorBoardLogger
+from drivetrain.trackers.report.charts import is_higher_better, kind_of, subject_of
+from drivetrain.trackers.report.comparison import comparison_of, distinct_names
+from drivetrain.trackers.report.files import write_whole
+from drivetrain.trackers.report.lanes import COLUMNS, Lane, Sample, read_lanes
+from drivetrain.trackers.report.page import RunPage, page_of, write_page
+from drivetrain.trackers.report.record import read_record, write_record
+from drivetrain.trackers.report.values import Curve, read_values
+
+HOSTILE = "</script><script>alert(1)</script><img src=x onerror=alert(2)>"
+
+
+def sample(step: int, **changed: float) -> Sample:
+    values = dict.fromkeys(COLUMNS, 0.0) | {"time": 1e9 + step, "seconds": 1.0, "step": step, "train": 1.0} | changed
+    return Sample(**values)
+
+
+def run_in(folder: Path, lr: float = 0.1, loss: float = 1.0, **changed: Any) -> Path:
+    """The folder of a run of three epochs, as a Trainer leaves it."""
+    logger = CSVLogger(folder.parent, "", folder.name)
+    for step in range(1, 31):
+        logger.log({"epoch": (step - 1) // 10, "train_loss": loss / step}, step)
+        if step % 10 == 0:
+            logger.log({"epoch": (step - 1) // 10, "val_loss": abs(step - 20) + loss, "val_acc": step / 30}, step)
+    logger.finish()
+    lane = Lane(folder, 0, {"host": "here"})
+    for step in (10, 20, 30):
+        lane.write(sample(step, steps_per_sec=10.0, samples_per_sec=40.0, memory=2.0**20, train=0.75, data=0.25, lr=lr))
+    lane.close()
+    record = {
+        "state": "finished",
+        "reason": "max_epochs=3 is reached",
+        "started": 1e9,
+        "updated": 1e9 + 90,
+        "command": "python train.py",
+        "progress": {"step": 30, "epoch": 3},
+        "hyper_parameters": {"lr": lr, "width": 8},
+        "best": {"monitor": "val_loss", "mode": "min", "value": loss, "path": "best.ckpt", "task": "Net"},
+        "warnings": [[1e9, 3, "odd", 1], [1e9 + 1, 4, "even odder", 2]],
+    }
+    write_record(folder, record | changed)
+    return folder
+
+
+def charts_in(page: bytes) -> list[dict[str, Any]]:
+    text = re.search(rb'<script type="application/json" id="charts">(.*?)</script>', page, re.DOTALL)
+    assert text is not None
+    return json.loads(text[1])  # type: ignore[no-any-return]
+
+
+def shown(page: bytes) -> str:
+    """The text of a page, without its scripts."""
+    body = re.sub(r"<(script|style)\b.*?</\1>", "", page.decode(), flags=re.DOTALL)
+    return re.sub(r"\s+", " ", re.sub(r"<[^>]*>", " ", body))
+
+
+def test_a_page_has_everything_about_the_run(tmp_path: Path) -> None:
+    page = page_of(RunPage.read(run_in(tmp_path / "digits")))
+    text = shown(page)
+    for part in (
+        "finished",
+        "python train.py",
+        "1 min 30 s",
+        "training 75.0 %",
+        "waiting for data 25.0 %",
+        "Net.load_from_checkpoint(&#39;best.ckpt&#39;)",
+        "Finished: max_epochs=3 is reached.",
+        "lr 0.1",
+    ):
+        assert part in text, part
+    assert text.index("step 3 odd") < text.index("step 4, 2 times even odder")
+    assert '<td class="best">1</td>' in page.decode()  # the lowest val_loss, at step 20
+    titles = [chart["title"] for chart in charts_in(page)]
+    assert titles == [
+        *("loss", "acc", "learning rate"),
+        *("steps per second", "samples per second", "waiting for data", "memory in use"),
+    ]
+    loss = charts_in(page)[0]
+    assert loss["names"] == ["train_loss", "val_loss"]
+    assert loss["data"][0] == list(range(1, 31))
+    assert loss["data"][2][9] == 11
+
+
+def test_nothing_outside_of_the_page_is_asked_for(tmp_path: Path) -> None:
+    page = page_of(RunPage.read(run_in(tmp_path / "digits"))).decode()
+    assert "default-src 'none'" in page
+    assert not re.search(
+        r"""(?:src|href)\s*=\s*["']?(?!data:)[\w/.]""", re.sub(r"<script>.*", "", page, flags=re.DOTALL)
+    )
+    assert "@import" not in page
+    assert "url(" not in page
+
+
+def test_nothing_that_a_run_holds_is_markup(tmp_path: Path) -> None:
+    folder = run_in(
+        tmp_path / "<b>run<b>",
+        command=HOSTILE,
+        reason=HOSTILE,
+        state="failed",
+        hyper_parameters={HOSTILE: HOSTILE},
+        warnings=[[0, 1, HOSTILE, 1]],
+        best={"monitor": HOSTILE, "value": 1.0, "path": HOSTILE},
+    )
+    logger = CSVLogger(tmp_path, "", folder.name)
+    logger.log({f"val_{HOSTILE}": 1.0}, 40)
+    logger.finish()
+    runs = [RunPage.read(folder), RunPage.read(run_in(tmp_path / "other"))]
+    for page in (page_of(runs[0]), comparison_of(runs)):
+        assert page.count(b"alert(1)") >= 2
+        assert b"<script>alert" not in page
+        assert b"<img" not in page
+        assert b"<b>run" not in page
+        assert any(HOSTILE in name for chart in charts_in(page) for name in chart["names"])
+
+
+def test_a_lane_for_each_rank_where_there_are_several(tmp_path: Path) -> None:
+    folder = run_in(tmp_path / "digits")
+    assert not any(chart["stacked"] for chart in charts_in(page_of(RunPage.read(folder))))
+    lane = Lane(folder, 1, {"host": "there"})
+    lane.write(sample(30, train=0.5, data=0.5, steps_per_sec=5.0))
+    lane.close()
+    charts = charts_in(page_of(RunPage.read(folder)))
+    lanes = [chart for chart in charts if chart["stacked"]]
+    assert [chart["title"] for chart in lanes] == ["rank 0 host=here", "rank 1 host=there"]
+    assert lanes[1]["data"][1:3] == [[0.5], [0.5]]
+    speed = next(chart for chart in charts if chart["title"] == "steps per second")
+    assert speed["names"] == ["rank 0", "rank 1"]
+
+
+def test_a_comparison_overlays_curves_and_marks_what_differs(tmp_path: Path) -> None:
+    runs = [run_in(tmp_path / "a" / "version_0", lr=0.1), run_in(tmp_path / "b" / "version_0", lr=0.2, loss=0.5)]
+    page = comparison_of([RunPage.read(run) for run in runs])
+    loss = charts_in(page)[0]
+    assert loss["names"][:2] == ["a/version_0 · train_loss", "a/version_0 · val_loss"]
+    assert loss["runs"] == [0, 0, 1, 1]
+    assert loss["dashed"] == [True, False, True, False]
+    rows = re.findall(r"<tr( class=\"differs\")?><th scope=\"row\">(\w+)</th>", page.decode())
+    assert (' class="differs"', "lr") in rows
+    assert ("", "width") in rows
+    assert rows.index((' class="differs"', "lr")) < rows.index(("", "width"))
+    [best] = re.findall(r"<tr><th scope=\"row\">val_loss \(lowest\)</th>(.*?)</tr>", page.decode())
+    assert re.findall(r"<td( class=\"best\")?>([\d.]+),", best) == [("", "1"), (' class="best"', "0.5")]
+
+
+def test_names_of_compared_runs_are_as_long_as_they_must_be() -> None:
+    assert distinct_names([Path("/r/x/version_0"), Path("/r/x/version_1")]) == ["version_0", "version_1"]
+    assert distinct_names([Path("/r/x/v"), Path("/r/y/v")]) == ["x/v", "y/v"]
+    assert len(set(distinct_names([Path("/r/x"), Path("/r/x")]))) == 2
+
+
+def test_values_are_read_from_a_table_and_from_tensorboard_alike(tmp_path: Path) -> None:
+    loggers = [CSVLogger(tmp_path, "csv"), TensorBoardLogger(tmp_path, "events")]
+    for logger in loggers:
+        for step in range(3):
+            logger.log({"epoch": 0, "loss": 1.0 - step / 4, "note": "text"} if step else {"loss": 1.0}, step)
+        logger.finish()
+    found = [read_values(logger.log_dir) for logger in loggers]
+    for values in found:
+        assert list(values.curves) == ["loss"]
+        assert values.curves["loss"] == Curve([0.0, 1.0, 2.0], [1.0, 0.75, 0.5])
+    [events] = Path(loggers[1].log_dir).glob("*tfevents*")
+    assert read_values(events).curves == found[0].curves
+    assert b"<h1>csv/version_0</h1>" in page_of(RunPage.read(loggers[0].log_dir))
+
+
+@pytest.mark.parametrize("column", ["global_step", "_step", "anything"])
+def test_tables_of_others_are_read(tmp_path: Path, column: str) -> None:
+    (tmp_path / "mine.csv").write_text(f"{column},loss,name\n0,1.5,a\n1,nan,b\n2,0.5,c\n3,")
+    curve = read_values(tmp_path).curves["loss"]
+    assert (curve.steps, curve.values[0], curve.last) == ([0.0, 1.0, 2.0], 1.5, 0.5)
+    assert curve.best(highest=False) == (0.5, 2.0)
+
+
+def test_event_files_without_tensorboard_name_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "events.out.tfevents.1").touch()
+    monkeypatch.setitem(sys.modules, "tensorboard.backend.event_processing.event_accumulator", None)
+    with pytest.raises(ConfigurationError, match=re.escape('pip install "drivetrain[tensorboard]"')):
+        read_values(tmp_path)
+
+
+def test_a_folder_that_is_no_run_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigurationError, match="holds no values of a run"):
+        RunPage.read(tmp_path)
+
+
+def test_long_curves_keep_their_extremes() -> None:
+    values = [0.0] * 100_000
+    values[54_321], values[777] = 9.0, -9.0
+    thin = Curve(list(map(float, range(100_000))), values).thinned(1000)
+    assert len(thin) <= 1010
+    assert {9.0, -9.0} <= set(thin.values)
+    assert thin.steps[-1] == 99_999
+    assert thin.steps == sorted(thin.steps)
+
+
+@pytest.mark.parametrize(
+    ("name", "kind", "subject"),
+    [
+        ("train_loss_epoch", "Loss", "loss"),
+        ("val/loss", "Loss", "loss"),
+        ("val_accuracy", "Metrics", "accuracy"),
+        ("lr-AdamW", "Learning rate", "lr_adamw"),
+        ("grad_norm/0", "Gradient norm", "grad_norm"),
+        ("speed/data_wait", "Data wait", "speed_data_wait"),
+        ("train/device/samples_per_sec", "Throughput", "device_samples_per_sec"),
+        ("val", "Metrics", "val"),
+    ],
+)
+def test_curves_of_one_subject_share_a_chart(name: str, kind: str, subject: str) -> None:
+    assert (kind_of(name), subject_of(name)) == (kind, subject)
+
+
+def test_whether_higher_is_better_follows_from_the_name() -> None:
+    assert [is_higher_better(name) for name in ("val_acc", "val_f1", "val_loss", "acc_loss", "perplexity")] == [
+        *(True, True),
+        *(False, False, False),
+    ]
+
+
+def test_a_lane_that_was_cut_short_is_read_as_far_as_it_goes(tmp_path: Path) -> None:
+    lane = Lane(tmp_path, 0, {"host": "here"})
+    lane.write(sample(1))
+    lane.close()
+    with (tmp_path / "ranks" / "rank_0.csv").open("a") as file:
+        file.write("1000000002,1,")
+    assert [each.step for each in read_lanes(tmp_path)[0][1]] == [1]
+
+
+def test_a_run_whose_process_is_gone_has_failed(tmp_path: Path) -> None:
+    import os
+
+    import psutil
+
+    here = {"host": os.uname().nodename, "id": os.getpid(), "started": psutil.Process().create_time()}
+    for process, state in ((here, "running"), ({**here, "started": 1.0}, "failed"), ({**here, "id": 2**22}, "failed")):
+        write_record(tmp_path, {"state": "running", "process": process})
+        assert read_record(tmp_path)["state"] == state
+    write_record(tmp_path, {"state": "running", "process": {"host": "elsewhere"}, "due": 1.0})
+    assert read_record(tmp_path)["state"] == "failed"
+
+
+def test_a_page_is_whole_whenever_it_is_read(tmp_path: Path) -> None:
+    target, ended, broken = tmp_path / "page", threading.Event(), []
+    write_whole(target, b"0" * 500_000)
+
+    def read() -> None:
+        while not ended.is_set():
+            content = target.read_bytes()
+            if len(content) != 500_000 or len(set(content)) != 1:
+                broken.append(len(content))
+
+    reader = threading.Thread(target=read)
+    reader.start()
+    for number in range(100):
+        write_whole(target, bytes([number]) * 500_000)
+    ended.set()
+    reader.join()
+    assert broken == []
+    assert [path.name for path in tmp_path.iterdir()] == ["page"]
+
+
+def test_a_page_is_written_into_the_folder(tmp_path: Path) -> None:
+    assert write_page(run_in(tmp_path / "run")) == tmp_path / "run" / "report.html"
