@@ -167,16 +167,7 @@ class Trainer(KnownKeywords, OptionAttributes, TrainerStatus):
     ) -> None:
         given = dict(locals())
         self.options = TrainerOptions.from_arguments(given)
-        self.accelerator = building.make_accelerator(
-            accelerator,
-            strategy,
-            devices,
-            num_nodes,
-            precision,
-            accumulate_grad_batches,
-            sync_batchnorm,
-            compile_plugin(compile),
-        )
+        self.accelerator = building.accelerator_for(given, compile_plugin(compile))
         self.options = building.settle_accumulation(accumulate_grad_batches, self.accelerator, self.options)
         building.check_strategy(self.accelerator, self.options)
         building.set_randomness(seed, deterministic, benchmark)
