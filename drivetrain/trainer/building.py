@@ -36,6 +36,25 @@ class TwinCallbacksError(ConfigurationError, RuntimeError):
     """Two callbacks have the same key for their states in a checkpoint."""
 
 
+def accelerator_for(given: Mapping[str, Any], compilation: TorchDynamoPlugin | None) -> Accelerator:
+    """The engine that the Trainer's arguments ask for; see `make_accelerator`.
+
+    Args:
+        given: The arguments by name, others among them.
+        compilation: What to compile, and how.
+    """
+    names = (
+        "accelerator",
+        "strategy",
+        "devices",
+        "num_nodes",
+        "precision",
+        "accumulate_grad_batches",
+        "sync_batchnorm",
+    )
+    return make_accelerator(*(given[name] for name in names), compilation)
+
+
 def make_accelerator(
     accelerator: str | Accelerator,
     strategy: str | Strategy,

@@ -171,8 +171,7 @@ class Trainer(KnownKeywords, OptionAttributes, TrainerStatus):
     ) -> None:
         given = dict(locals())
         self.options = TrainerOptions.from_arguments(given)
-        engine = (accelerator, strategy, devices, num_nodes, precision, accumulate_grad_batches, sync_batchnorm)
-        self.accelerator = building.make_accelerator(*engine, compile_plugin(compile))
+        self.accelerator = building.accelerator_for(given, compile_plugin(compile))
         self.options = building.settle_accumulation(accumulate_grad_batches, self.accelerator, self.options)
         building.check_strategy(self.accelerator, self.options)
         building.set_randomness(seed, deterministic, benchmark)
