@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, BinaryIO
 
+import torch
 from torch import Tensor
 
 from drivetrain.checkpoint.lightning_keys import key_here, key_there
@@ -116,7 +117,7 @@ def lightning_state(
     }
     if "optimizers" in engine:
         content |= {
-            "callbacks": {key_there(key): state for key, state in driver.get("callbacks", {}).items()},
+            "callbacks": {key_there(key): _state_there(state) for key, state in driver.get("callbacks", {}).items()},
             "optimizer_states": [with_positions(each) for each in engine["optimizers"]],
             "lr_schedulers": engine["schedulers"],
         }
@@ -164,6 +165,13 @@ def _flat(nested: Mapping[str, Any], before: str = "") -> dict[str, Any]:
     for key, value in nested.items():
         found |= _flat(value, f"{before}{key}.") if isinstance(value, Mapping) else {f"{before}{key}": value}
     return found
+
+
+def _state_there(state: Any) -> Any:
+    """A callback's state for Lightning, whose `EarlyStopping` keeps its best score as a tensor."""
+    if isinstance(state, Mapping) and isinstance(state.get("best_score"), float):
+        return {**state, "best_score": torch.tensor(state["best_score"])}
+    return state
 
 
 def _is_weights(found: Any) -> bool:
