@@ -388,7 +388,6 @@ LOADER = Sized().loader()
         ("scale_batch_size", {"train_dataloaders": LOADER}, "cannot be used with dataloaders passed directly to fit"),
         ("scale_batch_size", {"batch_arg_name": "rows"}, "should have one of these fields, and have none: rows"),
     ],
-    ids=str,
 )
 def test_what_cannot_be_searched_is_refused(search: str, options: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigurationError, match=message):
