@@ -42,10 +42,10 @@ def first_line(trainer: Trainer, task: Task) -> str:
     count = trainer.world_size
     device = trainer.strategy.topology.device.type
     processes = f"{count} process{'es' * (count != 1)} on {device}"
-    named = "" if count == 1 and trainer.strategy.name == "single" else f" ({trainer.strategy.name})"
     total, _ = count_parameters(task.parameters(), trainer.strategy.state)
     parameters = f"{total:,} parameter{'s' * (total != 1)}"
-    line = f"Training {type(task).__name__}: {processes}{named}, precision {trainer.precision}, {parameters}."
+    formats = f"({trainer.strategy.name}), precision {trainer.precision}"
+    line = f"Training {type(task).__name__}: {processes} {formats}, {parameters}."
     if trainer.loggers and trainer.log_dir is not None:
         line += f" Folder: {trainer.log_dir}."
     return line

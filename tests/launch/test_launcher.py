@@ -90,6 +90,7 @@ class TestTwoProcessesOnTheCPU:
         variables = dict(facts[1]["variables"])
         assert int(variables.pop("OMP_NUM_THREADS")) >= 1
         del variables["DRIVETRAIN_HEARTBEAT"]
+        assert variables.pop("DRIVETRAIN_COMMAND").endswith("'${local_rank}' '$$' --unknown=1")
         assert variables == {
             "DRIVETRAIN_LAUNCHED": "1",
             "DRIVETRAIN_USE_CPU": "1",

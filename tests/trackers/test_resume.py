@@ -20,7 +20,9 @@ def table(directory: str | Path) -> str:
 def curve(directory: str | Path, name: str) -> list[tuple[int, float]]:
     accumulator = EventAccumulator(str(directory))
     accumulator.Reload()
-    return [(event.step, event.value) for event in accumulator.Scalars(name)]
+    # Files of one process and second are read by the number in their names, of which ".10" comes before ".9".
+    events = sorted(accumulator.Scalars(name), key=lambda event: event.wall_time)
+    return [(event.step, event.value) for event in events]
 
 
 def through_json(state: dict[str, Any]) -> dict[str, Any]:

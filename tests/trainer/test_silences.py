@@ -246,7 +246,7 @@ def test_a_run_ends_with_why(
     trainer = fitted(Weight(), ones(3), ones(1), **options)
     assert trainer.stop_reason == reason
     first, last = capsys.readouterr().out.splitlines()
-    assert first == "Training Weight: 1 process on cpu, precision 32, 1 parameter."
+    assert first == "Training Weight: 1 process on cpu (single), precision 32, 1 parameter."
     assert line in last
 
 

@@ -50,7 +50,7 @@ class Line(Task):
         return torch.optim.SGD(self.parameters(), lr=self.lr)
 
 
-class Sized(Line):
+class Deep(Line):
     """A line that takes one more argument.
 
     Args:

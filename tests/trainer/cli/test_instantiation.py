@@ -10,7 +10,7 @@ import torch
 
 from drivetrain import CheckpointError, DataModule, Task
 from drivetrain.trainer.cli import instantiate_class, instantiate_module
-from tests.trainer.cli.made import Injected, Line, Ones, Sized, command
+from tests.trainer.cli.made import Deep, Injected, Line, Ones, command
 
 INJECTED = ["--model.activation=torch.nn.LeakyReLU", "--model.activation.negative_slope=0.5", "--model.optimizer=SGD"]
 
@@ -41,9 +41,9 @@ def test_a_task_with_parts_is_made_again_without_arguments() -> None:
 
 
 def test_a_class_that_was_chosen_is_made_again_through_its_base() -> None:
-    saved("--model=Sized", "--model.depth=2", "--data=Ones", "--data.batch_size=2", model=None, data=None)
+    saved("--model=Deep", "--model.depth=2", "--data=Ones", "--data.batch_size=2", model=None, data=None)
     again = Task.load_from_checkpoint("saved", lr=0.75)
-    assert isinstance(again, Sized)
+    assert isinstance(again, Deep)
     assert (again.depth, again.lr) == (2, 0.75)
     data = DataModule.load_from_checkpoint("saved")
     assert isinstance(data, Ones)
@@ -75,7 +75,7 @@ def test_verbs_take_the_hyper_parameters_of_the_checkpoint() -> None:
 
 @pytest.mark.slow
 def test_a_checkpoint_of_another_model_is_named(capsys: pytest.CaptureFixture[str]) -> None:
-    saved("--model.depth=2", model=Sized)
+    saved("--model.depth=2", model=Deep)
     with pytest.raises(SystemExit, match="2"):
         command("test", "--ckpt_path=saved")
     printed = capsys.readouterr().err

@@ -11,7 +11,7 @@ import yaml
 from drivetrain import Callback, EarlyStopping, SaveConfigCallback, Trainer, TrainerCLI
 from drivetrain.runtime.seeds import set_seed
 from drivetrain.trainer.cli import TrainerArgumentParser
-from tests.trainer.cli.made import QUIET, Line, Ones, Sized, command
+from tests.trainer.cli.made import QUIET, Deep, Line, Ones, command
 
 HERE = "tests.trainer.cli.made"
 
@@ -64,14 +64,14 @@ def test_callbacks_are_given_by_name_or_path_and_their_arguments_after_them(name
 
 
 def test_without_a_class_the_command_line_chooses_one() -> None:
-    made = command(f"--model={HERE}.Sized", "--model.depth=2", f"--data={HERE}.Ones", model=None, data=None, run=False)
-    assert isinstance(made.model, Sized)
+    made = command(f"--model={HERE}.Deep", "--model.depth=2", f"--data={HERE}.Ones", model=None, data=None, run=False)
+    assert isinstance(made.model, Deep)
     assert (made.model.depth, made.datamodule.batch_size) == (2, 4)
 
 
 def test_a_base_class_with_subclass_mode_takes_its_subclasses_by_name() -> None:
-    made = command("--model=Sized", "--model.depth=2", subclass_mode_model=True, run=False)
-    assert isinstance(made.model, Sized)
+    made = command("--model=Deep", "--model.depth=2", subclass_mode_model=True, run=False)
+    assert isinstance(made.model, Deep)
 
 
 def test_functions_that_return_the_classes_do_too() -> None:
@@ -193,7 +193,7 @@ MISTAKES: dict[str, tuple[list[str], list[str]]] = {
     "unknown optimizer": (["--optimizer=AdamX"], ["AdamX", "Did you mean 'Adam"]),
     "unknown key of a file": (["--config=typo.yaml"], ["lrr", "Did you mean 'model.lr'"]),
     "no such file": (["--config=none.yaml"], ["none.yaml"]),
-    "value that the Trainer refuses": (["--trainer.max_epochs=-5"], ["max_epochs=-5", "at least -1"]),
+    "value that the Trainer refuses": (["--trainer.max_epochs=-5"], ["max_epochs=-5", "non-negative integer or -1"]),
     "precision": (["--trainer.precision=b16"], ["b16", "bf16"]),
     "seed": (["--seed_everything=-1"], ["-1", "2**32"]),
     "callback's argument": (
