@@ -52,7 +52,7 @@ def accelerator_for(given: Mapping[str, Any], compilation: TorchDynamoPlugin | N
         "accumulate_grad_batches",
         "sync_batchnorm",
     )
-    return make_accelerator(*(given[name] for name in names), compilation=compilation)
+    return make_accelerator(**{name: given[name] for name in names}, compilation=compilation)
 
 
 def make_accelerator(
