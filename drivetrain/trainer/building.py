@@ -61,7 +61,7 @@ def make_accelerator(
     devices: int | str | Sequence[int],
     num_nodes: int,
     precision: str | int | Precision | None,
-    accumulate: int | None,
+    accumulate_grad_batches: int | None,
     sync_batchnorm: bool,
     compilation: TorchDynamoPlugin | None = None,
 ) -> Accelerator:
@@ -92,7 +92,7 @@ def make_accelerator(
     return Accelerator(
         strategy=strategy,
         mixed_precision=str(precision) if isinstance(precision, int) else precision,
-        gradient_accumulation_steps=accumulate,
+        gradient_accumulation_steps=accumulate_grad_batches,
         device=kind.name if kind else None,
         dynamo_plugin=compilation,
     )

@@ -154,8 +154,8 @@ def test_a_preloaded_rank_is_like_one_that_imports_for_itself(tmp_path: Path) ->
         state = {
             "argv": sys.argv, "orig_argv": sys.orig_argv, "path": sys.path, "file": __file__, "name": __name__,
             "directory": os.getcwd(), "flags": list(sys.flags), "spec": __spec__ is None,
-            "variables": {name: value for name, value in os.environ.items()
-                          if not name.startswith(("TORCHELASTIC_", "MASTER_", "DRIVETRAIN_HEARTBEAT"))},
+            "variables": {name: value for name, value in os.environ.items() if not name.startswith(
+                ("TORCHELASTIC_", "MASTER_", "DRIVETRAIN_HEARTBEAT", "DRIVETRAIN_COMMAND"))},
             "threads": [torch.get_num_threads(), torch.get_num_interop_threads(), len(os.listdir("/proc/self/task"))],
             "files": len(os.listdir("/proc/self/fd")), "gc": gc.isenabled(),
             "signals": {str(number): str(signal.getsignal(number)).split(" at ")[0]
