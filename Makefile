@@ -207,7 +207,7 @@ $(COMPAT_ENV): pyproject.toml constraints.txt constraints-compat.txt | $(COMPAT_
 	$(COMPAT_PYTHON) -m pip $(PIP_OF_LANES) torch -c constraints.txt
 	$(COMPAT_PYTHON) -m pip $(PIP_OF_LANES) -e ".[deepspeed]" accelerate transformers trl peft diffusers datasets \
 		evaluate scikit-learn schedulefree pytest pytest-timeout pytest-xdist hypothesis nbclient ipykernel \
-		ipywidgets -c constraints.txt -c constraints-compat.txt
+		ipywidgets "jsonargparse[signatures]" -c constraints.txt -c constraints-compat.txt
 	$(COMPAT_PYTHON) -m pip $(PIP_OF_LANES) --no-deps denoising-diffusion-pytorch ema-pytorch einops pytorch-fid scipy \
 		pillow -c constraints.txt -c constraints-compat.txt
 	$(COMPAT_PYTHON) -m pip $(PIP_OF_LANES) --no-deps --upgrade --target $(COMPAT_VENV)/torchvision torchvision \

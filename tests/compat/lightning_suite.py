@@ -279,6 +279,9 @@ def why_left_out(error: BaseException) -> str | None:
     if isinstance(error, MachineryUsed):
         return f"uses {error}"
     text = str(error)
+    called = re.match(r"lightning's (_\w+) was called", text)  # the mirror has it, as a name alone
+    if called:
+        return f"uses {called[1]}"
     if isinstance(error, AttributeError | ImportError):
         name = getattr(error, "name", None) or (re.findall(r"attribute '(\w+)'", text) or [""])[-1]
         if name.startswith("_") and not name.startswith("__"):

@@ -61,7 +61,7 @@ def test_cases_are_sorted_by_what_they_are_about(tmp_path: Path) -> None:
     lines = ran.stdout.splitlines()
     reasons = {line.split("::")[1].split()[0]: line for line in lines if "::test_" in line and "  " in line}
     assert lines[-1].split() == ["all", "1", "2", "2", "0"], ran.stdout + ran.stderr
-    assert "uses lightning.pytorch.loops._FitLoop" in reasons["test_of_machinery"]
+    assert "uses _FitLoop" in reasons["test_of_machinery"]
     assert "reads _data_connector" in reasons["test_of_a_private_attribute"]
     assert "NameMissing: lightning.pytorch.nowhere.Missing" in reasons["test_of_a_missing_name"]
     assert ran.returncode == 1
