@@ -103,6 +103,9 @@ class ModelCheckpoint(Callback):
     """
 
     CHECKPOINT_NAME_LAST: ClassVar[str] = "last"
+    CHECKPOINT_EQUALS_CHAR: ClassVar[str] = "="
+    STARTING_VERSION: ClassVar[int] = 1
+    keeps_nan: ClassVar[bool] = False  # whether NaN counts as the worst score, rather than as none
     FILE_EXTENSION: ClassVar[str] = ".ckpt"
     saves_checkpoints: ClassVar[bool] = True
     runs_last_at_epoch_end: ClassVar[bool] = True
@@ -152,7 +155,6 @@ class ModelCheckpoint(Callback):
         self.current_score: float | None = None
         kept = KeptCheckpoints(BestK(save_top_k, mode, by_score=monitor is not None))
         self._writer = CheckpointWriter(kept, save_last == "link", total_limit, async_save, on_save_error == "warn")
-        self._name = CheckpointName(filename or "{epoch}-{step}", auto_insert_metric_name)
         self._dirpath_is_given = dirpath is not None
         self._root = ""  # the run's default directory
         self._own_places: list[str] = []  # where runs of this script save by default
@@ -184,6 +186,11 @@ class ModelCheckpoint(Callback):
         return dict(self._writer.kept.best.scores)
 
     @property
+    def kept_scores(self) -> Mapping[str, float]:
+        """Paths of the checkpoints kept, and their scores; 0 where scores do not count."""
+        return self._writer.kept.best.scores
+
+    @property
     def kth_best_model_path(self) -> str:
         """The path of the checkpoint that a better one would replace."""
         return self._writer.kept.best.worst
@@ -198,6 +205,15 @@ class ModelCheckpoint(Callback):
         """The path of the checkpoint that was written last, whatever its score, or an empty text."""
         return self._writer.kept.newest
 
+    def name_of(self, template: str | None = None) -> CheckpointName:
+        """The name of a checkpoint from a template.
+
+        Args:
+            template: The template; `filename` if None.
+        """
+        template = template or self.filename or "{epoch}-{step}"
+        return CheckpointName(template, self.auto_insert_metric_name, self.CHECKPOINT_EQUALS_CHAR)
+
     def format_checkpoint_name(
         self, metrics: Mapping[str, Any], filename: str | None = None, ver: int | None = None
     ) -> str:
@@ -208,8 +224,7 @@ class ModelCheckpoint(Callback):
             filename: A template in place of this callback's.
             ver: The number that distinguishes it from others of the same name.
         """
-        name = self._name if filename is None else CheckpointName(filename, self.auto_insert_metric_name)
-        text = name.format(int(metrics.get("epoch", 0)), int(metrics.get("step", 0)), metrics)
+        text = self.name_of(filename).format(int(metrics.get("epoch", 0)), int(metrics.get("step", 0)), metrics)
         text += "" if ver is None else f"-v{ver}"
         return os.path.join(self.dirpath or "", text + self.FILE_EXTENSION)
 
@@ -223,7 +238,7 @@ class ModelCheckpoint(Callback):
 
         path = os.path.join(self.dirpath or "", "best_k_models.yaml") if filepath is None else filepath
         with open(path, "w") as file:
-            yaml.safe_dump(self.best_k_models, file)
+            yaml.safe_dump({path: float(score) for path, score in self.best_k_models.items()}, file)
 
     def directories(self, trainer: Trainer) -> list[str]:
         """Return where an earlier run of this script may have saved, the likeliest place first.
@@ -352,7 +367,7 @@ class ModelCheckpoint(Callback):
             due = self._timer.is_due(step)
         else:
             due = step % self.every_n_train_steps == 0
-        if due and (self.monitor or self._name.fields) and getattr(trainer, "validation_follows", False):
+        if due and (self.monitor or self.name_of().fields) and getattr(trainer, "validation_follows", False):
             self._waits_for_validation = True
         elif due:
             self._save(trainer, task)
@@ -407,10 +422,10 @@ class ModelCheckpoint(Callback):
         """The name that `filename` stands for now, which no checkpoint has; None where none was given."""
         if self.filename is None or self.dirpath is None:
             return None
-        text = self._name.format(trainer.current_epoch, trainer.global_step, trainer.callback_metrics)
+        text = self.name_of().format(trainer.current_epoch, trainer.global_step, trainer.callback_metrics)
         if not self.enable_version_counter:
             return text
-        path = folder.free_path(os.path.join(self.dirpath, text), self.FILE_EXTENSION, ())
+        path = folder.free_path(os.path.join(self.dirpath, text), self.FILE_EXTENSION, (), first=self.STARTING_VERSION)
         return os.path.relpath(path, self.dirpath).removesuffix(self.FILE_EXTENSION)
 
     def _epoch_is_due(self, trainer: Trainer) -> bool:
@@ -468,7 +483,7 @@ class ModelCheckpoint(Callback):
         if not _is_sound(trainer, task):
             return
         kept = self._writer.kept
-        decision = decide_on_main_process(lambda: decide(self, kept, self._name, trainer, self._validations > 0))
+        decision = decide_on_main_process(lambda: decide(self, kept, self.name_of(), trainer, self._validations > 0))
         self._last_step = trainer.global_step
         self.current_score = decision.score
         self._writer.save(trainer, self.dirpath, decision, self.save_weights_only)

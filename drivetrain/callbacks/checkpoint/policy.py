@@ -89,11 +89,13 @@ class CheckpointName:
         template: Text with the names of metrics in braces, each with a format after a colon if wanted;
             `epoch` and `step` are always there.
         insert_names: Write `epoch=3` rather than `3`.
+        equals: What stands between a name and its value.
     """
 
-    def __init__(self, template: str, insert_names: bool = True) -> None:
+    def __init__(self, template: str, insert_names: bool = True, equals: str = "=") -> None:
         self.template = template
         self.insert_names = insert_names
+        self.equals = equals
 
     @property
     def fields(self) -> list[str]:
@@ -125,6 +127,6 @@ class CheckpointName:
                     "Use a format for numbers, such as {epoch:02d} or {val_loss:.3f}."
                 ) from None
             # A metric's name may hold a slash, which would make a directory.
-            return f"{name.replace('/', '_')}={text}" if self.insert_names else text
+            return f"{name.replace('/', '_')}{self.equals}{text}" if self.insert_names else text
 
         return _FIELD.sub(fill, self.template)

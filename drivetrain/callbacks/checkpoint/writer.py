@@ -93,6 +93,7 @@ class CheckpointWriter:
             self.kept.record_newest(target, is_whole=not weights_only)
         if decision.last is not None:
             self.kept.last = decision.last
+            self.kept.doomed += [decision.gone] if decision.gone else []
         after = _Once(lambda: self._follow_up(directory, decision))
         targets = [path for path in (decision.path, decision.last) if path is not None]
         if folder.is_local(directory):
