@@ -8,10 +8,11 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from drivetrain import Callback, CheckpointError, Task
+from drivetrain import Callback, CheckpointError, Task, consolidate
 from drivetrain.checkpoint import is_checkpoint, list_checkpoints, look_at, newest_checkpoint, remove_checkpoint
 from tests.pool import run_in_processes
 from tests.trainer.lightning_files import quiet, write
@@ -111,6 +112,14 @@ def test_weights_that_were_changed_in_the_file_count(tmp_path: Path) -> None:
     content["state_dict"]["layers.2.bias"] += 1
     torch.save(content, path)
     assert Noisy.load_from_checkpoint(path).layers[2].bias == content["state_dict"]["layers.2.bias"]
+
+
+def test_plain_weights_come_out_of_a_file(tmp_path: Path) -> None:
+    path = str(tmp_path / "x.ckpt")
+    _, weights = fit(path, 12)
+    [file] = consolidate(path, tmp_path / "plain", dtype="bfloat16")
+    found = load_file(file)
+    assert torch.equal(found["layers.0.weight"], weights[0].to(torch.bfloat16))
 
 
 def test_only_files_of_this_package_are_removed(tmp_path: Path) -> None:

@@ -61,7 +61,12 @@ class Decision:
 
 
 def decide(
-    options: ModelCheckpoint, kept: KeptCheckpoints, name: CheckpointName, trainer: Trainer, was_validated: bool
+    options: ModelCheckpoint,
+    kept: KeptCheckpoints,
+    name: CheckpointName,
+    trainer: Trainer,
+    was_validated: bool,
+    only_last: bool = False,
 ) -> Decision:
     """Decide what is saved now; called by the main process alone, changes nothing.
 
@@ -71,14 +76,15 @@ def decide(
         name: What a new one is called.
         trainer: The trainer.
         was_validated: Whether this run had a validation yet.
+        only_last: Save `last` alone.
 
     Raises:
         ConfigurationError: The monitored metric was not logged.
     """
     metrics = trainer.callback_metrics
-    decision = Decision(score=_score(options, trainer, was_validated))
-    decision.among_best = kept.best.wants(decision.score)
-    if decision.among_best or options.save_last == "link":
+    decision = Decision(score=None if only_last else _score(options, trainer, was_validated))
+    decision.among_best = not only_last and kept.best.wants(decision.score)
+    if decision.among_best or (options.save_last == "link" and not only_last):
         text = name.format(trainer.current_epoch, trainer.global_step, metrics)
         _warn_of_unknown_fields(options, name, metrics)
         # A name is used again only for a checkpoint that goes anyway.

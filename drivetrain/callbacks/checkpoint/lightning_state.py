@@ -67,7 +67,7 @@ def to_lightning(callback: ModelCheckpoint) -> dict[str, Any]:
         "monitor": callback.monitor,
         "best_model_score": callback.best_model_score if best else None,
         "best_model_path": best,
-        "current_score": None if score is None else torch.tensor(score),
+        "current_score": None if score is None else torch.tensor(float(score)),
         "dirpath": callback.dirpath,
         "best_k_models": files if callback.monitor is not None else {},
         "kth_best_model_path": kth if callback.monitor is not None else "",

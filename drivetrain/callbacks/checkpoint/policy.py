@@ -90,12 +90,16 @@ class CheckpointName:
             `epoch` and `step` are always there.
         insert_names: Write `epoch=3` rather than `3`.
         equals: What stands between a name and its value.
+        missing: What stands for a metric that was not logged.
     """
 
-    def __init__(self, template: str, insert_names: bool = True, equals: str = "=") -> None:
+    def __init__(
+        self, template: str, insert_names: bool = True, equals: str = "=", missing: float = float("nan")
+    ) -> None:
         self.template = template
         self.insert_names = insert_names
         self.equals = equals
+        self.missing = missing
 
     @property
     def fields(self) -> list[str]:
@@ -103,7 +107,7 @@ class CheckpointName:
         return [match[1] for match in _FIELD.finditer(self.template)]
 
     def format(self, epoch: int, step: int, metrics: Mapping[str, Any]) -> str:
-        """Return the name; a metric that was not logged stands as `nan`.
+        """Return the name.
 
         Args:
             epoch: The current epoch, from 0.
@@ -118,7 +122,7 @@ class CheckpointName:
             name, style = match[1], (match[2] or ":")[1:]
             value: Any = {"epoch": epoch, "step": step}.get(name)
             if value is None:
-                value = float(metrics[name]) if name in metrics else float("nan")
+                value = float(metrics[name]) if name in metrics else self.missing
             try:
                 text = format(value, style)
             except ValueError as error:

@@ -46,6 +46,15 @@ class CheckpointWriter:
         self._in_background = in_background
         self._forgives = forgives
         self._in_flight: _InFlight | None = None
+        self._protected: set[str] = set()
+
+    def protect(self, path: str) -> None:
+        """Never remove a checkpoint, whatever becomes superfluous.
+
+        Args:
+            path: The checkpoint.
+        """
+        self._protected.add(path)
 
     @property
     def is_idle(self) -> bool:
@@ -214,9 +223,10 @@ class CheckpointWriter:
                 folder.duplicate(decision.last, decision.path)
         gone = list(self.kept.doomed)
         for path in gone:
-            folder.remove(path)
+            if path not in self._protected:
+                folder.remove(path)
         if self._limit is not None:
-            beyond = folder.surplus(directory, self._limit, self.kept.indispensable())
+            beyond = folder.surplus(directory, self._limit, self.kept.indispensable() | self._protected)
             for path in beyond:
                 folder.remove(path)
             gone += beyond

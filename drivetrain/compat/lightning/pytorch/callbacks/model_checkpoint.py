@@ -77,6 +77,7 @@ class ModelCheckpoint(CoreModelCheckpoint, Checkpoint):
 
     CHECKPOINT_JOIN_CHAR: ClassVar[str] = "-"
     keeps_nan: ClassVar[bool] = True
+    missing_value: ClassVar[float] = 0
 
     def __init__(
         self,
@@ -125,6 +126,12 @@ class ModelCheckpoint(CoreModelCheckpoint, Checkpoint):
         return key_there(super().state_key)
 
     # what there is
+
+    @property
+    def current_score(self) -> Tensor | None:  # type: ignore[override]
+        """The score of the last save."""
+        score = super().current_score
+        return None if score is None else torch.tensor(score)
 
     @Settable
     def best_model_path(self) -> str:
@@ -185,6 +192,23 @@ class ModelCheckpoint(CoreModelCheckpoint, Checkpoint):
         """
         folder, name = os.path.split(super().format_checkpoint_name(metrics, filename, ver))
         return os.path.join(folder, name if not prefix else f"{prefix}{self.CHECKPOINT_JOIN_CHAR}{name}")
+
+    def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        super().setup(trainer, pl_module, stage)
+        folder = self.dirpath or ""
+        if (
+            self.save_top_k
+            and stage == "fit"
+            and trainer.is_global_zero
+            and os.path.isdir(folder)
+            and os.listdir(folder)
+        ):
+            rank_zero_warn(f"Checkpoint directory {folder} exists and is not empty.")
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        if trainer.ckpt_path is not None:
+            self.protect(os.path.abspath(trainer.ckpt_path))  # the run may be started from there once more
+        super().on_train_start(trainer, pl_module)
 
     # the state of this callback
 
