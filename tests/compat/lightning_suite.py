@@ -43,7 +43,6 @@ MACHINERY = (
     "lightning.pytorch.trainer.configuration_validator",
     "lightning.pytorch.trainer.connectors",
     "lightning.pytorch.utilities._pytree",
-    "lightning.pytorch.utilities.data",
     "lightning.pytorch.utilities.imports",
     "lightning.pytorch.utilities.migration",
     "lightning.pytorch.utilities.signature_utils",

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import wraps
 from typing import Any, ClassVar, NoReturn
 
 import torch
 
 from drivetrain.compat.absent import AbsentNameError
+from drivetrain.compat.lightning.fabric.utilities.rank_zero import rank_zero_deprecation
 from drivetrain.runtime.errors import ConfigurationError
 from drivetrain.trainer import Task
 
@@ -122,6 +124,14 @@ class LightningModule(Task):
         """
         for name in ignore_list:
             self.hparams.pop(name, None)
+
+    @wraps(Task.to_torchscript)
+    def to_torchscript(self, *args: Any, **kwargs: Any) -> Any:
+        rank_zero_deprecation(
+            "`LightningModule.to_torchscript` has been deprecated in v2.7 and will be removed in v2.8 of Lightning, as "
+            "TorchScript is in torch. Export with `to_exported_program` or `to_onnx`."
+        )
+        return super().to_torchscript(*args, **kwargs)
 
     def to_tensorrt(self, *args: Any, **kwargs: Any) -> Any:
         """Not here."""

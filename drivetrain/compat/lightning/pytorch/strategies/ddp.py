@@ -6,6 +6,7 @@ from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
+from drivetrain.compat.lightning.fabric.utilities.rank_zero import rank_zero_deprecation
 from drivetrain.compat.lightning.instances import StandsFor
 from drivetrain.compat.lightning.options import refuse_machinery
 from drivetrain.strategies import DDP
@@ -40,3 +41,9 @@ class DDPStrategy(DDP, metaclass=StandsFor, original=DDP):
         if ddp_comm_state is not None:
             options["comm_hook_options"] = {"state": ddp_comm_state}
         super().__init__(**options)
+
+    @property
+    def is_distributed(self) -> bool:
+        """True, with a warning: Lightning has deprecated it."""
+        rank_zero_deprecation("`DDPStrategy.is_distributed` is deprecated. Use `trainer.world_size > 1` instead.")
+        return True

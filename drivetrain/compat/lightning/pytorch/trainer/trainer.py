@@ -310,6 +310,15 @@ class Trainer(CoreTrainer):
     # what is trained
 
     @property
+    def datamodule(self) -> Any:
+        """The data module of the run, or of the last one; it can be set between two runs."""
+        return super().datamodule
+
+    @datamodule.setter
+    def datamodule(self, datamodule: Any) -> None:
+        self.task_run.datamodule = datamodule
+
+    @property
     def lightning_module(self) -> Any:
         """The task of the run, or of the last one."""
         return self.task

@@ -13,7 +13,7 @@ from drivetrain.callbacks.stage import Stage
 from drivetrain.compat.lightning.fabric.utilities.rank_zero import rank_zero_warn
 from drivetrain.runtime.errors import ArgumentTypeError
 from drivetrain.trainer import Task
-from drivetrain.trainer.task_run import uncompiled
+from drivetrain.trainer.compiled_task import uncompiled
 
 if TYPE_CHECKING:
     from drivetrain.compat.lightning.pytorch.trainer.trainer import Trainer
