@@ -186,7 +186,7 @@ class Trainer(KnownKeywords, OptionAttributes, TrainerStatus):
         self.progress = Progress()
         self.current = CurrentRun()
         self.control = RunControl(self.progress, self.options, self.world_size)
-        self.logged = LoggedValues(self.current.find_batch_size, self.strategy.topology)
+        self.logged = LoggedValues(self.current.find_batch_size, self.strategy.topology, lambda: bool(self.loggers))
         self.tracker_log = TrackerLog(self)
         self.finiteness = Finiteness(is_watched=False)
         self.task_run = TaskRun(self)

@@ -222,8 +222,9 @@ class Trainer(CoreTrainer):
 
     @property
     def logged_metrics(self) -> dict[str, Any]:
-        """The values that loggers got, the latest of each name."""
-        return {name: as_tensor(value) for name, value in self.tracker_log.written.items()}
+        """The values for loggers, the latest of each name, also those of steps whose values no logger gets."""
+        values = {**self.tracker_log.written, **self.logged.step_values(for_logger=True)}
+        return {name: as_tensor(value) for name, value in values.items()}
 
     @property
     def progress_bar_metrics(self) -> dict[str, Any]:
