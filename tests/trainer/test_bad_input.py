@@ -41,6 +41,11 @@ ARGUMENTS: list[tuple[str, dict[str, Any], list[str]]] = [
     ("overfit", {"overfit_batches": 2.5}, ["overfit_batches=2.5"]),
     ("interval of nothing", {"val_check_interval": 0}, ["val_check_interval=0", "0.25"]),
     ("interval over an epoch", {"val_check_interval": 1.5}, ["val_check_interval=1.5", "whole number of batches"]),
+    (
+        "a fraction of no epoch",
+        {"val_check_interval": 0.5, "check_val_every_n_epoch": None},
+        ["val_check_interval=0.5", "should be an integer or a time-based duration"],
+    ),
     ("interval as words", {"val_check_interval": "often"}, ["val_check_interval='often'", "DD:HH:MM:SS"]),
     ("every 0 epochs", {"check_val_every_n_epoch": 0}, ["check_val_every_n_epoch=0", "at least 1"]),
     ("time", {"max_time": "an hour"}, ["max_time='an hour'", "timedelta", "DD:HH:MM:SS"]),
