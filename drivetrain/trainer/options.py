@@ -65,9 +65,9 @@ class TrainerOptions:
         check_validation_interval(self.val_check_interval)
         if isinstance(self.val_check_interval, float) and self.check_val_every_n_epoch is None:
             raise ConfigurationError(
-                f"val_check_interval={self.val_check_interval!r} is a fraction of an epoch. `val_check_interval` should "
-                "be an integer or a time-based duration (str 'DD:HH:MM:SS', datetime.timedelta, or dict kwargs for "
-                "timedelta) when `check_val_every_n_epoch=None`. Durations of other units ('1000 steps') are fine too."
+                f"val_check_interval={self.val_check_interval!r} is a fraction of an epoch. `val_check_interval` "
+                "should be an integer or a time-based duration (str 'DD:HH:MM:SS', datetime.timedelta, or dict kwargs "
+                "for timedelta) when `check_val_every_n_epoch=None`. Other units ('1000 steps') are fine too."
             )
         if self.on_interrupt not in ON_INTERRUPT:
             raise ConfigurationError(

@@ -41,6 +41,7 @@ class DDPStrategy(DDP, metaclass=StandsFor, original=DDP):
         if ddp_comm_state is not None:
             options["comm_hook_options"] = {"state": ddp_comm_state}
         super().__init__(**options)
+        self.process_group_backend = process_group_backend
 
     @property
     def is_distributed(self) -> bool:
