@@ -25,7 +25,7 @@ from drivetrain.compat.lightning.pytorch.trainer.arguments import (
 )
 from drivetrain.compat.lightning.pytorch.trainer.loop_views import EvaluationLoopView, FitLoopView
 from drivetrain.compat.lightning.pytorch.trainer.metric_views import CallbackMetrics, LightningTrackerLog, as_tensor
-from drivetrain.compat.lightning.pytorch.trainer.spawning import Spawning
+from drivetrain.compat.lightning.pytorch.trainer.spawning import Spawning, SpawnsDDP
 from drivetrain.compat.lightning.pytorch.trainer.states import RunningStage, TrainerFn, TrainerState, TrainerStatus
 from drivetrain.compat.lightning.pytorch.trainer.verbs import lightning_verb
 from drivetrain.compat.lightning.reasons import PLUGIN
@@ -115,7 +115,7 @@ class Trainer(CoreTrainer):
         if spawning is not None:
             options["strategy"] = spawning.strategy
             if spawning.num_processes > 1:
-                options.update(strategy="auto", devices=1)
+                options.update(strategy=SpawnsDDP(), devices=1)
         super().__init__(
             accelerator=accelerator,
             precision=precision,

@@ -37,6 +37,7 @@ def lightning_verb(verb: F) -> F:
             del given["return_predictions"]
         if given.get("ckpt_path") == "last":
             given["ckpt_path"] = _last_checkpoint(self)
+            model = self.task if model is None and given["ckpt_path"] is None else model
         _check_path(given.get("ckpt_path"))
         if name == "fit":
             self.settle_epochs()
