@@ -27,7 +27,7 @@ from drivetrain.compat.lightning.pytorch.trainer.arguments import (
 )
 from drivetrain.compat.lightning.pytorch.trainer.loop_views import EvaluationLoopView, FitLoopView
 from drivetrain.compat.lightning.pytorch.trainer.metric_views import CallbackMetrics, LightningTrackerLog, as_tensor
-from drivetrain.compat.lightning.pytorch.trainer.spawning import Spawning
+from drivetrain.compat.lightning.pytorch.trainer.spawning import Spawning, SpawnsDDP
 from drivetrain.compat.lightning.pytorch.trainer.states import RunningStage, TrainerFn, TrainerState, TrainerStatus
 from drivetrain.compat.lightning.pytorch.trainer.verbs import lightning_verb
 from drivetrain.compat.lightning.reasons import PLUGIN
@@ -117,7 +117,7 @@ class Trainer(CoreTrainer):
         if spawning is not None:
             options["strategy"] = spawning.strategy
             if spawning.num_processes > 1:
-                options.update(strategy="auto", devices=1)
+                options.update(strategy=SpawnsDDP(), devices=1)
         super().__init__(
             accelerator=accelerator,
             precision=precision,
@@ -238,8 +238,9 @@ class Trainer(CoreTrainer):
 
     @property
     def logged_metrics(self) -> dict[str, Any]:
-        """The values that loggers got, the latest of each name."""
-        return {name: as_tensor(value) for name, value in self.tracker_log.written.items()}
+        """The values for loggers, the latest of each name, also those of steps whose values no logger gets."""
+        values = {**self.tracker_log.written, **self.logged.step_values(for_logger=True)}
+        return {name: as_tensor(value) for name, value in values.items()}
 
     @property
     def progress_bar_metrics(self) -> dict[str, Any]:
@@ -324,6 +325,15 @@ class Trainer(CoreTrainer):
         return self.preempted
 
     # what is trained
+
+    @property
+    def datamodule(self) -> Any:
+        """The data module of the run, or of the last one; it can be set between two runs."""
+        return super().datamodule
+
+    @datamodule.setter
+    def datamodule(self, datamodule: Any) -> None:
+        self.task_run.datamodule = datamodule
 
     @property
     def lightning_module(self) -> Any:
