@@ -1,6 +1,4 @@
-"""`ModelCheckpoint`."""
-
-from __future__ import annotations
+"""`ModelCheckpoint`, with annotations that are objects rather than text, as command lines are made of them."""
 
 import math
 import os
