@@ -10,6 +10,8 @@ from torch import Tensor
 
 from drivetrain import trackers
 from drivetrain.compat.lightning.fabric.utilities.rank_zero import rank_zero_warn
+from drivetrain.compat.lightning.pytorch.loggers.experiment_writer import ExperimentWriter
+from drivetrain.compat.lightning.pytorch.loggers.logger import rank_zero_experiment
 
 
 class CSVLogger(trackers.CSVLogger):
@@ -66,6 +68,12 @@ class CSVLogger(trackers.CSVLogger):
         super().log(values, step)
         if (step + 1) % self._every == 0:
             self.save()
+
+    @property
+    @rank_zero_experiment
+    def experiment(self) -> ExperimentWriter:
+        """What writes the files; it does nothing on other processes than the first."""
+        return ExperimentWriter(self.log_dir, self)
 
 
 class TensorBoardLogger(trackers.TensorBoardLogger):
@@ -124,6 +132,12 @@ class TensorBoardLogger(trackers.TensorBoardLogger):
         """The directory that the event files are written in."""
         version = self.version if isinstance(self.version, str) else f"version_{self.version}"
         return os.path.join(self.root_dir, version, *([self.sub_dir] if self.sub_dir else []))
+
+    @property
+    @rank_zero_experiment
+    def experiment(self) -> Any:
+        """The `SummaryWriter`; it does nothing on other processes than the first."""
+        return self.tracker
 
     def start(self) -> None:
         # A logger of its own class may have another name or version.

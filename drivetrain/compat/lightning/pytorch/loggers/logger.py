@@ -59,9 +59,12 @@ class Logger(Tracker):
         """The same as `log_hyperparams`."""
         self.log_hyperparams(dict(values))
 
-    def finalize(self, status: str = COMPLETED, message: str = "") -> None:
+    def finalize(self, status: str = "success", message: str = "") -> None:
         """Write what is left."""
         self.save()
+
+    def record_end(self, status: str, message: str) -> None:
+        self.finalize("success" if status == COMPLETED else "failed")
 
 
 class DummyLogger(Logger):
