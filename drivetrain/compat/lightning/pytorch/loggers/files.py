@@ -12,6 +12,7 @@ from drivetrain import trackers
 from drivetrain.compat.lightning.fabric.utilities.rank_zero import rank_zero_warn
 from drivetrain.compat.lightning.pytorch.loggers.experiment_writer import ExperimentWriter
 from drivetrain.compat.lightning.pytorch.loggers.logger import rank_zero_experiment
+from drivetrain.trackers.directory import DirectoryTracker
 
 
 class CSVLogger(trackers.CSVLogger):
@@ -143,6 +144,8 @@ class TensorBoardLogger(trackers.TensorBoardLogger):
         # A logger of its own class may have another name or version.
         self.run_directory.name, self.run_directory.version = self.name or "", self.version
         super().start()
+        if not (self.run_directory.path / self.NAME_HPARAMS_FILE).exists():
+            DirectoryTracker.store_init_configuration(self, {})
 
     def log_hyperparams(
         self, params: Any, metrics: Mapping[str, Any] | float | None = None, step: int | None = None
