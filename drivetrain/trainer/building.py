@@ -302,7 +302,7 @@ def make_callbacks(
     saving = [callback for callback in callbacks if callback.saves_checkpoints]
     if saving and checkpointing is False and not quiet:
         raise ConfigurationError(
-            f"enable_checkpointing=False, but callbacks holds {described(saving[0])}. Remove one of the two."
+            f"`enable_checkpointing=False` but found `{type(saving[0]).__name__}` in callbacks. Remove one of the two."
         )
     if quiet:  # a ModelCheckpoint does nothing in a trial run, and scripts that read it find it there
         kept = () if options.barebones else (ModelCheckpoint,)

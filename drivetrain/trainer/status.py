@@ -307,6 +307,11 @@ class TrainerStatus:
         return self.stage is Stage.PREDICT
 
     @property
+    def validates(self) -> bool:
+        """Whether the run has anything to validate on."""
+        return self.loop is not None and self.loop.validates
+
+    @property
     def validation_follows(self) -> bool:
         """Whether the run validates after the step that is being ended."""
         return self.loop is not None and self.loop.validation_follows

@@ -53,6 +53,7 @@ MACHINERY = (
 
 ALONE = "makes a Trainer of more processes than the test is, which are started here when it is made"
 SEARCHES = "expects that several processes cannot search, which they can here"
+LAST = "counts the calls of torch.save, which `last` needs none of here: it is another name of the file"
 WORDING = "compares the wording of a message"
 
 LEFT_OUT = {
@@ -82,6 +83,14 @@ LEFT_OUT = {
     "test_cli.py::test_pytorch_profiler_init_args": "expects what is found in the source of Lightning's class",
     "test_lightning_module.py::test_toggle_untoggle_optimizer_are_compiler_disabled": "is about torch's compiler",
     "test_upgrade_checkpoint.py": "is a command of Lightning's own",
+    "test_legacy_checkpoints.py": "needs files that Lightning keeps apart from its repository",
+    "test_checkpoint_callback_frequency.py::test_top_k[True-1-1-1.0-1]": LAST,
+    "test_checkpoint_callback_frequency.py::test_top_k[True-2-1-0.25-4]": LAST,
+    "test_checkpoint_callback_frequency.py::test_top_k[True-2-2-0.3-6]": LAST,
+    "test_checkpoint_callback_frequency.py::test_top_k[True-2-2-1.0-2]": LAST,
+    "test_model_checkpoint.py::test_checkpoint_repeated_strategy": "expects no list of runs, which is kept here",
+    "test_model_checkpoint.py::test_model_checkpoint_train_time_interval": "replaces the clock of Lightning's module",
+    "test_model_checkpoint.py::test_pickling": "compares the private attributes of Lightning's class",
 }
 """Further cases, by the end of their names: why they are not about what Lightning documents."""
 
