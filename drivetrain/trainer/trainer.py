@@ -424,7 +424,8 @@ class Trainer(KnownKeywords, OptionAttributes, TrainerStatus):
             block: Whether to return only when it is durable. Else training continues while a copy is written; an error
                 is raised at the next step, by several processes at the one that they agree on within about a second;
                 `fit` waits for it at its end.
-            format: `"lightning"` writes a `.ckpt` file that Lightning opens, also where the weights are sharded.
+            format: `"drivetrain"` writes a directory, and `"lightning"` a `.ckpt` file that Lightning opens, also
+                where the weights are sharded; `format_of_checkpoint` decides if None.
 
         Returns:
             The save; done already where `block` is set.

@@ -48,7 +48,7 @@ from pytorch_lightning.callbacks import ModelCheckpoint
 from lightning.fabric import Fabric
 import drivetrain
 print(lightning.pytorch is pytorch_lightning, lightning.__version__, importlib.metadata.version("pytorch-lightning"))
-print(issubclass(lightning.LightningModule, drivetrain.Task), ModelCheckpoint is drivetrain.ModelCheckpoint)
+print(issubclass(lightning.LightningModule, drivetrain.Task), issubclass(ModelCheckpoint, drivetrain.ModelCheckpoint))
 """
 SHOWN = "True 2.6.6 2.6.6\nTrue True\n"
 
