@@ -336,10 +336,10 @@ class Task(HoldsHyperParameters, TaskFiles, DataHooks, TaskHooks):
         gradient_clip_algorithm: str | None = None,
         **_unknown: NoReturn,
     ) -> None:
-        """Clip an optimizer's gradients, by norm (the default) or by value."""
+        """Clip an optimizer's gradients, by norm (the default) or by value; a bound of 0 or None clips nothing."""
         if _unknown:
             refuse_unknown(_unknown, self.clip_gradients)
-        if gradient_clip_val is None:
+        if not gradient_clip_val:
             return
         engine, parameters = self.trainer.accelerator, parameters_of(optimizer)
         if gradient_clip_algorithm == "value":
