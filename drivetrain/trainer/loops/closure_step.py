@@ -52,14 +52,14 @@ class ClosureStep(PlainStep):
                 # Searching along a line, every process must see the same.
                 return reduce(loss) if needs_closure else loss
 
-            self._engine.stepped = False
+            self._engine.steps_taken = 0
             try:
                 self._task.optimizer_step(
                     self._trainer.current_epoch, window[-1].batch_idx, optimizer, compute_gradients
                 )
             except StepVetoed:
                 return stepped
-            stepped = stepped or self._engine.stepped
+            stepped = stepped or self._engine.steps_taken > 0
         return stepped
 
     def _compute(self, window: Sequence[MicroBatch], outputs: list[Any]) -> None:

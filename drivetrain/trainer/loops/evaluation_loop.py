@@ -10,13 +10,12 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from drivetrain.callbacks.stage import Stage
-from drivetrain.data import PreparedLoader
 from drivetrain.data.randomness import kept_generators
 from drivetrain.runtime.seeds import RandomState, isolated_random_state
 from drivetrain.strategies.capabilities import PlainEvaluation, evaluation_context
 from drivetrain.strategies.step_module import StepModule
 from drivetrain.trainer.loops.binding import as_taken, bind_evaluation_step, muted_logging
-from drivetrain.trainer.loops.loader_source import LoaderSource, limits_of, own_batches
+from drivetrain.trainer.loops.loader_source import LoaderSource, Prepared, limits_of, own_batches
 from drivetrain.trainer.metrics.log_scopes import TEST_EPOCH, TEST_STEP, VALIDATE_EPOCH, VALIDATE_STEP, LogScope
 from drivetrain.trainer.metrics.logged_value import EpochValue, to_numbers
 from drivetrain.trainer.task import Task
@@ -59,14 +58,14 @@ class EvaluationLoop:
         self._trainer, self._task, self._stage = trainer, task, stage
         self._hooks = trainer.hooks
         self._source, self._limit, self._limit_name = source, limit, limit_name
-        self._loaders: list[PreparedLoader] | None = None
+        self._loaders: list[Prepared] | None = None
         self._limits: list[float] = []
         self._drawn_from = drawn_from
         self._strategy, self._model = trainer.strategy, model
         self._step: Callable[..., Any]
         self._in_step, self._in_epoch = _SCOPES[stage]
 
-    def load(self) -> list[PreparedLoader]:
+    def load(self) -> list[Prepared]:
         """Prepare the loaders, the first time they are needed or when they are to be made again."""
         trainer = self._trainer
         every = trainer.reload_dataloaders_every_n_epochs
@@ -154,7 +153,7 @@ class EvaluationLoop:
         for loader in self._loaders or []:
             self._trainer.accelerator.forget_loader(loader)
 
-    def _run_loader(self, loader: PreparedLoader, limit: float, dataloader_idx: int | None, keep: bool) -> None:
+    def _run_loader(self, loader: Prepared, limit: float, dataloader_idx: int | None, keep: bool) -> None:
         if self._limit == 0:
             return  # asked for; a process that merely has no batch still takes part in opening the loader
         trainer, step, current = self._trainer, self._step, self._trainer.current

@@ -9,14 +9,14 @@ import torch
 from torch import nn
 
 from drivetrain.callbacks.stage import Stage
-from drivetrain.data import BatchInfo, PreparedLoader
+from drivetrain.data import BatchInfo
 from drivetrain.runtime.collectives import gather_object
 from drivetrain.runtime.logging import get_logger
 from drivetrain.runtime.nested import recursively_apply, send_to_device
 from drivetrain.strategies.capabilities import PlainEvaluation, evaluation_context
 from drivetrain.trainer.loops.binding import as_taken, bind_evaluation_step
 from drivetrain.trainer.loops.evaluation_loop import evaluating, loader_argument
-from drivetrain.trainer.loops.loader_source import LoaderSource, limits_of, own_batches
+from drivetrain.trainer.loops.loader_source import LoaderSource, Prepared, limits_of, own_batches
 from drivetrain.trainer.metrics.log_scopes import PREDICT
 from drivetrain.trainer.task import Task
 
@@ -79,18 +79,18 @@ class PredictionLoop:
         self._forget(loaders)
         return results[0] if len(results) == 1 else results
 
-    def _load(self) -> tuple[list[PreparedLoader], list[float]]:
+    def _load(self) -> tuple[list[Prepared], list[float]]:
         """Prepare the loaders; returns them, and how many batches of each are run."""
         loaders = self._source.prepare_evaluation()
         limits = limits_of(loaders, self._limit, "limit_predict_batches", self._strategy.needs_even_batches)
         self._trainer.current.evaluation_batches[Stage.PREDICT] = own_batches(loaders, limits)
         return loaders, limits
 
-    def _forget(self, loaders: list[PreparedLoader]) -> None:
+    def _forget(self, loaders: list[Prepared]) -> None:
         for loader in loaders:
             self._trainer.accelerator.forget_loader(loader)
 
-    def _run_loader(self, loader: PreparedLoader, limit: float, dataloader_idx: int | None) -> list[Any]:
+    def _run_loader(self, loader: Prepared, limit: float, dataloader_idx: int | None) -> list[Any]:
         trainer, hooks, current = self._trainer, self._trainer.hooks, self._trainer.current
         extra = loader_argument(self._task.predict_step, dataloader_idx)
         position = dataloader_idx or 0

@@ -198,21 +198,21 @@ class PlainStep:
         """Whether any process had a batch that was not left out."""
         return self._took_part or (self._stand_in is not None and self._stand_in.anyone_took_part())
 
-    def _finish(self, window: Sequence[MicroBatch], output: Any, stepped: bool) -> bool:
-        """Count the step, schedule, and end its last batch."""
+    def _finish(self, window: Sequence[MicroBatch], output: Any, steps: int) -> bool:
+        """Count the step, schedule, and end its last batch. Returns whether there was a step."""
         progress = self._progress
         progress.batches_in_epoch = window[-1].batch_idx + 1
         progress.total_batches += len(window)
         for count in self._counters:
             count(window)
-        if stepped:
-            progress.global_step += 1
+        if steps:
+            progress.global_step += steps
             if self._steps_schedulers:
                 step_step_schedulers(self._trainer)
         if self._on_batch_end:
             self._end_batch(output, window[-1])
         self._logged.skips = False
-        return stepped
+        return steps > 0
 
     def _end_batch(self, output: Any, micro_batch: MicroBatch) -> None:
         outputs = detached(output)
@@ -244,11 +244,15 @@ class ManualStep(PlainStep):
         """Nothing: the task exchanges gradients and steps in its own step."""
 
     def run(self, window: Sequence[MicroBatch]) -> bool:
-        """Run the task's step, and count it if it stepped any optimizer."""
+        """Run the task's step, and count each optimizer's step in it."""
         self._begin(window)
-        self._engine.stepped = False
+        self._engine.steps_taken = 0
         outputs = self._forward_backward(self._model, self.run_micro_batch, window)
-        return self._finish(window, outputs[-1], self._engine.stepped)
+        return self._finish(window, outputs[-1], self._engine.steps_taken)
+
+    def _loss_of(self, output: Any) -> Any:
+        """Nothing: the task has computed its gradients; whatever it returns is for the hooks."""
+        self._output.check_of_manual(output)
 
     def _differentiate(self, loss: Tensor, output: Any, share: float) -> None:
         """Nothing: the task did it."""
@@ -263,6 +267,8 @@ def choose_zero_grad(trainer: Trainer, task: Task, optimizers: list[Optimizer], 
         optimizers: The bare optimizers.
         hooks: The overridden hooks.
     """
+    if not optimizers and task.automatic_optimization:
+        return trainer.task_run.model.zero_grad
     before = hooks.find("on_before_zero_grad")
     own = is_overridden(task, Task, "optimizer_zero_grad")
     special = any(type(optimizer).zero_grad is not Optimizer.zero_grad for optimizer in optimizers)

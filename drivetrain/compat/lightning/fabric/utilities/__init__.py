@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import warnings
 from pathlib import Path
@@ -89,3 +90,13 @@ def disable_possible_user_warnings(module: str = "lightning") -> None:
         module: The beginning of its name.
     """
     warnings.filterwarnings("ignore", module=module)
+
+
+# Imported when they are asked for: they stand on rooms that stand on this one.
+_LATE = {"AttributeDict": "data", "Throughput": "throughput", "ThroughputMonitor": "throughput"}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _LATE:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(f"{__name__}.{_LATE[name]}"), name)
