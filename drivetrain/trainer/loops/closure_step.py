@@ -23,7 +23,7 @@ class ClosureStep(PlainStep):
     _announced: MicroBatch | None = None
     _repeats = False  # whether the closure runs the window's micro-batches once more
 
-    def run(self, window: Sequence[MicroBatch]) -> bool:
+    def run(self, window: list[MicroBatch]) -> bool:
         """Run one step; the closure may run the micro-batches several times, their batch hooks once."""
         self._begin(window)
         self._current.batch, self._current.batch_info = window[0].batch, window[0].info
