@@ -8,8 +8,8 @@ prints the reason of each case too; `-k`, `-x` and what else follows `--` goes t
 
 A case that fails is left out where it is about Lightning's own machinery: where it imports, replaces or reads something
 whose name begins with an underscore, or that is in one of the modules of `MACHINERY`, or a loop's own methods; where it
-pretends that there are devices which are not there; and where `LEFT_OUT` names it, with its reason. What skips itself,
-for want of a GPU or a package, is counted apart.
+puts a method of its own into a strategy, or pretends that there are devices which are not there; and where `LEFT_OUT`
+names it, with its reason. What skips itself, for want of a GPU or a package, is counted apart.
 """
 
 from __future__ import annotations
@@ -58,6 +58,22 @@ LEFT_OUT = {
     "test_trainer.py::test_trainer_integration_suggestions[True]": "expects advice to install other products",
     "test_logger_connector.py::test_fx_validator": "compares the methods of Lightning's own callbacks",
     "test_lightning_module.py::test_toggle_untoggle_optimizer_are_compiler_disabled": "is about torch's compiler",
+    "test_fabric.py::test_launch_and_cli_not_allowed": "is about the processes of Lightning's own launcher",
+    "test_fabric.py::test_overridden_run_and_cli_not_allowed": "is about the processes of Lightning's own launcher",
+    "test_fabric.py::test_seed_everything": "expects a function for workers; here each sample has a seed of its own",
+    **{
+        f"test_wrappers.py::{name}": "constructs Lightning's private wrapper around a mock of its strategies"
+        for name in (
+            "test_fabric_module_setattr",
+            "test_fabric_optimizer_load_state_dict",
+            "test_fabric_optimizer_state_dict",
+            "test_fabric_optimizer_steps",
+            "test_fabric_optimizer_wraps",
+            "test_fabric_optimizer_zero_grad_kwargs",
+            "test_is_wrapped",
+            "test_step_method_redirection",
+        )
+    },
     "test_upgrade_checkpoint.py": "is a command of Lightning's own",
 }
 """Further cases, by the end of their names: why they are not about what Lightning documents."""
@@ -71,6 +87,10 @@ class Stop(BaseException):
 
 class MachineryUsed(Stop):
     """A test used a part of Lightning's machinery."""
+
+
+class DevicesPretended(Exception):
+    """A fixture pretended that there are devices: an `Exception`, the only kind after which pytest goes on with it."""
 
 
 class NameMissing(Stop):
@@ -94,7 +114,8 @@ class Absent(type):
 
     def _refuse(cls) -> None:
         if Absent.is_running:
-            raise (MachineryUsed if is_machinery(cls.__name__) else NameMissing)(cls.__name__)
+            machinery = [each.__name__ for each in cls.__mro__ if is_machinery(each.__name__)]
+            raise MachineryUsed(machinery[0]) if machinery else NameMissing(cls.__name__)
 
 
 def stand_in_for(name: str) -> Any:
@@ -193,7 +214,7 @@ class Devices(ModuleType):
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name in PRETENDED and (value() if callable(value) else value):
-            raise MachineryUsed("devices that are not there")
+            raise DevicesPretended("devices that are not there")
         super().__setattr__(name, value)
 
 
@@ -253,6 +274,7 @@ def _absent_attribute(path: str, name: str) -> Any:
 
 LOOPS = (
     r"_loop\.(?:setup_data|run|reset|advance|load_state_dict|state_dict|on_\w+|_\w+)|strategy\.connect\b|\.launcher\b"
+    r"|\bstrategy(?:\.\w+)+(?= = )"  # puts something into a strategy
 )
 PRIVATE = rf"(?<!self)\.(_[a-z]\w*)|({LOOPS})|[\"']((?:lightning|pytorch_lightning)\.[\w.]+)[\"']"
 
@@ -276,7 +298,7 @@ def why_source_is_left_out(function: Any) -> str | None:
 
 def why_left_out(error: BaseException) -> str | None:
     """The part of the machinery that an error is about, if it is about one."""
-    if isinstance(error, MachineryUsed):
+    if isinstance(error, MachineryUsed | DevicesPretended):
         return f"uses {error}"
     text = str(error)
     called = re.match(r"lightning's (_\w+) was called", text)  # the mirror has it, as a name alone
@@ -357,6 +379,7 @@ def take_place() -> None:
     drivetrain.compat.install("lightning", "pytorch_lightning", "lightning_fabric")
     for folder in os.environ.get(FOLDERS, "").split(os.pathsep):
         make_importable(Path(folder))
+    vars(_module("lightning.fabric.wrappers"))["_in_fabric_backward"] = False  # a fixture of theirs puts it back
     for name, modules in PRETENDED.items():
         for module in map(_module, modules.split()):
             setattr(module, name, lambda: 0)

@@ -282,7 +282,7 @@ def choose_zero_grad(trainer: Trainer, task: Task, optimizers: list[Optimizer], 
         hooks: The overridden hooks.
     """
     if not optimizers and task.automatic_optimization:
-        return trainer.task_run.model.zero_grad
+        return task.zero_grad
     before = hooks.find("on_before_zero_grad")
     own = is_overridden(task, Task, "optimizer_zero_grad")
     special = any(type(optimizer).zero_grad is not Optimizer.zero_grad for optimizer in optimizers)

@@ -197,8 +197,9 @@ class FabricDataLoader:
             yield from self._dataloader
             return
         for sampler in (self._dataloader.sampler, getattr(self._dataloader.batch_sampler, "sampler", None)):
-            if callable(getattr(sampler, "set_epoch", None)):
-                sampler.set_epoch(self._passes)
+            set_epoch = getattr(sampler, "set_epoch", None)
+            if callable(set_epoch):
+                set_epoch(self._passes)
                 break
         self._passes += 1
         for batch in self._dataloader:

@@ -106,6 +106,7 @@ def run_verb(
         if state:
             callback.load_state_dict(state)
     result = getattr(trainer, verb)(model, *args, **given)
+    assert trainer.task is not None
     weights = {name: tensor.detach().cpu() for name, tensor in trainer.task.state_dict().items()}
     return Outcome(
         result,
