@@ -228,7 +228,8 @@ class OptimizerStep:
         """A closure whose gradients are complete and clipped whenever the optimizer reads them."""
 
         def compute_gradients() -> Any:
-            result = closure()
+            with torch.enable_grad():  # an optimizer's step may be decorated with no_grad
+                result = closure()
             self.finish_gradients()
             if self._prepares:
                 self.prepare_step(optimizer)

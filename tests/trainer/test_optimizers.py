@@ -275,6 +275,22 @@ def test_lbfgs_evaluates_the_whole_window_as_often_as_it_likes(accumulate: int) 
     assert task.evaluations > accumulate
 
 
+def test_a_closure_computes_gradients_in_a_step_under_no_grad() -> None:
+    class Undifferentiated(SGD):
+        @torch.no_grad()
+        def step(self, closure: Callable[[], Any]) -> Any:  # type: ignore[override]
+            closure()
+            return super().step()
+
+    class Task(Weight):
+        def configure_optimizers(self) -> Any:
+            return Undifferentiated(self.parameters(), lr=1.0)
+
+    task = Task()
+    assert fitted(task, ones(2)).global_step == 2
+    assert float(task.w.detach()) == -2.0
+
+
 def lbfgs_on_two() -> list[float]:
     task = Bowl()
     fitted(task, rows([0.0, 2.0]))
