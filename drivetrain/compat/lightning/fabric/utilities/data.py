@@ -1,4 +1,4 @@
-"""What is asked of loaders."""
+"""What loaders and data sets are like."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from torch.utils.data import IterableDataset
 
 from drivetrain.compat.lightning.fabric.utilities import suggested_max_num_workers
 from drivetrain.compat.lightning.fabric.utilities.rank_zero import rank_zero_warn
-from drivetrain.compat.lightning.pytorch.utilities.parsing import AttributeDict
+from drivetrain.trainer.hyper_parameters import HyperParameters as AttributeDict
 
 __all__ = ["AttributeDict", "has_iterable_dataset", "has_len", "sized_len", "suggested_max_num_workers"]
 
@@ -28,14 +28,15 @@ def sized_len(dataloader: object) -> int | None:
     Args:
         dataloader: The loader.
     """
+    sized: Any = dataloader
     try:
-        return len(dataloader)  # type: ignore[arg-type]
+        return len(sized)
     except (TypeError, NotImplementedError):
         return None
 
 
-def has_len(dataloader: Any) -> bool:
-    """Whether a loader has a length that can be relied on.
+def has_len(dataloader: object) -> bool:
+    """Whether a loader has a length.
 
     Args:
         dataloader: The loader.

@@ -7,13 +7,22 @@ from typing import TYPE_CHECKING, Any
 
 from torch.multiprocessing.spawn import ProcessRaisedException
 
+from drivetrain.compat.lightning.pytorch.strategies.ddp import DDPStrategy
 from drivetrain.compat.lightning.spawning import SpawnedProcesses
 from drivetrain.runtime.errors import LaunchError
+from drivetrain.strategies import Single
 from drivetrain.trainer import DataModule
 
 if TYPE_CHECKING:
     from drivetrain.callbacks.stage import Stage
     from drivetrain.compat.lightning.pytorch.trainer.trainer import Trainer
+
+
+class SpawnsDDP(Single):
+    """What stands in the Trainer's own process for the strategy of the processes that it starts."""
+
+
+DDPStrategy.register(SpawnsDDP)
 
 
 @dataclass
