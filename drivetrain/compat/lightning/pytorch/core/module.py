@@ -86,8 +86,8 @@ class LightningModule(Task):
 
     @property
     def fabric(self) -> Any:
-        """None: a Trainer runs this module."""
-        return None
+        """The Fabric that this module was set up with; None where a Trainer runs it."""
+        return getattr(self._trainer, "fabric", None)
 
     def toggle_optimizer(self, optimizer: Any) -> None:
         """Let of all optimizers' parameters only this one's take gradients, those that did before.

@@ -31,9 +31,11 @@ from drivetrain.compat.lightning.pytorch.trainer.spawning import Spawning, Spawn
 from drivetrain.compat.lightning.pytorch.trainer.states import RunningStage, TrainerFn, TrainerState, TrainerStatus
 from drivetrain.compat.lightning.pytorch.trainer.verbs import lightning_verb
 from drivetrain.compat.lightning.reasons import PLUGIN
+from drivetrain.data import CombinedLoader
 from drivetrain.runtime.errors import ConfigurationError
 from drivetrain.trackers import TrackerGroup
 from drivetrain.trainer import Trainer as CoreTrainer
+from drivetrain.trainer.loops.loader_source import limits_of
 from drivetrain.trainer.loops.run_control import StopReason
 from drivetrain.trainer.metrics.logged_value import to_numbers
 
@@ -137,6 +139,7 @@ class Trainer(CoreTrainer):
         self.tracker_log.shows_hyper_parameters = enable_autolog_hparams
         if self.fast_dev_run and given["logger"] is not False:
             self.logger = DummyLogger()
+        self.predictions: list[Any] = []
         self._leaves_epochs_open = options.get("max_epochs") is None and not self.fast_dev_run
         self._fit_loop = FitLoopView(self)
 
@@ -212,6 +215,16 @@ class Trainer(CoreTrainer):
             self._running = None
         if stage is Stage.TRAIN:
             self._was_cut_short = self.progress.batches_in_epoch > 0
+
+    def keep_predictions(self, predictions: list[Any], keeps: bool) -> list[Any] | None:
+        """Keep what `predict` has returned; returns it, or None where it was not asked for.
+
+        Args:
+            predictions: The predictions.
+            keeps: Whether they were asked for.
+        """
+        self.predictions = predictions
+        return predictions if keeps else None
 
     # values
 
@@ -293,6 +306,22 @@ class Trainer(CoreTrainer):
     def predict_loop(self) -> EvaluationLoopView:
         """What `predict` runs."""
         return EvaluationLoopView(self, Stage.PREDICT)
+
+    @property
+    def num_val_batches(self) -> list[float]:
+        """Batches of each validation loader, also of those that are combined into one."""
+        return self._batches_of_each(Stage.VALIDATE, super().num_val_batches)
+
+    @property
+    def num_test_batches(self) -> list[float]:
+        """The same for testing."""
+        return self._batches_of_each(Stage.TEST, super().num_test_batches)
+
+    def _batches_of_each(self, stage: Stage, batches: list[float]) -> list[float]:
+        given = self.current.loaders.get(stage)
+        if not isinstance(given, CombinedLoader) or given.mode == "sequential" or not batches:
+            return batches
+        return limits_of(given.loaders, getattr(self.options, stage.limit_name), stage.limit_name)
 
     # what runs
 
