@@ -8,12 +8,14 @@ from contextlib import contextmanager
 from functools import wraps
 from typing import Any
 
-from drivetrain.callbacks import EarlyStopping
+from drivetrain.callbacks import Callback, EarlyStopping
+from drivetrain.callbacks import ModelCheckpoint as CoreModelCheckpoint
 from drivetrain.callbacks.stage import Stage
 from drivetrain.compat.lightning.accelerators import Accelerator
 from drivetrain.compat.lightning.fabric.utilities.rank_zero import rank_zero_warn
 from drivetrain.compat.lightning.fabric.utilities.warnings import PossibleUserWarning, warn_by_warnings
 from drivetrain.compat.lightning.plugins import Precision, TorchSyncBatchNorm
+from drivetrain.compat.lightning.pytorch.callbacks.model_checkpoint import ModelCheckpoint
 from drivetrain.compat.lightning.pytorch.loggers.duck import as_loggers, given_as
 from drivetrain.compat.lightning.pytorch.loggers.files import CSVLogger, TensorBoardLogger
 from drivetrain.compat.lightning.pytorch.loggers.logger import DummyLogger
@@ -26,7 +28,7 @@ from drivetrain.compat.lightning.pytorch.trainer.arguments import (
 )
 from drivetrain.compat.lightning.pytorch.trainer.loop_views import EvaluationLoopView, FitLoopView
 from drivetrain.compat.lightning.pytorch.trainer.metric_views import CallbackMetrics, LightningTrackerLog, as_tensor
-from drivetrain.compat.lightning.pytorch.trainer.spawning import Spawning
+from drivetrain.compat.lightning.pytorch.trainer.spawning import Spawning, SpawnsDDP
 from drivetrain.compat.lightning.pytorch.trainer.states import RunningStage, TrainerFn, TrainerState, TrainerStatus
 from drivetrain.compat.lightning.pytorch.trainer.verbs import lightning_verb
 from drivetrain.compat.lightning.reasons import PLUGIN
@@ -116,7 +118,7 @@ class Trainer(CoreTrainer):
         if spawning is not None:
             options["strategy"] = spawning.strategy
             if spawning.num_processes > 1:
-                options.update(strategy="auto", devices=1)
+                options.update(strategy=SpawnsDDP(), devices=1)
         super().__init__(
             accelerator=accelerator,
             precision=precision,
@@ -125,6 +127,7 @@ class Trainer(CoreTrainer):
             profiler=_profiler_of(profiler),
             **options,
         )
+        self.callbacks = [_as_there(each, options.get("callbacks")) for each in self.callbacks]
         self._running: Stage | None = None
         self._was_cut_short = False
         self._spawning = None if spawning is None or spawning.num_processes == 1 else spawning
@@ -150,6 +153,19 @@ class Trainer(CoreTrainer):
                 "Saving a checkpoint is only possible if a model is attached: call fit or another verb first."
             )
         return super().save_checkpoint(filepath, *args, **kwargs)
+
+    def format_of_checkpoint(self, filepath: str | os.PathLike[str], block: bool = True) -> str:
+        """The format in which `save_checkpoint` writes where none is given.
+
+        `"lightning"`, one file, where each process holds the whole state; `"drivetrain"`, a directory, where the state
+        is sharded, is written in the background, or goes to a URL.
+
+        Args:
+            filepath: Where to.
+            block: Whether it is written at once.
+        """
+        is_file = block and "://" not in os.fspath(filepath) and self.strategy.state.holds_whole
+        return "lightning" if is_file else "drivetrain"
 
     @property
     def spawning(self) -> Spawning | None:
@@ -223,8 +239,9 @@ class Trainer(CoreTrainer):
 
     @property
     def logged_metrics(self) -> dict[str, Any]:
-        """The values that loggers got, the latest of each name."""
-        return {name: as_tensor(value) for name, value in self.tracker_log.written.items()}
+        """The values for loggers, the latest of each name, also those of steps whose values no logger gets."""
+        values = {**self.tracker_log.written, **self.logged.step_values(for_logger=True)}
+        return {name: as_tensor(value) for name, value in values.items()}
 
     @property
     def progress_bar_metrics(self) -> dict[str, Any]:
@@ -319,6 +336,15 @@ class Trainer(CoreTrainer):
     # what is trained
 
     @property
+    def datamodule(self) -> Any:
+        """The data module of the run, or of the last one; it can be set between two runs."""
+        return super().datamodule
+
+    @datamodule.setter
+    def datamodule(self, datamodule: Any) -> None:
+        self.task_run.datamodule = datamodule
+
+    @property
     def lightning_module(self) -> Any:
         """The task of the run, or of the last one."""
         return self.task
@@ -365,6 +391,12 @@ class Trainer(CoreTrainer):
     def num_sanity_val_batches(self) -> list[float]:
         """Batches of each validation loader that are tried before training."""
         return [min(batches, self.num_sanity_val_steps) for batches in self.num_val_batches]
+
+
+def _as_there(callback: Callback, given: Any) -> Callback:
+    """The callback for checkpoints of Lightning's kind where the Trainer has added the usual one by itself."""
+    is_added = type(callback) is CoreModelCheckpoint and callback is not given and callback not in (given or ())
+    return ModelCheckpoint() if is_added else callback
 
 
 def _profiler_of(given: Any) -> Any:
