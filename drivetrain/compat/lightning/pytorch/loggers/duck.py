@@ -47,15 +47,15 @@ def _text(original: Any, name: str) -> str | None:
 
 
 def as_loggers(given: Any) -> Any:
-    """What `Trainer(logger=)` was given, with a `DuckLogger` around each object that only looks like a logger.
+    """What `Trainer(logger=)` was given, with a `DuckLogger` around each object that has but the methods of a logger.
 
     Args:
         given: A logger, several, or one of the other values that are taken.
     """
     if isinstance(given, Sequence) and not isinstance(given, str):
         return [as_loggers(each) for each in given]
-    looks_like_one = callable(getattr(given, "log_metrics", None)) and not isinstance(given, Tracker)
-    return DuckLogger(given) if looks_like_one else given
+    has_its_methods = callable(getattr(given, "log_metrics", None)) and not isinstance(given, Tracker)
+    return DuckLogger(given) if has_its_methods else given
 
 
 def given_as(logger: Any) -> Any:

@@ -395,7 +395,8 @@ class Trainer(CoreTrainer):
 
 def _as_there(callback: Callback, given: Any) -> Callback:
     """The callback for checkpoints of Lightning's kind where the Trainer has added the usual one by itself."""
-    is_added = type(callback) is CoreModelCheckpoint and callback is not given and callback not in (given or ())
+    known = given if isinstance(given, Sequence) else [given]
+    is_added = type(callback) is CoreModelCheckpoint and not any(each is callback for each in known)
     return ModelCheckpoint() if is_added else callback
 
 
