@@ -130,7 +130,7 @@ class TrainerStatus:
     @property
     def log_dir(self) -> str:
         """Where the first tracker writes; the default directory where none writes files."""
-        for tracker in self.loggers:
+        for tracker in self.tracker_group.trackers:
             if tracker.log_dir is not None:
                 return tracker.log_dir
         return self.default_root_dir

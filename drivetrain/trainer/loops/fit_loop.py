@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from drivetrain.callbacks.stage import Stage
 from drivetrain.data import CombinedLoader, PreparedLoader
 from drivetrain.runtime.errors import DataError
+from drivetrain.trainer.loops.binding import DataEnded
 from drivetrain.trainer.loops.consumption import validation_interval
 from drivetrain.trainer.loops.evaluation_loop import EvaluationLoop
 from drivetrain.trainer.loops.health import EpochHealth
@@ -130,7 +131,7 @@ class FitLoop:
                     break
             else:
                 finished = True
-        except EpochSkipped:
+        except (EpochSkipped, DataEnded):
             finished = skipped = True
             batches.committed.release()
         finally:

@@ -15,10 +15,16 @@ from drivetrain.trackers.base import COMPLETED
 class Logger(Tracker):
     """Where the values of a run are written. Override `name`, `version`, `log_metrics` and `log_hyperparams`.
 
-    A run calls `finalize` with `"success"` or `"failed"` when it ends.
+    A run calls `finalize` when it ends, with `"success"`, `"failed"`, or the name of the signal that ended it.
     """
 
     in_background = False
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        own = cls.__dict__.get("finalize")
+        if own is not None:
+            cls.finalize = _in_lightnings_words(own)  # type: ignore[method-assign]
 
     @property
     @abstractmethod
@@ -65,6 +71,16 @@ class Logger(Tracker):
 
     def record_end(self, status: str, message: str) -> None:
         self.finalize("success" if status == COMPLETED else "failed")
+
+
+def _in_lightnings_words(finalize: Callable[..., None]) -> Callable[..., None]:
+    """A logger's own `finalize`, which takes a status alone, as a run calls it."""
+
+    @wraps(finalize)
+    def called_by_a_run(self: Any, status: str = COMPLETED, message: str = "") -> None:
+        finalize(self, "success" if status == COMPLETED else status)
+
+    return called_by_a_run
 
 
 class DummyLogger(Logger):
