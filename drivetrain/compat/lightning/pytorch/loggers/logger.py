@@ -97,12 +97,34 @@ class DummyLogger(Logger):
     def log_hyperparams(self, *args: Any, **kwargs: Any) -> None:
         pass
 
-
-class DummyExperiment:
-    """Takes every call, and does nothing."""
+    @property
+    def experiment(self) -> DummyExperiment:
+        """Takes every call."""
+        return DummyExperiment()
 
     def __getattr__(self, name: str) -> Callable[..., None]:
-        return lambda *args, **kwargs: None
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return _nothing
+
+
+def _nothing(*args: Any, **kwargs: Any) -> None:
+    """Take every argument."""
+
+
+class DummyExperiment:
+    """Takes every call and every item, and does nothing."""
+
+    def __getattr__(self, name: str) -> Callable[..., None]:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return _nothing
+
+    def __getitem__(self, name: Any) -> DummyExperiment:
+        return self
+
+    def __setitem__(self, name: Any, value: Any) -> None:
+        pass
 
 
 def rank_zero_experiment(function: Callable[[Any], Any]) -> Callable[[Any], Any]:

@@ -16,6 +16,7 @@ from drivetrain.compat.lightning.fabric.utilities.rank_zero import rank_zero_war
 from drivetrain.compat.lightning.fabric.utilities.warnings import PossibleUserWarning, warn_by_warnings
 from drivetrain.compat.lightning.plugins import Precision, TorchSyncBatchNorm
 from drivetrain.compat.lightning.pytorch.callbacks.model_checkpoint import ModelCheckpoint
+from drivetrain.compat.lightning.pytorch.loggers.duck import as_loggers, given_as
 from drivetrain.compat.lightning.pytorch.loggers.files import CSVLogger, TensorBoardLogger
 from drivetrain.compat.lightning.pytorch.loggers.logger import DummyLogger
 from drivetrain.compat.lightning.pytorch.profilers.pytorch import PyTorchProfiler
@@ -115,6 +116,8 @@ class Trainer(CoreTrainer):
         if logger is None or logger is True:
             logger = _default_logger(default_root_dir) if not options.get("barebones") else None
         accelerator = _kind_of(accelerator)
+        if options.get("strategy") == "single_device":
+            options["strategy"] = "single"
         spawning = Spawning.asked_for(options.get("strategy"), options.get("devices", "auto"), accelerator)
         if spawning is not None:
             options["strategy"] = spawning.strategy
@@ -123,7 +126,7 @@ class Trainer(CoreTrainer):
         super().__init__(
             accelerator=accelerator,
             precision=precision,
-            logger=logger,
+            logger=as_loggers(logger),
             default_root_dir=default_root_dir,
             profiler=_profiler_of(profiler),
             **options,
@@ -229,7 +232,7 @@ class Trainer(CoreTrainer):
     @property
     def logger(self) -> Any:
         """The first logger; setting it replaces all."""
-        return super().logger
+        return given_as(super().logger)
 
     @logger.setter
     def logger(self, logger: Any) -> None:
@@ -238,11 +241,11 @@ class Trainer(CoreTrainer):
     @property
     def loggers(self) -> list[Any]:
         """All loggers; they can be set between two runs."""
-        return super().loggers
+        return [given_as(each) for each in super().loggers]
 
     @loggers.setter
     def loggers(self, loggers: Sequence[Any] | None) -> None:
-        self.tracker_group = TrackerGroup(list(loggers or []), self.is_global_zero)
+        self.tracker_group = TrackerGroup(as_loggers(list(loggers or [])), self.is_global_zero)
 
     @property
     def callback_metrics(self) -> dict[str, Any]:
@@ -344,6 +347,14 @@ class Trainer(CoreTrainer):
         return self.task_run.stage in (Stage.VALIDATE, Stage.TEST) and self.stage is not None
 
     @property
+    def val_check_batch(self) -> float | None:
+        """Batches between two validations in an epoch; None where they are counted over epochs or by another unit."""
+        interval, batches = self.val_check_interval, self.num_training_batches
+        if isinstance(interval, float) and self.check_val_every_n_epoch is not None:
+            return max(1, int(batches * interval)) if batches != float("inf") else batches
+        return interval if isinstance(interval, int) else None
+
+    @property
     def enable_validation(self) -> bool:
         """Whether `fit` validates."""
         return self.limit_val_batches != 0 and bool(self.num_val_batches)
@@ -415,7 +426,8 @@ class Trainer(CoreTrainer):
 
 def _as_there(callback: Callback, given: Any) -> Callback:
     """The callback for checkpoints of Lightning's kind where the Trainer has added the usual one by itself."""
-    is_added = type(callback) is CoreModelCheckpoint and callback is not given and callback not in (given or ())
+    known = given if isinstance(given, Sequence) else [given]
+    is_added = type(callback) is CoreModelCheckpoint and not any(each is callback for each in known)
     return ModelCheckpoint() if is_added else callback
 
 
