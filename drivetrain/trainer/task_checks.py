@@ -76,9 +76,9 @@ def check_training_step(task: Task, accumulate: int, clip: float | None) -> None
             f"No `configure_optimizers()` method defined in {type(task).__name__}. Define it and return an optimizer."
         )
     if not task.automatic_optimization and type(task).optimizer_step is not Task.optimizer_step:
-        raise ConfigurationError(
-            f"{type(task).__name__} overrides optimizer_step but has automatic_optimization = False, so it would never "
-            "be called. Step the optimizers in training_step."
+        logger.warning_once(
+            f"{type(task).__name__} overrides optimizer_step but has automatic_optimization = False, so it is never "
+            "called. Step the optimizers in training_step."
         )
     if not task.automatic_optimization and (accumulate > 1 or clip):
         given = f"accumulate_grad_batches={accumulate}" if accumulate > 1 else f"gradient_clip_val={clip}"

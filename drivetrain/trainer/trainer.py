@@ -377,6 +377,17 @@ class Trainer(KnownKeywords, OptionAttributes, TrainerStatus):
 
         return evaluate(self, Stage.PREDICT, model, dataloaders, datamodule, ckpt_path, predict)
 
+    def adapt_training_loader(self, loader: Any) -> Any:
+        """Change a training loader before it is prepared; override it to give all of them another order, say.
+
+        Args:
+            loader: What was given or made; each one alone where there are several.
+
+        Returns:
+            The loader to prepare.
+        """
+        return loader
+
     def adopt_callbacks(self, added: Any) -> None:
         """Take a task's callbacks, which replace those of the same type.
 

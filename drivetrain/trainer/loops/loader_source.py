@@ -137,8 +137,9 @@ class LoaderSource:
                 f"{type(loader).__name__}, which cannot be iterated. Give a torch DataLoader, or another iterable of "
                 "batches."
             )
-        if self._trainer.overfit_batches and self._stage is Stage.TRAIN:
-            loader = without_shuffle(loader)
+        if self._stage is Stage.TRAIN:
+            loader = without_shuffle(loader) if self._trainer.overfit_batches else loader
+            loader = self._trainer.adapt_training_loader(loader)
         prepared = self._trainer.accelerator.prepare_data_loader(
             loader,
             tail=tail,

@@ -28,6 +28,7 @@ __all__ = [
     "__version__",
     "accelerators",
     "callbacks",
+    "cli_lightning_logo",
     "core",
     "loggers",
     "plugins",
@@ -38,3 +39,7 @@ __all__ = [
     "tuner",
     "utilities",
 ]
+
+
+def cli_lightning_logo() -> None:
+    """Do nothing: there is no logo."""

@@ -25,6 +25,7 @@ from drivetrain.compat.lightning.pytorch.trainer.arguments import (
 )
 from drivetrain.compat.lightning.pytorch.trainer.loop_views import EvaluationLoopView, FitLoopView
 from drivetrain.compat.lightning.pytorch.trainer.metric_views import CallbackMetrics, LightningTrackerLog, as_tensor
+from drivetrain.compat.lightning.pytorch.trainer.order import interleaved
 from drivetrain.compat.lightning.pytorch.trainer.spawning import Spawning
 from drivetrain.compat.lightning.pytorch.trainer.states import RunningStage, TrainerFn, TrainerState, TrainerStatus
 from drivetrain.compat.lightning.pytorch.trainer.verbs import lightning_verb
@@ -149,6 +150,10 @@ class Trainer(CoreTrainer):
                 "Saving a checkpoint is only possible if a model is attached: call fit or another verb first."
             )
         return super().save_checkpoint(filepath, *args, **kwargs)
+
+    def adapt_training_loader(self, loader: Any) -> Any:
+        """Let processes take every n-th sample, unless `use_distributed_sampler` is off."""
+        return interleaved(loader, self.strategy.topology.data_shard) if self.use_distributed_sampler else loader
 
     @property
     def spawning(self) -> Spawning | None:
