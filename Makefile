@@ -30,6 +30,11 @@ RAY_VENV ?= .venv-ray
 PIP := $(VENV)/bin/python -m pip --disable-pip-version-check
 # Of what a lane installs it imports a part, which is compiled then: all of it would take a minute for each.
 PIP_OF_LANES := --disable-pip-version-check install --no-compile
+# torch is 700 MB. $(call link-torch,ENVIRONMENT) links it from $(VENV), where links can be made; pip then finds it there,
+# or installs it where it is another version.
+link-torch = here=$$(echo $(VENV)/lib/python3*/site-packages); there=$$(echo $(1)/lib/python3*/site-packages); \
+	[ -d $$there/torch ] || cp -al $$here/torch $$here/torchgen $$here/functorch $$here/torch-*.dist-info $$there || \
+	rm -rf $$there/torch $$there/torchgen $$there/functorch $$there/torch-*.dist-info
 
 # `make test-gpu PYTHON=python3` uses a Python that already holds torch, and makes no environment.
 ifeq ($(origin PYTHON),command line)
@@ -91,7 +96,7 @@ test-sharded: $(DEV_ENV) ## the tests that divide models: FSDP, DeepSpeed, tenso
 	$(PYTHON) -m pytest $(IN_PARALLEL) -m "sharded and not (slow or gpu)" $(TESTS)
 
 test-crash: $(DEV_ENV) ## the tests that kill processes and machines over and over
-	$(PYTHON) -m pytest $(IN_PARALLEL) -m "crash and not slow" $(TESTS)
+	$(PYTHON) -m pytest $(IN_PARALLEL) -n 3 -m "crash and not slow" $(TESTS)
 
 test-megatron: $(MEGATRON_ENV) ## the tests of Megatron, on the CPU (an environment of its own)
 	$(MEGATRON_PYTHON) -m pytest $(IN_PARALLEL) -m "megatron and not gpu" $(or $(TESTS),tests/strategies/megatron \
@@ -146,6 +151,7 @@ wheel: $(DEV_ENV) ## build sdist and wheel, install the wheel in a clean environ
 	rm -rf dist build/wheel-env
 	$(PYTHON) -m build --no-isolation
 	$(PYTHON) -m venv build/wheel-env
+	$(call link-torch,build/wheel-env)
 	build/wheel-env/bin/python -m pip install -q --disable-pip-version-check torch -c constraints.txt
 	build/wheel-env/bin/python -m pip install -q --disable-pip-version-check dist/*.whl -c constraints.txt
 	PYTHONPATH= build/wheel-env/bin/python .ci/check_wheel.py dist
@@ -174,13 +180,15 @@ $(VENV)/bin/python $(BENCH_VENV)/bin/python $(XLA_VENV)/bin/python $(MEGATRON_VE
 $(VENV)/constraints.txt: constraints.txt | $(VENV)/bin/python
 	grep -v '^torch==' constraints.txt > $@
 
-$(VENV)/.made-for-examples: pyproject.toml $(CONSTRAINTS) | $(VENV)/bin/python
+$(VENV)/.has-torch: $(CONSTRAINTS) | $(VENV)/bin/python
 	$(PIP) install torch -c $(CONSTRAINTS)
+	@touch $@
+
+$(VENV)/.made-for-examples: pyproject.toml $(CONSTRAINTS) $(VENV)/.has-torch
 	$(PIP) install -e ".[examples]" -c $(CONSTRAINTS)
 	@touch $@
 
-$(VENV)/.made-for-development: pyproject.toml $(CONSTRAINTS) | $(VENV)/bin/python
-	$(PIP) install torch -c $(CONSTRAINTS)
+$(VENV)/.made-for-development: pyproject.toml $(CONSTRAINTS) $(VENV)/.has-torch
 	$(PIP) install -e ".[test,dev,docs,examples]" -c $(CONSTRAINTS)
 	@touch $@ $(VENV)/.made-for-examples
 
@@ -195,7 +203,8 @@ $(XLA_ENV): pyproject.toml constraints.txt constraints-xla.txt | $(XLA_VENV)/bin
 	$(XLA_PYTHON) -m pip $(PIP_OF_LANES) -e ".[test]" -c $(XLA_VENV)/constraints.txt
 	@touch $@
 
-$(MEGATRON_VENV)/.made-for-megatron: pyproject.toml constraints.txt | $(MEGATRON_VENV)/bin/python
+$(MEGATRON_VENV)/.made-for-megatron: pyproject.toml constraints.txt | $(VENV)/.has-torch $(MEGATRON_VENV)/bin/python
+	$(call link-torch,$(MEGATRON_VENV))
 	$(MEGATRON_PYTHON) -m pip $(PIP_OF_LANES) torch -c constraints.txt
 	$(MEGATRON_PYTHON) -m pip $(PIP_OF_LANES) -e ".[megatron,fp8]" \
 		pytest pytest-timeout pytest-xdist -c constraints.txt
@@ -203,7 +212,8 @@ $(MEGATRON_VENV)/.made-for-megatron: pyproject.toml constraints.txt | $(MEGATRON
 
 # torchvision apart, for the one program that needs it: where torch is a build for the CPU, it cannot be imported fully,
 # and transformers imports it wherever it finds it.
-$(COMPAT_ENV): pyproject.toml constraints.txt constraints-compat.txt | $(COMPAT_VENV)/bin/python
+$(COMPAT_ENV): pyproject.toml constraints.txt constraints-compat.txt | $(VENV)/.has-torch $(COMPAT_VENV)/bin/python
+	$(call link-torch,$(COMPAT_VENV))
 	$(COMPAT_PYTHON) -m pip $(PIP_OF_LANES) torch -c constraints.txt
 	$(COMPAT_PYTHON) -m pip $(PIP_OF_LANES) -e ".[deepspeed]" accelerate transformers trl peft diffusers datasets \
 		evaluate scikit-learn schedulefree pytest pytest-timeout pytest-xdist hypothesis nbclient ipykernel \
@@ -221,7 +231,8 @@ $(TRACKERS_VENV)/.made-for-trackers: pyproject.toml constraints-trackers.txt | $
 		pytest pytest-timeout pytest-xdist -c constraints-trackers.txt
 	@touch $@
 
-$(RAY_VENV)/.made-for-ray: pyproject.toml constraints.txt constraints-ray.txt | $(RAY_VENV)/bin/python
+$(RAY_VENV)/.made-for-ray: pyproject.toml constraints.txt constraints-ray.txt | $(VENV)/.has-torch $(RAY_VENV)/bin/python
+	$(call link-torch,$(RAY_VENV))
 	$(RAY_PYTHON) -m pip $(PIP_OF_LANES) torch -c constraints.txt
 	$(RAY_PYTHON) -m pip $(PIP_OF_LANES) -e ".[ray]" pytest pytest-timeout \
 		-c constraints.txt -c constraints-ray.txt

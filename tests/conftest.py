@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import functools
 import gc
+import re
 import signal
 import sys
 from collections.abc import Callable, Iterator
 from glob import glob
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,9 +22,31 @@ LONG = ("tests/launch/", "tests/strategies/test_teardown.py", "tests/benchmarks/
 LONG += ("tests/examples/", "tests/conformance/test_fp8.py", "tests/trackers/")
 
 
+# The lanes that import only the files which have tests of theirs.
+LANES = ("crash", "sharded", "xla")
+
+
+@functools.cache
+def has_tests_of(lane: str, path: Path) -> bool:
+    """Whether a file of tests spells the lane's mark, or computes marks."""
+    return bool(re.search(rf"mark\.{lane}\b|getattr\(pytest\.mark|pytestmark = [A-Z]", path.read_text()))
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Import no file without tests of the lane that was asked for, as by `-m "crash and not slow"`."""
+    lane = config.option.markexpr.split(" and not ")[0]
+    if lane in LANES and collection_path.match("test_*.py"):
+        return not has_tests_of(lane, collection_path) or None
+    return None
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Put long files first, and skip, by name of what is missing, tests for what this machine has not."""
     items.sort(key=lambda item: not item.nodeid.startswith(LONG))
+    for item in items:
+        for lane in LANES:
+            if item.get_closest_marker(lane) and not has_tests_of(lane, item.path):
+                raise pytest.UsageError(f"{item.nodeid} is of the lane {lane}, which its file does not show")
     for mark, missing in (("gpu", _missing_gpu), ("xla", _missing_xla), ("tpu", _missing_tpu)):
         marked = [item for item in items if item.get_closest_marker(mark)]
         reason = missing() if marked else None
@@ -50,7 +75,12 @@ def pytest_configure() -> None:
 
 
 def pytest_collection_finish() -> None:
-    """Leave what has been imported and collected out of every garbage collection from here on."""
+    """Leave what has been imported and collected out of every garbage collection from here on.
+
+    A worker has a core for itself: the threads of torch's operators would wait for those of the other worker.
+    """
+    if "torch" in sys.modules:
+        sys.modules["torch"].set_num_threads(1)
     gc.collect()
     gc.freeze()
 

@@ -5,8 +5,6 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-import pytest
-
 import drivetrain
 from tests.house import PACKAGE
 from tests.pool import ROOT
@@ -68,17 +66,23 @@ def test_every_folder_is_a_room_or_goes_through_all_of_them() -> None:
     assert folders - ACROSS.keys() == ROOMS
 
 
-@pytest.mark.parametrize("path", FILES, ids=place)
-def test_a_file_tests_the_room_that_it_is_in(path: Path) -> None:
-    """It uses that room, or one that stands on it: what a strategy does shows in an Accelerator and a Trainer."""
+def is_at_home(path: Path) -> bool:
+    """It uses its room, or one that stands on it: what a strategy does shows in an Accelerator and a Trainer."""
     room = path.relative_to(TESTS).parts[0]
     fitting = RUN_BY.get(room, set()) | {room}
-    assert {name.split(".")[1] for name in reached(path) if name.startswith("drivetrain.")} & fitting
+    return bool({name.split(".")[1] for name in reached(path) if name.startswith("drivetrain.")} & fitting)
 
 
-@pytest.mark.parametrize("path", HELPERS, ids=place)
-def test_what_is_no_test_helps_one(path: Path) -> None:
-    module = place(path).removesuffix(".py").replace("/", ".")
-    others = [other.read_text() for other in TESTS.rglob("*.py") if other != path]
-    names = (module, path.name, f"from {module.rpartition('.')[0]} import {path.stem}")
-    assert any(name in other for other in others for name in names)
+def test_a_file_tests_the_room_that_it_is_in() -> None:
+    assert [place(path) for path in FILES if not is_at_home(path)] == []
+
+
+def test_what_is_no_test_helps_one() -> None:
+    sources = {path: path.read_text() for path in TESTS.rglob("*.py")}
+
+    def helps(path: Path) -> bool:
+        module = place(path).removesuffix(".py").replace("/", ".")
+        names = (module, path.name, f"from {module.rpartition('.')[0]} import {path.stem}")
+        return any(name in source for other, source in sources.items() if other != path for name in names)
+
+    assert [place(path) for path in HELPERS if not helps(path)] == []

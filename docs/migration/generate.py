@@ -303,9 +303,9 @@ Lightning's, is listed under [Trainer and Task](trainer.md).
 
 Where the behaviour differs on purpose:
 
-- A checkpoint is a directory, which appears complete or not at all. [Lightning's `.ckpt` files](checkpoints.md) open,
-  and `trainer.save_checkpoint(path, format="lightning")` writes one. One of the middle of an epoch continues with the
-  next batch; Lightning begins with the epoch's first data again.
+- The mirror's Trainer writes [Lightning's `.ckpt` files](checkpoints.md), and directories where the state is sharded;
+  `drivetrain.Trainer` writes directories. A file of the middle of an epoch continues with the next batch; Lightning
+  begins with the epoch's first data again. Objects in a checkpoint are refused when it is saved.
 - `test()`, `validate()` and `predict()` without a model, after a `fit` that has saved nothing, take the weights as they
   are; Lightning raises.
 - Modules among hyper-parameters are left out of checkpoints, with a warning. Give them again to `load_from_checkpoint`.

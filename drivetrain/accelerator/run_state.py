@@ -155,15 +155,32 @@ class RunState:
         Returns:
             The save; done already where `block` is set.
         """
-        driver = dict(driver or {})
-        kept = sorted(self._kept.keys() - driver)
-        shared = {"engine": engine, "driver": {**{name: self._kept[name] for name in kept}, **driver}, "kept": kept}
-        random = (moment or self.moment()).random or RandomState.capture()
-        process = {"engine": {"random": random.state_dict()}, "driver": dict(own or {})}
+        shared, process = self.compose(engine, driver, own, moment)
         optimizers = [one.optimizer for one in self.prepared.optimizers]
         return checkpoint.save_run_state(
             directory, shared, process, self._state, step=step, block=block, extra=extra, optimizers=optimizers
         )
+
+    def compose(
+        self,
+        engine: dict[str, Any],
+        driver: Mapping[str, Any] | None = None,
+        own: Mapping[str, Any] | None = None,
+        moment: Moment | None = None,
+    ) -> tuple[dict[str, Any], dict[str, Any]]:
+        """The state of the run as a checkpoint lays it out: what all processes share, and this process's own.
+
+        Args:
+            engine: The engine's part, from `engine()`.
+            driver: The driver's entries that are the same on all processes.
+            own: The driver's entries of this process.
+            moment: The moment that a save describes; from `self.moment` if None.
+        """
+        driver = dict(driver or {})
+        kept = sorted(self._kept.keys() - driver)
+        shared = {"engine": engine, "driver": {**{name: self._kept[name] for name in kept}, **driver}, "kept": kept}
+        random = (moment or self.moment()).random or RandomState.capture()
+        return shared, {"engine": {"random": random.state_dict()}, "driver": dict(own or {})}
 
     def save(self, output_dir: str | os.PathLike[str] | None, block: bool) -> str:
         """Write the engine's part, with the user's hooks; see `Accelerator.save_state`."""

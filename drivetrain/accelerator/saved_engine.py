@@ -53,7 +53,7 @@ class SavedEngine:
         self._run, self._state = run, state
         strategy = run.strategy
         self._in_shards = strategy.state.reads_shards and not strategy.schedules_microbatches and not whole
-        foreign = checkpoint.read_foreign(directory, state.process_index)
+        foreign = checkpoint.read_foreign(directory, state.process_index, state.num_processes)
         if foreign is not None:
             self._in_shards = False
             shared, own = foreign

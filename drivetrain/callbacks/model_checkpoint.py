@@ -103,6 +103,10 @@ class ModelCheckpoint(Callback):
     """
 
     CHECKPOINT_NAME_LAST: ClassVar[str] = "last"
+    CHECKPOINT_EQUALS_CHAR: ClassVar[str] = "="
+    STARTING_VERSION: ClassVar[int] = 1
+    keeps_nan: ClassVar[bool] = False  # whether NaN counts as the worst score, rather than as none
+    missing_value: ClassVar[float] = float("nan")  # what stands in names for a metric that was not logged
     FILE_EXTENSION: ClassVar[str] = ".ckpt"
     saves_checkpoints: ClassVar[bool] = True
     runs_last_at_epoch_end: ClassVar[bool] = True
@@ -149,21 +153,26 @@ class ModelCheckpoint(Callback):
         self.async_save = async_save
         self.on_save_error = on_save_error
 
-        self.current_score: float | None = None
+        self._current_score: float | None = None
         kept = KeptCheckpoints(BestK(save_top_k, mode, by_score=monitor is not None))
         self._writer = CheckpointWriter(kept, save_last == "link", total_limit, async_save, on_save_error == "warn")
-        self._name = CheckpointName(filename or "{epoch}-{step}", auto_insert_metric_name)
         self._dirpath_is_given = dirpath is not None
         self._root = ""  # the run's default directory
         self._own_places: list[str] = []  # where runs of this script save by default
         self._fitting = self._training = self._is_resumed = False
         self._fits = self._last_step = self._validations = 0
+        self._last_saved = -1  # the step of the last save of this run
         self._judged = 0  # how many validations came before the last epoch's end
         self._waits_for_validation = self._gets_ready = False
         self._timer: StepTimer | StepCount | None = None
         self._elapsed = 0.0  # seconds of the interval under way, in the run before
 
     # what there is
+
+    @property
+    def current_score(self) -> float | None:
+        """The score of the last save."""
+        return self._current_score
 
     @property
     def best_model_path(self) -> str:
@@ -184,6 +193,11 @@ class ModelCheckpoint(Callback):
         return dict(self._writer.kept.best.scores)
 
     @property
+    def kept_scores(self) -> Mapping[str, float]:
+        """Paths of the checkpoints kept, and their scores; 0 where scores do not count."""
+        return self._writer.kept.best.scores
+
+    @property
     def kth_best_model_path(self) -> str:
         """The path of the checkpoint that a better one would replace."""
         return self._writer.kept.best.worst
@@ -198,6 +212,15 @@ class ModelCheckpoint(Callback):
         """The path of the checkpoint that was written last, whatever its score, or an empty text."""
         return self._writer.kept.newest
 
+    def name_of(self, template: str | None = None) -> CheckpointName:
+        """The name of a checkpoint from a template.
+
+        Args:
+            template: The template; `filename` if None.
+        """
+        template = template or self.filename or "{epoch}-{step}"
+        return CheckpointName(template, self.auto_insert_metric_name, self.CHECKPOINT_EQUALS_CHAR, self.missing_value)
+
     def format_checkpoint_name(
         self, metrics: Mapping[str, Any], filename: str | None = None, ver: int | None = None
     ) -> str:
@@ -208,8 +231,7 @@ class ModelCheckpoint(Callback):
             filename: A template in place of this callback's.
             ver: The number that distinguishes it from others of the same name.
         """
-        name = self._name if filename is None else CheckpointName(filename, self.auto_insert_metric_name)
-        text = name.format(int(metrics.get("epoch", 0)), int(metrics.get("step", 0)), metrics)
+        text = self.name_of(filename).format(int(metrics.get("epoch", 0)), int(metrics.get("step", 0)), metrics)
         text += "" if ver is None else f"-v{ver}"
         return os.path.join(self.dirpath or "", text + self.FILE_EXTENSION)
 
@@ -223,7 +245,7 @@ class ModelCheckpoint(Callback):
 
         path = os.path.join(self.dirpath or "", "best_k_models.yaml") if filepath is None else filepath
         with open(path, "w") as file:
-            yaml.safe_dump(self.best_k_models, file)
+            yaml.safe_dump({path: float(score) for path, score in self.best_k_models.items()}, file)
 
     def directories(self, trainer: Trainer) -> list[str]:
         """Return where an earlier run of this script may have saved, the likeliest place first.
@@ -257,7 +279,7 @@ class ModelCheckpoint(Callback):
             "dirpath": self.dirpath,
             "below_root": folder.relative(self.dirpath, self._root),
             "best_model_score": None if score is None else float(score),
-            "current_score": self.current_score,
+            "current_score": self._current_score,
             "validations": self._validations,
             "judged": self._judged,
             "last_step": self._last_step,
@@ -272,7 +294,7 @@ class ModelCheckpoint(Callback):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         state_dict = from_lightning(state_dict)
         state = RestoredState.of(state_dict)
-        self.current_score = number(state_dict, "current_score", float, optional=True)
+        self._current_score = number(state_dict, "current_score", float, optional=True)
         self._validations, self._judged = number(state_dict, "validations", int), number(state_dict, "judged", int)
         self._last_step = number(state_dict, "last_step", int)
         self._waits_for_validation = number(state_dict, "waits_for_validation", bool)
@@ -311,10 +333,12 @@ class ModelCheckpoint(Callback):
         self.dirpath = folder.resolved(self.dirpath)
         if self.save_last == "link" and not folder.is_local(self.dirpath):
             raise ConfigurationError(
-                f"ModelCheckpoint(save_last='link'): there are no links at {self.dirpath}. Give save_last=True."
+                f"ModelCheckpoint(save_last='link') is only supported for local file paths, not for {self.dirpath}. "
+                "Give save_last=True."
             )
         self._fits += 1
         self._validations = self._judged = 0
+        self._last_saved = -1
         self._waits_for_validation = self._is_resumed = False
         self._timer, self._elapsed = None, 0.0
 
@@ -352,7 +376,7 @@ class ModelCheckpoint(Callback):
             due = self._timer.is_due(step)
         else:
             due = step % self.every_n_train_steps == 0
-        if due and (self.monitor or self._name.fields) and getattr(trainer, "validation_follows", False):
+        if due and (self.monitor or self.name_of().fields) and getattr(trainer, "validation_follows", False):
             self._waits_for_validation = True
         elif due:
             self._save(trainer, task)
@@ -370,20 +394,25 @@ class ModelCheckpoint(Callback):
         if not self._fitting:
             return
         was_validated, self._judged = self._validations > self._judged, self._validations
-        is_stale = self.monitor is not None and self._validations > 0 and not was_validated
+        is_validated = self._validations > 0 or ((trainer.check_val_every_n_epoch or 1) > 1 and _validates(trainer))
+        is_stale = self.monitor is not None and is_validated and not was_validated
         if is_stale and self.save_on_train_epoch_end is None:
             return
         if self._saves_at_epoch_end(trainer) and self._epoch_is_due(trainer):
             self._save(trainer, task)
 
     def on_train_end(self, trainer: Trainer, task: Task) -> None:
-        self._training = False
         self.settle()
+        if self.save_last and self._fitting and not self.newest_model_path and trainer.global_step:
+            self._save(trainer, task, only_last=True)  # the run was shorter than the interval
+            self.settle()
 
     def on_exception(self, trainer: Trainer, task: Task, exception: BaseException) -> None:
         wanted = self.save_on_exception and self._training and isinstance(exception, Exception)
         if not wanted or isinstance(exception, CheckpointError):
             return
+        if self._is_saved(trainer.global_step):
+            return  # the last step is there already
         moment = f"exception-step={trainer.global_step}"
         if all_arrive(f"{self.state_key}/{self._fits}/{moment}", EXCEPTION_PATIENCE):
             try:
@@ -393,6 +422,10 @@ class ModelCheckpoint(Callback):
                 logger.error(f"ModelCheckpoint(save_on_exception=True): {error}")  # the run ends with its own
         else:
             logger.warning("ModelCheckpoint: not all processes raised, so no checkpoint of this moment can be saved.")
+
+    def _is_saved(self, step: int) -> bool:
+        """Whether this run has saved a checkpoint of a step that can be resumed."""
+        return bool(self.newest_model_path) and self._last_saved == step and not self.save_weights_only
 
     def _make_timer(self, trainer: Trainer) -> StepTimer | StepCount | None:
         every, interval = self.rhythm, self.train_time_interval
@@ -407,10 +440,10 @@ class ModelCheckpoint(Callback):
         """The name that `filename` stands for now, which no checkpoint has; None where none was given."""
         if self.filename is None or self.dirpath is None:
             return None
-        text = self._name.format(trainer.current_epoch, trainer.global_step, trainer.callback_metrics)
+        text = self.name_of().format(trainer.current_epoch, trainer.global_step, trainer.callback_metrics)
         if not self.enable_version_counter:
             return text
-        path = folder.free_path(os.path.join(self.dirpath, text), self.FILE_EXTENSION, ())
+        path = folder.free_path(os.path.join(self.dirpath, text), self.FILE_EXTENSION, (), first=self.STARTING_VERSION)
         return os.path.relpath(path, self.dirpath).removesuffix(self.FILE_EXTENSION)
 
     def _epoch_is_due(self, trainer: Trainer) -> bool:
@@ -420,7 +453,7 @@ class ModelCheckpoint(Callback):
     def _saves_at_epoch_end(self, trainer: Trainer) -> bool:
         if self.save_on_train_epoch_end is not None:
             return self.save_on_train_epoch_end
-        return trainer.val_check_interval in (None, 1.0)
+        return trainer.val_check_interval in (None, 1.0) or not _validates(trainer)
 
     # what
 
@@ -431,6 +464,14 @@ class ModelCheckpoint(Callback):
             CheckpointError: It could not be written, and errors are to be raised.
         """
         self._writer.settle()
+
+    def protect(self, path: str) -> None:
+        """Never remove a checkpoint, whatever becomes superfluous.
+
+        Args:
+            path: The checkpoint.
+        """
+        self._writer.protect(path)
 
     def save_now(self, trainer: Trainer, reason: str = "preempted") -> str:
         """Save a run that is about to be ended, at once and with all that a resume needs; called by all processes.
@@ -460,7 +501,7 @@ class ModelCheckpoint(Callback):
             if self._writer.save_now(trainer, path, is_passing):
                 logger.info(f"Saved {path}.")
 
-    def _save(self, trainer: Trainer, task: Task) -> None:
+    def _save(self, trainer: Trainer, task: Task, only_last: bool = False) -> None:
         """Save what is to be saved now; called by all processes."""
         assert self.dirpath is not None
         for callback in trainer.checkpoint_callbacks:
@@ -468,12 +509,21 @@ class ModelCheckpoint(Callback):
         if not _is_sound(trainer, task):
             return
         kept = self._writer.kept
-        decision = decide_on_main_process(lambda: decide(self, kept, self._name, trainer, self._validations > 0))
-        self._last_step = trainer.global_step
-        self.current_score = decision.score
+        decision = decide_on_main_process(
+            lambda: decide(self, kept, self.name_of(), trainer, self._validations > 0, only_last)
+        )
+        self._last_step = self._last_saved = trainer.global_step
+        self._current_score = decision.score
         self._writer.save(trainer, self.dirpath, decision, self.save_weights_only)
+        if decision.target is not None:
+            trainer.tracker_group.checkpoint_saved(self)
         if self.verbose:
             decision.report(self, trainer)
+
+
+def _validates(trainer: Trainer) -> bool:
+    """Whether there is anything to validate on."""
+    return sum(trainer.num_val_batches) > 0
 
 
 def _is_sound(trainer: Trainer, task: Task) -> bool:

@@ -13,7 +13,8 @@ What is stable, all of it to be called on every process unless marked otherwise:
   `prepare(tensors)` before the first save in the background, `settle()` until what it copies may change.
 - `describe_run_state(directory) -> shared` (one process): its tensors on the meta device, without values.
 - `remove_checkpoint(directory)` (one process): gone under its name at once.
-- `is_checkpoint(directory)` (one process): whether it has a manifest of ours, without which nothing is removed.
+- `is_checkpoint(directory)` (one process): whether it has a manifest of ours, or is a file with an entry of ours,
+  without which nothing is removed; `look_at(path) -> FoundCheckpoint`.
 - `Checkpoint(directory)` (one process): `manifest`, `shared(into, strict) -> (state, LoadReport)`, `own(rank)`,
   `verify()`.
 - `clean_stale(root)` (one process): what dead runs left. Every save and every look for checkpoints does it too.
@@ -22,7 +23,7 @@ What is stable, all of it to be called on every process unless marked otherwise:
   `consolidate_shards(directory, output)` (one process) makes plain safetensors of it.
 - `import_checkpoint(source, output)` (one process): what Accelerate's `save_state` or Lightning's Trainer wrote, as a
   checkpoint of ours; `read_foreign(path, rank)` reads it as it is, and `read_shared(path, only)` whatever it is.
-- `write_lightning_file(directory, path, ...)` (one process): a checkpoint of ours as a `.ckpt` of Lightning's.
+- `write_lightning_file(path, shared, processes, ...)` (one process): the state of a run as a `.ckpt` of Lightning's.
 - `load_checkpoint_in_model(model, checkpoint)` (one process): weights from the files of other tools.
 
 `directory` and `root` are local paths or URLs of a file system of fsspec. Every failure is a `CheckpointError`.
@@ -53,13 +54,17 @@ _EXPORTS = {
     "import_checkpoint": "drivetrain.checkpoint.import_state",
     "is_accelerate_state": "drivetrain.checkpoint.accelerate_format",
     "is_checkpoint": "drivetrain.checkpoint.entry_points",
+    "key_here": "drivetrain.checkpoint.lightning_keys",
     "list_checkpoints": "drivetrain.checkpoint.discovery",
     "load_checkpoint_in_model": "drivetrain.checkpoint.weight_files",
     "load_run_state": "drivetrain.checkpoint.entry_points",
+    "look_at": "drivetrain.checkpoint.discovery",
     "named_by_position": "drivetrain.checkpoint.optimizer_positions",
     "newest_checkpoint": "drivetrain.checkpoint.discovery",
+    "packed": "drivetrain.checkpoint.lightning_extras",
     "read_accelerate_state": "drivetrain.checkpoint.accelerate_format",
     "read_foreign": "drivetrain.checkpoint.foreign",
+    "read_processes": "drivetrain.checkpoint.foreign",
     "read_shared": "drivetrain.checkpoint.foreign",
     "remove_checkpoint": "drivetrain.checkpoint.entry_points",
     "save_pickled_weights": "drivetrain.checkpoint.weight_files",
@@ -88,13 +93,17 @@ __all__ = [
     "import_checkpoint",
     "is_accelerate_state",
     "is_checkpoint",
+    "key_here",
     "list_checkpoints",
     "load_checkpoint_in_model",
     "load_run_state",
+    "look_at",
     "named_by_position",
     "newest_checkpoint",
+    "packed",
     "read_accelerate_state",
     "read_foreign",
+    "read_processes",
     "read_shared",
     "remove_checkpoint",
     "save_pickled_weights",
@@ -118,6 +127,7 @@ if TYPE_CHECKING:
     from drivetrain.checkpoint.describe import describe_run_state as describe_run_state
     from drivetrain.checkpoint.discovery import FoundCheckpoint as FoundCheckpoint
     from drivetrain.checkpoint.discovery import list_checkpoints as list_checkpoints
+    from drivetrain.checkpoint.discovery import look_at as look_at
     from drivetrain.checkpoint.discovery import newest_checkpoint as newest_checkpoint
     from drivetrain.checkpoint.entry_points import is_checkpoint as is_checkpoint
     from drivetrain.checkpoint.entry_points import load_run_state as load_run_state
@@ -127,10 +137,13 @@ if TYPE_CHECKING:
     from drivetrain.checkpoint.export import consolidate_shards as consolidate_shards
     from drivetrain.checkpoint.export import save_safetensors as save_safetensors
     from drivetrain.checkpoint.foreign import read_foreign as read_foreign
+    from drivetrain.checkpoint.foreign import read_processes as read_processes
     from drivetrain.checkpoint.foreign import read_shared as read_shared
     from drivetrain.checkpoint.import_state import import_checkpoint as import_checkpoint
+    from drivetrain.checkpoint.lightning_extras import packed as packed
     from drivetrain.checkpoint.lightning_file import check_lightning_file as check_lightning_file
     from drivetrain.checkpoint.lightning_file import write_lightning_file as write_lightning_file
+    from drivetrain.checkpoint.lightning_keys import key_here as key_here
     from drivetrain.checkpoint.load import Checkpoint as Checkpoint
     from drivetrain.checkpoint.load import LoadReport as LoadReport
     from drivetrain.checkpoint.load import compare_states as compare_states

@@ -5,10 +5,12 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 
+from drivetrain.checkpoint.lightning_file import extras_at
 from drivetrain.checkpoint.load import Checkpoint
 from drivetrain.checkpoint.locations import storage_of
 from drivetrain.checkpoint.manifest import Manifest
 from drivetrain.checkpoint.peers import Failure, Peers
+from drivetrain.checkpoint.pickled import check_parts
 from drivetrain.checkpoint.storage import LocalStorage, Storage
 from drivetrain.checkpoint.writer_record import clean_stale
 from drivetrain.runtime.errors import CheckpointError
@@ -23,11 +25,12 @@ class FoundCheckpoint:
     """A complete checkpoint in a directory of checkpoints.
 
     Attributes:
-        path: Its directory or URL.
+        path: Its directory, its file in Lightning's format, or its URL.
         step: The optimizer step at which it was written, if known.
         saved_at: When, in seconds since the epoch.
         world_size: How many processes wrote it.
         finite_loss: Whether every loss since the save before was finite.
+        is_file: Whether it is a file in Lightning's format.
     """
 
     path: str
@@ -35,6 +38,7 @@ class FoundCheckpoint:
     saved_at: float
     world_size: int
     finite_loss: bool = True
+    is_file: bool = False
 
 
 def list_checkpoints(
@@ -42,7 +46,8 @@ def list_checkpoints(
 ) -> list[FoundCheckpoint]:
     """The complete checkpoints in a directory, the newest first: by step, then by time.
 
-    Files are compared by name and size; their content is not read.
+    Files are compared by name and size; their content is not read. Those in Lightning's format count where this package
+    has written them.
 
     Args:
         root: The directory or URL that the checkpoints are in.
@@ -54,6 +59,8 @@ def list_checkpoints(
     if isinstance(storage, LocalStorage):
         clean_stale(base)
     checkpoints = []
+    if isinstance(storage, LocalStorage):
+        checkpoints = [one for one in map(_file_at, storage.files(base)) if one is not None]
     for name in storage.children(base):
         if name.startswith("."):
             continue
@@ -119,9 +126,28 @@ def _newest(root: str | os.PathLike[str], verify: bool, storage: Storage | None)
     return None
 
 
+def look_at(path: str | os.PathLike[str], *, storage: Storage | None = None) -> FoundCheckpoint:
+    """What is known of one checkpoint of this package, a directory or a file in Lightning's format. On one process.
+
+    Args:
+        path: The checkpoint.
+        storage: Where it is; found from `path` if None.
+
+    Raises:
+        CheckpointError: There is no complete checkpoint of this package.
+    """
+    found, place = storage_of(path)
+    # A link to a file, such as `last.ckpt`, is as good as the file.
+    one = _file_at(os.path.realpath(place)) if isinstance(storage or found, LocalStorage) else None
+    return one or _found(place, Checkpoint(place, "size", storage or found).manifest)
+
+
 def _is_whole(one: FoundCheckpoint, storage: Storage | None) -> bool:
     try:
-        Checkpoint(one.path, storage=storage).verify()
+        if one.is_file:
+            check_parts(one.path)
+        else:
+            Checkpoint(one.path, storage=storage).verify()
     except CheckpointError as error:
         logger.warning(f"Passing over {one.path}: {error}")
         return False
@@ -157,6 +183,14 @@ def whole_beside(directory: str | os.PathLike[str], storage: Storage | None = No
 
 def _found(path: str, manifest: Manifest) -> FoundCheckpoint:
     return FoundCheckpoint(path, manifest.step, manifest.saved_at, manifest.world_size, manifest.finite_loss)
+
+
+def _file_at(path: str) -> FoundCheckpoint | None:
+    """The file in Lightning's format that this package has written under a path, if there is one."""
+    extras = extras_at(path)
+    if extras is None:
+        return None
+    return FoundCheckpoint(path, extras.step, extras.saved_at, extras.world_size, extras.finite_loss, is_file=True)
 
 
 def _age(one: FoundCheckpoint) -> tuple[float, float]:

@@ -9,12 +9,13 @@ from typing import Any
 from torch.optim import Optimizer
 
 from drivetrain.checkpoint.discovery import whole_beside
+from drivetrain.checkpoint.lightning_file import extras_at
 from drivetrain.checkpoint.load import Checkpoint, Verify
 from drivetrain.checkpoint.locations import storage_of
 from drivetrain.checkpoint.manifest import check_is_checkpoint, has_manifest
 from drivetrain.checkpoint.peers import Failure, Peers
 from drivetrain.checkpoint.queue import PendingSave, save_queue
-from drivetrain.checkpoint.storage import Storage
+from drivetrain.checkpoint.storage import LocalStorage, Storage
 from drivetrain.runtime.errors import CheckpointError
 from drivetrain.runtime.state import PartialState
 
@@ -125,21 +126,27 @@ def load_run_state(
 
 
 def is_checkpoint(directory: str | os.PathLike[str]) -> bool:
-    """Whether a directory has a `MANIFEST.json` of ours, whole or not: only such a one is ever removed.
+    """Whether this package has written a checkpoint: only such a one is ever removed.
+
+    A directory has a `MANIFEST.json` of ours then, whole or not, and a file in Lightning's format an entry of ours.
 
     Args:
-        directory: The directory or URL.
+        directory: The directory, file or URL.
     """
-    return has_manifest(*storage_of(directory))
+    storage, path = storage_of(directory)
+    if isinstance(storage, LocalStorage) and os.path.isfile(path):
+        return extras_at(path) is not None
+    return has_manifest(storage, path)
 
 
 def remove_checkpoint(directory: str | os.PathLike[str], *, storage: Storage | None = None) -> None:
     """Remove a checkpoint, on one process. Nothing is found under its name from the first moment on.
 
-    Only a directory with a `MANIFEST.json` of ours is removed, or a link to one; never anything else.
+    Only a directory with a `MANIFEST.json` of ours is removed, a link to one, or a file in Lightning's format with an
+    entry of ours; never anything else.
 
     Args:
-        directory: The checkpoint's directory or URL; nothing happens where there is none.
+        directory: The checkpoint's directory, file or URL; nothing happens where there is none.
         storage: Where it is; found from `directory` if None.
 
     Raises:
@@ -149,6 +156,9 @@ def remove_checkpoint(directory: str | os.PathLike[str], *, storage: Storage | N
     storage = storage or found
     try:
         if not storage.exists(path):
+            return
+        if isinstance(storage, LocalStorage) and extras_at(path) is not None:
+            os.unlink(path)
             return
         check_is_checkpoint(storage, path, "is not removed")
         storage.remove(path)

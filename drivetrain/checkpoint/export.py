@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from tqdm.auto import tqdm
 
+from drivetrain.checkpoint.lightning_format import is_lightning_checkpoint, read_lightning_state
 from drivetrain.checkpoint.load import Checkpoint
 from drivetrain.checkpoint.manifest import encoded
 from drivetrain.checkpoint.schema import in_schema
@@ -67,7 +68,8 @@ def consolidate(
     `model.safetensors.index.json`, as on Hugging Face's hub. Tied weights are written once.
 
     Args:
-        checkpoint: The checkpoint's directory or URL, of any strategy and number of processes.
+        checkpoint: The checkpoint's directory or URL, of any strategy and number of processes; or a `.ckpt` file in
+            Lightning's format, which is read whole.
         output: The directory to write to.
         max_shard_size: Bytes in a file at most, as a number or such as `"5GB"`; a single larger tensor has a file of
             its own.
@@ -97,6 +99,9 @@ def consolidate(
         consolidate("checkpoints/step_7", "exported", dtype="bfloat16")
         ```
     """
+    if is_lightning_checkpoint(checkpoint):
+        found = weights_below(_weights_in_file(checkpoint, model, parse_dtype(dtype)), module, os.fspath(checkpoint))
+        return save_safetensors(found, output, max_shard_size, overwrite=overwrite, progress=progress)
     opened = Checkpoint(checkpoint)
     names = weights_below(_weights_of(opened, model), module, opened.directory)
     target = parse_dtype(dtype)
@@ -231,6 +236,21 @@ def _weights_of(checkpoint: Checkpoint, model: int | None) -> dict[str, str]:
     }
     if not found:
         raise CheckpointError(f"{checkpoint.directory} holds a model without weights.")
+    return found
+
+
+def _weights_in_file(path: str | os.PathLike[str], model: int | None, dtype: torch.dtype | None) -> dict[str, Tensor]:
+    """The weights in a file of Lightning's, which holds one model. Tied ones stay one tensor."""
+    if model:
+        raise CheckpointError(f"{os.fspath(path)} holds 1 model, so there is no model {model}. Leave that out.")
+    [state] = read_lightning_state(path)[0]["engine"]["models"]
+    made: dict[tuple[Any, ...], Tensor] = {}
+    found = {}
+    for name, value in state.items():
+        if isinstance(value, Tensor):
+            identity = (value.data_ptr(), value.dtype, value.shape, value.stride())
+            converted = value.to(dtype) if dtype is not None and value.is_floating_point() else value
+            found[name] = made.setdefault(identity, converted)
     return found
 
 

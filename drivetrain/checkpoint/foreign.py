@@ -3,36 +3,59 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from typing import Any, BinaryIO
 
 from drivetrain.checkpoint.accelerate_format import is_accelerate_state, read_accelerate_state
 from drivetrain.checkpoint.entry_points import load_run_state
+from drivetrain.checkpoint.lightning_file import extras_at
 from drivetrain.checkpoint.lightning_format import is_lightning_checkpoint, read_lightning_state
+from drivetrain.checkpoint.load import Checkpoint
+from drivetrain.checkpoint.locations import storage_of
 from drivetrain.checkpoint.schema import in_schema
+from drivetrain.checkpoint.storage import LocalStorage
 
 
 def read_foreign(
-    path: str | os.PathLike[str] | BinaryIO, rank: int = 0
+    path: str | os.PathLike[str] | BinaryIO, rank: int = 0, count: int | None = None
 ) -> tuple[dict[str, Any], dict[str, Any] | None] | None:
     """Read a checkpoint of Hugging Face Accelerate's or of Lightning's, alone. Nothing in it is executed.
 
     Args:
         path: A local file or directory; or an opened file of Lightning's.
         rank: Whose random state to read, where there is one.
+        count: How many processes read it; as many as wrote it if None.
 
     Returns:
         The shared state and a process's own, in the schema of `drivetrain.checkpoint.schema`; None where the checkpoint
-        is neither, as those of this package.
+        is neither, as the directories of this package. The second is None too where this package wrote the file from
+        another number of processes.
 
     Raises:
         CheckpointError: It cannot be read, or holds what would have to be unpickled.
     """
     if hasattr(path, "read") or is_lightning_checkpoint(path):
-        return read_lightning_state(path)
+        return read_lightning_state(path, rank, count)
     if is_accelerate_state(path):
         return read_accelerate_state(path, rank)
     return None
+
+
+def read_processes(path: str | os.PathLike[str]) -> tuple[int, Callable[[int], Any]]:
+    """How many processes wrote a checkpoint of this package, and a function that reads what each kept of its own.
+
+    Args:
+        path: The directory, the file in Lightning's format, or the URL.
+
+    Raises:
+        CheckpointError: There is no complete checkpoint of this package.
+    """
+    storage, place = storage_of(path)
+    extras = extras_at(os.path.realpath(place)) if isinstance(storage, LocalStorage) else None
+    if extras is not None:
+        return extras.world_size, extras.own
+    written = Checkpoint(path, verify="size")
+    return written.manifest.world_size, written.own
 
 
 def read_shared(path: str | os.PathLike[str] | BinaryIO, only: Collection[str] | None = None) -> dict[str, Any]:

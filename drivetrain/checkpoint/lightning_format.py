@@ -6,17 +6,18 @@ They are read with torch's `weights_only`, so nothing in them is executed.
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
 
 import torch
 from torch import Tensor
 
+from drivetrain.checkpoint.lightning_extras import KEY, Extras, extras_of
 from drivetrain.checkpoint.lightning_keys import key_here, key_there
 from drivetrain.checkpoint.lightning_loops import loops_of, progress_of
 from drivetrain.checkpoint.optimizer_positions import by_name_or_position, with_positions
-from drivetrain.checkpoint.pickled import plain_classes, read_pickled, refused_classes
+from drivetrain.checkpoint.pickled import check_parts, plain_classes, read_pickled, refused_classes
 from drivetrain.checkpoint.schema import LOSS_IS_FINITE
 from drivetrain.checkpoint.torch_shards import TorchShards, bare_name
 from drivetrain.runtime.errors import CheckpointError
@@ -28,6 +29,7 @@ _VERSION = "pytorch-lightning_version"
 _REST = "meta.pt"
 _SCALERS = ("MixedPrecision", "MixedPrecisionPlugin", "NativeMixedPrecisionPlugin", "native_amp_scaling_state")
 _OLDER_HYPER_PARAMETERS = ("hparams", "module_arguments")
+_OF_DATA_MODULE = "datamodule_hyper_parameters"
 
 
 def is_lightning_checkpoint(path: str | os.PathLike[str]) -> bool:
@@ -39,16 +41,21 @@ def is_lightning_checkpoint(path: str | os.PathLike[str]) -> bool:
     return place.is_file() or ((place / _REST).is_file() and TorchShards.is_here(place))
 
 
-def read_lightning_state(source: str | os.PathLike[str] | BinaryIO) -> tuple[dict[str, Any], dict[str, Any]]:
+def read_lightning_state(
+    source: str | os.PathLike[str] | BinaryIO, rank: int = 0, count: int | None = None
+) -> tuple[dict[str, Any], dict[str, Any] | None]:
     """Read a checkpoint of Lightning's, of `Trainer.save_checkpoint` or `ModelCheckpoint`.
 
     Args:
         source: The local file, opened or not, or the folder that a sharded strategy wrote.
+        rank: Whose own state to read.
+        count: How many processes read it; as many as wrote it if None.
 
     Returns:
-        The shared state in the schema of `drivetrain.checkpoint.schema`, and a process's own state, which is empty:
-        there is no random state in such a file. Optimizers' states name parameters by their position. What is not
-        Lightning's own in the file is among the `hooks`, as `on_load_checkpoint` looks for it.
+        The shared state in the schema of `drivetrain.checkpoint.schema`, and a process's own state. That is empty where
+        Lightning wrote the file, which has no random state, and None where another number of processes of this package
+        did. Optimizers' states name parameters by their position. What is not Lightning's own in the file is among the
+        `hooks`, as `on_load_checkpoint` looks for it.
 
     Raises:
         CheckpointError: It cannot be read, needs classes that only unpickling makes, or is something else.
@@ -62,7 +69,18 @@ def read_lightning_state(source: str | os.PathLike[str] | BinaryIO) -> tuple[dic
             "directory of a checkpoint of drivetrain, or load plain weights with "
             "drivetrain.checkpoint.load_checkpoint_in_model(model, path)."
         )
-    rest = dict(found)
+    extras = Extras.of(found, name)
+    shared = _from_lightning(found, name)
+    if extras is None:
+        return shared, {"engine": {"random": None}, "driver": {}}
+    if not hasattr(source, "read"):
+        check_parts(source)
+    return extras.added_to(shared, found), None if count not in (None, extras.world_size) else extras.own(rank)
+
+
+def _from_lightning(found: Mapping[str, Any], name: str) -> dict[str, Any]:
+    """The shared state of a run from Lightning's own entries."""
+    rest = {key: value for key, value in found.items() if key != KEY}
     # The loops and the version stay among what hooks see.
     engine: dict[str, Any] = {"models": [dict(rest.pop("state_dict"))], "classes": {}}
     scaler: dict[str, Any] = next((rest.pop(key) for key in _SCALERS if key in rest), {})
@@ -77,11 +95,12 @@ def read_lightning_state(source: str | os.PathLike[str] | BinaryIO) -> tuple[dic
     hyper_parameters: dict[str, Any] = {}
     for key in (*_OLDER_HYPER_PARAMETERS, "hyper_parameters"):
         hyper_parameters |= rest.pop(key, None) or {}
+    of_data_module = rest.pop(_OF_DATA_MODULE, None)
     callbacks = rest.pop("callbacks", None) or {}
     driver = {
         "progress": progress_of(rest),
         "hyper_parameters": hyper_parameters,
-        "datamodule_hyper_parameters": hyper_parameters,
+        _OF_DATA_MODULE: hyper_parameters if of_data_module is None else of_data_module,
         "hparams_name": rest.pop("hparams_name", None),
         "callbacks": {spelled: state for key, state in callbacks.items() for spelled in (key, key_here(str(key)))},
         "trackers": [],
@@ -89,17 +108,23 @@ def read_lightning_state(source: str | os.PathLike[str] | BinaryIO) -> tuple[dic
         LOSS_IS_FINITE: True,
         "hooks": {key: value for key, value in rest.items() if key not in ("epoch", "global_step")},
     }
-    return {"engine": engine, "driver": driver, "kept": []}, {"engine": {"random": None}, "driver": {}}
+    return {"engine": engine, "driver": driver, "kept": []}
 
 
 def lightning_state(
-    shared: Mapping[str, Any], datamodule: str | None = None, epoch_length: float = float("inf")
+    shared: Mapping[str, Any],
+    processes: Sequence[Mapping[str, Any]],
+    datamodule: str | None = None,
+    callbacks: Mapping[str, Any] | None = None,
+    epoch_length: float = float("inf"),
 ) -> dict[str, Any]:
-    """What a file of Lightning's holds, from the shared state of a Trainer's checkpoint.
+    """What a file in Lightning's format holds, from the state of a Trainer's run.
 
     Args:
-        shared: In the schema of `drivetrain.checkpoint.schema`.
+        shared: The shared state, in the schema of `drivetrain.checkpoint.schema`.
+        processes: What each process keeps of its own, packed.
         datamodule: The name of the data module's class, if there is one.
+        callbacks: States of callbacks that differ in Lightning, by their keys.
         epoch_length: Batches of a process in an epoch, where it is known.
 
     Returns:
@@ -116,19 +141,26 @@ def lightning_state(
         "loops": loops,
     }
     if "optimizers" in engine:
+        states = {**driver.get("callbacks", {}), **(callbacks or {})}
         content |= {
-            "callbacks": {key_there(key): _state_there(state) for key, state in driver.get("callbacks", {}).items()},
+            "callbacks": {key_there(key): _state_there(state) for key, state in states.items()},
             "optimizer_states": [with_positions(each) for each in engine["optimizers"]],
             "lr_schedulers": engine["schedulers"],
         }
         if engine.get("precision"):
             content["MixedPrecision"] = engine["precision"]
-    hyper_parameters = {**driver.get("hyper_parameters", {}), **driver.get("datamodule_hyper_parameters", {})}
-    if hyper_parameters:
-        content |= {"hparams_name": driver.get("hparams_name") or "kwargs", "hyper_parameters": hyper_parameters}
-    if datamodule is not None and driver.get("datamodule"):
+    if driver.get("hyper_parameters"):
+        content |= {
+            "hparams_name": driver.get("hparams_name") or "kwargs",
+            "hyper_parameters": driver["hyper_parameters"],
+        }
+    if driver.get(_OF_DATA_MODULE):
+        content |= {"datamodule_hparams_name": "kwargs", _OF_DATA_MODULE: driver[_OF_DATA_MODULE]}
+    if driver.get("datamodule"):
+        datamodule = datamodule or "datamodule"
         content[datamodule] = driver["datamodule"]
-    return {**{key: value for key, value in driver.get("hooks", {}).items() if key not in content}, **content}
+    hooks = {key: value for key, value in driver.get("hooks", {}).items() if key not in content}
+    return {**hooks, **content, KEY: extras_of(shared, content, processes, datamodule)}
 
 
 def _read(source: Any, name: str) -> Any:

@@ -6,11 +6,13 @@ import collections
 import os
 import pathlib
 import pickle
+import zipfile
 from typing import Any, BinaryIO
 
 import numpy as np
 import torch
 
+from drivetrain.checkpoint.errors import DamagedCheckpointError
 from drivetrain.runtime.errors import CheckpointError
 
 
@@ -35,6 +37,22 @@ def read_pickled(path: str | os.PathLike[str], allowed: list[Any] | None = None,
         ) from error
     except (OSError, RuntimeError, EOFError, ValueError) as error:
         raise CheckpointError(f"{os.fspath(path)} cannot be read: {error}") from error
+
+
+def check_parts(path: str | os.PathLike[str]) -> None:
+    """Compare every part of a file that `torch.save` wrote with its checksum, which `torch.load` does not.
+
+    Raises:
+        CheckpointError: A part is damaged.
+    """
+    name = os.fspath(path)
+    try:
+        with zipfile.ZipFile(name) as archive:
+            damaged = archive.testzip()
+    except (OSError, zipfile.BadZipFile, EOFError) as error:
+        raise DamagedCheckpointError(f"{name} is damaged: {error}.") from error
+    if damaged is not None:
+        raise DamagedCheckpointError(f"{name} is damaged: {damaged} in it does not match its checksum.")
 
 
 def plain_classes() -> list[Any]:

@@ -43,6 +43,17 @@ class PendingSave:
         self._callbacks: list[Callable[[PendingSave], None]] = []
         self._lock = threading.Lock()
 
+    @classmethod
+    def finished(cls, directory: str) -> PendingSave:
+        """One that is written already.
+
+        Args:
+            directory: The checkpoint.
+        """
+        pending = cls(directory)
+        pending._finish(None)
+        return pending
+
     def done(self) -> bool:
         """Whether it is written or has failed."""
         return self._finished.is_set()
@@ -171,11 +182,10 @@ class SaveQueue:
         self.finish()
         save = Save(directory, shared, own, self._state, step, storage, extra, self._plan)
         self._plan = save.plan
-        pending = PendingSave(save.directory)
         if block:
             save.run()
-            pending._finish(None)
-            return pending
+            return PendingSave.finished(save.directory)
+        pending = PendingSave(save.directory)
         self._late = save.stage(self._buffer, self._watch(optimizers))
         self._running = pending
         # Not a daemon: the interpreter waits for it at the end. Not a process: a spawned one imports the script again.

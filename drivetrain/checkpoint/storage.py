@@ -167,6 +167,15 @@ class LocalStorage(Storage):
         except (FileNotFoundError, NotADirectoryError):
             return []
 
+    def files(self, root: str) -> list[str]:
+        """Paths of the plain files in a directory, without hidden ones; empty where there is none."""
+        try:
+            with os.scandir(root) as entries:
+                plain = (each for each in entries if each.is_file(follow_symlinks=False))
+                return sorted(each.path for each in plain if not each.name.startswith("."))
+        except (FileNotFoundError, NotADirectoryError):
+            return []
+
     def is_directory(self, path: str) -> bool:
         return os.path.isdir(path)
 

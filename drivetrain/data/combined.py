@@ -41,7 +41,7 @@ class CombinedLoader:
     def __init__(self, iterables: Mapping[str, Any] | Sequence[Any], mode: str = "min_size") -> None:
         if mode not in MODES:
             raise ConfigurationError(
-                f"CombinedLoader(mode={mode!r}): allowed are {', '.join(MODES)}.{nearest(str(mode), MODES)}"
+                f"Unsupported mode {mode!r}: allowed are {', '.join(MODES)}.{nearest(str(mode), MODES)}"
             )
         self.iterables = iterables
         self.mode = mode

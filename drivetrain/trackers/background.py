@@ -140,6 +140,9 @@ class BackgroundTracker(Tracker):
         given = os.path.abspath(path)
         self._submit(lambda: self._inner.log_artifact(given, name))
 
+    def after_save_checkpoint(self, checkpoint_callback: Any) -> None:
+        self._submit(lambda: self._inner.after_save_checkpoint(checkpoint_callback))
+
     def save(self) -> None:
         """Let the thread bring everything to its place; does not wait for it."""
         if self._is_open:

@@ -159,6 +159,13 @@ class Tracker(ABC):
         """
         self._leave_out("artefacts")
 
+    def after_save_checkpoint(self, checkpoint_callback: Any) -> None:
+        """Called each time that a `ModelCheckpoint` has saved.
+
+        Args:
+            checkpoint_callback: The callback, with its paths and scores.
+        """
+
     def _leave_out(self, what: str) -> None:
         logger.warning_once(f"{type(self).__name__} has no place for {what}, which are left out.")
 

@@ -117,6 +117,16 @@ class TrackerGroup:
         """Bring everything logged so far to its place."""
         self._each(lambda target: target.save())
 
+    def checkpoint_saved(self, callback: Any) -> None:
+        """Let the trackers see what a checkpoint callback has saved, those that look at it.
+
+        Args:
+            callback: The callback.
+        """
+        for tracker in self.trackers:
+            if type(tracker).after_save_checkpoint is not Tracker.after_save_checkpoint:
+                self._call(tracker, lambda target: target.after_save_checkpoint(callback))
+
     # the end
 
     def log_best_model(self, path: str | os.PathLike[str]) -> None:

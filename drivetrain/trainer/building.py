@@ -304,8 +304,9 @@ def make_callbacks(
         raise ConfigurationError(
             f"enable_checkpointing=False, but callbacks holds {described(saving[0])}. Remove one of the two."
         )
-    if quiet:
-        callbacks = [callback for callback in callbacks if not callback.saves_checkpoints]
+    if quiet:  # a ModelCheckpoint does nothing in a trial run, and scripts that read it find it there
+        kept = () if options.barebones else (ModelCheckpoint,)
+        callbacks = [each for each in callbacks if isinstance(each, kept) or not each.saves_checkpoints]
     elif checkpointing is not False and not saving:
         callbacks.append(ModelCheckpoint())
     if progress_bar is not False and not any(callback.is_progress_bar for callback in callbacks):

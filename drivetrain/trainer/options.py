@@ -63,6 +63,12 @@ class TrainerOptions:
             _check_count(name, getattr(self, name), least)
         check_clipping(self.gradient_clip_val, self.gradient_clip_algorithm)
         check_validation_interval(self.val_check_interval)
+        if isinstance(self.val_check_interval, float) and self.check_val_every_n_epoch is None:
+            raise ConfigurationError(
+                f"val_check_interval={self.val_check_interval!r} is a fraction of an epoch. `val_check_interval` "
+                "should be an integer or a time-based duration (str 'DD:HH:MM:SS', datetime.timedelta, or dict kwargs "
+                "for timedelta) when `check_val_every_n_epoch=None`. Other units ('1000 steps') are fine too."
+            )
         if self.on_interrupt not in ON_INTERRUPT:
             raise ConfigurationError(
                 f"on_interrupt={self.on_interrupt!r}: give 'raise' to end the script at Ctrl-C once the run has saved, "

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import builtins
+import os
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -169,6 +170,15 @@ class TrainerStatus:
     def is_global_zero(self) -> bool:
         """Whether this is the main process."""
         return self.accelerator.is_main_process
+
+    def format_of_checkpoint(self, filepath: str | os.PathLike[str], block: bool = True) -> str:
+        """The format in which `save_checkpoint` writes where none is given: `"drivetrain"`.
+
+        Args:
+            filepath: Where to.
+            block: Whether it is written at once.
+        """
+        return "drivetrain"
 
     def print(self, *args: Any, **kwargs: Any) -> None:
         """Print on the main process, through the progress bar if there is one."""

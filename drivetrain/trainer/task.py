@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -26,6 +27,11 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
     from drivetrain.trainer.trainer import Trainer
+
+_NO_TRAINER = (
+    "You are trying to `self.log()` but the `self.trainer` reference is not registered on the model yet. This is most "
+    "likely because the task has not been passed to the Trainer: nothing is logged."
+)
 
 
 class Task(HoldsHyperParameters, TaskFiles, DataHooks, TaskHooks):
@@ -160,7 +166,8 @@ class Task(HoldsHyperParameters, TaskFiles, DataHooks, TaskHooks):
             refuse_unknown(_unknown, self.log)
         trainer = self._trainer
         if trainer is None:
-            return  # a step tried out by hand, without a trainer
+            warnings.warn(_NO_TRAINER, stacklevel=2)
+            return
         if metric_attribute is None and isinstance(value, nn.Module):
             metric_attribute = self._path_of(value)
         trainer.logged.log(

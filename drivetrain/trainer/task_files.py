@@ -163,7 +163,7 @@ class TaskFiles(nn.Module):
             ConfigurationError: The method is another one, or there is nothing to trace with.
         """
         if method not in ("script", "trace"):
-            raise ConfigurationError(f"to_torchscript(method={method!r}): give 'script' or 'trace'.")
+            raise ConfigurationError(f"to_torchscript(method={method!r}): it only supports 'script' or 'trace'.")
         inputs = None
         if method == "trace":
             inputs = self._sample("to_torchscript(method='trace')", "example_inputs", example_inputs)
@@ -209,8 +209,8 @@ class TaskFiles(nn.Module):
         sample = self.example_input_array if given is None else given
         if sample is None:
             raise ConfigurationError(
-                f"{method} has nothing to call {type(self).__name__} with: give {argument}=, or set "
-                "self.example_input_array."
+                f"{method} requires either `{argument}` or `model.example_input_array`, to call {type(self).__name__} "
+                "with. Give one of the two."
             )
         task: Any = self
         prepared = task.on_before_batch_transfer(sample, 0)

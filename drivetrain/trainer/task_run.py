@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import nn
 from torch.optim import Optimizer
 
@@ -20,7 +18,7 @@ from drivetrain.callbacks.stage import Stage
 from drivetrain.runtime.errors import ConfigurationError
 from drivetrain.strategies import StepModule
 from drivetrain.trainer.data_module import DataModule
-from drivetrain.trainer.hooks import Hooks, call_all, call_setup_hooks, call_teardown_hooks, is_overridden, let_log
+from drivetrain.trainer.hooks import Hooks, call_all, call_setup_hooks, call_teardown_hooks, let_log
 from drivetrain.trainer.loops.loader_source import LoaderSource
 from drivetrain.trainer.metrics.log_scopes import NOWHERE
 from drivetrain.trainer.optimizers import SchedulerConfig, names_of, parse_configured_optimizers
@@ -28,31 +26,6 @@ from drivetrain.trainer.task import Task
 
 if TYPE_CHECKING:
     from drivetrain.trainer.trainer import Trainer
-
-
-_COMPILED = ("forward", *(stage.step_name for stage in Stage))
-
-
-def uncompiled(model: Any) -> Any:
-    """The task in what `torch.compile(task)` returns, whose forward and steps are compiled from then on.
-
-    Logging stays outside of the compiled code.
-
-    Args:
-        model: A task, compiled or not; anything else is returned as it is.
-    """
-    compiler = sys.modules.get("torch._dynamo")  # takes seconds to import, and nothing is compiled without it
-    if compiler is None or not isinstance(model, compiler.OptimizedModule) or not isinstance(model._orig_mod, Task):
-        return model
-    task: Task = model._orig_mod
-    if "_compiler_context" not in task.__dict__:
-        task.__dict__["_compiler_context"] = compiles = model.dynamo_ctx
-        for name in _COMPILED:
-            if is_overridden(task, Task, name):
-                task.__dict__[name] = compiles(getattr(task, name))
-        task.__dict__["log"] = torch.compiler.disable(task.log)  # type: ignore[no-untyped-call]
-        task.__dict__["log_dict"] = torch.compiler.disable(task.log_dict)  # type: ignore[no-untyped-call]
-    return task
 
 
 class TaskRun:

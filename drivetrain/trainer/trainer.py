@@ -17,6 +17,7 @@ from drivetrain import checkpoint
 from drivetrain.accelerator import Accelerator
 from drivetrain.callbacks import Callback
 from drivetrain.callbacks.stage import Stage
+from drivetrain.data import DataShard
 from drivetrain.runtime.durations import Duration
 from drivetrain.runtime.errors import ConfigurationError
 from drivetrain.runtime.exit_codes import RESUME_EXIT_CODE
@@ -25,6 +26,7 @@ from drivetrain.strategies import Strategy
 from drivetrain.strategies.precision import Precision
 from drivetrain.trackers import Tracker
 from drivetrain.trainer import building, task_checks
+from drivetrain.trainer.compiled_task import uncompiled
 from drivetrain.trainer.compiling import compilations_watched, compile_plugin
 from drivetrain.trainer.data_module import DataModule
 from drivetrain.trainer.init_module import init_module
@@ -52,7 +54,7 @@ from drivetrain.trainer.state.resume import find_checkpoint
 from drivetrain.trainer.state.saved_run import SavedRun, moment_of
 from drivetrain.trainer.status import TrainerStatus
 from drivetrain.trainer.task import Task
-from drivetrain.trainer.task_run import TaskRun, uncompiled
+from drivetrain.trainer.task_run import TaskRun
 from drivetrain.trainer.tuning.tuning import Tuning
 
 R = TypeVar("R")
@@ -185,7 +187,7 @@ class Trainer(KnownKeywords, OptionAttributes, TrainerStatus):
         self.progress = Progress()
         self.current = CurrentRun()
         self.control = RunControl(self.progress, self.options, self.world_size)
-        self.logged = LoggedValues(self.current.find_batch_size, self.strategy.topology)
+        self.logged = LoggedValues(self.current.find_batch_size, self.strategy.topology, lambda: bool(self.loggers))
         self.tracker_log = TrackerLog(self)
         self.finiteness = Finiteness(is_watched=False)
         self.task_run = TaskRun(self)
@@ -388,6 +390,14 @@ class Trainer(KnownKeywords, OptionAttributes, TrainerStatus):
         """
         return loader
 
+    def shard_of(self, loader: Any) -> DataShard | None:
+        """This process's share of a loader; None for the one that the strategy gives it.
+
+        Args:
+            loader: The loader.
+        """
+        return None if self.use_distributed_sampler else DataShard()
+
     def adopt_callbacks(self, added: Any) -> None:
         """Take a task's callbacks, which replace those of the same type.
 
@@ -434,7 +444,8 @@ class Trainer(KnownKeywords, OptionAttributes, TrainerStatus):
             block: Whether to return only when it is durable. Else training continues while a copy is written; an error
                 is raised at the next step, by several processes at the one that they agree on within about a second;
                 `fit` waits for it at its end.
-            format: `"lightning"` writes a `.ckpt` file that Lightning opens, also where the weights are sharded.
+            format: `"drivetrain"` writes a directory, and `"lightning"` a `.ckpt` file that Lightning opens, also
+                where the weights are sharded; `format_of_checkpoint` decides if None.
 
         Returns:
             The save; done already where `block` is set.

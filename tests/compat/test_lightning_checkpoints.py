@@ -80,7 +80,7 @@ def test_lightning_continues_either_file_of_the_middle_of_an_epoch_alike(written
 def test_the_files_have_the_same_entries(written: dict[str, Any], name: str) -> None:
     files = [written[writer]["folder"] / f"{name}.ckpt" for writer in ("lightning", "drivetrain")]
     theirs, ours = (torch.load(file, weights_only=True) for file in files)
-    assert ours.keys() == theirs.keys()
+    assert ours.keys() == {*theirs, "drivetrain"}
     assert [ours[key] for key in ("epoch", "global_step")] == [theirs[key] for key in ("epoch", "global_step")]
     assert ours["callbacks"].keys() == theirs["callbacks"].keys()
     ours_fit, theirs_fit = ours["loops"]["fit_loop"], theirs["loops"]["fit_loop"]

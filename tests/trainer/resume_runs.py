@@ -216,10 +216,13 @@ def run(
 def broken_and_resumed(folder: str, cases: list[dict[str, Any]]) -> list[tuple[Outcome, Outcome, Outcome]]:
     """For each case the whole run, the broken one and the resumed one, on however many processes this is one of."""
     results = []
+    wholes: dict[str, Outcome] = {}
     for number, case in enumerate(cases):
         place = Path(folder) / str(number)
         whole_case = {name: value for name, value in case.items() if name not in ("moment", "step")}
-        whole = run(str(place / "whole"), **whole_case)
+        if (key := repr(sorted(whole_case.items()))) not in wholes:
+            wholes[key] = run(str(place / "whole"), **whole_case)
+        whole = wholes[key]
         broken = run(str(place / "broken"), **case)
         resumed = run(str(place / "broken"), **whole_case, resume="yes")
         results.append((whole, broken, resumed))

@@ -41,6 +41,11 @@ ARGUMENTS: list[tuple[str, dict[str, Any], list[str]]] = [
     ("overfit", {"overfit_batches": 2.5}, ["overfit_batches=2.5"]),
     ("interval of nothing", {"val_check_interval": 0}, ["val_check_interval=0", "0.25"]),
     ("interval over an epoch", {"val_check_interval": 1.5}, ["val_check_interval=1.5", "whole number of batches"]),
+    (
+        "a fraction of no epoch",
+        {"val_check_interval": 0.5, "check_val_every_n_epoch": None},
+        ["val_check_interval=0.5", "should be an integer or a time-based duration"],
+    ),
     ("interval as words", {"val_check_interval": "often"}, ["val_check_interval='often'", "DD:HH:MM:SS"]),
     ("every 0 epochs", {"check_val_every_n_epoch": 0}, ["check_val_every_n_epoch=0", "at least 1"]),
     ("time", {"max_time": "an hour"}, ["max_time='an hour'", "timedelta", "DD:HH:MM:SS"]),
@@ -296,6 +301,11 @@ STEPS: list[tuple[str, Callable[[], Weight], list[str]]] = [
     ),
     ("logging in setup", lambda: hook("setup"), ["'value'", "step or epoch"]),
     ("logging in on_fit_start", lambda: hook("on_fit_start"), ["'value'", "step or epoch"]),
+    (
+        "logging in a transfer hook",
+        lambda: doing(on_after_batch_transfer=lambda self, batch, index: self.log("value", 1.0)),
+        ["You can't", "'value'", "moves a batch"],
+    ),
     ("logging in on_validation_end", lambda: hook("on_validation_end"), ["on_validation_end"]),
     ("logging in on_train_end", lambda: hook("on_train_end"), ["on_train_end"]),
     ("logging in on_fit_end", lambda: hook("on_fit_end"), ["'value'"]),
@@ -327,6 +337,13 @@ def test_steps_that_make_no_sense_are_refused_and_a_second_fit_works(
     task = Weight()
     trainer.fit(task, ones(2), ones(2))
     assert task.batches == [(e, b, 1.0) for e in range(begun, 2) for b in range(2)]
+
+
+def test_a_value_that_goes_nowhere_is_warned_of() -> None:
+    with pytest.warns(UserWarning, match="`self.trainer` reference is not registered"):
+        Weight().log("value", 1.0)
+    with pytest.warns(UserWarning, match="logger=True.*but have no logger"):
+        quiet(max_epochs=1).fit(doing(logging("value", 1.0, logger=True)), ones(1))
 
 
 class NoRows(Weight):

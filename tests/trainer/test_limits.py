@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils.data import DataLoader, SequentialSampler, WeightedRandomSampler
 
 from drivetrain import Callback, CSVLogger, ModelCheckpoint, Task, Trainer
 from tests.pool import run_in_processes
@@ -81,6 +82,15 @@ class StopAt(Callback):
 )
 def test_a_wish_to_stop_waits_for_the_least_asked_for(options: dict[str, Any], steps: int) -> None:
     assert fitted(Weight(), ones(6), callbacks=StopAt(2), max_epochs=5, **options).global_step == steps
+
+
+def test_a_wish_to_stop_that_has_to_wait_is_named_once(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level("INFO", logger="drivetrain"):
+        fitted(Weight(), ones(2), callbacks=StopAt(1), max_epochs=5, min_epochs=4)
+    lines = [record.getMessage() for record in caplog.records if "has not been met" in record.getMessage()]
+    assert len(lines) == 1
+    assert "StopAt.on_train_batch_end" in lines[0]
+    assert "`min_epochs=4`" in lines[0]
 
 
 class Clock(Weight):
@@ -206,6 +216,14 @@ def test_overfit_batches_takes_the_same_batches_unshuffled_in_each_epoch() -> No
     with pytest.warns(UserWarning, match="shuffling is off"):
         fitted(task, loader, overfit_batches=2, max_epochs=3)
     assert [batch[2] for batch in task.batches] == [0.0, 2.0] * 3
+
+
+def test_overfit_batches_takes_no_sampler_that_draws() -> None:
+    data = rows(range(8)).dataset
+    drawn = DataLoader(data, sampler=WeightedRandomSampler([1.0] * 8, 8))
+    with pytest.warns(UserWarning, match="requested to overfit but enabled train dataloader shuffling"):
+        trainer = fitted(Weight(), drawn, overfit_batches=2, max_epochs=1, limit_val_batches=0)
+    assert isinstance(trainer.train_dataloader.sampler, SequentialSampler)
 
 
 @pytest.mark.parametrize(("steps", "batches"), [(0, 0), (1, 1), (2, 2), (None, 2), (-1, 5), (9, 5)])

@@ -114,9 +114,9 @@ def test_an_exported_program_computes_the_same(tmp_path: Path) -> None:
 
 
 def test_an_export_without_a_sample_names_the_argument() -> None:
-    with pytest.raises(ConfigurationError, match="give input_sample="):
+    with pytest.raises(ConfigurationError, match="requires either `input_sample`"):
         Line().to_onnx("net.onnx")
-    with pytest.raises(ConfigurationError, match="give example_inputs="):
+    with pytest.raises(ConfigurationError, match="requires either `example_inputs`"):
         Line().to_torchscript(method="trace")
     with pytest.raises(ConfigurationError, match="'script' or 'trace'"):
         Line().to_torchscript(method="guess")

@@ -410,5 +410,5 @@ def test_a_search_of_a_callback_and_of_a_tuner_are_one_too_many(search: str, cal
 
 @pytest.mark.parametrize("search", ["lr_find", "scale_batch_size"])
 def test_a_run_for_development_searches_nothing(search: str) -> None:
-    with pytest.warns(UserWarning, match="search is left out, since fast_dev_run is set"):
+    with pytest.warns(UserWarning, match="Skipping .* since `fast_dev_run` is enabled"):
         assert getattr(Tuner(make_trainer(fast_dev_run=True)), search)(Sized()) is None

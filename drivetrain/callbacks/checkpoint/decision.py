@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -30,12 +31,14 @@ class Decision:
         path: Save here, under a name of its own.
         among_best: Whether that one is kept for its score.
         last: Let this name stand for it too, or save here where there is no `path`.
+        gone: The name that stood for the newest before, where names change as the run goes.
     """
 
     score: float | None = None
     path: str | None = None
     among_best: bool = False
     last: str | None = None
+    gone: str = ""
 
     @property
     def target(self) -> str | None:
@@ -58,7 +61,12 @@ class Decision:
 
 
 def decide(
-    options: ModelCheckpoint, kept: KeptCheckpoints, name: CheckpointName, trainer: Trainer, was_validated: bool
+    options: ModelCheckpoint,
+    kept: KeptCheckpoints,
+    name: CheckpointName,
+    trainer: Trainer,
+    was_validated: bool,
+    only_last: bool = False,
 ) -> Decision:
     """Decide what is saved now; called by the main process alone, changes nothing.
 
@@ -68,30 +76,36 @@ def decide(
         name: What a new one is called.
         trainer: The trainer.
         was_validated: Whether this run had a validation yet.
+        only_last: Save `last` alone.
 
     Raises:
         ConfigurationError: The monitored metric was not logged.
     """
     metrics = trainer.callback_metrics
-    decision = Decision(score=_score(options, trainer, was_validated))
-    decision.among_best = kept.best.wants(decision.score)
-    if decision.among_best or options.save_last == "link":
+    decision = Decision(score=None if only_last else _score(options, trainer, was_validated))
+    decision.among_best = not only_last and kept.best.wants(decision.score)
+    if decision.among_best or (options.save_last == "link" and not only_last):
         text = name.format(trainer.current_epoch, trainer.global_step, metrics)
         _warn_of_unknown_fields(options, name, metrics)
         # A name is used again only for a checkpoint that goes anyway.
         going = [kept.beside, *kept.passing, *kept.doomed, *(kept.best.displaced() if decision.among_best else ())]
-        decision.path = _path(options, text, own=going)
+        decision.path = _path(options, trainer, text, own=going)
     if options.save_last:
-        decision.last = _path(options, options.CHECKPOINT_NAME_LAST, own=(kept.last,))
+        last = options.name_of(options.CHECKPOINT_NAME_LAST)
+        text = last.format(trainer.current_epoch, trainer.global_step, metrics)
+        decision.last = _path(options, trainer, text, own=(kept.last,))
+        if last.fields and kept.last != decision.last:
+            decision.gone = kept.last
     return decision
 
 
-def _path(options: ModelCheckpoint, name: str, own: Sequence[str]) -> str:
+def _path(options: ModelCheckpoint, trainer: Trainer, name: str, own: Sequence[str]) -> str:
     """The path for a name: a free one, or one of this run's own, to be replaced."""
     path = os.path.join(options.dirpath or "", name)
     if not options.enable_version_counter:
         return path + options.FILE_EXTENSION
-    return folder.free_path(path, options.FILE_EXTENSION, own)
+    as_file = trainer.format_of_checkpoint(path, block=not options.async_save) == "lightning"
+    return folder.free_path(path, options.FILE_EXTENSION, own, as_file, options.STARTING_VERSION)
 
 
 def _score(options: ModelCheckpoint, trainer: Trainer, was_validated: bool) -> float | None:
@@ -105,6 +119,8 @@ def _score(options: ModelCheckpoint, trainer: Trainer, was_validated: bool) -> f
         if was_validated or not is_early:
             raise ConfigurationError(message)
         logger.warning_once(f"{message} There was no validation yet, so nothing is kept for now.")
+    elif score != score and options.keeps_nan:
+        return math.inf if options.mode == "min" else -math.inf
     elif score != score:
         logger.warning(
             f"ModelCheckpoint: {options.monitor} is NaN at step {trainer.global_step}. Such a model is not kept among "

@@ -39,16 +39,29 @@ def is_taken(path: str) -> bool:
     return os.path.lexists(place) if isinstance(storage, LocalStorage) else storage.is_directory(place)
 
 
-def free_path(path: str, extension: str, own: Sequence[str]) -> str:
+def free_path(path: str, extension: str, own: Sequence[str], as_file: bool = False, first: int = 1) -> str:
     """The path for a name: a free one, with a number where the name is taken, or one of `own`, to be replaced.
 
-    A file is never replaced by a directory: one of `own` is a checkpoint of Lightning's that the run has begun from.
+    Args:
+        path: The path without its extension.
+        extension: What it ends in.
+        own: Those of this run that may be replaced, by what is of the same kind.
+        as_file: Whether a file is to be written, in Lightning's format, rather than a directory.
+        first: The first number.
     """
-    candidate, version = path + extension, 0
-    while (candidate not in own or os.path.isfile(candidate)) and is_taken(candidate):
+    candidate, version = path + extension, first - 1
+    while is_taken(candidate) and not (candidate in own and _may_replace(candidate, as_file)):
         version += 1
         candidate = f"{path}-v{version}{extension}"
     return candidate
+
+
+def _may_replace(path: str, as_file: bool) -> bool:
+    """Whether one of this run's own paths may be written again: Lightning's own files, say, never are."""
+    if os.path.islink(path):
+        target = os.path.realpath(path)
+        return not os.path.isfile(target) or checkpoint.is_checkpoint(target)
+    return checkpoint.is_checkpoint(path) if as_file else not os.path.isfile(path)
 
 
 def relative(path: str | None, root: str) -> str | None:
@@ -107,7 +120,7 @@ def default_places(trackers: Sequence[Tracker], root: str) -> list[str]:
 
 def link(path: str, target: str) -> None:
     """Let `path` be a relative symbolic link to a checkpoint beside it, whatever it was before."""
-    check_replaceable(LocalStorage(), path)
+    _check_replaceable(path)
     beside = os.path.join(os.path.dirname(path), f".{os.path.basename(path)}.{_token()}.link")
     try:
         os.symlink(os.path.relpath(target, os.path.dirname(path)), beside)
@@ -122,7 +135,10 @@ def link(path: str, target: str) -> None:
 
 def duplicate(path: str, source: str) -> None:
     """Let `path` be a second name of a checkpoint: its files are linked hard, or copied where that cannot be."""
-    check_replaceable(LocalStorage(), path)
+    _check_replaceable(path)
+    if os.path.isfile(source):
+        _duplicate_file(path, source)
+        return
     token = _token()
     place, replaced = (
         os.path.join(os.path.dirname(path), f".{os.path.basename(path)}.{token}.{what}") for what in KINDS
@@ -140,6 +156,25 @@ def duplicate(path: str, source: str) -> None:
         shutil.rmtree(place, ignore_errors=True)
         raise CheckpointError(f"{path} could not be made a copy of {source}: {error}.") from error
     LocalStorage().discard(replaced)
+
+
+def _duplicate_file(path: str, source: str) -> None:
+    place = os.path.join(os.path.dirname(path), f".{os.path.basename(path)}.{_token()}.writing")
+    try:
+        _link_or_copy(source, place)
+        os.replace(place, path)
+        _sync(os.path.dirname(path))
+    except OSError as error:
+        LocalStorage().discard(place)
+        raise CheckpointError(f"{path} could not be made a copy of {source}: {error}.") from error
+
+
+def _check_replaceable(path: str) -> None:
+    """Refuse to let a checkpoint take the place of something that is none."""
+    if os.path.islink(path) or not os.path.isfile(path):
+        check_replaceable(LocalStorage(), path)
+    elif not checkpoint.is_checkpoint(path):
+        raise CheckpointError(f"{path} is not replaced by a checkpoint: it is a file that no run has written.")
 
 
 def _put_back(path: str, replaced: str) -> None:

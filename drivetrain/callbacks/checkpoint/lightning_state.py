@@ -48,14 +48,17 @@ def from_lightning(state: Mapping[str, Any]) -> dict[str, Any]:
 def to_lightning(callback: ModelCheckpoint) -> dict[str, Any]:
     """The state as Lightning's `ModelCheckpoint` keeps it.
 
-    Of the checkpoints that were kept, only files are named: Lightning does not open this package's directories.
+    Of the checkpoints that were kept, no directories are named: Lightning does not open those of this package.
 
     Args:
         callback: The callback.
     """
-    files = {path: torch.tensor(score) for path, score in callback.best_k_models.items() if os.path.isfile(path)}
+    # One that is being written is not there yet.
+    files = {
+        path: torch.tensor(float(score)) for path, score in callback.kept_scores.items() if not os.path.isdir(path)
+    }
     best, kth, last = (
-        path if os.path.isfile(path) else ""
+        "" if os.path.isdir(path) else path
         for path in (callback.best_model_path, callback.kth_best_model_path, callback.last_model_path)
     )
     worst = torch.tensor(float("inf" if callback.mode == "min" else "-inf"))
@@ -64,7 +67,7 @@ def to_lightning(callback: ModelCheckpoint) -> dict[str, Any]:
         "monitor": callback.monitor,
         "best_model_score": callback.best_model_score if best else None,
         "best_model_path": best,
-        "current_score": None if score is None else torch.tensor(score),
+        "current_score": None if score is None else torch.tensor(float(score)),
         "dirpath": callback.dirpath,
         "best_k_models": files if callback.monitor is not None else {},
         "kth_best_model_path": kth if callback.monitor is not None else "",

@@ -89,11 +89,17 @@ class CheckpointName:
         template: Text with the names of metrics in braces, each with a format after a colon if wanted;
             `epoch` and `step` are always there.
         insert_names: Write `epoch=3` rather than `3`.
+        equals: What stands between a name and its value.
+        missing: What stands for a metric that was not logged.
     """
 
-    def __init__(self, template: str, insert_names: bool = True) -> None:
+    def __init__(
+        self, template: str, insert_names: bool = True, equals: str = "=", missing: float = float("nan")
+    ) -> None:
         self.template = template
         self.insert_names = insert_names
+        self.equals = equals
+        self.missing = missing
 
     @property
     def fields(self) -> list[str]:
@@ -101,7 +107,7 @@ class CheckpointName:
         return [match[1] for match in _FIELD.finditer(self.template)]
 
     def format(self, epoch: int, step: int, metrics: Mapping[str, Any]) -> str:
-        """Return the name; a metric that was not logged stands as `nan`.
+        """Return the name.
 
         Args:
             epoch: The current epoch, from 0.
@@ -116,7 +122,7 @@ class CheckpointName:
             name, style = match[1], (match[2] or ":")[1:]
             value: Any = {"epoch": epoch, "step": step}.get(name)
             if value is None:
-                value = float(metrics[name]) if name in metrics else float("nan")
+                value = float(metrics[name]) if name in metrics else self.missing
             try:
                 text = format(value, style)
             except ValueError as error:
@@ -125,6 +131,6 @@ class CheckpointName:
                     "Use a format for numbers, such as {epoch:02d} or {val_loss:.3f}."
                 ) from None
             # A metric's name may hold a slash, which would make a directory.
-            return f"{name.replace('/', '_')}={text}" if self.insert_names else text
+            return f"{name.replace('/', '_')}{self.equals}{text}" if self.insert_names else text
 
         return _FIELD.sub(fill, self.template)

@@ -46,6 +46,15 @@ class CheckpointWriter:
         self._in_background = in_background
         self._forgives = forgives
         self._in_flight: _InFlight | None = None
+        self._protected: set[str] = set()
+
+    def protect(self, path: str) -> None:
+        """Never remove a checkpoint, whatever becomes superfluous.
+
+        Args:
+            path: The checkpoint.
+        """
+        self._protected.add(path)
 
     @property
     def is_idle(self) -> bool:
@@ -93,6 +102,7 @@ class CheckpointWriter:
             self.kept.record_newest(target, is_whole=not weights_only)
         if decision.last is not None:
             self.kept.last = decision.last
+            self.kept.doomed += [decision.gone] if decision.gone else []
         after = _Once(lambda: self._follow_up(directory, decision))
         targets = [path for path in (decision.path, decision.last) if path is not None]
         if folder.is_local(directory):
@@ -213,9 +223,10 @@ class CheckpointWriter:
                 folder.duplicate(decision.last, decision.path)
         gone = list(self.kept.doomed)
         for path in gone:
-            folder.remove(path)
+            if path not in self._protected:
+                folder.remove(path)
         if self._limit is not None:
-            beyond = folder.surplus(directory, self._limit, self.kept.indispensable())
+            beyond = folder.surplus(directory, self._limit, self.kept.indispensable() | self._protected)
             for path in beyond:
                 folder.remove(path)
             gone += beyond

@@ -39,12 +39,12 @@ def _savers(trainer: Trainer) -> list[ModelCheckpoint]:
 
 def _newest(savers: list[ModelCheckpoint]) -> str | None:
     known = {saver.newest_model_path for saver in savers} | {saver.last_model_path for saver in savers}
-    known.update(path for saver in savers for path in saver.best_k_models)
+    known.update(path for saver in savers for path in saver.kept_scores)
     found = []
     for path in known - {""}:
         try:
-            manifest = checkpoint.Checkpoint(path, "size").manifest
-            found.append((manifest.finite_loss, manifest.step or 0, path))
+            one = checkpoint.look_at(path)
+            found.append((one.finite_loss, one.step or 0, path))
         except CheckpointError:
             continue  # removed by hand, or damaged: another one will do
     return max(found)[2] if found else None

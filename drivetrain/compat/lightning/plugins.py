@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from drivetrain.compat.lightning.fabric.utilities.rank_zero import rank_zero_deprecation
 from drivetrain.runtime.errors import ConfigurationError
 from drivetrain.runtime.nested import recursively_apply
 
@@ -135,6 +136,22 @@ class DeepSpeedPrecision(FSDPPrecision):
 
 class TorchSyncBatchNorm:
     """Batch statistics over all processes; the same as `Trainer(sync_batchnorm=True)`."""
+
+
+def under_old_name(name: str, kind: type[Precision], *dropped: str) -> type[Precision]:
+    """A number format under the name that it had in Lightning 1.x, which warns when it is made.
+
+    Args:
+        name: The name.
+        kind: The number format.
+        *dropped: Arguments that it had then, which are taken and not used.
+    """
+
+    def warn_and_make(self: Precision, *args: Any, **kwargs: Any) -> None:
+        rank_zero_deprecation(f"The `{name}` is deprecated. Use `lightning.pytorch.plugins.{kind.__name__}` instead.")
+        kind.__init__(self, *args, **{each: value for each, value in kwargs.items() if each not in dropped})
+
+    return type(name, (kind,), {"__init__": warn_and_make, "__doc__": kind.__doc__})
 
 
 def _check(precision: str, allowed: tuple[str, ...], name: str) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-NOT_YET = "It is not part of drivetrain yet. Run this script with the original Lightning, or leave it out."
 CALLBACK = "This callback is not part of drivetrain yet. Leave it out, or override drivetrain.Callback's hooks."
 TUNER = "Searches are methods of the tuner: Tuner(trainer).lr_find(task), Tuner(trainer).scale_batch_size(task)."
 LOGGER = "Give another logger, or subclass drivetrain.Tracker."

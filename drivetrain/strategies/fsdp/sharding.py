@@ -136,7 +136,11 @@ def _takes_gradients(output: Any) -> bool:
 
 def _records_of(unit: Any) -> list[Any]:
     state = unit._get_fsdp_state()
-    return [one for group in state._fsdp_param_groups for one in group.fsdp_params]
+    if hasattr(state, "_fsdp_param_groups"):
+        groups = state._fsdp_param_groups
+    else:  # torch 2.9: one group in a unit, or none
+        groups = [group for group in (state._fsdp_param_group,) if group is not None]
+    return [one for group in groups for one in group.fsdp_params]
 
 
 def set_shard(one: Any, local: Tensor) -> None:

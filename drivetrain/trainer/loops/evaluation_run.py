@@ -13,6 +13,7 @@ from drivetrain.callbacks.stage import Stage
 from drivetrain.runtime.errors import InvalidLoaderError
 from drivetrain.runtime.seeds import RandomState
 from drivetrain.trainer import task_checks
+from drivetrain.trainer.compiled_task import uncompiled
 from drivetrain.trainer.data_module import DataModule
 from drivetrain.trainer.hooks import is_overridden
 from drivetrain.trainer.loops.evaluation_loop import EvaluationLoop
@@ -21,7 +22,6 @@ from drivetrain.trainer.metrics.results_table import print_results
 from drivetrain.trainer.state.resume import find_checkpoint
 from drivetrain.trainer.state.saved_run import SavedRun
 from drivetrain.trainer.task import Task
-from drivetrain.trainer.task_run import uncompiled
 
 if TYPE_CHECKING:
     from drivetrain.trainer.trainer import Trainer

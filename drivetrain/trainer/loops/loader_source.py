@@ -6,14 +6,15 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from torch.utils.data import DataLoader, RandomSampler, SequentialSampler
+from torch.utils.data import DataLoader, IterableDataset, SequentialSampler
 
 from drivetrain.callbacks.stage import Stage
-from drivetrain.data import CombinedLoader, DataShard, PreparedLoader, TailPolicy
+from drivetrain.data import CombinedLoader, PreparedLoader, TailPolicy
 from drivetrain.runtime.collectives import gather_object
 from drivetrain.runtime.errors import ConfigurationError, DataError, InvalidLoaderError
 from drivetrain.trainer.data_module import DataModule
 from drivetrain.trainer.hooks import is_overridden
+from drivetrain.trainer.metrics.log_scopes import TRANSFER
 from drivetrain.trainer.task import Task
 
 if TYPE_CHECKING:
@@ -103,7 +104,10 @@ class LoaderSource:
         self._prepared = None
 
     def _prepare_training(self) -> PreparedLoader | CombinedLoader:
-        raw = self._trainer.current.loaders[self._stage] = self.raw()
+        raw = self.raw()
+        if self._trainer.overfit_batches:
+            raw = without_shuffle(raw)
+        self._trainer.current.loaders[self._stage] = raw
         if raw is None:
             raise InvalidLoaderError(
                 f"An invalid dataloader was {self._origin()}: there is no training data. Pass train_dataloaders to "
@@ -138,13 +142,12 @@ class LoaderSource:
                 "batches."
             )
         if self._stage is Stage.TRAIN:
-            loader = without_shuffle(loader) if self._trainer.overfit_batches else loader
             loader = self._trainer.adapt_training_loader(loader)
         prepared = self._trainer.accelerator.prepare_data_loader(
             loader,
             tail=tail,
             place=self._placing(index),
-            shard=None if self._trainer.use_distributed_sampler else DataShard(0, 1),
+            shard=self._trainer.shard_of(loader),
             fill=self._fills(),
         )
         if length_of(loader) == 0:  # not the prepared one: a process may get none of the few batches that there are
@@ -182,7 +185,11 @@ class LoaderSource:
                 batch = precision.convert_batch(batch)
             return after.on_after_batch_transfer(batch, dataloader_idx) if after is not None else batch
 
-        return place
+        def place_without_logging(batch: Any) -> Any:
+            with self._trainer.logged.forbidden(TRANSFER):  # the batch under way is another one, or none
+                return place(batch)
+
+        return place_without_logging if any(owners) else place
 
 
 def length_of(loader: Any) -> int | None:
@@ -277,10 +284,22 @@ def own_batches(loaders: Sequence[Any], limits: Sequence[float]) -> list[float]:
 
 
 def without_shuffle(loader: Any) -> Any:
-    """The same loader in the dataset's order, for `overfit_batches`; one with a sampler of its own stays."""
-    if not (isinstance(loader, DataLoader) and isinstance(getattr(loader, "sampler", None), RandomSampler)):
+    """The same loader, or structure of loaders, in the dataset's order; a batch sampler of its own stays."""
+    if isinstance(loader, CombinedLoader):
+        return loader.map(without_shuffle)
+    if isinstance(loader, Mapping):
+        return {name: without_shuffle(each) for name, each in loader.items()}
+    if isinstance(loader, list | tuple) and _are_loaders(loader):
+        return [without_shuffle(each) for each in loader]
+    if not isinstance(loader, DataLoader) or loader.batch_size is None or isinstance(loader.dataset, IterableDataset):
         return loader
-    warnings.warn("overfit_batches takes the same batches in each epoch, so shuffling is off for them.", stacklevel=2)
+    if isinstance(loader.sampler, SequentialSampler):
+        return loader
+    warnings.warn(
+        "You requested to overfit but enabled train dataloader shuffling, or another order than that of the data: "
+        "overfit_batches takes the same batches in each epoch, so shuffling is off for them.",
+        stacklevel=2,
+    )
     return DataLoader(
         loader.dataset,
         batch_size=loader.batch_size,

@@ -11,12 +11,15 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from drivetrain.runtime.collectives import gather_object
 from drivetrain.runtime.errors import CheckpointError
+from drivetrain.runtime.logging import get_logger
 from drivetrain.trainer.loops.interruption import Interruption
 from drivetrain.trainer.state.progress import Phase, Progress
 
 if TYPE_CHECKING:
     from drivetrain.checkpoint import SaveQueue
     from drivetrain.trainer.options import TrainerOptions
+
+logger = get_logger(__name__)
 
 AGREEMENT_SECONDS = 1.0
 """How often processes exchange whether they want to stop."""
@@ -89,6 +92,7 @@ class RunControl:
         self._requested_by = ""
         self._signals = Interruption(self._on_signal)
         self._started = 0.0
+        self._has_declined = False
 
     def begin(self) -> None:
         """Forget the run before."""
@@ -98,6 +102,7 @@ class RunControl:
         self.reason, self.details = None, ""
         self._forced.clear()
         self._requested_by = ""
+        self._has_declined = False
         self._signals = Interruption(self._on_signal)
         self.start_clock()
 
@@ -301,6 +306,12 @@ class RunControl:
             self._conclude(StopReason.NO_BATCHES, "there are no batches to train on (limit_train_batches=0)")
         elif self.stop_requested and self._minimum_reached(epoch_length):
             self._conclude(StopReason.REQUESTED, self._requested_by or "a callback asked for it")
+        elif self.stop_requested and not self._has_declined:
+            self._has_declined = True
+            logger.info(
+                f"A stop was requested ({self._requested_by or 'by a callback'}), but the required `min_epochs="
+                f"{options.min_epochs}` or `min_steps={options.min_steps}` has not been met. Training will continue."
+            )
         return self.reason is not None
 
     def finish(self, trained: bool) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from numbers import Number
@@ -46,6 +47,7 @@ class LoggedValues:
     Args:
         find_batch_size: Gives the rows of the current batch that are real; called only where a mean needs it.
         topology: Which processes' values together are those of the global batch; all if None.
+        has_trackers: Whether there is any tracker.
 
     Attributes:
         scope: From where values are logged now.
@@ -53,8 +55,13 @@ class LoggedValues:
         skips: Whether values are left out, since they come from a batch that only stands in; until `enter`.
     """
 
-    def __init__(self, find_batch_size: Callable[[], int], topology: Topology | None = None) -> None:
-        self._topology = topology
+    def __init__(
+        self,
+        find_batch_size: Callable[[], int],
+        topology: Topology | None = None,
+        has_trackers: Callable[[], bool] = lambda: True,
+    ) -> None:
+        self._topology, self._has_trackers = topology, has_trackers
         self._record: list[Call] | None = None
         self.scope = NOWHERE
         self.dataloader_idx: int | None = None
@@ -188,8 +195,8 @@ class LoggedValues:
         prog_bar, logger, on_step, on_epoch, reduce_fx, sync, several, metric_path, main_only = arguments
         if scope.on_step is None:
             raise ConfigurationError(
-                f"self.log({name!r}, ...) cannot be called here ({scope.stage}): there is no step or epoch that "
-                "the value belongs to. Log in a step, or in a hook between the start of training or evaluation and "
+                f"You can't call self.log({name!r}, ...) here ({scope.stage}): there is no step or epoch that the "
+                "value belongs to. Log in a step, or in a hook between the start of training or evaluation and "
                 "the end of its epoch."
             )
         known = self._current.get(name)
@@ -215,6 +222,10 @@ class LoggedValues:
         if steps and not scope.has_batch:
             raise ConfigurationError(
                 f"log({name!r}, on_step=True) from the {_moment(scope)}: there is no step there. Use on_epoch=True."
+            )
+        if logger and not self._has_trackers():
+            warnings.warn(
+                f"You called `self.log({name!r}, ..., logger=True)` but have no logger configured.", stacklevel=4
             )
         suffix = f"/dataloader_idx_{self.dataloader_idx}" if self.dataloader_idx is not None and several else ""
         metric = value if _is_metric(value) else None

@@ -1,66 +1,110 @@
-"""A Trainer's run as a file that Lightning opens."""
+"""A Trainer's run as a checkpoint in one of the formats that there are."""
 
 from __future__ import annotations
 
 import os
-from typing import TYPE_CHECKING
+from collections.abc import Mapping
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 from drivetrain import checkpoint
 from drivetrain.callbacks.support.agreement import decide_on_main_process
-from drivetrain.runtime.errors import ConfigurationError
+from drivetrain.runtime.collectives import gather_object
+from drivetrain.runtime.errors import CheckpointError, ConfigurationError
 from drivetrain.trainer.state.saved_run import save_run
 
 if TYPE_CHECKING:
-    from drivetrain.checkpoint import PendingSave
     from drivetrain.trainer.trainer import Trainer
 
-FORMATS = (None, "lightning")
+FORMATS = ("drivetrain", "lightning")
 
 
 def save_in_format(
     trainer: Trainer, path: str | os.PathLike[str], weights_only: bool, block: bool, format: str | None
-) -> PendingSave:
+) -> checkpoint.PendingSave:
     """Write a checkpoint in a format; call it on all processes.
 
-    A file of Lightning's is made by the main process of a checkpoint of this package, which all have written beside it
-    and which is then removed: so it is whole under any strategy.
+    A file of Lightning's is written by the main process. Where none holds the whole state, it is made of a checkpoint
+    of this package, which all have written beside it and which is then removed.
 
     Args:
         trainer: The trainer.
         path: The directory, or the file.
         weights_only: Leave out everything but weights and hyper-parameters.
         block: Whether to return only when it is durable.
-        format: None for this package's own, or `"lightning"`.
+        format: `"drivetrain"` or `"lightning"`; the Trainer's own choice if None.
 
     Raises:
         ConfigurationError: There is no such format, or it cannot be written so.
     """
-    if format not in FORMATS:
-        raise ConfigurationError(f"save_checkpoint(format={format!r}): give 'lightning', or leave it out.")
     if format is None:
+        format = trainer.format_of_checkpoint(path, block)
+    if format not in FORMATS:
+        raise ConfigurationError(
+            f"save_checkpoint(format={format!r}): give 'lightning' or 'drivetrain', or leave it out."
+        )
+    if format == "drivetrain":
         return save_run(trainer, path, weights_only, block)
     if not block:
         raise ConfigurationError(
             "save_checkpoint(format='lightning', block=False): it is written at once. Leave block out."
         )
-    decide_on_main_process(lambda: checkpoint.check_lightning_file(path))
-    target = os.path.abspath(path)
+    target = decide_on_main_process(lambda: checkpoint.check_lightning_file(path))
+    if trainer.strategy.state.holds_whole:
+        return save_run(trainer, target, weights_only, write=partial(_write_whole, trainer))
     beside = os.path.join(os.path.dirname(target), f".{os.path.basename(target)}.whole")
-    pending = save_run(trainer, beside, weights_only)
-    data = trainer.datamodule
-    callbacks = (
-        {} if weights_only else {each.state_key: each.lightning_state() for each in trainer.checkpoint_callbacks}
-    )
+    save_run(trainer, beside, weights_only)
 
     def write() -> None:
         try:
-            name = None if data is None else type(data).__qualname__
-            checkpoint.write_lightning_file(
-                beside, target, datamodule=name, callbacks=callbacks, epoch_length=trainer.num_training_batches
-            )
+            shared, _ = checkpoint.load_run_state(beside, verify="size")
+            count, own = checkpoint.read_processes(beside)
+            _write(trainer, target, shared, [checkpoint.packed(own(rank)) for rank in range(count)])
         finally:
             checkpoint.remove_checkpoint(beside)
 
     decide_on_main_process(write)
-    pending.directory = target
-    return pending
+    return checkpoint.PendingSave.finished(target)
+
+
+def _write_whole(
+    trainer: Trainer,
+    target: str,
+    engine: dict[str, Any],
+    driver: Mapping[str, Any],
+    own: Mapping[str, Any],
+    *,
+    moment: Any,
+    **others: Any,
+) -> checkpoint.PendingSave:
+    """Write the state that the main process holds whole, with what each process keeps of its own."""
+    run = trainer.accelerator.run_state
+    run.saves.finish()
+    shared, process = run.compose(engine, driver, own, moment)
+    try:
+        mine: dict[str, Any] | str = checkpoint.packed(process, f"process/{trainer.global_rank}")
+    except CheckpointError as error:
+        mine = str(error)
+    processes = gather_object([mine])
+
+    def write() -> None:
+        for each in processes:
+            if isinstance(each, str):
+                raise CheckpointError(f"The checkpoint {target} was not written: {each}")
+        _write(trainer, target, shared, processes)
+
+    decide_on_main_process(write)
+    return checkpoint.PendingSave.finished(target)
+
+
+def _write(trainer: Trainer, target: str, shared: Mapping[str, Any], processes: list[dict[str, Any]]) -> None:
+    data = trainer.datamodule
+    is_whole = "optimizers" in shared["engine"]
+    checkpoint.write_lightning_file(
+        target,
+        shared,
+        processes,
+        datamodule=None if data is None else type(data).__qualname__,
+        callbacks={each.state_key: each.lightning_state() for each in trainer.checkpoint_callbacks} if is_whole else {},
+        epoch_length=trainer.num_training_batches,
+    )

@@ -34,14 +34,14 @@ def taken_over(directory: str, strategy: Strategy, task: nn.Module) -> tuple[dic
         Entries like those of one process, and the random state of the first process taken over, if any. No entries
         where the processes had kept nothing.
     """
-    written = checkpoint.Checkpoint(directory, verify="size")
-    first = process_in_schema(written.own(0))["driver"]
+    world_size, own = checkpoint.read_processes(directory)
+    first = process_in_schema(own(0))["driver"]
     if "logged" not in first:
         return {}, None
     _, ranks = first.get("layout", [None, None])
-    there = range(written.manifest.world_size) if ranks is None else ranks
+    there = range(world_size) if ranks is None else ranks
     position, count = strategy.topology.value_place
-    entries = [process_in_schema(written.own(each)) for each in there[position::count]]
+    entries = [process_in_schema(own(each)) for each in there[position::count]]
     if not entries:
         return {"logged": {**first["logged"], "train": []}, "metrics": {}}, None
     states = [entry["driver"] for entry in entries]

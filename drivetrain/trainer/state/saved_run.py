@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
+from drivetrain import checkpoint
 from drivetrain.accelerator.run_state import Moment
 from drivetrain.accelerator.saved_engine import restore_random
 from drivetrain.callbacks import Callback
@@ -29,7 +30,11 @@ logger = get_logger(__name__)
 
 
 def save_run(
-    trainer: Trainer, directory: str | os.PathLike[str], weights_only: bool = False, block: bool = True
+    trainer: Trainer,
+    directory: str | os.PathLike[str],
+    weights_only: bool = False,
+    block: bool = True,
+    write: Callable[..., PendingSave] | None = None,
 ) -> PendingSave:
     """Write a checkpoint of a Trainer's run; call it on all processes.
 
@@ -38,6 +43,7 @@ def save_run(
         directory: The checkpoint's directory, or a URL.
         weights_only: Leave out everything but weights and hyper-parameters.
         block: Whether to return only when it is durable.
+        write: What writes the state, with the arguments of `RunState.write`; that itself if None.
     """
     task = trainer.task
     if task is None or not trainer.task_run.is_placed:
@@ -57,7 +63,8 @@ def save_run(
         own: dict[str, Any] = {"layout": layout_of(trainer.strategy)}
         if not weights_only:
             own |= committed.state_dict()
-        return run.write(directory, engine, driver, own, step=trainer.global_step, block=block, moment=moment)
+        write = write or run.write
+        return write(directory, engine, driver, own, step=trainer.global_step, block=block, moment=moment)
 
 
 def _entries(trainer: Trainer, task: Task, weights_only: bool) -> dict[str, Any]:
@@ -150,16 +157,17 @@ class SavedRun:
         for callback in trainer.callbacks:
             callback.on_load_checkpoint(trainer, trainer.task, state)
         self._entries = take_back(state, engine, number)
-        callbacks = self._entries.get("callbacks", {})
-        unknown = set(callbacks) - {callback.state_key for callback in trainer.callbacks}
+        # Lightning spells keys in another way than this package.
+        callbacks = {checkpoint.key_here(key): state for key, state in self._entries.get("callbacks", {}).items()}
+        unknown = set(callbacks) - {checkpoint.key_here(callback.state_key) for callback in trainer.callbacks}
         if unknown:
             logger.warning(
                 f"The checkpoint has the states of callbacks that this Trainer has not: {', '.join(sorted(unknown))}. "
                 "They are left out."
             )
         for callback in trainer.callbacks:
-            if callback.state_key in callbacks:
-                callback.load_state_dict(callbacks[callback.state_key])
+            if (key := checkpoint.key_here(callback.state_key)) in callbacks:
+                callback.load_state_dict(callbacks[key])
 
     def restore_weights(self) -> None:
         """Give the placed models their weights."""

@@ -46,7 +46,7 @@ class TunedAttribute:
         """
         for name in names:
             found = cls(name, task, data)
-            if found._holders:
+            if found.is_kept:
                 return found
         given = sorted({*vars(task), *task.hparams, *(() if data is None else (*vars(data), *data.hparams))})
         known = [name for name in given if not name.startswith("_")]
@@ -54,6 +54,11 @@ class TunedAttribute:
             f"{type(task).__name__}, its hparams and its data module should have one of these fields, and have none: "
             f"{', '.join(names)}. {advice}{nearest(names[0], known)}"
         )
+
+    @property
+    def is_kept(self) -> bool:
+        """Whether there is such a number at all."""
+        return bool(self._holders)
 
     @property
     def value(self) -> Any:

@@ -52,8 +52,8 @@ class LRFinder:
         place = self._steepest(skip_begin, skip_end)
         if place is None:
             logger.error(
-                "No learning rate can be suggested: fewer than two of the %d points are finite once %d are left out "
-                "at the beginning and %d at the end. Give lr_find a larger num_training, or more data.",
+                "Failed to compute suggestion for learning rate: fewer than two of the %d points are finite once %d "
+                "are left out at the beginning and %d at the end. Give lr_find a larger num_training, or more data.",
                 len(self.results["loss"]),
                 skip_begin,
                 skip_end,

@@ -14,9 +14,9 @@ from drivetrain.data.randomness import kept_generators
 from drivetrain.runtime.errors import ConfigurationError, nearest
 from drivetrain.runtime.seeds import isolated_random_state
 from drivetrain.trainer import task_checks
+from drivetrain.trainer.compiled_task import uncompiled
 from drivetrain.trainer.data_module import DataModule
 from drivetrain.trainer.task import Task
-from drivetrain.trainer.task_run import uncompiled
 from drivetrain.trainer.tuning.lr_finder import LRFinder
 
 if TYPE_CHECKING:

@@ -36,7 +36,7 @@ class Tuning:
         Returns:
             What was found; None with `fast_dev_run`.
         """
-        if self._is_skipped("learning-rate"):
+        if self._is_skipped("learning rate finder"):
             return None
         return search_learning_rate(self._trainer, task, tried)
 
@@ -69,11 +69,11 @@ class Tuning:
             The size; None with `fast_dev_run`.
         """
         stage = self._trainer.task_run.stage
-        if stage is None or self._is_skipped("batch-size"):
+        if stage is None or self._is_skipped("batch size scaler"):
             return None
         return search_batch_size(self._trainer, task, stage, tried)
 
     def _is_skipped(self, what: str) -> bool:
         if self._trainer.fast_dev_run:
-            warnings.warn(f"The {what} search is left out, since fast_dev_run is set.", stacklevel=4)
+            warnings.warn(f"Skipping {what} since `fast_dev_run` is enabled.", stacklevel=4)
         return bool(self._trainer.fast_dev_run)

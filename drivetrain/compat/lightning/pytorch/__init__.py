@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+
+from drivetrain.compat.lightning.fabric.utilities import disable_possible_user_warnings
 from drivetrain.compat.lightning.fabric.utilities.seed import seed_everything
 from drivetrain.compat.lightning.pytorch import (
     accelerators,
@@ -39,6 +42,9 @@ __all__ = [
     "tuner",
     "utilities",
 ]
+
+if os.environ.get("POSSIBLE_USER_WARNINGS", "").lower() in ("0", "off"):
+    disable_possible_user_warnings()
 
 
 def cli_lightning_logo() -> None:

@@ -16,6 +16,7 @@ from drivetrain.compat.lightning.fabric.utilities.rank_zero import (
     rank_zero_only,
     rank_zero_warn,
 )
+from drivetrain.compat.lightning.fabric.utilities.warnings import PossibleUserWarning
 from drivetrain.runtime.nested import send_to_device
 
 __all__ = [
@@ -82,10 +83,10 @@ def is_shared_filesystem(strategy: Any, path: str | Path | None = None, timeout:
     return bool(strategy.topology.environment.num_nodes == 1)
 
 
-def disable_possible_user_warnings(module: str = "lightning") -> None:
-    """Show no warnings of a module.
+def disable_possible_user_warnings(module: str = "") -> None:
+    """Show no warnings of what may be a mistake.
 
     Args:
-        module: The beginning of its name.
+        module: The beginning of the name of the module that they come from; any if empty.
     """
-    warnings.filterwarnings("ignore", module=module)
+    warnings.filterwarnings("ignore", module=module, category=PossibleUserWarning)

@@ -2,9 +2,235 @@
 
 from __future__ import annotations
 
-from drivetrain.callbacks import ModelCheckpoint
+import math
+import os
+from collections.abc import Mapping
+from datetime import timedelta
+from typing import Any, ClassVar, Literal
+
+import torch
+from torch import Tensor
+
+from drivetrain.callbacks import ModelCheckpoint as CoreModelCheckpoint
+from drivetrain.callbacks.support.agreement import decide_on_main_process
+from drivetrain.checkpoint.lightning_keys import key_there
+from drivetrain.compat.lightning.fabric.utilities.rank_zero import rank_zero_warn
 from drivetrain.compat.lightning.pytorch.callbacks.checkpoint import Checkpoint
 
 __all__ = ["ModelCheckpoint"]
 
-Checkpoint.register(ModelCheckpoint)
+_OURS = "drivetrain"
+_SAVED = (
+    "best_model_score",
+    "best_model_path",
+    "best_k_models",
+    "kth_best_model_path",
+    "kth_value",
+    "last_model_path",
+)
+
+
+class Settable:
+    """An attribute that reads what the callback has kept, and can be set; what was set holds until the next save.
+
+    Args:
+        read: Reads it.
+    """
+
+    def __init__(self, read: Any) -> None:
+        self._read = read
+        self.__doc__ = read.__doc__
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self._name = name
+
+    def __get__(self, callback: Any, owner: type) -> Any:
+        if callback is None:
+            return self
+        return callback.set_by_hand.get(self._name, self._read(callback))
+
+    def __set__(self, callback: Any, value: Any) -> None:
+        callback.set_by_hand[self._name] = value
+
+
+class ModelCheckpoint(CoreModelCheckpoint, Checkpoint):
+    """`drivetrain.ModelCheckpoint` with the members and the state that scripts written for Lightning read.
+
+    Args:
+        dirpath: As there.
+        filename: As there.
+        monitor: As there. A value that is NaN counts as the worst.
+        verbose: As there.
+        save_last: As there.
+        save_top_k: As there.
+        save_on_exception: As there.
+        save_weights_only: As there.
+        mode: As there.
+        auto_insert_metric_name: As there.
+        every_n_train_steps: As there.
+        train_time_interval: As there.
+        every_n_epochs: As there.
+        save_on_train_epoch_end: As there.
+        enable_version_counter: As there.
+        **options: Arguments that only `drivetrain.ModelCheckpoint` has.
+    """
+
+    CHECKPOINT_JOIN_CHAR: ClassVar[str] = "-"
+    keeps_nan: ClassVar[bool] = True
+    missing_value: ClassVar[float] = 0
+
+    def __init__(
+        self,
+        dirpath: str | os.PathLike[str] | None = None,
+        filename: str | None = None,
+        monitor: str | None = None,
+        verbose: bool = False,
+        save_last: bool | Literal["link"] | None = None,
+        save_top_k: int = 1,
+        save_on_exception: bool = False,
+        save_weights_only: bool = False,
+        mode: str = "min",
+        auto_insert_metric_name: bool = True,
+        every_n_train_steps: int | None = None,
+        train_time_interval: timedelta | None = None,
+        every_n_epochs: int | None = None,
+        save_on_train_epoch_end: bool | None = None,
+        enable_version_counter: bool = True,
+        **options: Any,
+    ) -> None:
+        self.set_by_hand: dict[str, Any] = {}
+        if dirpath is not None:
+            dirpath = os.fspath(dirpath)
+            dirpath = dirpath if "://" in dirpath or not dirpath else os.path.realpath(os.path.expanduser(dirpath))
+        super().__init__(
+            dirpath or None,
+            filename,
+            monitor,
+            verbose,
+            save_last,
+            save_top_k,
+            save_on_exception,
+            save_weights_only,
+            mode,
+            auto_insert_metric_name,
+            every_n_train_steps,
+            train_time_interval,
+            every_n_epochs,
+            save_on_train_epoch_end,
+            enable_version_counter,
+            **options,
+        )
+
+    @property
+    def state_key(self) -> str:
+        return key_there(super().state_key)
+
+    # what there is
+
+    @property
+    def current_score(self) -> Tensor | None:  # type: ignore[override]
+        """The score of the last save."""
+        score = super().current_score
+        return None if score is None else torch.tensor(score)
+
+    @Settable
+    def best_model_path(self) -> str:
+        """The path of the best checkpoint; without `monitor` of the newest."""
+        return CoreModelCheckpoint.best_model_path.fget(self)  # type: ignore[attr-defined]
+
+    @Settable
+    def best_model_score(self) -> Tensor | None:
+        """The score of the best checkpoint."""
+        return CoreModelCheckpoint.best_model_score.fget(self)  # type: ignore[attr-defined]
+
+    @Settable
+    def best_k_models(self) -> dict[str, Tensor]:
+        """Paths and scores of the checkpoints kept, where they have scores."""
+        if self.monitor is None:
+            return {}
+        return {path: torch.tensor(float(score)) for path, score in self.kept_scores.items()}
+
+    @Settable
+    def kth_best_model_path(self) -> str:
+        """The path of the checkpoint that a better one would replace, where they have scores."""
+        return "" if self.monitor is None else CoreModelCheckpoint.kth_best_model_path.fget(self)  # type: ignore[attr-defined]
+
+    @Settable
+    def kth_value(self) -> Tensor:
+        """Its score."""
+        worst = math.inf if self.mode == "min" else -math.inf
+        return self.best_k_models.get(self.kth_best_model_path, torch.tensor(worst))
+
+    @Settable
+    def last_model_path(self) -> str:
+        """The path of `last`, or an empty text."""
+        return CoreModelCheckpoint.last_model_path.fget(self)  # type: ignore[attr-defined]
+
+    def file_exists(self, filepath: str | os.PathLike[str], trainer: Any) -> bool:
+        """Whether the main process finds something under a path; called by all processes.
+
+        Args:
+            filepath: The path.
+            trainer: The Trainer that runs.
+        """
+        return decide_on_main_process(lambda: os.path.exists(filepath))
+
+    def format_checkpoint_name(
+        self,
+        metrics: Mapping[str, Any],
+        filename: str | None = None,
+        ver: int | None = None,
+        prefix: str | None = None,
+    ) -> str:
+        """Return the path of a checkpoint with these metrics.
+
+        Args:
+            metrics: Names and values, `epoch` and `step` among them.
+            filename: A template in place of this callback's.
+            ver: The number that distinguishes it from others of the same name.
+            prefix: What the name begins with.
+        """
+        folder, name = os.path.split(super().format_checkpoint_name(metrics, filename, ver))
+        return os.path.join(folder, name if not prefix else f"{prefix}{self.CHECKPOINT_JOIN_CHAR}{name}")
+
+    def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        super().setup(trainer, pl_module, stage)
+        folder = self.dirpath or ""
+        if (
+            self.save_top_k
+            and stage == "fit"
+            and trainer.is_global_zero
+            and os.path.isdir(folder)
+            and os.listdir(folder)
+        ):
+            rank_zero_warn(f"Checkpoint directory {folder} exists and is not empty.")
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        if trainer.ckpt_path is not None:
+            self.protect(os.path.abspath(trainer.ckpt_path))  # the run may be started from there once more
+        super().on_train_start(trainer, pl_module)
+
+    # the state of this callback
+
+    def state_dict(self) -> dict[str, Any]:
+        """Lightning's entries, and all that this package needs to resume exactly."""
+        return {**self.lightning_state(), _OURS: super().state_dict()}
+
+    def lightning_state(self) -> dict[str, Any]:
+        """The state as Lightning's `ModelCheckpoint` keeps it."""
+        return {
+            **super().lightning_state(),
+            **{name: self.set_by_hand[name] for name in _SAVED if name in self.set_by_hand},
+        }
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        before, self.set_by_hand = self.dirpath, {}
+        saved_in = state_dict.get("dirpath")
+        super().load_state_dict(state_dict.get(_OURS, state_dict))
+        if saved_in != self.dirpath:
+            rank_zero_warn(
+                f"The dirpath has changed from {saved_in!r} to {before!r}, therefore `best_model_score`, "
+                "`kth_best_model_path`, `kth_value`, `last_model_path` and `best_k_models` won't be reloaded. Only "
+                "`best_model_path` will be reloaded."
+            )
+            self.best_model_path = state_dict.get("best_model_path", "")

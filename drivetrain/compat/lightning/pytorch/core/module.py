@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import wraps
 from typing import Any, ClassVar, NoReturn
 
 import torch
 
 from drivetrain.compat.absent import AbsentNameError
+from drivetrain.compat.lightning.fabric.utilities.rank_zero import rank_zero_deprecation, rank_zero_warn
 from drivetrain.runtime.errors import ConfigurationError
 from drivetrain.trainer import Task
 
@@ -35,6 +38,15 @@ class LightningModule(Task):
         super().__init__(*args, **kwargs)
         # By identity: whether each parameter of an optimizer took gradients.
         self._before_toggling: dict[int, tuple[torch.Tensor, bool]] = {}
+
+    @classmethod
+    @wraps(Task.load_from_checkpoint)
+    def load_from_checkpoint(cls, checkpoint_path: Any, *args: Any, **kwargs: Any) -> Any:
+        file = kwargs.get("hparams_file")
+        if file is not None and not os.path.isfile(file):
+            rank_zero_warn(f"There are no hyper-parameters in {os.fspath(file)}: the saved ones are taken.")
+            del kwargs["hparams_file"]
+        return super().load_from_checkpoint(checkpoint_path, *args, **kwargs)
 
     def predict_step(self, *args: Any, **kwargs: Any) -> Any:
         """Predict for one batch: call the module on it."""
@@ -122,6 +134,14 @@ class LightningModule(Task):
         """
         for name in ignore_list:
             self.hparams.pop(name, None)
+
+    @wraps(Task.to_torchscript)
+    def to_torchscript(self, *args: Any, **kwargs: Any) -> Any:
+        rank_zero_deprecation(
+            "`LightningModule.to_torchscript` has been deprecated in v2.7 and will be removed in v2.8 of Lightning, as "
+            "TorchScript is in torch. Export with `to_exported_program` or `to_onnx`."
+        )
+        return super().to_torchscript(*args, **kwargs)
 
     def to_tensorrt(self, *args: Any, **kwargs: Any) -> Any:
         """Not here."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import os
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import yaml
 
 from drivetrain.trackers.base import hyperparameters_of, plain
+from drivetrain.trainer.hyper_parameters import hyper_parameters_in
 
 
 def load_hparams_from_yaml(config_yaml: str | os.PathLike[str], use_omegaconf: bool = True) -> dict[str, Any]:
@@ -31,3 +33,25 @@ def save_hparams_to_yaml(config_yaml: str | os.PathLike[str], hparams: Any, use_
         use_omegaconf: Taken for Lightning's sake.
     """
     Path(config_yaml).write_text(yaml.safe_dump(plain(hyperparameters_of(hparams)), sort_keys=False))
+
+
+def load_hparams_from_tags_csv(tags_csv: str | os.PathLike[str]) -> dict[str, Any]:
+    """Read hyper-parameters of a CSV file with a line for each; an empty dict where there is no such file.
+
+    Args:
+        tags_csv: The file.
+    """
+    return hyper_parameters_in(tags_csv) if Path(tags_csv).is_file() else {}
+
+
+def save_hparams_to_tags_csv(tags_csv: str | os.PathLike[str], hparams: Any) -> None:
+    """Write hyper-parameters to a CSV file, a line for each.
+
+    Args:
+        tags_csv: The file, in a directory that is there.
+        hparams: A dict, dataclass or namespace.
+    """
+    with open(tags_csv, "w", newline="") as file:
+        writer = csv.writer(file)
+        writer.writerow(("key", "value"))
+        writer.writerows(hyperparameters_of(hparams).items())

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from typing import Any
+from typing import Any, ClassVar
 
 from drivetrain import trackers
 
@@ -51,8 +51,14 @@ class TensorBoardLogger(trackers.TensorBoardLogger):
         default_hp_metric: Taken for Lightning's sake; no value is written that was not logged.
         prefix: Put before the name of every value.
         sub_dir: A directory in that of the run, for the event files.
-        **kwargs: For torch's `SummaryWriter`.
+        comment: For torch's `SummaryWriter`.
+        max_queue: The same.
+        flush_secs: The same.
+        filename_suffix: The same.
+        **kwargs: The same.
     """
+
+    NAME_HPARAMS_FILE: ClassVar[str] = "hparams.yaml"
 
     def __init__(
         self,
@@ -63,8 +69,13 @@ class TensorBoardLogger(trackers.TensorBoardLogger):
         default_hp_metric: bool = True,
         prefix: str = "",
         sub_dir: str | os.PathLike[str] | None = None,
+        comment: str = "",
+        max_queue: int = 10,
+        flush_secs: int = 120,
+        filename_suffix: str = "",
         **kwargs: Any,
     ) -> None:
+        kwargs.update(comment=comment, max_queue=max_queue, flush_secs=flush_secs, filename_suffix=filename_suffix)
         inner = None if sub_dir is None else os.path.expandvars(os.path.expanduser(sub_dir))
         super().__init__(save_dir, name, version, prefix, inner, **kwargs)
         self._shows_graph = log_graph

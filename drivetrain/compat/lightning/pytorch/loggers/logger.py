@@ -51,9 +51,6 @@ class Logger(Tracker):
         """What stands between the parts of a name."""
         return "/"
 
-    def after_save_checkpoint(self, checkpoint_callback: Any) -> None:
-        """Called after a checkpoint was saved, by loggers that want it."""
-
     def log(self, values: Mapping[str, float | int | str], step: int | None = None) -> None:
         """The same as `log_metrics`."""
         self.log_metrics(values, step)

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
+from drivetrain.compat.lightning.fabric.utilities.rank_zero import rank_zero_deprecation
 from drivetrain.compat.lightning.instances import StandsFor
 from drivetrain.compat.lightning.options import refuse_machinery
 from drivetrain.strategies import DDP
@@ -22,7 +23,12 @@ class DDPStrategy(DDP, metaclass=StandsFor, original=DDP):
         process_group_backend: Taken for Lightning's sake; it follows from the devices.
         timeout: Taken for Lightning's sake; the launcher's `--rdzv_conf` and a run's heartbeat decide.
         start_method: Taken for Lightning's sake; processes are started as scripts.
-        **kwargs: Options of torch's `DistributedDataParallel`, such as `find_unused_parameters`.
+        find_unused_parameters: An option of torch's `DistributedDataParallel`.
+        static_graph: The same.
+        bucket_cap_mb: The same.
+        gradient_as_bucket_view: The same.
+        broadcast_buffers: The same.
+        **kwargs: Further options of `drivetrain.DDP`.
     """
 
     def __init__(
@@ -32,6 +38,11 @@ class DDPStrategy(DDP, metaclass=StandsFor, original=DDP):
         process_group_backend: str | None = None,
         timeout: timedelta | None = None,
         start_method: str = "popen",
+        find_unused_parameters: bool = False,
+        static_graph: bool = False,
+        bucket_cap_mb: float = 25,
+        gradient_as_bucket_view: bool = True,
+        broadcast_buffers: bool = True,
         **kwargs: Any,
     ) -> None:
         options = refuse_machinery(kwargs, "DDPStrategy", ("ddp_comm_wrapper", "model_averaging_period"))
@@ -39,4 +50,18 @@ class DDPStrategy(DDP, metaclass=StandsFor, original=DDP):
             options["comm_hook"] = ddp_comm_hook
         if ddp_comm_state is not None:
             options["comm_hook_options"] = {"state": ddp_comm_state}
-        super().__init__(**options)
+        super().__init__(
+            find_unused_parameters=find_unused_parameters,
+            static_graph=static_graph,
+            bucket_cap_mb=bucket_cap_mb,
+            gradient_as_bucket_view=gradient_as_bucket_view,
+            broadcast_buffers=broadcast_buffers,
+            **options,
+        )
+        self.process_group_backend = process_group_backend
+
+    @property
+    def is_distributed(self) -> bool:
+        """True, with a warning: Lightning has deprecated it."""
+        rank_zero_deprecation("`DDPStrategy.is_distributed` is deprecated. Use `trainer.world_size > 1` instead.")
+        return True

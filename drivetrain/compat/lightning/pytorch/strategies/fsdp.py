@@ -52,6 +52,11 @@ class FSDPStrategy(FSDP):
         if auto_wrap_policy is not None:
             options["wrap"] = list(auto_wrap_policy) if isinstance(auto_wrap_policy, set) else auto_wrap_policy
         if activation_checkpointing_policy is not None:
+            if options.get("activation_checkpointing") is not None:
+                raise ConfigurationError(
+                    "You cannot set both `activation_checkpointing` and `activation_checkpointing_policy`. Leave the "
+                    "first out."
+                )
             chosen = activation_checkpointing_policy
             options["activation_checkpointing"] = list(chosen) if isinstance(chosen, set) else chosen
         super().__init__(

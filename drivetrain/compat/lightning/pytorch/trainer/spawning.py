@@ -10,15 +10,24 @@ from typing import TYPE_CHECKING, Any
 from torch.multiprocessing.spawn import ProcessRaisedException
 
 from drivetrain.compat.aliases import PACKAGES, install
+from drivetrain.compat.lightning.pytorch.strategies.ddp import DDPStrategy
 from drivetrain.launch import already_launched, notebook_launcher
 from drivetrain.launch.forking import cloudpickle_dumps
 from drivetrain.runtime.devices import detect_device_kind, get_device_kind
 from drivetrain.runtime.errors import ConfigurationError, LaunchError
+from drivetrain.strategies import Single
 from drivetrain.trainer import DataModule
 
 if TYPE_CHECKING:
     from drivetrain.callbacks.stage import Stage
     from drivetrain.compat.lightning.pytorch.trainer.trainer import Trainer
+
+
+class SpawnsDDP(Single):
+    """What stands in the Trainer's own process for the strategy of the processes that it starts."""
+
+
+DDPStrategy.register(SpawnsDDP)
 
 _METHODS = ("ddp_spawn", "ddp_fork", "ddp_notebook")
 

@@ -8,12 +8,16 @@ from contextlib import contextmanager
 from functools import wraps
 from typing import Any
 
-from drivetrain.callbacks import EarlyStopping
+from torch.utils.data import IterableDataset
+
+from drivetrain.callbacks import Callback, EarlyStopping
+from drivetrain.callbacks import ModelCheckpoint as CoreModelCheckpoint
 from drivetrain.callbacks.stage import Stage
 from drivetrain.compat.lightning.accelerators import Accelerator
 from drivetrain.compat.lightning.fabric.utilities.rank_zero import rank_zero_warn
 from drivetrain.compat.lightning.fabric.utilities.warnings import PossibleUserWarning, warn_by_warnings
 from drivetrain.compat.lightning.plugins import Precision, TorchSyncBatchNorm
+from drivetrain.compat.lightning.pytorch.callbacks.model_checkpoint import ModelCheckpoint
 from drivetrain.compat.lightning.pytorch.loggers.files import CSVLogger, TensorBoardLogger
 from drivetrain.compat.lightning.pytorch.loggers.logger import DummyLogger
 from drivetrain.compat.lightning.pytorch.profilers.pytorch import PyTorchProfiler
@@ -26,10 +30,11 @@ from drivetrain.compat.lightning.pytorch.trainer.arguments import (
 from drivetrain.compat.lightning.pytorch.trainer.loop_views import EvaluationLoopView, FitLoopView
 from drivetrain.compat.lightning.pytorch.trainer.metric_views import CallbackMetrics, LightningTrackerLog, as_tensor
 from drivetrain.compat.lightning.pytorch.trainer.order import interleaved
-from drivetrain.compat.lightning.pytorch.trainer.spawning import Spawning
+from drivetrain.compat.lightning.pytorch.trainer.spawning import Spawning, SpawnsDDP
 from drivetrain.compat.lightning.pytorch.trainer.states import RunningStage, TrainerFn, TrainerState, TrainerStatus
 from drivetrain.compat.lightning.pytorch.trainer.verbs import lightning_verb
 from drivetrain.compat.lightning.reasons import PLUGIN
+from drivetrain.data import DataShard
 from drivetrain.runtime.errors import ConfigurationError
 from drivetrain.trackers import TrackerGroup
 from drivetrain.trainer import Trainer as CoreTrainer
@@ -116,7 +121,7 @@ class Trainer(CoreTrainer):
         if spawning is not None:
             options["strategy"] = spawning.strategy
             if spawning.num_processes > 1:
-                options.update(strategy="auto", devices=1)
+                options.update(strategy=SpawnsDDP(), devices=1)
         super().__init__(
             accelerator=accelerator,
             precision=precision,
@@ -125,6 +130,9 @@ class Trainer(CoreTrainer):
             profiler=_profiler_of(profiler),
             **options,
         )
+        self.callbacks = [_as_there(each, options.get("callbacks")) for each in self.callbacks]
+        # Augmentation and streams draw from the generators of the process, or of the loader's workers.
+        self.accelerator.dataloader_config.seed_samples = False
         self._running: Stage | None = None
         self._was_cut_short = False
         self._spawning = None if spawning is None or spawning.num_processes == 1 else spawning
@@ -154,6 +162,24 @@ class Trainer(CoreTrainer):
     def adapt_training_loader(self, loader: Any) -> Any:
         """Let processes take every n-th sample, unless `use_distributed_sampler` is off."""
         return interleaved(loader, self.strategy.topology.data_shard) if self.use_distributed_sampler else loader
+
+    def shard_of(self, loader: Any) -> DataShard | None:
+        """This process's share: all of a stream, whose dataset knows which process it is in."""
+        is_stream = isinstance(getattr(loader, "dataset", None), IterableDataset)
+        return DataShard() if is_stream else super().shard_of(loader)
+
+    def format_of_checkpoint(self, filepath: str | os.PathLike[str], block: bool = True) -> str:
+        """The format in which `save_checkpoint` writes where none is given.
+
+        `"lightning"`, one file, where each process holds the whole state; `"drivetrain"`, a directory, where the state
+        is sharded, is written in the background, or goes to a URL.
+
+        Args:
+            filepath: Where to.
+            block: Whether it is written at once.
+        """
+        is_file = block and "://" not in os.fspath(filepath) and self.strategy.state.holds_whole
+        return "lightning" if is_file else "drivetrain"
 
     @property
     def spawning(self) -> Spawning | None:
@@ -227,8 +253,9 @@ class Trainer(CoreTrainer):
 
     @property
     def logged_metrics(self) -> dict[str, Any]:
-        """The values that loggers got, the latest of each name."""
-        return {name: as_tensor(value) for name, value in self.tracker_log.written.items()}
+        """The values for loggers, the latest of each name, also those of steps whose values no logger gets."""
+        values = {**self.tracker_log.written, **self.logged.step_values(for_logger=True)}
+        return {name: as_tensor(value) for name, value in values.items()}
 
     @property
     def progress_bar_metrics(self) -> dict[str, Any]:
@@ -315,6 +342,15 @@ class Trainer(CoreTrainer):
     # what is trained
 
     @property
+    def datamodule(self) -> Any:
+        """The data module of the run, or of the last one; it can be set between two runs."""
+        return super().datamodule
+
+    @datamodule.setter
+    def datamodule(self, datamodule: Any) -> None:
+        self.task_run.datamodule = datamodule
+
+    @property
     def lightning_module(self) -> Any:
         """The task of the run, or of the last one."""
         return self.task
@@ -361,6 +397,12 @@ class Trainer(CoreTrainer):
     def num_sanity_val_batches(self) -> list[float]:
         """Batches of each validation loader that are tried before training."""
         return [min(batches, self.num_sanity_val_steps) for batches in self.num_val_batches]
+
+
+def _as_there(callback: Callback, given: Any) -> Callback:
+    """The callback for checkpoints of Lightning's kind where the Trainer has added the usual one by itself."""
+    is_added = type(callback) is CoreModelCheckpoint and callback is not given and callback not in (given or ())
+    return ModelCheckpoint() if is_added else callback
 
 
 def _profiler_of(given: Any) -> Any:

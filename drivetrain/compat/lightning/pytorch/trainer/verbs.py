@@ -13,7 +13,7 @@ from drivetrain.callbacks.stage import Stage
 from drivetrain.compat.lightning.fabric.utilities.rank_zero import rank_zero_warn
 from drivetrain.runtime.errors import ArgumentTypeError
 from drivetrain.trainer import Task
-from drivetrain.trainer.task_run import uncompiled
+from drivetrain.trainer.compiled_task import uncompiled
 
 if TYPE_CHECKING:
     from drivetrain.compat.lightning.pytorch.trainer.trainer import Trainer
@@ -37,6 +37,7 @@ def lightning_verb(verb: F) -> F:
             del given["return_predictions"]
         if given.get("ckpt_path") == "last":
             given["ckpt_path"] = _last_checkpoint(self)
+            model = self.task if model is None and given["ckpt_path"] is None else model
         _check_path(given.get("ckpt_path"))
         if name == "fit":
             self.settle_epochs()

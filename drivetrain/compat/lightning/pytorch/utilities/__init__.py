@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import torch
 
-from drivetrain.compat.absent import absent_names
 from drivetrain.compat.lightning.enums import GradClipAlgorithmType, LightningEnum
 from drivetrain.compat.lightning.fabric.utilities import (
     disable_possible_user_warnings,
@@ -21,8 +20,8 @@ from drivetrain.compat.lightning.fabric.utilities.rank_zero import (
 )
 from drivetrain.compat.lightning.pytorch.utilities import rank_zero
 from drivetrain.compat.lightning.pytorch.utilities.grads import grad_norm
+from drivetrain.compat.lightning.pytorch.utilities.parameter_tying import find_shared_parameters, set_shared_parameters
 from drivetrain.compat.lightning.pytorch.utilities.parsing import AttributeDict, is_picklable
-from drivetrain.compat.lightning.reasons import NOT_YET
 from drivetrain.data import CombinedLoader
 
 __all__ = [
@@ -31,6 +30,7 @@ __all__ = [
     "GradClipAlgorithmType",
     "LightningEnum",
     "disable_possible_user_warnings",
+    "find_shared_parameters",
     "grad_norm",
     "is_picklable",
     "is_shared_filesystem",
@@ -41,13 +41,10 @@ __all__ = [
     "rank_zero_info",
     "rank_zero_only",
     "rank_zero_warn",
+    "set_shared_parameters",
     "suggested_max_num_workers",
 ]
 
 FLOAT16_EPSILON = torch.finfo(torch.float16).eps
 FLOAT32_EPSILON = torch.finfo(torch.float32).eps
 FLOAT64_EPSILON = torch.finfo(torch.float64).eps
-
-_ABSENT = ("find_shared_parameters", "set_shared_parameters")
-
-__getattr__ = absent_names(__name__, (NOT_YET, _ABSENT))

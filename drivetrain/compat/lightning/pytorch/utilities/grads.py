@@ -23,7 +23,7 @@ def grad_norm(module: nn.Module, norm_type: float | int | str, group_separator: 
     if order <= 0:
         raise ValueError(f"`norm_type` must be a positive number or 'inf', got {norm_type}.")
     norms: dict[str, Any] = {
-        f"grad_{norm_type}_norm{group_separator}{name}": parameter.grad.data.norm(order)
+        f"grad_{order}_norm{group_separator}{name}": parameter.grad.data.norm(order)
         for name, parameter in module.named_parameters()
         if parameter.grad is not None
     }

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import inspect
 import pickle
+from collections.abc import MutableMapping
+from types import FrameType
 from typing import Any
 
 from drivetrain.trainer.hyper_parameters import HyperParameters
+from drivetrain.trainer.tuning.attribute import TunedAttribute
 
 AttributeDict = HyperParameters
 
@@ -23,18 +27,65 @@ def is_picklable(obj: object) -> bool:
     return True
 
 
+def clean_namespace(hparams: MutableMapping[str, Any]) -> None:
+    """Leave out of hyper-parameters what cannot be pickled.
+
+    Args:
+        hparams: The hyper-parameters, which are changed.
+    """
+    for name in [name for name, value in hparams.items() if not is_picklable(value)]:
+        del hparams[name]
+
+
+def parse_class_init_keys(cls: type) -> tuple[str, str | None, str | None]:
+    """The names of a constructor's `self`, `*args` and `**kwargs`.
+
+    Args:
+        cls: The class.
+
+    Returns:
+        The three names; None for what it does not take.
+    """
+    parameters = list(inspect.signature(cls.__init__).parameters.values())  # type: ignore[misc]
+    of_kind = {each.kind: each.name for each in parameters}
+    return parameters[0].name, of_kind.get(inspect.Parameter.VAR_POSITIONAL), of_kind.get(inspect.Parameter.VAR_KEYWORD)
+
+
+def collect_init_args(frame: FrameType, path_args: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The arguments of the constructors that led to a frame.
+
+    Args:
+        frame: A frame in a constructor, or in what it calls.
+        path_args: What comes before.
+
+    Returns:
+        The arguments by name, those of `**kwargs` among them, for each constructor, that of the base class first.
+    """
+    found = list(path_args)
+    current: FrameType | None = frame
+    while current is not None:
+        if current.f_code.co_name == "__init__" and "__class__" in current.f_locals:
+            names, _, keywords, values = inspect.getargvalues(current)
+            arguments = {name: values[name] for name in names[1:]}
+            found.append({**arguments, **(values[keywords] if keywords else {})})
+        elif len(found) > len(path_args):
+            break
+        current = current.f_back
+    return found
+
+
 def lightning_hasattr(model: Any, attribute: str) -> bool:
-    """Whether a module, its hyper-parameters or its data module have an attribute.
+    """Whether a module, its data module or the hyper-parameters of one of them have an attribute.
 
     Args:
         model: The module.
         attribute: The attribute.
     """
-    return any(_has(holder, attribute) for holder in _holders(model))
+    return _kept(model, attribute).is_kept
 
 
 def lightning_getattr(model: Any, attribute: str) -> Any:
-    """The attribute of a module, of its hyper-parameters or of its data module.
+    """The attribute of a module, of its data module or of the hyper-parameters of one of them.
 
     Args:
         model: The module.
@@ -43,16 +94,11 @@ def lightning_getattr(model: Any, attribute: str) -> Any:
     Raises:
         AttributeError: None of them has it.
     """
-    for holder in _holders(model):
-        if _has(holder, attribute):
-            return holder[attribute] if isinstance(holder, dict) else getattr(holder, attribute)
-    raise AttributeError(
-        f"{attribute} is neither stored in the model namespace nor the `hparams` namespace/dict, nor the datamodule."
-    )
+    return _found(model, attribute).value
 
 
 def lightning_setattr(model: Any, attribute: str, value: Any) -> None:
-    """Set an attribute wherever it is there: in a module, its hyper-parameters and its data module.
+    """Set an attribute wherever it is there: in a module, in its data module and in their hyper-parameters.
 
     Args:
         model: The module.
@@ -62,27 +108,19 @@ def lightning_setattr(model: Any, attribute: str, value: Any) -> None:
     Raises:
         AttributeError: None of them has it.
     """
-    holders = [holder for holder in _holders(model) if _has(holder, attribute)]
-    if not holders:
-        raise _missing(attribute)
-    for holder in holders:
-        if isinstance(holder, dict):
-            holder[attribute] = value
-        else:
-            setattr(holder, attribute, value)
+    _found(model, attribute).write(value)
 
 
-def _missing(attribute: str) -> AttributeError:
-    return AttributeError(
-        f"{attribute} is neither stored in the model namespace nor the `hparams` namespace/dict, nor the datamodule."
-    )
-
-
-def _holders(model: Any) -> list[Any]:
+def _kept(model: Any, attribute: str) -> TunedAttribute:
     trainer = model.__dict__.get("_trainer")
-    data = None if trainer is None else trainer.datamodule
-    return [model, model.hparams, *([] if data is None else [data])]
+    return TunedAttribute(attribute, model, None if trainer is None else trainer.datamodule)
 
 
-def _has(holder: Any, attribute: str) -> bool:
-    return attribute in holder if isinstance(holder, dict) else hasattr(holder, attribute)
+def _found(model: Any, attribute: str) -> TunedAttribute:
+    found = _kept(model, attribute)
+    if not found.is_kept:
+        raise AttributeError(
+            f"{attribute} is neither stored in the model namespace nor the `hparams` namespace/dict, nor the "
+            "datamodule."
+        )
+    return found

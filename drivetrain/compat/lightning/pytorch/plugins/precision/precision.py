@@ -1,0 +1,9 @@
+"""The base of number formats."""
+
+from __future__ import annotations
+
+from drivetrain.compat.lightning.plugins import Precision, under_old_name
+
+__all__ = ["Precision", "PrecisionPlugin"]
+
+PrecisionPlugin = under_old_name("PrecisionPlugin", Precision)

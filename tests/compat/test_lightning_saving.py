@@ -1,0 +1,116 @@
+"""What the mirror's Trainer and its `ModelCheckpoint` write: files, as Lightning's."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import drivetrain
+from drivetrain.compat.lightning import pytorch as pl
+from drivetrain.compat.lightning.pytorch.callbacks import ModelCheckpoint
+from drivetrain.compat.lightning.pytorch.demos.boring_classes import BoringModel
+
+
+class Logs(BoringModel):
+    """Logs the next of its values once each validation."""
+
+    def __init__(self, *values: float) -> None:
+        super().__init__()
+        self.values = values
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("val_loss", self.values[self.current_epoch])
+
+
+def fit(root: Path, model: Any, *callbacks: Any, resume: Any = None, **options: Any) -> Any:
+    settings = {"accelerator": "cpu", "logger": False, "enable_progress_bar": False, "enable_model_summary": False}
+    settings |= {"limit_train_batches": 2, "limit_val_batches": 1, "num_sanity_val_steps": 0, "max_epochs": 3}
+    trainer = pl.Trainer(default_root_dir=root, callbacks=list(callbacks), **{**settings, **options})
+    trainer.fit(model, ckpt_path=resume)
+    return trainer
+
+
+def test_the_usual_checkpoint_is_a_file_that_torch_opens(tmp_path: Path) -> None:
+    trainer = fit(tmp_path, BoringModel())
+    path = trainer.checkpoint_callback.best_model_path
+    assert path == str(tmp_path / "checkpoints" / "epoch=2-step=6.ckpt")
+    found = torch.load(path, weights_only=True)
+    assert (found["epoch"], found["global_step"]) == (2, 6)
+    state = found["callbacks"][trainer.checkpoint_callback.state_key]
+    assert state["best_model_path"] == path
+    assert trainer.checkpoint_callback.state_key.startswith("ModelCheckpoint{'monitor': None, 'mode': 'min', ")
+
+
+def test_the_best_files_stay_and_the_rest_go(tmp_path: Path) -> None:
+    saving = ModelCheckpoint(tmp_path, "{epoch}", monitor="val_loss", save_top_k=2, save_last=True)
+    fit(tmp_path, Logs(2.0, 3.0, 1.0), saving)
+    assert sorted(os.listdir(tmp_path)) == ["epoch=0.ckpt", "epoch=2.ckpt", "last.ckpt"]
+    assert saving.best_k_models == {str(tmp_path / f"epoch={n}.ckpt"): torch.tensor(v) for n, v in ((0, 2.0), (2, 1.0))}
+    assert (saving.best_model_score, saving.kth_value) == (1.0, 2.0)
+    assert os.path.isfile(saving.last_model_path)
+
+
+def test_last_is_a_link_to_the_newest_file(tmp_path: Path) -> None:
+    saving = ModelCheckpoint(tmp_path, "{epoch}", save_last="link")
+    fit(tmp_path, BoringModel(), saving)
+    assert os.readlink(tmp_path / "last.ckpt") == "epoch=2.ckpt"
+    assert sorted(os.listdir(tmp_path)) == ["epoch=2.ckpt", "last.ckpt"]
+
+
+def test_a_resumed_run_continues_the_account_of_its_files(tmp_path: Path) -> None:
+    def saving() -> ModelCheckpoint:
+        return ModelCheckpoint(tmp_path, "{epoch}", monitor="val_loss", save_last=True)
+
+    fit(tmp_path, Logs(1.0, 2.0), saving(), max_epochs=2)
+    again = saving()
+    trainer = fit(tmp_path, Logs(1.0, 2.0, 0.5), again, resume=tmp_path / "last.ckpt")
+    assert (trainer.current_epoch, trainer.global_step) == (3, 6)
+    assert sorted(os.listdir(tmp_path)) == ["epoch=2.ckpt", "last.ckpt"]
+    assert again.best_model_score == 0.5
+
+
+def test_what_another_tool_wrote_is_neither_replaced_nor_removed(tmp_path: Path) -> None:
+    for name in ("epoch=0.ckpt", "last.ckpt"):
+        torch.save({"theirs": 1}, tmp_path / name)
+    fit(tmp_path, BoringModel(), ModelCheckpoint(tmp_path, "{epoch}", save_last=True), max_epochs=2)
+    assert sorted(os.listdir(tmp_path)) == ["epoch=0.ckpt", "epoch=1.ckpt", "last-v1.ckpt", "last.ckpt"]
+    assert torch.load(tmp_path / "last.ckpt", weights_only=True) == {"theirs": 1}
+
+
+def test_nan_counts_as_the_worst_value(tmp_path: Path) -> None:
+    saving = ModelCheckpoint(tmp_path, monitor="val_loss")
+    fit(tmp_path, Logs(float("nan")), saving, max_epochs=1)
+    assert saving.best_model_score == float("inf")
+
+
+def test_the_core_s_trainer_writes_directories_still(tmp_path: Path) -> None:
+    settings: dict[str, Any] = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
+    trainer = drivetrain.Trainer(accelerator="cpu", max_steps=1, default_root_dir=tmp_path, **settings)
+    trainer.fit(BoringModel())
+    assert os.path.isdir(trainer.checkpoint_callback.best_model_path)
+
+
+@pytest.mark.parametrize("kind", ["drivetrain", "lightning"])
+def test_a_format_can_be_chosen(tmp_path: Path, kind: str) -> None:
+    trainer = fit(tmp_path, BoringModel(), max_epochs=1, enable_checkpointing=False)
+    trainer.save_checkpoint(tmp_path / "x.ckpt", format=kind)
+    assert os.path.isfile(tmp_path / "x.ckpt") == (kind == "lightning")
+
+
+class Saved(BoringModel):
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        checkpoint["mine"] = {"table": torch.arange(3)}
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        self.table: Tensor = checkpoint["mine"]["table"]
+
+
+def test_what_a_hook_adds_is_in_the_file_under_its_own_name(tmp_path: Path) -> None:
+    path = fit(tmp_path, Saved(), max_epochs=1).checkpoint_callback.best_model_path
+    assert torch.load(path, weights_only=True)["mine"]["table"].tolist() == [0, 1, 2]
+    assert Saved.load_from_checkpoint(path).table.tolist() == [0, 1, 2]
