@@ -123,13 +123,20 @@ def check_hooks(trainer: Trainer, task: Task, data: DataModule | None) -> None:
     for owner, base in owners:
         for name, defining in _own_methods(type(owner), base).items():
             replacement = _HOOKS_OF_LIGHTNING_1.get(name)
-            if replacement is not None:
+            if replacement is not None and not (base is Task and _takes_more(owner, name)):
                 raise ConfigurationError(
                     f"{defining.__name__}.{name} is a hook of Lightning 1.x, which is never called here. "
                     f"Use {replacement}."
                 )
             if not hasattr(base, name):
                 _warn_of_mistyped(owner, base, name, defining)
+
+
+def _takes_more(task: Task, name: str) -> bool:
+    """Whether a method of a task has parameters where the old hook had none: the task itself calls it."""
+    parameters = inspect.signature(getattr(task, name)).parameters.values()
+    is_needed = any(each.default is each.empty and each.kind is each.POSITIONAL_OR_KEYWORD for each in parameters)
+    return name in ("on_epoch_start", "on_epoch_end") and is_needed
 
 
 def _own_methods(kind: type, base: type) -> dict[str, type]:

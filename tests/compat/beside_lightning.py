@@ -1,7 +1,7 @@
 """What a program of Lightning's is given in both places: a recorder of its losses, and what it lacks here.
 
-All start from one seed, and nothing is added to the program. `COMPAT_TRAINER` holds arguments of the Trainer that take the place of the program's
-own, where it has no options for them: how long to run, and on how many processes.
+All start from one seed, and nothing is added to the program. `COMPAT_TRAINER` holds arguments of the Trainer that take
+the place of the program's own, where it has no options for them: how long to run, and on how many processes.
 """
 
 from __future__ import annotations

@@ -56,6 +56,8 @@ class Runs:
             "COMPAT_TRAINER": json.dumps(program.trainer(processes)),
             "COMPAT_PACKAGE": program.package,
             "TORCH_HOME": str(self.data / "torch"),
+            # Lightning itself does not read checkpoints with a program's own classes among the hyper-parameters.
+            "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD": "1",
         }
         return Job(
             program.name,

@@ -23,7 +23,7 @@ def sales(shops: int = 8, weeks: int = 40) -> pd.DataFrame:
         for week in range(weeks):
             price = 1 + draws.random()
             sold = level * (1.5 + np.sin(week / 4)) / price
-            rows.append({"shop": str(shop), "week": week, "month": str(week // 4 % 12), "price": price, "sold": sold})
+            rows.append({"shop": str(shop), "week": week, "month": str(week // 4 % 6), "price": price, "sold": sold})
     return pd.DataFrame(rows)
 
 
