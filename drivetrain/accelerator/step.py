@@ -60,7 +60,7 @@ class OptimizerStep:
     Attributes:
         window: The accumulation window.
         weights: What the losses of the window weigh, where that was given.
-        stepped: Whether any optimizer has stepped since a driver set this to False; a step skipped on overflow is none.
+        steps_taken: Steps of single optimizers since a driver set this to 0; one skipped on overflow is none.
     """
 
     def __init__(
@@ -68,7 +68,7 @@ class OptimizerStep:
     ) -> None:
         self.window = window
         self.weights = WeightedMean(strategy)
-        self.stepped = False
+        self.steps_taken = 0
         self._strategy, self._precision, self._prepared = strategy, precision, prepared
         self._scale = precision.scale if overrides(precision, "scale") else None
         self._unscale = precision.unscale if overrides(precision, "unscale") else None
@@ -221,14 +221,15 @@ class OptimizerStep:
         prepared.step_was_skipped = not done
         prepared.spent = True
         prepared.holds_abandoned = False
-        self.stepped = self.stepped or done
+        self.steps_taken += done
         return result
 
     def _prepared_closure(self, optimizer: Optimizer, closure: Callable[[], Any]) -> Callable[[], Any]:
         """A closure whose gradients are complete and clipped whenever the optimizer reads them."""
 
         def compute_gradients() -> Any:
-            result = closure()
+            with torch.enable_grad():  # an optimizer's step may be decorated with no_grad
+                result = closure()
             self.finish_gradients()
             if self._prepares:
                 self.prepare_step(optimizer)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import TYPE_CHECKING, Any
 
 import psutil
@@ -9,10 +10,13 @@ import torch
 
 from drivetrain.callbacks.base import Callback
 from drivetrain.callbacks.support.step_log import StepLog
+from drivetrain.runtime.logging import get_logger
 
 if TYPE_CHECKING:
     from drivetrain.trainer.task import Task
     from drivetrain.trainer.trainer import Trainer
+
+logger = get_logger(__name__)
 
 
 class DeviceStatsMonitor(Callback):
@@ -25,6 +29,7 @@ class DeviceStatsMonitor(Callback):
 
     Args:
         cpu_stats: Log the load of the machine; where the device is the CPU if None.
+        filter_keys: Log only these values, by their names without the hook, such as `{"cpu_percent"}`; all if None.
 
     Raises:
         ConfigurationError: If the Trainer has no logger.
@@ -39,8 +44,9 @@ class DeviceStatsMonitor(Callback):
 
     saves_within_steps = False
 
-    def __init__(self, cpu_stats: bool | None = None) -> None:
+    def __init__(self, cpu_stats: bool | None = None, filter_keys: Collection[str] | None = None) -> None:
         self.cpu_stats = cpu_stats
+        self.filter_keys = None if filter_keys is None else set(filter_keys)
         self._starts: StepLog | None = None
         self._ends: StepLog | None = None
 
@@ -96,4 +102,15 @@ class DeviceStatsMonitor(Callback):
             values["cpu_percent"] = psutil.cpu_percent()
             values["cpu_vm_percent"] = psutil.virtual_memory().percent
             values["cpu_swap_percent"] = psutil.swap_memory().percent
-        return {f"DeviceStatsMonitor.{hook}/{name}": float(value) for name, value in values.items()}
+        return {f"DeviceStatsMonitor.{hook}/{name}": float(value) for name, value in self._chosen(values).items()}
+
+    def _chosen(self, values: dict[str, float]) -> dict[str, float]:
+        if self.filter_keys is None:
+            return values
+        unknown = sorted(self.filter_keys - values.keys())
+        if unknown:
+            logger.warning_once(
+                "DeviceStatsMonitor: filter_keys contains keys not found among the values: "
+                f"{', '.join(unknown)}. There are {', '.join(sorted(values)) or 'none'}."
+            )
+        return {name: value for name, value in values.items() if name in self.filter_keys}

@@ -79,6 +79,7 @@ class LearningRateMonitor(Callback):
         self._rates: list[_Rates] = []
         self._logs_steps = False
         self._next_step = -1
+        self._windows = 0
 
     @property
     def state_key(self) -> str:
@@ -98,7 +99,8 @@ class LearningRateMonitor(Callback):
                 RuntimeWarning,
                 stacklevel=2,
             )
-        self._logs_steps = any(self._is_due(each, "step") for each in self._rates)
+        self._windows = trainer.global_step
+        self._logs_steps = bool(trainer.log_every_n_steps) and any(self._is_due(each, "step") for each in self._rates)
         for each in self._rates:
             each.align(self)
 
@@ -107,8 +109,12 @@ class LearningRateMonitor(Callback):
             return
         # The step that this batch belongs to: its row in the table is that of the step's other values.
         step = trainer.global_step + 1
-        if step % trainer.log_every_n_steps == 0 and step != self._next_step:
-            self._next_step = step
+        if step == self._next_step:
+            return
+        # Counted by windows: where several optimizers step by hand, one batch may take more than one step.
+        self._next_step = step
+        self._windows += 1
+        if self._windows % trainer.log_every_n_steps == 0:
             self._log(trainer, "step", step)
 
     def on_train_epoch_start(self, trainer: Trainer, task: Task) -> None:

@@ -394,7 +394,7 @@ class ModelCheckpoint(Callback):
         if not self._fitting:
             return
         was_validated, self._judged = self._validations > self._judged, self._validations
-        is_validated = self._validations > 0 or ((trainer.check_val_every_n_epoch or 1) > 1 and _validates(trainer))
+        is_validated = self._validations > 0 or ((trainer.check_val_every_n_epoch or 1) > 1 and trainer.validates)
         is_stale = self.monitor is not None and is_validated and not was_validated
         if is_stale and self.save_on_train_epoch_end is None:
             return
@@ -453,7 +453,7 @@ class ModelCheckpoint(Callback):
     def _saves_at_epoch_end(self, trainer: Trainer) -> bool:
         if self.save_on_train_epoch_end is not None:
             return self.save_on_train_epoch_end
-        return trainer.val_check_interval in (None, 1.0) or not _validates(trainer)
+        return trainer.val_check_interval in (None, 1.0) or not trainer.validates
 
     # what
 
@@ -519,11 +519,6 @@ class ModelCheckpoint(Callback):
             trainer.tracker_group.checkpoint_saved(self)
         if self.verbose:
             decision.report(self, trainer)
-
-
-def _validates(trainer: Trainer) -> bool:
-    """Whether there is anything to validate on."""
-    return sum(trainer.num_val_batches) > 0
 
 
 def _is_sound(trainer: Trainer, task: Task) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from time import perf_counter
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, TextIO
 
 from drivetrain.callbacks.base import Callback
 from drivetrain.callbacks.support.progress_display import Display, Stage, make_display, to_numbers
@@ -93,19 +93,38 @@ class TQDMProgressBar(Callback):
         self._enabled = False
         self._stop()
 
-    def print(self, *args: Any, sep: str = " ", end: str = "\n") -> None:
+    def print(self, *args: Any, sep: str = " ", end: str = "\n", file: TextIO | None = None) -> None:
         """Print text above the bar without breaking it.
 
         Args:
             *args: What to print.
             sep: What stands between them.
             end: What stands after them.
+            file: Where to, such as `sys.stderr`; the standard output if None.
         """
         text = sep.join(map(str, args)) + end
         if self._display is not None:
-            self._display.write(text)
+            self._display.write(text, file)
         else:
-            print(text, end="")
+            print(text, end="", file=file)
+
+    def get_metrics(self, trainer: Trainer, task: Task) -> dict[str, Any]:
+        """Return the values that are shown beside an epoch's batches; override it to show others.
+
+        It is called when something is drawn, on the main process only.
+
+        Args:
+            trainer: The Trainer that runs.
+            task: The task that it runs.
+
+        Returns:
+            Numbers, tensors or text by name: what was logged with `prog_bar=True`, and what a callback monitors.
+        """
+        shown = dict(trainer.progress_bar_metrics)
+        if self._monitored:
+            known = trainer.logged.callback_values()
+            shown |= {name: known[name] for name in self._monitored if name in known and name not in shown}
+        return shown
 
     # around everything
 
@@ -229,11 +248,7 @@ class TQDMProgressBar(Callback):
     def _values(self, trainer: Trainer) -> dict[str, float]:
         if not self._stage.is_epoch:
             return {}  # in an evaluation they would be those of the training before it
-        shown = dict(trainer.progress_bar_metrics)
-        if self._monitored:
-            known = trainer.logged.callback_values()
-            shown |= {name: known[name] for name in self._monitored if name in known and name not in shown}
-        return to_numbers(shown)
+        return to_numbers(self.get_metrics(trainer, trainer.task))
 
     def _estimate(self, trainer: Trainer) -> None:
         """Estimate when the run ends from the time that it has taken so far, validations and all."""

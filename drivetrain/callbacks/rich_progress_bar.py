@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar, TextIO
 
+from drivetrain.callbacks.base import Callback
 from drivetrain.callbacks.progress_bar import TQDMProgressBar
+from drivetrain.callbacks.rich_model_summary import RichModelSummary
 from drivetrain.callbacks.support.progress_display import Display, LineDisplay, Stage, listed
 from drivetrain.callbacks.support.rich_package import require_rich
 
@@ -47,7 +49,8 @@ class RichProgressBarTheme:
 class RichProgressBar(TQDMProgressBar):
     """Shows epoch, batches, speed and the values logged with `prog_bar=True` by rich, on the main process.
 
-    Where the output is no terminal it prints a line for each epoch, as `TQDMProgressBar` does.
+    Where the output is no terminal it prints a line for each epoch, as `TQDMProgressBar` does. The Trainer's own model
+    summary is then a `RichModelSummary`.
 
     Args:
         refresh_rate: Redraw at most so often a second, and no more than ten times; 0 turns the bar off.
@@ -65,6 +68,8 @@ class RichProgressBar(TQDMProgressBar):
         trainer = Trainer(callbacks=[RichProgressBar(leave=True)], logger=False)
         ```
     """
+
+    summary_type: ClassVar[type[Callback]] = RichModelSummary
 
     def __init__(
         self,
@@ -158,8 +163,11 @@ class RichDisplay:
             self._progress.stop()
             self._progress = None
 
-    def write(self, text: str) -> None:
-        self._console.print(text, end="", markup=False, highlight=False)
+    def write(self, text: str, file: TextIO | None = None) -> None:
+        if file is None:
+            self._console.print(text, end="", markup=False, highlight=False)
+        else:
+            print(text, end="", file=file)
 
     def _shown(self, values: Mapping[str, float]) -> str:
         theme = self._theme

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 from drivetrain.data.batch_info import BatchInfo
@@ -19,7 +20,7 @@ class CombinedLoader:
     """Several loaders iterated as one; each batch has the structure that the loaders were given in.
 
     Args:
-        iterables: A list, tuple or dict of loaders.
+        iterables: A list, tuple, named tuple or dict of loaders; or one loader, whose batches come as they are.
         mode: `"min_size"` ends with the shortest; `"max_size_cycle"` starts the shorter ones again until the longest
             ends; `"max_size"` gives None for those that have ended; `"sequential"` gives one loader's batches after
             the other's.
@@ -38,7 +39,7 @@ class CombinedLoader:
         ```
     """
 
-    def __init__(self, iterables: Mapping[str, Any] | Sequence[Any], mode: str = "min_size") -> None:
+    def __init__(self, iterables: Any, mode: str = "min_size") -> None:
         if mode not in MODES:
             raise ConfigurationError(
                 f"Unsupported mode {mode!r}: allowed are {', '.join(MODES)}.{nearest(str(mode), MODES)}"
@@ -46,7 +47,9 @@ class CombinedLoader:
         self.iterables = iterables
         self.mode = mode
         self._names = list(iterables) if isinstance(iterables, Mapping) else None
-        self.loaders: list[Any] = list(iterables.values()) if isinstance(iterables, Mapping) else list(iterables)
+        self._is_one = not isinstance(iterables, Mapping | list | tuple)
+        several = [iterables] if self._is_one else iterables
+        self.loaders: list[Any] = list(several.values()) if isinstance(several, Mapping) else list(several)
         if not self.loaders:
             raise ConfigurationError("CombinedLoader needs at least one loader.")
         self.current: BatchInfo | None = None
@@ -60,8 +63,7 @@ class CombinedLoader:
     def map(self, prepare: Callable[[Any], Any]) -> CombinedLoader:
         """The same combination of what `prepare` makes of each loader."""
         prepared = [prepare(loader) for loader in self.loaders]
-        structure = dict(zip(self._names, prepared, strict=True)) if self._names is not None else prepared
-        return CombinedLoader(structure, self.mode)
+        return CombinedLoader(self._structured(prepared), self.mode)
 
     def set_epoch(self, epoch: int) -> None:
         """Begin an epoch in every loader from its start: one that was started again may have had this number before."""
@@ -114,6 +116,18 @@ class CombinedLoader:
         finally:
             self.current = None
             batches.close()
+
+    @contextmanager
+    def undone(self) -> Iterator[None]:
+        """Undo in the end what iterating in the body changes; see `PreparedLoader.undone`."""
+        before = list(self._ended), self._begun, self._resumes, self._index
+        try:
+            with ExitStack() as stack:
+                for loader in self.loaders:
+                    stack.enter_context(loader.undone())
+                yield
+        finally:
+            self._ended, self._begun, self._resumes, self._index = before
 
     def state_dict(self) -> dict[str, Any]:
         """The position: that of every loader, and which of them have ended."""
@@ -213,7 +227,11 @@ class CombinedLoader:
     def _structured(self, batches: list[Any]) -> Any:
         if self._names is not None:
             return dict(zip(self._names, batches, strict=True))
-        return tuple(batches) if isinstance(self.iterables, tuple) else batches
+        if self._is_one:
+            return batches[0]
+        if not isinstance(self.iterables, tuple):
+            return batches
+        return type(self.iterables)(*batches) if hasattr(self.iterables, "_fields") else tuple(batches)
 
 
 def _with_last(

@@ -198,7 +198,9 @@ def _sample_seed_of(config: DataLoaderConfiguration, seed: int | None) -> int | 
 
 def _seedable_sampler(loader: Any, config: DataLoaderConfiguration) -> SeedableSampler | None:
     """A seeded generator for a RandomSampler, if asked for."""
-    sampler = getattr(getattr(loader, "batch_sampler", None), "sampler", None) or getattr(loader, "sampler", None)
+    sampler = getattr(getattr(loader, "batch_sampler", None), "sampler", None)
+    if sampler is None:  # one may have no length, which its truth value would ask for
+        sampler = getattr(loader, "sampler", None)
     if not config.use_seedable_sampler or type(sampler) is not RandomSampler:
         return None
     seed = config.data_seed if config.data_seed is not None else recorded_seed()

@@ -124,6 +124,10 @@ class Duration:
             days, hours, minutes, seconds = map(int, parts)
             seconds += 60 * (minutes + 60 * (hours + 24 * days))
             return cls(float(seconds), Unit.SECONDS)
+        if ":" in text:
+            raise ConfigurationError(
+                f"{name}={text!r}: a time with colons has the format DD:HH:MM:SS, such as '00:06:00:00' for six hours."
+            )
         found = _TEXT.fullmatch(text)
         if found is None:
             raise ConfigurationError(f"{name}={text!r} is no duration. Give {_ALLOWED}.")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection
 from typing import TYPE_CHECKING, Any
 
 from drivetrain.runtime.errors import ConfigurationError, nearest
@@ -13,7 +13,7 @@ class UnknownArgumentError(ConfigurationError, TypeError):
     """A function was given a keyword argument that it does not take."""
 
 
-def refuse_unknown(given: Iterable[str], function: Callable[..., Any], name: str | None = None) -> None:
+def refuse_unknown(given: Collection[str], function: Callable[..., Any], name: str | None = None) -> None:
     """Raise where a function was given keyword arguments that it does not take.
 
     A method that asks for this ends its parameters with `**_unknown: NoReturn`, which type checkers read as "nothing
@@ -27,6 +27,8 @@ def refuse_unknown(given: Iterable[str], function: Callable[..., Any], name: str
     Raises:
         UnknownArgumentError: One of them is no parameter of the function.
     """
+    if not given:
+        return
     parameters = inspect.signature(function).parameters.values()
     taken = [each.name for each in parameters if each.kind not in (each.VAR_POSITIONAL, each.VAR_KEYWORD)]
     unknown = next((each for each in given if each not in taken), None)

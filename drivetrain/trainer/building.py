@@ -302,17 +302,29 @@ def make_callbacks(
     saving = [callback for callback in callbacks if callback.saves_checkpoints]
     if saving and checkpointing is False and not quiet:
         raise ConfigurationError(
-            f"enable_checkpointing=False, but callbacks holds {described(saving[0])}. Remove one of the two."
+            f"`enable_checkpointing=False` but found `{type(saving[0]).__name__}` in callbacks. Remove one of the two."
         )
     if quiet:  # a ModelCheckpoint does nothing in a trial run, and scripts that read it find it there
         kept = () if options.barebones else (ModelCheckpoint,)
         callbacks = [each for each in callbacks if isinstance(each, kept) or not each.saves_checkpoints]
     elif checkpointing is not False and not saving:
         callbacks.append(ModelCheckpoint())
-    if progress_bar is not False and not any(callback.is_progress_bar for callback in callbacks):
+    bars = [callback for callback in callbacks if callback.is_progress_bar]
+    if len(bars) > 1:
+        raise ConfigurationError(
+            f"You added multiple progress bar callbacks: {' and '.join(map(described, bars))}. They would draw over "
+            "each other: keep one."
+        )
+    if bars and arguments["enable_progress_bar"] is False:
+        raise ConfigurationError(
+            f"You set `enable_progress_bar=False` but found `{type(bars[0]).__name__}` in callbacks. Remove one of the "
+            "two."
+        )
+    if progress_bar is not False and not bars:
         callbacks.append(TQDMProgressBar())
     if summary is not False and not any(isinstance(callback, ModelSummary) for callback in callbacks):
-        callbacks.append(ModelSummary())
+        kind = getattr(bars[0], "summary_type", ModelSummary) if bars else ModelSummary
+        callbacks.append(kind())
     if _wants_report(arguments["enable_run_report"], quiet, callbacks, trackers):
         callbacks.append(RunReport())
     _refuse_twins(callbacks)

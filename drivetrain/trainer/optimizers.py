@@ -15,7 +15,7 @@ from drivetrain.runtime.errors import ArgumentTypeError, ConfigurationError, nea
 _ALLOWED = (
     "an optimizer; a list of optimizers; a pair of lists (optimizers, schedulers); "
     "a dict with 'optimizer' and perhaps 'lr_scheduler'; a list of such dicts; a dict of optimizers, or of such dicts, "
-    "by name; or None to train by hand"
+    "by name; or None to train without one, or by hand"
 )
 
 

@@ -130,7 +130,7 @@ class TrainerStatus:
     @property
     def log_dir(self) -> str:
         """Where the first tracker writes; the default directory where none writes files."""
-        for tracker in self.loggers:
+        for tracker in self.tracker_group.trackers:
             if tracker.log_dir is not None:
                 return tracker.log_dir
         return self.default_root_dir
@@ -305,6 +305,11 @@ class TrainerStatus:
     def predicting(self) -> bool:
         """Whether `predict` runs."""
         return self.stage is Stage.PREDICT
+
+    @property
+    def validates(self) -> bool:
+        """Whether the run has anything to validate on."""
+        return self.loop is not None and self.loop.validates
 
     @property
     def validation_follows(self) -> bool:

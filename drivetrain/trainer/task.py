@@ -110,7 +110,7 @@ class Task(HoldsHyperParameters, TaskFiles, DataHooks, TaskHooks):
         Returns:
             An optimizer; a list of optimizers, which all step on the one loss; a pair of lists of optimizers and
             schedulers; a dict with `"optimizer"` and `"lr_scheduler"` (a scheduler, or a dict with `"scheduler"`,
-            `"interval"`, `"frequency"`, `"monitor"`); a list of such dicts; or None to train by hand.
+            `"interval"`, `"frequency"`, `"monitor"`); a list of such dicts; or None to train without one, or by hand.
         """
         raise ConfigurationError(
             f"{type(self).__name__} has no configure_optimizers; override it, such as with "
@@ -224,7 +224,9 @@ class Task(HoldsHyperParameters, TaskFiles, DataHooks, TaskHooks):
 
     @trainer.setter
     def trainer(self, trainer: Trainer | None) -> None:
-        self._trainer = trainer
+        for module in self.modules():  # tasks in this one log through the same trainer
+            if isinstance(module, Task):
+                module._trainer = trainer
 
     @property
     def device(self) -> torch.device:
@@ -336,10 +338,10 @@ class Task(HoldsHyperParameters, TaskFiles, DataHooks, TaskHooks):
         gradient_clip_algorithm: str | None = None,
         **_unknown: NoReturn,
     ) -> None:
-        """Clip an optimizer's gradients, by norm (the default) or by value."""
+        """Clip an optimizer's gradients, by norm (the default) or by value; a bound of 0 or None clips nothing."""
         if _unknown:
             refuse_unknown(_unknown, self.clip_gradients)
-        if gradient_clip_val is None:
+        if not gradient_clip_val:
             return
         engine, parameters = self.trainer.accelerator, parameters_of(optimizer)
         if gradient_clip_algorithm == "value":

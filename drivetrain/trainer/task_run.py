@@ -16,6 +16,7 @@ from drivetrain.accelerator.step import StepHooks
 from drivetrain.callbacks import Callback
 from drivetrain.callbacks.stage import Stage
 from drivetrain.runtime.errors import ConfigurationError
+from drivetrain.runtime.logging import get_logger
 from drivetrain.strategies import StepModule
 from drivetrain.trainer.data_module import DataModule
 from drivetrain.trainer.hooks import Hooks, call_all, call_setup_hooks, call_teardown_hooks, let_log
@@ -26,6 +27,9 @@ from drivetrain.trainer.task import Task
 
 if TYPE_CHECKING:
     from drivetrain.trainer.trainer import Trainer
+
+
+logger = get_logger(__name__)
 
 
 class TaskRun:
@@ -170,9 +174,10 @@ class TaskRun:
         optimizers, self.schedulers = parse_configured_optimizers(configured, by_hand=not task.automatic_optimization)
         self.optimizer_names = names_of(configured)
         if not optimizers and task.automatic_optimization:
-            raise ConfigurationError(
-                f"{type(task).__name__}.configure_optimizers returned no optimizer. Return one, or set "
-                "automatic_optimization = False to train by hand."
+            logger.warning(
+                f"{type(task).__name__}.configure_optimizers returned none, so this fit will run with no optimizer: "
+                "losses and gradients are computed, and no parameter changes. If that is not intended, return an "
+                "optimizer, or set automatic_optimization = False to train by hand."
             )
         # A task that optimizes by hand steps its schedulers by hand, too.
         by_step = any(config.interval == "step" for config in self.schedulers)

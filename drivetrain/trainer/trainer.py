@@ -98,7 +98,7 @@ class Trainer(KnownKeywords, OptionAttributes, TrainerStatus):
         enable_run_report: Whether a `RunReport` is added where none is given and a tracker writes files.
         accumulate_grad_batches: Micro-batches per optimizer step; if None those of the given `Accelerator`, else the
             launcher's, else 1.
-        gradient_clip_val: Bound of the gradients.
+        gradient_clip_val: Bound of the gradients; 0 and None clip nothing.
         gradient_clip_algorithm: `"norm"` or `"value"`.
         deterministic: Whether only deterministic algorithms may run; `"warn"` warns instead.
         benchmark: Let cuDNN try algorithms.

@@ -172,9 +172,15 @@ def test_the_load_of_the_machine_is_logged_at_both_ends_of_a_batch(tmp_path: Pat
     assert not logged(tmp_path, DeviceStatsMonitor(cpu_stats=False))
 
 
+def test_values_of_the_device_can_be_chosen(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    values = logged(tmp_path, DeviceStatsMonitor(filter_keys={"cpu_percent", "unknown"}))
+    assert {name.partition("/")[2] for _, row in values for name in row} == {"cpu_percent"}
+    assert "filter_keys contains keys not found among the values: unknown" in caplog.text
+
+
 @pytest.mark.parametrize("make", [DeviceStatsMonitor, GradientNorm, SpeedMonitor, ThroughputMonitor])
 def test_without_a_logger_they_say_so(make: Any, tmp_path: Path) -> None:
-    with pytest.raises(ConfigurationError, match=f"{make.__name__} has nowhere to log to"):
+    with pytest.raises(ConfigurationError, match=f"Cannot use `{make.__name__}` callback. It has nowhere to log to"):
         train(Regression({}), tmp_path, [make()], enable_checkpointing=False)
 
 

@@ -122,7 +122,7 @@ def test_on_a_terminal_the_bar_ends_with_all_batches_and_their_values(tmp_path: 
 class Run:
     """What the bar asks of a Trainer, for a loop whose steps cost nothing."""
 
-    is_global_zero, max_epochs, current_epoch, num_training_batches = True, 1, 0, 10_000
+    is_global_zero, max_epochs, current_epoch, num_training_batches, task = True, 1, 0, 10_000, None
 
     def __init__(self) -> None:
         self.reads = 0
@@ -219,3 +219,22 @@ def test_a_test_after_training_does_not_show_the_values_of_the_training(
     trainer = fit(task, tmp_path, 1, [TQDMProgressBar()], enable_progress_bar=True)
     trainer.test(task, numbers(8, 4), verbose=False)
     assert re.fullmatch(r"Test: 2 batches in [\d.]+ s \([\d.e+]+ it/s\)", capsys.readouterr().out.splitlines()[-1])
+
+
+def test_a_subclass_chooses_what_is_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    class Own(TQDMProgressBar):
+        def get_metrics(self, trainer: Any, task: Any) -> dict[str, Any]:
+            return {**super().get_metrics(trainer, task), "width": 16, "phase": "warm"}
+
+    run(tmp_path, Own(), epochs=1)
+    assert re.search(r"train_loss=[\d.e-]+, width=16, phase=warm", capsys.readouterr().out)
+
+
+def test_what_goes_to_another_file_is_not_beside_the_bar(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    class Talking(Scripted):
+        def on_train_epoch_end(self) -> None:
+            self.print("to", "errors", file=sys.stderr)
+
+    fit(Talking([1.0]), tmp_path, 1, [TQDMProgressBar()], enable_progress_bar=True)
+    out, err = capsys.readouterr()
+    assert ("to errors" in out, err.endswith("to errors\n")) == (False, True)

@@ -8,8 +8,8 @@ prints the reason of each case too; `-k`, `-x` and what else follows `--` goes t
 
 A case that fails is left out where it is about Lightning's own machinery: where it imports, replaces or reads something
 whose name begins with an underscore, or that is in one of the modules of `MACHINERY`, or a loop's own methods; where it
-pretends that there are devices which are not there; and where `LEFT_OUT` names it, with its reason. What skips itself,
-for want of a GPU or a package, is counted apart.
+puts a method of its own into a strategy, or pretends that there are devices which are not there; and where `LEFT_OUT`
+names it, with its reason. What skips itself, for want of a GPU or a package, is counted apart.
 """
 
 from __future__ import annotations
@@ -53,7 +53,11 @@ MACHINERY = (
 
 ALONE = "makes a Trainer of more processes than the test is, which are started here when it is made"
 SEARCHES = "expects that several processes cannot search, which they can here"
+LAST = "counts the calls of torch.save, which `last` needs none of here: it is another name of the file"
+INSTALLED = "pretends that a package is installed"
 WORDING = "compares the wording of a message"
+HOOK_ALONE = "calls a hook by itself, for a check that is made here before a run begins"
+MOCK_CALLBACK = "puts a mock in the place of a callback, whose class attributes are then mocks"
 
 LEFT_OUT = {
     "test_val_check_interval.py::test_time_and_epoch_gated_val_check": "counts the calls of time.monotonic",
@@ -75,13 +79,69 @@ LEFT_OUT = {
     "test_scale_batch_size.py::test_dataloader_batch_size_updated_on_failure": "replaces what knows errors of memory",
     "test_dataloaders.py::test_warning_with_small_dataloader_and_logging_interval": WORDING,
     "test_dataloaders.py::test_warning_with_iterable_dataset_and_len": "warns of what cannot come twice here",
-    "test_combined_loader.py::test_combined_loader_length_must_call_iter_first": "expects no length yet; there is one here",
+    "test_combined_loader.py::test_combined_loader_length_must_call_iter_first": "expects no length yet; here is one",
     "test_seed.py::test_isolate_rng_cuda": "counts the calls of torch.cuda.set_rng_state_all",
     "test_all_gather_grad.py::test_all_gather_ddp_spawn": "makes a strategy of Lightning's parts, and no Trainer",
+    "test_no_removal_version.py::test_bitsandbytes_precision_plugin": INSTALLED,
+    "test_no_removal_version.py::test_transformer_engine_precision_plugin": INSTALLED,
+    "test_no_removal_version.py::test_xla_precision_plugin": INSTALLED,
     "test_cli.py::test_lightning_cli_jsonnet": "needs the package jsonnet, and does not skip itself without it",
     "test_cli.py::test_pytorch_profiler_init_args": "expects what is found in the source of Lightning's class",
     "test_lightning_module.py::test_toggle_untoggle_optimizer_are_compiler_disabled": "is about torch's compiler",
+    "test_automatic_loop.py::test_skip_training_step_not_allowed": "ends by a count of batches that are left out, "
+    "which are no steps here; and several processes may leave batches out",
+    "test_closure.py::test_optimizer_step_no_closure_raises": "expects an optimizer that ignores its closure to be "
+    "refused; here its gradients are there before it steps",
+    "test_fabric.py::test_launch_and_cli_not_allowed": "is about the processes of Lightning's own launcher",
+    "test_fabric.py::test_overridden_run_and_cli_not_allowed": "is about the processes of Lightning's own launcher",
+    "test_fabric.py::test_seed_everything": "expects a function for workers; here each sample has a seed of its own",
+    **{
+        f"test_wrappers.py::{name}": "constructs Lightning's private wrapper around a mock of its strategies"
+        for name in (
+            "test_fabric_module_setattr",
+            "test_fabric_optimizer_load_state_dict",
+            "test_fabric_optimizer_state_dict",
+            "test_fabric_optimizer_steps",
+            "test_fabric_optimizer_wraps",
+            "test_fabric_optimizer_zero_grad_kwargs",
+            "test_is_wrapped",
+            "test_step_method_redirection",
+        )
+    },
     "test_upgrade_checkpoint.py": "is a command of Lightning's own",
+    "test_legacy_checkpoints.py": "needs files that Lightning keeps apart from its repository",
+    "test_checkpoint_callback_frequency.py::test_top_k[True-1-1-1.0-1]": LAST,
+    "test_checkpoint_callback_frequency.py::test_top_k[True-2-1-0.25-4]": LAST,
+    "test_checkpoint_callback_frequency.py::test_top_k[True-2-2-0.3-6]": LAST,
+    "test_checkpoint_callback_frequency.py::test_top_k[True-2-2-1.0-2]": LAST,
+    "test_model_checkpoint.py::test_checkpoint_repeated_strategy": "expects no list of runs, which is kept here",
+    "test_model_checkpoint.py::test_model_checkpoint_train_time_interval": "replaces the clock of Lightning's module",
+    "test_model_checkpoint.py::test_pickling": "compares the private attributes of Lightning's class",
+    "test_tqdm_progress_bar.py::test_tqdm_progress_bar_print_disabled": "expects that a run prints nothing of its own",
+    "test_callbacks.py::test_callbacks_configured_in_model": MOCK_CALLBACK,
+    "test_callbacks.py::test_configure_callbacks_hook_multiple_calls": MOCK_CALLBACK,
+    "test_device_stats_monitor.py::test_device_stats_cpu[None]": "counts the calls of a function of Lightning's own",
+    "test_device_stats_monitor.py::test_device_stats_cpu[True]": "counts the calls of a function of Lightning's own",
+    "test_finetuning_callback.py::test_unsupported_strategies": HOOK_ALONE,
+    "test_gradient_accumulation_scheduler.py::test_unsupported_manual_optimization": HOOK_ALONE,
+    "test_gradient_accumulation_scheduler.py::test_warn_if_model_has_overridden_optimization_hooks": HOOK_ALONE,
+    "test_lambda_function.py::test_lambda_call": "takes every method of the base class for a hook; ours has others",
+    "test_timer.py::test_timer_parse_duration_misconfiguration[60 minutes]": "expects an error for what is taken here",
+    "test_timer.py::test_timer_time_remaining": "replaces the clock in Lightning's own module",
+    "test_throughput_monitor.py::test_throughput_monitor_fit_with_validation": "counts the calls of time.perf_counter",
+    "test_lightning_optimizer.py::test_lightning_optimizer": "compares how an optimizer is printed",
+    "test_lightning_optimizer.py::test_lightning_optimizer_automatic_optimization_optimizer_step": (
+        "expects that the closure is of a class of Lightning's own loops"
+    ),
+    "test_metric_result_integration.py::test_result_collection_reload": "reads fit_loop._results",
+    "test_results.py::test_result_reduce_ddp": "tests the private _Sync over Lightning's launcher",
+    "test_profiler.py::test_profile_callbacks": "expects that a hook is called which nothing overrides",
+    "test_profiler.py::test_pytorch_profiler_describe": "is expected to fail with Lightning itself",
+    "test_profiler.py::test_simple_profiler_logs": "reads the report in a log, where it is printed here",
+    "test_profiler.py::test_trainer_profiler_incorrect_str_arg": WORDING,
+    "test_model_summary.py::test_model_size_warning_on_unsupported_precision": (
+        "expects a warning that the size of the model is not known, which it is here"
+    ),
 }
 """Further cases, by the end of their names: why they are not about what Lightning documents."""
 
@@ -94,6 +154,10 @@ class Stop(BaseException):
 
 class MachineryUsed(Stop):
     """A test used a part of Lightning's machinery."""
+
+
+class DevicesPretended(Exception):
+    """A fixture pretended that there are devices: an `Exception`, the only kind after which pytest goes on with it."""
 
 
 class NameMissing(Stop):
@@ -117,7 +181,8 @@ class Absent(type):
 
     def _refuse(cls) -> None:
         if Absent.is_running:
-            raise (MachineryUsed if is_machinery(cls.__name__) else NameMissing)(cls.__name__)
+            machinery = [each.__name__ for each in cls.__mro__ if is_machinery(each.__name__)]
+            raise MachineryUsed(machinery[0]) if machinery else NameMissing(cls.__name__)
 
 
 def stand_in_for(name: str) -> Any:
@@ -216,7 +281,7 @@ class Devices(ModuleType):
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name in PRETENDED and (value() if callable(value) else value):
-            raise MachineryUsed("devices that are not there")
+            raise DevicesPretended("devices that are not there")
         super().__setattr__(name, value)
 
 
@@ -276,6 +341,7 @@ def _absent_attribute(path: str, name: str) -> Any:
 
 LOOPS = (
     r"_loop\.(?:setup_data|run|reset|advance|load_state_dict|state_dict|on_\w+|_\w+)|strategy\.connect\b|\.launcher\b"
+    r"|\bstrategy(?:\.\w+)+(?= = )"  # puts something into a strategy
 )
 PRIVATE = rf"(?<!self)\.(_[a-z]\w*)|({LOOPS})|[\"']((?:lightning|pytorch_lightning)\.[\w.]+)[\"']"
 
@@ -304,7 +370,7 @@ def why_source_is_left_out(function: Any) -> str | None:
 
 def why_left_out(error: BaseException) -> str | None:
     """The part of the machinery that an error is about, if it is about one."""
-    if isinstance(error, MachineryUsed):
+    if isinstance(error, MachineryUsed | DevicesPretended):
         return f"uses {error}"
     text = str(error)
     called = re.match(r"lightning's (_\w+) was called", text)  # the mirror has it, as a name alone
@@ -390,6 +456,7 @@ def take_place() -> None:
     os.environ["PYTHONPATH"] = os.pathsep.join(dict.fromkeys(each for each in paths if each))
     for folder in os.environ.get(FOLDERS, "").split(os.pathsep):
         make_importable(Path(folder))
+    vars(_module("lightning.fabric.wrappers"))["_in_fabric_backward"] = False  # a fixture of theirs puts it back
     for name, modules in PRETENDED.items():
         for module in map(_module, modules.split()):
             setattr(module, name, lambda: 0)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import pytest
 import torch
 from torch.utils.data import DataLoader
@@ -71,6 +73,15 @@ def test_structure_of_the_batches_is_that_of_the_loaders():
     loaders = [DataLoader(torch.arange(2)), DataLoader(torch.arange(2))]
     assert isinstance(next(iter(CombinedLoader(loaders))), list)
     assert isinstance(next(iter(CombinedLoader(tuple(loaders)))), tuple)
+
+
+def test_one_loader_and_named_tuples_keep_their_structure():
+    class Both(NamedTuple):
+        few: list[int]
+        many: list[int]
+
+    assert list(CombinedLoader(DataLoader(torch.arange(2)), "max_size")) == [torch.tensor([0]), torch.tensor([1])]
+    assert list(CombinedLoader(Both([1], [2, 3]), "max_size")) == [Both(1, 2), Both(None, 3)]
 
 
 def test_an_unknown_mode_and_no_loaders_are_refused():

@@ -212,7 +212,6 @@ def step(optimizer: SGD, **options: Any) -> dict[str, Any]:
 
 
 CONFIGURED: list[tuple[str, Callable[[Weight, SGD], Any], list[str]]] = [
-    ("None", lambda t, o: None, ["no optimizer", "automatic_optimization = False"]),
     ("a number", lambda t, o: 0.1, ["a float", "an optimizer"]),
     ("a class", lambda t, o: SGD, ["a type", "an optimizer"]),
     ("a generator", lambda t, o: t.parameters(), ["a generator"]),

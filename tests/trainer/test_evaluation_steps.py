@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from torchmetrics import MeanMetric
 
 from tests.pool import run_in_processes
@@ -150,4 +151,50 @@ def test_the_hooks_at_the_end_of_an_epoch_can_compute_its_metrics() -> None:
     trainer = fitted(task, ones(3), rows([1.0, 4.0]), max_epochs=2, num_sanity_val_steps=0)
     assert task.computed == [("validation", 2.5), ("training", 1.0)] * 2
     assert {name: float(trainer.callback_metrics[name]) for name in ("mean", "best")} == {"mean": 2.5, "best": 2.5}
-    assert not task.mean.update_called and not task.training_mean.update_called
+    assert not task.mean.update_called
+    assert not task.training_mean.update_called
+
+
+def test_values_of_the_sanity_check_are_seen_until_training_begins() -> None:
+    class Watches(Weight):
+        def __init__(self) -> None:
+            super().__init__()
+            self.seen: list[tuple[str, float | None]] = []
+
+        def validation_step(self, batch: Any, batch_idx: int) -> None:
+            self.log("val", 3.0, prog_bar=True)
+
+        def _read(self, moment: str) -> None:
+            metrics, bar = self.trainer.callback_metrics, self.trainer.progress_bar_metrics
+            assert metrics.get("val") == bar.get("val")
+            self.seen.append((moment, metrics.get("val")))
+
+        def on_validation_end(self) -> None:
+            self._read("checked" if self.trainer.sanity_checking else "validated")
+
+        def on_train_start(self) -> None:
+            self._read("train")
+
+    task, tracker = Watches(), Kept()
+    fitted(task, ones(1), ones(1), logger=tracker, num_sanity_val_steps=1)
+    assert task.seen == [("checked", 3.0), ("train", None), ("validated", 3.0)]
+    assert len(by_step(tracker, "val")) == 1
+
+
+def test_a_task_within_a_task_logs_through_its_trainer() -> None:
+    class Inner(Weight):
+        def loss_of(self, batch: Any) -> Any:
+            self.log("inner", 2.0)
+            return super().training_step(batch, 0)
+
+    class Outer(Weight):
+        def __init__(self) -> None:
+            super().__init__()
+            self.parts = torch.nn.ModuleList([Inner()])
+
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            return super().training_step(batch, batch_idx) + self.parts[0].loss_of(batch)  # type: ignore[operator]
+
+    task, tracker = Outer(), Kept()
+    fitted(task, ones(2), logger=tracker, log_every_n_steps=1)
+    assert [value["inner"] for _, value in by_step(tracker, "inner")] == [2.0, 2.0]

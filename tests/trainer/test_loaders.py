@@ -120,6 +120,24 @@ def test_several_loaders_are_combined_for_training(loaders: Any, seen: list[Any]
     assert trainer.num_training_batches == len(seen)
 
 
+def test_combined_loaders_are_evaluated_as_one_unless_they_come_one_after_the_other() -> None:
+    class Evaluated(Combined):
+        def validation_step(self, batch: Any, batch_idx: int) -> None:
+            self.training_step(batch, batch_idx)
+
+        def predict_step(self, batch: Any, batch_idx: int) -> Any:
+            return self.training_step(batch, batch_idx)
+
+    task, trainer = Evaluated(), quiet()
+    trainer.validate(task, CombinedLoader({"a": LONG, "b": SHORT}, "max_size"))
+    assert task.seen == [{"a": 1, "b": 10}, {"a": 2, "b": 20}, {"a": 3, "b": None}]
+    assert trainer.num_val_batches == [3]
+    assert [len(each) for each in trainer.predict(task, CombinedLoader([LONG, SHORT], "sequential"))] == [3, 2]
+    task.seen.clear()
+    fitted(task, LONG, CombinedLoader([LONG, SHORT], "min_size"), num_sanity_val_steps=1)
+    assert task.seen == [[1, 10], 1, 2, 3, [1, 10], [2, 20]]
+
+
 def combined_on_two() -> list[Any]:
     task = Combined()
     trainer = fitted(task, [rows([1.0, 2.0, 3.0, 4.0]), rows([10.0, 20.0])], max_epochs=2)

@@ -64,6 +64,12 @@ class Iterated(Line):
         self.seen.append((batch_idx, dataloader_idx))
         return super().training_step(batch, batch_idx)
 
+    def validation_step(self, dataloader_iter: Any) -> None:  # type: ignore[override]
+        self.seen.append([batch_idx for _, (_, batch_idx, _) in zip(range(self.takes), dataloader_iter, strict=False)])
+
+    def predict_step(self, dataloader_iter: Any) -> Any:  # type: ignore[override]
+        return [next(dataloader_iter)[1] for _ in range(self.takes)]
+
 
 def test_a_step_may_take_the_batch_alone() -> None:
     task = BatchAlone()
@@ -73,13 +79,18 @@ def test_a_step_may_take_the_batch_alone() -> None:
     assert trainer.predict(task, ones(1)) == [torch.Size([1, 1])]
 
 
-def test_a_step_may_take_an_iterator_of_its_batch_and_no_other() -> None:
+def test_a_step_may_take_an_iterator_of_batches_and_ends_the_epoch_where_there_are_no_more() -> None:
     task = Iterated()
     fitted(task, ones(2))
     assert task.seen == [(0, 0), (1, 0)]
     task.takes = 2
-    with pytest.raises(ConfigurationError, match="took a second batch in one step"):
-        fitted(task, ones(2))
+    task.seen.clear()
+    trainer = fitted(task, ones(4), ones(3), num_sanity_val_steps=0)
+    assert task.seen == [(1, 0), (3, 0), [0, 1], [2]]
+    assert (trainer.global_step, trainer.progress.total_batches) == (2, 4)
+    trainer = fitted(task, ones(5))  # the last batch has none after it
+    assert (trainer.global_step, trainer.current_epoch, trainer.progress.total_batches) == (2, 1, 4)
+    assert trainer.predict(task, ones(3)) == [[0, 1]]
 
 
 def test_none_in_the_place_of_a_step_is_no_step() -> None:

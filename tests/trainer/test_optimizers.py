@@ -275,6 +275,22 @@ def test_lbfgs_evaluates_the_whole_window_as_often_as_it_likes(accumulate: int) 
     assert task.evaluations > accumulate
 
 
+def test_a_closure_computes_gradients_in_a_step_under_no_grad() -> None:
+    class Undifferentiated(SGD):
+        @torch.no_grad()
+        def step(self, closure: Callable[[], Any]) -> Any:  # type: ignore[override]
+            closure()
+            return super().step()
+
+    class Task(Weight):
+        def configure_optimizers(self) -> Any:
+            return Undifferentiated(self.parameters(), lr=1.0)
+
+    task = Task()
+    assert fitted(task, ones(2)).global_step == 2
+    assert float(task.w.detach()) == -2.0
+
+
 def lbfgs_on_two() -> list[float]:
     task = Bowl()
     fitted(task, rows([0.0, 2.0]))
@@ -370,7 +386,7 @@ def adversaries_both_ways(batch_size: int) -> list[Any]:
     return [adversaries(True, batch_size), adversaries(False, batch_size)]
 
 
-def test_two_adversaries_train_alike_on_one_and_two_processes_and_count_one_step_a_batch() -> None:
+def test_two_adversaries_train_alike_on_one_and_two_processes_and_each_of_their_steps_counts() -> None:
     [alone] = run_in_processes(adversaries_both_ways, 1, args=(2,))
     assert alone[0][0] == pytest.approx(alone[1][0], abs=1e-6)
     for together in run_in_processes(adversaries_both_ways, 2, args=(1,)):
@@ -379,8 +395,8 @@ def test_two_adversaries_train_alike_on_one_and_two_processes_and_count_one_step
         ):
             assert parameters == pytest.approx(expected, abs=1e-6)
             assert (steps, frozen) == (expected_steps, expected_frozen)
-    assert alone[0][1:] == (2, [False, True] * 2)
-    assert alone[1][1:] == (2, [])
+    assert alone[0][1:] == (4, [False, True] * 2)
+    assert alone[1][1:] == (4, [])
 
 
 def test_toggling_puts_back_what_was_frozen_before() -> None:
@@ -440,6 +456,31 @@ def test_a_task_without_optimizers_may_train_by_hand() -> None:
     task = Nothing()
     assert fitted(task, ones(3)).global_step == 0
     assert len(task.batches) == 3
+
+
+def test_a_run_without_an_optimizer_is_warned_of_and_changes_nothing(caplog: pytest.LogCaptureFixture) -> None:
+    class Unchanged(Weight):
+        def configure_optimizers(self) -> None:
+            return None
+
+        def on_after_backward(self) -> None:
+            self.gradients.append(float(self.w.grad))
+
+    task = Unchanged()
+    assert fitted(task, ones(3)).global_step == 3
+    assert task.gradients == [1.0] * 3  # of each batch alone: they do not add up
+    assert float(task.w.detach()) == 0.0
+    assert "Unchanged.configure_optimizers returned none, so this fit will run with no optimizer" in caplog.text
+
+
+def test_each_optimizer_that_steps_by_hand_counts_and_any_dict_may_be_returned() -> None:
+    class Two(Adversaries):
+        def training_step(self, batch: list[Tensor], batch_idx: int) -> Any:
+            super().training_step(batch, batch_idx)
+            return {"generator": 1.0}
+
+    assert fitted(Two(), ones(8), max_steps=4).global_step == 4
+    assert fitted(Two(), ones(8), max_steps=4).progress.total_batches == 2
 
 
 # batches left out

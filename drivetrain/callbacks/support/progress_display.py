@@ -7,7 +7,7 @@ import os
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, TextIO
 
 import torch
 
@@ -91,8 +91,8 @@ class Display(Protocol):
     def close(self, stage: Stage) -> None:
         """Show a stage no longer."""
 
-    def write(self, text: str) -> None:
-        """Print text without breaking what is shown."""
+    def write(self, text: str, file: TextIO | None = None) -> None:
+        """Print text without breaking what is shown; to the standard output if no file is given."""
 
 
 class BarDisplay:
@@ -149,8 +149,8 @@ class BarDisplay:
             stage.bar.close()
             stage.bar = None
 
-    def write(self, text: str) -> None:
-        self._bar_type.write(text, file=sys.stdout, end="")
+    def write(self, text: str, file: TextIO | None = None) -> None:
+        self._bar_type.write(text, file=file or sys.stdout, end="")
 
 
 class LineDisplay:
@@ -188,8 +188,8 @@ class LineDisplay:
     def close(self, stage: Stage) -> None:
         pass
 
-    def write(self, text: str) -> None:
-        print(text, end="", flush=True)
+    def write(self, text: str, file: TextIO | None = None) -> None:
+        print(text, end="", flush=True, file=file)
 
     def _print(self, title: str, parts: Sequence[str], values: Mapping[str, float]) -> None:
         print(f"{title}: {', '.join([*parts, listed(values)] if values else parts)}", flush=True)

@@ -25,7 +25,7 @@ class StepLog:
     def __init__(self, owner: str, trainer: Trainer) -> None:
         if not trainer.loggers:
             raise ConfigurationError(
-                f"{owner} has nowhere to log to: the Trainer has no logger. Give it one, "
+                f"Cannot use `{owner}` callback. It has nowhere to log to: the Trainer has no logger. Give it one, "
                 "such as Trainer(logger='csv'), or take this callback out."
             )
         self._trainer = trainer

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from drivetrain.accelerator.forward import under_precision
-from drivetrain.runtime.errors import ConfigurationError
 from drivetrain.runtime.nested import send_to_device
 from drivetrain.strategies import StepModule
 from drivetrain.strategies.precision import Precision
@@ -20,23 +19,32 @@ from drivetrain.trainer.metrics.metric_states import untouched_metrics
 from drivetrain.trainer.task import Task
 
 if TYPE_CHECKING:
+    from drivetrain.trainer.loops.current_run import CurrentRun
     from drivetrain.trainer.trainer import Trainer
 
 
-def as_taken(task: Task, name: str) -> Callable[..., Any]:
+class DataEnded(Exception):
+    """A step that takes its batches from an iterator found no more, and did not handle that."""
+
+
+Following = Callable[[], tuple[Any, int, int] | None]
+
+
+def as_taken(task: Task, name: str, following: Following = lambda: None) -> Callable[..., Any]:
     """A step of the task that is called with a batch, its number and more: it may take the batch alone.
 
     A step whose argument is named `dataloader_iter` gets an iterator instead, which gives the batch, its number and
-    that of its loader.
+    that of its loader, and then those that follow.
 
     Args:
         task: The task.
         name: Of its method.
+        following: Takes the batch that follows out of the loop; None where there is none.
     """
     step: Callable[..., Any] = getattr(task, name)
     parameters = list(inspect.signature(step).parameters.values())
     if any(each.name == "dataloader_iter" for each in parameters):
-        return partial(_call_with_iterator, step, name)
+        return partial(_call_with_iterator, step, following)
     takes_more = any(each.kind is inspect.Parameter.VAR_POSITIONAL for each in parameters)
     return step if takes_more or len(parameters) != 1 else partial(_call_with_batch, step)
 
@@ -46,17 +54,54 @@ def _call_with_batch(step: Callable[..., Any], batch: Any, *_: Any) -> Any:
 
 
 def _call_with_iterator(
-    step: Callable[..., Any], name: str, batch: Any, batch_idx: int, dataloader_idx: int = 0
+    step: Callable[..., Any], following: Following, batch: Any, batch_idx: int, dataloader_idx: int = 0
 ) -> Any:
-    return step(_one_batch(name, batch, batch_idx, dataloader_idx))
+    try:
+        return step(_and_following((batch, batch_idx, dataloader_idx), following))
+    except StopIteration as end:
+        raise DataEnded from end
 
 
-def _one_batch(name: str, *given: Any) -> Iterator[Any]:
+def _and_following(given: tuple[Any, int, int], following: Following) -> Iterator[tuple[Any, int, int]]:
     yield given
-    raise ConfigurationError(
-        f"{name}(dataloader_iter) took a second batch in one step. A step has one batch; give "
-        "Trainer(accumulate_grad_batches=...) for several."
-    )
+    while (taken := following()) is not None:
+        yield taken
+
+
+class Feed:
+    """The batches of one loader as an evaluation runs over them; a step may take some by itself.
+
+    Args:
+        batches: The batches.
+        loader: The loader that they are from.
+        current: Where the run records what it is at.
+        dataloader_idx: The loader's number.
+
+    Attributes:
+        batch: The batch that was taken last.
+        index: Its number.
+    """
+
+    def __init__(self, batches: Iterable[Any], loader: Any, current: CurrentRun, dataloader_idx: int) -> None:
+        self._batches, self._loader, self._current = iter(batches), loader, current
+        self._position = dataloader_idx
+        self.batch: Any = None
+        self.index = -1
+
+    def __iter__(self) -> Feed:
+        return self
+
+    def __next__(self) -> Any:
+        self.batch = self._current.batch = next(self._batches)
+        self._current.batch_info = self._loader.current
+        self.index += 1
+        return self.batch
+
+    def following(self) -> tuple[Any, int, int] | None:
+        """The next batch, its number and the loader's; None at the end."""
+        for batch in self:
+            return batch, self.index, self._position
+        return None
 
 
 @contextmanager

@@ -23,7 +23,7 @@ class ClosureStep(PlainStep):
     _announced: MicroBatch | None = None
     _repeats = False  # whether the closure runs the window's micro-batches once more
 
-    def run(self, window: Sequence[MicroBatch]) -> bool:
+    def run(self, window: list[MicroBatch]) -> bool:
         """Run one step; the closure may run the micro-batches several times, their batch hooks once."""
         self._begin(window)
         self._current.batch, self._current.batch_info = window[0].batch, window[0].info
@@ -52,14 +52,14 @@ class ClosureStep(PlainStep):
                 # Searching along a line, every process must see the same.
                 return reduce(loss) if needs_closure else loss
 
-            self._engine.stepped = False
+            self._engine.steps_taken = 0
             try:
                 self._task.optimizer_step(
                     self._trainer.current_epoch, window[-1].batch_idx, optimizer, compute_gradients
                 )
             except StepVetoed:
                 return stepped
-            stepped = stepped or self._engine.stepped
+            stepped = stepped or self._engine.steps_taken > 0
         return stepped
 
     def _compute(self, window: Sequence[MicroBatch], outputs: list[Any]) -> None:

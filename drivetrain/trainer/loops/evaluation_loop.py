@@ -4,19 +4,18 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
 from drivetrain.callbacks.stage import Stage
-from drivetrain.data import PreparedLoader
 from drivetrain.data.randomness import kept_generators
 from drivetrain.runtime.seeds import RandomState, isolated_random_state
 from drivetrain.strategies.capabilities import PlainEvaluation, evaluation_context
 from drivetrain.strategies.step_module import StepModule
-from drivetrain.trainer.loops.binding import as_taken, bind_evaluation_step, muted_logging
-from drivetrain.trainer.loops.loader_source import LoaderSource, limits_of, own_batches
+from drivetrain.trainer.loops.binding import DataEnded, Feed, as_taken, bind_evaluation_step, muted_logging
+from drivetrain.trainer.loops.loader_source import LoaderSource, Prepared, limits_of, own_batches
 from drivetrain.trainer.metrics.log_scopes import TEST_EPOCH, TEST_STEP, VALIDATE_EPOCH, VALIDATE_STEP, LogScope
 from drivetrain.trainer.metrics.logged_value import EpochValue, to_numbers
 from drivetrain.trainer.task import Task
@@ -59,14 +58,15 @@ class EvaluationLoop:
         self._trainer, self._task, self._stage = trainer, task, stage
         self._hooks = trainer.hooks
         self._source, self._limit, self._limit_name = source, limit, limit_name
-        self._loaders: list[PreparedLoader] | None = None
+        self._loaders: list[Prepared] | None = None
         self._limits: list[float] = []
         self._drawn_from = drawn_from
         self._strategy, self._model = trainer.strategy, model
         self._step: Callable[..., Any]
+        self._feed: Feed
         self._in_step, self._in_epoch = _SCOPES[stage]
 
-    def load(self) -> list[PreparedLoader]:
+    def load(self) -> list[Prepared]:
         """Prepare the loaders, the first time they are needed or when they are to be made again."""
         trainer = self._trainer
         every = trainer.reload_dataloaders_every_n_epochs
@@ -116,7 +116,8 @@ class EvaluationLoop:
         """
         trainer, hooks, stage = self._trainer, self._hooks, self._stage
         loaders = self.load()
-        bound = bind_evaluation_step(trainer, self._task, self._model, as_taken(self._task, stage.step_name))
+        taken = as_taken(self._task, stage.step_name, lambda: self._feed.following())
+        bound = bind_evaluation_step(trainer, self._task, self._model, taken)
         self._step = trainer.actions.watch(trainer.actions.of_strategy(stage.step_name), bound)
         with ExitStack() as stack:
             stack.enter_context(evaluating(self._task, stage, self._model))
@@ -155,7 +156,7 @@ class EvaluationLoop:
         for loader in self._loaders or []:
             self._trainer.accelerator.forget_loader(loader)
 
-    def _run_loader(self, loader: PreparedLoader, limit: float, dataloader_idx: int | None, keep: bool) -> None:
+    def _run_loader(self, loader: Prepared, limit: float, dataloader_idx: int | None, keep: bool) -> None:
         if self._limit == 0:
             return  # asked for; a process that merely has no batch still takes part in opening the loader
         trainer, step, current = self._trainer, self._step, self._trainer.current
@@ -166,21 +167,23 @@ class EvaluationLoop:
         position = dataloader_idx or 0
         loader.set_epoch(trainer.current_epoch)
         batches = loader.iterate(limit, together=self._strategy.needs_even_batches)
-        for index, batch in enumerate(trainer.actions.iterate(f"{self._stage.loader}_dataloader_next", batches)):
-            info = loader.current
-            current.batch, current.batch_info = batch, info
-            if info is not None and info.real_rows == 0:
-                self._run_padding(batch, index, extra)
-            else:
-                for hook in on_start:
-                    hook(batch, index, position)
-                outputs = step(batch, index, *extra)
-                for hook in on_end:
-                    hook(outputs, batch, index, position)
-                if keep:
-                    trainer.tracker_log.write_evaluation_step()
-            if index + 1 >= limit:
-                break
+        watched = trainer.actions.iterate(f"{self._stage.loader}_dataloader_next", batches)
+        feed = self._feed = Feed(watched, loader, current, position)
+        with suppress(DataEnded):
+            for batch in feed:
+                info = current.batch_info
+                if info is not None and info.real_rows == 0:
+                    self._run_padding(batch, feed.index, extra)
+                else:
+                    for hook in on_start:
+                        hook(batch, feed.index, position)
+                    outputs = step(batch, feed.index, *extra)
+                    for hook in on_end:
+                        hook(outputs, feed.batch, feed.index, position)
+                    if keep:
+                        trainer.tracker_log.write_evaluation_step()
+                if feed.index + 1 >= limit:
+                    break
         current.leave_batch()
 
     def _run_padding(self, batch: Any, index: int, extra: tuple[int, ...]) -> None:

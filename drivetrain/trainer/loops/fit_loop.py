@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from drivetrain.callbacks.stage import Stage
 from drivetrain.data import CombinedLoader, PreparedLoader
 from drivetrain.runtime.errors import DataError
+from drivetrain.trainer.loops.binding import DataEnded
 from drivetrain.trainer.loops.consumption import validation_interval
 from drivetrain.trainer.loops.evaluation_loop import EvaluationLoop
 from drivetrain.trainer.loops.health import EpochHealth
@@ -63,6 +64,11 @@ class FitLoop:
     def loader(self) -> PreparedLoader | CombinedLoader:
         """The prepared training loader."""
         return self._batches.loader
+
+    @property
+    def validates(self) -> bool:
+        """Whether there is anything to validate on."""
+        return self._run_validation is not None
 
     @property
     def validation_follows(self) -> bool:
@@ -125,7 +131,7 @@ class FitLoop:
                     break
             else:
                 finished = True
-        except EpochSkipped:
+        except (EpochSkipped, DataEnded):
             finished = skipped = True
             batches.committed.release()
         finally:

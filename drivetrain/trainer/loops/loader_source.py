@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from torch.utils.data import DataLoader, IterableDataset, SequentialSampler
 
@@ -19,6 +19,8 @@ from drivetrain.trainer.task import Task
 
 if TYPE_CHECKING:
     from drivetrain.trainer.trainer import Trainer
+
+Prepared: TypeAlias = PreparedLoader | CombinedLoader
 
 _TRANSFER_HOOKS = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
 
@@ -40,7 +42,7 @@ class LoaderSource:
     def __init__(self, trainer: Trainer, task: Task, stage: Stage, given: Any, data: DataModule | None) -> None:
         self._trainer, self._task, self._stage = trainer, task, stage
         self._given, self._data = given, data
-        self._prepared: PreparedLoader | CombinedLoader | None = None
+        self._prepared: Prepared | None = None
         self.is_stale = False
 
     def is_defined(self) -> bool:
@@ -82,7 +84,7 @@ class LoaderSource:
         argument = f"{self._stage.loader}_dataloaders" if fits else "dataloaders"
         return f"passed to `Trainer.{'fit' if fits else self._stage.verb}({argument}=...)`"
 
-    def prepare_training(self, again: bool = False) -> PreparedLoader | CombinedLoader:
+    def prepare_training(self, again: bool = False) -> Prepared:
         """The prepared training loader; several are combined.
 
         Args:
@@ -103,7 +105,7 @@ class LoaderSource:
             self._trainer.accelerator.forget_loader(self._prepared)
         self._prepared = None
 
-    def _prepare_training(self) -> PreparedLoader | CombinedLoader:
+    def _prepare_training(self) -> Prepared:
         raw = self.raw()
         if self._trainer.overfit_batches:
             raw = without_shuffle(raw)
@@ -120,13 +122,20 @@ class LoaderSource:
             return combined.map(lambda loader: self._prepare(loader, 0, TailPolicy.WHOLE))
         return self._prepare(raw, 0, TailPolicy.WHOLE)
 
-    def prepare_evaluation(self) -> list[PreparedLoader]:
-        """The prepared loaders for validation, test or prediction, none combined."""
+    def prepare_evaluation(self) -> list[Prepared]:
+        """The prepared loaders for validation, test or prediction, each run on its own.
+
+        A `CombinedLoader` is one of them, but for one whose loaders come after each other anyway.
+        """
         raw = self._trainer.current.loaders[self._stage] = self.raw()
         self.is_stale = False
         if raw is None:
             return []
         tail = TailPolicy.WHOLE if self._trainer.strategy.needs_even_batches else TailPolicy.UNEVEN
+        if isinstance(raw, CombinedLoader) and raw.mode == "sequential":
+            raw = raw.loaders
+        elif isinstance(raw, CombinedLoader):
+            return [raw.map(lambda loader: self._prepare(loader, 0, tail))]
         several = list(raw) if isinstance(raw, list | tuple) and _are_loaders(raw) else [raw]
         if isinstance(raw, Mapping):
             several = list(raw.values())

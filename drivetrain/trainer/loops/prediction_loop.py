@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
 from drivetrain.callbacks.stage import Stage
-from drivetrain.data import BatchInfo, PreparedLoader
+from drivetrain.data import BatchInfo
 from drivetrain.runtime.collectives import gather_object
 from drivetrain.runtime.logging import get_logger
 from drivetrain.runtime.nested import recursively_apply, send_to_device
 from drivetrain.strategies.capabilities import PlainEvaluation, evaluation_context
-from drivetrain.trainer.loops.binding import as_taken, bind_evaluation_step
+from drivetrain.trainer.loops.binding import DataEnded, Feed, as_taken, bind_evaluation_step
 from drivetrain.trainer.loops.evaluation_loop import evaluating, loader_argument
-from drivetrain.trainer.loops.loader_source import LoaderSource, limits_of, own_batches
+from drivetrain.trainer.loops.loader_source import LoaderSource, Prepared, limits_of, own_batches
 from drivetrain.trainer.metrics.log_scopes import PREDICT
 from drivetrain.trainer.task import Task
 
@@ -51,6 +52,7 @@ class PredictionLoop:
         self._limit = trainer.limit_predict_batches if limit is None else limit
         self._strategy, self._model = trainer.strategy, model
         self._step: Callable[..., Any]
+        self._feed: Feed
 
     def run(self) -> list[Any]:
         """Predict.
@@ -62,7 +64,8 @@ class PredictionLoop:
         trainer, hooks = self._trainer, self._trainer.hooks
         loaders, limits = self._load()
         results: list[Any] = []
-        bound = bind_evaluation_step(trainer, self._task, self._model, as_taken(self._task, "predict_step"))
+        taken = as_taken(self._task, "predict_step", lambda: self._feed.following())
+        bound = bind_evaluation_step(trainer, self._task, self._model, taken)
         self._step = trainer.actions.watch(trainer.actions.of_strategy("predict_step"), bound)
         with evaluating(self._task, Stage.PREDICT, self._model):
             trainer.logged.enter(PREDICT)
@@ -79,18 +82,18 @@ class PredictionLoop:
         self._forget(loaders)
         return results[0] if len(results) == 1 else results
 
-    def _load(self) -> tuple[list[PreparedLoader], list[float]]:
+    def _load(self) -> tuple[list[Prepared], list[float]]:
         """Prepare the loaders; returns them, and how many batches of each are run."""
         loaders = self._source.prepare_evaluation()
         limits = limits_of(loaders, self._limit, "limit_predict_batches", self._strategy.needs_even_batches)
         self._trainer.current.evaluation_batches[Stage.PREDICT] = own_batches(loaders, limits)
         return loaders, limits
 
-    def _forget(self, loaders: list[PreparedLoader]) -> None:
+    def _forget(self, loaders: list[Prepared]) -> None:
         for loader in loaders:
             self._trainer.accelerator.forget_loader(loader)
 
-    def _run_loader(self, loader: PreparedLoader, limit: float, dataloader_idx: int | None) -> list[Any]:
+    def _run_loader(self, loader: Prepared, limit: float, dataloader_idx: int | None) -> list[Any]:
         trainer, hooks, current = self._trainer, self._trainer.hooks, self._trainer.current
         extra = loader_argument(self._task.predict_step, dataloader_idx)
         position = dataloader_idx or 0
@@ -98,20 +101,21 @@ class PredictionLoop:
         if self._limit == 0:
             return outputs  # asked for; a process that merely has no batch still takes part in opening the loader
         batches = loader.iterate(limit, together=self._strategy.needs_even_batches)
-        for index, batch in enumerate(trainer.actions.iterate("predict_dataloader_next", batches)):
-            info = loader.current
-            current.batch, current.batch_info = batch, info
-            for hook in hooks.find("on_predict_batch_start"):
-                hook(batch, index, position)
-            output = self._step(batch, index, *extra)
-            if output is None and self._keep:
-                logger.warning_once("predict returned None for a batch: nothing is kept of it.")
-            for hook in hooks.find("on_predict_batch_end"):
-                hook(output, batch, index, position)
-            if self._keep:
-                outputs.append(_real_rows(send_to_device(output, torch.device("cpu")), info))
-            if index + 1 >= limit:
-                break
+        watched = trainer.actions.iterate("predict_dataloader_next", batches)
+        feed = self._feed = Feed(watched, loader, current, position)
+        with suppress(DataEnded):
+            for batch in feed:
+                for hook in hooks.find("on_predict_batch_start"):
+                    hook(batch, feed.index, position)
+                output = self._step(batch, feed.index, *extra)
+                if output is None and self._keep:
+                    logger.warning_once("predict returned None for a batch: nothing is kept of it.")
+                for hook in hooks.find("on_predict_batch_end"):
+                    hook(output, feed.batch, feed.index, position)
+                if self._keep:
+                    outputs.append(_real_rows(send_to_device(output, torch.device("cpu")), current.batch_info))
+                if feed.index + 1 >= limit:
+                    break
         current.leave_batch()
         if trainer.world_size == 1 or not self._keep:
             return outputs

@@ -42,7 +42,7 @@ class ScheduledStep(PlainStep):
     def _choose_stand_in(self, model: nn.Module) -> StandIn | None:
         return None
 
-    def run(self, window: Sequence[MicroBatch]) -> bool:
+    def run(self, window: list[MicroBatch]) -> bool:
         """Run one step."""
         self._begin(window)
         strategy, logged = self._strategy, self._logged

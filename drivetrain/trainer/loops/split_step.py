@@ -87,7 +87,7 @@ class SplitStep(PlainStep):
         self._own_weight: Tensor | float | None = None
         self._tried = 0  # in how many parts a step was computed last
 
-    def run(self, window: Sequence[MicroBatch]) -> bool:
+    def run(self, window: list[MicroBatch]) -> bool:
         """Run one step, in as many parts as memory has needed so far, or in more."""
         for micro_batch in window:
             self._show(micro_batch)

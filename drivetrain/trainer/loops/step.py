@@ -64,7 +64,8 @@ class PlainStep:
         self._optimizers = [optimizer.optimizer for optimizer in trainer.task_optimizers]
         self._forward_backward = strategy.forward_backward
         self._stand_in = self._choose_stand_in(model)
-        step = as_taken(task, "training_step")
+        self._taken: list[MicroBatch] = []  # by the step itself, out of an iterator
+        step = as_taken(task, "training_step", self._take_following)
         step = step if self._stand_in is None else self._stand_in.replacing(step)
         bound = bind_step(model, step, accelerator.precision)
         self._training_step = actions.watch(actions.of_strategy("training_step"), bound)
@@ -96,7 +97,7 @@ class PlainStep:
     def _choose_stand_in(self, model: nn.Module) -> StandIn | None:
         return StandIn(self._trainer.strategy, self._task, model) if self._trainer.world_size > 1 else None
 
-    def run(self, window: Sequence[MicroBatch]) -> bool:
+    def run(self, window: list[MicroBatch]) -> bool:
         """Run one step.
 
         Args:
@@ -156,6 +157,16 @@ class PlainStep:
             self._end_batch(output, micro_batch)
         return output
 
+    def _take_following(self) -> tuple[Any, int, int] | None:
+        """Take the epoch's next batch into the step under way."""
+        loop, info = self._trainer.loop, self._current.batch_info
+        taken = None if loop is None or info is None else loop.batches.following(info.index)
+        if taken is None:
+            return None
+        self._taken.append(taken)
+        self._current.batch, self._current.batch_info = taken.batch, taken.info
+        return taken.batch, taken.batch_idx, 0
+
     def _announce(self, micro_batch: MicroBatch) -> None:
         for hook in self._on_batch_start:
             if hook(micro_batch.batch, micro_batch.batch_idx) == SKIP_EPOCH:
@@ -198,21 +209,24 @@ class PlainStep:
         """Whether any process had a batch that was not left out."""
         return self._took_part or (self._stand_in is not None and self._stand_in.anyone_took_part())
 
-    def _finish(self, window: Sequence[MicroBatch], output: Any, stepped: bool) -> bool:
-        """Count the step, schedule, and end its last batch."""
+    def _finish(self, window: list[MicroBatch], output: Any, steps: int) -> bool:
+        """Count the step, schedule, and end its last batch. Returns whether there was a step."""
         progress = self._progress
+        if self._taken:
+            window.extend(self._taken)
+            self._taken.clear()
         progress.batches_in_epoch = window[-1].batch_idx + 1
         progress.total_batches += len(window)
         for count in self._counters:
             count(window)
-        if stepped:
-            progress.global_step += 1
+        if steps:
+            progress.global_step += steps
             if self._steps_schedulers:
                 step_step_schedulers(self._trainer)
         if self._on_batch_end:
             self._end_batch(output, window[-1])
         self._logged.skips = False
-        return stepped
+        return steps > 0
 
     def _end_batch(self, output: Any, micro_batch: MicroBatch) -> None:
         outputs = detached(output)
@@ -243,12 +257,16 @@ class ManualStep(PlainStep):
     def try_gradients(self, window: Sequence[MicroBatch]) -> None:
         """Nothing: the task exchanges gradients and steps in its own step."""
 
-    def run(self, window: Sequence[MicroBatch]) -> bool:
-        """Run the task's step, and count it if it stepped any optimizer."""
+    def run(self, window: list[MicroBatch]) -> bool:
+        """Run the task's step, and count each optimizer's step in it."""
         self._begin(window)
-        self._engine.stepped = False
+        self._engine.steps_taken = 0
         outputs = self._forward_backward(self._model, self.run_micro_batch, window)
-        return self._finish(window, outputs[-1], self._engine.stepped)
+        return self._finish(window, outputs[-1], self._engine.steps_taken)
+
+    def _loss_of(self, output: Any) -> Any:
+        """Nothing: the task has computed its gradients; whatever it returns is for the hooks."""
+        self._output.check_of_manual(output)
 
     def _differentiate(self, loss: Tensor, output: Any, share: float) -> None:
         """Nothing: the task did it."""
@@ -263,6 +281,8 @@ def choose_zero_grad(trainer: Trainer, task: Task, optimizers: list[Optimizer], 
         optimizers: The bare optimizers.
         hooks: The overridden hooks.
     """
+    if not optimizers and task.automatic_optimization:
+        return task.zero_grad
     before = hooks.find("on_before_zero_grad")
     own = is_overridden(task, Task, "optimizer_zero_grad")
     special = any(type(optimizer).zero_grad is not Optimizer.zero_grad for optimizer in optimizers)

@@ -43,6 +43,18 @@ class StepOutput:
             "to leave the batch out."
         )
 
+    def check_of_manual(self, output: Any) -> None:
+        """Check what a task that optimizes by hand returned.
+
+        Raises:
+            ConfigurationError: It is no tensor, dict or None.
+        """
+        if output is not None and not isinstance(output, Tensor | Mapping):
+            raise ConfigurationError(
+                f"{self._step} returned {repr(output)[:80]}. With automatic_optimization = False it must return a "
+                "Tensor or have no return: a tensor or a dict, which hooks get, or None."
+            )
+
     def has_weight(self, output: Any) -> bool:
         """Whether a loss came with a weight."""
         return isinstance(output, Mapping) and "weight" in output

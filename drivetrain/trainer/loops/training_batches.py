@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator
+from collections.abc import Generator, Iterator
 from typing import TYPE_CHECKING, Any, cast
 
 from drivetrain.callbacks import GradientAccumulationScheduler
@@ -67,6 +67,7 @@ class TrainingBatches:
         self._marked: dict[str, Any] | None = None  # where the open step began, of loaders that cannot look back
         self._saves_within_steps = saves_within_steps(trainer)
         self.committed = Committed(cast("Task", trainer.task), trainer.logged, trainer.progress)
+        self._feed: Iterator[Any] = iter(())  # the batches of the epoch under way
         self.limit: float = FOREVER
         self.loader: PreparedLoader | CombinedLoader
         self._take(source.prepare_training())
@@ -120,7 +121,8 @@ class TrainingBatches:
         self.mark()
         marks_steps = size > 1 or self._saves_within_steps
         window: list[MicroBatch] = []
-        for batch in self._trainer.actions.iterate_training(loader.iterate(limit, together=True), loader):
+        self._feed = iter(self._trainer.actions.iterate_training(loader.iterate(limit, together=True), loader))
+        for batch in self._feed:
             info = loader.current
             assert info is not None  # a batch is always known to its loader
             if skips and (progress.epoch, index) in skips:
@@ -132,6 +134,7 @@ class TrainingBatches:
             index += 1
             if len(window) == size or info.last or index == limit:
                 yield window
+                index = max(index, progress.batches_in_epoch)  # a step may have taken more
                 window = []
                 if index >= limit:
                     return
@@ -139,6 +142,19 @@ class TrainingBatches:
                     self.mark()
         if window:
             yield window
+
+    def following(self, index: int) -> MicroBatch | None:
+        """Take the batch after one out of the epoch, for a step that asks for more than its own; None at the end.
+
+        Args:
+            index: The number of the batch before it.
+        """
+        if index + 1 >= self.limit:
+            return None
+        for batch in self._feed:
+            assert self.loader.current is not None
+            return MicroBatch(batch, index + 1, self.loader.current)
+        return None
 
     def is_last(self, window: list[MicroBatch]) -> bool:
         """Whether an epoch ends with these micro-batches."""

@@ -73,6 +73,8 @@ class LoggedValues:
         self._epoch: dict[str, Value] = {}
         self._finished: list[Any] = []  # metrics whose epoch is over, to be reset after its hooks
         self._bar: dict[str, Value] = {}
+        self._tried: dict[str, Value] = {}  # the sanity check's, until training begins
+        self._tried_bar: dict[str, Value] = {}
         self._evaluated: dict[str, int] = {}  # batches of each kind of evaluation, and loader
 
     # where we are
@@ -82,6 +84,8 @@ class LoggedValues:
         self.scope = scope
         self.dataloader_idx = dataloader_idx
         self.skips = False
+        if self._tried and scope.stage == "train":
+            self._tried, self._tried_bar = {}, {}
         self._current = self._by_loader.setdefault((scope.stage, dataloader_idx), {})
 
     @contextmanager
@@ -101,6 +105,7 @@ class LoggedValues:
         before = dict(self.__dict__)
         self._tables = {stage: {} for stage in self._tables}
         self._by_loader, self._epoch, self._bar, self._evaluated = {}, {}, {}, {}
+        self._tried, self._tried_bar = {}, {}
         self.enter(NOWHERE)
         try:
             yield
@@ -335,7 +340,7 @@ class LoggedValues:
         Args:
             with_evaluation_steps: Whether those of single evaluation steps are among them.
         """
-        values = dict(self._epoch)
+        values = {**self._epoch, **self._tried}
         for entry in self._tables["train"].values():
             if entry.last is not None:
                 values[entry.step_name] = entry.last
@@ -380,7 +385,7 @@ class LoggedValues:
 
     def bar_values(self) -> dict[str, Value]:
         """What the progress bar shows, not yet turned into numbers."""
-        values = {**self._bar, **self.step_values(for_bar=True)}
+        values = {**self._bar, **self._tried_bar, **self.step_values(for_bar=True)}
         if self.scope.stage in ("validate", "test"):
             shown = [entry for entry in self._current.values() if entry.prog_bar and entry.last is not None]
             values.update((entry.step_name, entry.last) for entry in shown if entry.last is not None)
@@ -394,7 +399,7 @@ class LoggedValues:
         Args:
             stage: `"train"`, `"validate"` or `"test"`.
             task: The task, in which metrics are found that only other processes have logged.
-            keep: Whether the values become visible; not after a sanity check.
+            keep: Whether the values stay visible; those of a sanity check only until training begins.
 
         Returns:
             The values, the same on all processes.
@@ -420,11 +425,11 @@ class LoggedValues:
             if entry.metric is not None and entry.fresh and not entry.on_epoch:
                 entry.metric.reset()
                 entry.fresh = False
-        if keep:
-            for result in results:
-                self._epoch[result.epoch_name] = self._epoch[result.name] = result.value
-                if result.prog_bar:
-                    self._bar[result.epoch_name] = result.value
+        shown, bar = (self._epoch, self._bar) if keep else (self._tried, self._tried_bar)
+        for result in results:
+            shown[result.epoch_name] = shown[result.name] = result.value
+            if result.prog_bar:
+                bar[result.epoch_name] = result.value
         for entry in fresh.values():
             last = entry.last
             entry.reset()
@@ -455,8 +460,8 @@ class LoggedValues:
                 if entry.metric is not None:
                     entry.metric.reset()
         self.start(tuple(self._tables))
-        self._epoch.clear()
-        self._bar.clear()
+        for values in (self._epoch, self._bar, self._tried, self._tried_bar):
+            values.clear()
 
     def remember(self, values: Mapping[str, float]) -> None:
         """Let callbacks see values that trackers get from elsewhere.
@@ -489,10 +494,10 @@ def _computed(name: str, metric: Any, select: Callable[[list[Any]], list[Any]]) 
     value = compute_over_processes(metric, select)
     if isinstance(value, Tensor) and value.numel() == 1:
         return value.detach()
+    given = f"shape {tuple(value.shape)}" if isinstance(value, Tensor) else f"a {type(value).__name__}"
     raise ConfigurationError(
-        f"log({name!r}, metric): {type(metric).__name__}.compute() gave "
-        f"{tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__}, not one number. "
-        "Compute it in on_validation_epoch_end and log the parts by name."
+        f"The `{type(metric).__name__}.compute()` return of the metric logged as {name!r} must be a tensor of one "
+        f"number, got {given}. Compute it in on_validation_epoch_end and log the parts by name."
     )
 
 

@@ -24,6 +24,7 @@ from drivetrain.trainer.task import Task
 
 if TYPE_CHECKING:
     from drivetrain.checkpoint import PendingSave
+    from drivetrain.trainer.data_module import DataModule
     from drivetrain.trainer.trainer import Trainer
 
 logger = get_logger(__name__)
@@ -67,6 +68,11 @@ def save_run(
         return write(directory, engine, driver, own, step=trainer.global_step, block=block, moment=moment)
 
 
+def _watched(trainer: Trainer, data: DataModule, name: str) -> Callable[..., Any]:
+    """A method of the data module, measured where there is a profiler."""
+    return trainer.actions.watch(trainer.actions.of_owner(data, name), getattr(data, name))
+
+
 def _entries(trainer: Trainer, task: Task, weights_only: bool) -> dict[str, Any]:
     """The Trainer's own entries, by name."""
     data, secrets = trainer.datamodule, trainer.tracker_group.secrets
@@ -83,7 +89,7 @@ def _entries(trainer: Trainer, task: Task, weights_only: bool) -> dict[str, Any]
         "trackers": trainer.tracker_group.state(),
         # A run that a signal or a limit has ended continues where it is resumed, perhaps with another limit.
         "should_stop": trainer.control.stops_for_good,
-        "datamodule": data.state_dict() if data is not None else {},
+        "datamodule": _watched(trainer, data, "state_dict")() if data is not None else {},
         "datamodule_hyper_parameters": {} if data is None else secrets.drop(plain(dict(data.hparams))),
         "combined_loader": None if trainer.loop is None else trainer.loop.batches.combined_position(),
     }
@@ -150,7 +156,7 @@ class SavedRun:
         assert trainer.task is not None
         self._saved.refuse_weights_only()
         if trainer.datamodule is not None and (found := state_of(type(trainer.datamodule), entries)):
-            trainer.datamodule.load_state_dict(found)
+            _watched(trainer, trainer.datamodule, "load_state_dict")(found)
         number = _number_of_model(trainer)
         state = for_hooks(engine, number, entries)
         trainer.task.on_load_checkpoint(state)

@@ -1,15 +1,219 @@
-"""What Fabric has prepared."""
+"""What Fabric makes of modules, optimizers and loaders."""
 
 from __future__ import annotations
 
+import inspect
+from collections.abc import Callable, Iterator
+from functools import wraps
+from typing import Any
+
+import torch
+from torch import nn
+
 from drivetrain.accelerator import PreparedOptimizer
+from drivetrain.accelerator.forward import under_precision
 from drivetrain.data import PreparedLoader
+from drivetrain.runtime.errors import ArgumentTypeError, ConfigurationError
+from drivetrain.runtime.nested import send_to_device
+from drivetrain.strategies.precision import Precision
+
+STEPS = ("training_step", "validation_step", "test_step", "predict_step")
+
+
+class FabricModule(nn.Module):
+    """A module as `Fabric.setup` returns it: calls go through the strategy's wrapper, attributes are the module's own.
+
+    The steps of a `LightningModule`, and methods given to `mark_forward_method`, go through the wrapper too. Any other
+    method that calls a part of the module past the wrapper is refused, since gradients would not be reduced.
+
+    Args:
+        forward_module: What the strategy made of the module: what is called.
+        strategy: The strategy.
+        original_module: The module; `forward_module` if None.
+        precision: The number formats that marked methods run under.
+        device: Where a module without parameters is; the CPU if None.
+    """
+
+    def __init__(
+        self,
+        forward_module: nn.Module,
+        strategy: Any,
+        original_module: nn.Module | None = None,
+        precision: Precision | None = None,
+        device: torch.device | None = None,
+    ) -> None:
+        super().__init__()
+        own = self.__dict__
+        own["_original_module"] = forward_module if original_module is None else original_module
+        own["_forward_methods"] = set(STEPS)
+        own["_strategy"], own["_precision"], own["_placed_on"] = strategy, precision, device
+        nn.Module.__setattr__(self, "_forward_module", forward_module)
+
+    @property
+    def module(self) -> nn.Module:
+        """The module itself."""
+        original: nn.Module = self._original_module
+        return original
+
+    @property
+    def device(self) -> torch.device:
+        """Where the parameters are."""
+        found = next((tensor.device for tensor in (*self.parameters(), *self.buffers())), None)
+        return found or self._placed_on or torch.device("cpu")
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype of the parameters."""
+        found = (tensor.dtype for tensor in self.parameters() if tensor.is_floating_point())
+        return next(found, torch.get_default_dtype())
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the module, through the strategy's wrapper."""
+        return self._forward_module(*args, **kwargs)
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """The state of the module itself, under its own names."""
+        return self.module.state_dict(*args, **kwargs)
+
+    def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """Load a state of the module itself."""
+        return self.module.load_state_dict(*args, **kwargs)
+
+    def mark_forward_method(self, method: str | Callable[..., Any]) -> None:
+        """Let a method of the module go through the strategy's wrapper from now on.
+
+        Args:
+            method: The method, or its name.
+
+        Raises:
+            ConfigurationError: It is `forward`, which does so anyway, or no method.
+            AttributeError: The module has no such method.
+        """
+        if not isinstance(method, str) and not inspect.ismethod(method):
+            raise ArgumentTypeError(f"Expected a method or a string, but got: {type(method).__name__}")
+        name = method if isinstance(method, str) else method.__name__
+        if name == "forward":
+            raise ConfigurationError("You cannot mark the forward method itself as a forward method: it is one.")
+        if not inspect.ismethod(getattr(self.module, name, None)):
+            raise AttributeError(f"`{type(self.module).__name__}.{name}` does not exist or is not a method.")
+        self._forward_methods.add(name)
+
+    def __getattr__(self, name: str) -> Any:
+        if name in self.__dict__.get("_modules", ()):
+            return super().__getattr__(name)
+        original = self.__dict__.get("_original_module")
+        if original is None:
+            raise AttributeError(name)
+        value = getattr(original, name)
+        if not inspect.ismethod(value) or not self._is_wrapped:
+            return value
+        return self._through_wrapper(value) if name in self._forward_methods else self._guarded(value)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        mine = name in self.__dict__ or name in self.__dict__.get("_modules", ()) or hasattr(type(self), name)
+        if mine or "_original_module" not in self.__dict__:
+            super().__setattr__(name, value)
+        else:
+            setattr(self._original_module, name, value)
+
+    @property
+    def _is_wrapped(self) -> bool:
+        forward = self._forward_module
+        return forward is not self._original_module or bool(getattr(forward, "_forward_pre_hooks", None))
+
+    def _through_wrapper(self, method: Callable[..., Any]) -> Callable[..., Any]:
+        original, precision = self.module, self._precision
+        step = method if precision is None else under_precision(method, precision)
+
+        def call_forward_module(*args: Any, **kwargs: Any) -> Any:
+            before = original.__dict__.get("forward")
+
+            def restore() -> None:
+                original.__dict__.pop("forward", None)
+                if before is not None:
+                    original.__dict__["forward"] = before
+
+            def in_place_of_forward(*args: Any, **kwargs: Any) -> Any:
+                restore()  # the method may call the module
+                return step(*args, **kwargs)
+
+            original.__dict__["forward"] = in_place_of_forward
+            try:
+                return self._forward_module(*args, **kwargs)
+            finally:
+                restore()
+
+        return call_forward_module
+
+    def _guarded(self, method: Callable[..., Any]) -> Callable[..., Any]:
+        original = self.module
+        name = f"{type(original).__name__}.{method.__name__}"
+
+        def refuse(module: nn.Module, inputs: Any) -> None:
+            raise RuntimeError(
+                f"You are calling the method `{name}()` from outside the model. It calls {type(module).__name__} past "
+                f"what the strategy put around the model, so gradients would not be reduced over processes. Call the "
+                f"model, or first model.mark_forward_method({method.__name__!r})."
+            )
+
+        @wraps(method)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            handles = [module.register_forward_pre_hook(refuse) for module in original.modules()]
+            try:
+                return method(*args, **kwargs)
+            finally:
+                for handle in handles:
+                    handle.remove()
+
+        return call
+
+
+class FabricDataLoader:
+    """A loader as `Fabric.setup_dataloaders` returns it; everything else is the loader's own.
+
+    Args:
+        dataloader: The loader, prepared or not.
+        device: Where batches are moved to; None leaves them.
+    """
+
+    def __init__(self, dataloader: Any, device: torch.device | None = None) -> None:
+        self._dataloader, self._device, self._passes = dataloader, device, 0
+
+    @property
+    def device(self) -> torch.device | None:
+        """Where batches are moved to."""
+        return self._device
+
+    def __len__(self) -> int:
+        return len(self._dataloader)
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "_dataloader":
+            raise AttributeError(name)
+        return getattr(self._dataloader, name)
+
+    def __iter__(self) -> Iterator[Any]:
+        if isinstance(self._dataloader, PreparedLoader):  # which moves its batches and counts its epochs
+            yield from self._dataloader
+            return
+        for sampler in (self._dataloader.sampler, getattr(self._dataloader.batch_sampler, "sampler", None)):
+            set_epoch = getattr(sampler, "set_epoch", None)
+            if callable(set_epoch):
+                set_epoch(self._passes)
+                break
+        self._passes += 1
+        for batch in self._dataloader:
+            yield batch if self._device is None else send_to_device(batch, self._device)
 
 
 def is_wrapped(obj: object) -> bool:
     """Whether Fabric has prepared an object.
 
     Args:
-        obj: A module, an optimizer or a loader.
+        obj: A module, compiled or not, an optimizer or a loader.
     """
-    return isinstance(obj, PreparedOptimizer | PreparedLoader) or hasattr(obj, "_fabric")
+    bare = getattr(obj, "_orig_mod", obj)
+    return isinstance(bare, FabricModule | FabricDataLoader | PreparedOptimizer | PreparedLoader)
+
+
+_FabricModule, _FabricOptimizer, _FabricDataLoader = FabricModule, PreparedOptimizer, FabricDataLoader

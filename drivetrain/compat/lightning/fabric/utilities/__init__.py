@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import warnings
 from pathlib import Path
@@ -90,3 +91,13 @@ def disable_possible_user_warnings(module: str = "") -> None:
         module: The beginning of the name of the module that they come from; any if empty.
     """
     warnings.filterwarnings("ignore", module=module, category=PossibleUserWarning)
+
+
+# Imported when they are asked for: they stand on rooms that stand on this one.
+_LATE = {"AttributeDict": "data", "Throughput": "throughput", "ThroughputMonitor": "throughput"}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _LATE:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(f"{__name__}.{_LATE[name]}"), name)

@@ -7,6 +7,7 @@ from typing import Any
 from torch.utils.data import IterableDataset
 
 from drivetrain.compat.lightning.fabric.utilities import suggested_max_num_workers
+from drivetrain.compat.lightning.fabric.utilities.rank_zero import rank_zero_warn
 from drivetrain.trainer.hyper_parameters import HyperParameters as AttributeDict
 
 __all__ = ["AttributeDict", "has_iterable_dataset", "has_len", "sized_len", "suggested_max_num_workers"]
@@ -40,4 +41,12 @@ def has_len(dataloader: object) -> bool:
     Args:
         dataloader: The loader.
     """
-    return sized_len(dataloader) is not None
+    length = sized_len(dataloader)
+    if length == 0:
+        rank_zero_warn(f"`{type(dataloader).__name__}` returned 0 length. Please make sure this was your intention.")
+    if length is not None and has_iterable_dataset(dataloader):
+        rank_zero_warn(
+            "Your `IterableDataset` has `__len__` defined. Each of several workers must yield a part of it, or there "
+            "are more samples than it says."
+        )
+    return length is not None

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import os
+import random
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from drivetrain.compat.lightning.fabric.utilities.rank_zero import rank_zero_info
+import numpy as np
+import torch
+
+from drivetrain.compat.lightning.fabric.utilities.rank_zero import rank_zero_info, rank_zero_only, rank_zero_warn
 from drivetrain.runtime.errors import ConfigurationError
 from drivetrain.runtime.seeds import MAX_SEED, isolated_random_state, set_seed
 
-_VARIABLE = "PL_GLOBAL_SEED"
+_VARIABLE, _WORKERS = "PL_GLOBAL_SEED", "PL_SEED_WORKERS"
 
 
 def seed_everything(seed: int | None = None, workers: bool = False, verbose: bool = True) -> int:
@@ -24,18 +28,46 @@ def seed_everything(seed: int | None = None, workers: bool = False, verbose: boo
     Returns:
         The seed.
     """
-    given = os.environ.get(_VARIABLE, "0") if seed is None else seed
+    given = os.environ.get(_VARIABLE) if seed is None else seed
+    if given is None:
+        given = 0
+        if verbose:
+            rank_zero_warn("No seed found, so 0 is taken. Give one, or set PL_GLOBAL_SEED.")
     try:
         chosen = int(given)
     except ValueError:
-        raise ConfigurationError(f"The seed must be a whole number, got {given!r}.") from None
+        raise ConfigurationError(f"Invalid seed specified: it must be a whole number, got {given!r}.") from None
     if not 0 <= chosen <= MAX_SEED:
-        raise ConfigurationError(f"The seed must be from 0 to {MAX_SEED}, got {chosen}.")
+        raise ConfigurationError(f"The seed {chosen} is not in bounds: it must be from 0 to {MAX_SEED}.")
     if verbose:
         rank_zero_info(f"Seed set to {chosen}")
-    os.environ[_VARIABLE], os.environ["PL_SEED_WORKERS"] = str(chosen), str(int(workers))
+    os.environ[_VARIABLE], os.environ[_WORKERS] = str(chosen), str(int(workers))
     set_seed(chosen)
     return chosen
+
+
+def reset_seed() -> None:
+    """Seed again with the seed of `seed_everything`; without one nothing happens."""
+    seed = os.environ.get(_VARIABLE)
+    if seed is not None:
+        seed_everything(int(seed), workers=os.environ.get(_WORKERS) == "1", verbose=False)
+
+
+def pl_worker_init_function(worker_id: int, rank: int | None = None) -> None:
+    """Seed the generators of a loader's worker, for `DataLoader(worker_init_fn=...)` of a plain loop.
+
+    In a loader that the Trainer or Fabric has prepared, each sample has a seed of its own, and needs none.
+
+    Args:
+        worker_id: The worker.
+        rank: The rank of the process; found if None.
+    """
+    own = rank_zero_only.rank if rank is None and hasattr(rank_zero_only, "rank") else rank or 0
+    base = (torch.initial_seed() - worker_id) % 2**64  # torch has added the worker's number
+    first, second, *words = np.random.SeedSequence([base, worker_id, own]).generate_state(6).tolist()
+    torch.manual_seed(first * 2**32 + second)
+    np.random.seed(words[:2])
+    random.seed(words[2] * 2**32 + words[3])
 
 
 @contextmanager

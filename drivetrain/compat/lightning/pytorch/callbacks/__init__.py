@@ -1,19 +1,17 @@
-"""Callbacks: those of `drivetrain.callbacks`. Those that it does not have raise when they are made."""
+"""Callbacks: those of `drivetrain.callbacks`, with what only scripts written for Lightning use of them."""
 
 from __future__ import annotations
 
-from drivetrain.callbacks import (
-    Callback,
-    EarlyStopping,
-    LearningRateMonitor,
-    ModelSummary,
-    Timer,
-    TQDMProgressBar,
-)
+from typing import Any
+
+from drivetrain.callbacks import Callback, EarlyStopping, LearningRateMonitor, ModelSummary, Timer
 from drivetrain.compat.absent import absent_names
 from drivetrain.compat.lightning.pytorch.callbacks import progress
 from drivetrain.compat.lightning.pytorch.callbacks.checkpoint import Checkpoint
 from drivetrain.compat.lightning.pytorch.callbacks.model_checkpoint import ModelCheckpoint
+from drivetrain.compat.lightning.pytorch.callbacks.progress import ProgressBar, TQDMProgressBar
+from drivetrain.compat.lightning.pytorch.callbacks.spike import SpikeDetection
+from drivetrain.compat.lightning.pytorch.callbacks.throughput_monitor import ThroughputMonitor
 from drivetrain.compat.lightning.reasons import CALLBACK
 
 __all__ = [
@@ -23,7 +21,11 @@ __all__ = [
     "LearningRateMonitor",
     "ModelCheckpoint",
     "ModelSummary",
+    "ProgressBar",
+    "RichProgressBar",
+    "SpikeDetection",
     "TQDMProgressBar",
+    "ThroughputMonitor",
     "Timer",
     "progress",
 ]
@@ -40,13 +42,13 @@ _ABSENT = (
     "LearningRateFinder",
     "ModelPruning",
     "OnExceptionCheckpoint",
-    "ProgressBar",
     "RichModelSummary",
-    "RichProgressBar",
-    "SpikeDetection",
     "StochasticWeightAveraging",
-    "ThroughputMonitor",
     "WeightAveraging",
 )
 
-__getattr__ = absent_names(__name__, (CALLBACK, _ABSENT), room="drivetrain.callbacks")
+_get_callback = absent_names(__name__, (CALLBACK, _ABSENT), room="drivetrain.callbacks")
+
+
+def __getattr__(name: str) -> Any:
+    return progress.RichProgressBar if name == "RichProgressBar" else _get_callback(name)

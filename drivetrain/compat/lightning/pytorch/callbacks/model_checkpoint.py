@@ -1,6 +1,4 @@
-"""`ModelCheckpoint`."""
-
-from __future__ import annotations
+"""`ModelCheckpoint`, with annotations that are objects rather than text, as command lines are made of them."""
 
 import math
 import os
@@ -194,6 +192,9 @@ class ModelCheckpoint(CoreModelCheckpoint, Checkpoint):
         return os.path.join(folder, name if not prefix else f"{prefix}{self.CHECKPOINT_JOIN_CHAR}{name}")
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        inner = getattr(trainer.logger, "sub_dir", None)
+        if self.dirpath is None and inner:  # checkpoints are beside the directory of the event files
+            self.dirpath = os.path.join(trainer.log_dir.removesuffix(inner), "checkpoints")
         super().setup(trainer, pl_module, stage)
         folder = self.dirpath or ""
         if (

@@ -1,10 +1,39 @@
-"""Callbacks that are here once `drivetrain.callbacks` has them."""
+"""`SpikeDetection` as a callback."""
 
 from __future__ import annotations
 
-from drivetrain.compat.absent import absent_names
-from drivetrain.compat.lightning.reasons import CALLBACK
+from collections.abc import Mapping
+from typing import Any
 
-_ABSENT = ("SpikeDetection",)
+from drivetrain.callbacks import Callback
+from drivetrain.compat.lightning.fabric.utilities.spike import SpikeDetection as Detection
+from drivetrain.compat.lightning.fabric.utilities.spike import TrainingSpikeException
 
-__getattr__ = absent_names(__name__, (CALLBACK, _ABSENT), room="drivetrain.callbacks")
+__all__ = ["SpikeDetection", "TrainingSpikeException"]
+
+
+class SpikeDetection(Detection, Callback):
+    """Raises where the loss of a training batch is far from the mean of the last ones.
+
+    `drivetrain.LossSpikeGuard` goes back to a checkpoint instead and leaves the batches out by itself.
+
+    Args:
+        mode: As for Fabric's class of this name.
+        window: As there.
+        warmup: As there.
+        atol: As there.
+        rtol: As there.
+        exclude_batches_path: As there; the Trainer's `default_root_dir` if None.
+        finite_only: As there.
+    """
+
+    def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        if self.exclude_batches_path is None:
+            self.exclude_batches_path = trainer.default_root_dir
+
+    def on_train_batch_end(  # type: ignore[override]
+        self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        loss = outputs["loss"] if isinstance(outputs, Mapping) else outputs
+        if loss is not None:
+            super().on_train_batch_end(trainer, loss.detach(), batch, batch_idx)

@@ -40,7 +40,7 @@ class LightningModule(Task):
         self._before_toggling: dict[int, tuple[torch.Tensor, bool]] = {}
 
     @classmethod
-    @wraps(Task.load_from_checkpoint)
+    @wraps(Task.load_from_checkpoint.__func__)  # type: ignore[attr-defined]
     def load_from_checkpoint(cls, checkpoint_path: Any, *args: Any, **kwargs: Any) -> Any:
         file = kwargs.get("hparams_file")
         if file is not None and not os.path.isfile(file):
@@ -86,8 +86,8 @@ class LightningModule(Task):
 
     @property
     def fabric(self) -> Any:
-        """None: a Trainer runs this module."""
-        return None
+        """The Fabric that this module was set up with; None where a Trainer runs it."""
+        return getattr(self._trainer, "fabric", None)
 
     def toggle_optimizer(self, optimizer: Any) -> None:
         """Let of all optimizers' parameters only this one's take gradients, those that did before.

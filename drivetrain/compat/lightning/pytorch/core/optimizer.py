@@ -2,6 +2,37 @@
 
 from __future__ import annotations
 
-from drivetrain.accelerator import PreparedOptimizer as LightningOptimizer
+from typing import Any, ClassVar
+
+from torch.optim import Optimizer
+
+from drivetrain.accelerator import PreparedOptimizer
+from drivetrain.compat.lightning.instances import StandsFor
 
 __all__ = ["LightningOptimizer"]
+
+
+class LightningOptimizer(metaclass=StandsFor, original=PreparedOptimizer):
+    """What `self.optimizers()` returns is one; one made by hand is the optimizer under a further type.
+
+    Args:
+        optimizer: The optimizer, with which it shares everything.
+    """
+
+    _bare: ClassVar[Optimizer]
+
+    def __new__(cls, optimizer: Optimizer) -> LightningOptimizer:
+        kind = type(optimizer)
+        made: LightningOptimizer = object.__new__(
+            StandsFor(f"Lightning{kind.__name__}", (cls, kind), {"_bare": optimizer})
+        )
+        made.__dict__ = optimizer.__dict__
+        return made
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        """Leave everything as it is."""
+
+    @property
+    def optimizer(self) -> Any:
+        """The optimizer itself."""
+        return self._bare

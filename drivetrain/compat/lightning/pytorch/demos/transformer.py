@@ -7,7 +7,6 @@ import urllib.request
 from pathlib import Path
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
@@ -15,46 +14,61 @@ from drivetrain.compat.lightning.pytorch.core.module import LightningModule
 
 _TEXT = "https://raw.githubusercontent.com/pytorch/examples/main/word_language_model/data/wikitext-2/train.txt"
 
+SLOWEST = 10_000.0
+"""The longest wave of a positional encoding, over 2 pi (https://arxiv.org/abs/1706.03762, section 3.5)."""
+
+
+def sinusoids(position: int, size: int, like: Tensor) -> Tensor:
+    """Encode a position: sines of it at falling rates in the even places, the cosines in the odd ones.
+
+    Args:
+        position: The position.
+        size: Numbers of the encoding, an even one.
+        like: A tensor that has the device and the dtype of the result.
+    """
+    rates = SLOWEST ** (-torch.arange(0, size, 2, device=like.device) / size)
+    angles = position * rates
+    return torch.stack((angles.sin(), angles.cos()), dim=-1).flatten().to(like)
+
 
 class PositionalEncoding(nn.Module):
-    """Adds sines and cosines of a position to embeddings (https://arxiv.org/abs/1706.03762).
+    """Adds the encoding of a position to embeddings, then zeroes some of them in training.
 
-    All tokens of a sequence get those of the position after the last one, as in Lightning's module of this name, so
-    that examples have the same losses.
+    Every token gets the encoding of the position after the sequence's last one, so that examples have the losses that
+    they have with Lightning's module of this name.
 
     Args:
         dim: Size of an embedding.
         dropout: Share of the sums that dropout zeroes.
-        max_len: Positions of the longest sequence.
+        max_len: Tokens of a sequence are fewer than this.
     """
 
     def __init__(self, dim: int, dropout: float = 0.1, max_len: int = 5000) -> None:
         super().__init__()
-        self.dropout = nn.Dropout(p=dropout)
-        self.dim, self.max_len = dim, max_len
-        self.pe: Tensor | None = None
+        self.dim = dim
+        self.max_len = max_len
+        self.dropout = nn.Dropout(dropout)
 
     def forward(self, x: Tensor) -> Tensor:
         """Add the encoding.
 
         Args:
-            x: Embeddings, batch first.
-        """
-        if self.pe is None:
-            self.pe = self._table().to(x.device)
-        added: Tensor = self.dropout(x + self.pe[:, x.size(1)])
-        return added
+            x: Embeddings, of shape (batch, tokens, dim).
 
-    def _table(self) -> Tensor:
-        position = torch.arange(self.max_len, dtype=torch.float).unsqueeze(1)
-        rates = torch.exp(torch.arange(0, self.dim, 2).float() * (-math.log(10000.0) / self.dim))
-        made = torch.zeros(self.max_len, self.dim)
-        made[:, 0::2], made[:, 1::2] = torch.sin(position * rates), torch.cos(position * rates)
-        return made.unsqueeze(0)
+        Raises:
+            IndexError: The sequences are too long.
+        """
+        tokens = x.shape[1]
+        if tokens >= self.max_len:
+            raise IndexError(f"Sequences of {tokens} tokens: PositionalEncoding(max_len={self.max_len}) takes fewer.")
+        added: Tensor = self.dropout(x + sinusoids(tokens, self.dim, like=x))
+        return added
 
 
 class Transformer(nn.Module):
-    """A small encoder-decoder language model, as in torch's tutorial on language modelling.
+    """A small encoder-decoder language model over `torch.nn.Transformer`.
+
+    The decoder sees of its tokens only those before a position, the encoder sees all of its own.
 
     Args:
         vocab_size: Number of tokens.
@@ -75,27 +89,41 @@ class Transformer(nn.Module):
         dropout: float = 0.2,
     ) -> None:
         super().__init__()
-        self.pos_encoder = PositionalEncoding(ninp, dropout)
-        self.embedding = nn.Embedding(vocab_size, ninp)
-        self.transformer = nn.Transformer(ninp, nhead, nlayers, nlayers, nhid, dropout, batch_first=True)
-        self.decoder = nn.Linear(ninp, vocab_size)
-        self.ninp, self.vocab_size = ninp, vocab_size
+        self.vocab_size = vocab_size
+        self.ninp = ninp
+        # The order decides which random numbers each part starts from, and so the losses of a seeded example.
+        parts = {
+            "embedding": nn.Embedding(vocab_size, ninp),
+            "transformer": nn.Transformer(ninp, nhead, nlayers, nlayers, nhid, dropout, batch_first=True),
+            "decoder": nn.Linear(ninp, vocab_size),
+            "pos_encoder": PositionalEncoding(ninp, dropout),
+        }
+        for name, part in parts.items():
+            self.add_module(name, part)
+
+    def embed(self, tokens: Tensor) -> Tensor:
+        """Return embeddings with their positions.
+
+        Args:
+            tokens: Their numbers, of shape (batch, tokens).
+        """
+        scaled = self.embedding(tokens).mul(math.sqrt(self.ninp))
+        placed: Tensor = self.pos_encoder(scaled)
+        return placed
 
     def forward(self, inputs: Tensor, target: Tensor, mask: Tensor | None = None) -> Tensor:
         """Return log probabilities, a row for each token of all sequences.
 
         Args:
-            inputs: Tokens, batch first.
-            target: Tokens that the decoder reads.
-            mask: What each position may attend to; what is before it if None.
+            inputs: Tokens that the encoder reads, of shape (batch, tokens).
+            target: Tokens that the decoder reads, of the same shape.
+            mask: What is added to the decoder's attention, of shape (tokens, tokens); what hides later tokens if None.
         """
         if mask is None:
             mask = nn.Transformer.generate_square_subsequent_mask(target.shape[1], device=target.device)
-        scale = math.sqrt(self.ninp)
-        source = self.pos_encoder(self.embedding(inputs) * scale)
-        wanted = self.pos_encoder(self.embedding(target) * scale)
-        logits = self.decoder(self.transformer(source, wanted, tgt_mask=mask))
-        return F.log_softmax(logits, dim=-1).view(-1, self.vocab_size)
+        hidden = self.transformer(self.embed(inputs), self.embed(target), tgt_mask=mask)
+        scores = self.decoder(hidden).flatten(end_dim=1)
+        return scores.log_softmax(dim=1)
 
 
 class Dictionary:
@@ -185,7 +213,7 @@ class LightningTransformer(LightningModule):
 
     def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
         inputs, target = batch
-        return F.nll_loss(self(inputs, target), target.view(-1))
+        return nn.functional.nll_loss(self(inputs, target), target.view(-1))
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.SGD(self.model.parameters(), lr=0.1)

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from typing import Any, ClassVar
 
+from torch import Tensor
+
 from drivetrain import trackers
+from drivetrain.compat.lightning.fabric.utilities.rank_zero import rank_zero_warn
 
 
 class CSVLogger(trackers.CSVLogger):
@@ -16,7 +20,7 @@ class CSVLogger(trackers.CSVLogger):
         name: The name of the experiment.
         version: The run; the next free number without it.
         prefix: Put before the name of every value.
-        flush_logs_every_n_steps: Rows that may wait in memory.
+        flush_logs_every_n_steps: Every how many steps what waits is written.
     """
 
     def __init__(
@@ -28,6 +32,8 @@ class CSVLogger(trackers.CSVLogger):
         flush_logs_every_n_steps: int = 100,
     ) -> None:
         super().__init__(save_dir, name, version, prefix, flush_logs_every_n_steps)
+        self._every = max(1, flush_logs_every_n_steps)
+        self._unnumbered = 0
 
     @property
     def name(self) -> str:  # type: ignore[override]
@@ -39,12 +45,34 @@ class CSVLogger(trackers.CSVLogger):
         """The directory that holds the versions."""
         return str(self.run_directory.root)
 
+    def log_hyperparams(self, params: Any = None) -> None:
+        """Write hyper-parameters to `hparams.yaml`.
+
+        Args:
+            params: A dict, dataclass or namespace.
+        """
+        super().log_hyperparams(params)
+
+    def log(self, values: Mapping[str, float | int | str], step: int | None = None) -> None:
+        """Write values of one step, which is the next number where none is given.
+
+        Args:
+            values: Names and values.
+            step: The step.
+        """
+        if step is None:
+            step = self._unnumbered
+        self._unnumbered = step + 1
+        super().log(values, step)
+        if (step + 1) % self._every == 0:
+            self.save()
+
 
 class TensorBoardLogger(trackers.TensorBoardLogger):
     """Writes event files and `hparams.yaml` into `<save_dir>/<name>/version_<n>`.
 
     Args:
-        save_dir: The directory of all runs.
+        save_dir: The directory of all runs; `~` and variables in it stand for what they are.
         name: The name of the experiment.
         version: The run; the next free number without it.
         log_graph: Whether to write the structure of the model.
@@ -76,8 +104,8 @@ class TensorBoardLogger(trackers.TensorBoardLogger):
         **kwargs: Any,
     ) -> None:
         kwargs.update(comment=comment, max_queue=max_queue, flush_secs=flush_secs, filename_suffix=filename_suffix)
-        inner = None if sub_dir is None else os.path.expandvars(os.path.expanduser(sub_dir))
-        super().__init__(save_dir, name, version, prefix, inner, **kwargs)
+        inner = None if sub_dir is None else _expanded(sub_dir)
+        super().__init__(_expanded(save_dir), name, version, prefix, inner, **kwargs)
         self._shows_graph = log_graph
         self.sub_dir = inner
 
@@ -89,8 +117,50 @@ class TensorBoardLogger(trackers.TensorBoardLogger):
     @property
     def root_dir(self) -> str:
         """The directory that holds the versions."""
-        return str(self.run_directory.root)
+        return os.path.join(self.save_dir, self.name)
+
+    @property
+    def log_dir(self) -> str:
+        """The directory that the event files are written in."""
+        version = self.version if isinstance(self.version, str) else f"version_{self.version}"
+        return os.path.join(self.root_dir, version, *([self.sub_dir] if self.sub_dir else []))
+
+    def start(self) -> None:
+        # A logger of its own class may have another name or version.
+        self.run_directory.name, self.run_directory.version = self.name or "", self.version
+        super().start()
+
+    def log_hyperparams(
+        self, params: Any, metrics: Mapping[str, Any] | float | None = None, step: int | None = None
+    ) -> None:
+        """Write hyper-parameters to `hparams.yaml` and to TensorBoard's page of them.
+
+        Args:
+            params: A dict, dataclass or namespace.
+            metrics: Values that they led to, by name; or one, called `hp_metric`.
+            step: The step of those values; 0 if None.
+        """
+        super().log_hyperparams(params)
+        if metrics is not None:
+            self.log(metrics if isinstance(metrics, Mapping) else {"hp_metric": metrics}, step or 0)
 
     def log_graph(self, model: Any, input_array: Any = None) -> None:
-        if self._shows_graph:
-            super().log_graph(model, input_array)
+        if not self._shows_graph:
+            return
+        found = getattr(model, "example_input_array", None) if input_array is None else input_array
+        if found is None:
+            rank_zero_warn(
+                "Could not log computational graph to TensorBoard: The `model.example_input_array` attribute is not "
+                "set, or `input_array` was not given."
+            )
+        elif not isinstance(found, Tensor | tuple):
+            rank_zero_warn(
+                f"Could not log computational graph to TensorBoard: a {type(found).__name__} as `example_input_array` "
+                "can't be traced by TensorBoard."
+            )
+        else:
+            super().log_graph(model, found)
+
+
+def _expanded(path: str | os.PathLike[str]) -> str:
+    return os.path.expandvars(os.path.expanduser(os.fspath(path)))

@@ -15,10 +15,16 @@ from drivetrain.trackers.base import COMPLETED
 class Logger(Tracker):
     """Where the values of a run are written. Override `name`, `version`, `log_metrics` and `log_hyperparams`.
 
-    A run calls `finalize` with `"success"` or `"failed"` when it ends.
+    A run calls `finalize` when it ends, with `"success"`, `"failed"`, or the name of the signal that ended it.
     """
 
     in_background = False
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        own = cls.__dict__.get("finalize")
+        if own is not None:
+            cls.finalize = _in_lightnings_words(own)  # type: ignore[method-assign]
 
     @property
     @abstractmethod
@@ -64,6 +70,16 @@ class Logger(Tracker):
         self.save()
 
 
+def _in_lightnings_words(finalize: Callable[..., None]) -> Callable[..., None]:
+    """A logger's own `finalize`, which takes a status alone, as a run calls it."""
+
+    @wraps(finalize)
+    def called_by_a_run(self: Any, status: str = COMPLETED, message: str = "") -> None:
+        finalize(self, "success" if status == COMPLETED else status)
+
+    return called_by_a_run
+
+
 class DummyLogger(Logger):
     """Writes nothing."""
 
@@ -81,12 +97,34 @@ class DummyLogger(Logger):
     def log_hyperparams(self, *args: Any, **kwargs: Any) -> None:
         pass
 
-
-class DummyExperiment:
-    """Takes every call, and does nothing."""
+    @property
+    def experiment(self) -> DummyExperiment:
+        """Takes every call."""
+        return DummyExperiment()
 
     def __getattr__(self, name: str) -> Callable[..., None]:
-        return lambda *args, **kwargs: None
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return _nothing
+
+
+def _nothing(*args: Any, **kwargs: Any) -> None:
+    """Take every argument."""
+
+
+class DummyExperiment:
+    """Takes every call and every item, and does nothing."""
+
+    def __getattr__(self, name: str) -> Callable[..., None]:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return _nothing
+
+    def __getitem__(self, name: Any) -> DummyExperiment:
+        return self
+
+    def __setitem__(self, name: Any, value: Any) -> None:
+        pass
 
 
 def rank_zero_experiment(function: Callable[[Any], Any]) -> Callable[[Any], Any]:

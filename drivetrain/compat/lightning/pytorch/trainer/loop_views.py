@@ -123,6 +123,11 @@ class EvaluationLoopView:
         return len(self.max_batches)
 
     @property
+    def predictions(self) -> list[Any]:
+        """What the last `predict` has returned."""
+        return self._trainer.predictions
+
+    @property
     def inference_mode(self) -> bool:
         """Whether it runs under `torch.inference_mode`."""
         return self._trainer.inference_mode

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from drivetrain.callbacks.stage import Stage
+from drivetrain.trainer.given_hyper_parameters import CLASS_PATH
 from drivetrain.trainer.metrics.logged_value import EpochValue
 from drivetrain.trainer.metrics.tracker_log import TrackerLog
 
@@ -45,6 +46,26 @@ def as_tensor(value: Any) -> Tensor:
     return value.to(torch.get_default_dtype()) if value.dtype is torch.float64 else value
 
 
+def _check_same(task: Any, data: Any) -> None:
+    """Refuse a task and a data module that both log a hyper-parameter of one name, with different values."""
+    if data is None or not all(each.__dict__.get("_log_hyperparams", True) for each in (task, data)):
+        return
+    both = [name for name in task.hparams.keys() & data.hparams.keys() if name != CLASS_PATH]
+    different = sorted(str(name) for name in both if not _is_equal(task.hparams[name], data.hparams[name]))
+    if different:
+        raise RuntimeError(
+            f"Error while merging hparams: {', '.join(different)} are hyper-parameters of {type(task).__name__} and of "
+            f"{type(data).__name__}, with different values. Give one of them another name, or "
+            "save_hyperparameters(logger=False)."
+        )
+
+
+def _is_equal(one: Any, other: Any) -> bool:
+    if isinstance(one, Tensor) or isinstance(other, Tensor):
+        return isinstance(one, Tensor) and isinstance(other, Tensor) and torch.equal(one, other)
+    return one is other or bool(one == other)
+
+
 class LightningTrackerLog(TrackerLog):
     """Counts optimizer steps from 0 for loggers, as Lightning does; an evaluation step's values come without epoch."""
 
@@ -56,6 +77,10 @@ class LightningTrackerLog(TrackerLog):
             super().write_evaluation_step()
         finally:
             self._is_evaluation_step = False
+
+    def begin_run(self, task: Any) -> None:
+        _check_same(task, self._trainer.datamodule)
+        super().begin_run(task)
 
     @staticmethod
     def name_of(result: EpochValue) -> str:

@@ -18,6 +18,7 @@ from drivetrain.compat.lightning.fabric.utilities.rank_zero import rank_zero_war
 from drivetrain.compat.lightning.fabric.utilities.warnings import PossibleUserWarning, warn_by_warnings
 from drivetrain.compat.lightning.plugins import Precision, TorchSyncBatchNorm
 from drivetrain.compat.lightning.pytorch.callbacks.model_checkpoint import ModelCheckpoint
+from drivetrain.compat.lightning.pytorch.loggers.duck import as_loggers, given_as
 from drivetrain.compat.lightning.pytorch.loggers.files import CSVLogger, TensorBoardLogger
 from drivetrain.compat.lightning.pytorch.loggers.logger import DummyLogger
 from drivetrain.compat.lightning.pytorch.profilers.pytorch import PyTorchProfiler
@@ -34,10 +35,11 @@ from drivetrain.compat.lightning.pytorch.trainer.spawning import Spawning, Spawn
 from drivetrain.compat.lightning.pytorch.trainer.states import RunningStage, TrainerFn, TrainerState, TrainerStatus
 from drivetrain.compat.lightning.pytorch.trainer.verbs import lightning_verb
 from drivetrain.compat.lightning.reasons import PLUGIN
-from drivetrain.data import DataShard
+from drivetrain.data import CombinedLoader, DataShard
 from drivetrain.runtime.errors import ConfigurationError
 from drivetrain.trackers import TrackerGroup
 from drivetrain.trainer import Trainer as CoreTrainer
+from drivetrain.trainer.loops.loader_source import limits_of
 from drivetrain.trainer.loops.run_control import StopReason
 from drivetrain.trainer.metrics.logged_value import to_numbers
 
@@ -117,6 +119,8 @@ class Trainer(CoreTrainer):
         if logger is None or logger is True:
             logger = _default_logger(default_root_dir) if not options.get("barebones") else None
         accelerator = _kind_of(accelerator)
+        if options.get("strategy") == "single_device":
+            options["strategy"] = "single"
         spawning = Spawning.asked_for(options.get("strategy"), options.get("devices", "auto"), accelerator)
         if spawning is not None:
             options["strategy"] = spawning.strategy
@@ -125,7 +129,7 @@ class Trainer(CoreTrainer):
         super().__init__(
             accelerator=accelerator,
             precision=precision,
-            logger=logger,
+            logger=as_loggers(logger),
             default_root_dir=default_root_dir,
             profiler=_profiler_of(profiler),
             **options,
@@ -141,6 +145,7 @@ class Trainer(CoreTrainer):
         self.tracker_log.shows_hyper_parameters = enable_autolog_hparams
         if self.fast_dev_run and given["logger"] is not False:
             self.logger = DummyLogger()
+        self.predictions: list[Any] = []
         self._leaves_epochs_open = options.get("max_epochs") is None and not self.fast_dev_run
         self._fit_loop = FitLoopView(self)
 
@@ -226,12 +231,22 @@ class Trainer(CoreTrainer):
         if stage is Stage.TRAIN:
             self._was_cut_short = self.progress.batches_in_epoch > 0
 
+    def keep_predictions(self, predictions: list[Any], keeps: bool) -> list[Any] | None:
+        """Keep what `predict` has returned; returns it, or None where it was not asked for.
+
+        Args:
+            predictions: The predictions.
+            keeps: Whether they were asked for.
+        """
+        self.predictions = predictions
+        return predictions if keeps else None
+
     # values
 
     @property
     def logger(self) -> Any:
         """The first logger; setting it replaces all."""
-        return super().logger
+        return given_as(super().logger)
 
     @logger.setter
     def logger(self, logger: Any) -> None:
@@ -240,11 +255,11 @@ class Trainer(CoreTrainer):
     @property
     def loggers(self) -> list[Any]:
         """All loggers; they can be set between two runs."""
-        return super().loggers
+        return [given_as(each) for each in super().loggers]
 
     @loggers.setter
     def loggers(self, loggers: Sequence[Any] | None) -> None:
-        self.tracker_group = TrackerGroup(list(loggers or []), self.is_global_zero)
+        self.tracker_group = TrackerGroup(as_loggers(list(loggers or [])), self.is_global_zero)
 
     @property
     def callback_metrics(self) -> dict[str, Any]:
@@ -307,6 +322,22 @@ class Trainer(CoreTrainer):
         """What `predict` runs."""
         return EvaluationLoopView(self, Stage.PREDICT)
 
+    @property
+    def num_val_batches(self) -> list[float]:
+        """Batches of each validation loader, also of those that are combined into one."""
+        return self._batches_of_each(Stage.VALIDATE, super().num_val_batches)
+
+    @property
+    def num_test_batches(self) -> list[float]:
+        """The same for testing."""
+        return self._batches_of_each(Stage.TEST, super().num_test_batches)
+
+    def _batches_of_each(self, stage: Stage, batches: list[float]) -> list[float]:
+        given = self.current.loaders.get(stage)
+        if not isinstance(given, CombinedLoader) or given.mode == "sequential" or not batches:
+            return batches
+        return limits_of(given.loaders, getattr(self.options, stage.limit_name), stage.limit_name)
+
     # what runs
 
     @property
@@ -328,6 +359,14 @@ class Trainer(CoreTrainer):
     def evaluating(self) -> bool:
         """Whether `validate` or `test` runs, not a validation in `fit`."""
         return self.task_run.stage in (Stage.VALIDATE, Stage.TEST) and self.stage is not None
+
+    @property
+    def val_check_batch(self) -> float | None:
+        """Batches between two validations in an epoch; None where they are counted over epochs or by another unit."""
+        interval, batches = self.val_check_interval, self.num_training_batches
+        if isinstance(interval, float) and self.check_val_every_n_epoch is not None:
+            return max(1, int(batches * interval)) if batches != float("inf") else batches
+        return interval if isinstance(interval, int) else None
 
     @property
     def enable_validation(self) -> bool:
@@ -401,7 +440,8 @@ class Trainer(CoreTrainer):
 
 def _as_there(callback: Callback, given: Any) -> Callback:
     """The callback for checkpoints of Lightning's kind where the Trainer has added the usual one by itself."""
-    is_added = type(callback) is CoreModelCheckpoint and callback is not given and callback not in (given or ())
+    known = given if isinstance(given, Sequence) else [given]
+    is_added = type(callback) is CoreModelCheckpoint and not any(each is callback for each in known)
     return ModelCheckpoint() if is_added else callback
 
 

@@ -35,6 +35,7 @@ def lightning_verb(verb: F) -> F:
         _check_module(self, name, model)
         if given.get("return_predictions", True) is None:
             del given["return_predictions"]
+        keeps = given.get("return_predictions", True)
         if given.get("ckpt_path") == "last":
             given["ckpt_path"] = _last_checkpoint(self)
             model = self.task if model is None and given["ckpt_path"] is None else model
@@ -45,7 +46,8 @@ def lightning_verb(verb: F) -> F:
             with self.running(stage):
                 if self.spawning is not None:
                     return self.spawning.run(self, stage, model, args, given)
-                return verb(self, model, *args, **given)
+                result = verb(self, model, *args, **given)
+                return self.keep_predictions(result, keeps) if stage is Stage.PREDICT else result
         except KeyboardInterrupt:
             sys.exit(1)
 

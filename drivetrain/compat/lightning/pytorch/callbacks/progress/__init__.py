@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
-from drivetrain.callbacks import TQDMProgressBar
-from drivetrain.compat.absent import absent_names
-from drivetrain.compat.lightning.reasons import CALLBACK
+from typing import Any
 
-__all__ = ["TQDMProgressBar"]
+from drivetrain.compat.lightning.pytorch.callbacks.progress.progress_bar import ProgressBar
+from drivetrain.compat.lightning.pytorch.callbacks.progress.tqdm_progress import TQDMProgressBar
 
-_ABSENT = ("ProgressBar", "RichProgressBar")
+__all__ = ["ProgressBar", "RichProgressBar", "TQDMProgressBar"]
 
-__getattr__ = absent_names(__name__, (CALLBACK, _ABSENT), room="drivetrain.callbacks")
+
+def __getattr__(name: str) -> Any:
+    if name != "RichProgressBar":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    # Imports rich, which is installed on wish.
+    from drivetrain.compat.lightning.pytorch.callbacks.progress.rich_progress import RichProgressBar
+
+    return RichProgressBar

@@ -1,10 +1,156 @@
-"""Callbacks that are here once `drivetrain.callbacks` has them."""
+"""`ProgressBar`: what scripts that draw their own progress inherit from."""
 
 from __future__ import annotations
 
-from drivetrain.compat.absent import absent_names
-from drivetrain.compat.lightning.reasons import CALLBACK
+from typing import Any, ClassVar
 
-_ABSENT = ("ProgressBar",)
+from drivetrain.callbacks import Callback
+from drivetrain.callbacks.progress_bar import TQDMProgressBar as CoreProgressBar
+from drivetrain.compat.lightning.instances import StandsFor
+from drivetrain.compat.lightning.pytorch.loggers.logger import DummyLogger
 
-__getattr__ = absent_names(__name__, (CALLBACK, _ABSENT), room="drivetrain.callbacks")
+__all__ = ["ProgressBar"]
+
+
+class ProgressBar(Callback, metaclass=StandsFor, original=CoreProgressBar):
+    """A callback that shows how far a run is: titles and totals for it, and the values beside them.
+
+    What the Trainer shows by itself counts as one.
+    """
+
+    is_progress_bar: ClassVar[bool] = True
+    runs_last_at_epoch_end: ClassVar[bool] = True
+    saves_within_steps = False
+
+    def __init__(self) -> None:
+        self._trainer: Any = None
+        self._loader: int | None = None  # the one whose batches were shown last
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_trainer": None}
+
+    @property
+    def trainer(self) -> Any:
+        """The Trainer that runs.
+
+        Raises:
+            TypeError: None has run yet.
+        """
+        if self._trainer is None:
+            raise TypeError(f"{type(self).__name__} has no trainer before a run begins.")
+        return self._trainer
+
+    # on and off
+
+    def enable(self) -> None:
+        """Show progress; subclasses define it."""
+        raise NotImplementedError(f"{type(self).__name__}.enable")
+
+    def disable(self) -> None:
+        """Show nothing, which the Trainer asks for on all processes but the first; subclasses define it."""
+        raise NotImplementedError(f"{type(self).__name__}.disable")
+
+    def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        self._trainer = trainer
+        if not trainer.is_global_zero:
+            self.disable()
+
+    # titles
+
+    @property
+    def sanity_check_description(self) -> str:
+        """The title of the validation batches before training."""
+        return "Sanity Checking"
+
+    @property
+    def train_description(self) -> str:
+        """The title of an epoch, before its first batch."""
+        return "Training"
+
+    @property
+    def validation_description(self) -> str:
+        """The title of a validation."""
+        return "Validation"
+
+    @property
+    def test_description(self) -> str:
+        """The title of a test."""
+        return "Testing"
+
+    @property
+    def predict_description(self) -> str:
+        """The title of a prediction."""
+        return "Predicting"
+
+    # totals
+
+    @property
+    def total_train_batches(self) -> float:
+        """Batches of an epoch; infinite where that is not known."""
+        batches: float = self.trainer.num_training_batches
+        return batches
+
+    @property
+    def total_val_batches(self) -> float:
+        """Batches of all validation loaders; 0 where the epoch under way ends without a validation."""
+        trainer = self.trainer
+        every = trainer.check_val_every_n_epoch or 1
+        validates = not trainer.training or (trainer.current_epoch + 1) % every == 0
+        return sum(trainer.num_val_batches) if validates else 0
+
+    @property
+    def total_val_batches_current_dataloader(self) -> float:
+        """Batches of the validation loader in turn."""
+        trainer = self.trainer
+        return self._of_loader(trainer.num_sanity_val_batches if trainer.sanity_checking else trainer.num_val_batches)
+
+    @property
+    def total_test_batches_current_dataloader(self) -> float:
+        """Batches of the test loader in turn."""
+        return self._of_loader(self.trainer.num_test_batches)
+
+    @property
+    def total_predict_batches_current_dataloader(self) -> float:
+        """Batches of the prediction loader in turn."""
+        return self._of_loader(self.trainer.num_predict_batches)
+
+    def _of_loader(self, sizes: list[float]) -> float:
+        return sizes[self._loader or 0]
+
+    def has_dataloader_changed(self, dataloader_idx: int) -> bool:
+        """Return whether a batch is the first of its loader, and remember the loader.
+
+        Args:
+            dataloader_idx: The loader's number.
+        """
+        changed = self._loader != dataloader_idx
+        self._loader = dataloader_idx
+        return changed
+
+    def reset_dataloader_idx_tracker(self) -> None:
+        """Forget which loader was shown last."""
+        self._loader = None
+
+    # values
+
+    def get_metrics(self, trainer: Any, pl_module: Any) -> dict[str, Any]:
+        """Return what is shown beside the progress; override it to show something else.
+
+        Args:
+            trainer: The Trainer that runs.
+            pl_module: The module that it runs.
+
+        Returns:
+            The values logged with `prog_bar=True`, and the logger's version as `v_num`.
+        """
+        shown = dict(trainer.progress_bar_metrics)
+        return {**_version_of(trainer), **shown}
+
+
+def _version_of(trainer: Any) -> dict[str, Any]:
+    """The version of the first logger that has one; none in a development run."""
+    found = [each for each in trainer.loggers if not isinstance(each, DummyLogger)]
+    version = getattr(found[0], "version", None) if found else None
+    if version is None or version == "":
+        return {}
+    return {"v_num": version[-4:] if isinstance(version, str) else version}

@@ -1,7 +1,283 @@
-"""`TQDMProgressBar`."""
+"""`TQDMProgressBar`: bars of tqdm, which scripts reach and replace."""
 
 from __future__ import annotations
 
-from drivetrain.callbacks import TQDMProgressBar
+import math
+import os
+import sys
+from typing import Any
 
-__all__ = ["TQDMProgressBar"]
+from tqdm import tqdm
+
+from drivetrain.callbacks.progress_bar import TQDMProgressBar as CoreProgressBar
+from drivetrain.compat.lightning.instances import StandsFor
+from drivetrain.compat.lightning.pytorch.callbacks.progress.progress_bar import ProgressBar
+
+__all__ = ["TQDMProgressBar", "Tqdm"]
+
+DIGITS = 5
+"""Characters of a number, at least; so the bar keeps its width while values change."""
+
+
+class Tqdm(tqdm):  # type: ignore[type-arg]
+    """A bar of tqdm whose numbers do not change their width."""
+
+    @staticmethod
+    def format_num(n: float | str) -> str:
+        """Write a number; one with a point gets zeros up to five characters.
+
+        Args:
+            n: The number, or text, which stays.
+        """
+        shown = n if isinstance(n, str) else str(tqdm.format_num(n))
+        if isinstance(n, float) and "." not in shown and "e" not in shown and math.isfinite(n):
+            shown += "."
+        return shown if "." not in shown or "e" in shown else shown.ljust(DIGITS, "0")
+
+
+class TQDMProgressBar(ProgressBar, metaclass=StandsFor, original=CoreProgressBar):
+    """Shows each pass over batches by a bar of tqdm.
+
+    Args:
+        refresh_rate: Draw after so many batches, and after the last one; 0 turns it off. `TQDM_MINITERS` in the
+            environment raises it, and in Colab it is 20 unless it was given.
+        process_position: Lines to leave free above, for the bars of other processes.
+        leave: Leave the bar of each epoch on the screen and begin a new one.
+    """
+
+    BAR_FORMAT = "{l_bar}{bar}| {n_fmt}/{total_fmt} [{elapsed}<{remaining}, {rate_noinv_fmt}{postfix}]"
+
+    def __init__(self, refresh_rate: int = 1, process_position: int = 0, leave: bool = False) -> None:
+        super().__init__()
+        self._refresh_rate = _rate_wanted(refresh_rate)
+        self._process_position = process_position
+        self._leave = leave
+        self._is_on = True
+        self._bars: dict[str, Any] = {}  # by what they show
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), "_bars": {}}
+
+    @property
+    def refresh_rate(self) -> int:
+        """After how many batches it draws."""
+        return self._refresh_rate
+
+    @property
+    def process_position(self) -> int:
+        """Lines that are left free above."""
+        return self._process_position
+
+    @property
+    def is_enabled(self) -> bool:
+        """Whether it draws."""
+        return self._is_on and self._refresh_rate > 0
+
+    @property
+    def is_disabled(self) -> bool:
+        """Whether it does not draw."""
+        return not self.is_enabled
+
+    def enable(self) -> None:
+        self._is_on = True
+
+    def disable(self) -> None:
+        self._is_on = False
+
+    # the bars
+
+    @property
+    def train_progress_bar(self) -> Any:
+        """The bar of the training epoch."""
+        return self._bar("train")
+
+    @property
+    def val_progress_bar(self) -> Any:
+        """The bar of the validation, or of the check before training."""
+        return self._bar("val")
+
+    @property
+    def test_progress_bar(self) -> Any:
+        """The bar of the test."""
+        return self._bar("test")
+
+    @property
+    def predict_progress_bar(self) -> Any:
+        """The bar of the prediction."""
+        return self._bar("predict")
+
+    def _bar(self, name: str) -> Any:
+        if name not in self._bars:
+            raise TypeError(f"{type(self).__name__} has no {name} bar before that stage has begun.")
+        return self._bars[name]
+
+    def init_sanity_tqdm(self) -> Tqdm:
+        """Make the bar of the check before training; override it to make another."""
+        return self._made(self.sanity_check_description, leave=False)
+
+    def init_train_tqdm(self) -> Tqdm:
+        """Make the bar of training; override it to make another."""
+        return self._made(self.train_description, leave=True, smoothing=0)
+
+    def init_validation_tqdm(self) -> Tqdm:
+        """Make the bar of a validation, below that of training if there is one; override it to make another."""
+        within = self.trainer.state.fn != "validate"
+        return self._made(self.validation_description, below=within, leave=not within)
+
+    def init_test_tqdm(self) -> Tqdm:
+        """Make the bar of a test; override it to make another."""
+        return self._made(self.test_description, leave=True)
+
+    def init_predict_tqdm(self) -> Tqdm:
+        """Make the bar of a prediction; override it to make another."""
+        return self._made(self.predict_description, leave=True, smoothing=0)
+
+    def _made(self, title: str, below: bool = False, **options: Any) -> Tqdm:
+        return Tqdm(
+            desc=title,
+            position=2 * self._process_position + below,
+            disable=self.is_disabled,
+            dynamic_ncols=True,
+            file=sys.stdout,
+            bar_format=self.BAR_FORMAT,
+            **options,
+        )
+
+    # what all passes have in common
+
+    def _restart(self, name: str, total: float, title: str) -> None:
+        bar = self._bar(name)
+        bar.reset()
+        bar.initial = 0
+        bar.total = total if math.isfinite(total) else None
+        bar.set_description(title)
+
+    def _begin_loader(self, name: str, dataloader_idx: int, title: str) -> None:
+        if self.has_dataloader_changed(dataloader_idx):
+            totals = getattr(self, f"total_{name}_batches_current_dataloader")
+            self._restart(name, totals, f"{title} DataLoader {dataloader_idx}")
+
+    def _advance(self, name: str, batch_idx: int) -> bool:
+        """Draw a bar where it is due. Returns whether it was."""
+        bar, done = self._bar(name), batch_idx + 1
+        if not self.is_enabled or (done % self._refresh_rate and done != bar.total):
+            return False
+        if not bar.disable:
+            bar.n = done
+            bar.refresh()
+        return True
+
+    def _end(self, name: str) -> None:
+        self._bar(name).close()
+        self.reset_dataloader_idx_tracker()
+
+    def _show_values(self, trainer: Any, pl_module: Any) -> None:
+        if not self.is_enabled or "train" not in self._bars:
+            return
+        shown = self.get_metrics(trainer, pl_module)
+        if not self.train_progress_bar.disable:
+            self.train_progress_bar.set_postfix(shown)
+
+    # training
+
+    def on_sanity_check_start(self, *_: Any) -> None:
+        self._bars["val"] = self.init_sanity_tqdm()
+        self._bars["train"] = Tqdm(disable=True)  # there is none yet
+
+    def on_sanity_check_end(self, *_: Any) -> None:
+        self.train_progress_bar.close()
+        self.val_progress_bar.close()
+
+    def on_train_start(self, *_: Any) -> None:
+        self._bars["train"] = self.init_train_tqdm()
+
+    def on_train_epoch_start(self, trainer: Any, *_: Any) -> None:
+        if self._leave:
+            self._bars["train"] = self.init_train_tqdm()
+        self._restart("train", self.total_train_batches, f"Epoch {trainer.current_epoch}")
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if self._advance("train", batch_idx):
+            self._show_values(trainer, pl_module)
+
+    def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
+        self._show_values(trainer, pl_module)
+        if self._leave:
+            self.train_progress_bar.close()
+
+    def on_train_end(self, *_: Any) -> None:
+        self.train_progress_bar.close()
+
+    # evaluation
+
+    def on_validation_start(self, trainer: Any, pl_module: Any) -> None:
+        if not trainer.sanity_checking:
+            self._bars["val"] = self.init_validation_tqdm()
+
+    def on_validation_batch_start(
+        self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
+    ) -> None:
+        title = self.sanity_check_description if trainer.sanity_checking else self.validation_description
+        self._begin_loader("val", dataloader_idx, title)
+
+    def on_validation_batch_end(
+        self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
+    ) -> None:
+        self._advance("val", batch_idx)
+
+    def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
+        if trainer.state.fn == "fit":
+            self._show_values(trainer, pl_module)
+        self._end("val")
+
+    def on_test_start(self, trainer: Any, pl_module: Any) -> None:
+        self._bars["test"] = self.init_test_tqdm()
+
+    def on_test_batch_start(
+        self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
+    ) -> None:
+        self._begin_loader("test", dataloader_idx, self.test_description)
+
+    def on_test_batch_end(
+        self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
+    ) -> None:
+        self._advance("test", batch_idx)
+
+    def on_test_end(self, trainer: Any, pl_module: Any) -> None:
+        self._end("test")
+
+    def on_predict_start(self, trainer: Any, pl_module: Any) -> None:
+        self._bars["predict"] = self.init_predict_tqdm()
+
+    def on_predict_batch_start(
+        self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
+    ) -> None:
+        self._begin_loader("predict", dataloader_idx, self.predict_description)
+
+    def on_predict_batch_end(
+        self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
+    ) -> None:
+        self._advance("predict", batch_idx)
+
+    def on_predict_end(self, trainer: Any, pl_module: Any) -> None:
+        self._end("predict")
+
+    def print(self, *args: Any, sep: str = " ", **kwargs: Any) -> None:
+        """Print above the bars.
+
+        Args:
+            *args: What to print.
+            sep: What stands between them.
+            **kwargs: `end` and `file`, as for the built-in `print`.
+        """
+        if any(not bar.disable for bar in self._bars.values()):
+            Tqdm.write(sep.join(map(str, args)), **kwargs)
+        else:
+            super().print(*args, **(kwargs if sep == " " else {**kwargs, "sep": sep}))
+
+
+def _rate_wanted(given: int) -> int:
+    """The rate that was given, unless the environment has a higher one."""
+    if given == 1 and "COLAB_GPU" in os.environ:
+        given = 20
+    return max(given, int(os.environ.get("TQDM_MINITERS", 0)))

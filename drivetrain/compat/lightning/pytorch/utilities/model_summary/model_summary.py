@@ -10,6 +10,7 @@ from drivetrain.callbacks.model_summary import table_lines, total_lines
 from drivetrain.callbacks.support.module_table import NOT_APPLICABLE, UNKNOWN_SIZE, ModuleTable
 from drivetrain.callbacks.support.module_table import OTHER as LEFTOVER_PARAMS_NAME
 from drivetrain.callbacks.support.module_table import Layer as LayerSummary
+from drivetrain.compat.lightning.fabric.utilities.rank_zero import rank_zero_warn
 from drivetrain.runtime.errors import ConfigurationError
 
 __all__ = ["LEFTOVER_PARAMS_NAME", "NOT_APPLICABLE", "UNKNOWN_SIZE", "LayerSummary", "ModelSummary", "summarize"]
@@ -103,6 +104,11 @@ class ModelSummary:
     @property
     def total_parameters(self) -> int:
         """Elements of all parameters."""
+        if self._table.is_lazy:
+            rank_zero_warn(
+                "The total number of parameters detected may be inaccurate because the model has lazy modules, whose "
+                "parameters are there from their first forward on."
+            )
         return self._table.parameters[0]
 
     @property
