@@ -26,7 +26,8 @@ def sinusoids(position: int, size: int, like: Tensor) -> Tensor:
         size: Numbers of the encoding, an even one.
         like: A tensor that has the device and the dtype of the result.
     """
-    rates = SLOWEST ** (-torch.arange(0, size, 2, device=like.device) / size)
+    # Not a power of SLOWEST: the last bit of a rate decides that of a loss.
+    rates = torch.exp(torch.arange(0, size, 2, device=like.device).float() * (-math.log(SLOWEST) / size))
     angles = position * rates
     return torch.stack((angles.sin(), angles.cos()), dim=-1).flatten().to(like)
 
