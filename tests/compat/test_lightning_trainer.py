@@ -365,3 +365,13 @@ def test_spawned_processes_train_and_their_outcome_comes_back(tmp_path: Path) ->
     assert Path(saved.best_model_path).exists()
     with pytest.raises(ProcessRaisedException, match="`return_predictions` should be set to `False`"):
         trainer.predict(task, return_predictions=True)
+
+
+def test_an_optimizer_step_that_is_never_called_is_warned_of(caplog: pytest.LogCaptureFixture) -> None:
+    class Steps(ManualOptimBoringModel):
+        def optimizer_step(self, *args: Any, **kwargs: Any) -> None:
+            raise AssertionError
+
+    with caplog.at_level(logging.WARNING):
+        quiet().fit(Steps())
+    assert "it is never called" in caplog.text
