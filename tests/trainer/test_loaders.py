@@ -246,6 +246,12 @@ def test_loaders_are_made_anew_every_so_many_epochs(every: int, made: int) -> No
     assert (module.calls.count("train"), module.calls.count("val")) == (made, made)
 
 
+def test_loaders_of_validation_are_made_anew_once_however_often_an_epoch_validates() -> None:
+    module = Module()
+    quiet(max_epochs=3, reload_dataloaders_every_n_epochs=1, val_check_interval=1).fit(Weight(), datamodule=module)
+    assert module.calls.count("val") == 3
+
+
 # the way to the device
 
 

@@ -59,6 +59,7 @@ class EvaluationLoop:
         self._hooks = trainer.hooks
         self._source, self._limit, self._limit_name = source, limit, limit_name
         self._loaders: list[Prepared] | None = None
+        self._loaded_in: float = -FOREVER  # the epoch that they were made in
         self._limits: list[float] = []
         self._drawn_from = drawn_from
         self._strategy, self._model = trainer.strategy, model
@@ -69,9 +70,12 @@ class EvaluationLoop:
     def load(self) -> list[Prepared]:
         """Prepare the loaders, the first time they are needed or when they are to be made again."""
         trainer = self._trainer
-        every = trainer.reload_dataloaders_every_n_epochs
-        stale = every and trainer.current_epoch and trainer.current_epoch % every == 0 and self._stage is Stage.VALIDATE
+        every, epoch = trainer.reload_dataloaders_every_n_epochs, trainer.current_epoch
+        stale = every and epoch - self._loaded_in >= every and self._stage is Stage.VALIDATE
         if self._loaders is None or stale or self._source.is_stale:
+            # those of a sanity check serve the first epoch, where it validates
+            if not trainer.sanity_checking or (epoch + 1) % (trainer.check_val_every_n_epoch or 1) == 0:
+                self._loaded_in = epoch
             self.forget()
             with self._drawing_apart():
                 self._loaders = self._source.prepare_evaluation()

@@ -223,10 +223,8 @@ class LoggedValues:
             raise ConfigurationError(
                 f"log({name!r}, on_step=True) from the {_moment(scope)}: there is no step there. Use on_epoch=True."
             )
-        if logger and not self._has_trackers():
-            warnings.warn(
-                f"You called `self.log({name!r}, ..., logger=True)` but have no logger configured.", stacklevel=4
-            )
+        if logger:
+            self._warn_without_trackers(name)
         suffix = f"/dataloader_idx_{self.dataloader_idx}" if self.dataloader_idx is not None and several else ""
         metric = value if _is_metric(value) else None
         entry = LoggedValue(
@@ -253,6 +251,11 @@ class LoggedValues:
             raise ConfigurationError(f"{entry.name!r} is logged for two loaders; use add_dataloader_idx=True.")
         self._current[name] = table[entry.name] = entry
         return entry
+
+    def _warn_without_trackers(self, name: str) -> None:
+        if not self._has_trackers():
+            words = f"You called `self.log({name!r}, ..., logger=True)` but have no logger configured."
+            warnings.warn(words, stacklevel=5)
 
     # checkpoints
 

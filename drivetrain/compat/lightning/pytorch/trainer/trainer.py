@@ -119,6 +119,8 @@ class Trainer(CoreTrainer):
         if logger is None or logger is True:
             logger = _default_logger(default_root_dir) if not options.get("barebones") else None
         accelerator = _kind_of(accelerator)
+        if options.get("fast_dev_run") == 1:
+            options["fast_dev_run"] = True
         if options.get("strategy") == "single_device":
             options["strategy"] = "single"
         spawning = Spawning.asked_for(options.get("strategy"), options.get("devices", "auto"), accelerator)
