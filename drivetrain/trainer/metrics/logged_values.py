@@ -72,6 +72,7 @@ class LoggedValues:
         self._current: dict[str, LoggedValue] = {}
         self._by_loader: dict[tuple[str, int | None], dict[str, LoggedValue]] = {}
         self._epoch: dict[str, Value] = {}
+        self._finished: list[Any] = []  # metrics whose epoch is over, to be reset after its hooks
         self._bar: dict[str, Value] = {}
         self._tried: dict[str, Value] = {}  # the sanity check's, until training begins
         self._tried_bar: dict[str, Value] = {}
@@ -401,23 +402,19 @@ class LoggedValues:
         local = {name: entry.portable() for name, entry in fresh.items()}
         everyone = self._that_count(gather_object([local]))
         results: list[EpochValue] = []
-        computed: list[Any] = []
         for name in dict.fromkeys(name for each in everyone for name in each):
             parts = [each[name] for each in everyone if name in each]
             metric = _find_metric(task, parts[0]["metric"])
             value: Value | None
             if metric is not None:
                 value = _computed(name, metric, self._that_count)
-                computed.append(metric)
+                self._finished.append(metric)
             else:
                 value = reduced(fresh.get(name), local.get(name), parts)
             if value is not None:
                 first = parts[0]
                 shown = first["prog_bar"], first["logger"]
                 results.append(EpochValue(name, first["epoch_name"], *shown, value, first["loader"]))
-        # Only now: metrics of one collection may share their states.
-        for metric in computed:
-            metric.reset()
         for entry in self._tables[stage].values():
             if entry.metric is not None and entry.fresh and not entry.on_epoch:
                 entry.metric.reset()
@@ -432,6 +429,12 @@ class LoggedValues:
             entry.reset()
             entry.last = last
         return results
+
+    def reset_finished(self) -> None:
+        """Reset the metrics whose epoch is over; until then the hooks of its end can compute them."""
+        for metric in self._finished:  # only now, since metrics of one collection may share their states
+            metric.reset()
+        self._finished.clear()
 
     def _that_count(self, everyone: list[dict[str, Any]]) -> list[dict[str, Any]]:
         """Of what all processes have, in the order of their ranks, the parts that together are the whole."""
