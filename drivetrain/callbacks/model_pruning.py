@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from inspect import signature
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
@@ -39,7 +40,7 @@ class ModelPruning(Callback):
     Args:
         pruning_fn: `"l1_unstructured"`, `"random_unstructured"`, `"ln_structured"`, `"random_structured"`, one of
             torch's pruning methods (a class), or a function called with a module, `name` and `amount`.
-        parameters_to_prune: The parameters: (module, name); `parameter_names` of all modules if empty.
+        parameters_to_prune: The parameters: (module, name); `parameter_names` of all modules if empty or None.
         parameter_names: Which parameters of modules; weight and bias if None.
         use_global_unstructured: Choose what to prune among all parameters together, rather than in each.
         amount: How many elements, or which share of those that are left; or a function of the epoch.
@@ -69,7 +70,7 @@ class ModelPruning(Callback):
     def __init__(
         self,
         pruning_fn: Callable[..., Any] | str,
-        parameters_to_prune: Sequence[Target] = (),
+        parameters_to_prune: Sequence[Target] | None = (),
         parameter_names: list[str] | None = None,
         use_global_unstructured: bool = True,
         amount: int | float | ByEpoch = 0.5,
@@ -112,7 +113,7 @@ class ModelPruning(Callback):
         self._method: Any = method
         self._method_name = getattr(method, "__name__", type(method).__name__)
         self._is_method = is_method
-        self._given = tuple(parameters_to_prune)
+        self._given = tuple(parameters_to_prune or ())
         self.parameter_names = ["weight", "bias"] if parameter_names is None else list(parameter_names)
         self._global, self._amount, self._applies = use_global_unstructured, amount, apply_pruning
         self._permanent = make_pruning_permanent
@@ -225,7 +226,8 @@ class ModelPruning(Callback):
         """
         targets = list(self._targets.values())
         if self._global:
-            prune.global_unstructured(targets, pruning_method=self._method, amount=amount)
+            takes_amount = "amount" in signature(self._method).parameters
+            prune.global_unstructured(targets, self._method, **({"amount": amount} if takes_amount else {}))
             return
         options: dict[str, Any] = {"amount": amount}
         if self._method is prune.LnStructured:

@@ -108,7 +108,7 @@ class TQDMProgressBar(Callback):
         else:
             print(text, end="", file=file)
 
-    def get_metrics(self, trainer: Trainer, task: Task) -> dict[str, Any]:
+    def get_metrics(self, trainer: Trainer, task: Any) -> dict[str, Any]:
         """Return the values that are shown beside an epoch's batches; override it to show others.
 
         It is called when something is drawn, on the main process only.

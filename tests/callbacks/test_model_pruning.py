@@ -169,3 +169,22 @@ def prune_over_processes() -> list[Any]:
 def test_processes_prune_the_same_and_shards_are_refused() -> None:
     first, second = run_in_processes(prune_over_processes, 2)
     assert first == second
+
+
+class EveryOther(torch.nn.utils.prune.BasePruningMethod):
+    """A method whose constructor takes no amount."""
+
+    PRUNING_TYPE = "unstructured"
+
+    def compute_mask(self, t: Any, default_mask: Any) -> Any:
+        mask = default_mask.clone()
+        mask.view(-1)[::2] = 0
+        return mask
+
+
+def test_a_method_without_an_amount_chooses_among_all_parameters() -> None:
+    model = torch.nn.Linear(4, 2)
+    pruning = ModelPruning(EveryOther, parameters_to_prune=None, parameter_names=["weight"])
+    pruning.setup(None, model, "fit")  # type: ignore[arg-type]
+    pruning.apply_pruning(0.5)
+    assert model.weight_mask.view(-1).tolist() == [0.0, 1.0] * 4  # type: ignore[union-attr]

@@ -158,6 +158,17 @@ LEFT_OUT = {
     ),
     "test_metric_result_integration.py::test_result_collection_reload": "reads fit_loop._results",
     "test_results.py::test_result_reduce_ddp": "tests the private _Sync over Lightning's launcher",
+    **{
+        f"test_pruning_callback[{lottery}-TestPruningMethod-False-{given}]": "expects an error for what works here"
+        for lottery in (False, True)
+        for given in (False, True)
+    },
+    "test_pruning.py::test_pruning_misconfiguration": "expects an error for names of parameters that may be given here",
+    "test_pruning.py::test_multiple_pruning_callbacks": WORDING,
+    "test_lightning_optimizer.py::test_lightning_optimizer_manual_optimization_and_accumulated_gradients": (
+        "replaces the step of torch's optimizer, and expects what the mock returned"
+    ),
+    "test_saving.py::test_load_from_checkpoint_allows_lightning_instantiator": "replaces a function of Lightning's own",
     "test_profiler.py::test_profile_callbacks": "expects that a hook is called which nothing overrides",
     "test_profiler.py::test_pytorch_profiler_describe": "is expected to fail with Lightning itself",
     "test_profiler.py::test_simple_profiler_logs": "reads the report in a log, where it is printed here",

@@ -422,9 +422,9 @@ class LoggedValues:
             if entry.metric is not None and entry.fresh and not entry.on_epoch:
                 entry.metric.reset()
                 entry.fresh = False
-        shown, bar = (self._epoch, self._bar) if keep else (self._tried, self._tried_bar)
+        seen, bar = (self._epoch, self._bar) if keep else (self._tried, self._tried_bar)
         for result in results:
-            shown[result.epoch_name] = shown[result.name] = result.value
+            seen[result.epoch_name] = seen[result.name] = result.value
             if result.prog_bar:
                 bar[result.epoch_name] = result.value
         for entry in fresh.values():

@@ -38,7 +38,7 @@ class ThroughputMonitor(Callback):
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
         if self.available_flops is None and "available_flops" not in self.kwargs:
-            self.available_flops = get_available_flops(trainer.strategy.root_device, trainer.precision)
+            self.available_flops = get_available_flops(trainer.strategy.topology.device, trainer.precision)
 
     def _pass(self, trainer: Any, name: str) -> Pass:
         if name not in self._passes:

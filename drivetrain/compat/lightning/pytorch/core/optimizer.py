@@ -23,9 +23,8 @@ class LightningOptimizer(metaclass=StandsFor, original=PreparedOptimizer):
 
     def __new__(cls, optimizer: Optimizer) -> LightningOptimizer:
         kind = type(optimizer)
-        made: LightningOptimizer = object.__new__(
-            StandsFor(f"Lightning{kind.__name__}", (cls, kind), {"_bare": optimizer})
-        )
+        further: Any = StandsFor(f"Lightning{kind.__name__}", (cls, kind), {"_bare": optimizer})
+        made: LightningOptimizer = object.__new__(further)
         made.__dict__ = optimizer.__dict__
         return made
 

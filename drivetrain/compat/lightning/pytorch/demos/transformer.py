@@ -93,14 +93,10 @@ class Transformer(nn.Module):
         self.vocab_size = vocab_size
         self.ninp = ninp
         # The order decides which random numbers each part starts from, and so the losses of a seeded example.
-        parts = {
-            "embedding": nn.Embedding(vocab_size, ninp),
-            "transformer": nn.Transformer(ninp, nhead, nlayers, nlayers, nhid, dropout, batch_first=True),
-            "decoder": nn.Linear(ninp, vocab_size),
-            "pos_encoder": PositionalEncoding(ninp, dropout),
-        }
-        for name, part in parts.items():
-            self.add_module(name, part)
+        self.embedding = nn.Embedding(vocab_size, ninp)
+        self.transformer = nn.Transformer(ninp, nhead, nlayers, nlayers, nhid, dropout, batch_first=True)
+        self.decoder = nn.Linear(ninp, vocab_size)
+        self.pos_encoder = PositionalEncoding(ninp, dropout)
 
     def embed(self, tokens: Tensor) -> Tensor:
         """Return embeddings with their positions.
@@ -123,7 +119,7 @@ class Transformer(nn.Module):
         if mask is None:
             mask = nn.Transformer.generate_square_subsequent_mask(target.shape[1], device=target.device)
         hidden = self.transformer(self.embed(inputs), self.embed(target), tgt_mask=mask)
-        scores = self.decoder(hidden).flatten(end_dim=1)
+        scores: Tensor = self.decoder(hidden).flatten(end_dim=1)
         return scores.log_softmax(dim=1)
 
 
