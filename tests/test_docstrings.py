@@ -137,7 +137,8 @@ def problems(source: str) -> list[str]:
 
 
 def test_docstrings_have_one_dialect() -> None:
-    assert [f"{place(path)}, {problem}" for path in MODULES for problem in problems(path.read_text())] == []
+    found = [f"{place(path)}, {problem}" for path in MODULES for problem in problems(path.read_text())]
+    assert not found, "\n".join(found)
 
 
 GOOD = '''

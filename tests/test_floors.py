@@ -130,12 +130,14 @@ def named_strategies(node: ast.expr) -> list[str]:
 
 def test_only_the_lower_rooms_name_a_backend() -> None:
     higher = [path for path in modules() if room_of(path) not in MAY_NAME_BACKENDS]
-    assert [f"{name_of(p)}, {found}" for p in higher for found in named_backends(p.read_text(), room_of(p))] == []
+    found = [f"{name_of(path)}, {each}" for path in higher for each in named_backends(path.read_text(), room_of(path))]
+    assert not found, "\n".join(found)
 
 
 def test_nothing_outside_strategies_asks_which_one_is_in_use() -> None:
     others = [path for path in modules() if room_of(path) != "strategies"]
-    assert [f"{name_of(path)}, {found}" for path in others for found in strategy_ladders(path.read_text())] == []
+    found = [f"{name_of(path)}, {each}" for path in others for each in strategy_ladders(path.read_text())]
+    assert not found, "\n".join(found)
 
 
 @pytest.mark.parametrize(

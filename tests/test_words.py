@@ -130,12 +130,14 @@ def odd_phrases(lines: list[tuple[int, str]]) -> list[str]:
 
 
 def test_names_are_the_fields() -> None:
-    assert [place(path) for path in MODULES if NAME.search(snake_case(path.stem))] == []
-    assert [f"{place(path)}, {odd}" for path in MODULES for odd in odd_names(path.read_text())] == []
+    found = [place(path) for path in MODULES if NAME.search(snake_case(path.stem))]
+    found += [f"{place(path)}, {odd}" for path in MODULES for odd in odd_names(path.read_text())]
+    assert not found, "\n".join(found)
 
 
 def test_prose_is_plain() -> None:
-    assert [f"{place(path)}, {odd}" for path in (*PAGES, *MODULES) for odd in odd_phrases(prose_of(path))] == []
+    found = [f"{place(path)}, {odd}" for path in (*PAGES, *MODULES) for odd in odd_phrases(prose_of(path))]
+    assert not found, "\n".join(found)
 
 
 @pytest.mark.parametrize(

@@ -6,8 +6,10 @@ from drivetrain.data.batch_info import ActiveLoaders, BatchInfo
 from drivetrain.data.combined import CombinedLoader
 from drivetrain.data.configuration import DataLoaderConfiguration, DataShard, TailPolicy
 from drivetrain.data.loader import PreparedLoader
+from drivetrain.data.order import InterleavingSampler
 from drivetrain.data.permutation import PermutationSampler
 from drivetrain.data.preparation import SkippingLoader, prepare_loader, skip_first_batches
+from drivetrain.data.reading import rebuilt
 
 __all__ = [
     "ActiveLoaders",
@@ -15,10 +17,12 @@ __all__ = [
     "CombinedLoader",
     "DataLoaderConfiguration",
     "DataShard",
+    "InterleavingSampler",
     "PermutationSampler",
     "PreparedLoader",
     "SkippingLoader",
     "TailPolicy",
     "prepare_loader",
+    "rebuilt",
     "skip_first_batches",
 ]

@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader
 
 from drivetrain.data.batch_info import BatchInfo
 from drivetrain.data.configuration import DataShard
-from drivetrain.data.order import IndexOrder, Position
+from drivetrain.data.order import IndexOrder, InterleavingSampler, Position
 from drivetrain.data.randomness import (
     EpochStart,
     SeparateDraws,
@@ -285,7 +285,9 @@ def _agreed(batches: Iterator[Sequence[Any]], source: Any) -> Iterator[Sequence[
 
 
 def _warn_of(sampler: Any) -> None:
-    """Warn once that a DistributedSampler is left to shard by itself, and of what it repeats."""
+    """Warn once that a user's DistributedSampler is left to shard by itself, and of what it repeats."""
+    if isinstance(sampler, InterleavingSampler):
+        return
     logger.info_once("The loader has a %s, which shards by itself; it is not sharded again.", type(sampler).__name__)
     try:
         repeated = int(sampler.total_size) - len(sampler.dataset)

@@ -18,6 +18,7 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
+from drivetrain.data.configuration import DataShard
 from drivetrain.data.permutation import PermutationSampler
 from drivetrain.data.randomness import EpochStart
 from drivetrain.data.sharding import Head
@@ -27,6 +28,23 @@ logger = get_logger(__name__)
 
 LARGE_SET = 50_000_000  # above, a RandomSampler's list of indices takes gigabytes
 
+
+class InterleavingSampler(DistributedSampler[Any]):
+    """Gives each process every n-th sample, in an order that a seed and the epoch decide alone.
+
+    It is for what counts on that order. The first samples come again at the end where they do not go evenly round.
+
+    Args:
+        dataset: The samples.
+        shard: Which share this process reads.
+        shuffle: Whether in a random order.
+        seed: The seed.
+    """
+
+    def __init__(self, dataset: Any, shard: DataShard, shuffle: bool, seed: int) -> None:
+        super().__init__(dataset, num_replicas=shard.count, rank=shard.index, shuffle=shuffle, seed=seed)
+
+
 # Samplers that draw from the global generators with their first index, or never.
 _DRAWS_AT_ONCE = (
     SequentialSampler,
@@ -35,6 +53,7 @@ _DRAWS_AT_ONCE = (
     WeightedRandomSampler,
     PermutationSampler,
     DistributedSampler,
+    InterleavingSampler,
     range,
     list,
     tuple,

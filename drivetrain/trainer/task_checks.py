@@ -76,9 +76,9 @@ def check_training_step(task: Task, accumulate: int, clip: float | None) -> None
             f"No `configure_optimizers()` method defined in {type(task).__name__}. Define it and return an optimizer."
         )
     if not task.automatic_optimization and type(task).optimizer_step is not Task.optimizer_step:
-        raise ConfigurationError(
-            f"{type(task).__name__} overrides optimizer_step but has automatic_optimization = False, so it would never "
-            "be called. Step the optimizers in training_step."
+        logger.warning_once(
+            f"{type(task).__name__} overrides optimizer_step but has automatic_optimization = False, so it is never "
+            "called. Step the optimizers in training_step."
         )
     if not task.automatic_optimization and (accumulate > 1 or clip):
         given = f"accumulate_grad_batches={accumulate}" if accumulate > 1 else f"gradient_clip_val={clip}"
@@ -123,13 +123,20 @@ def check_hooks(trainer: Trainer, task: Task, data: DataModule | None) -> None:
     for owner, base in owners:
         for name, defining in _own_methods(type(owner), base).items():
             replacement = _HOOKS_OF_LIGHTNING_1.get(name)
-            if replacement is not None:
+            if replacement is not None and not (base is Task and _takes_more(owner, name)):
                 raise ConfigurationError(
                     f"{defining.__name__}.{name} is a hook of Lightning 1.x, which is never called here. "
                     f"Use {replacement}."
                 )
             if not hasattr(base, name):
                 _warn_of_mistyped(owner, base, name, defining)
+
+
+def _takes_more(task: Task, name: str) -> bool:
+    """Whether a method of a task has parameters where the old hook had none: the task itself calls it."""
+    parameters = inspect.signature(getattr(task, name)).parameters.values()
+    is_needed = any(each.default is each.empty and each.kind is each.POSITIONAL_OR_KEYWORD for each in parameters)
+    return name in ("on_epoch_start", "on_epoch_end") and is_needed
 
 
 def _own_methods(kind: type, base: type) -> dict[str, type]:

@@ -17,6 +17,7 @@ from drivetrain import checkpoint
 from drivetrain.accelerator import Accelerator
 from drivetrain.callbacks import Callback
 from drivetrain.callbacks.stage import Stage
+from drivetrain.data import DataShard
 from drivetrain.runtime.durations import Duration
 from drivetrain.runtime.errors import ConfigurationError
 from drivetrain.runtime.exit_codes import RESUME_EXIT_CODE
@@ -377,6 +378,25 @@ class Trainer(KnownKeywords, OptionAttributes, TrainerStatus):
             return PredictionLoop(self, task, placed, source, return_predictions).run()
 
         return evaluate(self, Stage.PREDICT, model, dataloaders, datamodule, ckpt_path, predict)
+
+    def adapt_training_loader(self, loader: Any) -> Any:
+        """Change a training loader before it is prepared; override it to give all of them another order, say.
+
+        Args:
+            loader: What was given or made; each one alone where there are several.
+
+        Returns:
+            The loader to prepare.
+        """
+        return loader
+
+    def shard_of(self, loader: Any) -> DataShard | None:
+        """This process's share of a loader; None for the one that the strategy gives it.
+
+        Args:
+            loader: The loader.
+        """
+        return None if self.use_distributed_sampler else DataShard()
 
     def adopt_callbacks(self, added: Any) -> None:
         """Take a task's callbacks, which replace those of the same type.

@@ -1,4 +1,4 @@
-"""Runs programs with the original Accelerate and with ours in its place, and compares what they report."""
+"""Runs programs with the original framework and with ours in its place, and compares what they report."""
 
 from __future__ import annotations
 
@@ -17,6 +17,26 @@ SEVERAL = Path(__file__).parent / "several.py"
 # Packages that must not be found by others: see the Makefile.
 APART = os.path.join(sys.prefix, "torchvision")
 TIMEOUT = 480
+# What takes long, and each name that is looked up late, by framework.
+IMPORTED = {
+    "accelerate": (
+        "torch._dynamo",
+        "torch.distributed.checkpoint",
+        "torch.distributed.fsdp",
+        "accelerate",
+        "datasets",
+        "evaluate",
+        "sklearn.metrics",
+        "transformers.trainer",
+        "transformers.models.bert.modeling_bert",
+        "transformers.models.llama.modeling_llama",
+        "peft",
+        "trl.trainer.sft_trainer",
+        "diffusers.pipelines.ddpm.pipeline_ddpm",
+        "diffusers.training_utils",
+    ),
+    "lightning": ("torch._dynamo", "torch.distributed.checkpoint", "lightning.pytorch"),
+}
 
 
 @dataclass
@@ -85,35 +105,44 @@ class Launch:
         return json.loads((self.root / f"{name}.json").read_text())
 
 
-def launch(kind: str, processes: int, jobs: list[Job], root: Path) -> Launch:
+def launch(
+    kind: str,
+    processes: int,
+    jobs: list[Job],
+    root: Path,
+    framework: str = "accelerate",
+    timeout: float = TIMEOUT,
+) -> Launch:
     """Run programs one after the other.
 
     Args:
-        kind: `"original"`, by torchrun, or `"ours"`, by `drivetrain launch --as accelerate`.
+        kind: `"original"`, by torchrun, or `"ours"`, by `drivetrain launch --as accelerate` (or lightning).
         processes: How many.
         jobs: The runs.
         root: A folder for all that they write.
+        framework: What the programs are written for.
+        timeout: Seconds for all of them.
     """
-    root.mkdir(parents=True)
+    root.mkdir(parents=True, exist_ok=True)
     listed = root / "jobs.json"
-    listed.write_text(json.dumps([job.listed(root) for job in jobs]))
+    listed.write_text(json.dumps([IMPORTED[framework], [job.listed(root) for job in jobs]]))
     one_thread = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"), "1")
     path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
     hub = {"HF_HUB_OFFLINE": "1", "HF_HOME": str(root / "hub"), "TOKENIZERS_PARALLELISM": "false"}
     environment = {**os.environ, **one_thread, **hub, "PYTHONPATH": path}
     if kind == "ours":
-        start = ["-m", "drivetrain", "launch", "--cpu", "--num_processes", str(processes), "--as", "accelerate"]
+        start = ["-m", "drivetrain", "launch", "--cpu", "--num_processes", str(processes), "--as", framework]
     elif processes > 1:
         # --standalone would have the ranks meet at this machine's name, which need not resolve.
         meeting = ["--master_addr", "127.0.0.1", "--master_port", str(free_port())]
         start = ["-m", "torch.distributed.run", f"--nproc_per_node={processes}", *meeting]
     else:
         start = []
-    if kind == "original":
+    if kind == "original" and framework == "accelerate":
         environment["ACCELERATE_USE_CPU"] = "true"
     command = [sys.executable, *start, str(SEVERAL), str(listed)]
     done = subprocess.run(
-        command, env=environment, cwd=root, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=TIMEOUT
+        command, env=environment, cwd=root, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=timeout
     )
     return Launch(root, processes, done.stdout)
 

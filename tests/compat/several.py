@@ -1,8 +1,8 @@
 """Runs several programs, each in a process that is forked once what they all import is there: `several.py JOBS`.
 
-A launcher starts it: torchrun for the original Accelerate, `drivetrain launch --as accelerate` for ours. Of each job
-every rank forks a process of its own, which meets those of the other ranks. A process that has computed nothing, and
-has one thread, is all that a program finds.
+A launcher starts it: torchrun for the original framework, `drivetrain launch --as accelerate` (or lightning) for ours.
+Of each job every rank forks a process of its own, which meets those of the other ranks. A process that has computed
+nothing, and has one thread, is all that a program finds.
 """
 
 from __future__ import annotations
@@ -22,23 +22,6 @@ import traceback
 from pathlib import Path
 from types import ModuleType
 
-# What takes long, and each name that is looked up late.
-IMPORTED = (
-    "torch._dynamo",
-    "torch.distributed.checkpoint",
-    "torch.distributed.fsdp",
-    "accelerate",
-    "datasets",
-    "evaluate",
-    "sklearn.metrics",
-    "transformers.trainer",
-    "transformers.models.bert.modeling_bert",
-    "transformers.models.llama.modeling_llama",
-    "peft",
-    "trl.trainer.sft_trainer",
-    "diffusers.pipelines.ddpm.pipeline_ddpm",
-    "diffusers.training_utils",
-)
 OF_LAUNCHERS = ("RANK", "WORLD_SIZE", "LOCAL_", "MASTER_", "GROUP_", "ROLE_", "TORCHELASTIC_", "DRIVETRAIN_NUM")
 # What a rank may still say once another has failed.
 GRACE_SECONDS = 5.0
@@ -156,9 +139,9 @@ def run(job: dict, rank: int, ranks: int) -> None:
 
 
 def main() -> None:
-    jobs = json.loads(Path(sys.argv[1]).read_text())
+    imported, jobs = json.loads(Path(sys.argv[1]).read_text())
     rank, ranks = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
-    for name in IMPORTED:
+    for name in imported:
         importlib.import_module(name)
     # jemalloc's own thread, which pyarrow starts, ends and starts again around a fork.
     threads = {Path(f"/proc/self/task/{each}/comm").read_text().strip() for each in os.listdir("/proc/self/task")}

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from torchmetrics import MeanMetric
 
 from tests.pool import run_in_processes
 from tests.trainer.tasks import Kept, Weight, fitted, ones, quiet, rows
@@ -121,6 +122,37 @@ def test_the_main_process_writes_its_own_steps_and_everyones_epoch() -> None:
     main, other = run_in_processes(on_two, 2)
     assert main == [[(0, {"alone": 1.0}), (1, {"alone": 4.0})], [(1, {"both_epoch": pytest.approx(7 / 3)})]]
     assert other == [[], []]
+
+
+def test_the_hooks_at_the_end_of_an_epoch_can_compute_its_metrics() -> None:
+    class Averages(Weight):
+        def __init__(self) -> None:
+            super().__init__()
+            self.training_mean, self.mean = MeanMetric(), MeanMetric()
+            self.computed: list[tuple[str, float]] = []
+
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            self.training_mean.update(batch[0].mean())
+            self.log("training_mean", self.training_mean, on_step=False, on_epoch=True)
+            return super().training_step(batch, batch_idx)
+
+        def validation_step(self, batch: Any, batch_idx: int) -> None:
+            self.mean.update(batch[0].mean())
+            self.log("mean", self.mean)
+
+        def on_train_epoch_end(self) -> None:
+            self.computed.append(("training", float(self.training_mean.compute())))
+
+        def on_validation_epoch_end(self) -> None:
+            self.computed.append(("validation", float(self.mean.compute())))
+            self.log("best", self.mean.compute())
+
+    task = Averages()
+    trainer = fitted(task, ones(3), rows([1.0, 4.0]), max_epochs=2, num_sanity_val_steps=0)
+    assert task.computed == [("validation", 2.5), ("training", 1.0)] * 2
+    assert {name: float(trainer.callback_metrics[name]) for name in ("mean", "best")} == {"mean": 2.5, "best": 2.5}
+    assert not task.mean.update_called
+    assert not task.training_mean.update_called
 
 
 def test_values_of_the_sanity_check_are_seen_until_training_begins() -> None:

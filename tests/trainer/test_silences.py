@@ -209,6 +209,14 @@ def test_a_hook_of_lightning_1_is_refused_with_what_replaces_it(base: type, hook
         trainer.fit(task, *([] if data else [ones(1)]), datamodule=data)
 
 
+def test_a_method_that_the_task_calls_with_arguments_is_no_hook_of_lightning_1() -> None:
+    class Collects(Weight):
+        def on_epoch_end(self, outputs: list[float]) -> None:
+            raise AssertionError
+
+    quiet().fit(Collects(), ones(1))
+
+
 def test_a_run_too_short_for_any_value_of_a_step_is_warned_of(warnings_of: Any, tmp_path: Path) -> None:
     [warning] = warnings_of(Unvalidated(), ones(3), max_epochs=4, logger=CSVLogger(tmp_path))
     assert warning.startswith("The run takes 12 optimizer steps, fewer than log_every_n_steps=50")

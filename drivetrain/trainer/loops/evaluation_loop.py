@@ -136,6 +136,7 @@ class EvaluationLoop:
             results = trainer.tracker_log.finish_epoch(stage, keep)
             hooks.call(stage.hook_name("epoch_end"))
             results += trainer.tracker_log.finish_epoch(stage, keep)
+            trainer.logged.reset_finished()
             if keep:
                 trainer.tracker_log.write_epoch_values(results)
             if on_results is not None:

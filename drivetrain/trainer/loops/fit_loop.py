@@ -246,6 +246,7 @@ class FitLoop:
         for hook in self._hooks.find_early("on_train_epoch_end"):
             hook()
         trainer.tracker_log.finish_epoch(Stage.TRAIN)
+        trainer.logged.reset_finished()
         self._health.end_epoch()
         if finished:
             step_epoch_schedulers(trainer, plateau=True)

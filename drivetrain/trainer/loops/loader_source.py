@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 from torch.utils.data import DataLoader, IterableDataset, SequentialSampler
 
 from drivetrain.callbacks.stage import Stage
-from drivetrain.data import CombinedLoader, DataShard, PreparedLoader, TailPolicy
+from drivetrain.data import CombinedLoader, PreparedLoader, TailPolicy
 from drivetrain.runtime.collectives import gather_object
 from drivetrain.runtime.errors import ConfigurationError, DataError, InvalidLoaderError
 from drivetrain.trainer.data_module import DataModule
@@ -150,11 +150,13 @@ class LoaderSource:
                 f"{type(loader).__name__}, which cannot be iterated. Give a torch DataLoader, or another iterable of "
                 "batches."
             )
+        if self._stage is Stage.TRAIN:
+            loader = self._trainer.adapt_training_loader(loader)
         prepared = self._trainer.accelerator.prepare_data_loader(
             loader,
             tail=tail,
             place=self._placing(index),
-            shard=None if self._trainer.use_distributed_sampler else DataShard(0, 1),
+            shard=self._trainer.shard_of(loader),
             fill=self._fills(),
         )
         if length_of(loader) == 0:  # not the prepared one: a process may get none of the few batches that there are

@@ -22,6 +22,7 @@ from drivetrain.trainer.metrics.logged_value import (
     EpochValue,
     LoggedValue,
     Mark,
+    Reduction,
     Value,
 )
 from drivetrain.trainer.metrics.metric_sync import compute_over_processes
@@ -71,6 +72,7 @@ class LoggedValues:
         self._current: dict[str, LoggedValue] = {}
         self._by_loader: dict[tuple[str, int | None], dict[str, LoggedValue]] = {}
         self._epoch: dict[str, Value] = {}
+        self._finished: list[Any] = []  # metrics whose epoch is over, to be reset after its hooks
         self._bar: dict[str, Value] = {}
         self._tried: dict[str, Value] = {}  # the sanity check's, until training begins
         self._tried_bar: dict[str, Value] = {}
@@ -211,13 +213,6 @@ class LoggedValues:
                 f"{_moment(known.scope)}, now with {_readable(arguments)} from the {_moment(scope)}. "
                 "Give the two different names."
             )
-        if isinstance(reduce_fx, str):
-            reduce_fx = "mean" if reduce_fx.lower() == "avg" else reduce_fx.lower()
-        if not callable(reduce_fx) and reduce_fx not in REDUCTIONS:
-            raise ConfigurationError(
-                f"log({name!r}, reduce_fx={reduce_fx!r}): allowed are {', '.join(REDUCTIONS)} or a function of the "
-                f"stacked values.{nearest(str(reduce_fx), REDUCTIONS)}"
-            )
         steps = scope.on_step if on_step is None else on_step
         epochs = scope.on_epoch if on_epoch is None else on_epoch
         if not (steps or epochs):
@@ -242,7 +237,7 @@ class LoggedValues:
             on_epoch=epochs,
             prog_bar=prog_bar,
             logger=True if logger is None else logger,
-            reduction=reduce_fx,
+            reduction=_reduction_of(name, reduce_fx),
             sync=sync,
             main_only=main_only,
             metric=metric,
@@ -407,23 +402,19 @@ class LoggedValues:
         local = {name: entry.portable() for name, entry in fresh.items()}
         everyone = self._that_count(gather_object([local]))
         results: list[EpochValue] = []
-        computed: list[Any] = []
         for name in dict.fromkeys(name for each in everyone for name in each):
             parts = [each[name] for each in everyone if name in each]
             metric = _find_metric(task, parts[0]["metric"])
             value: Value | None
             if metric is not None:
                 value = _computed(name, metric, self._that_count)
-                computed.append(metric)
+                self._finished.append(metric)
             else:
                 value = reduced(fresh.get(name), local.get(name), parts)
             if value is not None:
                 first = parts[0]
                 shown = first["prog_bar"], first["logger"]
                 results.append(EpochValue(name, first["epoch_name"], *shown, value, first["loader"]))
-        # Only now: metrics of one collection may share their states.
-        for metric in computed:
-            metric.reset()
         for entry in self._tables[stage].values():
             if entry.metric is not None and entry.fresh and not entry.on_epoch:
                 entry.metric.reset()
@@ -438,6 +429,12 @@ class LoggedValues:
             entry.reset()
             entry.last = last
         return results
+
+    def reset_finished(self) -> None:
+        """Reset the metrics whose epoch is over; until then the hooks of its end can compute them."""
+        for metric in self._finished:  # only now, since metrics of one collection may share their states
+            metric.reset()
+        self._finished.clear()
 
     def _that_count(self, everyone: list[dict[str, Any]]) -> list[dict[str, Any]]:
         """Of what all processes have, in the order of their ranks, the parts that together are the whole."""
@@ -475,6 +472,20 @@ def _forgotten(values: Tensor) -> Tensor:
         "A value that is reduced by a function was logged before the checkpoint and never since, so the function is "
         "not known any more. Log it in every epoch, or use one of " + ", ".join(REDUCTIONS) + "."
     )
+
+
+def _reduction_of(name: str, reduce_fx: Any) -> Reduction:
+    """What `self.log(reduce_fx=)` means."""
+    if callable(reduce_fx):
+        return reduce_fx  # type: ignore[no-any-return]
+    word = str(reduce_fx).lower()
+    word = "mean" if word == "avg" else word
+    if not isinstance(reduce_fx, str) or word not in REDUCTIONS:
+        raise ConfigurationError(
+            f"log({name!r}, reduce_fx={reduce_fx!r}): allowed are {', '.join(REDUCTIONS)} or a function of the "
+            f"stacked values.{nearest(word, REDUCTIONS)}"
+        )
+    return word
 
 
 def _is_metric(value: Any) -> bool:

@@ -31,6 +31,7 @@ __all__ = [
     "__version__",
     "accelerators",
     "callbacks",
+    "cli_lightning_logo",
     "core",
     "loggers",
     "plugins",
@@ -44,3 +45,7 @@ __all__ = [
 
 if os.environ.get("POSSIBLE_USER_WARNINGS", "").lower() in ("0", "off"):
     disable_possible_user_warnings()
+
+
+def cli_lightning_logo() -> None:
+    """Do nothing: there is no logo."""

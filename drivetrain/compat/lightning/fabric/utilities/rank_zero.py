@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib
+import importlib.util
 import logging
 import os
 import warnings
@@ -64,3 +66,13 @@ def rank_zero_warn(message: str | Warning, stacklevel: int = 4, **kwargs: Any) -
 def rank_zero_deprecation(message: str | Warning, stacklevel: int = 5, **kwargs: Any) -> None:
     """Warn of a deprecation, on the first process."""
     rank_zero_warn(message, stacklevel=stacklevel, **{"category": LightningDeprecationWarning, **kwargs})
+
+
+def _share_rank() -> None:
+    """Set the rank of the function of this name in `lightning_utilities` too: scripts import it from there."""
+    if importlib.util.find_spec("lightning_utilities") is not None:
+        theirs: Any = importlib.import_module("lightning_utilities.core.rank_zero").rank_zero_only
+        theirs.rank = getattr(theirs, "rank", _rank())
+
+
+_share_rank()

@@ -8,6 +8,14 @@ from drivetrain.compat.lightning.pytorch.demos.boring_classes import (
     DemoModel,
     ManualOptimBoringModel,
 )
-from drivetrain.compat.lightning.pytorch.demos.transformer import Transformer
+from drivetrain.compat.lightning.pytorch.demos.transformer import LightningTransformer, Transformer, WikiText2
 
-__all__ = ["BoringDataModule", "BoringModel", "DemoModel", "ManualOptimBoringModel", "Transformer"]
+__all__ = [
+    "BoringDataModule",
+    "BoringModel",
+    "DemoModel",
+    "LightningTransformer",
+    "ManualOptimBoringModel",
+    "Transformer",
+    "WikiText2",
+]

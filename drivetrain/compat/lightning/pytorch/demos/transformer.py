@@ -1,11 +1,18 @@
-"""`Transformer`: the language model that many examples train."""
+"""`Transformer`, the language model that many examples train, and `WikiText2`, the text that they train it on."""
 
 from __future__ import annotations
 
 import math
+import urllib.request
+from pathlib import Path
 
 import torch
 from torch import Tensor, nn
+from torch.utils.data import DataLoader, Dataset
+
+from drivetrain.compat.lightning.pytorch.core.module import LightningModule
+
+_TEXT = "https://raw.githubusercontent.com/pytorch/examples/main/word_language_model/data/wikitext-2/train.txt"
 
 SLOWEST = 10_000.0
 """The longest wave of a positional encoding, over 2 pi (https://arxiv.org/abs/1706.03762, section 3.5)."""
@@ -19,7 +26,8 @@ def sinusoids(position: int, size: int, like: Tensor) -> Tensor:
         size: Numbers of the encoding, an even one.
         like: A tensor that has the device and the dtype of the result.
     """
-    rates = SLOWEST ** (-torch.arange(0, size, 2, device=like.device) / size)
+    # Not a power of SLOWEST: the last bit of a rate decides that of a loss.
+    rates = torch.exp(torch.arange(0, size, 2, device=like.device).float() * (-math.log(SLOWEST) / size))
     angles = position * rates
     return torch.stack((angles.sin(), angles.cos()), dim=-1).flatten().to(like)
 
@@ -117,3 +125,102 @@ class Transformer(nn.Module):
         hidden = self.transformer(self.embed(inputs), self.embed(target), tgt_mask=mask)
         scores = self.decoder(hidden).flatten(end_dim=1)
         return scores.log_softmax(dim=1)
+
+
+class Dictionary:
+    """Numbers words in the order in which they come first.
+
+    Attributes:
+        word2idx: The number of each word.
+        idx2word: The words by number.
+    """
+
+    def __init__(self) -> None:
+        self.word2idx: dict[str, int] = {}
+        self.idx2word: list[str] = []
+
+    def add_word(self, word: str) -> int:
+        """The number of a word, which is new if it was not there.
+
+        Args:
+            word: The word.
+        """
+        if word not in self.word2idx:
+            self.word2idx[word] = len(self.idx2word)
+            self.idx2word.append(word)
+        return self.word2idx[word]
+
+    def __len__(self) -> int:
+        return len(self.idx2word)
+
+
+class WikiText2(Dataset[tuple[Tensor, Tensor]]):
+    """A text in blocks: the words of a block, and the word after each.
+
+    Args:
+        data_dir: Where the file `wikitext-2.txt` is, or is downloaded to.
+        block_size: Words of a block.
+        download: Whether to download the file where it is not there.
+    """
+
+    def __init__(self, data_dir: Path = Path("./data"), block_size: int = 35, download: bool = True) -> None:
+        self.path = Path(data_dir) / "wikitext-2.txt"
+        if download:
+            self.download(self.path)
+        self.dictionary, self.block_size = Dictionary(), block_size
+        with open(self.path, encoding="utf8") as lines:
+            words = [word for line in lines for word in (*line.split(), "<eos>")]
+        self.data = torch.tensor([self.dictionary.add_word(word) for word in words])
+
+    @property
+    def vocab_size(self) -> int:
+        """Number of different words."""
+        return len(self.dictionary)
+
+    def __len__(self) -> int:
+        return len(self.data) // self.block_size - 1
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        first, last = index * self.block_size, (index + 1) * self.block_size
+        return self.data[first:last], self.data[first + 1 : last + 1]
+
+    @staticmethod
+    def download(destination: Path) -> None:
+        """Download the text to a file that is not there yet.
+
+        Args:
+            destination: The file.
+        """
+        if not destination.exists():
+            destination.parent.mkdir(parents=True, exist_ok=True)
+            urllib.request.urlretrieve(_TEXT, destination)
+
+
+class LightningTransformer(LightningModule):
+    """Trains a `Transformer` on `WikiText2`.
+
+    Args:
+        vocab_size: Number of words.
+    """
+
+    def __init__(self, vocab_size: int = 33278) -> None:
+        super().__init__()
+        self.model = Transformer(vocab_size=vocab_size)
+
+    def forward(self, inputs: Tensor, target: Tensor) -> Tensor:
+        """Return log probabilities; see `Transformer`."""
+        log_probabilities: Tensor = self.model(inputs, target)
+        return log_probabilities
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
+        inputs, target = batch
+        return nn.functional.nll_loss(self(inputs, target), target.view(-1))
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.model.parameters(), lr=0.1)
+
+    def prepare_data(self) -> None:
+        WikiText2(download=True)
+
+    def train_dataloader(self) -> DataLoader[tuple[Tensor, Tensor]]:
+        return DataLoader(WikiText2())

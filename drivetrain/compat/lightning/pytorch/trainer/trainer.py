@@ -8,13 +8,15 @@ from contextlib import contextmanager
 from functools import wraps
 from typing import Any
 
+from torch.utils.data import IterableDataset
+
 from drivetrain.callbacks import Callback, EarlyStopping
 from drivetrain.callbacks import ModelCheckpoint as CoreModelCheckpoint
 from drivetrain.callbacks.stage import Stage
 from drivetrain.compat.lightning.accelerators import Accelerator
 from drivetrain.compat.lightning.fabric.utilities.rank_zero import rank_zero_warn
 from drivetrain.compat.lightning.fabric.utilities.warnings import PossibleUserWarning, warn_by_warnings
-from drivetrain.compat.lightning.plugins import Precision, TorchSyncBatchNorm
+from drivetrain.compat.lightning.plugins import SPELLINGS, Precision, TorchSyncBatchNorm, plugin_of
 from drivetrain.compat.lightning.pytorch.callbacks.model_checkpoint import ModelCheckpoint
 from drivetrain.compat.lightning.pytorch.loggers.duck import as_loggers, given_as
 from drivetrain.compat.lightning.pytorch.loggers.files import CSVLogger, TensorBoardLogger
@@ -28,11 +30,12 @@ from drivetrain.compat.lightning.pytorch.trainer.arguments import (
 )
 from drivetrain.compat.lightning.pytorch.trainer.loop_views import EvaluationLoopView, FitLoopView
 from drivetrain.compat.lightning.pytorch.trainer.metric_views import CallbackMetrics, LightningTrackerLog, as_tensor
+from drivetrain.compat.lightning.pytorch.trainer.order import interleaved
 from drivetrain.compat.lightning.pytorch.trainer.spawning import Spawning, SpawnsDDP
 from drivetrain.compat.lightning.pytorch.trainer.states import RunningStage, TrainerFn, TrainerState, TrainerStatus
 from drivetrain.compat.lightning.pytorch.trainer.verbs import lightning_verb
 from drivetrain.compat.lightning.reasons import PLUGIN
-from drivetrain.data import CombinedLoader
+from drivetrain.data import CombinedLoader, DataShard
 from drivetrain.runtime.errors import ConfigurationError
 from drivetrain.trackers import TrackerGroup
 from drivetrain.trainer import Trainer as CoreTrainer
@@ -132,6 +135,8 @@ class Trainer(CoreTrainer):
             **options,
         )
         self.callbacks = [_as_there(each, options.get("callbacks")) for each in self.callbacks]
+        # Augmentation and streams draw from the generators of the process, or of the loader's workers.
+        self.accelerator.dataloader_config.seed_samples = False
         self._running: Stage | None = None
         self._was_cut_short = False
         self._spawning = None if spawning is None or spawning.num_processes == 1 else spawning
@@ -158,6 +163,15 @@ class Trainer(CoreTrainer):
                 "Saving a checkpoint is only possible if a model is attached: call fit or another verb first."
             )
         return super().save_checkpoint(filepath, *args, **kwargs)
+
+    def adapt_training_loader(self, loader: Any) -> Any:
+        """Let processes take every n-th sample, unless `use_distributed_sampler` is off."""
+        return interleaved(loader, self.strategy.topology.data_shard) if self.use_distributed_sampler else loader
+
+    def shard_of(self, loader: Any) -> DataShard | None:
+        """This process's share: all of a stream, whose dataset knows which process it is in."""
+        is_stream = isinstance(getattr(loader, "dataset", None), IterableDataset)
+        return DataShard() if is_stream else super().shard_of(loader)
 
     def format_of_checkpoint(self, filepath: str | os.PathLike[str], block: bool = True) -> str:
         """The format in which `save_checkpoint` writes where none is given.
@@ -403,9 +417,14 @@ class Trainer(CoreTrainer):
         return self.global_rank // self.num_devices
 
     @property
-    def precision_plugin(self) -> Any:
+    def precision(self) -> str:
+        """The name of the number format, as Lightning spells it."""
+        return SPELLINGS.get(super().precision, super().precision)
+
+    @property
+    def precision_plugin(self) -> Precision:
         """The number format."""
-        return self.accelerator.precision
+        return plugin_of(self.precision, self.strategy.topology.device.type, self.scaler)
 
     @property
     def scaler(self) -> Any:

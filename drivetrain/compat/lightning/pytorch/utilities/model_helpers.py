@@ -1,10 +1,13 @@
-"""Whether a hook is overridden."""
+"""Whether a hook is overridden, and models of torchvision."""
 
 from __future__ import annotations
 
 from typing import Any
 
+from torch import nn
+
 from drivetrain import Callback, DataModule, Task
+from drivetrain.runtime.errors import ConfigurationError
 from drivetrain.trainer import hooks
 
 
@@ -22,3 +25,23 @@ def is_overridden(method_name: str, instance: object | None = None, parent: type
     if base is None:
         raise ValueError("Expected a parent")
     return hasattr(instance, method_name) and hooks.is_overridden(instance, base, method_name)
+
+
+def get_torchvision_model(model_name: str, **kwargs: Any) -> nn.Module:
+    """Make one of torchvision's models.
+
+    Args:
+        model_name: Its name in `torchvision.models`.
+        **kwargs: As of `torchvision.models.get_model`.
+
+    Raises:
+        ConfigurationError: torchvision is not installed.
+    """
+    try:
+        from torchvision.models import get_model
+    except ImportError as error:
+        raise ConfigurationError(
+            f'get_torchvision_model({model_name!r}) needs torchvision. Install it: pip install "torchvision"'
+        ) from error
+    model: nn.Module = get_model(model_name, **kwargs)
+    return model

@@ -38,10 +38,7 @@ def clean_namespace(hparams: MutableMapping[str, Any]) -> None:
 
 
 def parse_class_init_keys(cls: type) -> tuple[str, str | None, str | None]:
-    """The names of a constructor's `self`, `*args` and `**kwargs`.
-
-    Args:
-        cls: The class.
+    """The names of the `self`, `*args` and `**kwargs` of a class's constructor.
 
     Returns:
         The three names; None for what it does not take.
@@ -49,6 +46,18 @@ def parse_class_init_keys(cls: type) -> tuple[str, str | None, str | None]:
     parameters = list(inspect.signature(cls.__init__).parameters.values())  # type: ignore[misc]
     of_kind = {each.kind: each.name for each in parameters}
     return parameters[0].name, of_kind.get(inspect.Parameter.VAR_POSITIONAL), of_kind.get(inspect.Parameter.VAR_KEYWORD)
+
+
+def get_init_args(frame: FrameType) -> dict[str, Any]:
+    """The arguments of the constructor that a frame is in; none for the frame of another function.
+
+    Args:
+        frame: The frame.
+    """
+    if frame.f_code.co_name != "__init__" or "__class__" not in frame.f_locals:
+        return {}
+    names, _, keywords, values = inspect.getargvalues(frame)
+    return {**{name: values[name] for name in names[1:]}, **(values[keywords] if keywords else {})}
 
 
 def collect_init_args(frame: FrameType, path_args: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -65,9 +74,7 @@ def collect_init_args(frame: FrameType, path_args: list[dict[str, Any]]) -> list
     current: FrameType | None = frame
     while current is not None:
         if current.f_code.co_name == "__init__" and "__class__" in current.f_locals:
-            names, _, keywords, values = inspect.getargvalues(current)
-            arguments = {name: values[name] for name in names[1:]}
-            found.append({**arguments, **(values[keywords] if keywords else {})})
+            found.append(get_init_args(current))
         elif len(found) > len(path_args):
             break
         current = current.f_back

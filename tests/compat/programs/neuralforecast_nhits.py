@@ -1,0 +1,50 @@
+"""neuralforecast's NHITS: fit with a validation set, predict, save, load, and predict again."""
+
+from __future__ import annotations
+
+import sys
+import warnings
+
+import numpy as np
+import pandas as pd
+from neuralforecast import NeuralForecast
+from neuralforecast.models import NHITS
+
+
+def series(count: int = 6, days: int = 60) -> pd.DataFrame:
+    draws = np.random.default_rng(0)
+    days_of_all = pd.date_range("2024-01-01", periods=days)
+    parts = []
+    for number in range(count):
+        values = 10 + number + np.sin(np.arange(days) / 3) + draws.normal(0, 0.1, days)
+        parts.append(pd.DataFrame({"unique_id": f"series {number}", "ds": days_of_all, "y": values}))
+    return pd.concat(parts)
+
+
+def main() -> None:
+    warnings.filterwarnings("ignore")
+    processes = int(sys.argv[1])
+    places = {"accelerator": "cpu", "devices": processes, "strategy": "ddp" if processes > 1 else "auto"}
+    model = NHITS(
+        h=4,
+        input_size=8,
+        max_steps=16,
+        val_check_steps=4,
+        early_stop_patience_steps=3,
+        batch_size=2,
+        windows_batch_size=16,
+        mlp_units=3 * [[16, 16]],
+        random_seed=1,
+        enable_progress_bar=False,
+        **places,
+    )
+    forecast = NeuralForecast(models=[model], freq="D")
+    forecast.fit(df=series(), val_size=8)
+    made = forecast.predict()
+    forecast.save("saved", overwrite=True)
+    again = NeuralForecast.load("saved").predict()
+    assert np.allclose(made.NHITS, again.NHITS)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,90 @@
+"""Training data on several processes as scripts of Lightning read them: every n-th sample, shuffled by the seed."""
+
+from __future__ import annotations
+
+from itertools import chain
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import DataLoader, DistributedSampler
+
+from drivetrain.compat.lightning.pytorch import Callback, LightningModule, Trainer, seed_everything
+from tests.pool import run_in_processes
+
+SAMPLES, SEED = 11, 7
+
+
+class Reads(LightningModule):
+    def __init__(self, shuffle: bool) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.zeros(1))
+        self.shuffle = shuffle
+        self.read: list[list[int]] = []
+
+    def train_dataloader(self) -> Any:
+        return DataLoader(range(SAMPLES), batch_size=2, shuffle=self.shuffle)  # type: ignore[arg-type]
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.read.append(batch.tolist())
+        return self.weight.sum()
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), 0.1)
+
+
+def trainer(folder: str, **options: Any) -> Trainer:
+    quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
+    return Trainer(default_root_dir=folder, accelerator="cpu", devices=2, max_epochs=2, **quiet, **options)
+
+
+def orders(folder: str) -> dict[str, list[list[int]]]:
+    """What this process has read, by case."""
+    found = {}
+    path = f"{folder}/middle.ckpt"
+
+    class Saves(Callback):
+        def on_train_batch_end(self, trainer: Any, *args: Any) -> None:
+            if trainer.global_step == 4:
+                trainer.save_checkpoint(path)
+
+    for name, shuffle, options, resumed in (
+        ("in order", False, {}, None),
+        ("each all", False, {"use_distributed_sampler": False}, None),
+        ("shuffled", True, {"callbacks": [Saves()]}, None),
+        ("resumed", True, {}, path),
+    ):
+        seed_everything(SEED, verbose=False)
+        task = Reads(shuffle)
+        trainer(folder, **options).fit(task, ckpt_path=resumed)
+        found[name] = task.read
+    return found
+
+
+def expected(rank: int, shuffle: bool) -> list[list[int]]:
+    sampler: Any = DistributedSampler(range(SAMPLES), 2, rank, shuffle=shuffle, seed=SEED)  # type: ignore[arg-type]
+    read = []
+    for epoch in range(2):
+        sampler.set_epoch(epoch)
+        read += [each.tolist() for each in DataLoader(range(SAMPLES), 2, sampler=sampler)]  # type: ignore[arg-type]
+    return read
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, list[list[int]]]]:
+    return run_in_processes(orders, 2, args=(str(tmp_path_factory.mktemp("order")),))
+
+
+def test_each_process_takes_every_second_sample_shuffled_by_the_seed_and_the_epoch(found: Any) -> None:
+    for rank, read in enumerate(found):
+        assert read["in order"] == expected(rank, shuffle=False)
+        assert read["shuffled"] == expected(rank, shuffle=True)
+
+
+def test_each_process_takes_all_samples_without_the_sampler(found: Any) -> None:
+    assert [[*chain(*read["each all"])] for read in found] == 2 * [[*range(SAMPLES), *range(SAMPLES)]]
+
+
+def test_a_resumed_run_reads_the_rest_of_the_order(found: Any) -> None:
+    for rank, read in enumerate(found):
+        assert read["resumed"] == expected(rank, shuffle=True)[4:]
