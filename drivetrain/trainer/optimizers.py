@@ -52,10 +52,6 @@ class SchedulerConfig:
                 f"A scheduler's frequency must be a whole number of at least 1, got {self.frequency!r}."
             )
         self.reduce_on_plateau = self.reduce_on_plateau or isinstance(self.scheduler, ReduceLROnPlateau)
-        if not callable(getattr(self.scheduler, "step", None)):
-            raise ArgumentTypeError(
-                f"The provided lr scheduler `{type(self.scheduler).__name__}` is invalid: it needs a step() method."
-            )
         if isinstance(self.scheduler, OneCycleLR) and self.interval == "epoch":
             warnings.warn(
                 "A `OneCycleLR` scheduler counts steps, but steps once per epoch. Are you sure you didn't mean "
@@ -115,6 +111,11 @@ def parse_configured_optimizers(
     """
     optimizers, schedulers = _parse(configured)
     for config in schedulers:
+        if not by_hand and not callable(getattr(config.scheduler, "step", None)):
+            raise ArgumentTypeError(
+                f"The provided lr scheduler `{type(config.scheduler).__name__}` is invalid: it doesn't follow "
+                "PyTorch's LRScheduler, which has a step() method."
+            )
         if config.reduce_on_plateau and config.monitor is None and not by_hand:
             raise ConfigurationError(
                 "`configure_optimizers` must include a monitor when a `ReduceLROnPlateau` scheduler is used: the "

@@ -443,6 +443,24 @@ def test_a_task_that_optimizes_by_hand_finds_its_schedulers() -> None:
     assert task.rates == [1.0, 0.5, 0.25]
 
 
+def test_a_task_that_optimizes_by_hand_may_have_a_scheduler_of_any_kind() -> None:
+    class Rates:
+        def state_dict(self) -> dict[str, float]:
+            return {}
+
+        def load_state_dict(self, state: dict[str, float]) -> None: ...
+
+    class ByHand(Pair):
+        automatic_optimization = False
+
+        def training_step(self, batch: list[Tensor], batch_idx: int) -> None:
+            self.rates.append(float(isinstance(self.lr_schedulers(), Rates)))
+
+    task = ByHand(lambda t: ([SGD([t.a], lr=0.1)], [Rates()]))
+    fitted(task, ones(1))
+    assert task.rates == [1.0]
+
+
 def test_a_task_without_optimizers_may_train_by_hand() -> None:
     class Nothing(Weight):
         automatic_optimization = False

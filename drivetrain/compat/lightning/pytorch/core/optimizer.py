@@ -23,8 +23,8 @@ class LightningOptimizer(metaclass=StandsFor, original=PreparedOptimizer):
 
     def __new__(cls, optimizer: Optimizer) -> LightningOptimizer:
         kind = type(optimizer)
-        further: Any = StandsFor(f"Lightning{kind.__name__}", (cls, kind), {"_bare": optimizer})
-        made: LightningOptimizer = object.__new__(further)
+        both: Any = StandsFor(f"Lightning{kind.__name__}", (cls, kind), {"_bare": optimizer})
+        made: LightningOptimizer = object.__new__(both)
         made.__dict__ = optimizer.__dict__
         return made
 

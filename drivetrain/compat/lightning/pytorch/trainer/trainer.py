@@ -441,7 +441,9 @@ class Trainer(CoreTrainer):
 
     @property
     def num_sanity_val_batches(self) -> list[float]:
-        """Batches of each validation loader that are tried before training."""
+        """Batches of each validation loader that are tried before training; none of a verb other than `fit`."""
+        if self.task_run.stage is not Stage.TRAIN:
+            return []
         return [min(batches, self.num_sanity_val_steps) for batches in self.num_val_batches]
 
 
