@@ -23,7 +23,7 @@ def MNIST(*args: Any, **kwargs: Any) -> Dataset[Any]:
         **kwargs: As of `torchvision.datasets.MNIST`.
 
     Raises:
-        ConfigurationError: torchvision is not installed.
+        ConfigurationError: The package torchvision is not installed.
     """
     made: Dataset[Any] = _torchvision().datasets.MNIST(*args, **kwargs)
     return made

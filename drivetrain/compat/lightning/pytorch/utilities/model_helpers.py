@@ -35,7 +35,7 @@ def get_torchvision_model(model_name: str, **kwargs: Any) -> nn.Module:
         **kwargs: As of `torchvision.models.get_model`.
 
     Raises:
-        ConfigurationError: torchvision is not installed.
+        ConfigurationError: The package torchvision is not installed.
     """
     try:
         from torchvision.models import get_model
