@@ -30,6 +30,7 @@ _REST = "meta.pt"
 _SCALERS = ("MixedPrecision", "MixedPrecisionPlugin", "NativeMixedPrecisionPlugin", "native_amp_scaling_state")
 _OLDER_HYPER_PARAMETERS = ("hparams", "module_arguments")
 _OF_DATA_MODULE = "datamodule_hyper_parameters"
+_NAME_OF_DATA = "datamodule_hparams_name"
 
 
 def is_lightning_checkpoint(path: str | os.PathLike[str]) -> bool:
@@ -101,7 +102,8 @@ def _from_lightning(found: Mapping[str, Any], name: str) -> dict[str, Any]:
         "progress": progress_of(rest),
         "hyper_parameters": hyper_parameters,
         _OF_DATA_MODULE: hyper_parameters if of_data_module is None else of_data_module,
-        "hparams_name": rest.pop("hparams_name", None),
+        "hparams_name": (name_of_task := rest.pop("hparams_name", None)),
+        _NAME_OF_DATA: rest.pop(_NAME_OF_DATA, name_of_task),
         "callbacks": {spelled: state for key, state in callbacks.items() for spelled in (key, key_here(str(key)))},
         "trackers": [],
         "should_stop": False,
@@ -155,7 +157,7 @@ def lightning_state(
             "hyper_parameters": driver["hyper_parameters"],
         }
     if driver.get(_OF_DATA_MODULE):
-        content |= {"datamodule_hparams_name": "kwargs", _OF_DATA_MODULE: driver[_OF_DATA_MODULE]}
+        content |= {_NAME_OF_DATA: driver.get(_NAME_OF_DATA) or "kwargs", _OF_DATA_MODULE: driver[_OF_DATA_MODULE]}
     if driver.get("datamodule"):
         datamodule = datamodule or "datamodule"
         content[datamodule] = driver["datamodule"]

@@ -18,6 +18,10 @@ class ArgumentTypeError(ConfigurationError, TypeError):
     """An argument is of a type that it cannot be."""
 
 
+class PackageMissingError(ConfigurationError, ImportError):
+    """A package is not installed; the message says how to install it."""
+
+
 class DeviceNotAvailableError(DrivetrainError, RuntimeError):
     """A device was named that this machine does not have."""
 

@@ -235,6 +235,15 @@ class Tracker(ABC):
         """
         self.finish()
 
+    def record_end(self, status: str, message: str) -> None:
+        """Called when a run ends: `finalize`, with the words that the tracker takes.
+
+        Args:
+            status: How it ended; see `finalize`.
+            message: The first line of the error that ended it.
+        """
+        self.finalize(status, message)
+
 
 def write_values(tracker: Tracker, values: Mapping[str, Any], step: int | None, **options: Any) -> None:
     """Let a tracker write values of one step, through its own `log_metrics` where it has one.

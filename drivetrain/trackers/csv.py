@@ -69,6 +69,16 @@ class CSVLogger(DirectoryTracker):
             self._table = _Table(self.run_directory.create() / "metrics.csv")
             self._written_at = time.monotonic()
 
+    def __getstate__(self) -> dict[str, Any]:
+        # The file stays with this process; a copy opens it again.
+        self.save()
+        return {**self.__dict__, "_table": None, "_rows": [], "_last_is_written": False}
+
+    @property
+    def waiting(self) -> list[Row]:
+        """The rows that are not written yet."""
+        return self._rows[self._last_is_written and not self._last_has_grown :]
+
     @property
     def tracker(self) -> Path:
         """The path of the table; opens the run."""

@@ -143,7 +143,7 @@ class TrackerGroup:
             message: The first line of the error that ended it.
         """
         text = self.secrets.in_text(message)
-        self._each(lambda target: target.finalize(STATUS_WORDS.get(status, status), text))
+        self._each(lambda target: target.record_end(STATUS_WORDS.get(status, status), text))
         for _, _, losses in self._targets.values():
             losses.report()
 

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from drivetrain.runtime.errors import ConfigurationError, TrackerError
+from drivetrain.runtime.errors import PackageMissingError, TrackerError
 from drivetrain.runtime.logging import get_logger
 from drivetrain.trackers.secrets import HIDDEN, Secrets
 
@@ -20,7 +20,7 @@ logger = get_logger(__name__)
 CONNECT_SECONDS = 10.0
 
 
-def refuse_missing(owner: str, package: str, extra: str) -> ConfigurationError:
+def refuse_missing(owner: str, package: str, extra: str) -> PackageMissingError:
     """The error for a package that is not installed.
 
     Args:
@@ -28,7 +28,7 @@ def refuse_missing(owner: str, package: str, extra: str) -> ConfigurationError:
         package: The package.
         extra: The extra of drivetrain that installs it.
     """
-    return ConfigurationError(
+    return PackageMissingError(
         f"{owner} needs {package}, which is not installed. Install it with `pip install 'drivetrain[{extra}]'`, or use "
         "CSVLogger instead."
     )

@@ -81,6 +81,11 @@ class TensorBoardLogger(DirectoryTracker):
             self._writer = SummaryWriter(log_dir=str(self._event_directory), **options)
             self._purge_step = None
 
+    def __getstate__(self) -> dict[str, Any]:
+        # The file stays with this process; a copy begins another one.
+        self.save()
+        return {**self.__dict__, "_writer": None}
+
     @property
     def _event_directory(self) -> Path:
         return Path(self.run_directory.path, self._sub_dir)

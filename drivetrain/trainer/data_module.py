@@ -100,6 +100,7 @@ class DataModule(HoldsHyperParameters, DataHooks):
             CheckpointError: There is no complete checkpoint.
         """
         parts = ("engine/precision", "driver/datamodule_hyper_parameters", "driver/datamodule", "driver/hooks")
+        parts = (*parts, "driver/datamodule_hparams_name")
         driver = checkpoint.read_shared(checkpoint_path, parts)["driver"]
         made = build(cls, driver, "datamodule_hyper_parameters", hparams_file, kwargs)
         state = state_of(cls, driver)

@@ -27,7 +27,7 @@ def build(
             as one argument, those that are no arguments themselves are changed within it.
     """
     saved = driver.get(entry, {}) if hparams_file is None else hyper_parameters_in(hparams_file)
-    whole = driver.get("hparams_name")
+    whole = driver.get(entry.replace("hyper_parameters", "hparams_name"), driver.get("hparams_name"))
     arguments = arguments_for(kind, saved, whole)
     if whole not in arguments or whole in saved:
         return made_of(kind, saved, whole, overrides)

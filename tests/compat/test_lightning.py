@@ -184,7 +184,7 @@ def test_a_logger_that_a_script_defines_gets_values_hyper_parameters_and_the_end
 
 
 def test_plugins_are_number_formats() -> None:
-    assert quiet(plugins=[MixedPrecision("bf16-mixed", "cpu")]).precision == "bf16"
+    assert quiet(plugins=[MixedPrecision("bf16-mixed", "cpu")]).precision == "bf16-mixed"
     with pytest.raises(MisconfigurationException, match=r"plugins=object\(\)\) is not taken"):
         quiet(plugins=object())
     with pytest.raises(MisconfigurationException, match="cluster_environment"):

@@ -25,6 +25,7 @@ from drivetrain.compat.lightning.pytorch.demos.boring_classes import (
     RandomIterableDataset,
 )
 from drivetrain.compat.lightning.pytorch.loggers.logger import DummyLogger, Logger
+from drivetrain.compat.lightning.pytorch.plugins import DoublePrecision, MixedPrecision
 from drivetrain.compat.lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
 from drivetrain.compat.lightning.pytorch.trainer.states import RunningStage, TrainerFn, TrainerStatus
 from drivetrain.compat.lightning.pytorch.utilities.exceptions import MisconfigurationException
@@ -147,6 +148,14 @@ def test_what_names_make_is_an_instance_of_lightnings_classes() -> None:
     assert not isinstance(trainer.strategy, DDPStrategy)
     assert isinstance(trainer.accelerator, CPUAccelerator)
     assert not isinstance(trainer.accelerator, CUDAAccelerator)
+
+
+@pytest.mark.parametrize(("given", "kind"), [("bf16-mixed", MixedPrecision), ("64-true", DoublePrecision)])
+def test_the_number_format_has_lightnings_name(given: str, kind: type) -> None:
+    trainer = quiet(precision=given, strategy="single_device")
+    assert (trainer.precision, trainer.precision_plugin.precision) == (given, given)
+    assert isinstance(trainer.precision_plugin, kind)
+    assert quiet().precision == "32-true"
 
 
 # the verbs

@@ -115,7 +115,7 @@ def _score(options: ModelCheckpoint, trainer: Trainer, was_validated: bool) -> f
     score = monitored_value(metrics, options.monitor)
     if score is None:
         message = missing_metric_message(metrics, options.monitor, "ModelCheckpoint")
-        is_early = options.every_n_epochs == 0 or trainer.check_val_every_n_epoch != 1
+        is_early = trainer.validates or options.every_n_epochs == 0 or trainer.check_val_every_n_epoch != 1
         if was_validated or not is_early:
             raise ConfigurationError(message)
         logger.warning_once(f"{message} There was no validation yet, so nothing is kept for now.")

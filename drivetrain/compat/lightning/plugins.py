@@ -84,7 +84,7 @@ class MixedPrecision(Precision):
             raise ConfigurationError(
                 f"Passed `{type(self).__name__}({precision=})`. Precision must be '16-mixed' or 'bf16-mixed'."
             )
-        self.precision = precision
+        self.precision, self.scaler = precision, scaler
         self.device = "cpu" if device is None else device
 
     def forward_context(self) -> AbstractContextManager[Any]:
@@ -136,6 +136,36 @@ class DeepSpeedPrecision(FSDPPrecision):
 
 class TorchSyncBatchNorm:
     """Batch statistics over all processes; the same as `Trainer(sync_batchnorm=True)`."""
+
+
+SPELLINGS = {
+    "32": "32-true",
+    "64": "64-true",
+    "bf16": "bf16-mixed",
+    "fp16": "16-mixed",
+    "bf16-true": "bf16-true",
+    "fp16-true": "16-true",
+}
+"""The names of drivetrain's number formats, and Lightning's."""
+
+
+def plugin_of(precision: str, device: str, scaler: Any) -> Precision:
+    """The number format of a run.
+
+    Args:
+        precision: Its name, as Lightning spells it.
+        device: The kind of device that the run is on.
+        scaler: What scales its losses, if anything does.
+    """
+    if precision.endswith("-mixed"):
+        return MixedPrecision(precision, device, scaler)
+    if precision == "64-true":
+        return DoublePrecision()
+    if precision in ("16-true", "bf16-true"):
+        return HalfPrecision(precision)
+    plugin = Precision()
+    plugin.precision = precision
+    return plugin
 
 
 def under_old_name(name: str, kind: type[Precision], *dropped: str) -> type[Precision]:

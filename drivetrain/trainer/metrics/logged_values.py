@@ -22,6 +22,7 @@ from drivetrain.trainer.metrics.logged_value import (
     EpochValue,
     LoggedValue,
     Mark,
+    Reduction,
     Value,
 )
 from drivetrain.trainer.metrics.metric_sync import compute_over_processes
@@ -212,13 +213,6 @@ class LoggedValues:
                 f"{_moment(known.scope)}, now with {_readable(arguments)} from the {_moment(scope)}. "
                 "Give the two different names."
             )
-        if isinstance(reduce_fx, str):
-            reduce_fx = "mean" if reduce_fx.lower() == "avg" else reduce_fx.lower()
-        if not callable(reduce_fx) and reduce_fx not in REDUCTIONS:
-            raise ConfigurationError(
-                f"log({name!r}, reduce_fx={reduce_fx!r}): allowed are {', '.join(REDUCTIONS)} or a function of the "
-                f"stacked values.{nearest(str(reduce_fx), REDUCTIONS)}"
-            )
         steps = scope.on_step if on_step is None else on_step
         epochs = scope.on_epoch if on_epoch is None else on_epoch
         if not (steps or epochs):
@@ -243,7 +237,7 @@ class LoggedValues:
             on_epoch=epochs,
             prog_bar=prog_bar,
             logger=True if logger is None else logger,
-            reduction=reduce_fx,
+            reduction=_reduction_of(name, reduce_fx),
             sync=sync,
             main_only=main_only,
             metric=metric,
@@ -478,6 +472,20 @@ def _forgotten(values: Tensor) -> Tensor:
         "A value that is reduced by a function was logged before the checkpoint and never since, so the function is "
         "not known any more. Log it in every epoch, or use one of " + ", ".join(REDUCTIONS) + "."
     )
+
+
+def _reduction_of(name: str, reduce_fx: Any) -> Reduction:
+    """What `self.log(reduce_fx=)` means."""
+    if callable(reduce_fx):
+        return reduce_fx  # type: ignore[no-any-return]
+    word = str(reduce_fx).lower()
+    word = "mean" if word == "avg" else word
+    if not isinstance(reduce_fx, str) or word not in REDUCTIONS:
+        raise ConfigurationError(
+            f"log({name!r}, reduce_fx={reduce_fx!r}): allowed are {', '.join(REDUCTIONS)} or a function of the "
+            f"stacked values.{nearest(word, REDUCTIONS)}"
+        )
+    return word
 
 
 def _is_metric(value: Any) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from drivetrain.callbacks.stage import Stage
 from drivetrain.trackers.base import COMPLETED
@@ -117,12 +117,21 @@ class TrackerLog:
 
     # before and after
 
+    @staticmethod
+    def hyper_parameters_of(owner: Any) -> Mapping[str, Any]:
+        """The hyper-parameters of a task or a data module that the trackers get.
+
+        Args:
+            owner: The task or the data module.
+        """
+        return owner.hparams  # type: ignore[no-any-return]
+
     def begin_run(self, task: Task) -> None:
         """Let the trackers open their runs, and give them a task's hyper-parameters, where it wants that."""
         group = self._trainer.tracker_group
         group.start()
         owners = [each for each in (self._trainer.datamodule, task) if each is not None]
-        shown = [each.hparams for each in owners if each.__dict__.get("_log_hyperparams", True)]
+        shown = [self.hyper_parameters_of(each) for each in owners if each.__dict__.get("_log_hyperparams", True)]
         values = {name: value for hparams in shown for name, value in hparams.items() if name != CLASS_PATH}
         if values and self.shows_hyper_parameters:
             group.store_init_configuration(values)

@@ -21,6 +21,7 @@ ENTRIES = (
     "hyper_parameters",
     "hparams_name",
     "datamodule_hyper_parameters",
+    "datamodule_hparams_name",
     "callbacks",
     "trackers",
     "should_stop",

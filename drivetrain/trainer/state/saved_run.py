@@ -91,6 +91,7 @@ def _entries(trainer: Trainer, task: Task, weights_only: bool) -> dict[str, Any]
         "should_stop": trainer.control.stops_for_good,
         "datamodule": _watched(trainer, data, "state_dict")() if data is not None else {},
         "datamodule_hyper_parameters": {} if data is None else secrets.drop(plain(dict(data.hparams))),
+        "datamodule_hparams_name": None if data is None else data.__dict__.get("_hparams_name"),
         "combined_loader": None if trainer.loop is None else trainer.loop.batches.combined_position(),
     }
 

@@ -163,9 +163,10 @@ def get_available_flops(device: torch.device, dtype: torch.dtype | str) -> int |
         device: The device.
         dtype: Of the matrix products.
     """
-    if device.type != "cuda":
+    functions: Any = getattr(torch, device.type, None)
+    if not hasattr(functions, "get_device_name"):
         return None
-    name = torch.cuda.get_device_name(device)
+    name = functions.get_device_name(device)
     half = dtype in (torch.float16, torch.bfloat16) or "16" in str(dtype)
     for chip, fast, single in CHIPS:
         if chip.lower() in name.lower():

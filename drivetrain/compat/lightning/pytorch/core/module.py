@@ -41,7 +41,7 @@ class LightningModule(Task):
 
     @classmethod
     @wraps(Task.load_from_checkpoint.__func__)  # type: ignore[attr-defined]
-    def load_from_checkpoint(cls, checkpoint_path: Any, *args: Any, **kwargs: Any) -> Any:
+    def load_from_checkpoint(cls, checkpoint_path: Any, *args: Any, **kwargs: Any) -> Any:  # type: ignore[override]
         file = kwargs.get("hparams_file")
         if file is not None and not os.path.isfile(file):
             rank_zero_warn(f"There are no hyper-parameters in {os.fspath(file)}: the saved ones are taken.")
@@ -136,7 +136,7 @@ class LightningModule(Task):
             self.hparams.pop(name, None)
 
     @wraps(Task.to_torchscript)
-    def to_torchscript(self, *args: Any, **kwargs: Any) -> Any:
+    def to_torchscript(self, *args: Any, **kwargs: Any) -> Any:  # type: ignore[override]
         rank_zero_deprecation(
             "`LightningModule.to_torchscript` has been deprecated in v2.7 and will be removed in v2.8 of Lightning, as "
             "TorchScript is in torch. Export with `to_exported_program` or `to_onnx`."

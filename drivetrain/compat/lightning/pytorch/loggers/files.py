@@ -10,6 +10,9 @@ from torch import Tensor
 
 from drivetrain import trackers
 from drivetrain.compat.lightning.fabric.utilities.rank_zero import rank_zero_warn
+from drivetrain.compat.lightning.pytorch.loggers.experiment_writer import ExperimentWriter
+from drivetrain.compat.lightning.pytorch.loggers.logger import rank_zero_experiment
+from drivetrain.trackers.directory import DirectoryTracker
 
 
 class CSVLogger(trackers.CSVLogger):
@@ -66,6 +69,12 @@ class CSVLogger(trackers.CSVLogger):
         super().log(values, step)
         if (step + 1) % self._every == 0:
             self.save()
+
+    @property
+    @rank_zero_experiment
+    def experiment(self) -> ExperimentWriter:
+        """What writes the files; it does nothing on other processes than the first."""
+        return ExperimentWriter(self.log_dir, self)
 
 
 class TensorBoardLogger(trackers.TensorBoardLogger):
@@ -125,10 +134,18 @@ class TensorBoardLogger(trackers.TensorBoardLogger):
         version = self.version if isinstance(self.version, str) else f"version_{self.version}"
         return os.path.join(self.root_dir, version, *([self.sub_dir] if self.sub_dir else []))
 
+    @property
+    @rank_zero_experiment
+    def experiment(self) -> Any:
+        """The `SummaryWriter`; it does nothing on other processes than the first."""
+        return self.tracker
+
     def start(self) -> None:
         # A logger of its own class may have another name or version.
         self.run_directory.name, self.run_directory.version = self.name or "", self.version
         super().start()
+        if not (self.run_directory.path / self.NAME_HPARAMS_FILE).exists():
+            DirectoryTracker.store_init_configuration(self, {})
 
     def log_hyperparams(
         self, params: Any, metrics: Mapping[str, Any] | float | None = None, step: int | None = None

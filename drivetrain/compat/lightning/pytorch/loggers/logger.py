@@ -65,9 +65,12 @@ class Logger(Tracker):
         """The same as `log_hyperparams`."""
         self.log_hyperparams(dict(values))
 
-    def finalize(self, status: str = COMPLETED, message: str = "") -> None:
+    def finalize(self, status: str = "success", message: str = "") -> None:
         """Write what is left."""
         self.save()
+
+    def record_end(self, status: str, message: str) -> None:
+        self.finalize("success" if status == COMPLETED else "failed")
 
 
 def _in_lightnings_words(finalize: Callable[..., None]) -> Callable[..., None]:

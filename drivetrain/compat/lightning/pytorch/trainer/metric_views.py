@@ -83,6 +83,10 @@ class LightningTrackerLog(TrackerLog):
         super().begin_run(task)
 
     @staticmethod
+    def hyper_parameters_of(owner: Any) -> Mapping[str, Any]:
+        return owner.hparams_initial  # type: ignore[no-any-return]
+
+    @staticmethod
     def name_of(result: EpochValue) -> str:
         return result.epoch_name
 

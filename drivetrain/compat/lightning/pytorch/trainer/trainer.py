@@ -16,7 +16,7 @@ from drivetrain.callbacks.stage import Stage
 from drivetrain.compat.lightning.accelerators import Accelerator
 from drivetrain.compat.lightning.fabric.utilities.rank_zero import rank_zero_warn
 from drivetrain.compat.lightning.fabric.utilities.warnings import PossibleUserWarning, warn_by_warnings
-from drivetrain.compat.lightning.plugins import Precision, TorchSyncBatchNorm
+from drivetrain.compat.lightning.plugins import SPELLINGS, Precision, TorchSyncBatchNorm, plugin_of
 from drivetrain.compat.lightning.pytorch.callbacks.model_checkpoint import ModelCheckpoint
 from drivetrain.compat.lightning.pytorch.loggers.duck import as_loggers, given_as
 from drivetrain.compat.lightning.pytorch.loggers.files import CSVLogger, TensorBoardLogger
@@ -417,9 +417,14 @@ class Trainer(CoreTrainer):
         return self.global_rank // self.num_devices
 
     @property
-    def precision_plugin(self) -> Any:
+    def precision(self) -> str:
+        """The name of the number format, as Lightning spells it."""
+        return SPELLINGS.get(super().precision, super().precision)
+
+    @property
+    def precision_plugin(self) -> Precision:
         """The number format."""
-        return self.accelerator.precision
+        return plugin_of(self.precision, self.strategy.topology.device.type, self.scaler)
 
     @property
     def scaler(self) -> Any:

@@ -38,10 +38,7 @@ def clean_namespace(hparams: MutableMapping[str, Any]) -> None:
 
 
 def parse_class_init_keys(cls: type) -> tuple[str, str | None, str | None]:
-    """The names of a constructor's `self`, `*args` and `**kwargs`.
-
-    Args:
-        cls: The class.
+    """The names of the `self`, `*args` and `**kwargs` of a class's constructor.
 
     Returns:
         The three names; None for what it does not take.

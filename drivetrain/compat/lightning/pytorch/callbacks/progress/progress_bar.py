@@ -147,6 +147,40 @@ class ProgressBar(Callback, metaclass=StandsFor, original=CoreProgressBar):
         return {**_version_of(trainer), **shown}
 
 
+class SwitchedBar(ProgressBar):
+    """A progress bar that is on or off, and draws after so many batches.
+
+    Args:
+        refresh_rate: After how many batches it draws; 0 turns it off.
+    """
+
+    def __init__(self, refresh_rate: int) -> None:
+        super().__init__()
+        self._refresh_rate = refresh_rate
+        self._is_on = True
+
+    @property
+    def refresh_rate(self) -> int:
+        """After how many batches it draws."""
+        return self._refresh_rate
+
+    @property
+    def is_enabled(self) -> bool:
+        """Whether it draws."""
+        return self._is_on and self._refresh_rate > 0
+
+    @property
+    def is_disabled(self) -> bool:
+        """Whether it does not draw."""
+        return not self.is_enabled
+
+    def enable(self) -> None:
+        self._is_on = True
+
+    def disable(self) -> None:
+        self._is_on = False
+
+
 def _version_of(trainer: Any) -> dict[str, Any]:
     """The version of the first logger that has one; none in a development run."""
     found = [each for each in trainer.loggers if not isinstance(each, DummyLogger)]

@@ -12,7 +12,7 @@ from drivetrain.callbacks.rich_progress_bar import RichProgressBar as CoreProgre
 from drivetrain.callbacks.rich_progress_bar import RichProgressBarTheme
 from drivetrain.callbacks.support.rich_package import require_rich
 from drivetrain.compat.lightning.instances import StandsFor
-from drivetrain.compat.lightning.pytorch.callbacks.progress.progress_bar import ProgressBar
+from drivetrain.compat.lightning.pytorch.callbacks.progress.progress_bar import SwitchedBar
 
 if find_spec("rich") is not None:
     from rich.console import Console
@@ -43,7 +43,7 @@ SECONDS_BETWEEN = 0.1
 """The least time between two drawings of batches."""
 
 
-class RichProgressBar(ProgressBar, metaclass=StandsFor, original=CoreProgressBar):
+class RichProgressBar(SwitchedBar, metaclass=StandsFor, original=CoreProgressBar):
     """Shows each pass over batches by a bar of rich.
 
     Args:
@@ -75,12 +75,11 @@ class RichProgressBar(ProgressBar, metaclass=StandsFor, original=CoreProgressBar
         console_kwargs: dict[str, Any] | None = None,
     ) -> None:
         require_rich("RichProgressBar")
-        super().__init__()
-        self._refresh_rate, self._leave = refresh_rate, leave
+        super().__init__(refresh_rate)
+        self._leave = leave
         self._console_options = dict(console_kwargs or {})
         self.theme = theme
         self.progress: CustomProgress | None = None
-        self._is_on = True
         self._is_live = False
         self._drawn_at = 0.0
         self._values: MetricsTextColumn | None = None
@@ -95,27 +94,6 @@ class RichProgressBar(ProgressBar, metaclass=StandsFor, original=CoreProgressBar
         self.val_progress_bar_id: TaskID | None = None
         self.test_progress_bar_id: TaskID | None = None
         self.predict_progress_bar_id: TaskID | None = None
-
-    @property
-    def refresh_rate(self) -> int:
-        """After how many batches it counts."""
-        return self._refresh_rate
-
-    @property
-    def is_enabled(self) -> bool:
-        """Whether it draws."""
-        return self._is_on and self._refresh_rate > 0
-
-    @property
-    def is_disabled(self) -> bool:
-        """Whether it does not draw."""
-        return not self.is_enabled
-
-    def enable(self) -> None:
-        self._is_on = True
-
-    def disable(self) -> None:
-        self._is_on = False
 
     # the rows
 

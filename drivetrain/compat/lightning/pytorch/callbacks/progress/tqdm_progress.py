@@ -11,7 +11,7 @@ from tqdm import tqdm
 
 from drivetrain.callbacks.progress_bar import TQDMProgressBar as CoreProgressBar
 from drivetrain.compat.lightning.instances import StandsFor
-from drivetrain.compat.lightning.pytorch.callbacks.progress.progress_bar import ProgressBar
+from drivetrain.compat.lightning.pytorch.callbacks.progress.progress_bar import SwitchedBar
 
 __all__ = ["TQDMProgressBar", "Tqdm"]
 
@@ -35,7 +35,7 @@ class Tqdm(tqdm):  # type: ignore[type-arg]
         return shown if "." not in shown or "e" in shown else shown.ljust(DIGITS, "0")
 
 
-class TQDMProgressBar(ProgressBar, metaclass=StandsFor, original=CoreProgressBar):
+class TQDMProgressBar(SwitchedBar, metaclass=StandsFor, original=CoreProgressBar):
     """Shows each pass over batches by a bar of tqdm.
 
     Args:
@@ -48,41 +48,18 @@ class TQDMProgressBar(ProgressBar, metaclass=StandsFor, original=CoreProgressBar
     BAR_FORMAT = "{l_bar}{bar}| {n_fmt}/{total_fmt} [{elapsed}<{remaining}, {rate_noinv_fmt}{postfix}]"
 
     def __init__(self, refresh_rate: int = 1, process_position: int = 0, leave: bool = False) -> None:
-        super().__init__()
-        self._refresh_rate = _rate_wanted(refresh_rate)
+        super().__init__(_rate_wanted(refresh_rate))
         self._process_position = process_position
         self._leave = leave
-        self._is_on = True
         self._bars: dict[str, Any] = {}  # by what they show
 
     def __getstate__(self) -> dict[str, Any]:
         return {**super().__getstate__(), "_bars": {}}
 
     @property
-    def refresh_rate(self) -> int:
-        """After how many batches it draws."""
-        return self._refresh_rate
-
-    @property
     def process_position(self) -> int:
         """Lines that are left free above."""
         return self._process_position
-
-    @property
-    def is_enabled(self) -> bool:
-        """Whether it draws."""
-        return self._is_on and self._refresh_rate > 0
-
-    @property
-    def is_disabled(self) -> bool:
-        """Whether it does not draw."""
-        return not self.is_enabled
-
-    def enable(self) -> None:
-        self._is_on = True
-
-    def disable(self) -> None:
-        self._is_on = False
 
     # the bars
 

@@ -1,0 +1,57 @@
+"""`ExperimentWriter`: what `CSVLogger.experiment` is."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+from drivetrain.trackers import CSVLogger
+
+
+class ExperimentWriter:
+    """Writes the table and the hyper-parameters of one run.
+
+    Args:
+        log_dir: The directory of the run.
+        logger: What writes there; a logger of its own if None.
+    """
+
+    NAME_METRICS_FILE: ClassVar[str] = "metrics.csv"
+    NAME_HPARAMS_FILE: ClassVar[str] = "hparams.yaml"
+
+    def __init__(self, log_dir: str, logger: CSVLogger | None = None) -> None:
+        self.log_dir = log_dir
+        self._logger = logger or CSVLogger(os.path.dirname(log_dir), "", os.path.basename(log_dir))
+        self._logger.start()
+
+    @property
+    def metrics(self) -> list[dict[str, Any]]:
+        """The rows that are not written yet."""
+        return self._logger.waiting
+
+    @property
+    def metrics_file_path(self) -> str:
+        """The path of the table."""
+        return os.path.join(self.log_dir, self.NAME_METRICS_FILE)
+
+    def log_metrics(self, metrics_dict: Mapping[str, float], step: int | None = None) -> None:
+        """Take values of one step.
+
+        Args:
+            metrics_dict: Names and values.
+            step: The step.
+        """
+        self._logger.log(metrics_dict, step)
+
+    def log_hparams(self, params: Mapping[str, Any]) -> None:
+        """Write hyper-parameters.
+
+        Args:
+            params: Names and values.
+        """
+        self._logger.store_init_configuration(params)
+
+    def save(self) -> None:
+        """Write the rows that wait."""
+        self._logger.save()
