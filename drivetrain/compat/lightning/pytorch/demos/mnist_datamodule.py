@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from typing import Any
 
 import torch
@@ -90,7 +91,6 @@ class MNISTDataModule(LightningDataModule):
 
 def _torchvision() -> Any:
     try:
-        import torchvision
+        return importlib.import_module("torchvision")
     except ImportError as error:
         raise ConfigurationError('MNIST is torchvision\'s. Install it: pip install "torchvision"') from error
-    return torchvision

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from typing import Any
 
 from torch import nn
@@ -38,10 +39,10 @@ def get_torchvision_model(model_name: str, **kwargs: Any) -> nn.Module:
         ConfigurationError: The package torchvision is not installed.
     """
     try:
-        from torchvision.models import get_model
+        models = importlib.import_module("torchvision.models")
     except ImportError as error:
         raise ConfigurationError(
             f'get_torchvision_model({model_name!r}) needs torchvision. Install it: pip install "torchvision"'
         ) from error
-    model: nn.Module = get_model(model_name, **kwargs)
+    model: nn.Module = models.get_model(model_name, **kwargs)
     return model
