@@ -380,7 +380,7 @@ class Trainer(KnownKeywords, OptionAttributes, TrainerStatus):
         return evaluate(self, Stage.PREDICT, model, dataloaders, datamodule, ckpt_path, predict)
 
     def adapt_training_loader(self, loader: Any) -> Any:
-        """Change a training loader before it is prepared; override it to give all of them another order, say.
+        """Change a training loader before it is prepared; override it to give all of them another order.
 
         Args:
             loader: What was given or made; each one alone where there are several.

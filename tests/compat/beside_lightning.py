@@ -34,9 +34,8 @@ def prepare() -> None:
         sys.modules["gym"] = old_gym()
     report: dict[str, float] = {}
     atexit.register(write, report)
-    for name in ("lightning.pytorch", "pytorch_lightning"):
-        if name == "lightning.pytorch" or os.environ.get("COMPAT_PACKAGE") == name:
-            record(importlib.import_module(name), report, replaced)
+    package = os.environ.get("COMPAT_PACKAGE", "lightning")
+    record(importlib.import_module("lightning.pytorch" if package == "lightning" else package), report, replaced)
 
 
 def write(report: dict[str, float]) -> None:

@@ -19,7 +19,7 @@ CHECKOUTS = {EXAMPLES: "Lightning-AI/pytorch-lightning at 2.6.6", TEMPLATE: "ash
 """Variables that name a checkout, and of what: programs that no package has."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class LightningProgram:
     """A program, which runs with nothing changed.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from typing import Any
 
 import torch
@@ -23,7 +24,7 @@ def MNIST(*args: Any, **kwargs: Any) -> Dataset[Any]:
         **kwargs: As of `torchvision.datasets.MNIST`.
 
     Raises:
-        ConfigurationError: torchvision is not installed.
+        ConfigurationError: The package torchvision is not installed.
     """
     made: Dataset[Any] = _torchvision().datasets.MNIST(*args, **kwargs)
     return made
@@ -90,7 +91,6 @@ class MNISTDataModule(LightningDataModule):
 
 def _torchvision() -> Any:
     try:
-        import torchvision
+        return importlib.import_module("torchvision")
     except ImportError as error:
         raise ConfigurationError('MNIST is torchvision\'s. Install it: pip install "torchvision"') from error
-    return torchvision

@@ -171,7 +171,7 @@ class Trainer(CoreTrainer):
         return interleaved(loader, self.strategy.topology.data_shard) if self.use_distributed_sampler else loader
 
     def shard_of(self, loader: Any) -> DataShard | None:
-        """This process's share: all of a stream, whose dataset knows which process it is in."""
+        """This process's share: all of a stream, whose dataset takes its part by itself."""
         is_stream = isinstance(getattr(loader, "dataset", None), IterableDataset)
         return DataShard() if is_stream else super().shard_of(loader)
 

@@ -18,7 +18,7 @@ from drivetrain.compat.lightning.fabric.utilities.rank_zero import (
     rank_zero_only,
     rank_zero_warn,
 )
-from drivetrain.compat.lightning.pytorch.utilities import rank_zero
+from drivetrain.compat.lightning.pytorch.utilities import rank_zero, warnings
 from drivetrain.compat.lightning.pytorch.utilities.grads import grad_norm
 from drivetrain.compat.lightning.pytorch.utilities.parameter_tying import find_shared_parameters, set_shared_parameters
 from drivetrain.compat.lightning.pytorch.utilities.parsing import AttributeDict, is_picklable
@@ -43,6 +43,7 @@ __all__ = [
     "rank_zero_warn",
     "set_shared_parameters",
     "suggested_max_num_workers",
+    "warnings",
 ]
 
 FLOAT16_EPSILON = torch.finfo(torch.float16).eps

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from typing import Any
 
 from torch import nn
@@ -35,13 +36,13 @@ def get_torchvision_model(model_name: str, **kwargs: Any) -> nn.Module:
         **kwargs: As of `torchvision.models.get_model`.
 
     Raises:
-        ConfigurationError: torchvision is not installed.
+        ConfigurationError: The package torchvision is not installed.
     """
     try:
-        from torchvision.models import get_model
+        models = importlib.import_module("torchvision.models")
     except ImportError as error:
         raise ConfigurationError(
             f'get_torchvision_model({model_name!r}) needs torchvision. Install it: pip install "torchvision"'
         ) from error
-    model: nn.Module = get_model(model_name, **kwargs)
+    model: nn.Module = models.get_model(model_name, **kwargs)
     return model
