@@ -19,7 +19,7 @@ class ArgumentTypeError(ConfigurationError, TypeError):
 
 
 class PackageMissingError(ConfigurationError, ImportError):
-    """A package is not installed; the message says how to install it."""
+    """A package is not installed; the message has the line that installs it."""
 
 
 class DeviceNotAvailableError(DrivetrainError, RuntimeError):

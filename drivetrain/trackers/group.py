@@ -118,7 +118,7 @@ class TrackerGroup:
         self._each(lambda target: target.save())
 
     def checkpoint_saved(self, callback: Any) -> None:
-        """Let the trackers see what a checkpoint callback has saved, those that look at it.
+        """Let the trackers see what a checkpoint callback has saved, those that have `after_save_checkpoint`.
 
         Args:
             callback: The callback.
