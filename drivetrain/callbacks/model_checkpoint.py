@@ -18,12 +18,12 @@ from drivetrain.callbacks.checkpoint.options import Rhythm, check_options
 from drivetrain.callbacks.checkpoint.policy import BestK, CheckpointName
 from drivetrain.callbacks.checkpoint.restored import RestoredState, number
 from drivetrain.callbacks.checkpoint.step_count import StepCount
-from drivetrain.callbacks.checkpoint.step_timer import StepTimer
+from drivetrain.callbacks.checkpoint.step_timer import StepTimer, make_timer
 from drivetrain.callbacks.checkpoint.writer import CheckpointWriter
 from drivetrain.callbacks.support.agreement import decide_on_main_process
 from drivetrain.callbacks.support.monitored_metric import find_typo
 from drivetrain.runtime.assembly import all_arrive
-from drivetrain.runtime.durations import Duration, Unit
+from drivetrain.runtime.durations import Duration
 from drivetrain.runtime.errors import CheckpointError, ConfigurationError, DrivetrainError
 from drivetrain.runtime.logging import get_logger
 
@@ -56,7 +56,8 @@ class ModelCheckpoint(Callback):
         verbose: Log each save.
         save_last: Keep a checkpoint called `last` as well: True or `"copy"` for a checkpoint of its own, whose
             files are hard links where it has the same content as another one; `"link"` for a relative symbolic
-            link to the newest, which is then kept under its own name, too.
+            link to the newest, which is then kept under its own name, too. A run that ends before its first interval
+            leaves it as well.
         save_top_k: How many checkpoints to keep; -1 for all, 0 for none.
         save_weights_only: Save the model without optimizers and the state of the run.
         mode: `"min"` where a lower value of `monitor` is better, `"max"` where a higher one is.
@@ -72,8 +73,9 @@ class ModelCheckpoint(Callback):
             validation that others have is left out: its value would be that of an earlier model.
         enable_version_counter: Add `-v1`, `-v2`, ... to a name that is taken, instead of replacing that
             checkpoint.
-        save_on_exception: Save `filename`, or `exception-step=<n>` if none is given, when an exception ends the run: in
-            a world of one, and among several processes where all of them raise within a few seconds.
+        save_on_exception: Save `filename`, or `exception-step=<n>` if none is given, when an exception ends the run,
+            unless that step is saved already: in a world of one, and among several processes where all of them raise
+            within a few seconds.
         total_limit: Keep at most so many checkpoints in the directory, also of earlier runs: the oldest go. The best
             ones by `monitor`, `last` and the newest count, but always stay.
         async_save: Write in the background while training continues; one save at a time.
@@ -359,7 +361,7 @@ class ModelCheckpoint(Callback):
         if not self._is_resumed:
             self._last_step = trainer.global_step
         self._training = self._gets_ready = self._fitting
-        self._timer = self._make_timer(trainer) if self._fitting else None
+        self._timer = make_timer(self, trainer, self._elapsed) if self._fitting else None
 
     def on_train_batch_end(self, trainer: Trainer, task: Task, outputs: Any, batch: Any, batch_idx: int) -> None:
         if not self._writer.is_idle:
@@ -426,15 +428,6 @@ class ModelCheckpoint(Callback):
     def _is_saved(self, step: int) -> bool:
         """Whether this run has saved a checkpoint of a step that can be resumed."""
         return bool(self.newest_model_path) and self._last_saved == step and not self.save_weights_only
-
-    def _make_timer(self, trainer: Trainer) -> StepTimer | StepCount | None:
-        every, interval = self.rhythm, self.train_time_interval
-        if every is not None:
-            every = trainer.resolve_duration(every, "ModelCheckpoint(every)")
-            if every.unit is not Unit.SECONDS:
-                return StepCount(trainer.progress, every)
-            interval = every.timedelta
-        return None if interval is None else StepTimer(interval.total_seconds(), trainer.global_step, self._elapsed)
 
     def _name_given(self, trainer: Trainer) -> str | None:
         """The name that `filename` stands for now, which no checkpoint has; None where none was given."""

@@ -14,7 +14,7 @@ What is stable, all of it to be called on every process unless marked otherwise:
 - `describe_run_state(directory) -> shared` (one process): its tensors on the meta device, without values.
 - `remove_checkpoint(directory)` (one process): gone under its name at once.
 - `is_checkpoint(directory)` (one process): whether it has a manifest of ours, or is a file with an entry of ours,
-  without which nothing is removed; `look_at(path) -> FoundCheckpoint`.
+  without which nothing is removed; `checkpoint_at(path) -> FoundCheckpoint`.
 - `Checkpoint(directory)` (one process): `manifest`, `shared(into, strict) -> (state, LoadReport)`, `own(rank)`,
   `verify()`.
 - `clean_stale(root)` (one process): what dead runs left. Every save and every look for checkpoints does it too.
@@ -58,7 +58,7 @@ _EXPORTS = {
     "list_checkpoints": "drivetrain.checkpoint.discovery",
     "load_checkpoint_in_model": "drivetrain.checkpoint.weight_files",
     "load_run_state": "drivetrain.checkpoint.entry_points",
-    "look_at": "drivetrain.checkpoint.discovery",
+    "checkpoint_at": "drivetrain.checkpoint.discovery",
     "named_by_position": "drivetrain.checkpoint.optimizer_positions",
     "newest_checkpoint": "drivetrain.checkpoint.discovery",
     "packed": "drivetrain.checkpoint.lightning_extras",
@@ -97,7 +97,7 @@ __all__ = [
     "list_checkpoints",
     "load_checkpoint_in_model",
     "load_run_state",
-    "look_at",
+    "checkpoint_at",
     "named_by_position",
     "newest_checkpoint",
     "packed",
@@ -126,8 +126,8 @@ if TYPE_CHECKING:
     from drivetrain.checkpoint.accelerate_format import sharded_model as sharded_model
     from drivetrain.checkpoint.describe import describe_run_state as describe_run_state
     from drivetrain.checkpoint.discovery import FoundCheckpoint as FoundCheckpoint
+    from drivetrain.checkpoint.discovery import checkpoint_at as checkpoint_at
     from drivetrain.checkpoint.discovery import list_checkpoints as list_checkpoints
-    from drivetrain.checkpoint.discovery import look_at as look_at
     from drivetrain.checkpoint.discovery import newest_checkpoint as newest_checkpoint
     from drivetrain.checkpoint.entry_points import is_checkpoint as is_checkpoint
     from drivetrain.checkpoint.entry_points import load_run_state as load_run_state

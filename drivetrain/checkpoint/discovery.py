@@ -126,7 +126,7 @@ def _newest(root: str | os.PathLike[str], verify: bool, storage: Storage | None)
     return None
 
 
-def look_at(path: str | os.PathLike[str], *, storage: Storage | None = None) -> FoundCheckpoint:
+def checkpoint_at(path: str | os.PathLike[str], *, storage: Storage | None = None) -> FoundCheckpoint:
     """What is known of one checkpoint of this package, a directory or a file in Lightning's format. On one process.
 
     Args:

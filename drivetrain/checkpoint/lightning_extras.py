@@ -122,10 +122,10 @@ class Extras:
                 f"{VERSION}. Install the version of drivetrain that wrote it, or a later one."
             )
         step, saved_at, processes = entry.get("step"), entry.get("saved_at"), entry.get("processes")
-        fits = isinstance(processes, list) and len(processes) == entry.get("world_size") and len(processes) > 0
-        if not fits or not isinstance(step, int | None) or not isinstance(saved_at, int | float):
+        fits = isinstance(step, int | None) and isinstance(saved_at, int | float)
+        if not isinstance(processes, list) or not processes or len(processes) != entry.get("world_size") or not fits:
             raise DamagedCheckpointError(f"{name} is damaged: its entry {KEY!r} is not what a run writes.")
-        return cls(name, len(processes), step, float(saved_at), entry.get("finite_loss") is True, entry)
+        return cls(name, len(processes), step, float(saved_at or 0), entry.get("finite_loss") is True, entry)
 
     def own(self, rank: int) -> dict[str, Any]:
         """What a process kept of its own.
@@ -145,21 +145,24 @@ class Extras:
             content: What the file holds.
         """
         rest = self._unpacked(self.entry.get("shared"))
-        parts = [rest.get(name) for name in ("engine", "driver", "callbacks")]
-        if not all(isinstance(part, dict) for part in parts):
-            raise self._damaged()
-        engine, driver, callbacks = parts
+        engine, driver, callbacks = (self._part(rest, name) for name in ("engine", "driver", "callbacks"))
         if "optimizers" not in shared["engine"]:
             engine = {name: engine[name] for name in ("classes",) if name in engine}
         found = {"engine": {**shared["engine"], **engine}, "driver": {**shared["driver"], **driver}}
-        if driver.get("progress", {}).get("global_step") != shared["driver"]["progress"]["global_step"]:
+        if self._part(driver, "progress").get("global_step") != shared["driver"]["progress"]["global_step"]:
             found["driver"]["progress"] = shared["driver"]["progress"]
         states = found["driver"].get("callbacks", {})
         ours = {spelled: state for key, state in callbacks.items() for spelled in (key_here(key), key)}
         found["driver"]["callbacks"] = {**states, **ours}
         found["driver"]["hparams_name"] = rest.get("hparams_name")
-        found["driver"]["datamodule"] = content.get(rest.get("datamodule")) or {}
+        found["driver"]["datamodule"] = content.get(str(rest.get("datamodule"))) or {}
         return {**found, "kept": list(rest.get("kept") or ())}
+
+    def _part(self, state: Mapping[str, Any], name: str) -> dict[str, Any]:
+        part = state.get(name)
+        if not isinstance(part, dict):
+            raise self._damaged()
+        return part
 
     def _unpacked(self, state: Any) -> dict[str, Any]:
         tensors = state.get("tensors") if isinstance(state, Mapping) else None

@@ -99,8 +99,8 @@ class DataModule(HoldsHyperParameters, DataHooks):
         Raises:
             CheckpointError: There is no complete checkpoint.
         """
-        parts = ("engine/precision", "driver/datamodule_hyper_parameters", "driver/datamodule", "driver/hooks")
-        parts = (*parts, "driver/datamodule_hparams_name")
+        entries = ("datamodule_hyper_parameters", "datamodule_hparams_name", "datamodule", "hooks")
+        parts = ("engine/precision", *(f"driver/{name}" for name in entries))
         driver = checkpoint.read_shared(checkpoint_path, parts)["driver"]
         made = build(cls, driver, "datamodule_hyper_parameters", hparams_file, kwargs)
         state = state_of(cls, driver)

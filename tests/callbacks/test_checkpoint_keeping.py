@@ -212,7 +212,7 @@ def test_a_remote_directory_works_like_a_local_one(tmp_path: Path) -> None:
     names = sorted(one.path.rsplit("/", 1)[1] for one in list_checkpoints(url))
     assert names == ["epoch=1.ckpt", "epoch=2.ckpt", "last.ckpt"]
     assert checkpoint.best_model_path == f"{url}/epoch=1.ckpt"
-    with pytest.raises(ConfigurationError, match="there are no links at memory://"):
+    with pytest.raises(ConfigurationError, match="only supported for local file paths, not for memory://"):
         fit(Scripted([1]), tmp_path, 1, [ModelCheckpoint(url, save_last="link")])
 
 

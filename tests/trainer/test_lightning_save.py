@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from drivetrain import Callback, CheckpointError, Task, consolidate
-from drivetrain.checkpoint import is_checkpoint, list_checkpoints, look_at, newest_checkpoint, remove_checkpoint
+from drivetrain.checkpoint import checkpoint_at, is_checkpoint, list_checkpoints, newest_checkpoint, remove_checkpoint
 from tests.pool import run_in_processes
 from tests.trainer.lightning_files import quiet, write
 
@@ -80,7 +80,7 @@ def test_each_of_two_processes_continues_with_its_own_state(tmp_path: Path) -> N
         assert resumed == means
         assert all(map(torch.equal, weights, again))
     assert fit(path, resume=path)[0]  # one process takes over what two have written
-    assert look_at(path).world_size == 2
+    assert checkpoint_at(path).world_size == 2
 
 
 def test_a_file_is_found_with_its_step_as_a_directory_is(tmp_path: Path) -> None:

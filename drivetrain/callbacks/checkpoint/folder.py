@@ -57,7 +57,7 @@ def free_path(path: str, extension: str, own: Sequence[str], as_file: bool = Fal
 
 
 def _may_replace(path: str, as_file: bool) -> bool:
-    """Whether one of this run's own paths may be written again: Lightning's own files, say, never are."""
+    """Whether one of this run's own paths may be written again, which Lightning's own files never are."""
     if os.path.islink(path):
         target = os.path.realpath(path)
         return not os.path.isfile(target) or checkpoint.is_checkpoint(target)

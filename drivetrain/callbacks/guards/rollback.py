@@ -43,7 +43,7 @@ def _newest(savers: list[ModelCheckpoint]) -> str | None:
     found = []
     for path in known - {""}:
         try:
-            one = checkpoint.look_at(path)
+            one = checkpoint.checkpoint_at(path)
             found.append((one.finite_loss, one.step or 0, path))
         except CheckpointError:
             continue  # removed by hand, or damaged: another one will do

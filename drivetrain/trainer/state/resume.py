@@ -102,7 +102,7 @@ def _newest(directories: list[str]) -> str | None:
     found = [path for path in map(checkpoint.newest_checkpoint, directories) if path is not None]
 
     def rank(path: str) -> tuple[bool, int]:
-        one = checkpoint.look_at(path)
+        one = checkpoint.checkpoint_at(path)
         return one.finite_loss, one.step or 0
 
     return max(found, key=rank, default=None)

@@ -70,7 +70,8 @@ def save_run(
 
 def _watched(trainer: Trainer, data: DataModule, name: str) -> Callable[..., Any]:
     """A method of the data module, measured where there is a profiler."""
-    return trainer.actions.watch(trainer.actions.of_owner(data, name), getattr(data, name))
+    method: Callable[..., Any] = getattr(data, name)
+    return trainer.actions.watch(trainer.actions.of_owner(data, name), method)
 
 
 def _entries(trainer: Trainer, task: Task, weights_only: bool) -> dict[str, Any]:

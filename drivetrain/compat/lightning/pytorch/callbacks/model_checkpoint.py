@@ -134,12 +134,12 @@ class ModelCheckpoint(CoreModelCheckpoint, Checkpoint):
     @Settable
     def best_model_path(self) -> str:
         """The path of the best checkpoint; without `monitor` of the newest."""
-        return CoreModelCheckpoint.best_model_path.fget(self)  # type: ignore[attr-defined]
+        return super().best_model_path
 
     @Settable
     def best_model_score(self) -> Tensor | None:
         """The score of the best checkpoint."""
-        return CoreModelCheckpoint.best_model_score.fget(self)  # type: ignore[attr-defined]
+        return super().best_model_score
 
     @Settable
     def best_k_models(self) -> dict[str, Tensor]:
@@ -151,18 +151,19 @@ class ModelCheckpoint(CoreModelCheckpoint, Checkpoint):
     @Settable
     def kth_best_model_path(self) -> str:
         """The path of the checkpoint that a better one would replace, where they have scores."""
-        return "" if self.monitor is None else CoreModelCheckpoint.kth_best_model_path.fget(self)  # type: ignore[attr-defined]
+        return "" if self.monitor is None else super().kth_best_model_path
 
     @Settable
     def kth_value(self) -> Tensor:
         """Its score."""
         worst = math.inf if self.mode == "min" else -math.inf
-        return self.best_k_models.get(self.kth_best_model_path, torch.tensor(worst))
+        scores: dict[str, Tensor] = self.best_k_models
+        return scores.get(self.kth_best_model_path, torch.tensor(worst))
 
     @Settable
     def last_model_path(self) -> str:
         """The path of `last`, or an empty text."""
-        return CoreModelCheckpoint.last_model_path.fget(self)  # type: ignore[attr-defined]
+        return super().last_model_path
 
     def file_exists(self, filepath: str | os.PathLike[str], trainer: Any) -> bool:
         """Whether the main process finds something under a path; called by all processes.
