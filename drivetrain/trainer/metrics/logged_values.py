@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from drivetrain.runtime.collectives import gather_object
-from drivetrain.runtime.errors import ConfigurationError, nearest
+from drivetrain.runtime.errors import ConfigurationError
 from drivetrain.strategies.topology import Topology
 from drivetrain.trainer.metrics.log_scopes import NOWHERE, TRAIN_STEP, LogScope
 from drivetrain.trainer.metrics.logged_value import (
@@ -22,11 +22,10 @@ from drivetrain.trainer.metrics.logged_value import (
     EpochValue,
     LoggedValue,
     Mark,
-    Reduction,
     Value,
 )
 from drivetrain.trainer.metrics.metric_sync import compute_over_processes
-from drivetrain.trainer.metrics.reductions import combine_plain, reduced
+from drivetrain.trainer.metrics.reductions import combine_plain, reduced, reduction_of
 
 _METRIC_PATH = 7  # among the arguments
 Call = tuple[str, Any, Arguments, "float | None"]
@@ -235,7 +234,7 @@ class LoggedValues:
             on_epoch=epochs,
             prog_bar=prog_bar,
             logger=True if logger is None else logger,
-            reduction=_reduction_of(name, reduce_fx),
+            reduction=reduction_of(name, reduce_fx),
             sync=sync,
             main_only=main_only,
             metric=metric,
@@ -475,20 +474,6 @@ def _forgotten(values: Tensor) -> Tensor:
         "A value that is reduced by a function was logged before the checkpoint and never since, so the function is "
         "not known any more. Log it in every epoch, or use one of " + ", ".join(REDUCTIONS) + "."
     )
-
-
-def _reduction_of(name: str, reduce_fx: Any) -> Reduction:
-    """What `self.log(reduce_fx=)` means."""
-    if callable(reduce_fx):
-        return reduce_fx  # type: ignore[no-any-return]
-    word = str(reduce_fx).lower()
-    word = "mean" if word == "avg" else word
-    if not isinstance(reduce_fx, str) or word not in REDUCTIONS:
-        raise ConfigurationError(
-            f"log({name!r}, reduce_fx={reduce_fx!r}): allowed are {', '.join(REDUCTIONS)} or a function of the "
-            f"stacked values.{nearest(word, REDUCTIONS)}"
-        )
-    return word
 
 
 def _is_metric(value: Any) -> bool:

@@ -7,7 +7,8 @@ from typing import Any
 
 import torch
 
-from drivetrain.trainer.metrics.logged_value import LoggedValue, Reduction, Value
+from drivetrain.runtime.errors import ConfigurationError, nearest
+from drivetrain.trainer.metrics.logged_value import REDUCTIONS, LoggedValue, Reduction, Value
 
 _COMBINE: dict[str, Callable[[list[float]], float]] = {"sum": sum, "max": max, "min": min}
 
@@ -42,3 +43,25 @@ def combine_plain(reduction: Reduction, values: list[float]) -> float:
     if reduction == "mean":
         return sum(values) / len(values)
     return float(_COMBINE[reduction](values))
+
+
+def reduction_of(name: str, reduce_fx: Any) -> Reduction:
+    """What `self.log(reduce_fx=)` means.
+
+    Args:
+        name: The name of the value, for errors.
+        reduce_fx: What was given.
+
+    Raises:
+        ConfigurationError: There is no such reduction.
+    """
+    if callable(reduce_fx):
+        return reduce_fx  # type: ignore[no-any-return]
+    word = str(reduce_fx).lower()
+    word = "mean" if word == "avg" else word
+    if not isinstance(reduce_fx, str) or word not in REDUCTIONS:
+        raise ConfigurationError(
+            f"log({name!r}, reduce_fx={reduce_fx!r}): allowed are {', '.join(REDUCTIONS)} or a function of the "
+            f"stacked values.{nearest(word, REDUCTIONS)}"
+        )
+    return word
