@@ -35,7 +35,8 @@ IMPORTED = {
         "diffusers.pipelines.ddpm.pipeline_ddpm",
         "diffusers.training_utils",
     ),
-    "lightning": ("torch._dynamo", "torch.distributed.checkpoint", "lightning.pytorch"),
+    # Not Lightning itself: it looks for torchvision, which is apart, as it is imported.
+    "lightning": ("torch._dynamo", "torch.distributed.checkpoint", "torchmetrics"),
 }
 
 
