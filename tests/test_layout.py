@@ -43,6 +43,8 @@ def imported(path: Path) -> set[str]:
     found.update(re.findall(r"^import ([\w.]+)", source, re.MULTILINE))
     if '"-m", "drivetrain"' in source:
         found |= {"drivetrain.cli", "drivetrain.launch"}
+    if '"--as"' in source:
+        found.add("drivetrain.compat")
     if '"from drivetrain import"' in source:  # takes the place of another package's name
         found.add("drivetrain.accelerator")
     return found

@@ -109,13 +109,7 @@ class Trainer(CoreTrainer):
             explain_ones(given)
         if model_registry is not None:
             raise ConfigurationError(f"Trainer(model_registry={model_registry!r}): there is no registry. Leave it out.")
-        for plugin in plugins if isinstance(plugins, Sequence) and not isinstance(plugins, str) else [plugins]:
-            if isinstance(plugin, TorchSyncBatchNorm):
-                options["sync_batchnorm"] = True
-            elif isinstance(plugin, Precision):
-                precision = plugin.precision
-            elif plugin is not None:
-                raise ConfigurationError(f"Trainer(plugins={type(plugin).__name__}()) is not taken. {PLUGIN}")
+        precision = _taken_from(plugins, precision, options)
         if logger is None or logger is True:
             logger = _default_logger(default_root_dir) if not options.get("barebones") else None
         accelerator = _kind_of(accelerator)
@@ -457,6 +451,18 @@ def _as_there(callback: Callback, given: Any) -> Callback:
 def _profiler_of(given: Any) -> Any:
     """The profiler that Lightning has under a name; anything else as it is."""
     return PyTorchProfiler() if isinstance(given, str) and given.lower() == "pytorch" else given
+
+
+def _taken_from(plugins: Any, precision: Any, options: dict[str, Any]) -> Any:
+    """The precision that plugins stand for, or the given one; what else they stand for is written into the options."""
+    for plugin in plugins if isinstance(plugins, Sequence) and not isinstance(plugins, str) else [plugins]:
+        if isinstance(plugin, TorchSyncBatchNorm):
+            options["sync_batchnorm"] = True
+        elif isinstance(plugin, Precision):
+            precision = plugin.precision
+        elif plugin is not None:
+            raise ConfigurationError(f"Trainer(plugins={type(plugin).__name__}()) is not taken. {PLUGIN}")
+    return precision
 
 
 def _kind_of(accelerator: Any) -> Any:
