@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import os
 import warnings
 from pathlib import Path
 from typing import Any
@@ -30,7 +29,6 @@ __all__ = [
     "rank_zero_info",
     "rank_zero_only",
     "rank_zero_warn",
-    "suggested_max_num_workers",
 ]
 
 
@@ -42,18 +40,6 @@ def move_data_to_device(batch: Any, device: torch.device | str | int) -> Any:
         device: Where to.
     """
     return send_to_device(batch, torch.device(device))
-
-
-def suggested_max_num_workers(local_world_size: int) -> int:
-    """How many workers each process of a machine can have, so that all cores are used once.
-
-    Args:
-        local_world_size: The processes on this machine.
-    """
-    if local_world_size < 1:
-        raise ValueError(f"`local_world_size` must be at least 1, got {local_world_size}.")
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return max(1, cores // local_world_size - 1)
 
 
 def measure_flops(model: torch.nn.Module, forward_fn: Any, loss_fn: Any = None) -> int:
@@ -94,7 +80,12 @@ def disable_possible_user_warnings(module: str = "") -> None:
 
 
 # Imported when they are asked for: they stand on rooms that stand on this one.
-_LATE = {"AttributeDict": "data", "Throughput": "throughput", "ThroughputMonitor": "throughput"}
+_LATE = {
+    "AttributeDict": "data",
+    "suggested_max_num_workers": "data",
+    "Throughput": "throughput",
+    "ThroughputMonitor": "throughput",
+}
 
 
 def __getattr__(name: str) -> Any:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 from torch.utils.data import IterableDataset
 
-from drivetrain.compat.lightning.fabric.utilities import suggested_max_num_workers
 from drivetrain.compat.lightning.fabric.utilities.rank_zero import rank_zero_warn
 from drivetrain.trainer.hyper_parameters import HyperParameters as AttributeDict
 
@@ -50,3 +50,15 @@ def has_len(dataloader: object) -> bool:
             "are more samples than it says."
         )
     return length is not None
+
+
+def suggested_max_num_workers(local_world_size: int) -> int:
+    """How many workers each process of a machine can have, so that all cores are used once.
+
+    Args:
+        local_world_size: The processes on this machine.
+    """
+    if local_world_size < 1:
+        raise ValueError(f"`local_world_size` should be >= 1, got {local_world_size}.")
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return max(1, cores // local_world_size - 1)

@@ -79,10 +79,6 @@ class Throughput:
             ConfigurationError: A total is not above the one before, or smaller than it can be.
             RuntimeError: `lengths` were given in some updates only.
         """
-        if samples < batches:
-            raise ConfigurationError(f"Expected samples ({samples}) to be greater or equal than batches ({batches}).")
-        if lengths is not None and lengths < samples:
-            raise ConfigurationError(f"Expected lengths ({lengths}) to be greater or equal than samples ({samples}).")
         if self._readings:
             last = self._readings[-1]
             if (lengths is None) is not (last.lengths is None):
@@ -96,6 +92,10 @@ class Throughput:
             ):
                 if now <= before:
                     raise ConfigurationError(f"{name}: Expected the value to increase, last: {before}, current: {now}.")
+        if samples < batches:
+            raise ConfigurationError(f"Expected samples ({samples}) to be greater or equal than batches ({batches}).")
+        if lengths is not None and lengths < samples:
+            raise ConfigurationError(f"Expected lengths ({lengths}) to be greater or equal than samples ({samples}).")
         self._readings.append(_Reading(time, batches, samples, lengths, flops))
 
     def compute(self) -> dict[str, float]:
