@@ -49,7 +49,8 @@ def orders(folder: str) -> dict[str, list[list[int]]]:
                 trainer.save_checkpoint(path)
 
     for name, shuffle, options, resumed in (
-        ("in order", False, {}, None),
+        ("not shuffled by its loader", False, {}, None),
+        ("in order", False, {"overfit_batches": 2}, None),
         ("each all", False, {"use_distributed_sampler": False}, None),
         ("shuffled", True, {"callbacks": [Saves()]}, None),
         ("resumed", True, {}, path),
@@ -75,9 +76,10 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, list[list[
     return run_in_processes(orders, 2, args=(str(tmp_path_factory.mktemp("order")),))
 
 
-def test_each_process_takes_every_second_sample_shuffled_by_the_seed_and_the_epoch(found: Any) -> None:
+def test_each_process_takes_every_second_sample_shuffled_unless_it_is_to_overfit(found: Any) -> None:
     for rank, read in enumerate(found):
-        assert read["in order"] == expected(rank, shuffle=False)
+        assert read["in order"] == 2 * expected(rank, shuffle=False)[:2]
+        assert read["not shuffled by its loader"] == expected(rank, shuffle=True)
         assert read["shuffled"] == expected(rank, shuffle=True)
 
 

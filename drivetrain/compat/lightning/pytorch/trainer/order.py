@@ -10,19 +10,21 @@ from torch.utils.data import DataLoader, RandomSampler, SequentialSampler
 from drivetrain.data import DataShard, InterleavingSampler, rebuilt
 
 
-def interleaved(loader: Any, shard: DataShard) -> Any:
-    """A loader whose processes take every n-th sample, shuffled by the seed and the epoch if it shuffles.
+def interleaved(loader: Any, shard: DataShard, shuffle: bool) -> Any:
+    """A loader whose processes take every n-th sample.
 
     The order of one process, which drivetrain itself keeps on several, would give other losses than Lightning there.
+    That shuffles training data on several processes by the seed and the epoch, also where the loader does not.
 
     Args:
         loader: The script's; one with a sampler or a batch sampler of its own keeps it.
         shard: This process's share.
+        shuffle: Whether in a random order.
     """
     if shard.count == 1 or type(loader) is not DataLoader or loader.batch_size is None:
         return loader
     if type(loader.sampler) not in (RandomSampler, SequentialSampler):
         return loader
     seed = int(os.environ.get("PL_GLOBAL_SEED", "0"))
-    sampler = InterleavingSampler(loader.dataset, shard, isinstance(loader.sampler, RandomSampler), seed)
+    sampler = InterleavingSampler(loader.dataset, shard, shuffle, seed)
     return rebuilt(loader, loader.dataset, batch_size=loader.batch_size, sampler=sampler, drop_last=loader.drop_last)

@@ -162,7 +162,9 @@ class Trainer(CoreTrainer):
 
     def adapt_training_loader(self, loader: Any) -> Any:
         """Let processes take every n-th sample, unless `use_distributed_sampler` is off."""
-        return interleaved(loader, self.strategy.topology.data_shard) if self.use_distributed_sampler else loader
+        if not self.use_distributed_sampler:
+            return loader
+        return interleaved(loader, self.strategy.topology.data_shard, shuffle=not self.overfit_batches)
 
     def shard_of(self, loader: Any) -> DataShard | None:
         """This process's share: all of a stream, whose dataset takes its part by itself."""
