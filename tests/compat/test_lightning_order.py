@@ -21,6 +21,10 @@ class Reads(LightningModule):
         self.weight = torch.nn.Parameter(torch.zeros(1))
         self.shuffle = shuffle
         self.read: list[list[int]] = []
+        self.drawn = 0.0
+
+    def on_fit_start(self) -> None:
+        self.drawn = torch.rand(()).item()
 
     def train_dataloader(self) -> Any:
         return DataLoader(range(SAMPLES), batch_size=2, shuffle=self.shuffle)  # type: ignore[arg-type]
@@ -38,9 +42,9 @@ def trainer(folder: str, **options: Any) -> Trainer:
     return Trainer(default_root_dir=folder, accelerator="cpu", devices=2, max_epochs=2, **quiet, **options)
 
 
-def orders(folder: str) -> dict[str, list[list[int]]]:
-    """What this process has read, by case."""
-    found = {}
+def orders(folder: str) -> dict[str, Any]:
+    """What this process has read, by case, and what it drew first."""
+    found: dict[str, Any] = {}
     path = f"{folder}/middle.ckpt"
 
     class Saves(Callback):
@@ -57,8 +61,10 @@ def orders(folder: str) -> dict[str, list[list[int]]]:
     ):
         seed_everything(SEED, verbose=False)
         task = Reads(shuffle)
+        torch.rand(3)
         trainer(folder, **options).fit(task, ckpt_path=resumed)
         found[name] = task.read
+    found["drawn"] = [task.drawn]
     return found
 
 
@@ -81,6 +87,12 @@ def test_each_process_takes_every_second_sample_shuffled_unless_it_is_to_overfit
         assert read["in order"] == 2 * expected(rank, shuffle=False)[:2]
         assert read["not shuffled by its loader"] == expected(rank, shuffle=True)
         assert read["shuffled"] == expected(rank, shuffle=True)
+
+
+def test_processes_draw_from_the_seed_whatever_was_drawn_before(found: Any) -> None:
+    torch.manual_seed(SEED)
+    first = torch.rand(()).item()
+    assert [read["drawn"] for read in found] == [[first], [first]]
 
 
 def test_each_process_takes_all_samples_without_the_sampler(found: Any) -> None:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from drivetrain.callbacks.stage import Stage
 from drivetrain.compat.lightning.fabric.utilities.rank_zero import rank_zero_warn
+from drivetrain.compat.lightning.fabric.utilities.seed import reset_seed
 from drivetrain.runtime.errors import ArgumentTypeError
 from drivetrain.trainer import Task
 from drivetrain.trainer.compiled_task import uncompiled
@@ -46,6 +47,8 @@ def lightning_verb(verb: F) -> F:
             with self.running(stage):
                 if self.spawning is not None:
                     return self.spawning.run(self, stage, model, args, given)
+                if self.world_size > 1:
+                    reset_seed()  # several processes begin with the seed again, whatever the script drew
                 result = verb(self, model, *args, **given)
                 return self.keep_predictions(result, keeps) if stage is Stage.PREDICT else result
         except KeyboardInterrupt:
