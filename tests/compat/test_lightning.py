@@ -211,7 +211,7 @@ def test_seeding_returns_the_seed_and_shows_it(caplog: pytest.LogCaptureFixture,
     first = torch.rand(1)
     assert lightning.seed_everything(5, workers=True, verbose=False) == 5
     assert torch.equal(first, torch.rand(1))
-    with pytest.raises(MisconfigurationException, match="seed must be from 0"):
+    with pytest.raises(MisconfigurationException, match="must be from 0"):
         lightning.seed_everything(-1)
 
 

@@ -314,11 +314,6 @@ STEPS: list[tuple[str, Callable[[], Weight], list[str]]] = [
         lambda: doing(optimizer_step=lambda self, *args: None),
         ["Doing.optimizer_step", "optimizer_closure"],
     ),
-    (
-        "an optimizer_step of a task that steps by hand",
-        lambda: doing(automatic_optimization=False, optimizer_step=lambda self, *args: None),
-        ["optimizer_step", "automatic_optimization = False"],
-    ),
 ]
 
 

@@ -217,6 +217,22 @@ def test_a_method_that_the_task_calls_with_arguments_is_no_hook_of_lightning_1()
     quiet().fit(Collects(), ones(1))
 
 
+def test_an_optimizer_step_that_a_task_by_hand_never_reaches_is_warned_of(warnings_of: Any) -> None:
+    class ByHand(Unvalidated):
+        def __init__(self) -> None:
+            super().__init__()
+            self.automatic_optimization = False
+
+        def training_step(self, batch: Any, batch_idx: int) -> None:
+            self.optimizers().step()  # type: ignore[union-attr]
+
+        def optimizer_step(self, *args: Any, **kwargs: Any) -> None:
+            raise AssertionError
+
+    [warning] = warnings_of(ByHand(), ones(1))
+    assert warning.startswith("ByHand overrides optimizer_step but has automatic_optimization = False")
+
+
 def test_a_run_too_short_for_any_value_of_a_step_is_warned_of(warnings_of: Any, tmp_path: Path) -> None:
     [warning] = warnings_of(Unvalidated(), ones(3), max_epochs=4, logger=CSVLogger(tmp_path))
     assert warning.startswith("The run takes 12 optimizer steps, fewer than log_every_n_steps=50")
