@@ -224,6 +224,7 @@ def test_an_optimizer_step_that_a_task_by_hand_never_reaches_is_warned_of(warnin
             self.automatic_optimization = False
 
         def training_step(self, batch: Any, batch_idx: int) -> None:
+            self.manual_backward(super().training_step(batch, batch_idx))
             self.optimizers().step()  # type: ignore[union-attr]
 
         def optimizer_step(self, *args: Any, **kwargs: Any) -> None:
