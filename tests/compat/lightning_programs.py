@@ -60,7 +60,7 @@ class LightningProgram:
         """What takes the place of its Trainer's arguments."""
         if not self.options:
             return {}
-        places = {"accelerator": "cpu", "devices": processes, "strategy": "ddp" if processes > 1 else "auto"}
+        places = {"accelerator": "cpu", "devices": processes, "strategy": _DDP if processes > 1 else "auto"}
         return {**places, "enable_progress_bar": False, **self.options}
 
     def missing(self) -> str:
@@ -91,6 +91,8 @@ _SHORT = (
     "--trainer.enable_progress_bar=false",
 )
 _TESTED = ("--trainer.limit_test_batches=3", "--trainer.limit_predict_batches=3")
+# Some programs have several losses, of which each uses a part of the parameters.
+_DDP = "ddp_find_unused_parameters_true"
 _ONE = ("--trainer.devices=1",)
 _TWO = ("--trainer.devices=2", "--trainer.strategy=ddp")
 _STEPS = {"max_epochs": 2, "limit_train_batches": 6, "limit_val_batches": 3, "limit_test_batches": 3}
@@ -109,6 +111,7 @@ PROGRAMS = (
         _TWO,
         versions="Lightning 2.6.6, torchvision 0.28.0",
         checkout=EXAMPLES,
+        equal_on=(1, 2),
     ),
     LightningProgram(
         "image_classifier",
@@ -126,6 +129,7 @@ PROGRAMS = (
         options=_STEPS,
         versions="Lightning 2.6.6",
         checkout=EXAMPLES,
+        equal_on=(1, 2),
     ),
     LightningProgram(
         "bug_report",
@@ -134,6 +138,7 @@ PROGRAMS = (
         options={"max_epochs": 2},
         versions="Lightning 2.6.6",
         checkout=EXAMPLES,
+        equal_on=(1, 2),
     ),
     LightningProgram(
         "gan",
@@ -143,6 +148,7 @@ PROGRAMS = (
         options=_STEPS,
         versions="Lightning 2.6.6, torchvision 0.28.0",
         checkout=EXAMPLES,
+        equal_on=(1, 2),
     ),
     LightningProgram(
         "qnet",
@@ -162,6 +168,7 @@ PROGRAMS = (
         options={"max_epochs": 2},
         versions="Lightning 2.6.6, gymnasium 1.4.0",
         checkout=EXAMPLES,
+        equal_on=(1, 2),
     ),
     LightningProgram(
         "transfer_learning",
