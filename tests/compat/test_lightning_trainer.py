@@ -224,6 +224,27 @@ def test_predictions_are_returned_unless_refused() -> None:
 # values
 
 
+def test_a_value_by_step_and_epoch_is_the_newest_steps_until_its_epoch_ends() -> None:
+    class Reads(Callback):
+        def __init__(self) -> None:
+            self.seen: list[float] = []
+
+        def on_train_batch_end(self, trainer: Any, *args: Any) -> None:
+            self.seen.append(float(trainer.callback_metrics["loss"]))
+
+        def on_train_end(self, trainer: Any, module: Any) -> None:
+            self.seen.append(float(trainer.callback_metrics["loss"]))
+
+    class Counts(BoringModel):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            self.log("loss", float(batch_idx), on_step=True, on_epoch=True)
+            return super().training_step(batch, batch_idx)
+
+    reads = Reads()
+    quiet(max_epochs=2, limit_train_batches=3, callbacks=[reads]).fit(Counts())
+    assert reads.seen == [0, 1, 2, 0, 1, 2, 1]
+
+
 def test_metrics_are_tensors_for_loggers_and_numbers_for_the_bar() -> None:
     trainer = quiet(logger=Keeps(), log_every_n_steps=1)
     trainer.fit(Logs())

@@ -330,17 +330,18 @@ class LoggedValues:
                     values[entry.step_name] = combine_plain(entry.reduction, found)
         return values
 
-    def callback_values(self, with_evaluation_steps: bool = True) -> dict[str, Value]:
+    def callback_values(self, with_evaluation_steps: bool = True, newest: bool = False) -> dict[str, Value]:
         """All values by name: the latest of each step-wise one, the last epoch's of the others.
 
         Args:
             with_evaluation_steps: Whether those of single evaluation steps are among them.
+            newest: Whether one that is kept by step and by epoch is the step's until the epoch under way ends.
         """
         values = {**self._epoch, **self._tried}
         for entry in self._tables["train"].values():
             if entry.last is not None:
                 values[entry.step_name] = entry.last
-                if not entry.on_epoch or entry.name not in values:
+                if not entry.on_epoch or entry.name not in values or (newest and entry.fresh):
                     values[entry.name] = entry.last
         for stage in ("validate", "test") if with_evaluation_steps else ():
             for entry in self._tables[stage].values():

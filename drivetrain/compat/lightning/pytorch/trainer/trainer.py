@@ -262,7 +262,7 @@ class Trainer(CoreTrainer):
     @property
     def callback_metrics(self) -> dict[str, Any]:
         """The values that callbacks see: the latest of each training step, the last of each epoch."""
-        return CallbackMetrics(self, self.logged.callback_values(with_evaluation_steps=False))
+        return CallbackMetrics(self, self.logged.callback_values(with_evaluation_steps=False, newest=True))
 
     @property
     def logged_metrics(self) -> dict[str, Any]:
