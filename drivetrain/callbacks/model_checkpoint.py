@@ -184,9 +184,9 @@ class ModelCheckpoint(Callback):
     @property
     def best_model_score(self) -> Tensor | None:
         """The score of the best checkpoint."""
-        if self.monitor is None or not self.best_model_path:
-            return None
         best = self._writer.kept.best
+        if self.monitor is None or not best.best:
+            return None
         return torch.tensor(best.scores[best.best])
 
     @property

@@ -64,9 +64,10 @@ def train(
     batches: int = 6,
     epochs: int = 2,
     ckpt_path: str | None = None,
+    kind: type[Trainer] = Trainer,
     **options: Any,
 ) -> Trainer:
-    """Fit a task quietly, on so many batches an epoch for each process."""
+    """Fit a task quietly, on so many batches an epoch for each process, with a Trainer of some kind."""
     settings: dict[str, Any] = {
         "max_epochs": epochs,
         "default_root_dir": str(root),
@@ -78,7 +79,7 @@ def train(
         "num_sanity_val_steps": 0,
         "seed": 1,
     }
-    trainer = Trainer(**{**settings, **options})
+    trainer = kind(**{**settings, **options})
     trainer.fit(task, rows(batches, trainer.world_size), ckpt_path=ckpt_path)
     return trainer
 

@@ -49,8 +49,8 @@ class Launches:
 
     def __init__(self, request: pytest.FixtureRequest, factory: pytest.TempPathFactory) -> None:
         chosen = [item.callspec.params for item in request.session.items if hasattr(item, "callspec")]
-        self.programs = [params["program"] for params in chosen if "program" in params]
-        self.scripts = [params["script"] for params in chosen if "script" in params]
+        self.programs = [each["program"] for each in chosen if isinstance(each.get("program"), Program)]
+        self.scripts = [each["script"] for each in chosen if isinstance(each.get("script"), Script)]
         self.factory = factory
         self.get = cache(self._get)
 

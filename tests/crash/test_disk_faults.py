@@ -14,6 +14,7 @@ from torch import nn
 
 from drivetrain import Accelerator, Callback, CheckpointError, ModelCheckpoint, Trainer
 from drivetrain.checkpoint import Checkpoint
+from drivetrain.checkpoint.discovery import checkpoint_at
 from drivetrain.runtime.collectives import gather_object
 from tests.callbacks.guarded import Regression, train
 from tests.crash.disk_faults import DiskFaults, Site, sites_in
@@ -170,28 +171,38 @@ class FailAtEachCall(Callback):
 
     def _poll(self, step: int, site: Site | None) -> None:
         names = sorted(os.listdir(self.folder))
-        steps = {name: Checkpoint(self.folder / name).manifest.step for name in names}  # none of them is half there
+        steps = {name: checkpoint_at(self.folder / name).step for name in names}  # none of them is half there
         was_told = site is not None and site not in HARMLESS
         assert steps.pop("last.ckpt") == step - was_told, site
         assert steps[f"step={step}.ckpt"] == step  # it had been written by then
         assert all(name == f"step={each}.ckpt" for name, each in steps.items())
 
 
-def keep_on_a_failing_disk(root: str, save_last: str, error: int) -> tuple[list[Site | None], set[Site], int]:
+class WritesFiles(Trainer):
+    """Its checkpoints are files in Lightning's format."""
+
+    def format_of_checkpoint(self, filepath: str | os.PathLike[str], block: bool = True) -> str:
+        return "lightning"
+
+
+def keep_on_a_failing_disk(
+    root: str, save_last: str, error: int, kind: type[Trainer]
+) -> tuple[list[Site | None], set[Site], int]:
     folder = Path(root) / "ckpt"
     keeping = ModelCheckpoint(folder, "{step}", every_n_train_steps=1, save_last=save_last, on_save_error="warn")
     with DiskFaults(root, only=KEEPING) as faults:
         failing = FailAtEachCall(faults, error, folder)
-        trainer = train(Regression({}), root, [failing, keeping], batches=40, epochs=1)
+        trainer = train(Regression({}), root, [failing, keeping], batches=40, epochs=1, kind=kind)
     return failing.failed, faults.seen, trainer.global_step
 
 
 @pytest.mark.parametrize("error", ERRORS, ids=["ENOSPC", "EIO"])
 def test_a_call_that_fails_in_keeping_the_last_checkpoint_leaves_the_one_before(error: int, tmp_path: Path) -> None:
     sites: set[Site] = set()
-    for save_last in ("copy", "link"):
+    for save_last, kind in (("copy", Trainer), ("link", Trainer), ("copy", WritesFiles)):
+        root = tmp_path / f"{save_last} {kind.__name__}"
         (failed, seen, steps), (_, _, others) = run_in_processes(
-            keep_on_a_failing_disk, args=(str(tmp_path / save_last), save_last, error), timeout=120
+            keep_on_a_failing_disk, args=(str(root), save_last, error, kind), timeout=120
         )
         assert steps == others == 40
         assert None not in failed[: failed.index(None)]

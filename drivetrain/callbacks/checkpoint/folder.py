@@ -6,6 +6,7 @@ import os
 import shutil
 import uuid
 from collections.abc import Sequence
+from contextlib import suppress
 
 from drivetrain import checkpoint
 from drivetrain.callbacks.checkpoint.restored import RestoredState
@@ -159,14 +160,25 @@ def duplicate(path: str, source: str) -> None:
 
 
 def _duplicate_file(path: str, source: str) -> None:
-    place = os.path.join(os.path.dirname(path), f".{os.path.basename(path)}.{_token()}.writing")
+    """Let the path name the file in one moment; where that may not last, it names again what it did before."""
+    token = _token()
+    place, replaced = (
+        os.path.join(os.path.dirname(path), f".{os.path.basename(path)}.{token}.{what}") for what in KINDS
+    )
     try:
         _link_or_copy(source, place)
+        if os.path.isfile(path):
+            _link_or_copy(path, replaced)
         os.replace(place, path)
         _sync(os.path.dirname(path))
     except OSError as error:
-        LocalStorage().discard(place)
+        if os.path.isfile(replaced) and not os.path.lexists(place):
+            with suppress(OSError):  # what is there then is whole, too
+                os.replace(replaced, path)
+        for beside in (place, replaced):
+            LocalStorage().discard(beside)
         raise CheckpointError(f"{path} could not be made a copy of {source}: {error}.") from error
+    LocalStorage().discard(replaced)
 
 
 def _check_replaceable(path: str) -> None:

@@ -45,10 +45,13 @@ class Settable:
     def __get__(self, callback: Any, owner: type) -> Any:
         if callback is None:
             return self
+        if callback.set_by_hand and callback.set_after != callback.newest_model_path:
+            callback.set_by_hand.clear()
         return callback.set_by_hand.get(self._name, self._read(callback))
 
     def __set__(self, callback: Any, value: Any) -> None:
         callback.set_by_hand[self._name] = value
+        callback.set_after = callback.newest_model_path
 
 
 class ModelCheckpoint(CoreModelCheckpoint, Checkpoint):
@@ -97,6 +100,7 @@ class ModelCheckpoint(CoreModelCheckpoint, Checkpoint):
         **options: Any,
     ) -> None:
         self.set_by_hand: dict[str, Any] = {}
+        self.set_after = ""
         if dirpath is not None:
             dirpath = os.fspath(dirpath)
             dirpath = dirpath if "://" in dirpath or not dirpath else os.path.realpath(os.path.expanduser(dirpath))
