@@ -121,6 +121,8 @@ PROGRAMS = (
         (*_SHORT, *_TESTED),
         _TWO,
         checkout=EXAMPLES,
+        versions="Lightning 2.6.6, torchvision 0.28.0",
+        equal_on=(1, 2),
     ),
     LightningProgram(
         "transformer",
@@ -218,6 +220,8 @@ PROGRAMS = (
         "neuralforecast_nhits.py",
         {"neuralforecast": "neuralforecast"},
         package="pytorch_lightning",
+        versions="neuralforecast 3.3.0",
+        alone="its `save` removes and makes one folder from every process at once",
     ),
     LightningProgram(
         "segmentation_smp",
