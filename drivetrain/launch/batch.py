@@ -109,14 +109,17 @@ class SbatchFile:
         )
 
 
-# A trap ends `wait` early, hence the loop.
+# A trap ends `wait` early, also where the launcher ends at the same moment: only waiting again gives its code.
 _BODY = f"""\
 {{}} &
-launcher=$!
-trap 'kill -USR1 $launcher' USR1
-trap 'kill -TERM $launcher' TERM
-wait $launcher; code=$?
-while kill -0 $launcher 2>/dev/null; do wait $launcher; code=$?; done
+launcher=$! code=127 signalled=1
+trap 'signalled=1; kill -USR1 $launcher' USR1
+trap 'signalled=1; kill -TERM $launcher' TERM
+while [ $signalled ]; do
+    signalled=
+    wait $launcher 2>/dev/null; status=$?
+    [ $status -eq 127 ] || code=$status   # 127: its end was seen before
+done
 
 if [ $code -eq {RESUME_EXIT_CODE} ]; then   # it has saved, and can resume
     scontrol requeue "$SLURM_JOB_ID"

@@ -29,9 +29,12 @@ def test_directives_stand_before_the_first_command_and_are_those_that_were_given
     assert lines.index("module load cuda") < lines.index("drivetrain launch --preemption_grace_period=100 'a b.py' &")
 
 
-@pytest.mark.parametrize(("code", "requeued"), [(75, True), (0, False), (3, False)])
-def test_the_job_goes_back_to_the_queue_when_it_has_saved(tmp_path: Path, code: int, requeued: bool) -> None:
-    """The file itself runs, with a launcher that ends once it was asked to."""
+@pytest.mark.parametrize("ends_first", [False, True])
+@pytest.mark.parametrize(("code", "requeued"), [(75, True), (0, False), (3, False), (143, False)])
+def test_the_job_goes_back_to_the_queue_when_it_has_saved(
+    tmp_path: Path, code: int, requeued: bool, ends_first: bool
+) -> None:
+    """The file itself runs, with a launcher that ends once it was asked to, also before the job waits again."""
     commands = {
         "drivetrain": f"trap 'exit {code}' USR1; touch ready; while :; do sleep 0.05; done",
         "scontrol": 'echo "$@" > requeued',
@@ -42,7 +45,8 @@ def test_the_job_goes_back_to_the_queue_when_it_has_saved(tmp_path: Path, code: 
         path.chmod(path.stat().st_mode | stat.S_IXUSR)
     # What SLURM does with the signal two minutes before the end, once the launcher runs.
     ask = "(while [ ! -e ready ]; do sleep 0.05; done; kill -USR1 $$) &"
-    (tmp_path / "job.sbatch").write_text(SbatchFile(setup=(ask,)).render("train.py"))
+    slow = 'kill() { command kill "$@"; sleep 0.5; }' if ends_first else ""
+    (tmp_path / "job.sbatch").write_text(SbatchFile(setup=(ask, slow)).render("train.py"))
     subprocess.run(["bash", "-n", "job.sbatch"], cwd=tmp_path, check=True)
     environment = clean_environment(PATH=f"{tmp_path}{os.pathsep}{os.environ['PATH']}", SLURM_JOB_ID="47")
     done = subprocess.run(["bash", "job.sbatch"], cwd=tmp_path, env=environment, timeout=30)
