@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import multiprocessing
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch.utils.data import DataLoader
 
 from drivetrain import Accelerator, CombinedLoader, DataLoaderConfiguration, DataModule, Task
 from tests.pool import run_in_processes
@@ -355,3 +357,16 @@ def split_batches() -> list[float]:
 
 def test_the_accelerators_options_hold_for_the_trainers_loaders() -> None:
     assert run_in_processes(split_batches, 2) == [[2.5, 1.0], [2.5, 3.0]]
+
+
+def test_the_workers_of_an_epoch_that_is_broken_off_end_with_it() -> None:
+    class Breaks(Weight):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            if batch_idx:
+                raise ZeroDivisionError
+            return super().training_step(batch, batch_idx)
+
+    loader = DataLoader(torch.ones(8, 1), num_workers=1)  # type: ignore[arg-type]
+    with pytest.raises(ZeroDivisionError):
+        quiet().fit(Breaks(), loader)
+    assert multiprocessing.active_children() == []

@@ -113,15 +113,24 @@ class TrainingBatches:
 
     def windows(self) -> Generator[list[MicroBatch], None, None]:
         """The epoch's micro-batches, as many as make one optimizer step at a time."""
+        limit, progress = self.limit, self._progress
+        if progress.batches_in_epoch >= limit or progress.batches_are_done:
+            return
+        self.mark()
+        self._feed = iter(
+            self._trainer.actions.iterate_training(self.loader.iterate(limit, together=True), self.loader)
+        )
+        try:
+            yield from self._windows()
+        finally:
+            self._feed = iter(())  # ends the workers of a loader that was not read to its end
+
+    def _windows(self) -> Generator[list[MicroBatch], None, None]:
         loader, limit, size = self.loader, self.limit, self._trainer.accumulate_grad_batches
         skips, progress = self._trainer.control.batches_to_skip, self._progress
         index = progress.batches_in_epoch
-        if index >= limit or progress.batches_are_done:
-            return
-        self.mark()
         marks_steps = size > 1 or self._saves_within_steps
         window: list[MicroBatch] = []
-        self._feed = iter(self._trainer.actions.iterate_training(loader.iterate(limit, together=True), loader))
         for batch in self._feed:
             info = loader.current
             assert info is not None  # a batch is always known to its loader
