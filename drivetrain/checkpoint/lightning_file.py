@@ -22,7 +22,7 @@ from drivetrain.runtime.errors import CheckpointError, ConfigurationError
 
 _ZIP = b"PK\x03\x04"
 _PATIENCE = 3600.0
-"""Seconds after which a file that nobody has written to counts as left by a dead run."""
+"""Seconds after which a file without a write counts as left by a dead run."""
 
 
 def write_lightning_file(
