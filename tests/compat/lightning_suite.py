@@ -93,7 +93,7 @@ LEFT_OUT = {
     "test_val_check_interval.py::test_validation_check_interval_exceed_data_length_correct[2-False]": WITHIN,
     "test_val_check_interval.py::test_validation_check_interval_exceed_data_length_correct[2-True]": WITHIN,
     "test_distributed_logging.py::test_first_logger_call_in_subprocess": "gives a mock for a logger",
-    "test_eval_loop_logging.py::test_validation_step_log_with_tensorboard": "expects hp_metric, which is not logged here",
+    "test_eval_loop_logging.py::test_validation_step_log_with_tensorboard": "expects hp_metric, which is not logged",
     "test_dataloaders.py::test_iterable_dataset_stop_iteration_at_epoch_beginning": "expects no error without any data",
     "test_trainer.py::test_model_checkpoint_options": "sets a Trainer's counters by hand, and runs nothing",
     "test_cli.py::test_lightning_cli_jsonnet": "needs the package jsonnet, and does not skip itself without it",
