@@ -36,12 +36,14 @@ from drivetrain.compat.lightning.pytorch.trainer.states import RunningStage, Tra
 from drivetrain.compat.lightning.pytorch.trainer.verbs import lightning_verb
 from drivetrain.compat.lightning.reasons import PLUGIN
 from drivetrain.data import CombinedLoader, DataShard
+from drivetrain.data.combined import is_structure
 from drivetrain.runtime.errors import ConfigurationError
 from drivetrain.trackers import TrackerGroup
 from drivetrain.trainer import Trainer as CoreTrainer
 from drivetrain.trainer.loops.loader_source import limits_of
 from drivetrain.trainer.loops.run_control import StopReason
 from drivetrain.trainer.metrics.logged_value import to_numbers
+from drivetrain.trainer.state.progress import Phase
 
 __all__ = ["Trainer"]
 
@@ -165,6 +167,10 @@ class Trainer(CoreTrainer):
         if not self.use_distributed_sampler:
             return loader
         return interleaved(loader, self.strategy.topology.data_shard, shuffle=not self.overfit_batches)
+
+    def holds_loaders(self, given: Any) -> bool:
+        """Whether what was given or made is several loaders: a list is, unless it holds numbers or strings."""
+        return is_structure(given) and bool(given)
 
     def shard_of(self, loader: Any) -> DataShard | None:
         """This process's share: all of a stream, whose dataset takes its part by itself."""
@@ -352,6 +358,14 @@ class Trainer(CoreTrainer):
             return TrainerState(TrainerStatus.INTERRUPTED if cut_short else TrainerStatus.FINISHED, fn)
         stage = RunningStage.SANITY_CHECKING if self.sanity_checking else RunningStage(str(self.stage))
         return TrainerState(TrainerStatus.RUNNING, fn, stage)
+
+    @property
+    def is_last_batch(self) -> bool:
+        """Whether the last batch of an epoch is under way, or was the last that there was."""
+        current, progress = self.current, self.progress
+        if current.stage is Stage.TRAIN and current.batch_info is not None:
+            return super().is_last_batch
+        return progress.phase > Phase.BATCHES or (not progress.batches_in_epoch and current.last_epoch[0] > 0)
 
     @property
     def evaluating(self) -> bool:
