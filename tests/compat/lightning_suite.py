@@ -63,6 +63,7 @@ WITHIN = "expects to validate within a step of several batches, after which it i
 WORDING = "compares the wording of a message"
 HOOK_ALONE = "calls a hook by itself, for a check that is made here before a run begins"
 MOCK_CALLBACK = "puts a mock in the place of a callback, whose class attributes are then mocks"
+PEERS = "pretends to be one of several processes, whose peers a Trainer waits for when it is made"
 
 LEFT_OUT = {
     "test_val_check_interval.py::test_time_and_epoch_gated_val_check": "counts the calls of time.monotonic",
@@ -78,6 +79,10 @@ LEFT_OUT = {
     "test_trainer.py::test_trainer_config_strategy[trainer_kwargs8-DDPStrategy-CPUAccelerator-2]": ALONE,
     "test_trainer.py::test_trainer_config_strategy[trainer_kwargs11-DDPStrategy-CPUAccelerator-2]": ALONE,
     "test_trainer.py::test_trainer_config_device_ids[trainer_kwargs3-expected_device_ids3]": ALONE,
+    "test_accelerator_connector.py::test_custom_accelerator": PEERS,
+    "test_accelerator_connector.py::test_custom_cluster_environment_in_slurm_environment": PEERS,
+    "test_accelerator_connector.py::test_strategy_choice_ddp_cpu_kubeflow": PEERS,
+    "test_accelerator_connector.py::test_strategy_choice_ddp_cpu_slurm": PEERS,
     "test_tuning.py::test_tuner_with_distributed_strategies": SEARCHES,
     "test_scale_batch_size.py::test_batch_size_finder_with_distributed_strategies": SEARCHES,
     "test_scale_batch_size.py::test_auto_scale_batch_size_duplicate_attribute_warning": WORDING,
@@ -267,6 +272,9 @@ def _leave_process_group() -> None:
 
 
 class _Signals:
+    def __init__(self, trainer: Any) -> None:
+        raise MachineryUsed("_SignalConnector")
+
     @staticmethod
     def _valid_signals() -> set[Any]:
         import signal
@@ -279,6 +287,7 @@ HELPERS: dict[str, Any] = {
     "lightning.fabric.strategies.launchers.subprocess_script._ChildProcessObserver": type("Observer", (), {}),
     "lightning.fabric.utilities.distributed._destroy_dist_connection": _leave_process_group,
     "lightning.fabric.utilities.testing._runif_reasons": _reasons_to_skip,
+    "lightning.pytorch.strategies.ddp._DDP_FORK_ALIASES": ("ddp_fork", "ddp_notebook"),
     "lightning.pytorch.trainer.connectors.signal_connector._SignalConnector": _Signals,
     "lightning.pytorch.utilities.testing._runif_reasons": _reasons_to_skip,
 }

@@ -12,6 +12,7 @@ from torch import Tensor
 from drivetrain.callbacks import Callback
 from drivetrain.trackers import CSVLogger
 from tests.callbacks.tasks import Scripted, fit
+from tests.trainer.tasks import Weight, ones, quiet
 
 INJECTED = [
     "setup",
@@ -141,3 +142,19 @@ def test_hooks_of_evaluation_batches_may_leave_the_loader_out(tmp_path: Path) ->
 
     fit(Task([1]), tmp_path, 1, [Short()], num_sanity_val_steps=0, limit_val_batches=1)
     assert seen == [0, True]
+
+
+def test_a_tasks_callbacks_replace_those_of_their_class_and_of_its_bases() -> None:
+    class Base(Callback):
+        pass
+
+    class Derived(Base):
+        pass
+
+    class Brings(Weight):
+        def configure_callbacks(self) -> Any:
+            return Derived()
+
+    trainer = quiet(callbacks=[Callback(), Base(), Derived(), Base()])
+    trainer.fit(Brings(), ones(1))
+    assert [type(each) for each in trainer.callbacks] == [Callback, Derived]
