@@ -126,9 +126,17 @@ class LoaderSource:
         """The prepared loaders for validation, test or prediction, each run on its own.
 
         A `CombinedLoader` is one of them, but for one whose loaders come after each other anyway.
+
+        Raises:
+            DataError: There is none, and nothing but the evaluation was asked for.
         """
         raw = self._trainer.current.loaders[self._stage] = self.raw()
         self.is_stale = False
+        if raw is None and self._trainer.task_run.stage is not Stage.TRAIN:
+            raise InvalidLoaderError(
+                f"An invalid dataloader was {self._origin()}: it is None. Return a torch DataLoader, or another "
+                "iterable of batches."
+            )
         if raw is None:
             return []
         tail = TailPolicy.WHOLE if self._trainer.strategy.needs_even_batches else TailPolicy.UNEVEN
