@@ -90,7 +90,7 @@ class TaskRun:
         self.sources = {each: LoaderSource(self._trainer, task, each, given, data) for each, given in loaders.items()}
         logged = self._trainer.logged
         logged.enter(NOWHERE)
-        logged.forget_results()
+        logged.begin_verb(evaluates_alone=stage is not Stage.TRAIN)
         self._trainer.tracker_log.written.clear()
 
     @property

@@ -292,7 +292,6 @@ class Trainer(KnownKeywords, OptionAttributes, TrainerStatus):
         validation = make_validation(self, task, model, sources[Stage.VALIDATE])
         if saved is None:
             run_sanity_check(self, validation)
-        batches = TrainingBatches(self, sources[Stage.TRAIN])
         self.logged.start((Stage.TRAIN, Stage.VALIDATE))
         task_checks.warn_of_evaluation_mode(task)
         self.current.stage = Stage.TRAIN
@@ -406,8 +405,16 @@ class Trainer(KnownKeywords, OptionAttributes, TrainerStatus):
         """
         return None if self.use_distributed_sampler else DataShard()
 
+    def check_loader(self, loader: Any, stage: Stage) -> None:
+        """Check a loader before it is prepared; override it to warn of what your runs should not have.
+
+        Args:
+            loader: What was given or made; each one alone where there are several.
+            stage: What it is for.
+        """
+
     def adopt_callbacks(self, added: Any) -> None:
-        """Take a task's callbacks, which replace those of the same type.
+        """Take a task's callbacks, which replace those of the same class, or of one that theirs is derived from.
 
         Args:
             added: One or several callbacks.

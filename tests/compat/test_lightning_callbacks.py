@@ -30,6 +30,7 @@ from drivetrain.compat.lightning.pytorch.callbacks.progress.tqdm_progress import
 from drivetrain.compat.lightning.pytorch.demos import BoringModel, Transformer
 from drivetrain.compat.lightning.pytorch.demos.boring_classes import RandomDataset, RandomIterableDataset
 from drivetrain.compat.lightning.pytorch.demos.transformer import sinusoids
+from drivetrain.compat.lightning.pytorch.trainer import added_callbacks
 
 
 def fitted(bar: Any, **options: Any) -> Any:
@@ -127,7 +128,8 @@ def test_a_bar_of_rich_has_its_rows_and_columns(capsys: pytest.CaptureFixture[st
     assert pickle.loads(pickle.dumps(bar)).progress is None
 
 
-def test_what_the_trainer_shows_by_itself_counts_as_a_bar() -> None:
+def test_what_the_trainer_shows_by_itself_without_rich_counts_as_a_bar(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(added_callbacks, "find_spec", lambda name: None)
     bar = Trainer(accelerator="cpu", logger=False).progress_bar_callback
     assert isinstance(bar, ProgressBar)
     assert isinstance(bar, TQDMProgressBar)

@@ -283,6 +283,29 @@ def test_a_value_by_step_and_epoch_is_the_newest_steps_until_its_epoch_ends() ->
     assert reads.seen == [0, 1, 2, 0, 1, 2, 1]
 
 
+def test_one_name_may_be_logged_by_steps_and_at_the_end_of_the_epoch() -> None:
+    class Twice(BoringModel):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            self.log("loss", float(batch_idx))
+            return super().training_step(batch, batch_idx)
+
+        def validation_step(self, batch: Any, batch_idx: int) -> None:
+            self.log("val", 1.0)
+
+        def on_validation_epoch_end(self) -> None:
+            self.log("val", 2.0, prog_bar=True)
+
+        def on_train_epoch_end(self) -> None:
+            self.log("loss", 7.0)
+
+    logger = Keeps()
+    trainer = quiet(logger=logger, log_every_n_steps=1, max_epochs=2)
+    trainer.fit(Twice())
+    lines = [(values["loss"], step) for values, step in logger.calls if "loss" in values]
+    assert lines == [(0, 0), (1, 1), (7, 1), (0, 2), (1, 3), (7, 3)]
+    assert (trainer.callback_metrics["val"], trainer.progress_bar_metrics["val"]) == (2, 2)
+
+
 def test_metrics_are_tensors_for_loggers_and_numbers_for_the_bar() -> None:
     trainer = quiet(logger=Keeps(), log_every_n_steps=1)
     trainer.fit(Logs())
@@ -327,7 +350,7 @@ def test_warnings_come_by_the_module_that_scripts_filter() -> None:
         quiet().fit(Unvalidated())
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        warnings.filterwarnings("ignore", ".*have no `validation_step`.*")
+        warnings.filterwarnings("ignore", ".*have no `validation_step`.*|.*does not have many workers.*")
         quiet().fit(Unvalidated())
 
 

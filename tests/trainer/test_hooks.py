@@ -12,7 +12,7 @@ from torch import Tensor
 from drivetrain.callbacks import Callback
 from drivetrain.trackers import CSVLogger
 from tests.callbacks.tasks import Scripted, fit
-from tests.trainer.tasks import Weight, quiet, rows
+from tests.trainer.tasks import Weight, ones, quiet, rows
 
 INJECTED = [
     "setup",
@@ -183,3 +183,19 @@ def test_a_hook_of_the_mode_may_be_none() -> None:
     task.on_validation_model_train = None
     quiet().validate(task, rows([1.0]), verbose=False)
     assert task.training
+
+
+def test_a_tasks_callbacks_replace_those_of_their_class_and_of_its_bases() -> None:
+    class Base(Callback):
+        pass
+
+    class Derived(Base):
+        pass
+
+    class Brings(Weight):
+        def configure_callbacks(self) -> Any:
+            return Derived()
+
+    trainer = quiet(callbacks=[Callback(), Base(), Derived(), Base()])
+    trainer.fit(Brings(), ones(1))
+    assert [type(each) for each in trainer.callbacks] == [Callback, Derived]

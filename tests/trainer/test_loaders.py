@@ -375,3 +375,11 @@ def test_the_workers_of_an_epoch_that_is_broken_off_end_with_it() -> None:
     with pytest.raises(ZeroDivisionError):
         quiet().fit(Breaks(), loader)
     assert multiprocessing.active_children() == []
+
+
+@pytest.mark.parametrize("verb", ["validate", "test", "predict"])
+def test_a_method_that_makes_no_loader_is_refused_by_its_name(verb: str) -> None:
+    name = {"validate": "val", "test": "test", "predict": "predict"}[verb]
+    task = type("Empty", (Weight,), {f"{name}_dataloader": lambda self: None, "test_step": Weight.validation_step})()
+    with pytest.raises(TypeError, match=rf"returned from `Empty.{name}_dataloader\(\)`: it is None"):
+        getattr(quiet(), verb)(task)

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import nn
 
 from drivetrain.callbacks.stage import Stage
@@ -128,26 +129,33 @@ class EvaluationLoop:
             for loader in () if keep else loaders:
                 stack.enter_context(loader.undone())
             trainer.logged.enter(self._in_epoch)
-            hooks.call(stage.hook_name("start"))
-            hooks.call(stage.hook_name("epoch_start"))
-            if self._source.is_stale:  # a hook has changed what they are made of
-                loaders = self.load()
-            limits = [min(limit, FOREVER if at_most is None else at_most) for limit in self._limits]
             with evaluation_context(self._strategy.capability(PlainEvaluation), trainer.inference_mode):
+                hooks.call(stage.hook_name("start"))
+                hooks.call(stage.hook_name("epoch_start"))
+                if self._source.is_stale:  # a hook has changed what they are made of
+                    loaders = self.load()
+                limits = [min(limit, FOREVER if at_most is None else at_most) for limit in self._limits]
                 for index, (loader, limit) in enumerate(zip(loaders, limits, strict=True)):
                     self._run_loader(loader, limit, index if len(loaders) > 1 else None, keep)
-            trainer.logged.enter(self._in_epoch)
-            results = trainer.tracker_log.finish_epoch(stage, keep)
-            hooks.call(stage.hook_name("epoch_end"))
-            results += trainer.tracker_log.finish_epoch(stage, keep)
-            trainer.logged.reset_finished()
-            if keep:
-                trainer.tracker_log.write_epoch_values(results)
-            if on_results is not None:
-                on_results()
-            trainer.logged.enter(LogScope(f"in {stage.hook_name('end')}", None))
-            hooks.call(stage.hook_name("end"))
+            with torch.no_grad():  # and no inference mode: training uses what these hooks make, such as pruning masks
+                results = self._finish(keep, on_results)
         return _by_loader(results, len(loaders), trainer.tracker_log.name_of)
+
+    def _finish(self, keep: bool, on_results: Callable[[], None] | None) -> list[EpochValue]:
+        """Reduce what was logged, and call the hooks of the end; see `run`. Returns the results."""
+        trainer, hooks, stage = self._trainer, self._hooks, self._stage
+        trainer.logged.enter(self._in_epoch)
+        results = trainer.tracker_log.finish_epoch(stage, keep)
+        hooks.call(stage.hook_name("epoch_end"))
+        results += trainer.tracker_log.finish_epoch(stage, keep)
+        trainer.logged.reset_finished()
+        if keep:
+            trainer.tracker_log.write_epoch_values(results)
+        if on_results is not None:
+            on_results()
+        trainer.logged.enter(LogScope(f"in {stage.hook_name('end')}", None))
+        hooks.call(stage.hook_name("end"))
+        return results
 
     def run_alone(self) -> list[dict[str, float]]:
         """Evaluate once, and forget the loaders."""

@@ -127,9 +127,17 @@ class LoaderSource:
         """The prepared loaders for validation, test or prediction, each run on its own.
 
         A `CombinedLoader` is one of them, but for one whose loaders come after each other anyway.
+
+        Raises:
+            DataError: There is none, and nothing but the evaluation was asked for.
         """
         raw = self._trainer.current.loaders[self._stage] = self.raw()
         self.is_stale = False
+        if raw is None and self._trainer.task_run.stage is not Stage.TRAIN:
+            raise InvalidLoaderError(
+                f"An invalid dataloader was {self._origin()}: it is None. Return a torch DataLoader, or another "
+                "iterable of batches."
+            )
         if raw is None:
             return []
         tail = TailPolicy.WHOLE if self._trainer.strategy.needs_even_batches else TailPolicy.UNEVEN
@@ -151,6 +159,7 @@ class LoaderSource:
                 f"{type(loader).__name__}, which cannot be iterated. Give a torch DataLoader, or another iterable of "
                 "batches."
             )
+        self._trainer.check_loader(loader, self._stage)
         if self._stage is Stage.TRAIN:
             loader = self._trainer.adapt_training_loader(loader)
         prepared = self._trainer.accelerator.prepare_data_loader(

@@ -69,16 +69,17 @@ class PredictionLoop:
         self._step = trainer.actions.watch(trainer.actions.of_strategy("predict_step"), bound)
         with evaluating(self._task, Stage.PREDICT, self._model):
             trainer.logged.enter(PREDICT)
-            hooks.call("on_predict_start")
-            hooks.call("on_predict_epoch_start")
-            if self._source.is_stale:  # a hook has changed what they are made of
-                self._forget(loaders)
-                loaders, limits = self._load()
             with evaluation_context(self._strategy.capability(PlainEvaluation), trainer.inference_mode):
+                hooks.call("on_predict_start")
+                hooks.call("on_predict_epoch_start")
+                if self._source.is_stale:  # a hook has changed what they are made of
+                    self._forget(loaders)
+                    loaders, limits = self._load()
                 for index, (loader, limit) in enumerate(zip(loaders, limits, strict=True)):
                     results.append(self._run_loader(loader, limit, index if len(loaders) > 1 else None))
-            hooks.call("on_predict_epoch_end")
-            hooks.call("on_predict_end")
+            with torch.no_grad():
+                hooks.call("on_predict_epoch_end")
+                hooks.call("on_predict_end")
         self._forget(loaders)
         return results[0] if len(results) == 1 else results
 

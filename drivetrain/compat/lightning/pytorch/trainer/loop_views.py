@@ -99,11 +99,12 @@ class EvaluationLoopView:
     Args:
         trainer: The trainer.
         stage: What it does.
+        alone: Whether it is that of a verb, rather than the validation within `fit`.
     """
 
-    def __init__(self, trainer: Trainer, stage: Stage) -> None:
+    def __init__(self, trainer: Trainer, stage: Stage, alone: bool = True) -> None:
         self._trainer, self._stage = trainer, stage
-        done: Read = lambda: trainer.logged.evaluated_batches(str(stage))  # noqa: E731 - read twice
+        done: Read = lambda: trainer.logged.evaluated.total(str(stage), alone)  # noqa: E731 - read twice
         last: Read = lambda: min(done(), sum(self.max_batches[-1:]))  # noqa: E731 - read twice
         self.batch_progress = Counts(Count(last, last), Count(done, done))
 
@@ -152,7 +153,7 @@ class EpochLoopView:
         total = Count(lambda: progress.total_batches + self._begun() - self._finished(), lambda: progress.total_batches)
         self.batch_progress = Counts(current, total, lambda: trainer.is_last_batch)
         self.automatic_optimization = self.manual_optimization = _Steps(trainer)
-        self.val_loop = EvaluationLoopView(trainer, Stage.VALIDATE)
+        self.val_loop = EvaluationLoopView(trainer, Stage.VALIDATE, alone=False)
 
     def _begun(self) -> float:
         """Batches of this epoch that were begun; until its first, those of the last one."""

@@ -10,24 +10,24 @@ from typing import Any
 
 from torch.utils.data import IterableDataset
 
-from drivetrain.callbacks import Callback, EarlyStopping
-from drivetrain.callbacks import ModelCheckpoint as CoreModelCheckpoint
+from drivetrain.callbacks import EarlyStopping
 from drivetrain.callbacks.stage import Stage
-from drivetrain.compat.lightning.accelerators import Accelerator
 from drivetrain.compat.lightning.fabric.utilities.rank_zero import rank_zero_warn
 from drivetrain.compat.lightning.fabric.utilities.warnings import PossibleUserWarning, warn_by_warnings
 from drivetrain.compat.lightning.plugins import SPELLINGS, Precision, TorchSyncBatchNorm, plugin_of
-from drivetrain.compat.lightning.pytorch.callbacks.model_checkpoint import ModelCheckpoint
 from drivetrain.compat.lightning.pytorch.loggers.duck import as_loggers, given_as
 from drivetrain.compat.lightning.pytorch.loggers.files import CSVLogger, TensorBoardLogger
 from drivetrain.compat.lightning.pytorch.loggers.logger import DummyLogger
 from drivetrain.compat.lightning.pytorch.profilers.pytorch import PyTorchProfiler
+from drivetrain.compat.lightning.pytorch.trainer.added_callbacks import as_there, with_external
 from drivetrain.compat.lightning.pytorch.trainer.arguments import (
     Shown,
     check_barebones,
     explain_ones,
     from_environment,
 )
+from drivetrain.compat.lightning.pytorch.trainer.hardware import check_hardware, check_precision, kind_of
+from drivetrain.compat.lightning.pytorch.trainer.loader_checks import warn_of_loader
 from drivetrain.compat.lightning.pytorch.trainer.loop_views import EvaluationLoopView, FitLoopView
 from drivetrain.compat.lightning.pytorch.trainer.metric_views import CallbackMetrics, LightningTrackerLog, as_tensor
 from drivetrain.compat.lightning.pytorch.trainer.order import interleaved
@@ -88,6 +88,7 @@ class Trainer(CoreTrainer):
     num_sanity_val_steps = Shown(float("inf"), -1)
     _spawning: Spawning | None = None
     _was_cut_short = False
+    _chosen_path: Any = None
 
     @from_environment
     def __init__(
@@ -114,11 +115,12 @@ class Trainer(CoreTrainer):
         precision = _taken_from(plugins, precision, options)
         if logger is None or logger is True:
             logger = _default_logger(default_root_dir) if not options.get("barebones") else None
-        accelerator = _kind_of(accelerator)
-        if options.get("fast_dev_run") == 1:
-            options["fast_dev_run"] = True
-        if options.get("strategy") == "single_device":
-            options["strategy"] = "single"
+        accelerator = kind_of(accelerator)
+        check_hardware(accelerator, options.get("devices"))
+        check_precision(precision)
+        _spell(options)
+        self._spawns = str(options.get("strategy")).startswith("ddp_spawn")
+        callbacks = options["callbacks"] = with_external(options.get("callbacks"))
         spawning = Spawning.asked_for(options.get("strategy"), options.get("devices", "auto"), accelerator)
         if spawning is not None:
             options["strategy"] = spawning.strategy
@@ -132,12 +134,13 @@ class Trainer(CoreTrainer):
             profiler=_profiler_of(profiler),
             **options,
         )
-        self.callbacks = [_as_there(each, options.get("callbacks")) for each in self.callbacks]
+        self.callbacks = as_there(self.callbacks, callbacks)
         # Augmentation and streams draw from the generators of the process, or of the loader's workers.
         self.accelerator.dataloader_config.seed_samples = False
         self._running: Stage | None = None
         self._was_cut_short = False
         self._spawning = None if spawning is None or spawning.num_processes == 1 else spawning
+        self.logged.separate_moments()
         self.tracker_log = LightningTrackerLog(self)
         self.actions.use_words(_WORDS)
         self.tracker_log.shows_hyper_parameters = enable_autolog_hparams
@@ -177,6 +180,10 @@ class Trainer(CoreTrainer):
         is_stream = isinstance(getattr(loader, "dataset", None), IterableDataset)
         return DataShard() if is_stream else super().shard_of(loader)
 
+    def check_loader(self, loader: Any, stage: Stage) -> None:
+        """Warn of a loader that is slow, or evaluates in a random order."""
+        warn_of_loader(loader, stage, self.num_devices, self._spawns)
+
     def format_of_checkpoint(self, filepath: str | os.PathLike[str], block: bool = True) -> str:
         """The format in which `save_checkpoint` writes where none is given.
 
@@ -204,6 +211,22 @@ class Trainer(CoreTrainer):
     def num_devices(self) -> int:
         """Number of processes on this machine."""
         return super().num_devices if self._spawning is None else self._spawning.num_processes
+
+    def choose_checkpoint(self, given: Any) -> Any:
+        """The checkpoint that a verb takes: the given one, or else the one that `ckpt_path` was set to.
+
+        Args:
+            given: What the verb was given.
+        """
+        chosen = self._chosen_path
+        if chosen is None or given is None:
+            return chosen if given is None else given
+        rank_zero_warn(
+            f"`trainer.ckpt_path = {os.fspath(chosen)!r}` was set, but then you passed `ckpt_path={given!r}`, which is "
+            "taken from now on. Set one of the two."
+        )
+        self._chosen_path = None
+        return given
 
     def settle_epochs(self) -> None:
         """Take the usual number of epochs at the start of a `fit`, where none was given."""
@@ -412,9 +435,14 @@ class Trainer(CoreTrainer):
         return [callback for callback in self.callbacks if isinstance(callback, EarlyStopping)]
 
     @property
-    def ckpt_path(self) -> str | None:
-        """The checkpoint that the last verb has taken."""
-        return self.task_run.checkpoint_path
+    def ckpt_path(self) -> Any:
+        """The checkpoint that the last verb has taken; one that is set, every verb takes until it is set to None."""
+        return self.task_run.checkpoint_path if self._chosen_path is None else self._chosen_path
+
+    @ckpt_path.setter
+    def ckpt_path(self, path: str | os.PathLike[str] | None) -> None:
+        self._chosen_path = path
+        self.task_run.checkpoint_path = None if path is None else os.fspath(path)
 
     # on what
 
@@ -457,11 +485,13 @@ class Trainer(CoreTrainer):
         return [min(batches, self.num_sanity_val_steps) for batches in self.num_val_batches]
 
 
-def _as_there(callback: Callback, given: Any) -> Callback:
-    """The callback for checkpoints of Lightning's kind where the Trainer has added the usual one by itself."""
-    known = given if isinstance(given, Sequence) else [given]
-    is_added = type(callback) is CoreModelCheckpoint and not any(each is callback for each in known)
-    return ModelCheckpoint() if is_added else callback
+def _spell(options: dict[str, Any]) -> None:
+    """Spell options as the core does."""
+    if options.get("fast_dev_run") == 1:
+        options["fast_dev_run"] = True
+    if isinstance(options.get("strategy"), str):
+        name = options["strategy"].lower()
+        options["strategy"] = "single" if name == "single_device" else name
 
 
 def _profiler_of(given: Any) -> Any:
@@ -479,13 +509,6 @@ def _taken_from(plugins: Any, precision: Any, options: dict[str, Any]) -> Any:
         elif plugin is not None:
             raise ConfigurationError(f"Trainer(plugins={type(plugin).__name__}()) is not taken. {PLUGIN}")
     return precision
-
-
-def _kind_of(accelerator: Any) -> Any:
-    """The name of a kind of device that one of Lightning's objects stands for; anything else as it is."""
-    if issubclass(type(accelerator), Accelerator):  # not isinstance: an engine is one of the kind that it runs on
-        return accelerator.kind
-    return accelerator
 
 
 def _default_logger(folder: str | os.PathLike[str] | None) -> Any:
