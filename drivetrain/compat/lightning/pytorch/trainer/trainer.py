@@ -12,6 +12,7 @@ from torch.utils.data import IterableDataset
 
 from drivetrain.callbacks import EarlyStopping
 from drivetrain.callbacks.stage import Stage
+from drivetrain.compat.lightning.fabric.plugins.environments import ClusterEnvironment
 from drivetrain.compat.lightning.fabric.utilities.rank_zero import rank_zero_warn
 from drivetrain.compat.lightning.fabric.utilities.warnings import PossibleUserWarning, warn_by_warnings
 from drivetrain.compat.lightning.plugins import SPELLINGS, Precision, TorchSyncBatchNorm, plugin_of
@@ -35,6 +36,8 @@ from drivetrain.compat.lightning.pytorch.trainer.spawning import Spawning, Spawn
 from drivetrain.compat.lightning.pytorch.trainer.states import RunningStage, TrainerFn, TrainerState, TrainerStatus
 from drivetrain.compat.lightning.pytorch.trainer.verbs import lightning_verb
 from drivetrain.compat.lightning.reasons import PLUGIN
+from drivetrain.compat.lightning.registry import STRATEGIES
+from drivetrain.compat.lightning.strategy_members import with_members
 from drivetrain.data import CombinedLoader, DataShard
 from drivetrain.data.combined import is_structure
 from drivetrain.runtime.errors import ConfigurationError
@@ -69,7 +72,7 @@ class Trainer(CoreTrainer):
         logger: As there; TensorBoard if None or True, where it is installed, else a `CSVLogger`, in `lightning_logs`.
         default_root_dir: As there.
         profiler: As there.
-        plugins: Number formats, and `TorchSyncBatchNorm()`.
+        plugins: Number formats, cluster environments, and `TorchSyncBatchNorm()`.
         enable_autolog_hparams: Whether trackers get the hyper-parameters.
         model_registry: None: checkpoints are in directories.
         suggest_integrations: Taken for Lightning's sake; nothing is suggested.
@@ -87,6 +90,7 @@ class Trainer(CoreTrainer):
     val_check_interval = Shown(1.0)
     num_sanity_val_steps = Shown(float("inf"), -1)
     _spawning: Spawning | None = None
+    _strategy_shown: Any = None
     _was_cut_short = False
     _chosen_path: Any = None
 
@@ -137,6 +141,7 @@ class Trainer(CoreTrainer):
         self.callbacks = as_there(self.callbacks, callbacks)
         # Augmentation and streams draw from the generators of the process, or of the loader's workers.
         self.accelerator.dataloader_config.seed_samples = False
+        self._strategy_shown = with_members(super().strategy)
         self._running: Stage | None = None
         self._was_cut_short = False
         self._spawning = None if spawning is None or spawning.num_processes == 1 else spawning
@@ -447,6 +452,11 @@ class Trainer(CoreTrainer):
     # on what
 
     @property
+    def strategy(self) -> Any:
+        """The strategy, with Lightning's members beside its own."""
+        return self._strategy_shown or super().strategy
+
+    @property
     def device_ids(self) -> list[int]:
         """The numbers of this machine's devices in use."""
         return list(range(self.num_devices))
@@ -489,9 +499,10 @@ def _spell(options: dict[str, Any]) -> None:
     """Spell options as the core does."""
     if options.get("fast_dev_run") == 1:
         options["fast_dev_run"] = True
-    if isinstance(options.get("strategy"), str):
-        name = options["strategy"].lower()
-        options["strategy"] = "single" if name == "single_device" else name
+    strategy = STRATEGIES.made(options.get("strategy", "auto"))
+    if isinstance(strategy, str):
+        strategy = "single" if strategy.lower() == "single_device" else strategy.lower()
+    options["strategy"] = strategy
 
 
 def _profiler_of(given: Any) -> Any:
@@ -506,6 +517,8 @@ def _taken_from(plugins: Any, precision: Any, options: dict[str, Any]) -> Any:
             options["sync_batchnorm"] = True
         elif isinstance(plugin, Precision):
             precision = plugin.precision
+        elif isinstance(plugin, ClusterEnvironment):
+            plugin.publish(options.get("devices"), options.get("num_nodes", 1))
         elif plugin is not None:
             raise ConfigurationError(f"Trainer(plugins={type(plugin).__name__}()) is not taken. {PLUGIN}")
     return precision
