@@ -35,6 +35,7 @@ from drivetrain.compat.lightning.pytorch.trainer.order import interleaved
 from drivetrain.compat.lightning.pytorch.trainer.spawning import Spawning, SpawnsDDP
 from drivetrain.compat.lightning.pytorch.trainer.states import RunningStage, TrainerFn, TrainerState, TrainerStatus
 from drivetrain.compat.lightning.pytorch.trainer.verbs import lightning_verb
+from drivetrain.compat.lightning.pytorch.unpickling import is_asked_for
 from drivetrain.compat.lightning.reasons import PLUGIN
 from drivetrain.compat.lightning.registry import STRATEGIES
 from drivetrain.compat.lightning.strategy_members import with_members
@@ -93,6 +94,7 @@ class Trainer(CoreTrainer):
     _strategy_shown: Any = None
     _was_cut_short = False
     _chosen_path: Any = None
+    _unpickles = False
 
     @from_environment
     def __init__(
@@ -203,6 +205,16 @@ class Trainer(CoreTrainer):
         return "lightning" if is_file else "drivetrain"
 
     @property
+    def pickles(self) -> bool:
+        """Whether objects that hooks add to a checkpoint are pickled into the file."""
+        return True
+
+    @property
+    def unpickles(self) -> bool:
+        """Whether the verb under way unpickles the objects in its checkpoint."""
+        return self._unpickles
+
+    @property
     def spawning(self) -> Spawning | None:
         """What starts processes for each verb, where the strategy asks for that."""
         return self._spawning
@@ -246,13 +258,14 @@ class Trainer(CoreTrainer):
             )
 
     @contextmanager
-    def running(self, stage: Stage) -> Iterator[None]:
+    def running(self, stage: Stage, weights_only: bool | None = None) -> Iterator[None]:
         """Be in a verb in the body, also before its first batch.
 
         Args:
             stage: What the verb is for.
+            weights_only: What the verb was given: whether the objects in its checkpoint are refused.
         """
-        self._running = stage
+        self._running, self._unpickles = stage, is_asked_for(weights_only)
         if stage is Stage.TRAIN:
             self._was_cut_short = False
         try:
