@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from functools import wraps
 from typing import Any
 
@@ -27,6 +27,7 @@ from drivetrain.compat.lightning.pytorch.trainer.arguments import (
     explain_ones,
     from_environment,
 )
+from drivetrain.compat.lightning.pytorch.trainer.checkpoint_view import with_lightnings_names
 from drivetrain.compat.lightning.pytorch.trainer.hardware import check_hardware, check_precision, kind_of
 from drivetrain.compat.lightning.pytorch.trainer.loader_checks import warn_of_loader
 from drivetrain.compat.lightning.pytorch.trainer.loop_views import EvaluationLoopView, FitLoopView
@@ -43,6 +44,7 @@ from drivetrain.data import CombinedLoader, DataShard
 from drivetrain.data.combined import is_structure
 from drivetrain.runtime.errors import ConfigurationError
 from drivetrain.trackers import TrackerGroup
+from drivetrain.trainer import Task
 from drivetrain.trainer import Trainer as CoreTrainer
 from drivetrain.trainer.loops.loader_source import limits_of
 from drivetrain.trainer.loops.run_control import StopReason
@@ -172,6 +174,10 @@ class Trainer(CoreTrainer):
             )
         return super().save_checkpoint(filepath, *args, **kwargs)
 
+    def on_task_placed(self, task: Task) -> None:
+        """Let a verb begin without gradients."""
+        task.zero_grad()
+
     def adapt_training_loader(self, loader: Any) -> Any:
         """Let processes take every n-th sample, unless `use_distributed_sampler` is off."""
         if not self.use_distributed_sampler:
@@ -203,6 +209,10 @@ class Trainer(CoreTrainer):
         """
         is_file = block and "://" not in os.fspath(filepath) and self.strategy.state.holds_whole
         return "lightning" if is_file else "drivetrain"
+
+    def shown_to_hooks(self, state: dict[str, Any]) -> AbstractContextManager[dict[str, Any]]:
+        """Show hooks the names that a checkpoint has there."""
+        return with_lightnings_names(state)
 
     @property
     def pickles(self) -> bool:
