@@ -34,6 +34,7 @@ class SavedEngine:
         state: This process among its peers.
         directory: The checkpoint's directory, or a URL.
         whole: Read all tensors at once.
+        objects: Whether objects in a file of Lightning's are unpickled, which runs whatever code it holds.
 
     Attributes:
         directory: The checkpoint's directory, or a URL.
@@ -47,13 +48,18 @@ class SavedEngine:
     """
 
     def __init__(
-        self, run: RunState, state: PartialState, directory: str | os.PathLike[str], whole: bool = False
+        self,
+        run: RunState,
+        state: PartialState,
+        directory: str | os.PathLike[str],
+        whole: bool = False,
+        objects: bool = False,
     ) -> None:
         self.directory = os.fspath(directory)
         self._run, self._state = run, state
         strategy = run.strategy
         self._in_shards = strategy.state.reads_shards and not strategy.schedules_microbatches and not whole
-        foreign = checkpoint.read_foreign(directory, state.process_index, state.num_processes)
+        foreign = checkpoint.read_foreign(directory, state.process_index, state.num_processes, objects)
         if foreign is not None:
             self._in_shards = False
             shared, own = foreign

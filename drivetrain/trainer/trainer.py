@@ -36,7 +36,7 @@ from drivetrain.trainer.loops.current_run import CurrentRun
 from drivetrain.trainer.loops.evaluation_run import evaluate, evaluate_logged, make_validation, run_sanity_check
 from drivetrain.trainer.loops.fit_loop import FitLoop
 from drivetrain.trainer.loops.health import EpochHealth, Finiteness
-from drivetrain.trainer.loops.loader_source import LoaderSource
+from drivetrain.trainer.loops.loader_source import LoaderSource, are_several
 from drivetrain.trainer.loops.prediction_loop import PredictionLoop
 from drivetrain.trainer.loops.run_control import RunControl, calling_function
 from drivetrain.trainer.loops.training_batches import TrainingBatches, estimate_steps
@@ -388,6 +388,14 @@ class Trainer(KnownKeywords, OptionAttributes, TrainerStatus):
             The loader to prepare.
         """
         return loader
+
+    def holds_loaders(self, given: Any) -> bool:
+        """Whether what was given or made is a structure of loaders, which are combined, rather than one.
+
+        Args:
+            given: A list may be several loaders, or one that holds its batches.
+        """
+        return are_several(given)
 
     def shard_of(self, loader: Any) -> DataShard | None:
         """This process's share of a loader; None for the one that the strategy gives it.

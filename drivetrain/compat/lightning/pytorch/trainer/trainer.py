@@ -12,6 +12,7 @@ from torch.utils.data import IterableDataset
 
 from drivetrain.callbacks import EarlyStopping
 from drivetrain.callbacks.stage import Stage
+from drivetrain.compat.lightning.fabric.plugins.environments import ClusterEnvironment
 from drivetrain.compat.lightning.fabric.utilities.rank_zero import rank_zero_warn
 from drivetrain.compat.lightning.fabric.utilities.warnings import PossibleUserWarning, warn_by_warnings
 from drivetrain.compat.lightning.plugins import SPELLINGS, Precision, TorchSyncBatchNorm, plugin_of
@@ -34,14 +35,19 @@ from drivetrain.compat.lightning.pytorch.trainer.order import interleaved
 from drivetrain.compat.lightning.pytorch.trainer.spawning import Spawning, SpawnsDDP
 from drivetrain.compat.lightning.pytorch.trainer.states import RunningStage, TrainerFn, TrainerState, TrainerStatus
 from drivetrain.compat.lightning.pytorch.trainer.verbs import lightning_verb
+from drivetrain.compat.lightning.pytorch.unpickling import is_asked_for
 from drivetrain.compat.lightning.reasons import PLUGIN
+from drivetrain.compat.lightning.registry import STRATEGIES
+from drivetrain.compat.lightning.strategy_members import with_members
 from drivetrain.data import CombinedLoader, DataShard
+from drivetrain.data.combined import is_structure
 from drivetrain.runtime.errors import ConfigurationError
 from drivetrain.trackers import TrackerGroup
 from drivetrain.trainer import Trainer as CoreTrainer
 from drivetrain.trainer.loops.loader_source import limits_of
 from drivetrain.trainer.loops.run_control import StopReason
 from drivetrain.trainer.metrics.logged_value import to_numbers
+from drivetrain.trainer.state.progress import Phase
 
 __all__ = ["Trainer"]
 
@@ -67,7 +73,7 @@ class Trainer(CoreTrainer):
         logger: As there; TensorBoard if None or True, where it is installed, else a `CSVLogger`, in `lightning_logs`.
         default_root_dir: As there.
         profiler: As there.
-        plugins: Number formats, and `TorchSyncBatchNorm()`.
+        plugins: Number formats, cluster environments, and `TorchSyncBatchNorm()`.
         enable_autolog_hparams: Whether trackers get the hyper-parameters.
         model_registry: None: checkpoints are in directories.
         suggest_integrations: Taken for Lightning's sake; nothing is suggested.
@@ -85,8 +91,10 @@ class Trainer(CoreTrainer):
     val_check_interval = Shown(1.0)
     num_sanity_val_steps = Shown(float("inf"), -1)
     _spawning: Spawning | None = None
+    _strategy_shown: Any = None
     _was_cut_short = False
     _chosen_path: Any = None
+    _unpickles = False
 
     @from_environment
     def __init__(
@@ -135,6 +143,7 @@ class Trainer(CoreTrainer):
         self.callbacks = as_there(self.callbacks, callbacks)
         # Augmentation and streams draw from the generators of the process, or of the loader's workers.
         self.accelerator.dataloader_config.seed_samples = False
+        self._strategy_shown = with_members(super().strategy)
         self._running: Stage | None = None
         self._was_cut_short = False
         self._spawning = None if spawning is None or spawning.num_processes == 1 else spawning
@@ -169,6 +178,10 @@ class Trainer(CoreTrainer):
             return loader
         return interleaved(loader, self.strategy.topology.data_shard, shuffle=not self.overfit_batches)
 
+    def holds_loaders(self, given: Any) -> bool:
+        """Whether what was given or made is several loaders: a list is, unless it holds numbers or strings."""
+        return is_structure(given) and bool(given)
+
     def shard_of(self, loader: Any) -> DataShard | None:
         """This process's share: all of a stream, whose dataset takes its part by itself."""
         is_stream = isinstance(getattr(loader, "dataset", None), IterableDataset)
@@ -190,6 +203,16 @@ class Trainer(CoreTrainer):
         """
         is_file = block and "://" not in os.fspath(filepath) and self.strategy.state.holds_whole
         return "lightning" if is_file else "drivetrain"
+
+    @property
+    def pickles(self) -> bool:
+        """Whether objects that hooks add to a checkpoint are pickled into the file."""
+        return True
+
+    @property
+    def unpickles(self) -> bool:
+        """Whether the verb under way unpickles the objects in its checkpoint."""
+        return self._unpickles
 
     @property
     def spawning(self) -> Spawning | None:
@@ -235,13 +258,14 @@ class Trainer(CoreTrainer):
             )
 
     @contextmanager
-    def running(self, stage: Stage) -> Iterator[None]:
+    def running(self, stage: Stage, weights_only: bool | None = None) -> Iterator[None]:
         """Be in a verb in the body, also before its first batch.
 
         Args:
             stage: What the verb is for.
+            weights_only: What the verb was given: whether the objects in its checkpoint are refused.
         """
-        self._running = stage
+        self._running, self._unpickles = stage, is_asked_for(weights_only)
         if stage is Stage.TRAIN:
             self._was_cut_short = False
         try:
@@ -377,6 +401,14 @@ class Trainer(CoreTrainer):
         return TrainerState(TrainerStatus.RUNNING, fn, stage)
 
     @property
+    def is_last_batch(self) -> bool:
+        """Whether the last batch of an epoch is under way, or was the last that there was."""
+        current, progress = self.current, self.progress
+        if current.stage is Stage.TRAIN and current.batch_info is not None:
+            return super().is_last_batch
+        return progress.phase > Phase.BATCHES or (not progress.batches_in_epoch and current.last_epoch[0] > 0)
+
+    @property
     def evaluating(self) -> bool:
         """Whether `validate` or `test` runs, not a validation in `fit`."""
         return self.task_run.stage in (Stage.VALIDATE, Stage.TEST) and self.stage is not None
@@ -433,6 +465,11 @@ class Trainer(CoreTrainer):
     # on what
 
     @property
+    def strategy(self) -> Any:
+        """The strategy, with Lightning's members beside its own."""
+        return self._strategy_shown or super().strategy
+
+    @property
     def device_ids(self) -> list[int]:
         """The numbers of this machine's devices in use."""
         return list(range(self.num_devices))
@@ -475,9 +512,10 @@ def _spell(options: dict[str, Any]) -> None:
     """Spell options as the core does."""
     if options.get("fast_dev_run") == 1:
         options["fast_dev_run"] = True
-    if isinstance(options.get("strategy"), str):
-        name = options["strategy"].lower()
-        options["strategy"] = "single" if name == "single_device" else name
+    strategy = STRATEGIES.made(options.get("strategy", "auto"))
+    if isinstance(strategy, str):
+        strategy = "single" if strategy.lower() == "single_device" else strategy.lower()
+    options["strategy"] = strategy
 
 
 def _profiler_of(given: Any) -> Any:
@@ -492,6 +530,8 @@ def _taken_from(plugins: Any, precision: Any, options: dict[str, Any]) -> Any:
             options["sync_batchnorm"] = True
         elif isinstance(plugin, Precision):
             precision = plugin.precision
+        elif isinstance(plugin, ClusterEnvironment):
+            plugin.publish(options.get("devices"), options.get("num_nodes", 1))
         elif plugin is not None:
             raise ConfigurationError(f"Trainer(plugins={type(plugin).__name__}()) is not taken. {PLUGIN}")
     return precision

@@ -50,7 +50,7 @@ def lightning_verb(verb: F) -> F:
         if name == "fit":
             self.settle_epochs()
         try:
-            with self.running(stage):
+            with self.running(stage, given.get("weights_only")):
                 if self.spawning is not None:
                     return self.spawning.run(self, stage, model, args, given)
                 if self.world_size > 1:
