@@ -12,10 +12,28 @@ from drivetrain import trackers
 from drivetrain.compat.lightning.fabric.utilities.rank_zero import rank_zero_warn
 from drivetrain.compat.lightning.pytorch.loggers.experiment_writer import ExperimentWriter
 from drivetrain.compat.lightning.pytorch.loggers.logger import rank_zero_experiment
+from drivetrain.trackers.base import COMPLETED
 from drivetrain.trackers.directory import DirectoryTracker
 
 
-class CSVLogger(trackers.CSVLogger):
+class EndsByStatus:
+    """A logger whose `finalize` a run calls with a status alone where a script has written or replaced it."""
+
+    def record_end(self: Any, status: str, message: str) -> None:
+        """Call `finalize` when a run ends.
+
+        Args:
+            status: How it ended.
+            message: The first line of the error that ended it, which loggers of drivetrain keep.
+        """
+        is_own = "finalize" in vars(self) or not type(self).finalize.__module__.startswith("drivetrain.")
+        if is_own:
+            self.finalize("success" if status == COMPLETED else "failed")
+        else:
+            self.finalize(status, message)
+
+
+class CSVLogger(EndsByStatus, trackers.CSVLogger):
     """Writes `metrics.csv` and `hparams.yaml` into `<save_dir>/<name>/version_<n>`.
 
     Args:
@@ -77,7 +95,7 @@ class CSVLogger(trackers.CSVLogger):
         return ExperimentWriter(self.log_dir, self)
 
 
-class TensorBoardLogger(trackers.TensorBoardLogger):
+class TensorBoardLogger(EndsByStatus, trackers.TensorBoardLogger):
     """Writes event files and `hparams.yaml` into `<save_dir>/<name>/version_<n>`.
 
     Args:
