@@ -12,12 +12,14 @@ from torch.utils.data import IterableDataset
 
 from drivetrain.callbacks import Callback, EarlyStopping
 from drivetrain.callbacks import ModelCheckpoint as CoreModelCheckpoint
+from drivetrain.callbacks import TQDMProgressBar as CoreProgressBar
 from drivetrain.callbacks.stage import Stage
 from drivetrain.compat.lightning.accelerators import Accelerator
 from drivetrain.compat.lightning.fabric.utilities.rank_zero import rank_zero_warn
 from drivetrain.compat.lightning.fabric.utilities.warnings import PossibleUserWarning, warn_by_warnings
 from drivetrain.compat.lightning.plugins import SPELLINGS, Precision, TorchSyncBatchNorm, plugin_of
 from drivetrain.compat.lightning.pytorch.callbacks.model_checkpoint import ModelCheckpoint
+from drivetrain.compat.lightning.pytorch.callbacks.progress.tqdm_progress import TQDMProgressBar
 from drivetrain.compat.lightning.pytorch.loggers.duck import as_loggers, given_as
 from drivetrain.compat.lightning.pytorch.loggers.files import CSVLogger, TensorBoardLogger
 from drivetrain.compat.lightning.pytorch.loggers.logger import DummyLogger
@@ -444,10 +446,13 @@ class Trainer(CoreTrainer):
 
 
 def _as_there(callback: Callback, given: Any) -> Callback:
-    """The callback for checkpoints of Lightning's kind where the Trainer has added the usual one by itself."""
+    """A callback of Lightning's kind where the Trainer has added the usual one by itself."""
     known = given if isinstance(given, Sequence) else [given]
-    is_added = type(callback) is CoreModelCheckpoint and not any(each is callback for each in known)
-    return ModelCheckpoint() if is_added else callback
+    if any(each is callback for each in known):
+        return callback
+    if type(callback) is CoreModelCheckpoint:
+        return ModelCheckpoint()
+    return TQDMProgressBar.by_default() if type(callback) is CoreProgressBar else callback
 
 
 def _profiler_of(given: Any) -> Any:

@@ -12,7 +12,9 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from drivetrain.callbacks.stage import Stage
 from drivetrain.compat.lightning.fabric.utilities.rank_zero import rank_zero_warn
 from drivetrain.compat.lightning.fabric.utilities.seed import reset_seed
+from drivetrain.compat.lightning.pytorch.loggers.logger import Logger
 from drivetrain.runtime.errors import ArgumentTypeError
+from drivetrain.trackers.directory import DirectoryTracker
 from drivetrain.trainer import Task
 from drivetrain.trainer.compiled_task import uncompiled
 
@@ -47,6 +49,7 @@ def lightning_verb(verb: F) -> F:
             with self.running(stage):
                 if self.spawning is not None:
                     return self.spawning.run(self, stage, model, args, given)
+                _open_experiments(self)
                 if self.world_size > 1:
                     reset_seed()  # several processes begin with the seed again, whatever the script drew
                 result = verb(self, model, *args, **given)
@@ -65,6 +68,14 @@ def _check_module(trainer: Trainer, name: str, model: Any) -> None:
         raise ArgumentTypeError(
             f"`model` must be a `LightningModule`, or a compiled one, got `{type(model).__qualname__}`."
         )
+
+
+def _open_experiments(trainer: Trainer) -> None:
+    """Let loggers that call a package by themselves open their runs, which `setup` hooks may read."""
+    if trainer.is_global_zero:
+        for logger in trainer.tracker_group.trackers:
+            if isinstance(logger, Logger) and not isinstance(logger, DirectoryTracker):
+                _ = getattr(logger, "experiment", None)
 
 
 def _check_path(path: Any) -> None:
