@@ -11,7 +11,7 @@ from torch import Tensor
 from drivetrain import trackers
 from drivetrain.compat.lightning.fabric.utilities.rank_zero import rank_zero_warn
 from drivetrain.compat.lightning.pytorch.loggers.experiment_writer import ExperimentWriter
-from drivetrain.compat.lightning.pytorch.loggers.logger import rank_zero_experiment
+from drivetrain.compat.lightning.pytorch.loggers.logger import Logger, rank_zero_experiment
 from drivetrain.trackers.base import COMPLETED
 from drivetrain.trackers.directory import DirectoryTracker
 
@@ -162,6 +162,14 @@ class TensorBoardLogger(EndsByStatus, trackers.TensorBoardLogger):
         # A logger of its own class may have another name or version.
         self.run_directory.name, self.run_directory.version = self.name or "", self.version
         super().start()
+        self._write_hparams()
+
+    def save(self) -> None:
+        super().save()
+        self._write_hparams()
+
+    def _write_hparams(self) -> None:
+        """Write `hparams.yaml`, which is there also where there are no hyper-parameters."""
         if not (self.run_directory.path / self.NAME_HPARAMS_FILE).exists():
             DirectoryTracker.store_init_configuration(self, {})
 
@@ -195,6 +203,10 @@ class TensorBoardLogger(EndsByStatus, trackers.TensorBoardLogger):
             )
         else:
             super().log_graph(model, found)
+
+
+for _kind in (CSVLogger, TensorBoardLogger):
+    Logger.register(_kind)
 
 
 def _expanded(path: str | os.PathLike[str]) -> str:
