@@ -34,6 +34,7 @@ class SavedEngine:
         state: This process among its peers.
         directory: The checkpoint's directory, or a URL.
         whole: Read all tensors at once.
+        objects: Whether objects in a file of Lightning's are unpickled, which runs whatever code it holds.
 
     Attributes:
         directory: The checkpoint's directory, or a URL.
@@ -47,13 +48,18 @@ class SavedEngine:
     """
 
     def __init__(
-        self, run: RunState, state: PartialState, directory: str | os.PathLike[str], whole: bool = False
+        self,
+        run: RunState,
+        state: PartialState,
+        directory: str | os.PathLike[str],
+        whole: bool = False,
+        objects: bool = False,
     ) -> None:
         self.directory = os.fspath(directory)
         self._run, self._state = run, state
         strategy = run.strategy
         self._in_shards = strategy.state.reads_shards and not strategy.schedules_microbatches and not whole
-        foreign = checkpoint.read_foreign(directory, state.process_index, state.num_processes)
+        foreign = checkpoint.read_foreign(directory, state.process_index, state.num_processes, objects)
         if foreign is not None:
             self._in_shards = False
             shared, own = foreign
@@ -181,7 +187,8 @@ class SavedEngine:
             # Files of other tools hold tied weights once; shards have been read under every name.
             complete = state if self._in_shards else checkpoint.with_tied(strategy.unwrap(model), state)
             found = strategy.state.load_model(model, complete, strict)
-            if not strict and found is not None and (found.missing_keys or found.unexpected_keys):
+            # A model's own `load_state_dict` may return anything, torch's returns a pair of lists.
+            if not strict and isinstance(found, tuple) and (found.missing_keys or found.unexpected_keys):
                 logger.warning(
                     f"{self.directory} has other weights than the model. Not in it, and as they were: "
                     f"{_listed(found.missing_keys) or 'none'}. Only in it: {_listed(found.unexpected_keys) or 'none'}."

@@ -17,14 +17,15 @@ from drivetrain.checkpoint.storage import LocalStorage
 
 
 def read_foreign(
-    path: str | os.PathLike[str] | BinaryIO, rank: int = 0, count: int | None = None
+    path: str | os.PathLike[str] | BinaryIO, rank: int = 0, count: int | None = None, objects: bool = False
 ) -> tuple[dict[str, Any], dict[str, Any] | None] | None:
-    """Read a checkpoint of Hugging Face Accelerate's or of Lightning's, alone. Nothing in it is executed.
+    """Read a checkpoint of Hugging Face Accelerate's or of Lightning's, alone. Nothing in it is executed by default.
 
     Args:
         path: A local file or directory; or an opened file of Lightning's.
         rank: Whose random state to read, where there is one.
         count: How many processes read it; as many as wrote it if None.
+        objects: Whether objects in a file of Lightning's are unpickled, which runs whatever code it holds.
 
     Returns:
         The shared state and a process's own, in the schema of `drivetrain.checkpoint.schema`; None where the checkpoint
@@ -35,7 +36,7 @@ def read_foreign(
         CheckpointError: It cannot be read, or holds what would have to be unpickled.
     """
     if hasattr(path, "read") or is_lightning_checkpoint(path):
-        return read_lightning_state(path, rank, count)
+        return read_lightning_state(path, rank, count, objects)
     if is_accelerate_state(path):
         return read_accelerate_state(path, rank)
     return None
@@ -58,12 +59,15 @@ def read_processes(path: str | os.PathLike[str]) -> tuple[int, Callable[[int], A
     return written.manifest.world_size, written.own
 
 
-def read_shared(path: str | os.PathLike[str] | BinaryIO, only: Collection[str] | None = None) -> dict[str, Any]:
+def read_shared(
+    path: str | os.PathLike[str] | BinaryIO, only: Collection[str] | None = None, objects: bool = False
+) -> dict[str, Any]:
     """Read the shared state of a checkpoint, whichever tool wrote it, alone.
 
     Args:
         path: The checkpoint.
         only: The entries that are wanted; others may be there, too.
+        objects: Whether objects in a file of Lightning's are unpickled, which runs whatever code it holds.
 
     Returns:
         The state in the schema of `drivetrain.checkpoint.schema`.
@@ -71,7 +75,7 @@ def read_shared(path: str | os.PathLike[str] | BinaryIO, only: Collection[str] |
     Raises:
         CheckpointError: There is no complete checkpoint, or it cannot be read.
     """
-    foreign = read_foreign(path)
+    foreign = read_foreign(path, objects=objects)
     if foreign is not None:
         return foreign[0]
     assert not hasattr(path, "read")

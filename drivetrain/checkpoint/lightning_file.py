@@ -2,25 +2,37 @@
 
 from __future__ import annotations
 
+import io
 import os
 import time
 import uuid
+import zipfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from pickle import PicklingError
+from typing import Any, BinaryIO
 
 import torch
 
-from drivetrain.checkpoint.lightning_extras import Extras
+from drivetrain.checkpoint.lightning_extras import KEY, Extras
 from drivetrain.checkpoint.lightning_format import lightning_state
 from drivetrain.checkpoint.locations import storage_of
 from drivetrain.checkpoint.manifest import has_manifest
-from drivetrain.checkpoint.pickled import plain_classes
+from drivetrain.checkpoint.pickled import plain_classes, refused_classes
 from drivetrain.checkpoint.storage import LocalStorage
 from drivetrain.checkpoint.tree import pack
 from drivetrain.runtime.errors import CheckpointError, ConfigurationError
+from drivetrain.runtime.logging import get_logger
 
+logger = get_logger(__name__)
+
+_UNPICKLABLE = (PicklingError, AttributeError, TypeError)
+"""What pickling an object may raise."""
 _ZIP = b"PK\x03\x04"
+_PICKLED = ("hooks", "hyper_parameters", "datamodule_hyper_parameters")
+"""The entries that may hold objects: what `on_save_checkpoint` changes."""
+_RECORD = "drivetrain.pt"
+"""The part of a file with objects that holds our entry once more: the whole file would have to be unpickled for it."""
 _PATIENCE = 3600.0
 """Seconds after which a file without a write counts as left by a dead run."""
 
@@ -33,6 +45,7 @@ def write_lightning_file(
     datamodule: str | None = None,
     callbacks: Mapping[str, Any] | None = None,
     epoch_length: float = float("inf"),
+    objects: bool = False,
 ) -> str:
     """Write the state of a Trainer's run as a `.ckpt` file that Lightning opens, on one process.
 
@@ -45,6 +58,8 @@ def write_lightning_file(
         datamodule: The name of the data module's class, under which Lightning looks for its state.
         callbacks: States of callbacks that differ in Lightning, by their keys.
         epoch_length: Batches of a process in an epoch, where it is known.
+        objects: Whether objects among the hyper-parameters and in what hooks have added are pickled, with a warning, as
+            Lightning does it; else they are refused.
 
     Returns:
         `path`.
@@ -58,19 +73,24 @@ def write_lightning_file(
         raise CheckpointError(
             f"{target} would not be the state of a Trainer with one model, so Lightning could not open it."
         )
-    pack(dict(shared))  # refuses objects, by their place
+    plain = {name: value for name, value in shared["driver"].items() if not (objects and name in _PICKLED)}
+    pack({**shared, "driver": plain})  # refuses objects, by their place
     content = lightning_state(shared, processes, datamodule, callbacks, epoch_length)
     folder, name = os.path.split(target)
     place = os.path.join(folder, f".{name}.{uuid.uuid4().hex[:12]}.writing")
     try:
         os.makedirs(folder, exist_ok=True)
         _clean(Path(folder), name)
-        with open(place, "wb") as file:
+        with open(place, "w+b") as file:
             torch.save(content, file)
+            file.flush()
+            if objects and (classes := refused_classes(place)):
+                _add_record(file, content[KEY])
+                _warn_of(classes)
             file.flush()
             os.fsync(file.fileno())
         os.replace(place, target)
-    except (OSError, RuntimeError) as error:
+    except (OSError, RuntimeError, *_UNPICKLABLE) as error:
         if os.path.lexists(place):
             os.unlink(place)
         raise CheckpointError(f"{target} could not be written: {error}.") from error
@@ -103,8 +123,12 @@ def extras_at(path: str) -> Extras | None:
     try:
         if os.path.islink(path) or not os.path.isfile(path) or not _begins_as_zip(path):
             return None
+        record = _record_in(path)
         with torch.serialization.safe_globals(plain_classes()):
-            content = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
+            if record is not None:
+                content = {KEY: torch.load(io.BytesIO(record), map_location="cpu", weights_only=True)}
+            else:
+                content = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
         return Extras.of(content, path)
     except Exception:  # whatever torch raises of a file that is something else
         return None
@@ -113,6 +137,34 @@ def extras_at(path: str) -> Extras | None:
 def _begins_as_zip(path: str) -> bool:
     with open(path, "rb") as file:
         return file.read(len(_ZIP)) == _ZIP
+
+
+def _add_record(file: BinaryIO, entry: Any) -> None:
+    """Put our entry into a file of `torch.save` as a part of its own, which `torch.load` passes over."""
+    content = io.BytesIO()
+    torch.save(entry, content)
+    with zipfile.ZipFile(file, "a") as archive:
+        archive.writestr(f"{_top(archive)}/{_RECORD}", content.getvalue())
+
+
+def _record_in(path: str) -> bytes | None:
+    """What `_add_record` has put into a file; None where it has not."""
+    with zipfile.ZipFile(path) as archive:
+        name = f"{_top(archive)}/{_RECORD}"
+        return archive.read(name) if name in archive.NameToInfo else None
+
+
+def _top(archive: zipfile.ZipFile) -> str:
+    """The folder that everything in a file of `torch.save` is in."""
+    return archive.infolist()[0].filename.partition("/")[0]
+
+
+def _warn_of(classes: list[str]) -> None:
+    logger.warning_once(
+        f"The checkpoint files of this run hold objects of {', '.join(classes)}, pickled as Lightning does it: they "
+        "open with weights_only=False only, which runs whatever code a file holds. Let on_save_checkpoint add tensors "
+        "and plain values, and they open without it."
+    )
 
 
 def _clean(folder: Path, name: str) -> None:

@@ -17,7 +17,7 @@ from drivetrain.checkpoint.lightning_extras import KEY, Extras, extras_of
 from drivetrain.checkpoint.lightning_keys import key_here, key_there
 from drivetrain.checkpoint.lightning_loops import loops_of, progress_of
 from drivetrain.checkpoint.optimizer_positions import by_name_or_position, with_positions
-from drivetrain.checkpoint.pickled import check_parts, plain_classes, read_pickled, refused_classes
+from drivetrain.checkpoint.pickled import check_parts, plain_classes, read_objects, read_pickled, refused_classes
 from drivetrain.checkpoint.schema import LOSS_IS_FINITE
 from drivetrain.checkpoint.torch_shards import TorchShards, bare_name
 from drivetrain.runtime.errors import CheckpointError
@@ -43,7 +43,7 @@ def is_lightning_checkpoint(path: str | os.PathLike[str]) -> bool:
 
 
 def read_lightning_state(
-    source: str | os.PathLike[str] | BinaryIO, rank: int = 0, count: int | None = None
+    source: str | os.PathLike[str] | BinaryIO, rank: int = 0, count: int | None = None, objects: bool = False
 ) -> tuple[dict[str, Any], dict[str, Any] | None]:
     """Read a checkpoint of Lightning's, of `Trainer.save_checkpoint` or `ModelCheckpoint`.
 
@@ -51,6 +51,7 @@ def read_lightning_state(
         source: The local file, opened or not, or the folder that a sharded strategy wrote.
         rank: Whose own state to read.
         count: How many processes read it; as many as wrote it if None.
+        objects: Whether objects in it are unpickled, which runs whatever code it holds; else it is refused then.
 
     Returns:
         The shared state in the schema of `drivetrain.checkpoint.schema`, and a process's own state. That is empty where
@@ -62,7 +63,10 @@ def read_lightning_state(
         CheckpointError: It cannot be read, needs classes that only unpickling makes, or is something else.
     """
     name = "The checkpoint" if hasattr(source, "read") else os.fspath(source)
-    found = _sharded(Path(source)) if not hasattr(source, "read") and os.path.isdir(source) else _read(source, name)
+    if not hasattr(source, "read") and os.path.isdir(source):
+        found = _sharded(Path(source), objects)
+    else:
+        found = _read(source, name, objects)
     if not isinstance(found, Mapping) or not isinstance(found.get("state_dict"), Mapping):
         what = "a dict of tensors" if _is_weights(found) else type(found).__name__
         raise CheckpointError(
@@ -165,21 +169,24 @@ def lightning_state(
     return {**hooks, **content, KEY: extras_of(shared, content, processes, datamodule)}
 
 
-def _read(source: Any, name: str) -> Any:
+def _read(source: Any, name: str, objects: bool) -> Any:
+    if objects:
+        return read_objects(name, source if hasattr(source, "read") else None)
     classes = refused_classes(source)
     if classes:
         raise CheckpointError(
             f"{name} holds objects of {', '.join(classes)}, which only unpickling makes. That could run code, so it is "
             "not read. Where you trust the file, write it without them once, such as with: "
             "c = torch.load(path, weights_only=False); c['hyper_parameters'] = {}; torch.save(c, new_path). Then give "
-            "those arguments to load_from_checkpoint(new_path, name=value)."
+            "those arguments to load_from_checkpoint(new_path, name=value). A script written for Lightning opens it "
+            "with weights_only=False."
         )
     return read_pickled(name, plain_classes(), source if hasattr(source, "read") else None)
 
 
-def _sharded(folder: Path) -> dict[str, Any]:
+def _sharded(folder: Path, objects: bool) -> dict[str, Any]:
     """What a sharded strategy wrote: tensors in the shards, and everything else in a file beside them."""
-    rest = _read(folder / _REST, os.fspath(folder / _REST))
+    rest = _read(folder / _REST, os.fspath(folder / _REST), objects)
     if not isinstance(rest, Mapping):
         raise CheckpointError(f"{folder / _REST} holds a {type(rest).__name__} rather than the rest of a checkpoint.")
     parts = TorchShards(folder).whole()

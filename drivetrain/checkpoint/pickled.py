@@ -39,6 +39,22 @@ def read_pickled(path: str | os.PathLike[str], allowed: list[Any] | None = None,
         raise CheckpointError(f"{os.fspath(path)} cannot be read: {error}") from error
 
 
+def read_objects(path: str | os.PathLike[str], data: BinaryIO | None = None) -> Any:
+    """Read what `torch.save` wrote, objects too. That runs whatever code the file holds.
+
+    Args:
+        path: The file.
+        data: The opened file; `path` then only names it.
+
+    Raises:
+        CheckpointError: It cannot be read, or a class in it cannot be imported.
+    """
+    try:
+        return torch.load(path if data is None else data, map_location="cpu", weights_only=False)
+    except Exception as error:  # whatever a class raises as it is made
+        raise CheckpointError(f"{os.fspath(path)} cannot be read: {type(error).__name__}: {error}") from error
+
+
 def check_parts(path: str | os.PathLike[str]) -> None:
     """Compare every part of a file that `torch.save` wrote with its checksum, which `torch.load` does not.
 

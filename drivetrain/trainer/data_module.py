@@ -79,6 +79,15 @@ class DataModule(HoldsHyperParameters, DataHooks):
         return made
 
     @classmethod
+    def unpickles(cls, weights_only: bool | None) -> bool:
+        """Whether `load_from_checkpoint` unpickles the objects in a file: never.
+
+        Args:
+            weights_only: What it was given.
+        """
+        return False
+
+    @classmethod
     def load_from_checkpoint(
         cls,
         checkpoint_path: str | Path | BinaryIO,
@@ -101,7 +110,7 @@ class DataModule(HoldsHyperParameters, DataHooks):
         """
         entries = ("datamodule_hyper_parameters", "datamodule_hparams_name", "datamodule", "hooks")
         parts = ("engine/precision", *(f"driver/{name}" for name in entries))
-        driver = checkpoint.read_shared(checkpoint_path, parts)["driver"]
+        driver = checkpoint.read_shared(checkpoint_path, parts, cls.unpickles(weights_only))["driver"]
         made = build(cls, driver, "datamodule_hyper_parameters", hparams_file, kwargs)
         state = state_of(cls, driver)
         if state:

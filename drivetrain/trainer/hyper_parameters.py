@@ -144,9 +144,9 @@ def arguments_for(kind: type, saved: Mapping[str, Any], name: str | None = None)
         name: The argument that was saved as a whole, if one was; the class gets them under it.
     """
     parameters = inspect.signature(kind.__init__).parameters  # type: ignore[misc]
-    if name is not None and name in parameters and name not in saved:
+    takes_all = [each.name for each in parameters.values() if each.kind is inspect.Parameter.VAR_KEYWORD]
+    if name is not None and name in parameters and name not in (*saved, *takes_all):
         return {name: HyperParameters(saved)}
-    takes_all = any(each.kind is inspect.Parameter.VAR_KEYWORD for each in parameters.values())
     return {each: value for each, value in saved.items() if takes_all or each in parameters}
 
 

@@ -180,6 +180,16 @@ class TrainerStatus:
         """
         return "drivetrain"
 
+    @property
+    def pickles(self) -> bool:
+        """Whether objects that hooks add to a checkpoint are pickled into a file of Lightning's; else refused."""
+        return False
+
+    @property
+    def unpickles(self) -> bool:
+        """Whether objects in a file of Lightning's are unpickled; else it is refused."""
+        return False
+
     def print(self, *args: Any, **kwargs: Any) -> None:
         """Print on the main process, through the progress bar if there is one."""
         if not self.is_global_zero:

@@ -42,6 +42,15 @@ class TaskFiles(nn.Module):
         self.__dict__["_strict_loading"] = strict
 
     @classmethod
+    def unpickles(cls, weights_only: bool | None) -> bool:
+        """Whether `load_from_checkpoint` unpickles the objects in a file: never.
+
+        Args:
+            weights_only: What it was given.
+        """
+        return False
+
+    @classmethod
     def load_from_checkpoint(
         cls,
         checkpoint_path: str | Path | BinaryIO,
@@ -70,7 +79,7 @@ class TaskFiles(nn.Module):
         """
         entries = ("progress", "callbacks", "hyper_parameters", "hparams_name", "hooks")
         parts = (*EVERY_PLACE_OF_MODELS, *(f"driver/{name}" for name in entries), "hyper_parameters", "hparams_name")
-        shared = checkpoint.read_shared(checkpoint_path, parts)
+        shared = checkpoint.read_shared(checkpoint_path, parts, cls.unpickles(weights_only))
         engine, driver = shared["engine"], shared["driver"]
         if len(engine.get("models", [])) != 1:
             count = len(engine.get("models", []))

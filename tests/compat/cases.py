@@ -7,10 +7,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from tests.compat.pages import written
 from tests.pool import ROOT
 
 PAGE = ROOT / "docs" / "compatibility-accelerate.md"
-START, END = "<!-- table -->", "<!-- end of table -->"
 
 
 @dataclass(frozen=True)
@@ -195,12 +195,5 @@ def table() -> str:
     return "\n".join(lines)
 
 
-def written(page: str) -> str:
-    """The page with the tables as they are now."""
-    before, _, rest = page.partition(START)
-    _, _, after = rest.partition(END)
-    return f"{before}{START}\n\n{table()}\n\n{END}{after}"
-
-
 if __name__ == "__main__":
-    PAGE.write_text(written(PAGE.read_text()))
+    PAGE.write_text(written(PAGE.read_text(), table()))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ast
 
-from tests.compat.cases import END, START
+from tests.compat.pages import written
 from tests.pool import ROOT
 
 PAGE = ROOT / "docs" / "compatibility-lightning.md"
@@ -73,12 +73,10 @@ def differences() -> str:
     return "\n".join(f"- {reason}" for reason in reasons)
 
 
-def written(page: str) -> str:
-    """The page with the table as it is now."""
-    before, _, rest = page.partition(START)
-    _, _, after = rest.partition(END)
-    return f"{before}{START}\n\n{table()}\n\n{HOOKS_TEXT}\n\n{differences()}\n\n{END}{after}"
+def content() -> str:
+    """What the page says of tasks and hooks."""
+    return f"{table()}\n\n{HOOKS_TEXT}\n\n{differences()}"
 
 
 if __name__ == "__main__":
-    PAGE.write_text(written(PAGE.read_text()))
+    PAGE.write_text(written(PAGE.read_text(), content()))

@@ -10,10 +10,13 @@ from pathlib import Path
 from typing import Any
 
 from tests.compat.lightning_cases import PAGE, TOLERANCE
+from tests.compat.pages import written
 from tests.compat.running import APART
 from tests.compat.running import PROGRAMS as FOLDER
 
-START, END = "<!-- programs -->", "<!-- end of programs -->"
+PART = "programs"
+"""What the page calls the table."""
+
 EXAMPLES, TEMPLATE = "LIGHTNING_CHECKOUT", "LIGHTNING_HYDRA_TEMPLATE"
 CHECKOUTS = {EXAMPLES: "Lightning-AI/pytorch-lightning at 2.6.6", TEMPLATE: "ashleve/lightning-hydra-template"}
 """Variables that name a checkout, and of what: programs that no package has."""
@@ -221,7 +224,6 @@ PROGRAMS = (
         {"neuralforecast": "neuralforecast"},
         package="pytorch_lightning",
         versions="neuralforecast 3.3.0",
-        alone="its `save` removes and makes one folder from every process at once",
     ),
     LightningProgram(
         "segmentation_smp",
@@ -257,12 +259,5 @@ def table() -> str:
     return "\n".join(lines)
 
 
-def written(page: str) -> str:
-    """The page with the table as it is now."""
-    before, _, rest = page.partition(START)
-    _, _, after = rest.partition(END)
-    return f"{before}{START}\n\n{table()}\n\n{END}{after}"
-
-
 if __name__ == "__main__":
-    PAGE.write_text(written(PAGE.read_text()))
+    PAGE.write_text(written(PAGE.read_text(), table(), PART))

@@ -16,7 +16,8 @@ from typing import Any
 import pytest
 
 from drivetrain.compat.lightning.version import VERSION
-from tests.compat.lightning_cases import HOOKS, PAGE, PROGRAM, TOLERANCE, UNLIKE, recorded_runs, tasks, written
+from tests.compat.lightning_cases import HOOKS, PAGE, PROGRAM, TOLERANCE, UNLIKE, content, recorded_runs, tasks
+from tests.compat.pages import written
 from tests.compat.running import furthest
 from tests.pool import ROOT
 
@@ -84,5 +85,5 @@ def test_every_difference_that_is_listed_is_there(run: str, sides: Any) -> None:
 
 def test_the_page_lists_the_tasks() -> None:
     page = PAGE.read_text()
-    assert page == written(page), "run `python -m tests.compat.lightning_cases`"
+    assert page == written(page, content()), "run `python -m tests.compat.lightning_cases`"
     assert len(tasks()) == 13

@@ -10,6 +10,8 @@ import torch
 from torch.utils.data import DataLoader, DistributedSampler
 
 from drivetrain.compat.lightning.pytorch import Callback, LightningModule, Trainer, seed_everything
+from drivetrain.compat.lightning.pytorch.trainer.order import interleaved
+from drivetrain.data import DataShard
 from tests.pool import run_in_processes
 
 SAMPLES, SEED = 11, 7
@@ -102,3 +104,22 @@ def test_each_process_takes_all_samples_without_the_sampler(found: Any) -> None:
 def test_a_resumed_run_reads_the_rest_of_the_order(found: Any) -> None:
     for rank, read in enumerate(found):
         assert read["resumed"] == expected(rank, shuffle=True)[4:]
+
+
+class OwnLoader(DataLoader[Any]):
+    """A library's own, made with other arguments."""
+
+    def __init__(self, data: Any, **options: Any) -> None:
+        super().__init__(data, collate_fn=list, **options)
+
+
+class OwnOrder(OwnLoader):
+    def __iter__(self) -> Any:
+        return iter([[0]])
+
+
+def test_a_loader_of_a_derived_class_is_read_in_that_order_too_unless_it_iterates_by_itself() -> None:
+    shard = DataShard(1, 2)
+    assert list(interleaved(OwnLoader(range(SAMPLES), batch_size=2), shard, shuffle=False))[:2] == [[1, 3], [5, 7]]
+    own = OwnOrder(range(SAMPLES), batch_size=2)
+    assert interleaved(own, shard, shuffle=False) is own

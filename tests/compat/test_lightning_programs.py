@@ -13,7 +13,8 @@ import pytest
 
 from tests.compat import lightning_data
 from tests.compat.lightning_cases import PAGE, TOLERANCE
-from tests.compat.lightning_programs import EXAMPLES, PROGRAMS, LightningProgram, written
+from tests.compat.lightning_programs import EXAMPLES, PART, PROGRAMS, LightningProgram, table
+from tests.compat.pages import written
 from tests.compat.running import APART, Job, Launch, furthest, launch
 
 OVER_RANKS = ("validation", "test", "end", "predicted")
@@ -146,4 +147,4 @@ def test_a_program_computes_what_it_computes_under_lightning(
 
 def test_the_page_lists_the_programs() -> None:
     page = PAGE.read_text()
-    assert page == written(page), "run `python -m tests.compat.lightning_programs`"
+    assert page == written(page, table(), PART), "run `python -m tests.compat.lightning_programs`"

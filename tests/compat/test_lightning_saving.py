@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 import os
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +13,7 @@ import torch
 from torch import Tensor
 
 import drivetrain
+from drivetrain import CheckpointError, checkpoint
 from drivetrain.compat.lightning import pytorch as pl
 from drivetrain.compat.lightning.pytorch.callbacks import ModelCheckpoint
 from drivetrain.compat.lightning.pytorch.demos.boring_classes import BoringModel
@@ -114,3 +117,128 @@ def test_what_a_hook_adds_is_in_the_file_under_its_own_name(tmp_path: Path) -> N
     path = fit(tmp_path, Saved(), max_epochs=1).checkpoint_callback.best_model_path
     assert torch.load(path, weights_only=True)["mine"]["table"].tolist() == [0, 1, 2]
     assert Saved.load_from_checkpoint(path).table.tolist() == [0, 1, 2]
+
+
+class TakesAnything(BoringModel):
+    def __init__(self, width: int = 1, **kwargs: Any) -> None:
+        super().__init__()
+        self.given = width, kwargs
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        checkpoint["hyper_parameters"] = {"width": 3, "depth": 2}
+        checkpoint["hparams_name"] = "kwargs"
+
+
+def test_hyper_parameters_under_the_name_of_the_keyword_arguments_are_given_one_by_one(tmp_path: Path) -> None:
+    path = fit(tmp_path, TakesAnything(), max_epochs=1).checkpoint_callback.best_model_path
+    assert TakesAnything.load_from_checkpoint(path).given == (3, {"depth": 2})
+
+
+# objects, which Lightning pickles
+
+
+@dataclass
+class Scaler:
+    mean: float
+
+
+class Trap:
+    """Makes a directory where it is unpickled."""
+
+    def __init__(self, folder: str) -> None:
+        self.folder = folder
+
+    def __reduce__(self) -> Any:
+        return os.mkdir, (self.folder,)
+
+
+class SavesObject(BoringModel):
+    added: Any = Scaler(0.5)
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        checkpoint["scaler"] = self.added
+        checkpoint["hyper_parameters"] = {"first": self.added}
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        self.found = checkpoint["scaler"], checkpoint["hyper_parameters"]["first"]
+
+
+@pytest.fixture(scope="module")
+def with_object(tmp_path_factory: pytest.TempPathFactory) -> str:
+    saving = ModelCheckpoint(filename="{epoch}", save_top_k=1)
+    trainer = fit(tmp_path_factory.mktemp("objects"), SavesObject(), saving)
+    assert os.listdir(os.path.dirname(saving.best_model_path)) == ["epoch=2.ckpt"]  # the older ones are gone
+    return str(trainer.checkpoint_callback.best_model_path)
+
+
+def test_an_object_that_a_hook_adds_is_in_the_file_as_lightning_writes_it(with_object: str) -> None:
+    found = torch.load(with_object, weights_only=False)
+    assert (found["scaler"], found["hyper_parameters"]) == (Scaler(0.5), {"first": Scaler(0.5)})
+    one = checkpoint.checkpoint_at(with_object)
+    assert (one.step, one.world_size, checkpoint.is_checkpoint(with_object)) == (6, 1, True)
+
+
+def test_a_file_with_objects_opens_where_that_is_asked_for_alone(
+    with_object: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for refused in (None, True):
+        with pytest.raises(CheckpointError, match=r"holds objects of .*Scaler.*weights_only=False"):
+            SavesObject.load_from_checkpoint(with_object, weights_only=refused)
+    assert SavesObject.load_from_checkpoint(with_object, weights_only=False).found == (Scaler(0.5), Scaler(0.5))
+    monkeypatch.setenv("TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD", "1")
+    assert SavesObject.load_from_checkpoint(with_object).found[0] == Scaler(0.5)
+    monkeypatch.delenv("TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD")
+    monkeypatch.setenv("TORCH_FORCE_WEIGHTS_ONLY_LOAD", "1")
+    with pytest.raises(CheckpointError, match="Scaler"):
+        SavesObject.load_from_checkpoint(with_object, weights_only=False)
+
+
+def test_a_run_resumes_from_a_file_with_objects_where_that_is_asked_for(with_object: str, tmp_path: Path) -> None:
+    settings = {"accelerator": "cpu", "logger": False, "enable_progress_bar": False, "enable_model_summary": False}
+    trainer = pl.Trainer(
+        default_root_dir=tmp_path, max_epochs=4, limit_train_batches=2, limit_val_batches=0, **settings
+    )
+    with pytest.raises(CheckpointError, match="Scaler"):
+        trainer.fit(SavesObject(), ckpt_path=with_object)
+    task = SavesObject()
+    trainer.fit(task, ckpt_path=with_object, weights_only=False)
+    assert (trainer.global_step, task.found[0]) == (8, Scaler(0.5))
+    with pytest.raises(CheckpointError, match="Scaler"):
+        trainer.validate(task, ckpt_path=with_object)
+
+
+def test_the_user_is_warned_of_objects_in_files(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    class Added(SavesObject):
+        added = torch.nn.Linear(1, 1)
+
+    logging.getLogger("drivetrain").propagate = True
+    fit(tmp_path, Added(), max_epochs=1)
+    assert [each for each in caplog.messages if "hold objects of" in each and "torch.nn" in each]
+
+
+def test_nothing_runs_what_a_file_holds_unless_asked(tmp_path: Path) -> None:
+    class Added(SavesObject):
+        added = Trap(str(tmp_path / "made"))
+
+    path = fit(tmp_path, Added(), max_epochs=1).checkpoint_callback.best_model_path
+    assert checkpoint.newest_checkpoint(os.path.dirname(path)) == path
+    assert drivetrain.Task.unpickles(False) is False
+    with pytest.raises(CheckpointError, match="mkdir"):
+        drivetrain.Task.load_from_checkpoint(path, weights_only=False)
+    assert not (tmp_path / "made").exists()
+
+
+def test_what_cannot_be_pickled_is_refused(tmp_path: Path) -> None:
+    class Added(SavesObject):
+        added = staticmethod(lambda: None)
+
+    with pytest.raises(CheckpointError, match="could not be written"):
+        fit(tmp_path, Added(), max_epochs=1)
+    assert os.listdir(tmp_path / "checkpoints") == []
+
+
+def test_the_core_refuses_objects(tmp_path: Path) -> None:
+    settings: dict[str, Any] = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
+    trainer = drivetrain.Trainer(accelerator="cpu", max_steps=1, default_root_dir=tmp_path, **settings)
+    with pytest.raises(CheckpointError, match="Scaler, which a checkpoint cannot hold"):
+        trainer.fit(SavesObject())

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from tests.compat.cases import PAGE, PROGRAMS, SCRIPTS, Program, Script, written
+from tests.compat.cases import PAGE, PROGRAMS, SCRIPTS, Program, Script, table
 from tests.compat.checking import Launches
+from tests.compat.pages import written
 from tests.pool import ROOT
 
 
@@ -32,4 +33,4 @@ def test_the_lane_collects_every_file_with_the_marker() -> None:
 
 def test_the_page_lists_what_is_run() -> None:
     page = PAGE.read_text()
-    assert page == written(page), "run `python -m tests.compat.cases`"
+    assert page == written(page, table()), "run `python -m tests.compat.cases`"

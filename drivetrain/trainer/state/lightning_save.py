@@ -107,4 +107,5 @@ def _write(trainer: Trainer, target: str, shared: Mapping[str, Any], processes: 
         datamodule=None if data is None else type(data).__qualname__,
         callbacks={each.state_key: each.lightning_state() for each in trainer.checkpoint_callbacks} if is_whole else {},
         epoch_length=trainer.num_training_batches,
+        objects=trainer.pickles,
     )

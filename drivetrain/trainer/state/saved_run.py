@@ -122,7 +122,8 @@ class SavedRun:
         self._trainer, self._directory = trainer, directory
         run = trainer.accelerator.run_state
         self._strict: bool = trainer.task is None or trainer.task.strict_loading
-        self._saved = run.open(directory, whole=self._hooks_see_weights() or not self._strict)
+        whole = self._hooks_see_weights() or not self._strict
+        self._saved = run.open(directory, whole=whole, objects=trainer.unpickles)
         self._entries = self._saved.driver
         run.keep({name: value for name, value in self._entries.items() if name not in ENTRIES})
         layout = layout_of(trainer.strategy)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import warnings
 
 import numpy as np
 import pandas as pd
+import torch
 from neuralforecast import NeuralForecast
 from neuralforecast.models import NHITS
 
@@ -41,8 +43,11 @@ def main() -> None:
     forecast = NeuralForecast(models=[model], freq="D")
     forecast.fit(df=series(), val_size=8)
     made = forecast.predict()
-    forecast.save("saved", overwrite=True)
-    again = NeuralForecast.load("saved").predict()
+    # Every process removes the folder and makes it again; the first one writes.
+    forecast.save(f"saved by {os.environ.get('RANK', '0')}", overwrite=True)
+    if torch.distributed.is_initialized():
+        torch.distributed.barrier()
+    again = NeuralForecast.load("saved by 0").predict()
     assert np.allclose(made.NHITS, again.NHITS)
 
 

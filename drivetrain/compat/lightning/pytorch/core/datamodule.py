@@ -10,11 +10,12 @@ from typing import Any, ClassVar
 
 from torch.utils.data import DataLoader, IterableDataset
 
+from drivetrain.compat.lightning.pytorch.unpickling import UnpicklesWhereAsked
 from drivetrain.compat.lightning.pytorch.utilities.exceptions import MisconfigurationException
 from drivetrain.trainer import DataModule
 
 
-class LightningDataModule(DataModule):
+class LightningDataModule(UnpicklesWhereAsked, DataModule):
     """`drivetrain.DataModule` under Lightning's name.
 
     Attributes:

@@ -17,11 +17,13 @@ def interleaved(loader: Any, shard: DataShard, shuffle: bool) -> Any:
     That shuffles training data on several processes by the seed and the epoch, also where the loader does not.
 
     Args:
-        loader: The script's; one with a sampler or a batch sampler of its own keeps it.
+        loader: The script's; one with a sampler, a batch sampler or an iteration of its own keeps it.
         shard: This process's share.
         shuffle: Whether in a random order.
     """
-    if shard.count == 1 or type(loader) is not DataLoader or loader.batch_size is None:
+    if shard.count == 1 or not isinstance(loader, DataLoader) or loader.batch_size is None:
+        return loader
+    if type(loader).__iter__ is not DataLoader.__iter__:
         return loader
     if type(loader.sampler) not in (RandomSampler, SequentialSampler):
         return loader

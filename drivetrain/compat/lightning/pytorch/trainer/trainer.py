@@ -10,41 +10,44 @@ from typing import Any
 
 from torch.utils.data import IterableDataset
 
-from drivetrain.callbacks import Callback, EarlyStopping
-from drivetrain.callbacks import ModelCheckpoint as CoreModelCheckpoint
+from drivetrain.callbacks import EarlyStopping
 from drivetrain.callbacks.stage import Stage
-from drivetrain.compat.lightning.accelerators import Accelerator
 from drivetrain.compat.lightning.fabric.plugins.environments import ClusterEnvironment
 from drivetrain.compat.lightning.fabric.utilities.rank_zero import rank_zero_warn
 from drivetrain.compat.lightning.fabric.utilities.warnings import PossibleUserWarning, warn_by_warnings
 from drivetrain.compat.lightning.plugins import Precision, TorchSyncBatchNorm, plugin_of, shown_as
-from drivetrain.compat.lightning.pytorch.callbacks.model_checkpoint import ModelCheckpoint
 from drivetrain.compat.lightning.pytorch.loggers.duck import as_loggers, given_as
 from drivetrain.compat.lightning.pytorch.loggers.files import CSVLogger, TensorBoardLogger
 from drivetrain.compat.lightning.pytorch.loggers.logger import DummyLogger
 from drivetrain.compat.lightning.pytorch.profilers.pytorch import PyTorchProfiler
+from drivetrain.compat.lightning.pytorch.trainer.added_callbacks import as_there, with_external
 from drivetrain.compat.lightning.pytorch.trainer.arguments import (
     Shown,
     check_barebones,
     explain_ones,
     from_environment,
 )
+from drivetrain.compat.lightning.pytorch.trainer.hardware import check_hardware, check_precision, kind_of
+from drivetrain.compat.lightning.pytorch.trainer.loader_checks import warn_of_loader
 from drivetrain.compat.lightning.pytorch.trainer.loop_views import EvaluationLoopView, FitLoopView
 from drivetrain.compat.lightning.pytorch.trainer.metric_views import CallbackMetrics, LightningTrackerLog, as_tensor
 from drivetrain.compat.lightning.pytorch.trainer.order import interleaved
 from drivetrain.compat.lightning.pytorch.trainer.spawning import Spawning, SpawnsDDP
 from drivetrain.compat.lightning.pytorch.trainer.states import RunningStage, TrainerFn, TrainerState, TrainerStatus
 from drivetrain.compat.lightning.pytorch.trainer.verbs import lightning_verb
+from drivetrain.compat.lightning.pytorch.unpickling import is_asked_for
 from drivetrain.compat.lightning.reasons import PLUGIN
 from drivetrain.compat.lightning.registry import STRATEGIES
 from drivetrain.compat.lightning.strategy_members import StrategyMembers, with_members
 from drivetrain.data import CombinedLoader, DataShard
+from drivetrain.data.combined import is_structure
 from drivetrain.runtime.errors import ConfigurationError
 from drivetrain.trackers import TrackerGroup
 from drivetrain.trainer import Trainer as CoreTrainer
 from drivetrain.trainer.loops.loader_source import limits_of
 from drivetrain.trainer.loops.run_control import StopReason
 from drivetrain.trainer.metrics.logged_value import to_numbers
+from drivetrain.trainer.state.progress import Phase
 
 __all__ = ["Trainer"]
 
@@ -90,6 +93,8 @@ class Trainer(CoreTrainer):
     _spawning: Spawning | None = None
     _strategy_shown: Any = None
     _was_cut_short = False
+    _chosen_path: Any = None
+    _unpickles = False
 
     @from_environment
     def __init__(
@@ -116,12 +121,12 @@ class Trainer(CoreTrainer):
         precision = _taken_from(plugins, precision, options)
         if logger is None or logger is True:
             logger = _default_logger(default_root_dir) if not options.get("barebones") else None
-        accelerator = _kind_of(accelerator)
-        if options.get("fast_dev_run") == 1:
-            options["fast_dev_run"] = True
-        options["strategy"] = STRATEGIES.made(options.get("strategy", "auto"))
-        if options["strategy"] == "single_device":
-            options["strategy"] = "single"
+        accelerator = kind_of(accelerator)
+        check_hardware(accelerator, options.get("devices"))
+        check_precision(precision)
+        _spell(options)
+        self._spawns = str(options.get("strategy")).startswith("ddp_spawn")
+        callbacks = options["callbacks"] = with_external(options.get("callbacks"))
         spawning = Spawning.asked_for(options.get("strategy"), options.get("devices", "auto"), accelerator)
         if spawning is not None:
             options["strategy"] = spawning.strategy
@@ -135,13 +140,14 @@ class Trainer(CoreTrainer):
             profiler=_profiler_of(profiler),
             **options,
         )
-        self.callbacks = [_as_there(each, options.get("callbacks")) for each in self.callbacks]
+        self.callbacks = as_there(self.callbacks, callbacks)
         # Augmentation and streams draw from the generators of the process, or of the loader's workers.
         self.accelerator.dataloader_config.seed_samples = False
         self._strategy_shown = with_members(super().strategy, super().precision)
         self._running: Stage | None = None
         self._was_cut_short = False
         self._spawning = None if spawning is None or spawning.num_processes == 1 else spawning
+        self.logged.separate_moments()
         self.tracker_log = LightningTrackerLog(self)
         self.actions.use_words(_WORDS)
         self.tracker_log.shows_hyper_parameters = enable_autolog_hparams
@@ -172,10 +178,18 @@ class Trainer(CoreTrainer):
             return loader
         return interleaved(loader, self.strategy.topology.data_shard, shuffle=not self.overfit_batches)
 
+    def holds_loaders(self, given: Any) -> bool:
+        """Whether what was given or made is several loaders: a list is, unless it holds numbers or strings."""
+        return is_structure(given) and bool(given)
+
     def shard_of(self, loader: Any) -> DataShard | None:
         """This process's share: all of a stream, whose dataset takes its part by itself."""
         is_stream = isinstance(getattr(loader, "dataset", None), IterableDataset)
         return DataShard() if is_stream else super().shard_of(loader)
+
+    def check_loader(self, loader: Any, stage: Stage) -> None:
+        """Warn of a loader that is slow, or evaluates in a random order."""
+        warn_of_loader(loader, stage, self.num_devices, self._spawns)
 
     def format_of_checkpoint(self, filepath: str | os.PathLike[str], block: bool = True) -> str:
         """The format in which `save_checkpoint` writes where none is given.
@@ -189,6 +203,16 @@ class Trainer(CoreTrainer):
         """
         is_file = block and "://" not in os.fspath(filepath) and self.strategy.state.holds_whole
         return "lightning" if is_file else "drivetrain"
+
+    @property
+    def pickles(self) -> bool:
+        """Whether objects that hooks add to a checkpoint are pickled into the file."""
+        return True
+
+    @property
+    def unpickles(self) -> bool:
+        """Whether the verb under way unpickles the objects in its checkpoint."""
+        return self._unpickles
 
     @property
     def spawning(self) -> Spawning | None:
@@ -205,6 +229,22 @@ class Trainer(CoreTrainer):
         """Number of processes on this machine."""
         return super().num_devices if self._spawning is None else self._spawning.num_processes
 
+    def choose_checkpoint(self, given: Any) -> Any:
+        """The checkpoint that a verb takes: the given one, or else the one that `ckpt_path` was set to.
+
+        Args:
+            given: What the verb was given.
+        """
+        chosen = self._chosen_path
+        if chosen is None or given is None:
+            return chosen if given is None else given
+        rank_zero_warn(
+            f"`trainer.ckpt_path = {os.fspath(chosen)!r}` was set, but then you passed `ckpt_path={given!r}`, which is "
+            "taken from now on. Set one of the two."
+        )
+        self._chosen_path = None
+        return given
+
     def settle_epochs(self) -> None:
         """Take the usual number of epochs at the start of a `fit`, where none was given."""
         if not self._leaves_epochs_open:
@@ -218,13 +258,14 @@ class Trainer(CoreTrainer):
             )
 
     @contextmanager
-    def running(self, stage: Stage) -> Iterator[None]:
+    def running(self, stage: Stage, weights_only: bool | None = None) -> Iterator[None]:
         """Be in a verb in the body, also before its first batch.
 
         Args:
             stage: What the verb is for.
+            weights_only: What the verb was given: whether the objects in its checkpoint are refused.
         """
-        self._running = stage
+        self._running, self._unpickles = stage, is_asked_for(weights_only)
         if stage is Stage.TRAIN:
             self._was_cut_short = False
         try:
@@ -360,6 +401,14 @@ class Trainer(CoreTrainer):
         return TrainerState(TrainerStatus.RUNNING, fn, stage)
 
     @property
+    def is_last_batch(self) -> bool:
+        """Whether the last batch of an epoch is under way, or was the last that there was."""
+        current, progress = self.current, self.progress
+        if current.stage is Stage.TRAIN and current.batch_info is not None:
+            return super().is_last_batch
+        return progress.phase > Phase.BATCHES or (not progress.batches_in_epoch and current.last_epoch[0] > 0)
+
+    @property
     def evaluating(self) -> bool:
         """Whether `validate` or `test` runs, not a validation in `fit`."""
         return self.task_run.stage in (Stage.VALIDATE, Stage.TEST) and self.stage is not None
@@ -404,9 +453,14 @@ class Trainer(CoreTrainer):
         return [callback for callback in self.callbacks if isinstance(callback, EarlyStopping)]
 
     @property
-    def ckpt_path(self) -> str | None:
-        """The checkpoint that the last verb has taken."""
-        return self.task_run.checkpoint_path
+    def ckpt_path(self) -> Any:
+        """The checkpoint that the last verb has taken; one that is set, every verb takes until it is set to None."""
+        return self.task_run.checkpoint_path if self._chosen_path is None else self._chosen_path
+
+    @ckpt_path.setter
+    def ckpt_path(self, path: str | os.PathLike[str] | None) -> None:
+        self._chosen_path = path
+        self.task_run.checkpoint_path = None if path is None else os.fspath(path)
 
     # on what
 
@@ -454,11 +508,14 @@ class Trainer(CoreTrainer):
         return [min(batches, self.num_sanity_val_steps) for batches in self.num_val_batches]
 
 
-def _as_there(callback: Callback, given: Any) -> Callback:
-    """The callback for checkpoints of Lightning's kind where the Trainer has added the usual one by itself."""
-    known = given if isinstance(given, Sequence) else [given]
-    is_added = type(callback) is CoreModelCheckpoint and not any(each is callback for each in known)
-    return ModelCheckpoint() if is_added else callback
+def _spell(options: dict[str, Any]) -> None:
+    """Spell options as the core does."""
+    if options.get("fast_dev_run") == 1:
+        options["fast_dev_run"] = True
+    strategy = STRATEGIES.made(options.get("strategy", "auto"))
+    if isinstance(strategy, str):
+        strategy = "single" if strategy.lower() == "single_device" else strategy.lower()
+    options["strategy"] = strategy
 
 
 def _profiler_of(given: Any) -> Any:
@@ -483,13 +540,6 @@ def _taken_from(plugins: Any, precision: Any, options: dict[str, Any]) -> Any:
             strategy.cluster_environment.publish(options.get("devices"), options.get("num_nodes", 1))
         precision = strategy.given_precision if precision is None else precision
     return precision
-
-
-def _kind_of(accelerator: Any) -> Any:
-    """The name of a kind of device that one of Lightning's objects stands for; anything else as it is."""
-    if issubclass(type(accelerator), Accelerator):  # not isinstance: an engine is one of the kind that it runs on
-        return accelerator.kind
-    return accelerator
 
 
 def _default_logger(folder: str | os.PathLike[str] | None) -> Any:
