@@ -94,16 +94,25 @@ class BasePredictionWriter(Callback):
         """
         raise NotImplementedError
 
+    def indices_of_batch(self, trainer: Trainer, dataloader_idx: int) -> list[int] | None:
+        """Where the samples of the batch under way are in the order of the loader, padding left out; None if unknown.
+
+        Args:
+            trainer: The Trainer that runs.
+            dataloader_idx: The number of the loader.
+        """
+        info = trainer.batch_info
+        if info is None or info.start is None or info.real_rows is None:
+            return None
+        return list(range(info.start, info.start + info.real_rows))
+
     def on_predict_epoch_start(self, trainer: Trainer, task: Task) -> None:
         self._predictions, self._indices = [], []
 
     def on_predict_batch_end(
         self, trainer: Trainer, task: Task, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
     ) -> None:
-        info = trainer.batch_info
-        indices: list[int] | None = None
-        if info is not None and info.start is not None and info.real_rows is not None:
-            indices = list(range(info.start, info.start + info.real_rows))
+        info, indices = trainer.batch_info, self.indices_of_batch(trainer, dataloader_idx)
         if info is not None and info.padding:
             if info.is_padding:
                 return

@@ -10,6 +10,7 @@ from drivetrain.data.batch_info import BatchInfo
 from drivetrain.data.loader import PreparedLoader
 from drivetrain.data.reading import least, up_to
 from drivetrain.runtime.errors import CheckpointError, ConfigurationError, DataError, nearest
+from drivetrain.runtime.nested import honor_type
 
 _Known = list[BatchInfo | None]  # of each loader that a batch comes from
 _Pairs = Generator[tuple[Any, _Known], None, None]
@@ -20,7 +21,8 @@ class CombinedLoader:
     """Several loaders iterated as one; each batch has the structure that the loaders were given in.
 
     Args:
-        iterables: A list, tuple, named tuple or dict of loaders; or one loader, whose batches come as they are.
+        iterables: A list, tuple, named tuple or dict of loaders, or of further such structures; or one loader, whose
+            batches come as they are. A list of numbers or strings is a loader too.
         mode: `"min_size"` ends with the shortest; `"max_size_cycle"` starts the shorter ones again until the longest
             ends; `"max_size"` gives None for those that have ended; `"sequential"` gives one loader's batches after
             the other's.
@@ -46,10 +48,7 @@ class CombinedLoader:
             )
         self.iterables = iterables
         self.mode = mode
-        self._names = list(iterables) if isinstance(iterables, Mapping) else None
-        self._is_one = not isinstance(iterables, Mapping | list | tuple)
-        several = [iterables] if self._is_one else iterables
-        self.loaders: list[Any] = list(several.values()) if isinstance(several, Mapping) else list(several)
+        self.loaders: list[Any] = list(_loaders_in(iterables))
         if not self.loaders:
             raise ConfigurationError("CombinedLoader needs at least one loader.")
         self.current: BatchInfo | None = None
@@ -97,7 +96,8 @@ class CombinedLoader:
         self._begun = True
         self._limit = None if limit is None or limit == float("inf") else int(limit)
         self._together = together
-        batches = self._one_after_the_other() if self.mode == "sequential" else self._side_by_side()
+        is_sequential = self.mode == "sequential"
+        batches = self._one_after_the_other() if is_sequential else self._side_by_side(self._begin_together())
         try:
             length: int | None = len(self)
         except (TypeError, NotImplementedError):
@@ -170,10 +170,15 @@ class CombinedLoader:
                 yield batch, [_current(loader)]
             self._ended[position] = True
 
-    def _side_by_side(self) -> _Pairs:
+    def _begin_together(self) -> list[Any]:
+        """An iterator of each loader, or None for one to be begun with its first batch.
+
+        All are begun then: what a loader draws for its order, it draws in one go.
+        """
+        return [None] * len(self.loaders)
+
+    def _side_by_side(self, iterators: list[Any]) -> _Pairs:
         ended = self._ended
-        # Each is begun only with its first batch: what a loader draws for its order, it then draws in one go.
-        iterators: list[Any] = [None] * len(self.loaders)
         try:
             while True:
                 batches: list[Any] = []
@@ -225,13 +230,48 @@ class CombinedLoader:
         return loader.iterate(limit, self._together)
 
     def _structured(self, batches: list[Any]) -> Any:
-        if self._names is not None:
-            return dict(zip(self._names, batches, strict=True))
-        if self._is_one:
-            return batches[0]
-        if not isinstance(self.iterables, tuple):
-            return batches
-        return type(self.iterables)(*batches) if hasattr(self.iterables, "_fields") else tuple(batches)
+        return _arranged(self.iterables, iter(batches))
+
+
+def _loaders_in(structure: Any, outermost: bool = True) -> Iterator[Any]:
+    """The loaders of a structure, in its order."""
+    if not is_structure(structure, outermost):
+        yield structure
+        return
+    for each in structure.values() if isinstance(structure, Mapping) else structure:
+        yield from _loaders_in(each, outermost=False)
+
+
+def _arranged(structure: Any, batches: Iterator[Any], outermost: bool = True) -> Any:
+    """A structure with a batch in the place of each loader."""
+    if not is_structure(structure, outermost):
+        return next(batches)
+    if isinstance(structure, Mapping):
+        return {name: _arranged(each, batches, outermost=False) for name, each in structure.items()}
+    arranged = [_arranged(each, batches, outermost=False) for each in structure]
+    return honor_type(structure, arranged) if isinstance(structure, tuple) else arranged
+
+
+def is_structure(value: Any, outermost: bool = True) -> bool:
+    """Whether a `CombinedLoader` takes a value for a structure of loaders rather than for one: a list may be either.
+
+    Args:
+        value: The value.
+        outermost: Whether it is all that is given, not a part of it.
+    """
+    if not isinstance(value, Mapping | list | tuple):
+        return False
+    held = list(value.values()) if isinstance(value, Mapping) else list(value)
+    if held and all(isinstance(each, int | float | str) for each in held):
+        return False
+    return outermost or (bool(held) and all(_is_loader(each) or is_structure(each, outermost=False) for each in held))
+
+
+def _is_loader(value: Any) -> bool:
+    if isinstance(value, list | tuple):
+        return bool(value) and all(isinstance(each, int | float | str) for each in value)
+    is_batch = isinstance(value, Mapping | str) or hasattr(value, "__array__")
+    return hasattr(value, "__iter__") and not is_batch
 
 
 def _with_last(

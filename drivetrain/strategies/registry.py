@@ -128,7 +128,7 @@ def resolve_ddp(spec: Any, environment: ProcessEnvironment, given: str, **option
     """Turn a name into a strategy where arguments that only DDP takes are given beside it.
 
     Args:
-        spec: `"auto"` or `"ddp"`.
+        spec: `"auto"` or `"ddp"`; or a `DDP`, which takes `sync_batchnorm`.
         environment: This process among its peers.
         given: Those arguments as the user wrote them, for the message.
         options: Of `DDP`; one process needs none of them.
@@ -136,6 +136,9 @@ def resolve_ddp(spec: Any, environment: ProcessEnvironment, given: str, **option
     Raises:
         ConfigurationError: Another strategy was asked for.
     """
+    if isinstance(spec, DDP) and set(options) == {"sync_batchnorm"}:
+        spec.sync_batchnorm = environment.is_distributed
+        return spec
     if spec not in ("auto", DDP.name):
         raise ConfigurationError(
             f"{given}: options of strategy={DDP.name!r}, but strategy={spec!r} was given. Leave one of the two out."

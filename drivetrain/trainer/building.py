@@ -345,12 +345,12 @@ def _wants_report(asked: bool | None, quiet: bool, callbacks: list[Callback], tr
 
 
 def with_task_callbacks(callbacks: list[Callback], added: Any) -> list[Callback]:
-    """The callbacks with a task's own, which replace those of the same type."""
+    """The callbacks with a task's own, which replace those of the same class, or of one that theirs is derived from."""
     own = [added] if isinstance(added, Callback) else list(added or [])
     if not own:
         return callbacks
-    kinds = {type(callback) for callback in own}
-    return checkpoints_last([callback for callback in callbacks if type(callback) not in kinds] + own)
+    replaced = {base for callback in own for base in type(callback).__mro__} - set(Callback.__mro__)
+    return checkpoints_last([callback for callback in callbacks if type(callback) not in replaced] + own)
 
 
 def checkpoints_last(callbacks: list[Callback]) -> list[Callback]:

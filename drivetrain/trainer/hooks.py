@@ -19,11 +19,6 @@ logger = get_logger(__name__)
 
 Hook = Callable[..., Any]
 
-OF_EVALUATION_BATCHES = frozenset(
-    f"on_{stage}_batch_{moment}" for stage in ("validation", "test", "predict") for moment in ("start", "end")
-)
-"""Hooks whose last argument, the number of the loader, an override may leave out."""
-
 
 def is_overridden(owner: Any, base: type, name: str) -> bool:
     """Whether `owner` has its own version of a method that `base` defines; None in its place is none."""
@@ -49,6 +44,7 @@ class Hooks:
         self._task = task
         self._callbacks = callbacks
         self._found: dict[str, tuple[Hook, ...]] = {}
+        self._of_batches: dict[tuple[str, int | None], tuple[Hook, ...]] = {}
 
     def find(self, name: str) -> tuple[Hook, ...]:
         """The overridden hooks of this name, in calling order; each takes the hook's own arguments only."""
@@ -56,6 +52,22 @@ class Hooks:
         if found is None:
             found = self._found[name] = self._collect(name)
         return found
+
+    def find_of_batch(self, name: str, dataloader_idx: int | None) -> tuple[Hook, ...]:
+        """The overridden hooks of an evaluation's batches, each to be called without the number of the loader.
+
+        It is handed to those that can take it where there are several loaders, and to those that cannot be called
+        without it.
+
+        Args:
+            name: Of the hook.
+            dataloader_idx: The loader's number, None if there is only one.
+        """
+        key = name, dataloader_idx
+        if key not in self._of_batches:
+            count = 3 if name.endswith("_end") else 2
+            self._of_batches[key] = tuple(_of_loader(hook, count, dataloader_idx) for hook in self.find(name))
+        return self._of_batches[key]
 
     def call(self, name: str, *args: Any) -> None:
         """Call all overridden hooks of this name."""
@@ -87,28 +99,31 @@ class Hooks:
     def _of_owner(self, name: str) -> tuple[Hook, ...]:
         if hasattr(Task, name) and is_overridden(self._task, Task, name):
             actions = self._trainer.actions
-            hook = _as_called(getattr(self._task, name), name)
-            return (actions.watch(actions.of_owner(self._task, name), hook),)
+            return (actions.watch(actions.of_owner(self._task, name), getattr(self._task, name)),)
         return ()
 
     def _bind(self, callback: Callback, name: str) -> Hook:
-        bound = _as_called(partial(getattr(callback, name), self._trainer, self._task), name)
+        bound = partial(getattr(callback, name), self._trainer, self._task)
         actions = self._trainer.actions
         return actions.watch(actions.of_callback(callback, name), bound)
 
 
-def _as_called(hook: Hook, name: str) -> Hook:
-    """A hook as the loops call it; one that does not take the number of the loader is called without."""
-    if name not in OF_EVALUATION_BATCHES:
-        return hook
-    arguments = (None,) * (4 if name.endswith("_end") else 3)
+def _of_loader(hook: Hook, count: int, dataloader_idx: int | None) -> Hook:
+    """A hook of a batch, to be called with `count` arguments; the number of the loader is added to them if need be."""
+    if dataloader_idx is None:
+        return hook if _takes(hook, count) else lambda *given: hook(*given, 0)
+    return (lambda *given: hook(*given, dataloader_idx)) if _takes(hook, count + 1) else hook
+
+
+def _takes(hook: Hook, count: int) -> bool:
+    """Whether a hook can be called with so many arguments."""
     try:
-        inspect.signature(hook).bind(*arguments)
+        inspect.signature(hook).bind(*(None,) * count)
     except TypeError:
-        return lambda *given: hook(*given[:-1])
+        return False
     except ValueError:  # a builtin without a signature
         pass
-    return hook
+    return True
 
 
 def let_log(callback: Callback, task: Task | None) -> None:
@@ -166,9 +181,18 @@ def _bound(trainer: Trainer, task: Task, data: DataModule | None, name: str, sta
     actions = trainer.actions
     hooks: list[Hook] = []
     if data is not None:
-        hooks.append(partial(actions.watch(actions.of_owner(data, name), getattr(data, name)), stage))
+        hooks.append(_of_stage(actions.watch(actions.of_owner(data, name), getattr(data, name)), stage))
     for callback in trainer.callbacks:
         watched = actions.watch(actions.of_callback(callback, name), getattr(callback, name))
-        hooks.append(partial(watched, trainer, task, stage))
-    hooks.append(partial(actions.watch(actions.of_owner(task, name), getattr(task, name)), stage))
+        hooks.append(_of_stage(partial(watched, trainer, task), stage))
+    hooks.append(_of_stage(actions.watch(actions.of_owner(task, name), getattr(task, name)), stage))
     return hooks
+
+
+def _of_stage(hook: Hook, stage: str) -> Hook:
+    """A hook with the stage, as `stage=` where it takes it under this name, else by its position."""
+    try:
+        inspect.signature(hook).bind(stage=stage)
+    except (TypeError, ValueError):
+        return partial(hook, stage)
+    return partial(hook, stage=stage)

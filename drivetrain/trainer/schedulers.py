@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from drivetrain.runtime.errors import ConfigurationError, nearest
 from drivetrain.trainer.optimizers import SchedulerConfig
+from drivetrain.trainer.state.progress import Phase
 
 if TYPE_CHECKING:
     from drivetrain.trainer.trainer import Trainer
@@ -33,6 +34,17 @@ def step_epoch_schedulers(trainer: Trainer, plateau: bool) -> None:
     for config in trainer.lr_scheduler_configs:
         if config.interval == "epoch" and config.reduce_on_plateau is plateau and epoch % config.frequency == 0:
             _step(trainer, config)
+
+
+def end_epoch_of_schedulers(trainer: Trainer) -> None:
+    """Step the schedulers that follow epochs and watch no value; once an epoch, with its last batch.
+
+    Args:
+        trainer: The trainer.
+    """
+    if trainer.progress.phase < Phase.SCHEDULED:
+        trainer.progress.phase = Phase.SCHEDULED
+        step_epoch_schedulers(trainer, plateau=False)
 
 
 def _step(trainer: Trainer, config: SchedulerConfig) -> None:

@@ -397,7 +397,7 @@ class Task(HoldsHyperParameters, TaskFiles, DataHooks, TaskHooks):
         """Build large modules here, under the strategy's context, rather than in the constructor."""
 
     def configure_callbacks(self) -> Any:
-        """Callbacks that belong to the task; they replace the trainer's of the same type."""
+        """Callbacks that belong to the task; they replace the trainer's of the same class, or of a base of theirs."""
         return []
 
     # parameters

@@ -47,6 +47,7 @@ class TaskRun:
         optimizer_names: Their names, where `configure_optimizers` names them.
         schedulers: Its learning-rate schedulers, and when each steps.
         steps_schedulers: Whether any scheduler follows optimizer steps.
+        ends_epochs_of_schedulers: Whether any scheduler follows epochs and watches no value.
         stage: What the last verb was for; None before the first.
         checkpoint_path: The checkpoint that it has taken, if it has taken one.
         sources: Where the loaders of the verb under way, or of the last one, come from.
@@ -62,7 +63,7 @@ class TaskRun:
         self.optimizers: list[PreparedOptimizer] = []
         self.optimizer_names: tuple[str, ...] = ()
         self.schedulers: list[SchedulerConfig] = []
-        self.steps_schedulers = False
+        self.steps_schedulers = self.ends_epochs_of_schedulers = False
         self.stage: Stage | None = None
         self.checkpoint_path: str | None = None
         self.sources: dict[Stage, LoaderSource] = {}
@@ -89,7 +90,7 @@ class TaskRun:
         self.sources = {each: LoaderSource(self._trainer, task, each, given, data) for each, given in loaders.items()}
         logged = self._trainer.logged
         logged.enter(NOWHERE)
-        logged.forget_results()
+        logged.begin_verb(evaluates_alone=stage is not Stage.TRAIN)
         self._trainer.tracker_log.written.clear()
 
     @property
@@ -121,12 +122,13 @@ class TaskRun:
             callbacks: In the place of the trainer's.
         """
         assert self.task is not None
-        before = self.hooks, self.steps_schedulers
+        before = self.hooks, self.steps_schedulers, self.ends_epochs_of_schedulers
         self.hooks, self.steps_schedulers = Hooks(self._trainer, self.task, callbacks), False
+        self.ends_epochs_of_schedulers = False
         try:
             yield
         finally:
-            self.hooks, self.steps_schedulers = before
+            self.hooks, self.steps_schedulers, self.ends_epochs_of_schedulers = before
 
     def tear_down(self, task: Task, stage: Stage) -> None:
         """Call `teardown` of all, and let the engine and the loaders go."""
@@ -182,6 +184,8 @@ class TaskRun:
         # A task that optimizes by hand steps its schedulers by hand, too.
         by_step = any(config.interval == "step" for config in self.schedulers)
         self.steps_schedulers = task.automatic_optimization and by_step
+        by_epoch = any(config.interval == "epoch" and not config.reduce_on_plateau for config in self.schedulers)
+        self.ends_epochs_of_schedulers = task.automatic_optimization and by_epoch
         return optimizers
 
     def place(self, task: Task, optimizers: list[Optimizer]) -> nn.Module:

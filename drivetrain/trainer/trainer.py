@@ -36,7 +36,7 @@ from drivetrain.trainer.loops.current_run import CurrentRun
 from drivetrain.trainer.loops.evaluation_run import evaluate, evaluate_logged, make_validation, run_sanity_check
 from drivetrain.trainer.loops.fit_loop import FitLoop
 from drivetrain.trainer.loops.health import EpochHealth, Finiteness
-from drivetrain.trainer.loops.loader_source import LoaderSource
+from drivetrain.trainer.loops.loader_source import LoaderSource, are_several
 from drivetrain.trainer.loops.prediction_loop import PredictionLoop
 from drivetrain.trainer.loops.run_control import RunControl, calling_function
 from drivetrain.trainer.loops.training_batches import TrainingBatches, estimate_steps
@@ -292,7 +292,6 @@ class Trainer(KnownKeywords, OptionAttributes, TrainerStatus):
         validation = make_validation(self, task, model, sources[Stage.VALIDATE])
         if saved is None:
             run_sanity_check(self, validation)
-        batches = TrainingBatches(self, sources[Stage.TRAIN])
         self.logged.start((Stage.TRAIN, Stage.VALIDATE))
         task_checks.warn_of_evaluation_mode(task)
         self.current.stage = Stage.TRAIN
@@ -390,6 +389,14 @@ class Trainer(KnownKeywords, OptionAttributes, TrainerStatus):
         """
         return loader
 
+    def holds_loaders(self, given: Any) -> bool:
+        """Whether what was given or made is a structure of loaders, which are combined, rather than one.
+
+        Args:
+            given: A list may be several loaders, or one that holds its batches.
+        """
+        return are_several(given)
+
     def shard_of(self, loader: Any) -> DataShard | None:
         """This process's share of a loader; None for the one that the strategy gives it.
 
@@ -398,8 +405,16 @@ class Trainer(KnownKeywords, OptionAttributes, TrainerStatus):
         """
         return None if self.use_distributed_sampler else DataShard()
 
+    def check_loader(self, loader: Any, stage: Stage) -> None:
+        """Check a loader before it is prepared; override it to warn of what your runs should not have.
+
+        Args:
+            loader: What was given or made; each one alone where there are several.
+            stage: What it is for.
+        """
+
     def adopt_callbacks(self, added: Any) -> None:
-        """Take a task's callbacks, which replace those of the same type.
+        """Take a task's callbacks, which replace those of the same class, or of one that theirs is derived from.
 
         Args:
             added: One or several callbacks.

@@ -29,7 +29,8 @@ def run_benchmark(name: str, *arguments: str) -> None:
             raise
 
 
-@pytest.mark.parametrize("data", [pytest.param("list", marks=pytest.mark.slow), "loader"])
+@pytest.mark.slow
+@pytest.mark.parametrize("data", ["list", "loader"])
 def test_overhead_measures_every_way_of_running_drivetrain(
     data: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

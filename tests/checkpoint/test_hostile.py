@@ -471,11 +471,9 @@ def mutations(draw: st.DrawFn, tree: Any) -> Any:
     return tree
 
 
-ANYTHING = settings(
-    max_examples=250,
-    deadline=None,
-    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow, HealthCheck.data_too_large],
-)
+SLOWLY = [HealthCheck.function_scoped_fixture, HealthCheck.too_slow, HealthCheck.data_too_large]
+QUICK = settings(max_examples=80, deadline=None, suppress_health_check=SLOWLY)
+LONG = settings(max_examples=1000, deadline=None, suppress_health_check=SLOWLY)
 
 
 def check_loads_or_refuses(directory: Path) -> None:
@@ -511,13 +509,7 @@ def tensors_in(tree: Any) -> Iterator[Tensor]:
             yield from tensors_in(value)
 
 
-@pytest.mark.parametrize("name", [INDEX, "state.json", "process_0.json", MANIFEST])
-@ANYTHING
-@given(data=st.data())
-def test_any_change_to_a_file_is_refused_or_yields_what_is_written(
-    name: str, written: Path, tmp_path: Path, data: st.DataObject
-) -> None:
-    directory = tmp_path / "root" / "one"
+def check_any_change(directory: Path, name: str, written: Path, data: st.DataObject) -> None:
     shutil.rmtree(directory, ignore_errors=True)
     shutil.copytree(written, directory)
     content = json.loads((directory / name).read_bytes())
@@ -534,3 +526,22 @@ def test_any_change_to_a_file_is_refused_or_yields_what_is_written(
         changed = data.draw(mutations(content))
         reseal(directory, name, json.dumps(changed).encode())
     check_loads_or_refuses(directory)
+
+
+@pytest.mark.parametrize("name", [INDEX, "state.json", "process_0.json", MANIFEST])
+@QUICK
+@given(data=st.data())
+def test_any_change_to_a_file_is_refused_or_yields_what_is_written(
+    name: str, written: Path, tmp_path: Path, data: st.DataObject
+) -> None:
+    check_any_change(tmp_path / "root" / "one", name, written, data)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [INDEX, "state.json", "process_0.json", MANIFEST])
+@LONG
+@given(data=st.data())
+def test_1000_changes_to_a_file_are_refused_or_yield_what_is_written(
+    name: str, written: Path, tmp_path: Path, data: st.DataObject
+) -> None:
+    check_any_change(tmp_path / "root" / "one", name, written, data)

@@ -230,6 +230,20 @@ def test_small_tools() -> None:
     assert parse_class_init_keys(BoringModel) == ("self", None, None)
 
 
+@pytest.mark.parametrize(
+    ("variables", "rank"), [({}, 0), ({"LOCAL_RANK": "3"}, 3), ({"LOCAL_RANK": "3", "RANK": "0"}, 0)]
+)
+def test_a_variable_of_the_rank_is_enough(
+    variables: dict[str, str], rank: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delattr(rank_zero_only, "rank", raising=False)
+    for name in ("RANK", "LOCAL_RANK", "SLURM_PROCID"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    assert rank_zero_only(lambda: True, default=False)() is (rank == 0)
+
+
 def test_an_attribute_is_that_of_the_data_module_where_it_has_one() -> None:
     model, trainer = BoringModel(), quiet()
     model.trainer, trainer.datamodule = trainer, BoringDataModule()

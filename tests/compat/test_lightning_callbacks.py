@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from rich.progress import TextColumn
+from torch.utils.data import DataLoader
 
 from drivetrain.callbacks import RichModelSummary
 from drivetrain.callbacks import TQDMProgressBar as CoreProgressBar
@@ -17,6 +18,7 @@ from drivetrain.compat.lightning.fabric import Fabric
 from drivetrain.compat.lightning.fabric.utilities.spike import SpikeDetection, TrainingSpikeException
 from drivetrain.compat.lightning.pytorch import Trainer
 from drivetrain.compat.lightning.pytorch.callbacks import (
+    BasePredictionWriter,
     ProgressBar,
     RichProgressBar,
     ThroughputMonitor,
@@ -26,7 +28,9 @@ from drivetrain.compat.lightning.pytorch.callbacks import SpikeDetection as Spik
 from drivetrain.compat.lightning.pytorch.callbacks.progress.rich_progress import RichProgressBarTheme
 from drivetrain.compat.lightning.pytorch.callbacks.progress.tqdm_progress import Tqdm
 from drivetrain.compat.lightning.pytorch.demos import BoringModel, Transformer
+from drivetrain.compat.lightning.pytorch.demos.boring_classes import RandomDataset, RandomIterableDataset
 from drivetrain.compat.lightning.pytorch.demos.transformer import sinusoids
+from drivetrain.compat.lightning.pytorch.trainer import added_callbacks
 
 
 def fitted(bar: Any, **options: Any) -> Any:
@@ -41,6 +45,22 @@ class Logs(BoringModel):
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         self.log("seen", float(batch_idx), prog_bar=True)
         return super().training_step(batch, batch_idx)
+
+
+# predictions
+
+
+@pytest.mark.parametrize(("dataset", "places"), [(RandomDataset, [[0, 1], [2]]), (RandomIterableDataset, [None, None])])
+def test_the_places_of_a_streams_samples_are_its_own(dataset: Any, places: Any) -> None:
+    seen: list[Any] = []
+
+    class Writes(BasePredictionWriter):
+        def write_on_batch_end(self, trainer: Any, task: Any, prediction: Any, batch_indices: Any, *_: Any) -> None:
+            seen.append(batch_indices)
+
+    options = {"accelerator": "cpu", "logger": False, "enable_progress_bar": False}
+    Trainer(callbacks=[Writes("batch")], **options).predict(BoringModel(), DataLoader(dataset(32, 3), batch_size=2))
+    assert seen == places
 
 
 # progress bars
@@ -108,7 +128,8 @@ def test_a_bar_of_rich_has_its_rows_and_columns(capsys: pytest.CaptureFixture[st
     assert pickle.loads(pickle.dumps(bar)).progress is None
 
 
-def test_what_the_trainer_shows_by_itself_counts_as_a_bar() -> None:
+def test_what_the_trainer_shows_by_itself_without_rich_counts_as_a_bar(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(added_callbacks, "find_spec", lambda name: None)
     bar = Trainer(accelerator="cpu", logger=False).progress_bar_callback
     assert isinstance(bar, ProgressBar)
     assert isinstance(bar, TQDMProgressBar)

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch.multiprocessing.spawn import ProcessRaisedException
+from torch.utils.data import DataLoader, SequentialSampler
 
 from drivetrain.compat.lightning.fabric.utilities.warnings import PossibleUserWarning
 from drivetrain.compat.lightning.pytorch import LightningDataModule, Trainer
@@ -28,6 +29,7 @@ from drivetrain.compat.lightning.pytorch.loggers.logger import DummyLogger, Logg
 from drivetrain.compat.lightning.pytorch.plugins import DoublePrecision, MixedPrecision
 from drivetrain.compat.lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
 from drivetrain.compat.lightning.pytorch.trainer.states import RunningStage, TrainerFn, TrainerStatus
+from drivetrain.compat.lightning.pytorch.utilities import CombinedLoader
 from drivetrain.compat.lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 
@@ -63,6 +65,41 @@ class Keeps(Logger):
         pass
 
 
+# of what
+
+
+def test_a_list_is_several_loaders_whatever_it_holds() -> None:
+    class Sees(BoringModel):
+        def predict_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> Any:
+            return batch, batch_idx, dataloader_idx
+
+    trainer = quiet(limit_predict_batches=2)
+    expected = [[(0, 0, 0), (1, 1, 0)], [(2, 0, 1), (3, 1, 1)]]
+    for loaders in ([[0, 1], [2, 3]], {"a": [0, 1], "b": range(2, 9)}):
+        assert trainer.predict(Sees(), loaders) == expected
+    assert trainer.predict(Sees(), [0, 1]) == [(0, 0, 0), (1, 1, 0)]
+
+
+def test_a_combined_loader_gives_scripts_numbers_and_has_the_samplers_of_its_loaders() -> None:
+    loaders = {"a": [0, 1, 2], "b": DataLoader(torch.arange(2))}  # type: ignore[arg-type]
+    combined = CombinedLoader(loaders, "max_size")
+    assert [numbers for _, *numbers in combined] == [[0, 0], [1, 0], [2, 0]]
+    sequential = iter(CombinedLoader(loaders, "sequential"))
+    assert [numbers for _, *numbers in sequential] == [[0, 0], [1, 0], [2, 0], [0, 1], [1, 1]]
+    assert isinstance(combined.sampler["b"], SequentialSampler)
+    assert combined.batch_sampler["a"] is None
+    combined.flattened = [[5], [6]]
+    assert (combined.iterables, list(pickle.loads(pickle.dumps(combined)))) == (
+        {"a": [5], "b": [6]},
+        [({"a": 5, "b": 6}, 0, 0)],
+    )
+    with pytest.raises(ValueError, match=r"Mismatch in flattened length \(1\) and existing length \(2\)"):
+        combined.flattened = [[5]]
+    combined.reset()
+    with pytest.raises(RuntimeError, match="iter"):
+        next(combined)
+
+
 # how long
 
 
@@ -88,6 +125,7 @@ def test_the_counters_of_the_loop_follow_the_run() -> None:
     trainer.fit(BoringModel())
     assert seen == [(0, 0, 1), (1, 1, 1), (0, 2, 2), (1, 3, 2)]
     assert trainer.fit_loop.epoch_progress.current.completed == 2
+    assert (trainer.fit_loop.batch_idx, trainer.fit_loop.total_batch_idx, trainer.is_last_batch) == (1, 3, True)
     assert trainer.fit_loop.epoch_loop.automatic_optimization.optim_progress.optimizer_steps == 4
     assert trainer.fit_loop.epoch_loop.val_loop.batch_progress.total.completed == 2
 
@@ -245,6 +283,29 @@ def test_a_value_by_step_and_epoch_is_the_newest_steps_until_its_epoch_ends() ->
     assert reads.seen == [0, 1, 2, 0, 1, 2, 1]
 
 
+def test_one_name_may_be_logged_by_steps_and_at_the_end_of_the_epoch() -> None:
+    class Twice(BoringModel):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            self.log("loss", float(batch_idx))
+            return super().training_step(batch, batch_idx)
+
+        def validation_step(self, batch: Any, batch_idx: int) -> None:
+            self.log("val", 1.0)
+
+        def on_validation_epoch_end(self) -> None:
+            self.log("val", 2.0, prog_bar=True)
+
+        def on_train_epoch_end(self) -> None:
+            self.log("loss", 7.0)
+
+    logger = Keeps()
+    trainer = quiet(logger=logger, log_every_n_steps=1, max_epochs=2)
+    trainer.fit(Twice())
+    lines = [(values["loss"], step) for values, step in logger.calls if "loss" in values]
+    assert lines == [(0, 0), (1, 1), (7, 1), (0, 2), (1, 3), (7, 3)]
+    assert (trainer.callback_metrics["val"], trainer.progress_bar_metrics["val"]) == (2, 2)
+
+
 def test_metrics_are_tensors_for_loggers_and_numbers_for_the_bar() -> None:
     trainer = quiet(logger=Keeps(), log_every_n_steps=1)
     trainer.fit(Logs())
@@ -289,7 +350,7 @@ def test_warnings_come_by_the_module_that_scripts_filter() -> None:
         quiet().fit(Unvalidated())
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        warnings.filterwarnings("ignore", ".*have no `validation_step`.*")
+        warnings.filterwarnings("ignore", ".*have no `validation_step`.*|.*does not have many workers.*")
         quiet().fit(Unvalidated())
 
 

@@ -89,3 +89,18 @@ def test_an_unknown_mode_and_no_loaders_are_refused():
         CombinedLoader([[1]], mode="max_size_cycl")
     with pytest.raises(ConfigurationError, match="at least one loader"):
         CombinedLoader([])
+
+
+def test_structures_may_be_nested_and_a_list_of_numbers_is_a_loader():
+    loader = CombinedLoader({"a": [1, 2], "b": (range(3), [[4, 5], DataLoader(torch.arange(2))])}, "max_size")
+    assert [list(each) for each in loader.loaders[:3]] == [[1, 2], [0, 1, 2], [4, 5]]
+    assert next(iter(loader)) == {"a": 1, "b": (0, [4, torch.tensor([0])])}
+    assert list(CombinedLoader(["x", "y"])) == ["x", "y"]
+    batches = [[torch.zeros(1), torch.ones(1)], [torch.ones(1)]]
+    assert CombinedLoader(batches).loaders == batches
+
+
+def test_a_nested_structure_keeps_its_form_when_it_is_mapped():
+    loader = CombinedLoader([{"few": range(2)}, DataLoader(torch.arange(6))]).map(list)
+    assert [len(each) for each in loader.loaders] == [2, 6]
+    assert next(iter(loader)) == [{"few": 0}, torch.tensor([0])]

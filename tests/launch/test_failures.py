@@ -49,7 +49,7 @@ def test_a_killed_rank_is_named_with_the_signal_and_a_likely_cause(tmp_path: Pat
 @pytest.mark.parametrize(
     ("last_line", "code", "message"),
     [
-        ("sys.exit(3)", 3, "rank 0"),
+        pytest.param("sys.exit(3)", 3, "rank 0", marks=pytest.mark.slow),
         ("sys.exit('no data at /data')", 1, "no data at /data"),
         ("os._exit(9)", 9, "rank 0"),
     ],

@@ -117,6 +117,7 @@ def test_ranks_do_not_write_into_each_others_lines(tmp_path: Path) -> None:
     assert sorted(ended.out.splitlines()) == sorted(expected)
 
 
+@pytest.mark.slow
 def test_a_script_that_leaves_its_process_group_and_model_behind_ends_cleanly(tmp_path: Path) -> None:
     # Left to the interpreter, gloo's threads abort about one process of three at exit.
     write_script(

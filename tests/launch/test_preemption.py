@@ -46,7 +46,7 @@ def test_the_code_is_the_one_that_means_try_again() -> None:
     assert RESUME_EXIT_CODE == os.EX_TEMPFAIL == 75
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
+@pytest.mark.parametrize("number", [pytest.param(signal.SIGTERM, marks=pytest.mark.slow), signal.SIGUSR1])
 def test_a_preempted_run_saves_and_asks_to_be_started_again(tmp_path: Path, number: signal.Signals) -> None:
     write_script(tmp_path, SAVES)
     with started(*LAUNCH, "--max_restarts", "3", "script.py", cwd=tmp_path) as process:

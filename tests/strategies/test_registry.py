@@ -20,7 +20,7 @@ from drivetrain import (
     register_strategy,
 )
 from drivetrain.data import DataShard
-from drivetrain.strategies import registry, resolve_strategy
+from drivetrain.strategies import registry, resolve_ddp, resolve_strategy
 from drivetrain.strategies.gradients import Gradients
 from tests.pool import run_in_processes
 
@@ -175,3 +175,10 @@ def test_a_name_that_is_taken_needs_a_word():
         with pytest.raises(ConfigurationError, match=f"'{name}' is registered already; pass replace=True"):
             register_strategy(name, Noted)
     register_strategy("noted", lambda: Noted(), replace=True)
+
+
+@pytest.mark.parametrize("environment", [ALONE, OF_TWO])
+def test_a_ddp_that_was_given_takes_batch_statistics_over_several_processes(environment: ProcessEnvironment) -> None:
+    given = DDP()
+    assert resolve_ddp(given, environment, "sync_batchnorm=True", sync_batchnorm=True) is given
+    assert given.sync_batchnorm is (environment.world_size == 2)

@@ -95,6 +95,32 @@ def test_evaluations_of_their_own_count_their_own_batches(verb: str) -> None:
     ]
 
 
+def test_validations_within_fit_and_those_of_the_verb_are_counted_apart() -> None:
+    tracker, task = Kept(), Stepwise()
+    trainer = fitted(task, ones(1), rows([1.0, 4.0]), max_epochs=1, logger=tracker)
+    trainer.validate(task, rows([7.0]), verbose=False)
+    assert by_step(tracker, "alone") == [(0, {"alone": 1.0}), (1, {"alone": 4.0}), (0, {"alone": 7.0})]
+
+
+@pytest.mark.parametrize(("verb", "word"), [("validate", "validation"), ("predict", "predict")])
+@pytest.mark.parametrize("asked", [True, False])
+def test_the_hooks_of_an_evaluation_take_no_gradients(verb: str, word: str, asked: bool) -> None:
+    seen: dict[str, tuple[bool, bool]] = {}
+
+    def recorded(name: str) -> Any:
+        def hook(self: Any) -> None:
+            seen[name] = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
+
+        return hook
+
+    modes = {"start": asked, "epoch_start": asked, "epoch_end": False, "end": False}
+    expected = {f"on_{word}_{moment}": (False, mode) for moment, mode in modes.items()}
+    step = {"predict_step": lambda self, batch, batch_idx: batch[0]}
+    task = type("Hooked", (Stepwise,), {**step, **{name: recorded(name) for name in expected}})()
+    getattr(quiet(inference_mode=asked), verb)(task, rows([1.0]))
+    assert seen == expected
+
+
 def test_each_loader_has_its_count_and_its_names() -> None:
     tracker = Kept()
     quiet(logger=tracker).validate(Stepwise(), [rows([1.0, 4.0]), rows([7.0])], verbose=False)

@@ -224,6 +224,24 @@ def test_fit_without_accumulation(run: Watched) -> None:
     assert run.calls == lines(BEGIN + STEP_OF_ONE + STEP_OF_ONE + END)
 
 
+def test_schedulers_by_epochs_step_before_the_hooks_of_the_last_batch() -> None:
+    rates: list[float] = []
+
+    class Rates(Callback):
+        def on_train_batch_end(self, trainer: Trainer, task: Task, *args: Any) -> None:
+            rates.append(trainer.optimizers[0].param_groups[0]["lr"])
+
+    class Halves(Line):
+        def configure_optimizers(self) -> Any:
+            optimizer = torch.optim.SGD(self.parameters(), lr=1.0)
+            return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)]
+
+    task = Halves()
+    task.calls = []
+    quiet(Rates(), max_epochs=2, limit_train_batches=2).fit(task, rows([1.0, 2.0, 3.0]))
+    assert rates == [1.0, 0.5, 0.5, 0.25]
+
+
 def test_validate(run: Watched) -> None:
     run.trainer().validate(run.task, datamodule=run.data, verbose=False)
     expected = SETUP + "T configure_model\n D val_dataloader" + evaluation("validation") + TEARDOWN

@@ -12,6 +12,7 @@ from torch import Tensor
 from drivetrain.callbacks import Callback
 from drivetrain.trackers import CSVLogger
 from tests.callbacks.tasks import Scripted, fit
+from tests.trainer.tasks import Weight, ones, quiet, rows
 
 INJECTED = [
     "setup",
@@ -141,3 +142,60 @@ def test_hooks_of_evaluation_batches_may_leave_the_loader_out(tmp_path: Path) ->
 
     fit(Task([1]), tmp_path, 1, [Short()], num_sanity_val_steps=0, limit_val_batches=1)
     assert seen == [0, True]
+
+
+@pytest.mark.parametrize(("loaders", "passed"), [(1, [(), (0,)]), (2, [(0,), (0,), (1,), (1,)])])
+def test_hooks_get_the_number_of_the_loader_where_there_are_several_or_they_need_it(loaders: int, passed: Any) -> None:
+    seen: list[Any] = []
+
+    class Takes(Callback):
+        def on_validation_batch_start(self, trainer: Any, task: Any, batch: Any, batch_idx: int, *more: int) -> None:
+            seen.append(more)
+
+    class Needs(Callback):
+        def on_validation_batch_start(  # type: ignore[override]
+            self, trainer: Any, task: Any, batch: Any, batch_idx: int, dataloader_idx: int
+        ) -> None:
+            seen.append((dataloader_idx,))
+
+    trainer = quiet([Takes(), Needs()], limit_val_batches=1)
+    trainer.validate(Weight(), [rows([1.0])] * loaders, verbose=False)
+    assert seen == passed
+
+
+def test_the_stage_comes_by_its_name_where_a_hook_has_it_and_else_by_its_place() -> None:
+    seen: list[Any] = []
+
+    class Named(Callback):
+        def setup(self, trainer: Any, task: Any, *args: Any, **kwargs: Any) -> None:
+            seen.append((args, kwargs))
+
+    class Other(Callback):
+        def setup(self, trainer: Any, task: Any, phase: str) -> None:  # type: ignore[override]
+            seen.append(phase)
+
+    quiet([Named(), Other()]).validate(Weight(), rows([1.0]), verbose=False)
+    assert seen == [((), {"stage": "validate"}), "validate"]
+
+
+def test_a_hook_of_the_mode_may_be_none() -> None:
+    task: Any = Weight()
+    task.on_validation_model_train = None
+    quiet().validate(task, rows([1.0]), verbose=False)
+    assert task.training
+
+
+def test_a_tasks_callbacks_replace_those_of_their_class_and_of_its_bases() -> None:
+    class Base(Callback):
+        pass
+
+    class Derived(Base):
+        pass
+
+    class Brings(Weight):
+        def configure_callbacks(self) -> Any:
+            return Derived()
+
+    trainer = quiet(callbacks=[Callback(), Base(), Derived(), Base()])
+    trainer.fit(Brings(), ones(1))
+    assert [type(each) for each in trainer.callbacks] == [Callback, Derived]

@@ -93,6 +93,8 @@ class Combined(Weight):
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         def first(item: Any) -> Any:
+            if isinstance(item, list) and isinstance(item[0], list):
+                return [first(each) for each in item]
             return None if item is None else float(item[0].flatten()[0])
 
         if isinstance(batch, dict):
@@ -108,13 +110,16 @@ LONG, SHORT = rows([1.0, 2.0, 3.0]), rows([10.0, 20.0])
 COMBINED: list[tuple[Any, list[Any]]] = [
     ([LONG, SHORT], [[1, 10], [2, 20], [3, 10]]),
     ({"a": LONG, "b": SHORT}, [{"a": 1, "b": 10}, {"a": 2, "b": 20}, {"a": 3, "b": 10}]),
+    ({"a": LONG, "b": [SHORT, SHORT]}, [{"a": 1, "b": [10, 10]}, {"a": 2, "b": [20, 20]}, {"a": 3, "b": [10, 10]}]),
     (CombinedLoader([LONG, SHORT], "min_size"), [[1, 10], [2, 20]]),
     (CombinedLoader([LONG, SHORT], "max_size"), [[1, 10], [2, 20], [3, None]]),
     (CombinedLoader([LONG, SHORT], "sequential"), [1, 2, 3, 10, 20]),
 ]
 
 
-@pytest.mark.parametrize(("loaders", "seen"), COMBINED, ids=["list", "dict", "min_size", "max_size", "sequential"])
+@pytest.mark.parametrize(
+    ("loaders", "seen"), COMBINED, ids=["list", "dict", "nested", "min_size", "max_size", "sequential"]
+)
 def test_several_loaders_are_combined_for_training(loaders: Any, seen: list[Any]) -> None:
     task = Combined()
     trainer = fitted(task, loaders)
@@ -370,3 +375,11 @@ def test_the_workers_of_an_epoch_that_is_broken_off_end_with_it() -> None:
     with pytest.raises(ZeroDivisionError):
         quiet().fit(Breaks(), loader)
     assert multiprocessing.active_children() == []
+
+
+@pytest.mark.parametrize("verb", ["validate", "test", "predict"])
+def test_a_method_that_makes_no_loader_is_refused_by_its_name(verb: str) -> None:
+    name = {"validate": "val", "test": "test", "predict": "predict"}[verb]
+    task = type("Empty", (Weight,), {f"{name}_dataloader": lambda self: None, "test_step": Weight.validation_step})()
+    with pytest.raises(TypeError, match=rf"returned from `Empty.{name}_dataloader\(\)`: it is None"):
+        getattr(quiet(), verb)(task)

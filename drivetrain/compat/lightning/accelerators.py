@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from drivetrain.compat.lightning.instances import KindOfDevice
-from drivetrain.runtime.devices import available_device_kinds
+from drivetrain.runtime.devices import available_device_kinds, get_device_kind
 from drivetrain.runtime.errors import ConfigurationError
 
 
@@ -31,20 +33,70 @@ class Accelerator(metaclass=KindOfDevice):
         return next((each.count() for each in available_device_kinds() if each.name == cls.kind), 0)
 
     @classmethod
-    def get_parallel_devices(cls, devices: int | list[int]) -> list[torch.device]:
+    def name(cls) -> str:
+        """The name of the kind."""
+        return cls.kind
+
+    @classmethod
+    def parse_devices(cls, devices: int | str | list[int]) -> list[int]:
+        """The numbers of devices that an argument of a Trainer names.
+
+        Args:
+            devices: How many, or which: `2`, `"2"`, `[0, 1]`, `"0,1"`; `-1` for all.
+        """
+        if isinstance(devices, str):
+            devices = [int(each) for each in devices.split(",") if each] if "," in devices else int(devices)
+        if isinstance(devices, int):
+            return list(range(cls.auto_device_count() if devices < 0 else devices))
+        return list(devices)
+
+    @classmethod
+    def get_parallel_devices(cls, devices: int | str | list[int]) -> list[torch.device]:
         """The devices of these numbers, or so many.
 
         Args:
             devices: Numbers of devices, or how many.
         """
-        numbers = range(devices) if isinstance(devices, int) else devices
+        numbers = cls.parse_devices(devices)
         return [torch.device("cpu") if cls.kind == "cpu" else torch.device(cls.kind, index) for index in numbers]
+
+    def setup_device(self, device: torch.device) -> None:
+        """Let new tensors of this kind go to a device.
+
+        Args:
+            device: The device.
+
+        Raises:
+            ConfigurationError: It is of another kind.
+        """
+        if device.type != self.kind:
+            raise ConfigurationError(f"Device should be {self.kind.upper()}, got {device} instead.")
+        get_device_kind(self.kind).set_device(device)
+
+    def get_device_stats(self, device: torch.device | str) -> dict[str, Any]:
+        """What torch counts of a device's memory.
+
+        Args:
+            device: The device.
+        """
+        return dict(getattr(torch, self.kind).memory_stats(device))
+
+    def teardown(self) -> None:
+        """Clean up after a run."""
 
 
 class CPUAccelerator(Accelerator):
     """The CPU."""
 
     kind = "cpu"
+
+    def get_device_stats(self, device: torch.device | str) -> dict[str, float]:
+        """How much of the processors, the memory and the swap space is in use, in percent.
+
+        Args:
+            device: Taken for Lightning's sake.
+        """
+        return get_cpu_stats()
 
     @classmethod
     def auto_device_count(cls) -> int:
@@ -63,6 +115,19 @@ class MPSAccelerator(Accelerator):
 
     kind = "mps"
 
+    @classmethod
+    def auto_device_count(cls) -> int:
+        """One, which such a machine has."""
+        return 1
+
+    def get_device_stats(self, device: torch.device | str) -> dict[str, float]:
+        """How much of the processors, the memory and the swap space is in use, in percent.
+
+        Args:
+            device: Taken for Lightning's sake.
+        """
+        return {name.replace("cpu", "M1"): value for name, value in get_cpu_stats().items()}
+
 
 class XLAAccelerator(Accelerator):
     """TPUs."""
@@ -79,7 +144,26 @@ def find_usable_cuda_devices(num_devices: int = -1) -> list[int]:
     Raises:
         ConfigurationError: There are not so many.
     """
+    if num_devices == 0:
+        return []
     count = CUDAAccelerator.auto_device_count()
+    if count == 0:
+        raise ConfigurationError(
+            f"You requested to find {num_devices} devices but there are no visible CUDA devices on this machine."
+        )
     if num_devices > count:
-        raise ConfigurationError(f"find_usable_cuda_devices({num_devices}): there are {count} GPUs. Ask for fewer.")
+        raise ConfigurationError(
+            f"You requested to find {num_devices} devices but this machine only has {count} GPUs. Ask for fewer."
+        )
     return list(range(count if num_devices < 0 else num_devices))
+
+
+def get_cpu_stats() -> dict[str, float]:
+    """Return how much of the processors, the memory and the swap space is in use, in percent."""
+    import psutil
+
+    return {
+        "cpu_vm_percent": psutil.virtual_memory().percent,
+        "cpu_percent": psutil.cpu_percent(),
+        "cpu_swap_percent": psutil.swap_memory().percent,
+    }

@@ -2,19 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.optim import Optimizer
 
-from drivetrain.compat.lightning.fabric.utilities.rank_zero import rank_zero_deprecation
-from drivetrain.runtime.errors import ConfigurationError
+from drivetrain.compat.lightning.enums import GradClipAlgorithmType
+from drivetrain.compat.lightning.fabric.utilities.rank_zero import rank_zero_deprecation, rank_zero_warn
+from drivetrain.runtime.errors import ConfigurationError, DrivetrainError
 from drivetrain.runtime.nested import recursively_apply
 
 DTYPES = {"64-true": torch.float64, "32-true": torch.float32, "16-true": torch.float16, "bf16-true": torch.bfloat16}
 """The dtype of parameters and of the computation, of number formats that have one for both."""
+
+_SHARDED = ("32-true", "16-true", "bf16-true", "16-mixed", "bf16-mixed")
+
+
+class ClippingError(DrivetrainError, RuntimeError):
+    """Gradients that an optimizer unscales within its own step were to be clipped before it."""
 
 
 class Precision:
@@ -69,14 +77,171 @@ class Precision:
         """What a forward runs in."""
         return self.tensor_init_context()
 
+    def pre_backward(self, tensor: Tensor, module: Any) -> Any:
+        """Called before a backward; override it.
 
-class MixedPrecision(Precision):
+        Args:
+            tensor: The loss.
+            module: The model.
+        """
+
+    def backward(self, tensor: Any, model: Any, *args: Any, **kwargs: Any) -> None:
+        """Compute the gradients of a loss.
+
+        Args:
+            tensor: The loss.
+            model: The model.
+            *args: For `torch.Tensor.backward`.
+            **kwargs: The same.
+        """
+        tensor.backward(*args, **kwargs)
+
+    def post_backward(self, tensor: Tensor, module: Any) -> Any:
+        """Called after a backward; override it.
+
+        Args:
+            tensor: The loss.
+            module: The model.
+        """
+
+    def optimizer_step(self, optimizer: Any, **kwargs: Any) -> Any:
+        """Step an optimizer.
+
+        Args:
+            optimizer: The optimizer.
+            **kwargs: For its `step`.
+        """
+        return optimizer.step(**kwargs)
+
+    def main_params(self, optimizer: Optimizer) -> Iterator[Tensor]:
+        """The parameters that an optimizer steps.
+
+        Args:
+            optimizer: The optimizer.
+        """
+        for group in optimizer.param_groups:
+            yield from group["params"]
+
+    def unscale_gradients(self, optimizer: Optimizer) -> None:
+        """Bring gradients back to their true size, where they are scaled.
+
+        Args:
+            optimizer: The optimizer over their parameters.
+        """
+
+    def clip_gradients(
+        self, optimizer: Any, clip_val: float = 0.0, gradient_clip_algorithm: Any = GradClipAlgorithmType.NORM
+    ) -> None:
+        """Clip gradients; nothing without a bound.
+
+        Args:
+            optimizer: The optimizer over their parameters.
+            clip_val: The bound.
+            gradient_clip_algorithm: `"norm"` or `"value"`.
+        """
+        if clip_val <= 0:
+            return
+        clip = self.clip_grad_by_value if gradient_clip_algorithm == "value" else self.clip_grad_by_norm
+        clip(optimizer, clip_val)
+
+    def clip_grad_by_value(self, optimizer: Any, clip_val: float) -> None:
+        """Clip each element of the gradients.
+
+        Args:
+            optimizer: The optimizer over their parameters.
+            clip_val: The bound.
+        """
+        nn.utils.clip_grad_value_(self.main_params(optimizer), clip_val)
+
+    def clip_grad_by_norm(self, optimizer: Any, clip_val: float) -> None:
+        """Clip the norm of the gradients.
+
+        Args:
+            optimizer: The optimizer over their parameters.
+            clip_val: The bound.
+        """
+        nn.utils.clip_grad_norm_(self.main_params(optimizer), clip_val)
+
+    def connect(self, model: nn.Module, optimizers: Any, lr_schedulers: Any) -> tuple[nn.Module, Any, Any]:
+        """Return the model, the optimizers and the schedules of a run, changed for this number format or as they are.
+
+        Args:
+            model: The model.
+            optimizers: The optimizers.
+            lr_schedulers: The schedules.
+        """
+        return model, optimizers, lr_schedulers
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a checkpoint holds of it."""
+        return {}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take back what `state_dict` returned.
+
+        Args:
+            state_dict: That.
+        """
+
+    def teardown(self) -> None:
+        """Clean up after a run."""
+
+
+class ScaledPrecision(Precision):
+    """A number format in which losses may be scaled.
+
+    Attributes:
+        scaler: What scales them; None where nothing needs to.
+    """
+
+    scaler: Any = None
+
+    def backward(self, tensor: Any, model: Any, *args: Any, **kwargs: Any) -> None:
+        super().backward(tensor if self.scaler is None else self.scaler.scale(tensor), model, *args, **kwargs)
+
+    def optimizer_step(self, optimizer: Any, **kwargs: Any) -> Any:
+        if self.scaler is None:
+            return super().optimizer_step(optimizer, **kwargs)
+        output = self.scaler.step(optimizer, **kwargs)
+        self.scaler.update()
+        return output
+
+    def unscale_gradients(self, optimizer: Optimizer) -> None:
+        if self.scaler is not None:
+            self.scaler.unscale_(optimizer)
+
+    def clip_gradients(
+        self, optimizer: Any, clip_val: float = 0.0, gradient_clip_algorithm: Any = GradClipAlgorithmType.NORM
+    ) -> None:
+        if clip_val > 0 and self.scaler is not None and getattr(optimizer, "_step_supports_amp_scaling", False):
+            raise ClippingError(
+                f"The current optimizer, {type(optimizer).__qualname__}, does not allow for gradient clipping, because "
+                "it unscales gradients within its own step. Make it with fused=False, or leave clipping out."
+            )
+        super().clip_gradients(optimizer, clip_val, gradient_clip_algorithm)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {} if self.scaler is None else dict(self.scaler.state_dict())
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        if self.scaler is not None:
+            self.scaler.load_state_dict(state_dict)
+
+    def _choose_scaler(self, scaler: Any, make: Callable[[], Any]) -> None:
+        if self.precision != "16-mixed" and scaler is not None:
+            raise ConfigurationError(
+                f"`precision={self.precision!r}` does not use a scaler, found {scaler}. Leave it out."
+            )
+        self.scaler = make() if scaler is None and self.precision == "16-mixed" else scaler
+
+
+class MixedPrecision(ScaledPrecision):
     """Autocast.
 
     Args:
         precision: `"16-mixed"` or `"bf16-mixed"`.
         device: Of `forward_context`; a run takes its own.
-        scaler: Taken for Lightning's sake; one is made where it is needed.
+        scaler: Of `backward` and `optimizer_step`, made where `"16-mixed"` has none; a run makes its own.
     """
 
     def __init__(self, precision: str, device: str | None = None, scaler: Any = None) -> None:
@@ -84,12 +249,25 @@ class MixedPrecision(Precision):
             raise ConfigurationError(
                 f"Passed `{type(self).__name__}({precision=})`. Precision must be '16-mixed' or 'bf16-mixed'."
             )
-        self.precision, self.scaler = precision, scaler
+        self.precision = precision
         self.device = "cpu" if device is None else device
+        self._choose_scaler(scaler, lambda: torch.amp.GradScaler(self._kind_of_device))
 
     def forward_context(self) -> AbstractContextManager[Any]:
         """Autocast, on the device that was given."""
-        return torch.autocast(self.device, torch.bfloat16 if self.precision == "bf16-mixed" else torch.float16)
+        return torch.autocast(self._kind_of_device, self._dtype)
+
+    def autocast_context_manager(self) -> torch.autocast:
+        """The same, without keeping cast copies of weights."""
+        return torch.autocast(self._kind_of_device, self._dtype, cache_enabled=False)
+
+    @property
+    def _dtype(self) -> torch.dtype:
+        return torch.bfloat16 if self.precision == "bf16-mixed" else torch.float16
+
+    @property
+    def _kind_of_device(self) -> str:
+        return self.device.partition(":")[0] if isinstance(self.device, str) else "cuda"
 
 
 class HalfPrecision(Precision):
@@ -100,7 +278,7 @@ class HalfPrecision(Precision):
     """
 
     def __init__(self, precision: str = "16-true") -> None:
-        _check(precision, ("16-true", "bf16-true"), type(self).__name__)
+        _check(precision, ("16-true", "bf16-true"), f"{type(self).__name__}({precision=}) is not supported.")
         self.precision = precision
 
 
@@ -110,20 +288,40 @@ class DoublePrecision(Precision):
     precision = "64-true"
 
 
-class FSDPPrecision(Precision):
+class FSDPPrecision(ScaledPrecision):
     """The number format of a model that is sharded.
 
     Args:
         precision: `"32-true"`, `"16-true"`, `"bf16-true"`, `"16-mixed"` or `"bf16-mixed"`.
-        scaler: Taken for Lightning's sake; one is made where it is needed.
+        scaler: Of `backward` and `optimizer_step`, made where `"16-mixed"` has none; a run makes its own.
     """
 
     def __init__(self, precision: str, scaler: Any = None) -> None:
-        _check(precision, ("32-true", "16-true", "bf16-true", "16-mixed", "bf16-mixed"), type(self).__name__)
+        _check(precision, _SHARDED, f"{type(self).__name__}({precision=}) is not supported in FSDP.")
         self.precision = precision
+        self._choose_scaler(scaler, _sharded_scaler)
+
+    @property
+    def mixed_precision_config(self) -> Any:
+        """The options of torch's `FullyShardedDataParallel` for this number format."""
+        from torch.distributed.fsdp import MixedPrecision as Options
+
+        dtype = {"16-mixed": torch.float16, "bf16-mixed": torch.bfloat16, **DTYPES}[self.precision]
+        if self.precision in ("16-true", "bf16-true"):
+            rank_zero_warn(
+                f"FSDPPrecision({self.precision!r}) enables computation in lower precision, and keeps the weights in "
+                "it too, so that small updates are lost. Use the mixed one unless memory does not allow it."
+            )
+        return Options(param_dtype=dtype, reduce_dtype=dtype, buffer_dtype=dtype)
+
+    def forward_context(self) -> AbstractContextManager[Any]:
+        """Autocast on GPUs for mixed precision; else the dtype of new tensors."""
+        if not self.precision.endswith("-mixed"):
+            return super().forward_context()
+        return torch.autocast("cuda", torch.bfloat16 if self.precision == "bf16-mixed" else torch.float16)
 
 
-class DeepSpeedPrecision(FSDPPrecision):
+class DeepSpeedPrecision(Precision):
     """The number format of a model that DeepSpeed trains.
 
     Args:
@@ -131,7 +329,12 @@ class DeepSpeedPrecision(FSDPPrecision):
     """
 
     def __init__(self, precision: str) -> None:
-        super().__init__(precision)
+        _check(precision, _SHARDED, f"{type(self).__name__}({precision=}) is not supported in DeepSpeed.")
+        self.precision = precision
+
+    def backward(self, tensor: Any, model: Any, *args: Any, **kwargs: Any) -> None:
+        """Let DeepSpeed's engine compute the gradients of a loss."""
+        model.backward(tensor, *args, **kwargs)
 
 
 class TorchSyncBatchNorm:
@@ -184,11 +387,15 @@ def under_old_name(name: str, kind: type[Precision], *dropped: str) -> type[Prec
     return type(name, (kind,), {"__init__": warn_and_make, "__doc__": kind.__doc__})
 
 
-def _check(precision: str, allowed: tuple[str, ...], name: str) -> None:
+def _check(precision: str, allowed: tuple[str, ...], refusal: str) -> None:
     if precision not in allowed:
-        raise ConfigurationError(
-            f"{name}({precision=}) is not supported. `precision` must be one of {', '.join(map(repr, allowed))}."
-        )
+        raise ConfigurationError(f"{refusal} `precision` must be one of {', '.join(map(repr, allowed))}.")
+
+
+def _sharded_scaler() -> Any:
+    from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
+
+    return ShardedGradScaler()
 
 
 def _converted(data: Any, dtype: torch.dtype) -> Any:

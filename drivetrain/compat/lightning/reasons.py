@@ -7,6 +7,5 @@ TUNER = "Searches are methods of the tuner: Tuner(trainer).lr_find(task), Tuner(
 LOGGER = "Give another logger, or subclass drivetrain.Tracker."
 SERVE = "Serving is not a part of drivetrain. Export the model, and serve it with a tool made for that."
 PLUGIN = "Checkpoints, clusters and devices have one implementation each, which this would replace. Leave it out."
-ENVIRONMENT = "Cluster environments are found from the variables that the launcher sets. Leave it out."
 STRATEGY = "Give drivetrain's own strategy: Parallel(tp=...), XLA(), or a subclass of drivetrain.Strategy."
 INTERNAL = "It is a part of Lightning's own machinery, which drivetrain does not have. Use the Trainer's methods."

@@ -6,7 +6,7 @@ import signal
 
 
 class SIGTERMException(SystemExit):
-    """Nothing raises it here: a run that a signal ends saves, and exits with a status that asks for a new start.
+    """A scheduler's signal has ended `fit`, which has saved; the process exits with a status that asks for a new start.
 
     Args:
         *args: The status; that of a process which SIGTERM has ended if none is given.

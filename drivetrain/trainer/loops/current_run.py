@@ -22,9 +22,13 @@ class CurrentRun:
         training_batches: Batches of this process in an epoch; infinite where this is not known.
         evaluation_batches: For each stage, the batches of this process in each of its loaders.
         loaders: For each stage, the user's loader or loaders.
+        last_epoch: Batches of this process that the last training epoch has begun and finished; both 0 before it.
     """
 
-    __slots__ = ("batch", "batch_info", "evaluation_batches", "loaders", "sanity_checking", "stage", "training_batches")
+    __slots__ = (
+        *("batch", "batch_info", "evaluation_batches", "last_epoch", "loaders"),
+        *("sanity_checking", "stage", "training_batches"),
+    )
 
     def __init__(self) -> None:
         self.stage: Stage | None = None
@@ -34,10 +38,20 @@ class CurrentRun:
         self.training_batches: float = 0
         self.evaluation_batches: dict[Stage, list[float]] = {}
         self.loaders: dict[Stage, Any] = {}
+        self.last_epoch = 0, 0
 
     def leave_batch(self) -> None:
         """Record that no batch is under way."""
         self.batch = self.batch_info = None
+
+    def leave_epoch(self, finished: int) -> None:
+        """Record that no batch of training is under way, and how many there were.
+
+        Args:
+            finished: Batches of the epoch that are trained on.
+        """
+        self.last_epoch = finished if self.batch_info is None else self.batch_info.index + 1, finished
+        self.leave_batch()
 
     def leave_stage(self) -> None:
         """Record that nothing runs."""

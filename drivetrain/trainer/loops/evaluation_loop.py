@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import nn
 
 from drivetrain.callbacks.stage import Stage
@@ -128,26 +129,33 @@ class EvaluationLoop:
             for loader in () if keep else loaders:
                 stack.enter_context(loader.undone())
             trainer.logged.enter(self._in_epoch)
-            hooks.call(stage.hook_name("start"))
-            hooks.call(stage.hook_name("epoch_start"))
-            if self._source.is_stale:  # a hook has changed what they are made of
-                loaders = self.load()
-            limits = [min(limit, FOREVER if at_most is None else at_most) for limit in self._limits]
             with evaluation_context(self._strategy.capability(PlainEvaluation), trainer.inference_mode):
+                hooks.call(stage.hook_name("start"))
+                hooks.call(stage.hook_name("epoch_start"))
+                if self._source.is_stale:  # a hook has changed what they are made of
+                    loaders = self.load()
+                limits = [min(limit, FOREVER if at_most is None else at_most) for limit in self._limits]
                 for index, (loader, limit) in enumerate(zip(loaders, limits, strict=True)):
                     self._run_loader(loader, limit, index if len(loaders) > 1 else None, keep)
-            trainer.logged.enter(self._in_epoch)
-            results = trainer.tracker_log.finish_epoch(stage, keep)
-            hooks.call(stage.hook_name("epoch_end"))
-            results += trainer.tracker_log.finish_epoch(stage, keep)
-            trainer.logged.reset_finished()
-            if keep:
-                trainer.tracker_log.write_epoch_values(results)
-            if on_results is not None:
-                on_results()
-            trainer.logged.enter(LogScope(f"in {stage.hook_name('end')}", None))
-            hooks.call(stage.hook_name("end"))
+            with torch.no_grad():  # and no inference mode: training uses what these hooks make, such as pruning masks
+                results = self._finish(keep, on_results)
         return _by_loader(results, len(loaders), trainer.tracker_log.name_of)
+
+    def _finish(self, keep: bool, on_results: Callable[[], None] | None) -> list[EpochValue]:
+        """Reduce what was logged, and call the hooks of the end; see `run`. Returns the results."""
+        trainer, hooks, stage = self._trainer, self._hooks, self._stage
+        trainer.logged.enter(self._in_epoch)
+        results = trainer.tracker_log.finish_epoch(stage, keep)
+        hooks.call(stage.hook_name("epoch_end"))
+        results += trainer.tracker_log.finish_epoch(stage, keep)
+        trainer.logged.reset_finished()
+        if keep:
+            trainer.tracker_log.write_epoch_values(results)
+        if on_results is not None:
+            on_results()
+        trainer.logged.enter(LogScope(f"in {stage.hook_name('end')}", None))
+        hooks.call(stage.hook_name("end"))
+        return results
 
     def run_alone(self) -> list[dict[str, float]]:
         """Evaluate once, and forget the loaders."""
@@ -166,13 +174,12 @@ class EvaluationLoop:
         trainer, step, current = self._trainer, self._step, self._trainer.current
         trainer.logged.enter(self._in_step, dataloader_idx)
         extra = loader_argument(getattr(self._task, self._stage.step_name), dataloader_idx)
-        on_start = self._hooks.find(self._stage.hook_name("batch_start"))
-        on_end = self._hooks.find(self._stage.hook_name("batch_end"))
-        position = dataloader_idx or 0
+        on_start = self._hooks.find_of_batch(self._stage.hook_name("batch_start"), dataloader_idx)
+        on_end = self._hooks.find_of_batch(self._stage.hook_name("batch_end"), dataloader_idx)
         loader.set_epoch(trainer.current_epoch)
         batches = loader.iterate(limit, together=self._strategy.needs_even_batches)
         watched = trainer.actions.iterate(f"{self._stage.loader}_dataloader_next", batches)
-        feed = self._feed = Feed(watched, loader, current, position)
+        feed = self._feed = Feed(watched, loader, current, dataloader_idx or 0)
         with suppress(DataEnded):
             for batch in feed:
                 info = current.batch_info
@@ -180,10 +187,10 @@ class EvaluationLoop:
                     self._run_padding(batch, feed.index, extra)
                 else:
                     for hook in on_start:
-                        hook(batch, feed.index, position)
+                        hook(batch, feed.index)
                     outputs = step(batch, feed.index, *extra)
                     for hook in on_end:
-                        hook(outputs, feed.batch, feed.index, position)
+                        hook(outputs, feed.batch, feed.index)
                     if keep:
                         trainer.tracker_log.write_evaluation_step()
                 if feed.index + 1 >= limit:
@@ -209,16 +216,22 @@ def evaluating(task: Task, stage: Stage, model: nn.Module) -> Iterator[None]:
         model: What the strategy made of the task, which is in the same mode where it is a plain module around it.
     """
     modes = [(module, module.training) for module in task.modules()]
-    getattr(task, stage.hook_name("model_eval"))()
+    _call_if_any(task, stage.hook_name("model_eval"))
     if isinstance(model, StepModule):
         modes.append((model, model.training))
         model.training = task.training
     try:
         yield
     finally:
-        getattr(task, stage.hook_name("model_train"))()
+        _call_if_any(task, stage.hook_name("model_train"))
         for module, mode in modes:
             module.training = mode
+
+
+def _call_if_any(task: Task, name: str) -> None:
+    hook = getattr(task, name)
+    if hook is not None:
+        hook()
 
 
 def loader_argument(step: Callable[..., Any], dataloader_idx: int | None) -> tuple[int, ...]:

@@ -16,7 +16,7 @@ from drivetrain.trainer.loops.training_batches import TrainingBatches
 from drivetrain.trainer.loops.validation_schedule import ValidationSchedule
 from drivetrain.trainer.metrics.log_scopes import MONITORING, TRAIN_END, TRAIN_EPOCH, TRAIN_STEP
 from drivetrain.trainer.profilers.base import BATCH, EPOCH, VALIDATION
-from drivetrain.trainer.schedulers import step_epoch_schedulers
+from drivetrain.trainer.schedulers import end_epoch_of_schedulers, step_epoch_schedulers
 from drivetrain.trainer.state.progress import Phase
 from drivetrain.trainer.state.resume import save_for_resume
 from drivetrain.trainer.state.saved_run import SavedRun
@@ -136,7 +136,7 @@ class FitLoop:
             batches.committed.release()
         finally:
             windows.close()
-            trainer.current.leave_batch()
+            trainer.current.leave_epoch(progress.batches_in_epoch)
             trainer.logged.skips = False
         if progress.batches_in_epoch == 0 and not (skipped or control.preempted):
             raise DataError("The training loader gave no batch in a whole epoch. Check the dataset and its filters.")
@@ -214,7 +214,7 @@ class FitLoop:
             return
         assert trainer.task is not None
         if at_end:
-            self._step_epoch_schedulers()
+            end_epoch_of_schedulers(trainer)
         self._batches.mark()
         trainer.task.on_validation_model_zero_grad()
         with trainer.current.within(Stage.VALIDATE):
@@ -233,7 +233,7 @@ class FitLoop:
     def _end_epoch(self, finished: bool) -> None:
         trainer, progress, control = self._trainer, self._progress, self._control
         if finished:
-            self._step_epoch_schedulers()
+            end_epoch_of_schedulers(trainer)
             progress.phase = Phase.DRAINED
             if self._schedule.is_at_epoch_end or self._schedule.is_pending:
                 self._validate(at_end=True)
@@ -268,9 +268,3 @@ class FitLoop:
         self._progress.begin_epoch(self._progress.epoch + 1)
         self._batches.end_epoch()
         self._agree()
-
-    def _step_epoch_schedulers(self) -> None:
-        """Step the schedulers that follow epochs and watch no value; once, before the epoch's last validation."""
-        if self._progress.phase < Phase.SCHEDULED:
-            self._progress.phase = Phase.SCHEDULED
-            step_epoch_schedulers(self._trainer, plateau=False)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from torch.utils.data import DataLoader, IterableDataset, SequentialSampler
@@ -12,6 +12,7 @@ from drivetrain.callbacks.stage import Stage
 from drivetrain.data import CombinedLoader, PreparedLoader, TailPolicy
 from drivetrain.runtime.collectives import gather_object
 from drivetrain.runtime.errors import ConfigurationError, DataError, InvalidLoaderError
+from drivetrain.runtime.nested import honor_type
 from drivetrain.trainer.data_module import DataModule
 from drivetrain.trainer.hooks import is_overridden
 from drivetrain.trainer.metrics.log_scopes import TRANSFER
@@ -117,7 +118,7 @@ class LoaderSource:
             )
         if isinstance(raw, CombinedLoader):
             return raw.map(lambda loader: self._prepare(loader, 0, TailPolicy.WHOLE))
-        if isinstance(raw, Mapping) or (isinstance(raw, list | tuple) and raw and _are_loaders(raw)):
+        if self._trainer.holds_loaders(raw):
             combined = CombinedLoader(raw, mode="max_size_cycle")
             return combined.map(lambda loader: self._prepare(loader, 0, TailPolicy.WHOLE))
         return self._prepare(raw, 0, TailPolicy.WHOLE)
@@ -126,19 +127,27 @@ class LoaderSource:
         """The prepared loaders for validation, test or prediction, each run on its own.
 
         A `CombinedLoader` is one of them, but for one whose loaders come after each other anyway.
+
+        Raises:
+            DataError: There is none, and nothing but the evaluation was asked for.
         """
         raw = self._trainer.current.loaders[self._stage] = self.raw()
         self.is_stale = False
+        if raw is None and self._trainer.task_run.stage is not Stage.TRAIN:
+            raise InvalidLoaderError(
+                f"An invalid dataloader was {self._origin()}: it is None. Return a torch DataLoader, or another "
+                "iterable of batches."
+            )
         if raw is None:
             return []
         tail = TailPolicy.WHOLE if self._trainer.strategy.needs_even_batches else TailPolicy.UNEVEN
-        if isinstance(raw, CombinedLoader) and raw.mode == "sequential":
-            raw = raw.loaders
-        elif isinstance(raw, CombinedLoader):
+        if isinstance(raw, Mapping | list | tuple) and not raw:
+            return []
+        if self._trainer.holds_loaders(raw):
+            raw = CombinedLoader(raw, "sequential")
+        if isinstance(raw, CombinedLoader) and raw.mode != "sequential":
             return [raw.map(lambda loader: self._prepare(loader, 0, tail))]
-        several = list(raw) if isinstance(raw, list | tuple) and _are_loaders(raw) else [raw]
-        if isinstance(raw, Mapping):
-            several = list(raw.values())
+        several = raw.loaders if isinstance(raw, CombinedLoader) else [raw]
         return [self._prepare(loader, index, tail) for index, loader in enumerate(several)]
 
     def _prepare(self, loader: Any, index: int, tail: TailPolicy) -> PreparedLoader:
@@ -150,6 +159,7 @@ class LoaderSource:
                 f"{type(loader).__name__}, which cannot be iterated. Give a torch DataLoader, or another iterable of "
                 "batches."
             )
+        self._trainer.check_loader(loader, self._stage)
         if self._stage is Stage.TRAIN:
             loader = self._trainer.adapt_training_loader(loader)
         prepared = self._trainer.accelerator.prepare_data_loader(
@@ -299,7 +309,7 @@ def without_shuffle(loader: Any) -> Any:
     if isinstance(loader, Mapping):
         return {name: without_shuffle(each) for name, each in loader.items()}
     if isinstance(loader, list | tuple) and _are_loaders(loader):
-        return [without_shuffle(each) for each in loader]
+        return honor_type(loader, (without_shuffle(each) for each in loader))
     if not isinstance(loader, DataLoader) or loader.batch_size is None or isinstance(loader.dataset, IterableDataset):
         return loader
     if isinstance(loader.sampler, SequentialSampler):
@@ -321,9 +331,19 @@ def without_shuffle(loader: Any) -> Any:
     )
 
 
-def _are_loaders(items: Sequence[Any]) -> bool:
-    """Whether a list holds loaders rather than being itself a list of batches."""
-    return all(isinstance(item, DataLoader | CombinedLoader) for item in items)
+def are_several(raw: Any) -> bool:
+    """Whether what was given is several loaders, in a structure: a dict, or a list of torch's loaders."""
+    return isinstance(raw, Mapping) or (isinstance(raw, list | tuple) and bool(raw) and _are_loaders(raw))
+
+
+def _are_loaders(items: Iterable[Any]) -> bool:
+    """Whether a list holds loaders, or structures of them, rather than being itself a list of batches."""
+    return all(
+        isinstance(item, DataLoader | CombinedLoader)
+        or (isinstance(item, list | tuple) and bool(item) and _are_loaders(item))
+        or (isinstance(item, Mapping) and bool(item) and _are_loaders(item.values()))
+        for item in items
+    )
 
 
 def _plain_convert() -> Any:

@@ -69,16 +69,17 @@ class PredictionLoop:
         self._step = trainer.actions.watch(trainer.actions.of_strategy("predict_step"), bound)
         with evaluating(self._task, Stage.PREDICT, self._model):
             trainer.logged.enter(PREDICT)
-            hooks.call("on_predict_start")
-            hooks.call("on_predict_epoch_start")
-            if self._source.is_stale:  # a hook has changed what they are made of
-                self._forget(loaders)
-                loaders, limits = self._load()
             with evaluation_context(self._strategy.capability(PlainEvaluation), trainer.inference_mode):
+                hooks.call("on_predict_start")
+                hooks.call("on_predict_epoch_start")
+                if self._source.is_stale:  # a hook has changed what they are made of
+                    self._forget(loaders)
+                    loaders, limits = self._load()
                 for index, (loader, limit) in enumerate(zip(loaders, limits, strict=True)):
                     results.append(self._run_loader(loader, limit, index if len(loaders) > 1 else None))
-            hooks.call("on_predict_epoch_end")
-            hooks.call("on_predict_end")
+            with torch.no_grad():
+                hooks.call("on_predict_epoch_end")
+                hooks.call("on_predict_end")
         self._forget(loaders)
         return results[0] if len(results) == 1 else results
 
@@ -96,22 +97,23 @@ class PredictionLoop:
     def _run_loader(self, loader: Prepared, limit: float, dataloader_idx: int | None) -> list[Any]:
         trainer, hooks, current = self._trainer, self._trainer.hooks, self._trainer.current
         extra = loader_argument(self._task.predict_step, dataloader_idx)
-        position = dataloader_idx or 0
+        on_start = hooks.find_of_batch("on_predict_batch_start", dataloader_idx)
+        on_end = hooks.find_of_batch("on_predict_batch_end", dataloader_idx)
         outputs: list[Any] = []
         if self._limit == 0:
             return outputs  # asked for; a process that merely has no batch still takes part in opening the loader
         batches = loader.iterate(limit, together=self._strategy.needs_even_batches)
         watched = trainer.actions.iterate("predict_dataloader_next", batches)
-        feed = self._feed = Feed(watched, loader, current, position)
+        feed = self._feed = Feed(watched, loader, current, dataloader_idx or 0)
         with suppress(DataEnded):
             for batch in feed:
-                for hook in hooks.find("on_predict_batch_start"):
-                    hook(batch, feed.index, position)
+                for hook in on_start:
+                    hook(batch, feed.index)
                 output = self._step(batch, feed.index, *extra)
                 if output is None and self._keep:
                     logger.warning_once("predict returned None for a batch: nothing is kept of it.")
-                for hook in hooks.find("on_predict_batch_end"):
-                    hook(output, feed.batch, feed.index, position)
+                for hook in on_end:
+                    hook(output, feed.batch, feed.index)
                 if self._keep:
                     outputs.append(_real_rows(send_to_device(output, torch.device("cpu")), current.batch_info))
                 if feed.index + 1 >= limit:

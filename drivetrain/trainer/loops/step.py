@@ -17,7 +17,7 @@ from drivetrain.trainer.loops.consumption import counters
 from drivetrain.trainer.loops.stand_in import StandIn, presence_of
 from drivetrain.trainer.loops.step_output import StepOutput, detached
 from drivetrain.trainer.metrics.metric_states import untouched_metrics
-from drivetrain.trainer.schedulers import step_step_schedulers
+from drivetrain.trainer.schedulers import end_epoch_of_schedulers, step_step_schedulers
 from drivetrain.trainer.task import Task
 
 if TYPE_CHECKING:
@@ -60,6 +60,7 @@ class PlainStep:
         self._trainer, self._task, self._model = trainer, task, model
         self._progress, self._logged, self._current = trainer.progress, trainer.logged, trainer.current
         self._steps_schedulers = trainer.task_run.steps_schedulers
+        self._ends_epochs = trainer.task_run.ends_epochs_of_schedulers
         self._engine = accelerator.step
         self._optimizers = [optimizer.optimizer for optimizer in trainer.task_optimizers]
         self._forward_backward = strategy.forward_backward
@@ -223,6 +224,8 @@ class PlainStep:
             progress.global_step += steps
             if self._steps_schedulers:
                 step_step_schedulers(self._trainer)
+        if self._ends_epochs and (window[-1].info.last or progress.batches_in_epoch >= self._current.training_batches):
+            end_epoch_of_schedulers(self._trainer)
         if self._on_batch_end:
             self._end_batch(output, window[-1])
         self._logged.skips = False

@@ -161,7 +161,6 @@ class LoggedValue:
         then = mark or self.mark()
         pending = then.pending[: then.kept]
         return {
-            "name": self.name,
             **self.portable(fold=False),
             "on_step": self.on_step,
             "on_epoch": self.on_epoch,
@@ -193,6 +192,7 @@ class LoggedValue:
         if fold:
             self.fold()
         return {
+            "name": self.name,
             "total": None if self.total is None else self.total.tolist(),
             "weight": self.weight,
             "metric": self.metric_path,

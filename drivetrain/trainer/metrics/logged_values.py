@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from drivetrain.runtime.collectives import gather_object
 from drivetrain.runtime.errors import ConfigurationError
 from drivetrain.strategies.topology import Topology
+from drivetrain.trainer.metrics.evaluation_counts import EvaluationCounts
 from drivetrain.trainer.metrics.log_scopes import NOWHERE, TRAIN_STEP, LogScope
 from drivetrain.trainer.metrics.logged_value import (
     REDUCTIONS,
@@ -53,6 +54,7 @@ class LoggedValues:
         scope: From where values are logged now.
         dataloader_idx: The number of the loader that is evaluated, where there are several.
         skips: Whether values are left out, since they come from a batch that only stands in; until `enter`.
+        evaluated: How many batches were evaluated.
     """
 
     def __init__(
@@ -69,15 +71,20 @@ class LoggedValues:
         self._find_batch_size = find_batch_size
         self._tables: dict[str, dict[str, LoggedValue]] = {"train": {}, "validate": {}, "test": {}}
         self._current: dict[str, LoggedValue] = {}
-        self._by_loader: dict[tuple[str, int | None], dict[str, LoggedValue]] = {}
+        self._by_loader: dict[tuple[Any, ...], dict[str, LoggedValue]] = {}
         self._epoch: dict[str, Value] = {}
         self._finished: list[Any] = []  # metrics whose epoch is over, to be reset after its hooks
         self._bar: dict[str, Value] = {}
         self._tried: dict[str, Value] = {}  # the sanity check's, until training begins
         self._tried_bar: dict[str, Value] = {}
-        self._evaluated: dict[str, int] = {}  # batches of each kind of evaluation, and loader
+        self.evaluated = EvaluationCounts()
+        self._separates_moments = False
 
     # where we are
+
+    def separate_moments(self) -> None:
+        """Let one name be logged both by steps and where an epoch begins or ends, as two values."""
+        self._separates_moments = True
 
     def enter(self, scope: LogScope, dataloader_idx: int | None = None) -> None:
         """Set from where values are logged from now on; whatever was muted belongs to the scope before."""
@@ -86,7 +93,8 @@ class LoggedValues:
         self.skips = False
         if self._tried and scope.stage == "train":
             self._tried, self._tried_bar = {}, {}
-        self._current = self._by_loader.setdefault((scope.stage, dataloader_idx), {})
+        moment = scope.has_batch and self._separates_moments
+        self._current = self._by_loader.setdefault((scope.stage, dataloader_idx, moment), {})
 
     @contextmanager
     def forbidden(self, scope: LogScope) -> Iterator[None]:
@@ -104,7 +112,7 @@ class LoggedValues:
         """Log in the body into tables that are empty, and gone in the end."""
         before = dict(self.__dict__)
         self._tables = {stage: {} for stage in self._tables}
-        self._by_loader, self._epoch, self._bar, self._evaluated = {}, {}, {}, {}
+        self._by_loader, self._epoch, self._bar, self.evaluated = {}, {}, {}, EvaluationCounts()
         self._tried, self._tried_bar = {}, {}
         self.enter(NOWHERE)
         try:
@@ -242,13 +250,15 @@ class LoggedValues:
             loader=self.dataloader_idx,
             suffix=suffix,
         )
-        table = self._tables[scope.stage]
-        restored = table.get(entry.name)
+        table, key = self._tables[scope.stage], entry.name
+        restored = table.get(key)
         if restored is not None and restored.arguments == _RESTORED:
             entry.adopt(restored)
+        elif restored is not None and self._separates_moments and restored.scope.has_batch is not scope.has_batch:
+            key = f"{key} of the {_moment(scope)}"
         elif restored is not None:
             raise ConfigurationError(f"{entry.name!r} is logged for two loaders; use add_dataloader_idx=True.")
-        self._current[name] = table[entry.name] = entry
+        self._current[name] = table[key] = entry
         return entry
 
     def _warn_without_trackers(self, name: str) -> None:
@@ -261,7 +271,7 @@ class LoggedValues:
     def mark(self) -> LogMark:
         """Where the values stand now, for `state_dict` of a later moment."""
         entries = [(entry, entry.mark()) for entry in self._tables["train"].values()]
-        return LogMark(entries, dict(self._epoch), dict(self._bar), dict(self._evaluated))
+        return LogMark(entries, dict(self._epoch), dict(self._bar), dict(self.evaluated))
 
     def state_dict(self, mark: LogMark | None = None) -> dict[str, Any]:
         """What the training epoch under way has kept on this process, and the values of the last epochs.
@@ -303,7 +313,7 @@ class LoggedValues:
             entry.take_over(saved, device)
             self._tables["train"][entry.name] = entry
         self._epoch, self._bar = dict(state["epoch"]), dict(state["bar"])
-        self._evaluated = dict(state.get("evaluated", {}))
+        self.evaluated = EvaluationCounts(state.get("evaluated", {}))
 
     # what is shown and written
 
@@ -356,9 +366,7 @@ class LoggedValues:
             What was logged of it with `on_step` and is for trackers, not yet turned into numbers, as this process has
             it; and how many batches of this loader there were before, in all evaluations of the kind.
         """
-        key = f"{self.scope.stage}/{self.dataloader_idx or 0}"
-        number = self._evaluated.get(key, 0)
-        self._evaluated[key] = number + 1
+        number = self.evaluated.count(self.scope.stage, self.dataloader_idx or 0)
         values: dict[str, Value] = {}
         for entry in self._current.values():
             if entry.stepped:
@@ -366,14 +374,6 @@ class LoggedValues:
                 if entry.logger and entry.last is not None:
                     values[entry.step_name] = entry.last
         return values, number
-
-    def evaluated_batches(self, stage: str) -> int:
-        """Batches of a kind of evaluation so far.
-
-        Args:
-            stage: `"validate"` or `"test"`.
-        """
-        return sum(count for key, count in self._evaluated.items() if key.startswith(f"{stage}/"))
 
     def names(self, stage: str) -> set[str]:
         """Every name under which this process has logged since the stage began, whether the values count or not."""
@@ -417,7 +417,7 @@ class LoggedValues:
             if value is not None:
                 first = parts[0]
                 shown = first["prog_bar"], first["logger"]
-                results.append(EpochValue(name, first["epoch_name"], *shown, value, first["loader"]))
+                results.append(EpochValue(first["name"], first["epoch_name"], *shown, value, first["loader"]))
         for entry in self._tables[stage].values():
             if entry.metric is not None and entry.fresh and not entry.on_epoch:
                 entry.metric.reset()
@@ -450,8 +450,13 @@ class LoggedValues:
             for key in [key for key in self._by_loader if key[0] == stage]:
                 del self._by_loader[key]
 
-    def forget_results(self) -> None:
-        """Forget what was logged in earlier runs, and what their metrics have gathered."""
+    def begin_verb(self, evaluates_alone: bool) -> None:
+        """Forget what was logged in earlier runs, and what their metrics have gathered.
+
+        Args:
+            evaluates_alone: Whether the verb only evaluates: its batches are counted apart from those within `fit`.
+        """
+        self.evaluated.alone = evaluates_alone
         for table in self._tables.values():
             for entry in table.values():
                 if entry.metric is not None:

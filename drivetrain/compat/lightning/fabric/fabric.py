@@ -6,16 +6,23 @@ import inspect
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from drivetrain.accelerator import Accelerator
 from drivetrain.compat.lightning.accelerators import Accelerator as Kind
 from drivetrain.compat.lightning.fabric.files import StateFiles
+from drivetrain.compat.lightning.fabric.plugins.environments import ClusterEnvironment
 from drivetrain.compat.lightning.fabric.preparing import Preparing
 from drivetrain.compat.lightning.fabric.processes import Processes
 from drivetrain.compat.lightning.fabric.stepping import Stepping
+from drivetrain.compat.lightning.fabric.strategy import FabricStrategy
 from drivetrain.compat.lightning.fabric.utilities.seed import seed_everything
+from drivetrain.compat.lightning.fabric.wrappers import BackwardGuard
 from drivetrain.compat.lightning.plugins import Precision
 from drivetrain.compat.lightning.reasons import PLUGIN
+from drivetrain.compat.lightning.registry import STRATEGIES
 from drivetrain.compat.lightning.spawning import SpawnedProcesses
 from drivetrain.runtime.errors import ArgumentTypeError, ConfigurationError
+from drivetrain.strategies import Strategy
+from drivetrain.strategies.precision.mixed import MixedPrecision
 from drivetrain.trackers import Tracker
 from drivetrain.trainer.building import make_accelerator
 
@@ -33,7 +40,7 @@ class Fabric(Preparing, Stepping, Processes, StateFiles):
         devices: How many processes on this machine, or which devices.
         num_nodes: Number of machines.
         precision: Such as `"bf16-mixed"`.
-        plugins: A number format.
+        plugins: A number format, and a cluster environment.
         callbacks: Objects whose methods `call` calls.
         loggers: Where `log` writes.
 
@@ -42,8 +49,6 @@ class Fabric(Preparing, Stepping, Processes, StateFiles):
 
     Attributes:
         accelerator: The engine that does the work.
-        callbacks: The callbacks.
-        loggers: All loggers.
     """
 
     def __init__(
@@ -61,9 +66,12 @@ class Fabric(Preparing, Stepping, Processes, StateFiles):
         for plugin in plugins if isinstance(plugins, Sequence) else [plugins]:
             if isinstance(plugin, Precision):
                 precision = plugin.precision
+            elif isinstance(plugin, ClusterEnvironment):
+                plugin.publish(devices, num_nodes)
             elif plugin is not None:
                 raise ConfigurationError(f"Fabric(plugins={type(plugin).__name__}()) is not taken. {PLUGIN}")
         kind = accelerator.kind if issubclass(type(accelerator), Kind) else accelerator
+        strategy = STRATEGIES.made(strategy)
         self._made_with = {"accelerator": kind, "num_nodes": num_nodes, "precision": precision, "callbacks": callbacks}
         self._made_with["loggers"] = loggers
         self._spawning = SpawnedProcesses.asked_for(strategy, devices, kind)
@@ -72,8 +80,10 @@ class Fabric(Preparing, Stepping, Processes, StateFiles):
             if self._spawning.num_processes > 1:
                 strategy, devices = "auto", 1
         self.accelerator = make_accelerator(kind, strategy, devices, num_nodes, precision, 1, False)
-        self.callbacks = list(callbacks) if isinstance(callbacks, Sequence) else [callbacks] if callbacks else []
-        self.loggers = list(loggers) if isinstance(loggers, Sequence) else [loggers] if loggers else []
+        self._strategy: Any = FabricStrategy(self.accelerator)
+        self._guard = BackwardGuard(_needs_own_backward(self.accelerator))
+        self._callbacks = list(callbacks) if isinstance(callbacks, Sequence) else [callbacks] if callbacks else []
+        self._loggers = list(loggers) if isinstance(loggers, Sequence) else [loggers] if loggers else []
 
     @staticmethod
     def seed_everything(seed: int | None = None, workers: bool | None = None, verbose: bool = True) -> int:
@@ -90,28 +100,28 @@ class Fabric(Preparing, Stepping, Processes, StateFiles):
 
     @property
     def strategy(self) -> Any:
-        """The strategy."""
-        return self.accelerator.strategy
+        """The strategy, with Lightning's members beside its own."""
+        return self._strategy
 
     @property
     def global_rank(self) -> int:
         """Global rank of this process."""
-        return self.accelerator.process_index
+        return int(self._strategy.global_rank)
 
     @property
     def local_rank(self) -> int:
         """Rank of this process on its machine."""
-        return self.accelerator.local_process_index
+        return int(self._strategy.local_rank)
 
     @property
     def node_rank(self) -> int:
         """The number of this machine."""
-        return int(self.global_rank // self.strategy.topology.environment.local_world_size)
+        return int(self._strategy.node_rank)
 
     @property
     def world_size(self) -> int:
         """Number of processes."""
-        return self.accelerator.num_processes
+        return int(self._strategy.world_size)
 
     @property
     def is_global_zero(self) -> bool:
@@ -119,9 +129,14 @@ class Fabric(Preparing, Stepping, Processes, StateFiles):
         return self.accelerator.is_main_process
 
     @property
+    def loggers(self) -> list[Any]:
+        """All loggers."""
+        return self._loggers
+
+    @property
     def logger(self) -> Any:
         """The first logger."""
-        return self.loggers[0]
+        return self._loggers[0]
 
     # launching
 
@@ -147,6 +162,12 @@ class Fabric(Preparing, Stepping, Processes, StateFiles):
 
     def run(self, *args: Any, **kwargs: Any) -> Any:
         """Override it for code that `Fabric` subclasses run."""
+
+
+def _needs_own_backward(engine: Accelerator) -> bool:
+    """Whether a plain `loss.backward()` would leave something out."""
+    is_own = type(engine.strategy).backward is not Strategy.backward
+    return is_own or isinstance(engine.precision, MixedPrecision)
 
 
 def _launched(

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import Any
 
-import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from drivetrain.accelerator import Accelerator
+from drivetrain.accelerator import PreparedOptimizer
 from drivetrain.compat.lightning.fabric.stepping import forward_module
 from drivetrain.runtime.errors import ArgumentTypeError, ConfigurationError
 
@@ -19,7 +17,7 @@ from drivetrain.runtime.errors import ArgumentTypeError, ConfigurationError
 class StateFiles:
     """What a loop keeps."""
 
-    accelerator: Accelerator
+    _strategy: Any
 
     def save(
         self,
@@ -38,14 +36,7 @@ class StateFiles:
             ConfigurationError: A filter is no function, or for a name that is not in the state.
         """
         _check_filter(filter, state)
-        written = {name: self._state_of(value) for name, value in state.items()}
-        for name, keeps in (filter or {}).items():
-            if isinstance(written[name], Mapping):
-                written[name] = {key: value for key, value in written[name].items() if keeps(key, value)}
-        if self.accelerator.is_main_process:
-            Path(path).parent.mkdir(parents=True, exist_ok=True)
-        self.accelerator.save(written, path)
-        self.accelerator.wait_for_everyone()
+        self._strategy.save_checkpoint(path=path, state=_unwrapped(state), filter=filter)
 
     def load(
         self,
@@ -69,17 +60,14 @@ class StateFiles:
         Raises:
             KeyError: The file has no such name.
         """
-        found = torch.load(path, map_location="cpu", weights_only=weights_only is not False)
-        for name in list(state or {}):
-            assert state is not None
-            if name not in found:
-                if strict:
-                    raise KeyError(f"{os.fspath(path)} has no {name!r}; it has {', '.join(sorted(found))}.")
-                continue
-            value = found.pop(name)
-            if not self._fill(state[name], value, strict):
-                state[name] = value
-        return dict(found)
+        bare = None if state is None else _unwrapped(state)
+        rest: dict[str, Any] = self._strategy.load_checkpoint(
+            path=path, state=bare, strict=strict, weights_only=weights_only
+        )
+        for name in bare or {}:
+            if state is not None and bare[name] is not _bare(state[name]):
+                state[name] = bare[name]
+        return rest
 
     def load_raw(
         self,
@@ -97,22 +85,18 @@ class StateFiles:
             strict: Whether other names of weights are an error.
             weights_only: False unpickles objects too.
         """
-        self._fill(obj, torch.load(path, map_location="cpu", weights_only=weights_only is not False), strict)
+        self._strategy.load_checkpoint(path=path, state=_bare(obj), strict=strict, weights_only=weights_only)
 
-    def _state_of(self, value: Any) -> Any:
-        if isinstance(value, nn.Module):
-            return self.accelerator.get_state_dict(forward_module(value))
-        return value.state_dict() if callable(getattr(value, "state_dict", None)) else value
 
-    def _fill(self, target: Any, value: Any, strict: bool) -> bool:
-        """Give an object a state. Returns whether it takes one."""
-        if isinstance(target, nn.Module):
-            self.accelerator.unwrap_model(forward_module(target)).load_state_dict(value, strict=strict)
-        elif callable(getattr(target, "load_state_dict", None)):
-            target.load_state_dict(value)
-        else:
-            return False
-        return True
+def _unwrapped(state: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: _bare(value) for name, value in state.items()}
+
+
+def _bare(value: Any) -> Any:
+    """What the strategy made of a module, and an optimizer as it was, in the place of what Fabric made of them."""
+    if isinstance(value, nn.Module):
+        return forward_module(value)
+    return value.optimizer if isinstance(value, PreparedOptimizer) else value
 
 
 def _check_filter(given: Any, state: Mapping[str, Any]) -> None:

@@ -14,7 +14,7 @@ from drivetrain.accelerator import PreparedOptimizer
 from drivetrain.compat.lightning.fabric.module_side import attach
 from drivetrain.compat.lightning.fabric.reporting import Reporting
 from drivetrain.compat.lightning.fabric.utilities.rank_zero import rank_zero_deprecation
-from drivetrain.compat.lightning.fabric.wrappers import FabricDataLoader, FabricModule, is_wrapped
+from drivetrain.compat.lightning.fabric.wrappers import BackwardGuard, FabricDataLoader, FabricModule, is_wrapped
 from drivetrain.data import DataShard
 from drivetrain.runtime.errors import ArgumentTypeError, ConfigurationError
 from drivetrain.runtime.nested import send_to_device
@@ -23,6 +23,8 @@ from drivetrain.trainer import Task
 
 class Preparing(Reporting):
     """What a loop sets up before it runs."""
+
+    _guard: BackwardGuard
 
     @property
     def device(self) -> torch.device:
@@ -53,9 +55,8 @@ class Preparing(Reporting):
         prepared = engine.prepare(module, *optimizers, device_placement=placement)
         forward_module, *stepped = prepared if optimizers else [prepared]
         original = getattr(module, "_orig_mod", module)
-        wrapped = FabricModule(
-            forward_module, engine.strategy, original, engine.precision, self.device if move_to_device else None
-        )
+        place = self.device if move_to_device else None
+        wrapped = FabricModule(forward_module, engine.strategy, original, engine.precision, place, self._guard)
         self._announce_steps(stepped)
         if isinstance(original, Task):
             attach(self, original, wrapped, stepped)
@@ -142,7 +143,7 @@ class Preparing(Reporting):
 
     def _announce_steps(self, optimizers: Any) -> None:
         """Let callbacks that have `on_after_optimizer_step` see each step."""
-        if not any(hasattr(each, "on_after_optimizer_step") for each in self.callbacks):
+        if not any(hasattr(each, "on_after_optimizer_step") for each in self._callbacks):
             return
         for prepared in optimizers:
 

@@ -4,20 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
-from torch import Tensor
-
 from drivetrain.accelerator import Accelerator
-from drivetrain.runtime.collectives import broadcast, broadcast_object_list, reduce
-from drivetrain.runtime.errors import ConfigurationError
-from drivetrain.runtime.nested import recursively_apply
+from drivetrain.runtime.nested import recursively_apply, send_to_device
 
 
 class Processes:
     """What a loop asks of all processes."""
 
     accelerator: Accelerator
+    _strategy: Any
 
     def print(self, *args: Any, **kwargs: Any) -> None:
         """Print on the main process."""
@@ -25,7 +23,7 @@ class Processes:
 
     def barrier(self, name: str | None = None) -> None:
         """Wait for all processes."""
-        self.accelerator.wait_for_everyone()
+        self._strategy.barrier(name=name)
 
     def broadcast(self, obj: Any, src: int = 0) -> Any:
         """Give all processes one process's object.
@@ -34,7 +32,7 @@ class Processes:
             obj: Tensors, or anything that can be pickled.
             src: Whose.
         """
-        return broadcast(obj, src) if isinstance(obj, Tensor) else broadcast_object_list([obj], src)[0]
+        return self._strategy.broadcast(obj, src=src)
 
     def all_gather(self, data: Any, group: Any = None, sync_grads: bool = False) -> Any:
         """Stack tensors of all processes along a new first dimension; the tensors themselves in a world of one.
@@ -42,13 +40,10 @@ class Processes:
         Args:
             data: Nested structure of tensors of equal shapes.
             group: Taken for Lightning's sake; all processes take part.
-            sync_grads: Not supported.
+            sync_grads: Whether gradients flow back to each process's tensors.
         """
-        if sync_grads:
-            raise ConfigurationError("all_gather(sync_grads=True) is not supported; use torch.distributed.nn.")
-        if self.accelerator.num_processes == 1:
-            return data
-        return recursively_apply(lambda tensor: self.accelerator.gather(tensor.unsqueeze(0)), data)
+        gather = partial(self._strategy.all_gather, group=group, sync_grads=sync_grads)
+        return recursively_apply(gather, self._on_device(data))
 
     def all_reduce(self, data: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
         """Reduce tensors over all processes.
@@ -56,9 +51,10 @@ class Processes:
         Args:
             data: Nested structure of tensors of equal shapes.
             group: Taken for Lightning's sake; all processes take part.
-            reduce_op: `"mean"` or `"sum"`.
+            reduce_op: `"mean"`, `"sum"`, `"max"`, `"min"`, or torch's `ReduceOp`.
         """
-        return reduce(data, str(reduce_op).lower())
+        reduce = partial(self._strategy.all_reduce, group=group, reduce_op=reduce_op)
+        return recursively_apply(reduce, self._on_device(data))
 
     @contextmanager
     def rank_zero_first(self, local: bool = False) -> Iterator[None]:
@@ -71,3 +67,6 @@ class Processes:
         first = engine.local_main_process_first() if local else engine.main_process_first()
         with first:
             yield
+
+    def _on_device(self, data: Any) -> Any:
+        return send_to_device(data, self._strategy.root_device)

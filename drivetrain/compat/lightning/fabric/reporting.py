@@ -15,8 +15,8 @@ class Reporting:
     """What a loop reports, and to whom."""
 
     accelerator: Accelerator
-    callbacks: list[Any]
-    loggers: list[Any]
+    _callbacks: list[Any]
+    _loggers: list[Any]
 
     def log(self, name: str, value: Any, step: int | None = None) -> None:
         """Write one value.
@@ -40,7 +40,7 @@ class Reporting:
         """
         numbers = convert_tensors_to_scalars(dict(metrics))
         if self.accelerator.is_main_process:
-            for logger in self.loggers:
+            for logger in self._loggers:
                 logger.log_metrics(metrics=numbers, step=step)
 
     def call(self, hook_name: str, *args: Any, **kwargs: Any) -> None:
@@ -51,7 +51,7 @@ class Reporting:
             *args: Its arguments.
             **kwargs: The same.
         """
-        for callback in self.callbacks:
+        for callback in self._callbacks:
             method = getattr(callback, hook_name, None)
             if method is None:
                 continue

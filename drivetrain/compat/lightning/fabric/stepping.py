@@ -5,11 +5,11 @@ from __future__ import annotations
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from drivetrain.accelerator import Accelerator
-from drivetrain.compat.lightning.fabric.wrappers import FabricModule
+from drivetrain.accelerator.optimizer import unwrap_optimizer
+from drivetrain.compat.lightning.fabric.wrappers import BackwardGuard, FabricModule
 from drivetrain.runtime.errors import ArgumentTypeError, ConfigurationError
 
 
@@ -17,6 +17,8 @@ class Stepping:
     """What a loop does with a loss and its gradients."""
 
     accelerator: Accelerator
+    _guard: BackwardGuard
+    _strategy: Any
 
     def backward(self, tensor: Tensor, *args: Any, model: Any = None, **kwargs: Any) -> None:
         """Compute gradients of a loss, in place of `loss.backward()`.
@@ -24,11 +26,14 @@ class Stepping:
         Args:
             tensor: The loss.
             *args: As for `torch.Tensor.backward`.
-            model: Taken for Lightning's sake.
+            model: The model, which strategies need that run several with an engine each.
             **kwargs: As for `torch.Tensor.backward`.
         """
-        named = dict(zip(("gradient", "retain_graph", "create_graph"), args, strict=False))
-        self.accelerator.backward(tensor, **named, **kwargs)
+        self._guard.is_inside = True
+        try:
+            self._strategy.backward(tensor, model and forward_module(model), *args, **kwargs)
+        finally:
+            self._guard.is_inside = False
 
     def clip_gradients(
         self,
@@ -58,13 +63,13 @@ class Stepping:
         """
         if (clip_val is None) is (max_norm is None):
             raise ConfigurationError("clip_gradients takes one of clip_val and max_norm.")
+        bare = forward_module(module), unwrap_optimizer(optimizer)
         if clip_val is not None:
-            self.accelerator.clip_grad_value_(module.parameters(), clip_val)
+            self._strategy.clip_gradients_value(*bare, clip_val=clip_val)
             return None
-        assert max_norm is not None
-        norm = self.accelerator.clip_grad_norm_(module.parameters(), max_norm, float(norm_type))
-        if error_if_nonfinite and norm is not None and not bool(torch.isfinite(norm)):
-            raise RuntimeError(f"The norm of the gradients is {norm}, so they cannot be clipped.")
+        norm: Tensor = self._strategy.clip_gradients_norm(
+            *bare, max_norm=max_norm, norm_type=norm_type, error_if_nonfinite=error_if_nonfinite
+        )
         return norm
 
     def autocast(self) -> AbstractContextManager[Any]:

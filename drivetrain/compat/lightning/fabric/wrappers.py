@@ -8,16 +8,51 @@ from functools import wraps
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from drivetrain.accelerator import PreparedOptimizer
 from drivetrain.accelerator.forward import under_precision
 from drivetrain.data import PreparedLoader
 from drivetrain.runtime.errors import ArgumentTypeError, ConfigurationError
-from drivetrain.runtime.nested import send_to_device
+from drivetrain.runtime.nested import recursively_apply, send_to_device
 from drivetrain.strategies.precision import Precision
 
 STEPS = ("training_step", "validation_step", "test_step", "predict_step")
+
+
+class BackwardGuard:
+    """Refuses a backward that Fabric does not run, where the number format or the strategy needs it to.
+
+    Args:
+        is_needed: Whether they do.
+
+    Attributes:
+        is_inside: Whether Fabric runs one now.
+    """
+
+    def __init__(self, is_needed: bool) -> None:
+        self.is_needed, self.is_inside = is_needed, False
+
+    def watch(self, output: Any) -> Any:
+        """See the backward of whatever of a model's output needs gradients.
+
+        Args:
+            output: In any structure. Returns it.
+        """
+        recursively_apply(self._watch_tensor, output)
+        return output
+
+    def _watch_tensor(self, tensor: Tensor) -> Tensor:
+        if tensor.requires_grad:
+            tensor.register_hook(self._check)
+        return tensor
+
+    def _check(self, gradient: Tensor) -> None:
+        if self.is_needed and not self.is_inside:
+            raise RuntimeError(
+                "The current strategy and precision selection requires you to call `fabric.backward(loss)` instead of "
+                "`loss.backward()`."
+            )
 
 
 class FabricModule(nn.Module):
@@ -32,6 +67,7 @@ class FabricModule(nn.Module):
         original_module: The module; `forward_module` if None.
         precision: The number formats that marked methods run under.
         device: Where a module without parameters is; the CPU if None.
+        guard: Sees the backward of what the module returns.
     """
 
     def __init__(
@@ -41,12 +77,14 @@ class FabricModule(nn.Module):
         original_module: nn.Module | None = None,
         precision: Precision | None = None,
         device: torch.device | None = None,
+        guard: BackwardGuard | None = None,
     ) -> None:
         super().__init__()
         own = self.__dict__
         own["_original_module"] = forward_module if original_module is None else original_module
         own["_forward_methods"] = set(STEPS)
         own["_strategy"], own["_precision"], own["_placed_on"] = strategy, precision, device
+        own["_guard"] = guard or BackwardGuard(is_needed=False)
         nn.Module.__setattr__(self, "_forward_module", forward_module)
 
     @property
@@ -69,7 +107,7 @@ class FabricModule(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Call the module, through the strategy's wrapper."""
-        return self._forward_module(*args, **kwargs)
+        return self._guard.watch(self._forward_module(*args, **kwargs))
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """The state of the module itself, under its own names."""
@@ -139,7 +177,7 @@ class FabricModule(nn.Module):
 
             original.__dict__["forward"] = in_place_of_forward
             try:
-                return self._forward_module(*args, **kwargs)
+                return self._guard.watch(self._forward_module(*args, **kwargs))
             finally:
                 restore()
 

@@ -8,3 +8,4 @@ from drivetrain.compat.lightning.accelerators import CUDAAccelerator as CUDAAcce
 from drivetrain.compat.lightning.accelerators import MPSAccelerator as MPSAccelerator
 from drivetrain.compat.lightning.accelerators import XLAAccelerator as XLAAccelerator
 from drivetrain.compat.lightning.accelerators import find_usable_cuda_devices as find_usable_cuda_devices
+from drivetrain.compat.lightning.fabric.accelerators.registry import ACCELERATOR_REGISTRY as ACCELERATOR_REGISTRY

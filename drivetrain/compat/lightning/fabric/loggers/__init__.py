@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
-from drivetrain.compat.lightning.pytorch.loggers import CSVLogger, Logger, TensorBoardLogger
+from drivetrain.compat.lightning.fabric.loggers.csv_logs import CSVLogger
+from drivetrain.compat.lightning.fabric.loggers.tensorboard import TensorBoardLogger
+from drivetrain.compat.lightning.pytorch.loggers import Logger
 
 __all__ = ["CSVLogger", "Logger", "TensorBoardLogger"]

@@ -1,7 +1,41 @@
-"""`CSVLogger`."""
+"""`CSVLogger`, with Fabric's names of its directories."""
 
 from __future__ import annotations
 
-from drivetrain.compat.lightning.pytorch.loggers.files import CSVLogger
+import os
+
+from drivetrain.compat.lightning.pytorch.loggers import files
+from drivetrain.compat.lightning.pytorch.loggers.experiment_writer import ExperimentWriter
 
 __all__ = ["CSVLogger"]
+
+
+class CSVLogger(files.CSVLogger):
+    """Writes `metrics.csv` into `<root_dir>/<name>/version_<n>`.
+
+    Args:
+        root_dir: The directory of all runs.
+        name: The name of the experiment.
+        version: The run; the next free number without it.
+        prefix: Put before the name of every value.
+        flush_logs_every_n_steps: Every how many steps what waits is written.
+    """
+
+    def __init__(
+        self,
+        root_dir: str | os.PathLike[str],
+        name: str | None = "lightning_logs",
+        version: int | str | None = None,
+        prefix: str = "",
+        flush_logs_every_n_steps: int = 100,
+    ) -> None:
+        super().__init__(root_dir, name, version, prefix, flush_logs_every_n_steps)
+        self._root_dir = os.fspath(root_dir)
+
+    @property
+    def root_dir(self) -> str:
+        """The directory of all runs."""
+        return self._root_dir
+
+
+_ExperimentWriter = ExperimentWriter

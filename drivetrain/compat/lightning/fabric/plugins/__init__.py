@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from drivetrain.compat.absent import absent_names
+from drivetrain.compat.lightning.fabric.plugins.environments import ClusterEnvironment as ClusterEnvironment
 from drivetrain.compat.lightning.plugins import DeepSpeedPrecision as DeepSpeedPrecision
 from drivetrain.compat.lightning.plugins import DoublePrecision as DoublePrecision
 from drivetrain.compat.lightning.plugins import FSDPPrecision as FSDPPrecision
@@ -14,7 +15,6 @@ from drivetrain.compat.lightning.reasons import PLUGIN
 _ABSENT = (
     "BitsandbytesPrecision",
     "CheckpointIO",
-    "ClusterEnvironment",
     "TorchCheckpointIO",
     "TransformerEnginePrecision",
     "XLACheckpointIO",

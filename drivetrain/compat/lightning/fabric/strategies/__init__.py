@@ -8,4 +8,4 @@ from drivetrain.compat.lightning.pytorch import strategies
 
 
 def __getattr__(name: str) -> Any:
-    return getattr(strategies, name)
+    return getattr(strategies, "StrategyRegistry" if name == "STRATEGY_REGISTRY" else name)

@@ -11,8 +11,6 @@ from collections.abc import Callable
 from functools import wraps
 from typing import Any
 
-from drivetrain.runtime.environment import ProcessEnvironment
-
 logger = logging.getLogger("lightning.pytorch")
 
 _VARIABLES = ("RANK", "LOCAL_RANK", "SLURM_PROCID", "JSM_NAMESPACE_RANK")
@@ -38,11 +36,14 @@ def rank_zero_only(function: Callable[..., Any], default: Any = None) -> Callabl
 
 
 def _rank() -> int:
-    """This process's rank, as a script has set it, or else as its launcher has."""
+    """This process's rank, as a script has set it, or else as its launcher has.
+
+    The variable is enough: scripts read it before anything needs the number of processes.
+    """
     stated = getattr(rank_zero_only, "rank", None)
     if stated is not None:
         return int(stated)
-    return ProcessEnvironment.detect().rank if any(name in os.environ for name in _VARIABLES) else 0
+    return int(next((os.environ[name] for name in _VARIABLES if name in os.environ), 0))
 
 
 @rank_zero_only

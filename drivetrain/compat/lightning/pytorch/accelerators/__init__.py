@@ -10,9 +10,11 @@ from drivetrain.compat.lightning.accelerators import (
     XLAAccelerator,
     find_usable_cuda_devices,
 )
+from drivetrain.compat.lightning.fabric.accelerators.registry import ACCELERATOR_REGISTRY as AcceleratorRegistry
 
 __all__ = [
     "Accelerator",
+    "AcceleratorRegistry",
     "CPUAccelerator",
     "CUDAAccelerator",
     "MPSAccelerator",

@@ -9,12 +9,14 @@ from drivetrain.compat.absent import absent_names
 from drivetrain.compat.lightning.pytorch.callbacks import progress
 from drivetrain.compat.lightning.pytorch.callbacks.checkpoint import Checkpoint
 from drivetrain.compat.lightning.pytorch.callbacks.model_checkpoint import ModelCheckpoint
+from drivetrain.compat.lightning.pytorch.callbacks.prediction_writer import BasePredictionWriter
 from drivetrain.compat.lightning.pytorch.callbacks.progress import ProgressBar, TQDMProgressBar
 from drivetrain.compat.lightning.pytorch.callbacks.spike import SpikeDetection
 from drivetrain.compat.lightning.pytorch.callbacks.throughput_monitor import ThroughputMonitor
 from drivetrain.compat.lightning.reasons import CALLBACK
 
 __all__ = [
+    "BasePredictionWriter",
     "Callback",
     "Checkpoint",
     "EarlyStopping",
@@ -33,7 +35,6 @@ __all__ = [
 _ABSENT = (
     "BackboneFinetuning",
     "BaseFinetuning",
-    "BasePredictionWriter",
     "BatchSizeFinder",
     "DeviceStatsMonitor",
     "EMAWeightAveraging",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from drivetrain.compat.absent import absent_names
+from drivetrain.compat.lightning.fabric.plugins.environments import ClusterEnvironment
 from drivetrain.compat.lightning.plugins import (
     DeepSpeedPrecision,
     DoublePrecision,
@@ -15,6 +16,7 @@ from drivetrain.compat.lightning.plugins import (
 from drivetrain.compat.lightning.reasons import PLUGIN
 
 __all__ = [
+    "ClusterEnvironment",
     "DeepSpeedPrecision",
     "DoublePrecision",
     "FSDPPrecision",
@@ -28,7 +30,6 @@ _ABSENT = (
     "AsyncCheckpointIO",
     "BitsandbytesPrecision",
     "CheckpointIO",
-    "ClusterEnvironment",
     "LayerSync",
     "TorchCheckpointIO",
     "TransformerEnginePrecision",

@@ -13,8 +13,9 @@ from drivetrain.compat.lightning.reasons import STRATEGY
 if TYPE_CHECKING:
     from drivetrain.compat.lightning.pytorch.strategies.deepspeed import DeepSpeedStrategy as DeepSpeedStrategy
     from drivetrain.compat.lightning.pytorch.strategies.fsdp import FSDPStrategy as FSDPStrategy
+    from drivetrain.compat.lightning.pytorch.strategies.registry import StrategyRegistry as StrategyRegistry
 
-__all__ = ["DDPStrategy", "DeepSpeedStrategy", "FSDPStrategy", "SingleDeviceStrategy", "Strategy"]
+__all__ = ["DDPStrategy", "DeepSpeedStrategy", "FSDPStrategy", "SingleDeviceStrategy", "Strategy", "StrategyRegistry"]
 
 _ABSENT = ("ModelParallelStrategy", "ParallelStrategy", "SingleDeviceXLAStrategy", "XLAStrategy")
 
@@ -22,7 +23,7 @@ _absent = absent_names(__name__, (STRATEGY, _ABSENT))
 
 
 # torch's part of FSDP takes most of a second to import
-_LATE = {"FSDPStrategy": "fsdp", "DeepSpeedStrategy": "deepspeed"}
+_LATE = {"FSDPStrategy": "fsdp", "DeepSpeedStrategy": "deepspeed", "StrategyRegistry": "registry"}
 
 
 def __getattr__(name: str) -> Any:

@@ -9,12 +9,13 @@ from typing import Any
 from drivetrain.compat.lightning.fabric.utilities.rank_zero import rank_zero_deprecation
 from drivetrain.compat.lightning.instances import StandsFor
 from drivetrain.compat.lightning.options import refuse_machinery
+from drivetrain.compat.lightning.strategy_members import StrategyMembers
 from drivetrain.strategies import DDP
 
 __all__ = ["DDPStrategy"]
 
 
-class DDPStrategy(DDP, metaclass=StandsFor, original=DDP):
+class DDPStrategy(StrategyMembers, DDP, metaclass=StandsFor, original=DDP):
     """A copy of the model on each process. What `Trainer(strategy="ddp")` makes is an instance of it too.
 
     Args:

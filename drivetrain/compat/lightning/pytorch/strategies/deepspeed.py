@@ -7,12 +7,13 @@ from collections.abc import Mapping
 from typing import Any
 
 from drivetrain.compat.lightning.options import refuse_machinery
+from drivetrain.compat.lightning.strategy_members import StrategyMembers
 from drivetrain.strategies.deepspeed import DeepSpeed
 
 __all__ = ["DeepSpeedStrategy"]
 
 
-class DeepSpeedStrategy(DeepSpeed):
+class DeepSpeedStrategy(StrategyMembers, DeepSpeed):
     """DeepSpeed's ZeRO.
 
     Args:

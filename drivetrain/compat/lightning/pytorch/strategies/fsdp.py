@@ -6,6 +6,7 @@ from datetime import timedelta
 from typing import Any
 
 from drivetrain.compat.lightning.options import refuse_machinery
+from drivetrain.compat.lightning.strategy_members import StrategyMembers
 from drivetrain.runtime.errors import ConfigurationError
 from drivetrain.strategies.fsdp import FSDP
 
@@ -14,7 +15,7 @@ __all__ = ["FSDPStrategy"]
 _RESHARDS = {"FULL_SHARD": True, "SHARD_GRAD_OP": False}
 
 
-class FSDPStrategy(FSDP):
+class FSDPStrategy(StrategyMembers, FSDP):
     """Parameters, gradients and optimizer states sharded over processes.
 
     Args:

@@ -99,11 +99,12 @@ class EvaluationLoopView:
     Args:
         trainer: The trainer.
         stage: What it does.
+        alone: Whether it is that of a verb, rather than the validation within `fit`.
     """
 
-    def __init__(self, trainer: Trainer, stage: Stage) -> None:
+    def __init__(self, trainer: Trainer, stage: Stage, alone: bool = True) -> None:
         self._trainer, self._stage = trainer, stage
-        done: Read = lambda: trainer.logged.evaluated_batches(str(stage))  # noqa: E731 - read twice
+        done: Read = lambda: trainer.logged.evaluated.total(str(stage), alone)  # noqa: E731 - read twice
         last: Read = lambda: min(done(), sum(self.max_batches[-1:]))  # noqa: E731 - read twice
         self.batch_progress = Counts(Count(last, last), Count(done, done))
 
@@ -148,19 +149,24 @@ class EpochLoopView:
     def __init__(self, trainer: Trainer) -> None:
         self._trainer = trainer
         progress = trainer.progress
-        before: Read = lambda: progress.total_batches - progress.batches_in_epoch  # noqa: E731 - read with the next
-        current = Count(self._begun, lambda: progress.batches_in_epoch)
-        total = Count(lambda: before() + self._begun(), lambda: progress.total_batches)
+        current = Count(self._begun, self._finished)
+        total = Count(lambda: progress.total_batches + self._begun() - self._finished(), lambda: progress.total_batches)
         self.batch_progress = Counts(current, total, lambda: trainer.is_last_batch)
         self.automatic_optimization = self.manual_optimization = _Steps(trainer)
-        self.val_loop = EvaluationLoopView(trainer, Stage.VALIDATE)
+        self.val_loop = EvaluationLoopView(trainer, Stage.VALIDATE, alone=False)
 
     def _begun(self) -> float:
-        """Batches of this epoch that were begun."""
+        """Batches of this epoch that were begun; until its first, those of the last one."""
+        current = self._trainer.current
+        if current.stage is Stage.TRAIN and current.batch_info is not None:
+            return current.batch_info.index + 1
+        return self._trainer.progress.batches_in_epoch or current.last_epoch[0]
+
+    def _finished(self) -> float:
+        """The same of those that were finished."""
         current, finished = self._trainer.current, self._trainer.progress.batches_in_epoch
-        if current.stage is not Stage.TRAIN or current.batch_info is None:
-            return finished
-        return current.batch_info.index + 1
+        is_under_way = current.stage is Stage.TRAIN and current.batch_info is not None
+        return finished if finished or is_under_way else current.last_epoch[1]
 
     @property
     def batch_idx(self) -> int:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from drivetrain.callbacks.stage import Stage
 from drivetrain.compat.lightning.fabric.utilities.rank_zero import rank_zero_warn
 from drivetrain.compat.lightning.fabric.utilities.seed import reset_seed
+from drivetrain.compat.lightning.signals import SIGTERMException
 from drivetrain.runtime.errors import ArgumentTypeError
 from drivetrain.trainer import Task
 from drivetrain.trainer.compiled_task import uncompiled
@@ -23,7 +24,9 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 def lightning_verb(verb: F) -> F:
-    """A verb of the Trainer that refuses what is no module with a `TypeError`, and leaves by `SystemExit` at Ctrl-C.
+    """A verb of the Trainer that refuses what is no module with a `TypeError`, and leaves by a `SystemExit`.
+
+    At Ctrl-C its status is 1; where a scheduler ends the run it is a `SIGTERMException`.
 
     Args:
         verb: The Trainer's own.
@@ -37,7 +40,10 @@ def lightning_verb(verb: F) -> F:
         if given.get("return_predictions", True) is None:
             del given["return_predictions"]
         keeps = given.get("return_predictions", True)
-        if given.get("ckpt_path") == "last":
+        chosen = self.choose_checkpoint(given.get("ckpt_path"))
+        if chosen is not None:
+            given["ckpt_path"] = chosen
+        if chosen == "last":
             given["ckpt_path"] = _last_checkpoint(self)
             model = self.task if model is None and given["ckpt_path"] is None else model
         _check_path(given.get("ckpt_path"))
@@ -53,6 +59,10 @@ def lightning_verb(verb: F) -> F:
                 return self.keep_predictions(result, keeps) if stage is Stage.PREDICT else result
         except KeyboardInterrupt:
             sys.exit(1)
+        except SystemExit as left:
+            if stage is Stage.TRAIN and self.received_sigterm and not isinstance(left, SIGTERMException):
+                raise SIGTERMException(left.code) from None
+            raise
 
     return run  # type: ignore[return-value]
 

@@ -19,10 +19,10 @@ from drivetrain.compat.lightning.fabric.utilities.rank_zero import (
     rank_zero_warn,
 )
 from drivetrain.compat.lightning.pytorch.utilities import rank_zero, warnings
+from drivetrain.compat.lightning.pytorch.utilities.combined_loader import CombinedLoader
 from drivetrain.compat.lightning.pytorch.utilities.grads import grad_norm
 from drivetrain.compat.lightning.pytorch.utilities.parameter_tying import find_shared_parameters, set_shared_parameters
 from drivetrain.compat.lightning.pytorch.utilities.parsing import AttributeDict, is_picklable
-from drivetrain.data import CombinedLoader
 
 __all__ = [
     "AttributeDict",

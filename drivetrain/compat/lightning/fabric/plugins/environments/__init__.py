@@ -1,11 +1,23 @@
-"""Cluster environments, which the launcher finds by itself."""
+"""Cluster environments: what a scheduler says of the processes of a run."""
 
 from __future__ import annotations
 
-from typing import Any
+from drivetrain.compat.lightning.fabric.plugins.environments.cluster_environment import ClusterEnvironment
+from drivetrain.compat.lightning.fabric.plugins.environments.kubeflow import KubeflowEnvironment
+from drivetrain.compat.lightning.fabric.plugins.environments.lightning import LightningEnvironment
+from drivetrain.compat.lightning.fabric.plugins.environments.lsf import LSFEnvironment
+from drivetrain.compat.lightning.fabric.plugins.environments.mpi import MPIEnvironment
+from drivetrain.compat.lightning.fabric.plugins.environments.slurm import SLURMEnvironment
+from drivetrain.compat.lightning.fabric.plugins.environments.torchelastic import TorchElasticEnvironment
+from drivetrain.compat.lightning.fabric.plugins.environments.xla import XLAEnvironment
 
-from drivetrain.compat.lightning.pytorch.plugins import environments
-
-
-def __getattr__(name: str) -> Any:
-    return getattr(environments, name)
+__all__ = [
+    "ClusterEnvironment",
+    "KubeflowEnvironment",
+    "LSFEnvironment",
+    "LightningEnvironment",
+    "MPIEnvironment",
+    "SLURMEnvironment",
+    "TorchElasticEnvironment",
+    "XLAEnvironment",
+]

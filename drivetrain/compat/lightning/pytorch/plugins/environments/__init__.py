@@ -1,11 +1,17 @@
-"""Cluster environments, which the launcher finds by itself."""
+"""Cluster environments: what a scheduler says of the processes of a run."""
 
 from __future__ import annotations
 
-from drivetrain.compat.absent import absent_names
-from drivetrain.compat.lightning.reasons import ENVIRONMENT
+from drivetrain.compat.lightning.fabric.plugins.environments.cluster_environment import ClusterEnvironment
+from drivetrain.compat.lightning.fabric.plugins.environments.kubeflow import KubeflowEnvironment
+from drivetrain.compat.lightning.fabric.plugins.environments.lightning import LightningEnvironment
+from drivetrain.compat.lightning.fabric.plugins.environments.lsf import LSFEnvironment
+from drivetrain.compat.lightning.fabric.plugins.environments.mpi import MPIEnvironment
+from drivetrain.compat.lightning.fabric.plugins.environments.slurm import SLURMEnvironment
+from drivetrain.compat.lightning.fabric.plugins.environments.torchelastic import TorchElasticEnvironment
+from drivetrain.compat.lightning.fabric.plugins.environments.xla import XLAEnvironment
 
-_ABSENT = (
+__all__ = [
     "ClusterEnvironment",
     "KubeflowEnvironment",
     "LSFEnvironment",
@@ -14,6 +20,4 @@ _ABSENT = (
     "SLURMEnvironment",
     "TorchElasticEnvironment",
     "XLAEnvironment",
-)
-
-__getattr__ = absent_names(__name__, (ENVIRONMENT, _ABSENT))
+]

@@ -1,0 +1,184 @@
+"""`fabric.strategy`: what Fabric's methods call, so that a script can replace a part of it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from drivetrain.compat.lightning.strategy_members import StrategyView
+
+if TYPE_CHECKING:
+    from drivetrain.accelerator import Accelerator
+
+Filter = Callable[[str, Any], bool]
+
+
+class FabricStrategy(StrategyView):
+    """The strategy of a raw loop, with what Lightning's strategies do for one.
+
+    Args:
+        accelerator: The engine.
+    """
+
+    def __init__(self, accelerator: Accelerator) -> None:
+        super().__init__(accelerator.strategy)
+        object.__setattr__(self, "_accelerator", accelerator)
+
+    # gradients
+
+    def backward(self, tensor: Tensor, module: nn.Module | None, *args: Any, **kwargs: Any) -> None:
+        """Compute gradients of a loss.
+
+        Args:
+            tensor: The loss.
+            module: Taken for Lightning's sake.
+            *args: As for `torch.Tensor.backward`.
+            **kwargs: The same.
+        """
+        named = dict(zip(("gradient", "retain_graph", "create_graph"), args, strict=False))
+        self._accelerator.backward(tensor, **named, **kwargs)
+
+    def clip_gradients_value(self, module: nn.Module, optimizer: Optimizer, clip_val: float) -> None:
+        """Clip each element of gradients.
+
+        Args:
+            module: Whose gradients.
+            optimizer: Taken for Lightning's sake.
+            clip_val: The bound.
+        """
+        self._accelerator.clip_grad_value_(module.parameters(), clip_val)
+
+    def clip_gradients_norm(
+        self,
+        module: nn.Module,
+        optimizer: Optimizer,
+        max_norm: float,
+        norm_type: float | str = 2.0,
+        error_if_nonfinite: bool = True,
+    ) -> Tensor:
+        """Clip the norm of gradients. Returns what it was before.
+
+        Args:
+            module: Whose gradients.
+            optimizer: Taken for Lightning's sake.
+            max_norm: The bound.
+            norm_type: The order of the norm.
+            error_if_nonfinite: Whether a norm that is not finite is an error.
+
+        Raises:
+            RuntimeError: The norm is not finite.
+        """
+        norm: Tensor = self._accelerator.clip_grad_norm_(module.parameters(), max_norm, float(norm_type))
+        if error_if_nonfinite and norm is not None and not bool(torch.isfinite(norm)):
+            raise RuntimeError(f"The norm of the gradients is {norm}, so they cannot be clipped.")
+        return norm
+
+    # states
+
+    def get_module_state_dict(self, module: nn.Module) -> dict[str, Any]:
+        """The whole state of a module; call it on all processes.
+
+        Args:
+            module: What the strategy made of it.
+        """
+        state: dict[str, Any] = self._accelerator.get_state_dict(module)
+        return state
+
+    def load_module_state_dict(self, module: nn.Module, state_dict: Mapping[str, Any], strict: bool = True) -> None:
+        """Give a module a state.
+
+        Args:
+            module: What the strategy made of it.
+            state_dict: The state.
+            strict: Whether other names of weights are an error.
+        """
+        self._accelerator.unwrap_model(module).load_state_dict(state_dict, strict=strict)
+
+    def get_optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        """The state of an optimizer.
+
+        Args:
+            optimizer: The optimizer.
+        """
+        return optimizer.state_dict()
+
+    def save_checkpoint(
+        self,
+        path: str | os.PathLike[str],
+        state: Mapping[str, Any],
+        storage_options: Any = None,
+        filter: Mapping[str, Filter] | None = None,
+    ) -> None:
+        """Write a state: of modules and other objects that have one theirs, anything else as it is.
+
+        Args:
+            path: The file.
+            state: What to write, by name.
+            storage_options: Taken for Lightning's sake.
+            filter: For each name, a function `(key, value) -> bool` that chooses entries of its state.
+        """
+        written = {name: self._state_of(value) for name, value in state.items()}
+        for name, keeps in (filter or {}).items():
+            if isinstance(written[name], Mapping):
+                written[name] = {key: value for key, value in written[name].items() if keeps(key, value)}
+        if self.is_global_zero:
+            Path(path).parent.mkdir(parents=True, exist_ok=True)
+        self._accelerator.save(written, path)
+        self.barrier()
+
+    def load_checkpoint(
+        self,
+        path: str | os.PathLike[str],
+        state: Any = None,
+        strict: bool = True,
+        *,
+        weights_only: bool | None = None,
+    ) -> dict[str, Any]:
+        """Read a file that `save_checkpoint` or `torch.save` wrote.
+
+        Args:
+            path: The file.
+            state: What to fill, by name; or one module or optimizer whose state the file is.
+            strict: Whether a name that the file does not have is an error.
+            weights_only: False unpickles objects too: only for files of those whom you trust.
+
+        Returns:
+            What was left over.
+
+        Raises:
+            KeyError: The file has no such name.
+        """
+        found = torch.load(path, map_location="cpu", weights_only=weights_only is not False)
+        if isinstance(state, nn.Module | Optimizer):
+            self._fill(state, found, strict)
+            return {}
+        for name in list(state or {}):
+            if name not in found:
+                if strict:
+                    raise KeyError(f"{os.fspath(path)} has no {name!r}; it has {', '.join(sorted(found))}.")
+                continue
+            value = found.pop(name)
+            if not self._fill(state[name], value, strict):
+                state[name] = value
+        return dict(found)
+
+    def _state_of(self, value: Any) -> Any:
+        if isinstance(value, nn.Module):
+            return self.get_module_state_dict(value)
+        return value.state_dict() if callable(getattr(value, "state_dict", None)) else value
+
+    def _fill(self, target: Any, value: Any, strict: bool) -> bool:
+        """Give an object a state. Returns whether it takes one."""
+        if isinstance(target, nn.Module):
+            self.load_module_state_dict(target, value, strict)
+        elif callable(getattr(target, "load_state_dict", None)):
+            target.load_state_dict(value)
+        else:
+            return False
+        return True

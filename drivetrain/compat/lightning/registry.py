@@ -1,0 +1,112 @@
+"""Strategies and kinds of devices by name, as scripts register their own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+
+class Registry(dict[str, dict[str, Any]]):
+    """Names, each with a class and what it is made with.
+
+    Args:
+        kind: `"strategy"` or `"accelerator"`.
+    """
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self._kind = kind
+
+    def register(
+        self, name: str, cls: Callable[..., Any] | None = None, description: str = "", **init_params: Any
+    ) -> Any:
+        """Put a class under a name; without one, what decorates a class.
+
+        Args:
+            name: What `Trainer(strategy=name)` is given.
+            cls: The class.
+            description: What it is.
+            **init_params: What it is made with.
+        """
+
+        def add(kind: Callable[..., Any]) -> Callable[..., Any]:
+            self[name] = {
+                self._kind: kind,
+                f"{self._kind}_name": name,
+                "description": description,
+                "init_params": init_params,
+            }
+            return kind
+
+        return add if cls is None else add(cls)
+
+    def get(self, name: str, default: Any = None) -> Any:
+        """Make what a name stands for.
+
+        Args:
+            name: The name.
+            default: What to return where there is no such name.
+
+        Raises:
+            KeyError: There is no such name, and no default.
+        """
+        if name in self:
+            return self[name][self._kind](**self[name]["init_params"])
+        if default is not None:
+            return default
+        raise KeyError(f"{name!r} is not in the registry. Available names: {', '.join(sorted(self)) or 'none'}.")
+
+    def remove(self, name: str) -> None:
+        """Take a name out.
+
+        Args:
+            name: The name.
+        """
+        self.pop(name)
+
+    def __str__(self) -> str:
+        return f"Registered: {', '.join(self)}"
+
+
+class StrategyRegistry(Registry):
+    """Strategies by name.
+
+    Attributes:
+        built_in: The names that stand for the same without it.
+    """
+
+    def __init__(self) -> None:
+        super().__init__("strategy")
+        self.built_in: set[str] = set()
+
+    def register(self, name: str, *args: Any, **kwargs: Any) -> Any:
+        self.built_in.discard(name)
+        return super().register(name, *args, **kwargs)
+
+    def made(self, name: Any) -> Any:
+        """The strategy that a script has registered under a name; anything else as it is, built-in names too.
+
+        Args:
+            name: The argument of a Trainer or a Fabric.
+        """
+        is_own = isinstance(name, str) and name in self and name not in self.built_in
+        return self.get(name) if is_own else name
+
+    def available_strategies(self) -> list[str]:
+        """All names."""
+        return list(self)
+
+
+class AcceleratorRegistry(Registry):
+    """Kinds of devices by name."""
+
+    def __init__(self) -> None:
+        super().__init__("accelerator")
+
+    def available_accelerators(self) -> set[str]:
+        """All names."""
+        return set(self)
+
+
+STRATEGIES = StrategyRegistry()
+"""What `lightning.pytorch.strategies.StrategyRegistry` is, which puts the built-in names in when it is imported."""

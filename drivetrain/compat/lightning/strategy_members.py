@@ -1,0 +1,183 @@
+"""What scripts ask of `trainer.strategy` and `fabric.strategy`, beside what a strategy has here."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from drivetrain.runtime.collectives import broadcast, broadcast_object_list, gather, reduce
+from drivetrain.runtime.nested import send_to_device
+from drivetrain.runtime.state import PartialState
+
+if TYPE_CHECKING:
+    from drivetrain.strategies import Strategy
+
+_REDUCTIONS = {"avg": "mean"}
+
+
+class StrategyMembers:
+    """This process among the others, and what they do together, under Lightning's names."""
+
+    _given_device: torch.device | None = None
+
+    @property
+    def root_device(self) -> torch.device:
+        """This process's device."""
+        topology = getattr(self, "topology", None)
+        return (self._given_device or PartialState().device) if topology is None else topology.device
+
+    @property
+    def world_size(self) -> int:
+        """Number of processes."""
+        return PartialState().num_processes
+
+    @property
+    def global_rank(self) -> int:
+        """Rank of this process."""
+        return PartialState().process_index
+
+    @property
+    def local_rank(self) -> int:
+        """Rank of this process on its machine."""
+        return PartialState().local_process_index
+
+    @property
+    def node_rank(self) -> int:
+        """The number of this machine."""
+        return PartialState().environment.node_rank
+
+    @property
+    def is_global_zero(self) -> bool:
+        """Whether this is the first process."""
+        return self.global_rank == 0
+
+    def barrier(self, name: str | None = None) -> None:
+        """Wait for all processes.
+
+        Args:
+            name: Taken for Lightning's sake.
+        """
+        PartialState().wait_for_everyone()
+
+    def broadcast(self, obj: Any, src: int = 0) -> Any:
+        """Give all processes one process's object.
+
+        Args:
+            obj: A tensor, or anything that can be pickled.
+            src: Whose.
+        """
+        if self.world_size == 1:
+            return obj
+        return broadcast(obj, src) if isinstance(obj, Tensor) else broadcast_object_list([obj], src)[0]
+
+    def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
+        """Stack a tensor of all processes along a new first dimension; the tensor itself in a world of one.
+
+        Args:
+            tensor: Of the same shape on all processes.
+            group: Taken for Lightning's sake; all processes take part.
+            sync_grads: Whether gradients flow back to each process's tensor.
+        """
+        if self.world_size == 1:
+            return tensor
+        if sync_grads:
+            from torch.distributed.nn.functional import all_gather
+
+            return torch.stack(all_gather(tensor))  # type: ignore[no-untyped-call]
+        gathered: Tensor = gather(tensor.unsqueeze(0))
+        return gathered
+
+    def all_reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
+        """Reduce a tensor over all processes; anything else, and what there is in a world of one, is returned as it is.
+
+        Args:
+            tensor: Of the same shape on all processes.
+            group: Taken for Lightning's sake; all processes take part.
+            reduce_op: `"mean"`, `"sum"`, `"max"`, `"min"`, or torch's `ReduceOp`.
+        """
+        if self.world_size == 1 or not isinstance(tensor, Tensor):
+            return tensor
+        name = (reduce_op if isinstance(reduce_op, str) else str(reduce_op).rpartition(".")[2]).lower()
+        return reduce(tensor, _REDUCTIONS.get(name, name))
+
+    def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
+        """The same as `all_reduce`.
+
+        Args:
+            tensor: As there.
+            group: As there.
+            reduce_op: As there.
+        """
+        return self.all_reduce(tensor, group, reduce_op)
+
+    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
+        """Whether all processes have decided for something, or any.
+
+        Args:
+            decision: This process's decision.
+            all: Whether all must have.
+        """
+        votes = int(self.all_reduce(torch.tensor(int(decision), device=self.root_device), reduce_op="sum"))
+        return votes == self.world_size if all else votes > 0
+
+    def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
+        """Move the tensors of a batch.
+
+        Args:
+            batch: In any structure.
+            device: Where to; this process's device if None.
+            dataloader_idx: Taken for Lightning's sake.
+        """
+        return send_to_device(batch, device or self.root_device)
+
+    def module_to_device(self, module: nn.Module) -> None:
+        """Move a module to this process's device.
+
+        Args:
+            module: The module.
+        """
+        module.to(self.root_device)
+
+
+class StrategyView(StrategyMembers):
+    """A strategy of drivetrain with those members; all else is the strategy's own, also what `isinstance` says of it.
+
+    Args:
+        strategy: The strategy.
+    """
+
+    def __init__(self, strategy: Strategy) -> None:
+        object.__setattr__(self, "_viewed", strategy)
+
+    @property
+    def __class__(self) -> type:  # type: ignore[override]
+        return type(self._viewed)
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "_viewed":  # in a copy that is being made
+            raise AttributeError(name)
+        return getattr(self._viewed, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        belongs_here = hasattr(StrategyView, name) or not hasattr(self._viewed, name)
+        object.__setattr__(self if belongs_here else self._viewed, name, value)
+
+    def __eq__(self, other: object) -> bool:
+        return self._viewed is getattr(other, "_viewed", other)
+
+    def __hash__(self) -> int:
+        return hash(self._viewed)
+
+    def __repr__(self) -> str:
+        return repr(self._viewed)
+
+
+def with_members(strategy: Strategy) -> Any:
+    """A strategy as scripts read it: itself where it has Lightning's members, else a view of it.
+
+    Args:
+        strategy: The strategy of a Trainer.
+    """
+    return strategy if isinstance(strategy, StrategyMembers) else StrategyView(strategy)
