@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from functools import wraps
 from typing import Any
 
@@ -27,7 +27,7 @@ from drivetrain.compat.lightning.pytorch.trainer.arguments import (
     explain_ones,
     from_environment,
 )
-from drivetrain.compat.lightning.pytorch.trainer.checkpoint_view import with_lightnings_names
+from drivetrain.compat.lightning.pytorch.trainer.conventions import LightningConventions
 from drivetrain.compat.lightning.pytorch.trainer.hardware import check_hardware, check_precision, kind_of
 from drivetrain.compat.lightning.pytorch.trainer.loader_checks import warn_of_loader
 from drivetrain.compat.lightning.pytorch.trainer.loop_views import EvaluationLoopView, FitLoopView
@@ -41,15 +41,12 @@ from drivetrain.compat.lightning.reasons import PLUGIN
 from drivetrain.compat.lightning.registry import STRATEGIES
 from drivetrain.compat.lightning.strategy_members import StrategyMembers, with_members
 from drivetrain.data import CombinedLoader, DataShard
-from drivetrain.data.combined import is_structure
 from drivetrain.runtime.errors import ConfigurationError
 from drivetrain.trackers import TrackerGroup
-from drivetrain.trainer import Task
 from drivetrain.trainer import Trainer as CoreTrainer
 from drivetrain.trainer.loops.loader_source import limits_of
 from drivetrain.trainer.loops.run_control import StopReason
 from drivetrain.trainer.metrics.logged_value import to_numbers
-from drivetrain.trainer.state.progress import Phase
 
 __all__ = ["Trainer"]
 
@@ -66,7 +63,7 @@ _WORDS = {
 _CUT_SHORT = (StopReason.INTERRUPTED, StopReason.PREEMPTED, StopReason.FAILED)
 
 
-class Trainer(CoreTrainer):
+class Trainer(LightningConventions):
     """`drivetrain.Trainer` as Lightning's scripts make and read it.
 
     Args:
@@ -174,19 +171,11 @@ class Trainer(CoreTrainer):
             )
         return super().save_checkpoint(filepath, *args, **kwargs)
 
-    def on_task_placed(self, task: Task) -> None:
-        """Let a verb begin without gradients."""
-        task.zero_grad()
-
     def adapt_training_loader(self, loader: Any) -> Any:
         """Let processes take every n-th sample, unless `use_distributed_sampler` is off."""
         if not self.use_distributed_sampler:
             return loader
         return interleaved(loader, self.strategy.topology.data_shard, shuffle=not self.overfit_batches)
-
-    def holds_loaders(self, given: Any) -> bool:
-        """Whether what was given or made is several loaders: a list is, unless it holds numbers or strings."""
-        return is_structure(given) and bool(given)
 
     def shard_of(self, loader: Any) -> DataShard | None:
         """This process's share: all of a stream, whose dataset takes its part by itself."""
@@ -209,10 +198,6 @@ class Trainer(CoreTrainer):
         """
         is_file = block and "://" not in os.fspath(filepath) and self.strategy.state.holds_whole
         return "lightning" if is_file else "drivetrain"
-
-    def shown_to_hooks(self, state: dict[str, Any]) -> AbstractContextManager[dict[str, Any]]:
-        """Show hooks the names that a checkpoint has there."""
-        return with_lightnings_names(state)
 
     @property
     def pickles(self) -> bool:
@@ -409,14 +394,6 @@ class Trainer(CoreTrainer):
             return TrainerState(TrainerStatus.INTERRUPTED if cut_short else TrainerStatus.FINISHED, fn)
         stage = RunningStage.SANITY_CHECKING if self.sanity_checking else RunningStage(str(self.stage))
         return TrainerState(TrainerStatus.RUNNING, fn, stage)
-
-    @property
-    def is_last_batch(self) -> bool:
-        """Whether the last batch of an epoch is under way, or was the last that there was."""
-        current, progress = self.current, self.progress
-        if current.stage is Stage.TRAIN and current.batch_info is not None:
-            return super().is_last_batch
-        return progress.phase > Phase.BATCHES or (not progress.batches_in_epoch and current.last_epoch[0] > 0)
 
     @property
     def evaluating(self) -> bool:
