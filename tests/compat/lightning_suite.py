@@ -112,6 +112,7 @@ LEFT_OUT = {
     "test_lr_finder.py::test_lr_finder_callback_restarting": "expects max_steps to be another while it searches",
     "test_lr_finder.py::test_trainer_reset_correctly": "reads a method of Lightning's own strategies",
     "test_scale_batch_size.py::test_dataloader_batch_size_updated_on_failure": "replaces what knows errors of memory",
+    "test_dataloaders.py::test_fit_multiple_train_loaders[sequential-128]": "expects an error for what works here",
     "test_dataloaders.py::test_warning_with_small_dataloader_and_logging_interval": WORDING,
     "test_dataloaders.py::test_warning_with_iterable_dataset_and_len": "warns of what cannot come twice here",
     "test_combined_loader.py::test_combined_loader_length_must_call_iter_first": "expects no length yet; here is one",

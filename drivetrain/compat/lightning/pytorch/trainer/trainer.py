@@ -33,7 +33,7 @@ from drivetrain.compat.lightning.pytorch.trainer.loop_views import EvaluationLoo
 from drivetrain.compat.lightning.pytorch.trainer.metric_views import CallbackMetrics, LightningTrackerLog, as_tensor
 from drivetrain.compat.lightning.pytorch.trainer.order import interleaved
 from drivetrain.compat.lightning.pytorch.trainer.spawning import Spawning, SpawnsDDP
-from drivetrain.compat.lightning.pytorch.trainer.states import RunningStage, TrainerFn, TrainerState, TrainerStatus
+from drivetrain.compat.lightning.pytorch.trainer.states import TrainerState, state_of
 from drivetrain.compat.lightning.pytorch.trainer.verbs import lightning_verb
 from drivetrain.compat.lightning.pytorch.unpickling import is_asked_for
 from drivetrain.compat.lightning.reasons import PLUGIN
@@ -45,7 +45,6 @@ from drivetrain.runtime.errors import ConfigurationError
 from drivetrain.trackers import TrackerGroup
 from drivetrain.trainer import Trainer as CoreTrainer
 from drivetrain.trainer.loops.loader_source import limits_of
-from drivetrain.trainer.loops.run_control import StopReason
 from drivetrain.trainer.metrics.logged_value import to_numbers
 from drivetrain.trainer.state.progress import Phase
 
@@ -60,8 +59,6 @@ _WORDS = {
     "FSDP": "FSDPStrategy",
     "DeepSpeed": "DeepSpeedStrategy",
 }
-
-_CUT_SHORT = (StopReason.INTERRUPTED, StopReason.PREEMPTED, StopReason.FAILED)
 
 
 class Trainer(CoreTrainer):
@@ -388,17 +385,7 @@ class Trainer(CoreTrainer):
     @property
     def state(self) -> TrainerState:
         """What this Trainer does."""
-        verb = self._running or self.task_run.stage
-        if verb is None:
-            return TrainerState()
-        fn = TrainerFn(str(verb.verb))
-        if self._running is not None and self.stage is None:
-            return TrainerState(TrainerStatus.RUNNING, fn, RunningStage(str(verb)))
-        if self.stage is None:
-            cut_short = self.control.reason in _CUT_SHORT and verb is Stage.TRAIN
-            return TrainerState(TrainerStatus.INTERRUPTED if cut_short else TrainerStatus.FINISHED, fn)
-        stage = RunningStage.SANITY_CHECKING if self.sanity_checking else RunningStage(str(self.stage))
-        return TrainerState(TrainerStatus.RUNNING, fn, stage)
+        return state_of(self, self._running)
 
     @property
     def is_last_batch(self) -> bool:
