@@ -126,6 +126,7 @@ LEFT_OUT = {
     "test_distributed_logging.py::test_first_logger_call_in_subprocess": "gives a mock for a logger",
     "test_eval_loop_logging.py::test_validation_step_log_with_tensorboard": "expects hp_metric, which is not logged",
     "test_dataloaders.py::test_iterable_dataset_stop_iteration_at_epoch_beginning": "expects no error without any data",
+    "test_hooks.py::test_trainer_model_hook_system_predict": "expects no call of on_predict_model_train",
     "test_trainer.py::test_model_checkpoint_options": "sets a Trainer's counters by hand, and runs nothing",
     "test_cli.py::test_lightning_cli_jsonnet": "needs the package jsonnet, and does not skip itself without it",
     "test_cli.py::test_pytorch_profiler_init_args": "expects what is found in the source of Lightning's class",

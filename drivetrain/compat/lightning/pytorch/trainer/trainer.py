@@ -27,6 +27,7 @@ from drivetrain.compat.lightning.pytorch.trainer.arguments import (
     explain_ones,
     from_environment,
 )
+from drivetrain.compat.lightning.pytorch.trainer.conventions import LightningConventions
 from drivetrain.compat.lightning.pytorch.trainer.hardware import check_hardware, check_precision, kind_of
 from drivetrain.compat.lightning.pytorch.trainer.loader_checks import warn_of_loader
 from drivetrain.compat.lightning.pytorch.trainer.loop_views import EvaluationLoopView, FitLoopView
@@ -40,13 +41,11 @@ from drivetrain.compat.lightning.reasons import PLUGIN
 from drivetrain.compat.lightning.registry import STRATEGIES
 from drivetrain.compat.lightning.strategy_members import StrategyMembers, with_members
 from drivetrain.data import CombinedLoader, DataShard
-from drivetrain.data.combined import is_structure
 from drivetrain.runtime.errors import ConfigurationError
 from drivetrain.trackers import TrackerGroup
 from drivetrain.trainer import Trainer as CoreTrainer
 from drivetrain.trainer.loops.loader_source import limits_of
 from drivetrain.trainer.metrics.logged_value import to_numbers
-from drivetrain.trainer.state.progress import Phase
 
 __all__ = ["Trainer"]
 
@@ -61,7 +60,7 @@ _WORDS = {
 }
 
 
-class Trainer(CoreTrainer):
+class Trainer(LightningConventions):
     """`drivetrain.Trainer` as Lightning's scripts make and read it.
 
     Args:
@@ -174,10 +173,6 @@ class Trainer(CoreTrainer):
         if not self.use_distributed_sampler:
             return loader
         return interleaved(loader, self.strategy.topology.data_shard, shuffle=not self.overfit_batches)
-
-    def holds_loaders(self, given: Any) -> bool:
-        """Whether what was given or made is several loaders: a list is, unless it holds numbers or strings."""
-        return is_structure(given) and bool(given)
 
     def shard_of(self, loader: Any) -> DataShard | None:
         """This process's share: all of a stream, whose dataset takes its part by itself."""
@@ -386,14 +381,6 @@ class Trainer(CoreTrainer):
     def state(self) -> TrainerState:
         """What this Trainer does."""
         return state_of(self, self._running)
-
-    @property
-    def is_last_batch(self) -> bool:
-        """Whether the last batch of an epoch is under way, or was the last that there was."""
-        current, progress = self.current, self.progress
-        if current.stage is Stage.TRAIN and current.batch_info is not None:
-            return super().is_last_batch
-        return progress.phase > Phase.BATCHES or (not progress.batches_in_epoch and current.last_epoch[0] > 0)
 
     @property
     def evaluating(self) -> bool:
