@@ -320,7 +320,7 @@ class Trainer(CoreTrainer):
     @property
     def progress_bar_metrics(self) -> dict[str, Any]:
         """The values that the progress bar shows."""
-        return to_numbers(super().progress_bar_metrics)
+        return {name: float(value) for name, value in to_numbers(super().progress_bar_metrics).items()}
 
     # how long
 
