@@ -312,7 +312,7 @@ class Trainer(LightningConventions):
     @property
     def progress_bar_metrics(self) -> dict[str, Any]:
         """The values that the progress bar shows."""
-        return to_numbers(super().progress_bar_metrics)
+        return {name: float(value) for name, value in to_numbers(super().progress_bar_metrics).items()}
 
     # how long
 
