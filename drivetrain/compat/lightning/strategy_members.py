@@ -206,8 +206,8 @@ class StrategyView(StrategyMembers):
         object.__setattr__(self, "_viewed", strategy)
         object.__setattr__(self, "precision_plugin", plugin_of(shown_as(precision), "cpu", None))
 
-    @property
-    def __class__(self) -> type:  # type: ignore[override]
+    @property  # type: ignore[misc]
+    def __class__(self) -> type:
         return type(self._viewed)
 
     def __getattr__(self, name: str) -> Any:
