@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 
 from drivetrain.compat.lightning.enums import GradClipAlgorithmType
 from drivetrain.compat.lightning.fabric.utilities.rank_zero import rank_zero_deprecation, rank_zero_warn
+from drivetrain.runtime.devices import detect_device_kind
 from drivetrain.runtime.errors import ConfigurationError, DrivetrainError
 from drivetrain.runtime.nested import recursively_apply
 
@@ -359,6 +360,20 @@ def shown_as(precision: str) -> str:
         precision: drivetrain's.
     """
     return SPELLINGS.get(precision, precision)
+
+
+def usable_on(kind: str, precision: Any) -> Any:
+    """A number format, or the one in its place where a kind of device computes in another one.
+
+    Args:
+        kind: The kind of device; `"auto"` for the best that there is.
+        precision: What the script gave.
+    """
+    is_cpu = (detect_device_kind().name if kind == "auto" else kind) == "cpu"
+    if not is_cpu or str(precision) not in ("16", "16-mixed"):
+        return precision
+    rank_zero_warn("`precision='16-mixed'` is not for CPUs. Using `precision='bf16-mixed'` instead.")
+    return "bf16-mixed"
 
 
 def plugin_of(precision: str, device: str, scaler: Any) -> Precision:

@@ -42,7 +42,7 @@ class StrategyMembers:
         Args:
             given: The arguments of the strategy.
         """
-        plugin = given.get("precision_plugin")
+        plugin = given.get("precision_plugin") or given.get("precision")
         if plugin is not None:
             self.precision_plugin, self.given_precision = plugin, plugin.precision
         self.cluster_environment = given.get("cluster_environment")

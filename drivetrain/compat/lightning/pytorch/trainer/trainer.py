@@ -118,6 +118,7 @@ class Trainer(CoreTrainer):
             explain_ones(given)
         if model_registry is not None:
             raise ConfigurationError(f"Trainer(model_registry={model_registry!r}): there is no registry. Leave it out.")
+        options["strategy"] = STRATEGIES.made(options.get("strategy", "auto"))
         precision = _taken_from(plugins, precision, options)
         if logger is None or logger is True:
             logger = _default_logger(default_root_dir) if not options.get("barebones") else None
