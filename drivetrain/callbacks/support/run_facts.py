@@ -13,7 +13,6 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import psutil
 import torch
 
 import drivetrain
@@ -83,6 +82,8 @@ def _shown_command(words: tuple[str, ...]) -> str:
 
 @cache
 def _process() -> dict[str, Any]:
+    import psutil  # the clock's thread pays for it, not the one that trains
+
     return {"host": os.uname().nodename, "id": os.getpid(), "started": psutil.Process().create_time()}
 
 

@@ -118,14 +118,13 @@ class Trainer(CoreTrainer):
             explain_ones(given)
         if model_registry is not None:
             raise ConfigurationError(f"Trainer(model_registry={model_registry!r}): there is no registry. Leave it out.")
-        options["strategy"] = STRATEGIES.made(options.get("strategy", "auto"))
+        _spell(options)
         precision = _taken_from(plugins, precision, options)
         if logger is None or logger is True:
             logger = _default_logger(default_root_dir) if not options.get("barebones") else None
         accelerator = kind_of(accelerator)
         check_hardware(accelerator, options.get("devices"))
         check_precision(precision)
-        _spell(options)
         self._spawns = str(options.get("strategy")).startswith("ddp_spawn")
         callbacks = options["callbacks"] = with_external(options.get("callbacks"))
         spawning = Spawning.asked_for(options.get("strategy"), options.get("devices", "auto"), accelerator)
