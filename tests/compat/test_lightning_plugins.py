@@ -284,7 +284,7 @@ def test_a_sharded_strategy_takes_torchs_options() -> None:
     assert (found.replicate_size, found.cpu_offload, found.gather_dtype) == (2, True, torch.bfloat16)
     assert strategy.sharding_strategy is ShardingStrategy.HYBRID_SHARD
     assert strategy.cpu_offload.offload_params
-    with pytest.raises(ConfigurationError, match="how many copies"):
+    with pytest.raises(ConfigurationError, match="the number of copies"):
         FSDPStrategy(sharding_strategy="HYBRID_SHARD")
 
 

@@ -305,7 +305,7 @@ class FSDPPrecision(ScaledPrecision):
     @property
     def mixed_precision_config(self) -> Any:
         """The options of torch's `FullyShardedDataParallel` for this number format."""
-        from torch.distributed.fsdp import MixedPrecision as Options
+        from drivetrain.strategies.fsdp.torch_options import MixedPrecision as Options
 
         dtype = {"16-mixed": torch.float16, "bf16-mixed": torch.bfloat16, **DTYPES}[self.precision]
         if self.precision in ("16-true", "bf16-true"):
@@ -354,7 +354,7 @@ SPELLINGS = {
 
 
 def shown_as(precision: str) -> str:
-    """Lightning's name of a number format.
+    """Return Lightning's name of a number format.
 
     Args:
         precision: drivetrain's.
@@ -363,7 +363,7 @@ def shown_as(precision: str) -> str:
 
 
 def usable_on(kind: str, precision: Any) -> Any:
-    """A number format, or the one in its place where a kind of device computes in another one.
+    """Return a number format, or the one in its place where a kind of device computes in another one.
 
     Args:
         kind: The kind of device; `"auto"` for the best that there is.
@@ -417,7 +417,7 @@ def _check(precision: str, allowed: tuple[str, ...], refusal: str) -> None:
 
 
 def _sharded_scaler() -> Any:
-    from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
+    from drivetrain.strategies.fsdp.torch_options import ShardedGradScaler
 
     return ShardedGradScaler()
 

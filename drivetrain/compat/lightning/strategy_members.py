@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from drivetrain.compat.lightning.plugins import Precision, plugin_of, shown_as
 from drivetrain.runtime.collectives import broadcast, broadcast_object_list, gather, reduce
+from drivetrain.runtime.groups import gather_with_gradients
 from drivetrain.runtime.nested import send_to_device
 from drivetrain.runtime.state import PartialState
 from drivetrain.trainer.init_module import WithoutValues
@@ -28,7 +29,7 @@ class StrategyMembers:
     Attributes:
         precision_plugin: The number format that the strategy was made with.
         given_precision: Its name; None where none was given.
-        cluster_environment: What says which process this is, where the strategy was made with it.
+        cluster_environment: The environment that the strategy was made with, if any.
     """
 
     precision_plugin: Precision = Precision()
@@ -108,9 +109,7 @@ class StrategyMembers:
         if self.world_size == 1:
             return tensor
         if sync_grads:
-            from torch.distributed.nn.functional import all_gather
-
-            return torch.stack(all_gather(tensor))  # type: ignore[no-untyped-call]
+            return gather_with_gradients(tensor)
         gathered: Tensor = gather(tensor.unsqueeze(0))
         return gathered
 
@@ -195,7 +194,7 @@ class StrategyMembers:
 
 
 class StrategyView(StrategyMembers):
-    """A strategy of drivetrain with those members; all else is the strategy's own, also what `isinstance` says of it.
+    """A strategy of drivetrain with those members; all else is the strategy's own, also its class for `isinstance`.
 
     Args:
         strategy: The strategy.
