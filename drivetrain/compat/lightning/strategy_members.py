@@ -203,20 +203,24 @@ class StrategyView(StrategyMembers):
 
     def __init__(self, strategy: Strategy, precision: str) -> None:
         object.__setattr__(self, "_viewed", strategy)
-        object.__setattr__(self, "precision_plugin", plugin_of(shown_as(precision), "cpu", None))
+        object.__setattr__(self, "_precision", precision)
+
+    @property
+    def precision_plugin(self) -> Precision:  # type: ignore[override]
+        """The number format of the run."""
+        return plugin_of(shown_as(self._precision), self.root_device.type, None)
 
     @property  # type: ignore[misc]
     def __class__(self) -> type:
         return type(self._viewed)
 
     def __getattr__(self, name: str) -> Any:
-        if name == "_viewed":  # in a copy that is being made
+        if name in ("_viewed", "_precision"):  # in a copy that is being made
             raise AttributeError(name)
         return getattr(self._viewed, name)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        belongs_here = hasattr(StrategyView, name) or not hasattr(self._viewed, name)
-        object.__setattr__(self if belongs_here else self._viewed, name, value)
+        object.__setattr__(self if name in dir(type(self)) else self._viewed, name, value)
 
     def __eq__(self, other: object) -> bool:
         return self._viewed is getattr(other, "_viewed", other)
