@@ -90,9 +90,9 @@ def main() -> None:
         enable_progress_bar=False,
         logger=False,
     )
-    trainer.fit(model, DataLoader(images(16), 4, shuffle=True), DataLoader(images(8), 2))
-    trainer.validate(model, DataLoader(images(8), 2), verbose=False)
-    trainer.test(model, DataLoader(images(8), 2), verbose=False)
+    trainer.fit(model, DataLoader(images(16), batch_size=4, shuffle=True), DataLoader(images(8), batch_size=2))
+    trainer.validate(model, DataLoader(images(8), batch_size=2), verbose=False)
+    trainer.test(model, DataLoader(images(8), batch_size=2), verbose=False)
 
 
 if __name__ == "__main__":
