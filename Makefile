@@ -111,7 +111,7 @@ test-compat: $(COMPAT_ENV) ## what was written for Accelerate and Lightning, bes
 
 TRACKERS := wandb mlflow aim dvclive trackio swanlab
 test-trackers: $(TRACKERS_ENV) ## the tests of trackers beside those of the default lane (an environment of its own)
-	$(TRACKERS_PYTHON) -m pytest $(IN_PARALLEL) -m "trackers and not slow" $(or $(TESTS),$(TRACKERS:%=tests/trackers/test_%.py))
+	$(TRACKERS_PYTHON) -m pytest $(IN_PARALLEL) -m "trackers and not slow" $(or $(TESTS),$(TRACKERS:%=tests/trackers/test_%.py) tests/compat/test_lightning_loggers.py)
 
 test-ray: $(RAY_ENV) ## the tests of the launcher on Ray, with a Ray on this machine (an environment of its own)
 	$(RAY_PYTHON) -m pytest -m "ray and not gpu" $(or $(TESTS),tests/launch/test_ray_launcher.py)

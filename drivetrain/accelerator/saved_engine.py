@@ -187,8 +187,8 @@ class SavedEngine:
             # Files of other tools hold tied weights once; shards have been read under every name.
             complete = state if self._in_shards else checkpoint.with_tied(strategy.unwrap(model), state)
             found = strategy.state.load_model(model, complete, strict)
-            # A model's own `load_state_dict` may return anything, torch's returns a pair of lists.
-            if not strict and isinstance(found, tuple) and (found.missing_keys or found.unexpected_keys):
+            is_pair = isinstance(found, tuple)  # as torch's; a model's own `load_state_dict` may return anything
+            if not strict and is_pair and (found.missing_keys or found.unexpected_keys):
                 logger.warning(
                     f"{self.directory} has other weights than the model. Not in it, and as they were: "
                     f"{_listed(found.missing_keys) or 'none'}. Only in it: {_listed(found.unexpected_keys) or 'none'}."

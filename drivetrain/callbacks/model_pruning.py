@@ -189,8 +189,9 @@ class ModelPruning(Callback):
 
     def on_fit_start(self, trainer: Trainer, task: Task) -> None:
         if not trainer.strategy.state.holds_whole:
+            kind = trainer.strategy.__class__.__name__  # not type(): it may be a view of the strategy
             raise ConfigurationError(
-                f"ModelPruning replaces parameters, which {type(trainer.strategy).__name__} divides over processes. "
+                f"ModelPruning replaces parameters, which {kind} divides over processes. "
                 'Use strategy="ddp", where each process holds the model whole.'
             )
 

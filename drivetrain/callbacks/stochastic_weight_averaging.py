@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -24,6 +25,9 @@ logger = get_logger(__name__)
 AVERAGE = "average_model_state"
 """The entry of a checkpoint that holds the average."""
 
+ENDLESS = sys.maxsize
+"""How many epochs a run has that was given no number of them."""
+
 _ANNEALING: dict[str, Callable[[float], float]] = {
     "cos": lambda part: (1 - math.cos(math.pi * part)) / 2,
     "linear": lambda part: part,
@@ -35,7 +39,9 @@ class StochasticWeightAveraging(Callback):
 
     From the first of these epochs on the learning rate goes to `swa_lrs` and stays there, whatever schedulers the task
     has; the weights that each of them begins with are averaged, and are the model's when training ends. Where the model
-    has batch norms one more epoch is run, in which no optimizer steps, for their statistics under the average.
+    has batch norms one more epoch is run, in which no optimizer steps, for their statistics under the average. A run
+    without a last epoch (`max_epochs=-1`) has no such epoch: there a model with batch norms keeps the weights that were
+    trained last, with a warning, and any other gets the average.
 
     Args:
         swa_lrs: The learning rate at the end of the annealing: one, or one for each parameter group.
@@ -73,7 +79,8 @@ class StochasticWeightAveraging(Callback):
         for rate in swa_lrs if isinstance(swa_lrs, Sequence) else [swa_lrs]:
             if isinstance(rate, bool) or not isinstance(rate, (int, float)) or rate <= 0:
                 raise ConfigurationError(
-                    f"StochasticWeightAveraging(swa_lrs={swa_lrs!r}): give a learning rate above 0, or a list of them."
+                    f"StochasticWeightAveraging(swa_lrs={swa_lrs!r}): the learning rates should be a positive "
+                    "float, or a list of positive floats, one for each parameter group."
                 )
         if annealing_strategy not in _ANNEALING:
             raise ConfigurationError(
@@ -99,6 +106,11 @@ class StochasticWeightAveraging(Callback):
         self._restored_count = 0
 
     @property
+    def n_averaged(self) -> int:
+        """How many epochs' weights are in the average."""
+        return 0 if self._average is None else self._average.count
+
+    @property
     def swa_start(self) -> int:
         """The first epoch of the average, from 0."""
         start = self.swa_epoch_start
@@ -106,14 +118,14 @@ class StochasticWeightAveraging(Callback):
 
     @property
     def swa_end(self) -> int:
-        """The last epoch of the average, from 0."""
+        """The last epoch of the average, from 0; a number that is never reached where there is none."""
         return self._epochs - 1
 
     # the state
 
     def state_dict(self) -> dict[str, Any]:
         return {
-            "n_averaged": 0 if self._average is None else self._average.count,
+            "n_averaged": self.n_averaged,
             "latest_epoch": self._latest_epoch,
             "initial_lrs": self._initial_lrs,
             "has_average": self._has_average,
@@ -138,9 +150,11 @@ class StochasticWeightAveraging(Callback):
     def setup(self, trainer: Trainer, task: Task, stage: str) -> None:
         if stage != "fit":
             return
-        if trainer.max_epochs < 1:
+        is_endless = trainer.max_epochs < 0
+        if trainer.max_epochs == 0 or (is_endless and isinstance(self.swa_epoch_start, float)):
             raise ConfigurationError(
-                "StochasticWeightAveraging averages the last epochs, and this run has none. Give it max_epochs."
+                "StochasticWeightAveraging averages the last epochs, and this run has none. Give it max_epochs, or "
+                "swa_epoch_start as a whole number."
             )
         if not task.automatic_optimization:
             raise ConfigurationError(
@@ -148,7 +162,7 @@ class StochasticWeightAveraging(Callback):
                 "does by hand (automatic_optimization = False). Use WeightAveraging, or torch.optim.swa_utils."
             )
         self._begin()
-        self._epochs = trainer.max_epochs
+        self._epochs = ENDLESS if is_endless else trainer.max_epochs
 
     def on_fit_start(self, trainer: Trainer, task: Task) -> None:
         assert trainer.model is not None
@@ -166,7 +180,7 @@ class StochasticWeightAveraging(Callback):
         self._average = AveragedTensors(
             trainer.strategy, trainer.model, use_buffers=False, device=self.device, avg_fn=self.avg_fn
         )
-        if _batch_norms(task):
+        if _batch_norms(task) and self._epochs != ENDLESS:
             trainer.change_options(max_epochs=self._epochs + 1)
 
     def on_train_epoch_start(self, trainer: Trainer, task: Task) -> None:
@@ -211,7 +225,7 @@ class StochasticWeightAveraging(Callback):
         for norm, momentum in self._momenta.items():
             norm.momentum = momentum
         self._momenta = {}
-        if stage == "fit" and self._epochs:
+        if stage == "fit" and self._epochs not in (0, ENDLESS):
             trainer.change_options(max_epochs=self._epochs)
 
     def _set_learning_rates(self, trainer: Trainer, epoch: int) -> None:
@@ -250,6 +264,6 @@ def _check_start(start: Any) -> None:
     whole = isinstance(start, int) and not isinstance(start, bool) and start >= 1
     if not whole and not (isinstance(start, float) and 0.0 <= start <= 1.0):
         raise ConfigurationError(
-            f"StochasticWeightAveraging(swa_epoch_start={start!r}): give an epoch from 1 on (60), or a share of the "
-            "epochs from 0.0 to 1.0 (0.8)."
+            f"StochasticWeightAveraging(swa_epoch_start={start!r}): give a >0 integer or a float between 0 and 1: an "
+            "epoch from 1 on (60), or a share of all epochs (0.8)."
         )

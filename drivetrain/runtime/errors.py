@@ -18,7 +18,7 @@ class ArgumentTypeError(ConfigurationError, TypeError):
     """An argument is of a type that it cannot be."""
 
 
-class PackageMissingError(ConfigurationError, ImportError):
+class PackageMissingError(ConfigurationError, ModuleNotFoundError):
     """A package is not installed; the message has the line that installs it."""
 
 

@@ -120,7 +120,7 @@ class BackgroundTracker(Tracker):
     ) -> None:
         titles, rows = as_rows(columns, data)
         kept = self._clean.hide(rows)
-        self._submit(lambda: self._inner.log_table(name, titles, kept, step))
+        self._submit(lambda: self._inner.log_table(name, titles, kept, step=step))
 
     def log_text(self, values: Mapping[str, str], step: int | None = None) -> None:
         kept = self._clean.hide({key: str(text) for key, text in values.items()})

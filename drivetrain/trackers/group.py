@@ -111,7 +111,7 @@ class TrackerGroup:
         if self.writes_here:
             titles, rows = as_rows(columns, data)
             kept = self.secrets.hide(rows)
-            self._each(lambda target: target.log_table(name, titles, kept, step), 1)
+            self._each(lambda target: target.log_table(name, titles, kept, step=step), 1)
 
     def save(self) -> None:
         """Bring everything logged so far to its place."""

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from drivetrain.trainer.trainer import Trainer
 
 
-class _WithoutValues(TorchFunctionMode):
+class WithoutValues(TorchFunctionMode):
     """Leaves out what `torch.nn.init` would fill tensors with."""
 
     def __torch_function__(
@@ -39,6 +39,6 @@ def init_module(trainer: Trainer, empty_init: bool | None) -> Iterator[None]:
         torch.device(strategy.topology.device),
         trainer.accelerator.precision.init_context(),
         strategy.init_context(),
-        _WithoutValues() if empty_init else nullcontext(),
+        WithoutValues() if empty_init else nullcontext(),
     ):
         yield

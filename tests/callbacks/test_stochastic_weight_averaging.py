@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim.swa_utils import SWALR, AveragedModel, update_bn
 
-from drivetrain.callbacks import ModelCheckpoint, StochasticWeightAveraging
+from drivetrain.callbacks import Callback, ModelCheckpoint, StochasticWeightAveraging
 from drivetrain.runtime.errors import ConfigurationError
 from tests.callbacks.guarded import Regression, rows, train
 from tests.pool import run_in_processes
@@ -94,12 +94,31 @@ def test_a_resumed_run_ends_alike(step: int, tmp_path: Path) -> None:
         assert torch.equal(resumed.state_dict()[name], value), name
 
 
+@pytest.mark.parametrize("kind", [Plain, Normed])
+def test_a_run_without_a_last_epoch_averages_until_it_ends(
+    kind: type[Plain], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    task, callback = kind(), StochasticWeightAveraging(0.01, swa_epoch_start=2, annealing_epochs=1)
+    weights: list[Tensor] = []
+
+    class Watches(Callback):
+        def on_train_epoch_start(self, trainer: Any, task: Any) -> None:
+            weights.append(task.layer.weight.detach().clone())
+
+    options = {"max_steps": 8, "enable_checkpointing": False}
+    trainer = train(task, tmp_path, [Watches(), callback], batches=2, epochs=-1, **options)
+    assert (trainer.max_epochs, trainer.global_step, callback.n_averaged) == (-1, 8, 3)
+    if kind is Plain:
+        assert torch.allclose(task.layer.weight, torch.stack(weights[1:4]).mean(0))
+    assert ("ended before the epoch in which batch norms" in caplog.text) is (kind is Normed)
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"swa_lrs": 0.0}, "above 0"),
-        ({"swa_lrs": [0.1, -1]}, "above 0"),
-        ({"swa_lrs": 0.1, "swa_epoch_start": 0}, "from 1 on"),
+        ({"swa_lrs": 0.0}, "a positive float"),
+        ({"swa_lrs": [0.1, -1]}, "a list of positive floats"),
+        ({"swa_lrs": 0.1, "swa_epoch_start": 0}, ">0 integer"),
         ({"swa_lrs": 0.1, "swa_epoch_start": 1.5}, "a share"),
         ({"swa_lrs": 0.1, "annealing_strategy": "cosine"}, "Did you mean 'cos'"),
         ({"swa_lrs": 0.1, "annealing_epochs": -1}, "0 or more"),

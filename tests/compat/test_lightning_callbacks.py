@@ -36,7 +36,8 @@ from drivetrain.compat.lightning.pytorch.trainer import added_callbacks
 def fitted(bar: Any, **options: Any) -> Any:
     limits = {"limit_train_batches": 5, "limit_val_batches": 2, "limit_test_batches": 1, "max_epochs": 2}
     settings = {"accelerator": "cpu", "logger": False, "enable_checkpointing": False, "enable_model_summary": False}
-    trainer = Trainer(**{**limits, **settings, "callbacks": [bar], **options})
+    callbacks = bar if isinstance(bar, list) else [bar]
+    trainer = Trainer(**{**limits, **settings, "callbacks": callbacks, **options})
     trainer.fit(Logs())
     return trainer
 
@@ -117,7 +118,7 @@ def test_a_bar_of_rich_has_its_rows_and_columns(capsys: pytest.CaptureFixture[st
         (5, 5, True),
         (2, 2, False),
     ]
-    assert (train.description, bar.train_progress_bar_id) == ("Epoch 1/1", None)
+    assert (train.description, bar.train_progress_bar) == ("Epoch 1/1", train)
     shown = capsys.readouterr().out
     assert "own Epoch 1/1" in shown
     assert "5/5" in shown
@@ -135,6 +136,20 @@ def test_what_the_trainer_shows_by_itself_without_rich_counts_as_a_bar(monkeypat
     assert isinstance(bar, TQDMProgressBar)
     assert not isinstance(bar, RichProgressBar)
     assert not isinstance(TQDMProgressBar(), CoreProgressBar)
+
+
+def test_the_usual_bar_can_be_read_and_draws_once_a_pass_where_no_one_looks(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(added_callbacks, "find_spec", lambda name: None)
+    trainer = fitted([])
+    bar = trainer.progress_bar_callback
+    assert (bar.train_progress_bar.n, bar.train_progress_bar.total) == (5, 5)
+    assert (bar.val_progress_bar.n, bar.val_progress_bar.total) == (2, 2)
+    shown = capsys.readouterr().out
+    assert [f"Epoch 0:  {share}%" in shown for share in (20, 40, 60, 80)] == [False] * 4
+    assert "Epoch 0: 100%" in shown
+    assert "seen=4.000" in shown
 
 
 # spikes

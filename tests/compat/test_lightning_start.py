@@ -21,6 +21,7 @@ from drivetrain.compat.lightning.fabric.utilities.warnings import PossibleUserWa
 from drivetrain.compat.lightning.pytorch import Trainer
 from drivetrain.compat.lightning.pytorch.callbacks import Callback, ModelSummary, RichProgressBar, TQDMProgressBar
 from drivetrain.compat.lightning.pytorch.demos.boring_classes import BoringModel, RandomDataset
+from drivetrain.compat.lightning.pytorch.loggers import CSVLogger
 from drivetrain.compat.lightning.pytorch.strategies import DDPStrategy
 from drivetrain.compat.lightning.pytorch.utilities.exceptions import MisconfigurationException, SIGTERMException
 from drivetrain.runtime.exit_codes import RESUME_EXIT_CODE
@@ -149,3 +150,21 @@ def test_a_run_that_a_scheduler_ends_raises_lightnings_exception() -> None:
     with pytest.raises(SIGTERMException) as left:
         trainer.fit(Ends())
     assert (left.value.code, trainer.received_sigterm, trainer.global_step) == (RESUME_EXIT_CODE, True, 1)
+
+
+def test_a_loggers_own_end_gets_a_status_alone(tmp_path: Path) -> None:
+    seen: list[str] = []
+
+    class Own(CSVLogger):
+        def finalize(self, status: str) -> None:  # type: ignore[override]
+            seen.append(status)
+            super().finalize(status)
+
+    class Breaks(BoringModel):
+        def on_train_start(self) -> None:
+            raise ValueError("no")
+
+    quiet(logger=Own(tmp_path)).fit(BoringModel())
+    with pytest.raises(ValueError, match="no"):
+        quiet(logger=Own(tmp_path)).fit(Breaks())
+    assert seen == ["success", "failed"]

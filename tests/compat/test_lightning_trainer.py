@@ -321,6 +321,33 @@ def test_what_is_written_into_callback_metrics_stays() -> None:
     assert trainer.callback_metrics["mine"] == 2.0
 
 
+def test_the_values_of_an_epoch_are_there_in_the_hooks_of_its_end() -> None:
+    class Reads(Logs):
+        def __init__(self) -> None:
+            super().__init__()
+            self.seen: list[tuple[str, Any, Any]] = []
+
+        def _note(self, name: str) -> None:
+            found = (self.trainer.callback_metrics.get(name), self.trainer.logged_metrics.get(name))
+            self.seen.append((name, *found))
+
+        def validation_step(self, batch: Any, batch_idx: int) -> None:
+            self.log("checked", float(batch_idx + 2))
+
+        def on_validation_epoch_start(self) -> None:
+            self._note("checked")
+
+        def on_validation_epoch_end(self) -> None:
+            self._note("checked")
+
+        def on_train_epoch_end(self) -> None:
+            self._note("train_epoch")
+
+    task = Reads()
+    quiet(logger=Keeps(), log_every_n_steps=1, num_sanity_val_steps=0, limit_val_batches=3).fit(task)
+    assert task.seen == [("checked", None, None), ("checked", 3.0, 3.0), ("train_epoch", 0.5, 0.5)]
+
+
 def test_loggers_get_keywords_and_count_steps_from_zero() -> None:
     logger = Keeps()
     quiet(logger=logger, log_every_n_steps=1).fit(Logs())

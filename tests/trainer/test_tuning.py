@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import resource
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -156,6 +156,21 @@ def test_rates_rise_from_the_first_to_the_last_and_the_loss_is_watched(capsys: p
     said = capsys.readouterr().out
     assert f"Learning-rate search: {len(rates)} steps from 0.0001 to" in said
     assert "the loss exceeded 4 times the smallest one; lr is now" in said
+
+
+def test_a_search_draws_its_data_once_as_a_run_does() -> None:
+    class Draws(Normed):
+        drawn: ClassVar[list[Tensor]] = []
+
+        def train_dataloader(self) -> Any:
+            self.drawn.append(torch.randn(12, 2))
+            return DataLoader(TensorDataset(self.drawn[-1], torch.zeros(12, 1)), batch_size=4)
+
+    set_seed(3)
+    Tuner(make_trainer()).lr_find(Draws(), num_training=3)
+    set_seed(3)
+    Normed()
+    assert torch.equal(torch.stack(Draws.drawn), torch.randn(1, 12, 2))
 
 
 def searched_on_two(strategy: str) -> tuple[list[float], list[list[float]]]:
@@ -363,6 +378,17 @@ def test_a_batch_of_one_that_does_not_fit_is_an_error_and_the_size_is_as_before(
 
 
 # refusals
+
+
+def test_several_loaders_of_an_evaluation_are_refused_before_a_missing_attribute() -> None:
+    class Several(Shuffled):
+        def val_dataloader(self) -> Any:
+            return [self.data(), self.data()]
+
+        def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None: ...
+
+    with pytest.raises(ConfigurationError, match="cannot be used with multiple val dataloaders: there are 2"):
+        Tuner(make_trainer()).scale_batch_size(Several(), method="validate")
 
 
 class TwoOptimizers(Sized):

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from drivetrain.compat.lightning.instances import KindOfDevice
-from drivetrain.runtime.devices import available_device_kinds, get_device_kind
+from drivetrain.runtime.devices import available_device_kinds
 from drivetrain.runtime.errors import ConfigurationError
 
 
@@ -61,7 +61,7 @@ class Accelerator(metaclass=KindOfDevice):
         return [torch.device("cpu") if cls.kind == "cpu" else torch.device(cls.kind, index) for index in numbers]
 
     def setup_device(self, device: torch.device) -> None:
-        """Let new tensors of this kind go to a device.
+        """Let new tensors go to a device where a process has several to choose from.
 
         Args:
             device: The device.
@@ -71,7 +71,8 @@ class Accelerator(metaclass=KindOfDevice):
         """
         if device.type != self.kind:
             raise ConfigurationError(f"Device should be {self.kind.upper()}, got {device} instead.")
-        get_device_kind(self.kind).set_device(device)
+        if self.kind == "cuda":
+            torch.get_device_module(device).set_device(device)
 
     def get_device_stats(self, device: torch.device | str) -> dict[str, Any]:
         """What torch counts of a device's memory.

@@ -8,11 +8,14 @@ from typing import Any
 from drivetrain.compat.lightning.reasons import PLUGIN
 from drivetrain.runtime.errors import ConfigurationError
 
-_MACHINERY = ("accelerator", "parallel_devices", "cluster_environment", "checkpoint_io", "precision_plugin")
+_MACHINERY = ("accelerator", "parallel_devices", "checkpoint_io")
+_TAKEN_BY_TRAINER = ("cluster_environment", "precision_plugin")
 
 
 def refuse_machinery(given: Mapping[str, Any], owner: str, others: Sequence[str] = ()) -> dict[str, Any]:
     """Leave out arguments that are None and stand for parts of Lightning's machinery; refuse them otherwise.
+
+    What the Trainer asks the strategy for, its number format and its environment, is left out too.
 
     Args:
         given: Arguments by name.
@@ -29,4 +32,4 @@ def refuse_machinery(given: Mapping[str, Any], owner: str, others: Sequence[str]
     for name in refused:
         if given.get(name) is not None:
             raise ConfigurationError(f"{owner}({name}=...) is not taken. {PLUGIN}")
-    return {name: value for name, value in given.items() if name not in refused}
+    return {name: value for name, value in given.items() if name not in (*refused, *_TAKEN_BY_TRAINER)}

@@ -352,6 +352,15 @@ SPELLINGS = {
 """The names of drivetrain's number formats, and Lightning's."""
 
 
+def shown_as(precision: str) -> str:
+    """Lightning's name of a number format.
+
+    Args:
+        precision: drivetrain's.
+    """
+    return SPELLINGS.get(precision, precision)
+
+
 def plugin_of(precision: str, device: str, scaler: Any) -> Precision:
     """The number format of a run.
 

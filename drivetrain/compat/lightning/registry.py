@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import importlib
+import os
 from collections.abc import Callable
 from typing import Any
+
+CONFIG_VARIABLE = "PL_DEEPSPEED_CONFIG_PATH"
+"""Names DeepSpeed's configuration where a script gives none."""
 
 
 class Registry(dict[str, dict[str, Any]]):
@@ -86,9 +91,14 @@ class StrategyRegistry(Registry):
     def made(self, name: Any) -> Any:
         """The strategy that a script has registered under a name; anything else as it is, built-in names too.
 
+        DeepSpeed's name is that of a strategy of its own where a variable names its configuration.
+
         Args:
             name: The argument of a Trainer or a Fabric.
         """
+        if name == "deepspeed" and os.environ.get(CONFIG_VARIABLE):
+            strategies = importlib.import_module("drivetrain.compat.lightning.pytorch.strategies")
+            return strategies.DeepSpeedStrategy()
         is_own = isinstance(name, str) and name in self and name not in self.built_in
         return self.get(name) if is_own else name
 

@@ -2,25 +2,50 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
+from drivetrain.compat.lightning.plugins import Precision, plugin_of, shown_as
 from drivetrain.runtime.collectives import broadcast, broadcast_object_list, gather, reduce
 from drivetrain.runtime.nested import send_to_device
 from drivetrain.runtime.state import PartialState
+from drivetrain.trainer.init_module import WithoutValues
 
 if TYPE_CHECKING:
+    from drivetrain.compat.lightning.fabric.plugins.environments import ClusterEnvironment
     from drivetrain.strategies import Strategy
 
 _REDUCTIONS = {"avg": "mean"}
 
 
 class StrategyMembers:
-    """This process among the others, and what they do together, under Lightning's names."""
+    """This process among the others, and what they do together, under Lightning's names.
 
+    Attributes:
+        precision_plugin: The number format that the strategy was made with.
+        given_precision: Its name; None where none was given.
+        cluster_environment: What says which process this is, where the strategy was made with it.
+    """
+
+    precision_plugin: Precision = Precision()
+    given_precision: str | None = None
+    cluster_environment: ClusterEnvironment | None = None
     _given_device: torch.device | None = None
+
+    def take_plugins(self, given: Mapping[str, Any]) -> None:
+        """Keep the number format and the cluster environment that the strategy was made with.
+
+        Args:
+            given: The arguments of the strategy.
+        """
+        plugin = given.get("precision_plugin")
+        if plugin is not None:
+            self.precision_plugin, self.given_precision = plugin, plugin.precision
+        self.cluster_environment = given.get("cluster_environment")
 
     @property
     def root_device(self) -> torch.device:
@@ -132,6 +157,34 @@ class StrategyMembers:
         """
         return send_to_device(batch, device or self.root_device)
 
+    @property
+    def parallel_devices(self) -> list[torch.device]:
+        """The devices of this machine's processes."""
+        root, count = self.root_device, PartialState().environment.local_world_size
+        return [root if root.index is None else torch.device(root.type, index) for index in range(count)]
+
+    @contextmanager
+    def tensor_init_context(self, empty_init: bool | None = None) -> Iterator[None]:
+        """Make tensors in the body on this process's device, with the dtype of the number format.
+
+        Args:
+            empty_init: Whether parameters of modules stay without initial values.
+        """
+        without_values = WithoutValues() if empty_init else nullcontext()
+        with self.root_device, self.precision_plugin.tensor_init_context(), without_values:
+            yield
+
+    @contextmanager
+    def module_init_context(self, empty_init: bool | None = None) -> Iterator[None]:
+        """Make modules in the body so, or as the strategy makes them.
+
+        Args:
+            empty_init: Whether parameters stay without initial values.
+        """
+        own = getattr(self, "init_context", nullcontext)()
+        with self.tensor_init_context(empty_init), own:
+            yield
+
     def module_to_device(self, module: nn.Module) -> None:
         """Move a module to this process's device.
 
@@ -146,10 +199,12 @@ class StrategyView(StrategyMembers):
 
     Args:
         strategy: The strategy.
+        precision: The name of the run's number format.
     """
 
-    def __init__(self, strategy: Strategy) -> None:
+    def __init__(self, strategy: Strategy, precision: str) -> None:
         object.__setattr__(self, "_viewed", strategy)
+        object.__setattr__(self, "precision_plugin", plugin_of(shown_as(precision), "cpu", None))
 
     @property
     def __class__(self) -> type:  # type: ignore[override]
@@ -174,10 +229,11 @@ class StrategyView(StrategyMembers):
         return repr(self._viewed)
 
 
-def with_members(strategy: Strategy) -> Any:
+def with_members(strategy: Strategy, precision: str) -> Any:
     """A strategy as scripts read it: itself where it has Lightning's members, else a view of it.
 
     Args:
         strategy: The strategy of a Trainer.
+        precision: The name of its number format.
     """
-    return strategy if isinstance(strategy, StrategyMembers) else StrategyView(strategy)
+    return strategy if isinstance(strategy, StrategyMembers) else StrategyView(strategy, precision)

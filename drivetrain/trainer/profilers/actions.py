@@ -70,7 +70,7 @@ class Actions:
 
     def of_strategy(self, name: str) -> str:
         """The action of what the strategy runs."""
-        return f"[Strategy]{self._word(type(self._trainer.strategy).__name__)}.{name}"
+        return f"[Strategy]{self._word(self._trainer.strategy.__class__.__name__)}.{name}"
 
     def of_owner(self, owner: Task | DataModule, name: str) -> str:
         """The action of a method of the task, or of the data module."""

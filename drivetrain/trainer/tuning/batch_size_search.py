@@ -16,7 +16,7 @@ from drivetrain.trainer.hooks import is_overridden
 from drivetrain.trainer.loops.loader_source import length_of
 from drivetrain.trainer.loops.step import MicroBatch
 from drivetrain.trainer.task import Task
-from drivetrain.trainer.tuning.attribute import TunedAttribute
+from drivetrain.trainer.tuning.attribute import MissingAttributeError, TunedAttribute
 from drivetrain.trainer.tuning.rehearsal import TrainingRehearsal, rehearse_evaluation
 from drivetrain.trainer.tuning.search_bar import shown
 from drivetrain.trainer.tuning.undone import undone
@@ -86,10 +86,22 @@ def check_batch_size_search(trainer: Trainer, task: Task, stage: Stage, tried: B
             f"The Batch size finder cannot be used with dataloaders passed directly to {stage.verb}(): their batch "
             f"size is settled. Give the task or a DataModule a {stage.loader_name}() that reads {tried.batch_arg_name}."
         )
-    attribute = TunedAttribute.find(
-        (tried.batch_arg_name,), task, trainer.datamodule, "Let the method that makes the loaders read it."
-    )
-    return attribute
+    try:
+        return TunedAttribute.find(
+            (tried.batch_arg_name,), task, trainer.datamodule, "Let the method that makes the loaders read it."
+        )
+    except MissingAttributeError:
+        _refuse_several(trainer.task_run.sources[stage].raw(), stage)  # which an attribute would not help
+        raise
+
+
+def _refuse_several(loaders: Any, stage: Stage) -> None:
+    """Refuse the loaders of an evaluation where there are several."""
+    if stage is not Stage.TRAIN and isinstance(loaders, list | tuple) and len(loaders) > 1:
+        raise ConfigurationError(
+            f"The Batch size finder cannot be used with multiple {stage.loader} dataloaders: there are "
+            f"{len(loaders)}. Let {stage.loader_name}() return one."
+        )
 
 
 class _Trials:
@@ -116,11 +128,7 @@ class _Trials:
         self._rehearsal = TrainingRehearsal(trainer, task, splits=False) if stage is Stage.TRAIN else None
         self._apart = trainer.world_size > 1 and not trainer.strategy.schedules_microbatches
         loaders = self._source.raw()
-        if stage is not Stage.TRAIN and isinstance(loaders, list | tuple) and len(loaders) > 1:
-            raise ConfigurationError(
-                f"The Batch size finder cannot be used with multiple {stage.loader} dataloaders: there are "
-                f"{len(loaders)}. Let {stage.loader_name}() return one."
-            )
+        _refuse_several(loaders, stage)
         rows = _rows_of(loaders)
         shards = trainer.strategy.topology.data_shard.count if trainer.use_distributed_sampler else 1
         self._rows = None if rows is None else max(1, rows // shards)  # of each process

@@ -14,12 +14,11 @@ from drivetrain.callbacks.support.lr_range import LRRange
 from drivetrain.runtime.errors import ConfigurationError
 from drivetrain.runtime.seeds import isolated_random_state
 from drivetrain.trainer.loops.step import MicroBatch
-from drivetrain.trainer.loops.training_batches import epoch_length
 from drivetrain.trainer.optimizers import parse_configured_optimizers
 from drivetrain.trainer.task import Task
 from drivetrain.trainer.tuning.attribute import TunedAttribute
 from drivetrain.trainer.tuning.lr_finder import LRFinder
-from drivetrain.trainer.tuning.rehearsal import TrainingRehearsal, prepared
+from drivetrain.trainer.tuning.rehearsal import TrainingRehearsal
 from drivetrain.trainer.tuning.search_bar import shown
 from drivetrain.trainer.tuning.undone import undone
 
@@ -62,8 +61,6 @@ def search_learning_rate(trainer: Trainer, task: Task, tried: LRRange) -> LRFind
     source = trainer.task_run.sources[Stage.TRAIN].again()
     losses = _SmoothedLosses(tried.early_stop_threshold)
     with undone(trainer, task, trains=True):
-        with prepared(source) as loader:
-            limit = epoch_length(trainer, loader)
         watched = _Losses()
         rehearsal = TrainingRehearsal(trainer, task, [watched])
         groups = trainer.optimizers[0].param_groups
@@ -81,7 +78,7 @@ def search_learning_rate(trainer: Trainer, task: Task, tried: LRRange) -> LRFind
             return continues
 
         with shown(trainer, "Learning-rate search", tried.num_training) as advance:
-            rehearsal.run(source, tried.num_training, run, limit)
+            rehearsal.run(source, tried.num_training, run, within_limits=True)
     suggestion = found.suggestion()
     if attribute is not None and suggestion is not None:
         before = attribute.value

@@ -15,6 +15,7 @@ from drivetrain.trainer.loops.evaluation_loop import EvaluationLoop
 from drivetrain.trainer.loops.loader_source import LoaderSource
 from drivetrain.trainer.loops.prediction_loop import PredictionLoop
 from drivetrain.trainer.loops.step import MicroBatch
+from drivetrain.trainer.loops.training_batches import epoch_length
 from drivetrain.trainer.metrics.log_scopes import TRAIN_END, TRAIN_EPOCH, TRAIN_STEP
 from drivetrain.trainer.task import Task
 
@@ -45,7 +46,7 @@ class TrainingRehearsal:
         source: LoaderSource,
         steps: int,
         run_window: Callable[[int, list[MicroBatch]], bool],
-        limit: float | None = None,
+        within_limits: bool = False,
     ) -> None:
         """Run steps, one epoch after the other, with the task's hooks around them.
 
@@ -53,12 +54,13 @@ class TrainingRehearsal:
             source: Where the loader comes from.
             steps: How many at most.
             run_window: Runs one, from its number and its micro-batches; returns whether to run another.
-            limit: Batches of an epoch; all if None.
+            within_limits: Whether an epoch has the batches that the Trainer's limits leave it, rather than all.
         """
         trainer, hooks, done, is_over = self._trainer, self._hooks, 0, False
         trainer.current.leave_batch()  # of a trial that has failed
         trainer.progress.begin_epoch(trainer.progress.epoch)
         with prepared(source) as loader:
+            limit = epoch_length(trainer, loader) if within_limits else None
             trainer.current.stage = Stage.TRAIN
             trainer.logged.enter(TRAIN_EPOCH)
             hooks.call("on_train_start")

@@ -25,6 +25,7 @@ class Preparing(Reporting):
     """What a loop sets up before it runs."""
 
     _guard: BackwardGuard
+    _strategy: Any
 
     @property
     def device(self) -> torch.device:
@@ -117,12 +118,13 @@ class Preparing(Reporting):
         return prepared if len(prepared) > 1 else prepared[0]
 
     def init_module(self, empty_init: bool | None = None) -> AbstractContextManager[Any]:
-        """Make modules in the body as the strategy wants them.
+        """Make modules in the body on the device, in the number format, or as the strategy wants them.
 
         Args:
-            empty_init: Taken for Lightning's sake; the strategy decides.
+            empty_init: Whether parameters stay without initial values, where a checkpoint follows that has them.
         """
-        return self.accelerator.init_context()
+        context: AbstractContextManager[Any] = self._strategy.module_init_context(empty_init=empty_init)
+        return context
 
     def sharded_model(self) -> AbstractContextManager[Any]:
         """The same, under the name that it had before."""
@@ -130,8 +132,9 @@ class Preparing(Reporting):
         return self.init_module()
 
     def init_tensor(self) -> AbstractContextManager[Any]:
-        """Make tensors in the body on the device."""
-        return self.device
+        """Make tensors in the body on the device, in the number format."""
+        context: AbstractContextManager[Any] = self._strategy.tensor_init_context()
+        return context
 
     def to_device(self, obj: Any) -> Any:
         """Move a module, a tensor or nested data to the device.

@@ -27,7 +27,7 @@ class FabricStrategy(StrategyView):
     """
 
     def __init__(self, accelerator: Accelerator) -> None:
-        super().__init__(accelerator.strategy)
+        super().__init__(accelerator.strategy, accelerator.precision.name)
         object.__setattr__(self, "_accelerator", accelerator)
 
     # gradients

@@ -14,6 +14,8 @@ from drivetrain.callbacks.support.agreement import decide_on_main_process
 from drivetrain.checkpoint.lightning_keys import key_there
 from drivetrain.compat.lightning.fabric.utilities.rank_zero import rank_zero_warn
 from drivetrain.compat.lightning.pytorch.callbacks.checkpoint import Checkpoint
+from drivetrain.compat.lightning.pytorch.loggers.logger import Logger
+from drivetrain.trackers.directory import DirectoryTracker
 
 __all__ = ["ModelCheckpoint"]
 
@@ -197,9 +199,8 @@ class ModelCheckpoint(CoreModelCheckpoint, Checkpoint):
         return os.path.join(folder, name if not prefix else f"{prefix}{self.CHECKPOINT_JOIN_CHAR}{name}")
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
-        inner = getattr(trainer.logger, "sub_dir", None)
-        if self.dirpath is None and inner:  # checkpoints are beside the directory of the event files
-            self.dirpath = os.path.join(trainer.log_dir.removesuffix(inner), "checkpoints")
+        if self.dirpath is None and stage == "fit" and not trainer.fast_dev_run:
+            self.dirpath = decide_on_main_process(lambda: _place_by(trainer))
         super().setup(trainer, pl_module, stage)
         folder = self.dirpath or ""
         if (
@@ -240,3 +241,21 @@ class ModelCheckpoint(CoreModelCheckpoint, Checkpoint):
                 "`best_model_path` will be reloaded."
             )
             self.best_model_path = state_dict.get("best_model_path", "")
+
+
+def _place_by(trainer: Any) -> str | None:
+    """Where checkpoints are kept that were given no directory, by the first logger; None for the usual place.
+
+    Args:
+        trainer: The Trainer.
+    """
+    logger = next(iter(trainer.tracker_group.trackers), None)
+    inner = getattr(logger, "sub_dir", None)
+    if inner:  # beside the directory of the event files
+        return os.path.join(trainer.log_dir.removesuffix(inner), "checkpoints")
+    if not isinstance(logger, Logger) or isinstance(logger, DirectoryTracker):
+        return None
+    version = logger.version
+    run = f"version_{version}" if isinstance(version, int) else version
+    names = [str(name) for name in (logger.name, run) if name]
+    return os.path.join(logger.save_dir or trainer.default_root_dir, *names, "checkpoints")

@@ -1,7 +1,150 @@
-"""`CometLogger`."""
+"""`CometLogger`, with annotations that are objects rather than text, as command lines are made of them."""
 
-from __future__ import annotations
+from collections.abc import Mapping
+from typing import Any, Literal
 
-from drivetrain.trackers import CometLogger
+from torch import Tensor
+
+from drivetrain.compat.lightning.fabric.utilities.rank_zero import rank_zero_only
+from drivetrain.compat.lightning.pytorch.loggers.logger import Logger, rank_zero_experiment
+from drivetrain.compat.lightning.pytorch.loggers.packages import check_installed
+from drivetrain.runtime.logging import get_logger
+from drivetrain.trackers.base import flatten, hyperparameters_of, plain
 
 __all__ = ["CometLogger"]
+
+logger = get_logger(__name__)
+
+_EARLIER_NAMES = {"project_name": "project", "experiment_name": "name", "save_dir": "offline_directory"}
+"""What arguments were called in Lightning before 2.5."""
+
+
+class CometLogger(Logger):
+    """Writes to an experiment on Comet, which is `experiment`; the calls are made at once, and it stays open.
+
+    Args:
+        api_key: The API key; that of the environment (`COMET_API_KEY`) or of Comet's own configuration if None.
+        workspace: The workspace; the default one if None.
+        project: The project.
+        experiment_key: The experiment to continue, or the key that a new one gets: 32 to 50 letters and digits.
+        mode: `"create"`, `"get"` or `"get_or_create"`.
+        online: Whether values go to the server; False writes an archive into `offline_directory`.
+        prefix: Put before the name of every value, with a `_` between.
+        **kwargs: For `comet_ml.ExperimentConfig`, such as `name`, `tags` or `offline_directory`.
+
+    Raises:
+        PackageMissingError: If `comet_ml` is not installed.
+    """
+
+    def __init__(
+        self,
+        *,
+        api_key: str | None = None,
+        workspace: str | None = None,
+        project: str | None = None,
+        experiment_key: str | None = None,
+        mode: Literal["get_or_create", "get", "create"] | None = None,
+        online: bool | None = None,
+        prefix: str | None = None,
+        **kwargs: Any,
+    ) -> None:
+        check_installed("CometLogger", "comet_ml", "comet")
+        super().__init__()
+        for earlier, name in _EARLIER_NAMES.items():
+            if earlier in kwargs:
+                logger.warning(f"CometLogger({earlier}=...) is called {name} now.")
+                value = kwargs.pop(earlier)
+                if name == "project":
+                    project = project or value
+                else:
+                    kwargs.setdefault(name, value)
+        if "offline" in kwargs:
+            logger.warning("CometLogger(offline=True) is online=False now.")
+            online = not kwargs.pop("offline") if online is None else online
+        self._api_key, self._workspace, self._project = api_key, workspace, project
+        self._key, self._mode, self._online = experiment_key, mode, online
+        self._prefix, self._kwargs = prefix, kwargs
+        self._experiment: Any = None
+        self._comet_config: Any = None
+        self._open()
+
+    @rank_zero_only
+    def _open(self) -> None:
+        import comet_ml
+
+        self._comet_config = comet_ml.ExperimentConfig(**self._kwargs)
+        self._experiment = comet_ml.start(
+            api_key=self._api_key,
+            workspace=self._workspace,
+            project=self._project,
+            experiment_key=self._key,
+            mode=self._mode,
+            online=self._online,
+            experiment_config=self._comet_config,
+        )
+        self._key = self._experiment.get_key()
+
+    def __getstate__(self) -> dict[str, Any]:
+        """What a copy in another process needs to continue the same experiment."""
+        state = {**self.__dict__, "_experiment": None, "_comet_config": None}
+        return {**state, "_mode": "get" if self._online is not False else self._mode}
+
+    @property
+    @rank_zero_experiment
+    def experiment(self) -> Any:
+        """The experiment of Comet's; it does nothing on other processes than the first."""
+        if self._experiment is None:
+            self._open()
+        return self._experiment
+
+    @property
+    def name(self) -> str | None:  # type: ignore[override]
+        """The project."""
+        return self._project
+
+    @property
+    def version(self) -> str | None:
+        """The key of the experiment."""
+        return None if self._experiment is None else str(self._experiment.get_key())
+
+    @property
+    def save_dir(self) -> str | None:
+        """The directory of archives, where there is one."""
+        place = getattr(self._comet_config, "offline_directory", None)
+        return None if place is None else str(place)
+
+    @rank_zero_only
+    def log_hyperparams(self, params: Any) -> None:
+        """Write hyper-parameters.
+
+        Args:
+            params: A dict, dataclass or namespace.
+        """
+        self.experiment.log_parameters(plain(hyperparameters_of(params)))
+
+    @rank_zero_only
+    def log_metrics(self, metrics: Mapping[str, Any], step: int | None = None) -> None:
+        """Write values of one step.
+
+        Args:
+            metrics: Names and values, `epoch` among them where it is known.
+            step: The step.
+        """
+        values = {
+            name: value.detach().cpu() if isinstance(value, Tensor) else value
+            for name, value in flatten(metrics).items()
+        }
+        epoch = values.pop("epoch", None)
+        self.experiment.log_metrics(
+            values, prefix=self._prefix or None, step=step, epoch=None if epoch is None else int(epoch)
+        )
+
+    @rank_zero_only
+    def log_graph(self, model: Any, input_array: Any = None) -> None:
+        self.experiment.set_model_graph(model)
+
+    @rank_zero_only
+    def finalize(self, status: str = "success", message: str = "") -> None:
+        """Send what is left; the experiment stays open."""
+        if self._experiment is not None:
+            self._experiment.flush()

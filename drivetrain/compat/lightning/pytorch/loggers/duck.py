@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -29,6 +30,10 @@ class DuckLogger(Logger):
     def version(self) -> str | None:
         return _text(self.original, "version")
 
+    @property
+    def save_dir(self) -> str | None:
+        return _text(self.original, "save_dir")
+
     def log_metrics(self, metrics: Mapping[str, float | int | str], step: int | None = None) -> None:
         self.original.log_metrics(metrics=metrics, step=step)
 
@@ -43,7 +48,7 @@ class DuckLogger(Logger):
 
 def _text(original: Any, name: str) -> str | None:
     found = getattr(original, name, None)
-    return str(found) if isinstance(found, str | int) else None
+    return str(found) if isinstance(found, str | int | os.PathLike) else None
 
 
 def as_loggers(given: Any) -> Any:

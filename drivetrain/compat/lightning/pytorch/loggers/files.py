@@ -11,11 +11,29 @@ from torch import Tensor
 from drivetrain import trackers
 from drivetrain.compat.lightning.fabric.utilities.rank_zero import rank_zero_warn
 from drivetrain.compat.lightning.pytorch.loggers.experiment_writer import ExperimentWriter
-from drivetrain.compat.lightning.pytorch.loggers.logger import rank_zero_experiment
+from drivetrain.compat.lightning.pytorch.loggers.logger import Logger, rank_zero_experiment
+from drivetrain.trackers.base import COMPLETED
 from drivetrain.trackers.directory import DirectoryTracker
 
 
-class CSVLogger(trackers.CSVLogger):
+class EndsByStatus:
+    """A logger whose `finalize` a run calls with a status alone where a script has written or replaced it."""
+
+    def record_end(self: Any, status: str, message: str) -> None:
+        """Call `finalize` when a run ends.
+
+        Args:
+            status: How it ended.
+            message: The first line of the error that ended it, which loggers of drivetrain keep.
+        """
+        is_own = "finalize" in vars(self) or not type(self).finalize.__module__.startswith("drivetrain.")
+        if is_own:
+            self.finalize("success" if status == COMPLETED else "failed")
+        else:
+            self.finalize(status, message)
+
+
+class CSVLogger(EndsByStatus, trackers.CSVLogger):
     """Writes `metrics.csv` and `hparams.yaml` into `<save_dir>/<name>/version_<n>`.
 
     Args:
@@ -77,7 +95,7 @@ class CSVLogger(trackers.CSVLogger):
         return ExperimentWriter(self.log_dir, self)
 
 
-class TensorBoardLogger(trackers.TensorBoardLogger):
+class TensorBoardLogger(EndsByStatus, trackers.TensorBoardLogger):
     """Writes event files and `hparams.yaml` into `<save_dir>/<name>/version_<n>`.
 
     Args:
@@ -144,6 +162,14 @@ class TensorBoardLogger(trackers.TensorBoardLogger):
         # A logger of its own class may have another name or version.
         self.run_directory.name, self.run_directory.version = self.name or "", self.version
         super().start()
+        self._write_hparams()
+
+    def save(self) -> None:
+        super().save()
+        self._write_hparams()
+
+    def _write_hparams(self) -> None:
+        """Write `hparams.yaml`, which is there also where there are no hyper-parameters."""
         if not (self.run_directory.path / self.NAME_HPARAMS_FILE).exists():
             DirectoryTracker.store_init_configuration(self, {})
 
@@ -177,6 +203,10 @@ class TensorBoardLogger(trackers.TensorBoardLogger):
             )
         else:
             super().log_graph(model, found)
+
+
+for _kind in (CSVLogger, TensorBoardLogger):
+    Logger.register(_kind)
 
 
 def _expanded(path: str | os.PathLike[str]) -> str:

@@ -53,6 +53,11 @@ class Logger(Tracker):
         return None
 
     @property
+    def log_dir(self) -> str | None:
+        """The same as `save_dir`."""
+        return self.save_dir
+
+    @property
     def group_separator(self) -> str:
         """What stands between the parts of a name."""
         return "/"

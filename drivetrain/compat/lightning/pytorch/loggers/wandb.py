@@ -1,7 +1,336 @@
-"""`WandbLogger`."""
+"""`WandbLogger`, with annotations that are objects rather than text, as command lines are made of them."""
 
-from __future__ import annotations
+import inspect
+import os
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
 
-from drivetrain.trackers import WandbLogger
+from drivetrain.compat.lightning.fabric.utilities.rank_zero import rank_zero_only, rank_zero_warn
+from drivetrain.compat.lightning.pytorch.loggers.checkpoint_uploads import CheckpointUploads, SavedCheckpoint
+from drivetrain.compat.lightning.pytorch.loggers.logger import Logger, rank_zero_experiment
+from drivetrain.compat.lightning.pytorch.loggers.packages import check_installed, with_prefix
+from drivetrain.runtime.errors import ConfigurationError
+from drivetrain.trackers.base import hyperparameters_of, plain
 
 __all__ = ["WandbLogger"]
+
+_STEP = "trainer/global_step"
+
+
+class WandbLogger(Logger):
+    """Writes to a run on Weights & Biases, which is `experiment`; the calls are made at once, and the run stays open.
+
+    A run that the script has opened itself is used.
+
+    Args:
+        name: The name of the run.
+        save_dir: The directory of all runs.
+        version: The ID of the run, to continue one.
+        offline: Whether the run is written to disk only.
+        dir: The same as `save_dir`.
+        id: The same as `version`.
+        anonymous: For `wandb.init`.
+        project: The project; that of `WANDB_PROJECT` if None, else `"lightning_logs"`.
+        log_model: `"all"` keeps each checkpoint as an artifact when it is saved, True those that are there in the end
+            (each one where `save_top_k=-1`).
+        experiment: A run that is open.
+        prefix: Put before the name of every value, with a `-` between.
+        checkpoint_name: The name of the artifact; `model-<id>` if None.
+        add_file_policy: `"mutable"` copies files before they are uploaded, `"immutable"` does not.
+        **kwargs: For `wandb.init`, such as `entity`, `group` or `tags`.
+
+    Raises:
+        PackageMissingError: If `wandb` is not installed.
+        ConfigurationError: If `log_model` is given with `offline`.
+    """
+
+    def __init__(
+        self,
+        name: str | None = None,
+        save_dir: str | os.PathLike[str] = ".",
+        version: str | None = None,
+        offline: bool = False,
+        dir: str | os.PathLike[str] | None = None,
+        id: str | None = None,
+        anonymous: bool | None = None,
+        project: str | None = None,
+        log_model: Literal["all"] | bool = False,
+        experiment: Any = None,
+        prefix: str = "",
+        checkpoint_name: str | None = None,
+        add_file_policy: Literal["mutable", "immutable"] = "mutable",
+        **kwargs: Any,
+    ) -> None:
+        check_installed("WandbLogger", "wandb", "wandb")
+        if offline and log_model:
+            raise ConfigurationError(
+                f"WandbLogger(offline=True, log_model={log_model!r}): checkpoints cannot be uploaded in offline mode. "
+                "Leave one of the two out."
+            )
+        super().__init__()
+        self._offline, self._prefix = offline, prefix
+        self._experiment = experiment
+        self._uploads = CheckpointUploads(log_model)
+        self._checkpoint_name, self._add_file_policy = checkpoint_name, add_file_policy
+        self._is_elsewhere = False
+        place = save_dir if dir is None else dir
+        self._wandb_init: dict[str, Any] = {
+            "name": name,
+            "project": project or os.environ.get("WANDB_PROJECT") or "lightning_logs",
+            "dir": os.fspath(place),
+            "id": version or id,
+            "resume": "allow",
+            "anonymous": ("allow" if anonymous else None),
+            **kwargs,
+        }
+
+    @property
+    def name(self) -> str:  # type: ignore[override]
+        """The project; `experiment.name` is the name of the run."""
+        return str(self._wandb_init["project"])
+
+    @property
+    def version(self) -> str | None:
+        """The ID of the run, as far as it is known."""
+        known: str | None = self._wandb_init["id"] if self._experiment is None else self._experiment.id
+        return known
+
+    @property
+    def save_dir(self) -> str:
+        """The directory of all runs."""
+        return str(self._wandb_init["dir"])
+
+    @property
+    @rank_zero_experiment
+    def experiment(self) -> Any:
+        """The run of wandb; it does nothing on other processes than the first."""
+        if self._experiment is None:
+            self._experiment = self._open()
+            if callable(getattr(self._experiment, "define_metric", None)):
+                self._define_axis()
+        return self._experiment
+
+    def _open(self) -> Any:
+        import wandb
+
+        if self._offline:
+            os.environ["WANDB_MODE"] = "dryrun"
+        if wandb.run is not None:
+            rank_zero_warn(
+                "There is a wandb run already in progress, which WandbLogger takes. Call `wandb.finish()` before for a "
+                "run of its own."
+            )
+            return wandb.run
+        if self._is_elsewhere and hasattr(wandb, "attach"):
+            return wandb.attach(self._wandb_init["id"])
+        taken = inspect.signature(wandb.init).parameters.get("anonymous")
+        options = dict(self._wandb_init)
+        if options["anonymous"] is None and taken is not None and taken.default is not None:
+            del options["anonymous"]  # wandb 0.2x and later warn of it, whatever it is
+        return wandb.init(**options)
+
+    @property
+    def _has_axis_of_its_own(self) -> bool:
+        """Whether wandb takes the steps from TensorBoard's files."""
+        return bool(self._wandb_init.get("sync_tensorboard"))
+
+    def _define_axis(self) -> None:
+        if self._has_axis_of_its_own:
+            self._experiment.define_metric("*", step_metric="global_step")
+        else:
+            self._experiment.define_metric(_STEP)
+            self._experiment.define_metric("*", step_metric=_STEP, step_sync=True)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """What a copy in another process needs to write to the same run, which is opened for that."""
+        run = self.experiment
+        known = getattr(run, "id", None)
+        state = {**self.__dict__, "_experiment": None, "_is_elsewhere": True}
+        return {**state, "_wandb_init": {**self._wandb_init, "id": known or self._wandb_init["id"]}}
+
+    # values
+
+    @rank_zero_only
+    def log_metrics(self, metrics: Mapping[str, Any], step: int | None = None) -> None:
+        """Write values of one step.
+
+        Args:
+            metrics: Names and values.
+            step: The step.
+        """
+        values = with_prefix(metrics, self._prefix)
+        is_numbered = step is not None and not self._has_axis_of_its_own
+        self.experiment.log({**values, _STEP: step} if is_numbered else values)
+
+    @rank_zero_only
+    def log_hyperparams(self, params: Any) -> None:
+        """Write hyper-parameters to the run's configuration.
+
+        Args:
+            params: A dict, dataclass or namespace.
+        """
+        self.experiment.config.update(plain(hyperparameters_of(params)), allow_val_change=True)
+
+    def watch(self, model: Any, log: str | None = "gradients", log_freq: int = 100, log_graph: bool = True) -> None:
+        """Let wandb record gradients, parameters and the structure of a model.
+
+        Args:
+            model: The model.
+            log: `"gradients"`, `"parameters"`, `"all"` or None.
+            log_freq: Every how many steps.
+            log_graph: Whether to record its structure.
+        """
+        self.experiment.watch(model, log=log, log_freq=log_freq, log_graph=log_graph)
+
+    @rank_zero_only
+    def log_table(
+        self,
+        key: str,
+        columns: Sequence[str] | None = None,
+        data: Any = None,
+        dataframe: Any = None,
+        step: int | None = None,
+    ) -> None:
+        """Write a table: its columns and rows, or a DataFrame.
+
+        Args:
+            key: Its name.
+            columns: The names of the columns.
+            data: The rows.
+            dataframe: A pandas DataFrame.
+            step: The step.
+        """
+        import wandb
+
+        self.log_metrics({key: wandb.Table(columns=columns, data=data, dataframe=dataframe)}, step)
+
+    def log_text(  # type: ignore[override]
+        self,
+        key: str,
+        columns: Sequence[str] | None = None,
+        data: Any = None,
+        dataframe: Any = None,
+        step: int | None = None,
+    ) -> None:
+        """Write texts as a table.
+
+        Args:
+            key: As in `log_table`, and so the others.
+            columns: The same.
+            data: The same.
+            dataframe: The same.
+            step: The same.
+        """
+        self.log_table(key, columns, data, dataframe, step)
+
+    @rank_zero_only
+    def log_image(self, key: str, images: list[Any], step: int | None = None, **kwargs: Any) -> None:
+        """Write images.
+
+        Args:
+            key: Their name.
+            images: Tensors, arrays, PIL images or paths.
+            step: The step.
+            **kwargs: Arguments of `wandb.Image`, a list for each with one entry an image, such as `caption`.
+        """
+        import wandb
+
+        self._log_media(wandb.Image, "images", key, images, step, kwargs)
+
+    @rank_zero_only
+    def log_audio(self, key: str, audios: list[Any], step: int | None = None, **kwargs: Any) -> None:
+        """Write sounds.
+
+        Args:
+            key: Their name.
+            audios: Arrays or paths.
+            step: The step.
+            **kwargs: Arguments of `wandb.Audio`, a list for each with one entry a sound.
+        """
+        import wandb
+
+        self._log_media(wandb.Audio, "audios", key, audios, step, kwargs)
+
+    @rank_zero_only
+    def log_video(self, key: str, videos: list[Any], step: int | None = None, **kwargs: Any) -> None:
+        """Write videos.
+
+        Args:
+            key: Their name.
+            videos: Arrays or paths.
+            step: The step.
+            **kwargs: Arguments of `wandb.Video`, a list for each with one entry a video.
+        """
+        import wandb
+
+        self._log_media(wandb.Video, "videos", key, videos, step, kwargs)
+
+    def _log_media(
+        self, kind: Any, what: str, key: str, items: list[Any], step: int | None, options: Mapping[str, Any]
+    ) -> None:
+        if not isinstance(items, list):
+            raise TypeError(f'Expected a list as "{what}", found {type(items)}')
+        for name, given in options.items():
+            if len(given) != len(items):
+                raise ValueError(f"Expected {len(items)} items but only found {len(given)} for {name}")
+        made = [
+            kind(item, **{name: given[index] for name, given in options.items()}) for index, item in enumerate(items)
+        ]
+        self.log_metrics({key: made}, step)
+
+    # artifacts
+
+    def use_artifact(self, artifact: str, artifact_type: str | None = None) -> Any:
+        """Record that the run uses an artifact, and return it.
+
+        Args:
+            artifact: Its path.
+            artifact_type: Its type.
+        """
+        return self.experiment.use_artifact(artifact, type=artifact_type)
+
+    @staticmethod
+    @rank_zero_only
+    def download_artifact(
+        artifact: str,
+        save_dir: str | os.PathLike[str] | None = None,
+        artifact_type: str | None = None,
+        use_artifact: bool | None = True,
+    ) -> str:
+        """Download an artifact, and return where it is.
+
+        Args:
+            artifact: Its path.
+            save_dir: The directory for it.
+            artifact_type: Its type.
+            use_artifact: Whether to record that the run under way uses it.
+        """
+        import wandb
+
+        if wandb.run is not None and use_artifact:
+            found = wandb.run.use_artifact(artifact)
+        else:
+            found = wandb.Api().artifact(artifact, type=artifact_type)
+        return str(found.download(root=None if save_dir is None else os.fspath(save_dir)))
+
+    def after_save_checkpoint(self, checkpoint_callback: Any) -> None:
+        for saved in self._uploads.after_save(checkpoint_callback):
+            self._upload(saved)
+
+    @rank_zero_only
+    def finalize(self, status: str = "success", message: str = "") -> None:
+        if status == "success":
+            for saved in self._uploads.at_end():
+                self._upload(saved)
+
+    def _upload(self, saved: SavedCheckpoint) -> None:
+        import wandb
+
+        run = self.experiment
+        name = self._checkpoint_name or f"model-{run.id}"
+        artifact = wandb.Artifact(name=name, type="model", metadata=saved.metadata)
+        if os.path.isdir(saved.path):
+            artifact.add_dir(saved.path, name="model.ckpt", policy=self._add_file_policy)
+        else:
+            artifact.add_file(saved.path, name="model.ckpt", policy=self._add_file_policy)
+        run.log_artifact(artifact, aliases=saved.aliases)

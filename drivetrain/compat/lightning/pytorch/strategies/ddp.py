@@ -46,6 +46,7 @@ class DDPStrategy(StrategyMembers, DDP, metaclass=StandsFor, original=DDP):
         broadcast_buffers: bool = True,
         **kwargs: Any,
     ) -> None:
+        self.take_plugins(kwargs)
         options = refuse_machinery(kwargs, "DDPStrategy", ("ddp_comm_wrapper", "model_averaging_period"))
         if ddp_comm_hook is not None:
             options["comm_hook"] = ddp_comm_hook

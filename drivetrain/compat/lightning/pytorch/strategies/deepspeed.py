@@ -6,21 +6,28 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
+from drivetrain.compat.lightning.instances import StandsFor
 from drivetrain.compat.lightning.options import refuse_machinery
+from drivetrain.compat.lightning.registry import CONFIG_VARIABLE
 from drivetrain.compat.lightning.strategy_members import StrategyMembers
 from drivetrain.strategies.deepspeed import DeepSpeed
 
 __all__ = ["DeepSpeedStrategy"]
 
 
-class DeepSpeedStrategy(StrategyMembers, DeepSpeed):
+class DeepSpeedStrategy(StrategyMembers, DeepSpeed, metaclass=StandsFor, original=DeepSpeed):
     """DeepSpeed's ZeRO.
 
     Args:
         stage: The stage of ZeRO; of a configuration, the one in it.
         offload_optimizer: Whether optimizer states are on the CPU.
         offload_parameters: Whether parameters are, in stage 3.
-        config: DeepSpeed's configuration, or a path to it, which then counts alone.
+        config: DeepSpeed's configuration, or a path to it, which then counts alone; that of the variable
+            `PL_DEEPSPEED_CONFIG_PATH` if None.
+        partition_activations: Of `deepspeed.checkpointing`: whether activations are divided over processes.
+        cpu_checkpointing: The same: whether they are kept on the CPU.
+        contiguous_memory_optimization: The same: whether they are copied into one piece of memory.
+        synchronize_checkpoint_boundary: The same: whether to wait for the device at the bounds of what is recomputed.
         **kwargs: Further options of ZeRO, by DeepSpeed's names.
     """
 
@@ -30,15 +37,28 @@ class DeepSpeedStrategy(StrategyMembers, DeepSpeed):
         offload_optimizer: bool = False,
         offload_parameters: bool = False,
         config: Mapping[str, Any] | str | os.PathLike[str] | None = None,
+        partition_activations: bool = False,
+        cpu_checkpointing: bool = False,
+        contiguous_memory_optimization: bool = False,
+        synchronize_checkpoint_boundary: bool = False,
         **kwargs: Any,
     ) -> None:
+        self.take_plugins(kwargs)
         options = refuse_machinery(kwargs, "DeepSpeedStrategy")
+        config = os.environ.get(CONFIG_VARIABLE) if config is None else config
         if config is not None:
             super().__init__(config=config, **options)
             return
+        recomputed = {
+            "partition_activations": partition_activations,
+            "cpu_checkpointing": cpu_checkpointing,
+            "contiguous_memory_optimization": contiguous_memory_optimization,
+            "synchronize_checkpoint_boundary": synchronize_checkpoint_boundary,
+        }
         super().__init__(
             stage,
             offload_optimizer="cpu" if offload_optimizer else None,
             offload_param="cpu" if offload_parameters else None,
+            config={"activation_checkpointing": recomputed} if any(recomputed.values()) else None,
             **options,
         )

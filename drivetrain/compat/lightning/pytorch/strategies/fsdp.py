@@ -1,10 +1,9 @@
-"""`FSDPStrategy`."""
-
-from __future__ import annotations
+"""`FSDPStrategy`, with annotations that are objects rather than text, as command lines are made of them."""
 
 from datetime import timedelta
 from typing import Any
 
+from drivetrain.compat.lightning.instances import StandsFor
 from drivetrain.compat.lightning.options import refuse_machinery
 from drivetrain.compat.lightning.strategy_members import StrategyMembers
 from drivetrain.runtime.errors import ConfigurationError
@@ -12,20 +11,22 @@ from drivetrain.strategies.fsdp import FSDP
 
 __all__ = ["FSDPStrategy"]
 
-_RESHARDS = {"FULL_SHARD": True, "SHARD_GRAD_OP": False}
+_RESHARDS = {"FULL_SHARD": True, "SHARD_GRAD_OP": False, "HYBRID_SHARD": True, "_HYBRID_SHARD_ZERO2": False}
 
 
-class FSDPStrategy(StrategyMembers, FSDP):
+class FSDPStrategy(StrategyMembers, FSDP, metaclass=StandsFor, original=FSDP):
     """Parameters, gradients and optimizer states sharded over processes.
 
     Args:
         cpu_offload: Whether what is sharded stays on the CPU.
         auto_wrap_policy: Classes of modules to wrap, a set of them; or None for the blocks that are found.
         activation_checkpointing_policy: Classes of modules whose activations are computed again in the backward.
-        sharding_strategy: `"FULL_SHARD"` or `"SHARD_GRAD_OP"`.
+        sharding_strategy: `"FULL_SHARD"` or `"SHARD_GRAD_OP"`; of hybrid ones `device_mesh` says over how many.
         state_dict_type: Taken for Lightning's sake; checkpoints are sharded, and hold the names of the whole model.
         process_group_backend: Taken for Lightning's sake.
         timeout: Taken for Lightning's sake.
+        device_mesh: How many groups of processes hold a copy each, and over how many processes each is sharded.
+        mixed_precision: Torch's options of FSDP: the dtypes of parameters and of the reduction of gradients.
         **kwargs: Options of `drivetrain.FSDP`.
 
     Raises:
@@ -41,15 +42,29 @@ class FSDPStrategy(StrategyMembers, FSDP):
         state_dict_type: str = "full",
         process_group_backend: str | None = None,
         timeout: timedelta | None = None,
+        device_mesh: tuple[int, int] | None = None,
+        mixed_precision: Any = None,
         **kwargs: Any,
     ) -> None:
-        options = refuse_machinery(kwargs, "FSDPStrategy", ("mixed_precision", "device_mesh", "kwargs"))
+        self.take_plugins(kwargs)
+        options = refuse_machinery(kwargs, "FSDPStrategy")
         name = getattr(sharding_strategy, "name", sharding_strategy)
         if name not in _RESHARDS:
             raise ConfigurationError(
-                f"FSDPStrategy(sharding_strategy={sharding_strategy!r}): allowed are {', '.join(_RESHARDS)}. For "
-                "hybrid sharding give drivetrain.FSDP(replicate_size=...), for none DDPStrategy()."
+                f"FSDPStrategy(sharding_strategy={sharding_strategy!r}): allowed are {', '.join(_RESHARDS)}. For none "
+                "give DDPStrategy()."
             )
+        self._sharding = name
+        if device_mesh is not None:
+            options["replicate_size"] = device_mesh[0]
+        elif "HYBRID" in name:
+            raise ConfigurationError(
+                f"FSDPStrategy(sharding_strategy={name!r}) needs to know how many copies there are. Give "
+                "device_mesh=(copies, processes of each)."
+            )
+        if mixed_precision is not None:
+            options["gather_dtype"], options["reduce_dtype"] = mixed_precision.param_dtype, mixed_precision.reduce_dtype
+        self.mixed_precision_config = mixed_precision
         if auto_wrap_policy is not None:
             options["wrap"] = list(auto_wrap_policy) if isinstance(auto_wrap_policy, set) else auto_wrap_policy
         if activation_checkpointing_policy is not None:
@@ -61,5 +76,20 @@ class FSDPStrategy(StrategyMembers, FSDP):
             chosen = activation_checkpointing_policy
             options["activation_checkpointing"] = list(chosen) if isinstance(chosen, set) else chosen
         super().__init__(
-            cpu_offload=bool(cpu_offload), **{"reshard_after_forward": _RESHARDS[name] or False, **options}
+            cpu_offload=bool(getattr(cpu_offload, "offload_params", cpu_offload)),
+            **{"reshard_after_forward": _RESHARDS[name] or False, **options},
         )
+
+    @property
+    def sharding_strategy(self) -> Any:
+        """Torch's name of what is sharded."""
+        from torch.distributed.fsdp import ShardingStrategy
+
+        return ShardingStrategy[self._sharding]
+
+    @property
+    def cpu_offload(self) -> Any:
+        """Torch's options of what stays on the CPU."""
+        from torch.distributed.fsdp import CPUOffload
+
+        return CPUOffload(offload_params=self.options.cpu_offload)

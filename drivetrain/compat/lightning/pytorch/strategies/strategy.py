@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from drivetrain.compat.lightning.instances import StandsFor
+from drivetrain.compat.lightning.options import refuse_machinery
 from drivetrain.compat.lightning.strategy_members import StrategyMembers
 from drivetrain.strategies import Single, Strategy
 
@@ -19,8 +20,17 @@ class SingleDeviceStrategy(StrategyMembers, Single, metaclass=StandsFor, origina
     Args:
         device: Its device until it runs; `Trainer(accelerator=...)` chooses that of the run.
         accelerator: Taken for Lightning's sake.
+        checkpoint_io: Not taken.
+        precision_plugin: The number format of a run that is given none.
+
+    Raises:
+        ConfigurationError: A part was given that has one implementation here.
     """
 
-    def __init__(self, device: Any = "cpu", accelerator: Any = None) -> None:
+    def __init__(
+        self, device: Any = "cpu", accelerator: Any = None, checkpoint_io: Any = None, precision_plugin: Any = None
+    ) -> None:
+        refuse_machinery({"checkpoint_io": checkpoint_io}, "SingleDeviceStrategy")
         super().__init__()
+        self.take_plugins({"precision_plugin": precision_plugin})
         self._given_device = torch.device(device)

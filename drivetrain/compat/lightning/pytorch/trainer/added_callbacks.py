@@ -6,10 +6,12 @@ from collections.abc import Sequence
 from importlib.util import find_spec
 from typing import Any
 
-from drivetrain.callbacks import Callback, ModelSummary, RichModelSummary, TQDMProgressBar
+from drivetrain.callbacks import Callback, ModelSummary, RichModelSummary
 from drivetrain.callbacks import ModelCheckpoint as CoreModelCheckpoint
+from drivetrain.callbacks import TQDMProgressBar as CoreProgressBar
 from drivetrain.compat.lightning.fabric.utilities.registry import made_by_entry_points
 from drivetrain.compat.lightning.pytorch.callbacks.model_checkpoint import ModelCheckpoint
+from drivetrain.compat.lightning.pytorch.callbacks.progress.tqdm_progress import TQDMProgressBar
 
 ENTRY_POINTS = "lightning.pytorch.callbacks_factory"
 """The group of entry points by which packages add callbacks to every Trainer."""
@@ -28,7 +30,7 @@ def with_external(given: Any) -> list[Callback]:
 def as_there(callbacks: Sequence[Callback], given: Sequence[Callback]) -> list[Callback]:
     """The callbacks with Lightning's in the place of those that the core's Trainer has added by itself.
 
-    That is the callback for checkpoints and, where rich is installed, its progress bar and model summary.
+    That is the callback for checkpoints, the progress bar, and where rich is installed the model summary.
 
     Args:
         callbacks: All of them.
@@ -41,7 +43,9 @@ def as_there(callbacks: Sequence[Callback], given: Sequence[Callback]) -> list[C
 def _replaced(added: Callback, has_rich: bool) -> Callback:
     if type(added) is CoreModelCheckpoint:
         return ModelCheckpoint()
-    if has_rich and type(added) is TQDMProgressBar:
+    if type(added) is CoreProgressBar and not has_rich:
+        return TQDMProgressBar.by_default()
+    if type(added) is CoreProgressBar:
         # Imports rich, which is installed on wish.
         from drivetrain.compat.lightning.pytorch.callbacks.progress.rich_progress import RichProgressBar
 

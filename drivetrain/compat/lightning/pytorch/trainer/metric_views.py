@@ -10,7 +10,7 @@ from torch import Tensor
 
 from drivetrain.callbacks.stage import Stage
 from drivetrain.trainer.given_hyper_parameters import CLASS_PATH
-from drivetrain.trainer.metrics.logged_value import EpochValue
+from drivetrain.trainer.metrics.logged_value import EpochValue, to_numbers
 from drivetrain.trainer.metrics.tracker_log import TrackerLog
 
 if TYPE_CHECKING:
@@ -77,6 +77,13 @@ class LightningTrackerLog(TrackerLog):
             super().write_evaluation_step()
         finally:
             self._is_evaluation_step = False
+
+    def finish_epoch(self, stage: Stage, keep: bool = True) -> list[EpochValue]:
+        """Count an epoch's values as written: the hooks of its end, which come before, read them there."""
+        results = super().finish_epoch(stage, keep)
+        if keep:
+            self.written.update(to_numbers({each.epoch_name: each.value for each in results if each.logger}))
+        return results
 
     def begin_run(self, task: Any) -> None:
         _check_same(task, self._trainer.datamodule)

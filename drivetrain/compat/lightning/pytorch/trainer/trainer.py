@@ -15,7 +15,7 @@ from drivetrain.callbacks.stage import Stage
 from drivetrain.compat.lightning.fabric.plugins.environments import ClusterEnvironment
 from drivetrain.compat.lightning.fabric.utilities.rank_zero import rank_zero_warn
 from drivetrain.compat.lightning.fabric.utilities.warnings import PossibleUserWarning, warn_by_warnings
-from drivetrain.compat.lightning.plugins import SPELLINGS, Precision, TorchSyncBatchNorm, plugin_of
+from drivetrain.compat.lightning.plugins import Precision, TorchSyncBatchNorm, plugin_of, shown_as
 from drivetrain.compat.lightning.pytorch.loggers.duck import as_loggers, given_as
 from drivetrain.compat.lightning.pytorch.loggers.files import CSVLogger, TensorBoardLogger
 from drivetrain.compat.lightning.pytorch.loggers.logger import DummyLogger
@@ -38,7 +38,7 @@ from drivetrain.compat.lightning.pytorch.trainer.verbs import lightning_verb
 from drivetrain.compat.lightning.pytorch.unpickling import is_asked_for
 from drivetrain.compat.lightning.reasons import PLUGIN
 from drivetrain.compat.lightning.registry import STRATEGIES
-from drivetrain.compat.lightning.strategy_members import with_members
+from drivetrain.compat.lightning.strategy_members import StrategyMembers, with_members
 from drivetrain.data import CombinedLoader, DataShard
 from drivetrain.data.combined import is_structure
 from drivetrain.runtime.errors import ConfigurationError
@@ -143,7 +143,7 @@ class Trainer(CoreTrainer):
         self.callbacks = as_there(self.callbacks, callbacks)
         # Augmentation and streams draw from the generators of the process, or of the loader's workers.
         self.accelerator.dataloader_config.seed_samples = False
-        self._strategy_shown = with_members(super().strategy)
+        self._strategy_shown = with_members(super().strategy, super().precision)
         self._running: Stage | None = None
         self._was_cut_short = False
         self._spawning = None if spawning is None or spawning.num_processes == 1 else spawning
@@ -482,7 +482,7 @@ class Trainer(CoreTrainer):
     @property
     def precision(self) -> str:
         """The name of the number format, as Lightning spells it."""
-        return SPELLINGS.get(super().precision, super().precision)
+        return shown_as(super().precision)
 
     @property
     def precision_plugin(self) -> Precision:
@@ -534,6 +534,11 @@ def _taken_from(plugins: Any, precision: Any, options: dict[str, Any]) -> Any:
             plugin.publish(options.get("devices"), options.get("num_nodes", 1))
         elif plugin is not None:
             raise ConfigurationError(f"Trainer(plugins={type(plugin).__name__}()) is not taken. {PLUGIN}")
+    strategy = options.get("strategy")
+    if isinstance(strategy, StrategyMembers):
+        if strategy.cluster_environment is not None:
+            strategy.cluster_environment.publish(options.get("devices"), options.get("num_nodes", 1))
+        precision = strategy.given_precision if precision is None else precision
     return precision
 
 

@@ -12,8 +12,10 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from drivetrain.callbacks.stage import Stage
 from drivetrain.compat.lightning.fabric.utilities.rank_zero import rank_zero_warn
 from drivetrain.compat.lightning.fabric.utilities.seed import reset_seed
+from drivetrain.compat.lightning.pytorch.loggers.logger import Logger
 from drivetrain.compat.lightning.signals import SIGTERMException
 from drivetrain.runtime.errors import ArgumentTypeError
+from drivetrain.trackers.directory import DirectoryTracker
 from drivetrain.trainer import Task
 from drivetrain.trainer.compiled_task import uncompiled
 
@@ -53,6 +55,7 @@ def lightning_verb(verb: F) -> F:
             with self.running(stage, given.get("weights_only")):
                 if self.spawning is not None:
                     return self.spawning.run(self, stage, model, args, given)
+                _open_experiments(self)
                 if self.world_size > 1:
                     reset_seed()  # several processes begin with the seed again, whatever the script drew
                 result = verb(self, model, *args, **given)
@@ -75,6 +78,14 @@ def _check_module(trainer: Trainer, name: str, model: Any) -> None:
         raise ArgumentTypeError(
             f"`model` must be a `LightningModule`, or a compiled one, got `{type(model).__qualname__}`."
         )
+
+
+def _open_experiments(trainer: Trainer) -> None:
+    """Let loggers that call a package by themselves open their runs, which `setup` hooks may read."""
+    if trainer.is_global_zero:
+        for logger in trainer.tracker_group.trackers:
+            if isinstance(logger, Logger) and not isinstance(logger, DirectoryTracker):
+                _ = getattr(logger, "experiment", None)
 
 
 def _check_path(path: Any) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 
 from drivetrain.compat.lightning.fabric.plugins.environments.cluster_environment import ClusterEnvironment
-from drivetrain.compat.lightning.fabric.utilities.rank_zero import rank_zero_only
 from drivetrain.launch.forking import free_port
 
 __all__ = ["LightningEnvironment"]
@@ -57,7 +56,6 @@ class LightningEnvironment(ClusterEnvironment):
 
     def set_global_rank(self, rank: int) -> None:
         self._rank = rank
-        rank_zero_only.rank = rank  # type: ignore[attr-defined]
 
     def local_rank(self) -> int:
         return int(os.environ.get("LOCAL_RANK", 0))

@@ -55,7 +55,8 @@ class RichProgressBar(SwitchedBar, metaclass=StandsFor, original=CoreProgressBar
     Attributes:
         progress: Rich's progress of the run, or of the last one; None before.
         theme: The styles.
-        train_progress_bar_id: Rich's number of the row of the training epoch; None where there is none.
+        train_progress_bar_id: Rich's number of the row of the training epoch, also after the run; None where there is
+            none.
         val_sanity_progress_bar_id: The same of the check before training.
         val_progress_bar_id: The same of a validation.
         test_progress_bar_id: The same of a test.
@@ -195,7 +196,7 @@ class RichProgressBar(SwitchedBar, metaclass=StandsFor, original=CoreProgressBar
         if row is not None and self.progress is not None and self._is_live:
             self.progress.update(row, visible=False)
 
-    def _show_values(self, trainer: Any, pl_module: Any) -> None:
+    def _update_metrics(self, trainer: Any, pl_module: Any) -> None:
         if self.is_disabled or self._values is None:
             return
         self._values.task_id = self.train_progress_bar_id
@@ -228,11 +229,11 @@ class RichProgressBar(SwitchedBar, metaclass=StandsFor, original=CoreProgressBar
         self.refresh()
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        self._show_values(trainer, pl_module)
+        self._update_metrics(trainer, pl_module)
         self._advance(self.train_progress_bar_id, batch_idx)
 
     def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
-        self._show_values(trainer, pl_module)
+        self._update_metrics(trainer, pl_module)
         self.refresh(hard=True)
 
     # evaluation
@@ -258,7 +259,7 @@ class RichProgressBar(SwitchedBar, metaclass=StandsFor, original=CoreProgressBar
 
     def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
         if trainer.state.fn == "fit":
-            self._show_values(trainer, pl_module)
+            self._update_metrics(trainer, pl_module)
             if not trainer.sanity_checking:
                 self._hide(self.val_progress_bar_id)
         self.reset_dataloader_idx_tracker()
@@ -301,7 +302,6 @@ class RichProgressBar(SwitchedBar, metaclass=StandsFor, original=CoreProgressBar
 
     def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
         self._close()
-        self._forget_rows()
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
         self._close()

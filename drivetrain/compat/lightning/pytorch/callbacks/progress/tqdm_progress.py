@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 import os
 import sys
-from typing import Any
+import time
+from typing import TYPE_CHECKING, Any
 
 from tqdm import tqdm
 
@@ -13,7 +14,12 @@ from drivetrain.callbacks.progress_bar import TQDMProgressBar as CoreProgressBar
 from drivetrain.compat.lightning.instances import StandsFor
 from drivetrain.compat.lightning.pytorch.callbacks.progress.progress_bar import SwitchedBar
 
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
 __all__ = ["TQDMProgressBar", "Tqdm"]
+
+SECONDS_BETWEEN = 0.1
 
 DIGITS = 5
 """Characters of a number, at least; so the bar keeps its width while values change."""
@@ -43,6 +49,9 @@ class TQDMProgressBar(SwitchedBar, metaclass=StandsFor, original=CoreProgressBar
             environment raises it, and in Colab it is 20 unless it was given.
         process_position: Lines to leave free above, for the bars of other processes.
         leave: Leave the bar of each epoch on the screen and begin a new one.
+
+    Attributes:
+        seconds_between: The least time between two drawings of a bar; its last one comes in any case. 0 unless set.
     """
 
     BAR_FORMAT = "{l_bar}{bar}| {n_fmt}/{total_fmt} [{elapsed}<{remaining}, {rate_noinv_fmt}{postfix}]"
@@ -52,6 +61,15 @@ class TQDMProgressBar(SwitchedBar, metaclass=StandsFor, original=CoreProgressBar
         self._process_position = process_position
         self._leave = leave
         self._bars: dict[str, Any] = {}  # by what they show
+        self.seconds_between = 0.0
+        self._drawn_at = 0.0
+
+    @classmethod
+    def by_default(cls) -> Self:
+        """The bar of a Trainer that was given none: ten drawings a second, or one for each pass where no one looks."""
+        bar = cls()
+        bar.seconds_between = SECONDS_BETWEEN if sys.stdout.isatty() else math.inf
+        return bar
 
     def __getstate__(self) -> dict[str, Any]:
         return {**super().__getstate__(), "_bars": {}}
@@ -135,14 +153,18 @@ class TQDMProgressBar(SwitchedBar, metaclass=StandsFor, original=CoreProgressBar
             self._restart(name, totals, f"{title} DataLoader {dataloader_idx}")
 
     def _advance(self, name: str, batch_idx: int) -> bool:
-        """Draw a bar where it is due. Returns whether it was."""
+        """Count a batch, and draw the bar where it is due. Returns whether it was."""
         bar, done = self._bar(name), batch_idx + 1
         if not self.is_enabled or (done % self._refresh_rate and done != bar.total):
             return False
+        now = time.monotonic()
+        is_due = done == bar.total or now - self._drawn_at >= self.seconds_between
         if not bar.disable:
             bar.n = done
+        if is_due and not bar.disable:
+            self._drawn_at = now
             bar.refresh()
-        return True
+        return is_due
 
     def _end(self, name: str) -> None:
         self._bar(name).close()
