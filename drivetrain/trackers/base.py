@@ -293,23 +293,28 @@ def hyperparameters_of(params: Any) -> dict[str, Any]:
     )
 
 
-def plain(value: Any) -> Any:
-    """Return a value as what YAML and JSON can hold; what has no such form becomes its text."""
+def plain(value: Any, keep: bool = False) -> Any:
+    """Return a value as what YAML and JSON can hold; what has no such form becomes its text.
+
+    Args:
+        value: The value.
+        keep: Leave what has no such form as it is.
+    """
     if value is None or type(value) in (bool, int, float, str):
         return value
     if isinstance(value, Mapping):
-        return {str(key): plain(item) for key, item in value.items()}
+        return {str(key): plain(item, keep) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
-        return [plain(item) for item in value]
+        return [plain(item, keep) for item in value]
     if isinstance(value, (set, frozenset)):
-        return sorted((plain(item) for item in value), key=str)
+        return sorted((plain(item, keep) for item in value), key=str)
     if isinstance(value, PurePath):
         return str(value)
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return plain(dataclasses.asdict(value))
+        return plain(dataclasses.asdict(value), keep)
     if getattr(value, "ndim", None) == 0 and hasattr(value, "item"):  # a number as tensor or numpy scalar
-        return plain(value.item())
-    return str(value)
+        return plain(value.item(), keep)
+    return value if keep else str(value)
 
 
 def flatten(values: Mapping[str, Any], separator: str = "/") -> dict[str, Any]:

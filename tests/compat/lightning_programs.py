@@ -224,6 +224,7 @@ PROGRAMS = (
         {"neuralforecast": "neuralforecast"},
         package="pytorch_lightning",
         versions="neuralforecast 3.3.0",
+        equal_on=(1, 2),
     ),
     LightningProgram(
         "segmentation_smp",
@@ -231,6 +232,7 @@ PROGRAMS = (
         "segmentation_smp.py",
         {"segmentation-models-pytorch": "segmentation_models_pytorch"},
         package="pytorch_lightning",
+        versions="segmentation-models-pytorch 0.6.0",
     ),
     *(
         LightningProgram(
@@ -239,11 +241,13 @@ PROGRAMS = (
             "torchgeo_tasks.py",
             {"torchgeo": "torchgeo"},
             (kind,),
+            versions=versions,
+            equal_on=(1, 2),
         )
-        for kind, name in (
-            ("classification", "ClassificationTask"),
-            ("regression", "RegressionTask"),
-            ("segmentation", "SemanticSegmentationTask"),
+        for kind, name, versions in (
+            ("classification", "ClassificationTask", "torchgeo 0.8.1"),
+            ("regression", "RegressionTask", ""),
+            ("segmentation", "SemanticSegmentationTask", ""),
         )
     ),
 )

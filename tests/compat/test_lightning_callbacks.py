@@ -176,7 +176,7 @@ def losses(path: Path, values: list[float], **options: Any) -> list[int]:
         ([1.0, 1.0, 0.1], {"mode": "max", "rtol": 0.5}, [2]),
         ([9.0, 100.0], {"warmup": 2}, []),
         ([1.0, float("nan"), float("-inf"), float("inf")], {}, [1, 2, 3]),
-        ([1.0, float("nan"), float("-inf"), float("inf")], {"finite_only": False}, []),
+        ([1.0, float("nan"), float("-inf"), 1.0, float("inf")], {"finite_only": False}, [4]),
     ],
 )
 def test_a_loss_far_from_the_mean_of_the_last_ones_is_a_spike(
@@ -262,3 +262,9 @@ def test_throughput_is_logged_from_the_first_batch_on_and_without_validations(mo
     assert (second["train/time"], second["train/device/batches_per_sec"]) == (3.0, 0.5)
     assert (second["train/device/items_per_sec"], second["train/device/mfu"]) == (4.0, pytest.approx(0.3))
     assert checked == {"validate/time": 2.0, "validate/batches": 1, "validate/samples": 4, "validate/lengths": 8}
+
+
+@pytest.mark.parametrize(("given", "expected"), [("batch", (True, False)), ("batch_and_epoch", (True, True))])
+def test_a_writer_of_predictions_shows_when_it_writes(given: str, expected: tuple[bool, bool]) -> None:
+    interval = BasePredictionWriter(given).interval
+    assert (interval.on_batch, interval.on_epoch, interval == given) == (*expected, True)

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch.utils.data import DataLoader, DistributedSampler
+from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 
 from drivetrain.compat.lightning.pytorch import Callback, LightningModule, Trainer, seed_everything
 from drivetrain.compat.lightning.pytorch.trainer.order import interleaved
@@ -39,6 +39,18 @@ class Reads(LightningModule):
         return torch.optim.SGD(self.parameters(), 0.1)
 
 
+class Stream(IterableDataset[int]):
+    """Each process reads all of it."""
+
+    def __iter__(self) -> Any:
+        return iter(range(6))
+
+
+class Streams(Reads):
+    def train_dataloader(self) -> Any:
+        return DataLoader(Stream(), batch_size=2)
+
+
 def trainer(folder: str, **options: Any) -> Trainer:
     quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
     return Trainer(default_root_dir=folder, accelerator="cpu", devices=2, max_epochs=2, **quiet, **options)
@@ -67,6 +79,9 @@ def orders(folder: str) -> dict[str, Any]:
         trainer(folder, **options).fit(task, ckpt_path=resumed)
         found[name] = task.read
     found["drawn"] = [task.drawn]
+    stream = Streams(False)
+    trainer(folder).fit(stream)
+    found["weight"] = [round(stream.weight.item(), 4)]
     return found
 
 
@@ -99,6 +114,10 @@ def test_processes_draw_from_the_seed_whatever_was_drawn_before(found: Any) -> N
 
 def test_each_process_takes_all_samples_without_the_sampler(found: Any) -> None:
     assert [[*chain(*read["each all"])] for read in found] == 2 * [[*range(SAMPLES), *range(SAMPLES)]]
+
+
+def test_gradients_of_streams_that_each_process_reads_for_itself_are_averaged(found: Any) -> None:
+    assert [read["weight"] for read in found] == [[-0.6], [-0.6]]  # 6 steps of 0.1 times a gradient of 1
 
 
 def test_a_resumed_run_reads_the_rest_of_the_order(found: Any) -> None:

@@ -53,6 +53,7 @@ class FitLoop:
         )
         self._schedule.set_epoch_length(batches.limit)
         watch = trainer.actions.watch
+        step.spread_over(batches.shards)
         self._run_step, self._run_epoch = watch(BATCH, step.run), watch(EPOCH, self.run_epoch)
         self._run_validation = watch(VALIDATION, validation.run) if validation is not None else None
         self._next_poll: float = 0

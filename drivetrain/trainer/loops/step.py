@@ -73,8 +73,7 @@ class PlainStep:
         self._training_step = actions.watch(actions.of_strategy("training_step"), bound)
         self._output = StepOutput(type(task).__name__)
         self._zero_grad = choose_zero_grad(trainer, task, self._optimizers, hooks)
-        # A loader that is not sharded gives each process a whole batch, which counts as it is.
-        self._shards = strategy.topology.data_shard.count if trainer.use_distributed_sampler else 1
+        self._shards = 1
         self._is_weighted: bool | None = None
         self._on_batch_start = hooks.find("on_train_batch_start")
         self._on_batch_end = hooks.find("on_train_batch_end")
@@ -98,6 +97,14 @@ class PlainStep:
 
     def _choose_stand_in(self, model: nn.Module) -> StandIn | None:
         return StandIn(self._trainer.strategy, self._task, model) if self._trainer.world_size > 1 else None
+
+    def spread_over(self, shards: int) -> None:
+        """Take into account over how many processes the rows of a step are spread.
+
+        Args:
+            shards: How many; 1 where each process has whole batches of its own, which count as they are.
+        """
+        self._shards = shards
 
     def run(self, window: list[MicroBatch]) -> bool:
         """Run one step.

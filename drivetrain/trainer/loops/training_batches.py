@@ -77,6 +77,14 @@ class TrainingBatches:
         """Whether what makes the loader now makes another one."""
         return self._source.is_stale
 
+    @property
+    def shards(self) -> int:
+        """Over how many processes the rows of a step are spread; 1 where each reads a loader as it is."""
+        trainer = self._trainer
+        loaders = self.loader.loaders if isinstance(self.loader, CombinedLoader) else [self.loader]
+        reads_own = any(trainer.shard_of(each) is not None for each in loaders)
+        return 1 if reads_own else trainer.strategy.topology.data_shard.count
+
     def reload(self) -> bool:
         """Make the loader again, where it is to be in this epoch. Returns whether it was."""
         every, progress = self._trainer.reload_dataloaders_every_n_epochs, self._progress

@@ -54,9 +54,10 @@ def save_run(
     loop, run = trainer.loop, trainer.accelerator.run_state
     committed = Committed(task, trainer.logged, trainer.progress) if loop is None else loop.batches.committed
     moment, number = moment_of(trainer), _number_of_model(trainer)
+    keeps_objects = trainer.pickles and write is not None  # which no directory holds
     with committed.buffers_restored():
         engine = run.engine(weights_only, moment)
-        state = for_hooks(engine, number, _entries(trainer, task, weights_only))
+        state = for_hooks(engine, number, _entries(trainer, task, weights_only, keeps_objects))
         with trainer.shown_to_hooks(state) as shown:
             for callback in trainer.callbacks:
                 callback.on_save_checkpoint(trainer, task, shown)
@@ -75,12 +76,12 @@ def _watched(trainer: Trainer, data: DataModule, name: str) -> Callable[..., Any
     return trainer.actions.watch(trainer.actions.of_owner(data, name), method)
 
 
-def _entries(trainer: Trainer, task: Task, weights_only: bool) -> dict[str, Any]:
+def _entries(trainer: Trainer, task: Task, weights_only: bool, keeps_objects: bool) -> dict[str, Any]:
     """The Trainer's own entries, by name."""
     data, secrets = trainer.datamodule, trainer.tracker_group.secrets
     entries: dict[str, Any] = {
         "progress": trainer.progress.state_dict(),
-        "hyper_parameters": secrets.drop(plain(dict(task.hparams))),
+        "hyper_parameters": secrets.drop(plain(dict(task.hparams), keeps_objects)),
         "hparams_name": task.__dict__.get("_hparams_name"),
         LOSS_IS_FINITE: trainer.is_finite,  # marks the manifest, too: the last choice for a resume
     }
@@ -92,7 +93,7 @@ def _entries(trainer: Trainer, task: Task, weights_only: bool) -> dict[str, Any]
         # A run that a signal or a limit has ended continues where it is resumed, perhaps with another limit.
         "should_stop": trainer.control.stops_for_good,
         "datamodule": _watched(trainer, data, "state_dict")() if data is not None else {},
-        "datamodule_hyper_parameters": {} if data is None else secrets.drop(plain(dict(data.hparams))),
+        "datamodule_hyper_parameters": {} if data is None else secrets.drop(plain(dict(data.hparams), keeps_objects)),
         "datamodule_hparams_name": None if data is None else data.__dict__.get("_hparams_name"),
         "combined_loader": None if trainer.loop is None else trainer.loop.batches.combined_position(),
     }

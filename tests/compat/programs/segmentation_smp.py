@@ -90,9 +90,10 @@ def main() -> None:
         enable_progress_bar=False,
         logger=False,
     )
-    trainer.fit(model, DataLoader(images(16), 4, shuffle=True), DataLoader(images(8), 2))
-    trainer.validate(model, DataLoader(images(8), 2), verbose=False)
-    trainer.test(model, DataLoader(images(8), 2), verbose=False)
+    evaluated = DataLoader(images(8), batch_size=1)  # the loss of a batch is no mean over its pictures
+    trainer.fit(model, DataLoader(images(16), batch_size=4, shuffle=True), evaluated)
+    trainer.validate(model, evaluated, verbose=False)
+    trainer.test(model, evaluated, verbose=False)
 
 
 if __name__ == "__main__":

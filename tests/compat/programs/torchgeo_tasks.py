@@ -35,16 +35,16 @@ class Data(pl.LightningDataModule):
         self.kind = kind
 
     def train_dataloader(self):
-        return DataLoader(Tiles(self.kind, 16), 4, shuffle=True)
+        return DataLoader(Tiles(self.kind, 16), batch_size=4, shuffle=True)
 
     def val_dataloader(self):
-        return DataLoader(Tiles(self.kind, 8), 2)
+        return DataLoader(Tiles(self.kind, 8), batch_size=2)
 
     def test_dataloader(self):
-        return DataLoader(Tiles(self.kind, 8), 2)
+        return DataLoader(Tiles(self.kind, 8), batch_size=2)
 
     def predict_dataloader(self):
-        return DataLoader(Tiles(self.kind, 8), 2)
+        return DataLoader(Tiles(self.kind, 8), batch_size=2)
 
 
 def main() -> None:

@@ -7,18 +7,48 @@ from typing import TYPE_CHECKING, Any
 from torch.utils.data import IterableDataset
 
 from drivetrain import callbacks
-from drivetrain.compat.absent import absent_names
-from drivetrain.compat.lightning.reasons import CALLBACK
+from drivetrain.compat.lightning.enums import LightningEnum
 from drivetrain.data import CombinedLoader
 
 if TYPE_CHECKING:
     from drivetrain.trainer import Trainer
 
-__all__ = ["BasePredictionWriter"]
+__all__ = ["BasePredictionWriter", "WriteInterval"]
+
+
+class WriteInterval(LightningEnum):
+    """When predictions are written."""
+
+    BATCH = "batch"
+    EPOCH = "epoch"
+    BATCH_AND_EPOCH = "batch_and_epoch"
+
+    @property
+    def on_batch(self) -> bool:
+        """Whether after each batch."""
+        return self is not WriteInterval.EPOCH
+
+    @property
+    def on_epoch(self) -> bool:
+        """Whether at the end."""
+        return self is not WriteInterval.BATCH
 
 
 class BasePredictionWriter(callbacks.BasePredictionWriter):
-    """`drivetrain.BasePredictionWriter` without indices of a stream's samples: which are whose, its dataset decides."""
+    """`drivetrain.BasePredictionWriter` without indices of a stream's samples: which are whose, its dataset decides.
+
+    Args:
+        write_interval: `"batch"`, `"epoch"` or `"batch_and_epoch"`.
+
+    Attributes:
+        interval: The same, with `on_batch` and `on_epoch`.
+    """
+
+    interval: WriteInterval
+
+    def __init__(self, write_interval: str = "batch") -> None:
+        super().__init__(str(write_interval))
+        self.interval = WriteInterval(str(write_interval))
 
     def indices_of_batch(self, trainer: Trainer, dataloader_idx: int) -> list[int] | None:
         """Where the samples of the batch under way are in the dataset; None if unknown.
@@ -31,6 +61,3 @@ class BasePredictionWriter(callbacks.BasePredictionWriter):
         loader = CombinedLoader(loaders).loaders[dataloader_idx] if trainer.holds_loaders(loaders) else loaders
         is_stream = isinstance(getattr(loader, "dataset", None), IterableDataset)
         return None if is_stream else super().indices_of_batch(trainer, dataloader_idx)
-
-
-__getattr__ = absent_names(__name__, (CALLBACK, ("WriteInterval",)), room="drivetrain.callbacks")
