@@ -87,7 +87,7 @@ demo: $(DEMO_ENV) ## train a digit classifier on two processes, in under 90 s
 IN_PARALLEL := -n 2 --dist loadfile --no-loadscope-reorder
 
 test: $(DEV_ENV) ## the default test lane: no GPU, nothing slow
-	$(PYTHON) -m pytest $(IN_PARALLEL) $(TESTS)
+	$(PYTHON) -m pytest $(IN_PARALLEL) -n 3 $(TESTS)
 
 test-slow: $(DEV_ENV) ## the tests that take longer
 	$(PYTHON) -m pytest -m "slow and not (gpu or tpu or xla or megatron or trackers)" $(TESTS)

@@ -85,7 +85,7 @@ class Callback(KnownKeywords):
         The class's name here. A class of which one Trainer may hold several objects adds the arguments that
         distinguish them, see `build_state_key`.
         """
-        return self.build_state_key()
+        return type(self).__qualname__
 
     def build_state_key(self, **distinguishing: Any) -> str:
         """Return the class's name, followed by the arguments that distinguish two objects of this class, as a dict.

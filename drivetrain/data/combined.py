@@ -62,7 +62,7 @@ class CombinedLoader:
     def map(self, prepare: Callable[[Any], Any]) -> CombinedLoader:
         """The same combination of what `prepare` makes of each loader."""
         prepared = [prepare(loader) for loader in self.loaders]
-        return CombinedLoader(self._structured(prepared), self.mode)
+        return CombinedLoader(self.in_structure(prepared), self.mode)
 
     def set_epoch(self, epoch: int) -> None:
         """Begin an epoch in every loader from its start: one that was started again may have had this number before."""
@@ -97,7 +97,7 @@ class CombinedLoader:
         self._limit = None if limit is None or limit == float("inf") else int(limit)
         self._together = together
         is_sequential = self.mode == "sequential"
-        batches = self._one_after_the_other() if is_sequential else self._side_by_side(self._begin_together())
+        batches = self._one_after_the_other() if is_sequential else self._side_by_side(self.begin_together())
         try:
             length: int | None = len(self)
         except (TypeError, NotImplementedError):
@@ -166,11 +166,11 @@ class CombinedLoader:
         for position, loader in enumerate(self.loaders):
             if self._ended[position]:
                 continue
-            for batch in self._begin(loader):
+            for batch in self.begin(loader):
                 yield batch, [_current(loader)]
             self._ended[position] = True
 
-    def _begin_together(self) -> list[Any]:
+    def begin_together(self) -> list[Any]:
         """An iterator of each loader, or None for one to be begun with its first batch.
 
         All are begun then: what a loader draws for its order, it draws in one go.
@@ -194,7 +194,7 @@ class CombinedLoader:
                     for loader, over in zip(self.loaders, ended, strict=True)
                     if not over or self.mode == "max_size_cycle"
                 ]
-                yield self._structured(batches), known
+                yield self.in_structure(batches), known
         finally:
             for iterator in iterators:
                 if hasattr(iterator, "close"):
@@ -206,7 +206,7 @@ class CombinedLoader:
             if self.mode == "max_size" and ended[position]:
                 return None, False
             if iterators[position] is None:
-                iterators[position] = self._begin(loader)
+                iterators[position] = self.begin(loader)
             return next(iterators[position]), False
         except StopIteration:
             ended[position] = True
@@ -214,14 +214,18 @@ class CombinedLoader:
             return None, True
         if self.mode == "max_size" or all(ended):
             return None, all(ended)
-        iterators[position] = self._begin(loader)
+        iterators[position] = self.begin(loader)
         try:
             return next(iterators[position]), False
         except StopIteration:
             raise DataError(f"Loader {position} of a CombinedLoader is empty, so it cannot be started anew.") from None
 
-    def _begin(self, loader: Any) -> Iterator[Any]:
-        """Begin a pass over one loader, which the combination's limit may cut short."""
+    def begin(self, loader: Any) -> Iterator[Any]:
+        """Begin a pass over one loader, which the combination's limit may cut short.
+
+        Args:
+            loader: The loader.
+        """
         if not isinstance(loader, PreparedLoader):
             return iter(loader)
         limit = self._limit
@@ -229,7 +233,12 @@ class CombinedLoader:
             limit += (loader.consumed_batches if loader.resumes else 0) - self._index
         return loader.iterate(limit, self._together)
 
-    def _structured(self, batches: list[Any]) -> Any:
+    def in_structure(self, batches: list[Any]) -> Any:
+        """Values in the structure that the loaders were given in.
+
+        Args:
+            batches: A value for each loader, in their order.
+        """
         return _arranged(self.iterables, iter(batches))
 
 

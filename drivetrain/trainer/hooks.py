@@ -28,6 +28,14 @@ def is_overridden(owner: Any, base: type, name: str) -> bool:
     return own is not None and own is not getattr(base, name, None)
 
 
+def is_redefined(owner: Any, base: type, name: str) -> bool:
+    """Whether a method of `owner` is another than that of `base`, whatever is wrapped around it."""
+    if not is_overridden(owner, base, name):
+        return False
+    inner = inspect.unwrap(getattr(owner, name))
+    return getattr(inner, "__func__", inner) is not getattr(base, name, None)
+
+
 class Hooks:
     """The overridden hooks of a run's callbacks and task, by name, each ready to call.
 
@@ -83,7 +91,9 @@ class Hooks:
         return self._of_callbacks(name, late=True)
 
     def _collect(self, name: str) -> tuple[Hook, ...]:
-        callbacks = [c for c in self._chosen() if is_overridden(c, Callback, name)]
+        # Gradients are made ready ahead of clipping only where a callback reads them.
+        is_asked = is_redefined if name == "on_gradients_ready" else is_overridden
+        callbacks = [c for c in self._chosen() if is_asked(c, Callback, name)]
         return (*(self._bind(callback, name) for callback in callbacks), *self._of_owner(name))
 
     def _chosen(self) -> Sequence[Callback]:

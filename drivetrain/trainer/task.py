@@ -379,7 +379,9 @@ class Task(HoldsHyperParameters, TaskFiles, DataHooks, TaskHooks):
         gradient_clip_algorithm: str | None = None,
     ) -> None:
         """Clip gradients as the Trainer's arguments ask; override to do it otherwise."""
-        self.clip_gradients(optimizer, gradient_clip_val, gradient_clip_algorithm)
+        self.clip_gradients(
+            optimizer, gradient_clip_val=gradient_clip_val, gradient_clip_algorithm=gradient_clip_algorithm
+        )
 
     def lr_scheduler_step(self, scheduler: Any, metric: Any) -> None:
         """Step a scheduler.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 from functools import partial
 from typing import Any, NoReturn, TypeVar
@@ -286,6 +286,7 @@ class Trainer(KnownKeywords, OptionAttributes, TrainerStatus):
             saved.restore_training()
         self.tracker_log.begin_run(task)
         print_first_line(self, task)
+        self.on_task_placed(task)
         training_model = self.strategy.view(model, "train" if task.automatic_optimization else "manual")
         step = choose_step(self, task, training_model)
         sources = self.task_run.sources
@@ -377,6 +378,13 @@ class Trainer(KnownKeywords, OptionAttributes, TrainerStatus):
             return PredictionLoop(self, task, placed, source, return_predictions).run()
 
         return evaluate(self, Stage.PREDICT, model, dataloaders, datamodule, ckpt_path, predict)
+
+    def on_task_placed(self, task: Task) -> None:
+        """Called when a verb has placed its task, before any of its batches; override it to change the task.
+
+        Args:
+            task: The task.
+        """
 
     def adapt_training_loader(self, loader: Any) -> Any:
         """Change a training loader before it is prepared; override it to give all of them another order.
@@ -475,6 +483,17 @@ class Trainer(KnownKeywords, OptionAttributes, TrainerStatus):
             if not block:
                 self.saves = self.accelerator.save_queue
             return self.actions.watch(SAVE, save_in_format)(self, filepath, weights_only, block, format)
+
+    def shown_to_hooks(self, state: dict[str, Any]) -> AbstractContextManager[dict[str, Any]]:
+        """What `on_save_checkpoint` and `on_load_checkpoint` run in; override it to show them other names.
+
+        Args:
+            state: The checkpoint; what it is in the end is saved or restored.
+
+        Returns:
+            Gives the checkpoint as the hooks see it.
+        """
+        return nullcontext(state)
 
     @property
     def estimated_stepping_batches(self) -> float:

@@ -7,10 +7,10 @@ our names in the place of Lightning's, and prints for each file how many cases p
 prints the reason of each case too; `-k`, `-x` and what else follows `--` goes to pytest.
 
 A case that fails is left out where it is about Lightning's own machinery: where it imports, replaces or reads something
-whose name begins with an underscore and is not its own file's, or that is in one of the modules of `MACHINERY`, or a
-loop's own methods; where it puts a method of its own into a strategy, or pretends that there are devices which are not
-there; and where `LEFT_OUT` names it, with its reason. What skips itself, for want of a GPU or a package, is counted
-apart.
+whose name begins with an underscore, or that is in one of the modules of `MACHINERY`, or a loop's own methods; where it
+puts a method of its own into a strategy, does by hand what Fabric does with one, or pretends that there are devices
+which are not there; and where `LEFT_OUT` names it, with its reason. What skips itself, for want of a GPU or a package,
+is counted apart.
 """
 
 from __future__ import annotations
@@ -66,6 +66,8 @@ LAST = "counts the calls of torch.save, which `last` needs none of here: it is a
 INSTALLED = "pretends that a package is installed"
 WITHIN = "expects to validate within a step of several batches, after which it is done here"
 WORDING = "compares the wording of a message"
+OWN_STRATEGY = "calls or overrides what Lightning's own loops call of a strategy"
+WORKS = "expects an error for what works here"
 HOOK_ALONE = "calls a hook by itself, for a check that is made here before a run begins"
 MOCK_CALLBACK = "puts a mock in the place of a callback, whose class attributes are then mocks"
 PEERS = "pretends to be one of several processes, whose peers a Trainer waits for when it is made"
@@ -112,6 +114,7 @@ LEFT_OUT = {
     "test_lr_finder.py::test_lr_finder_callback_restarting": "expects max_steps to be another while it searches",
     "test_lr_finder.py::test_trainer_reset_correctly": "reads a method of Lightning's own strategies",
     "test_scale_batch_size.py::test_dataloader_batch_size_updated_on_failure": "replaces what knows errors of memory",
+    "test_dataloaders.py::test_fit_multiple_train_loaders[sequential-128]": "expects an error for what works here",
     "test_dataloaders.py::test_warning_with_small_dataloader_and_logging_interval": WORDING,
     "test_dataloaders.py::test_warning_with_iterable_dataset_and_len": "warns of what cannot come twice here",
     "test_combined_loader.py::test_combined_loader_length_must_call_iter_first": "expects no length yet; here is one",
@@ -125,6 +128,7 @@ LEFT_OUT = {
     "test_distributed_logging.py::test_first_logger_call_in_subprocess": "gives a mock for a logger",
     "test_eval_loop_logging.py::test_validation_step_log_with_tensorboard": "expects hp_metric, which is not logged",
     "test_dataloaders.py::test_iterable_dataset_stop_iteration_at_epoch_beginning": "expects no error without any data",
+    "test_hooks.py::test_trainer_model_hook_system_predict": "expects no call of on_predict_model_train",
     "test_trainer.py::test_model_checkpoint_options": "sets a Trainer's counters by hand, and runs nothing",
     "test_cli.py::test_lightning_cli_jsonnet": "needs the package jsonnet, and does not skip itself without it",
     "test_cli.py::test_pytorch_profiler_init_args": "expects what is found in the source of Lightning's class",
@@ -155,6 +159,32 @@ LEFT_OUT = {
         )
     },
     "test_upgrade_checkpoint.py": "is a command of Lightning's own",
+    "strategies/test_registry.py::test_available_strategies_in_registry": "compares the names of all its strategies",
+    "test_registry.py::test_xla_debug_strategy_registry": "pretends that there is a TPU",
+    "test_registry.py::test_deepspeed_strategy_registry_with_trainer": "makes DeepSpeed for float16 on the CPU",
+    "test_amp.py::test_amp_forward_context_restores_grad_mode_context_managers": "expects that torch's functions are "
+    "replaced, around an error that torch has mended",
+    "test_deepspeed_precision.py::test_invalid_precision_with_deepspeed_precision": WORDING,
+    "test_double.py::test_double_precision[DoublePrecisionBoringModelComplexBuffer]": "expects complex buffers not "
+    "to follow the number format",
+    "test_cluster_integration.py::test_ranks_available_manual_strategy_selection": "hands a strategy devices that are "
+    "not there",
+    "test_custom_strategy.py::test_strategy_lightning_restore_optimizer_and_schedulers": OWN_STRATEGY,
+    "accelerators/test_cpu.py::test_restore_checkpoint_after_pre_setup": OWN_STRATEGY,
+    "accelerators/test_cpu.py::test_restore_checkpoint_after_pre_setup_default": OWN_STRATEGY,
+    "test_deepspeed.py::test_deepspeed_load_checkpoint_validate_path": OWN_STRATEGY,
+    "test_deepspeed.py::test_deepspeed_with_invalid_config_path": WORDING,
+    "test_deepspeed.py::test_error_with_invalid_accelerator": WORKS,
+    "test_deepspeed.py::test_validate_parallel_devices_indices": "hands a strategy devices that are not there",
+    "test_fsdp.py::test_invalid_on_cpu": WORKS,
+    "test_fsdp.py::test_save_checkpoint_storage_options": OWN_STRATEGY,
+    "test_fsdp.py::test_save_checkpoint_unknown_state_dict_type": OWN_STRATEGY,
+    "test_fsdp.py::test_use_orig_params": "reads an option of torch's older FSDP, in whose place is fully_shard here",
+    "test_multiprocessing.py::test_fit_twice_raises": WORKS,
+    "test_deepspeed.py::test_deepspeed_only_compatible_with_cuda": WORKS,
+    "test_deepspeed.py::test_deepspeed_save_checkpoint_exclude_frozen_parameters": OWN_STRATEGY,
+    "test_deepspeed.py::test_deepspeed_save_checkpoint_warn_colliding_keys": OWN_STRATEGY,
+    "test_deepspeed.py::test_deepspeed_engine_is_steppable": "is about the class of another package",
     "test_litlogger.py": "is about a client of Lightning's own hosted service, which is not here",
     "test_mlflow.py::test_mlflow_logger_no_synchronous_support": "pretends that MLflow is older than it is",
     **{
@@ -165,6 +195,7 @@ LEFT_OUT = {
     "test_all.py::test_logger_initialization[CometLogger]": "leaves Comet's archive, where that package is installed",
     "test_all.py::test_loggers_pickle_all[CometLogger]": "leaves Comet's archive, where that package is installed",
     "test_cuda.py::test_force_nvml_based_cuda_check": "expects a variable that the import of Lightning sets",
+    "test_csv.py::test_log_metrics_column_order_sorted": "compares the order of columns; the step comes first here",
     "test_csv.py::test_log_hyperparams": "expects an error for what works here",
     "test_csv.py::test_manual_versioning_file_exists": "expects the table of an earlier run to be removed",
     "test_hparams.py::test_model_save_hyper_parameters_interpolation_with_hydra": "needs hydra, and says not so",
@@ -515,6 +546,7 @@ def _absent_attribute(path: str, name: str) -> Any:
 LOOPS = (
     r"_loop\.(?:setup_data|run|reset|advance|load_state_dict|state_dict|on_\w+|_\w+)|strategy\.connect\b|\.launcher\b"
     r"|\bstrategy(?:\.\w+)+(?= = )"  # puts something into a strategy
+    r"|\bstrategy\.(?:save_checkpoint|load_checkpoint|clip_gradients_norm|setup_optimizer)\("  # does Fabric's part
 )
 PRIVATE = rf"(?<!self)\.(_[a-z]\w*)|({LOOPS})|[\"']((?:lightning|pytorch_lightning)\.[\w.]+)[\"']"
 
@@ -572,8 +604,8 @@ def why_left_out(error: BaseException) -> str | None:
         return f"uses {called[1]}"
     if isinstance(error, LaunchError) and "could be run again" in text:
         return ALONE
-    if type(error).__name__ == "ProcessRaisedException":
-        found = re.findall(r"AttributeError: .*attribute '(_\w+)'", text)
+    if type(error).__name__ in ("NotebookError", "ProcessRaisedException"):
+        found = re.findall(r"AttributeError: .*attribute '(_\w+|launcher)'", text)
         return f"reads {found[-1]}" if found else None
     if isinstance(error, AttributeError | ImportError):
         name = getattr(error, "name", None) or (re.findall(r"attribute '(\w+)'", text) or [""])[-1]

@@ -176,7 +176,7 @@ def losses(path: Path, values: list[float], **options: Any) -> list[int]:
         ([1.0, 1.0, 0.1], {"mode": "max", "rtol": 0.5}, [2]),
         ([9.0, 100.0], {"warmup": 2}, []),
         ([1.0, float("nan"), float("-inf"), float("inf")], {}, [1, 2, 3]),
-        ([1.0, float("nan"), float("-inf"), float("inf")], {"finite_only": False}, []),
+        ([1.0, float("nan"), float("-inf"), 1.0, float("inf")], {"finite_only": False}, [4]),
     ],
 )
 def test_a_loss_far_from_the_mean_of_the_last_ones_is_a_spike(

@@ -14,7 +14,12 @@ from torch import nn
 from drivetrain.compat.lightning import Fabric
 from drivetrain.compat.lightning.fabric.accelerators import ACCELERATOR_REGISTRY, CPUAccelerator, CUDAAccelerator
 from drivetrain.compat.lightning.fabric.loggers import CSVLogger, TensorBoardLogger
-from drivetrain.compat.lightning.fabric.plugins import DeepSpeedPrecision, FSDPPrecision, MixedPrecision
+from drivetrain.compat.lightning.fabric.plugins import (
+    DeepSpeedPrecision,
+    DoublePrecision,
+    FSDPPrecision,
+    MixedPrecision,
+)
 from drivetrain.compat.lightning.fabric.plugins.collectives import SingleDeviceCollective, TorchCollective
 from drivetrain.compat.lightning.fabric.plugins.environments import (
     ClusterEnvironment,
@@ -26,7 +31,12 @@ from drivetrain.compat.lightning.fabric.plugins.environments import (
     mpi,
 )
 from drivetrain.compat.lightning.pytorch import Trainer
-from drivetrain.compat.lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy, StrategyRegistry
+from drivetrain.compat.lightning.pytorch.strategies import (
+    DDPStrategy,
+    FSDPStrategy,
+    SingleDeviceStrategy,
+    StrategyRegistry,
+)
 from drivetrain.runtime.environment import ProcessEnvironment
 from drivetrain.runtime.errors import ConfigurationError, LaunchError
 
@@ -250,6 +260,32 @@ def test_number_formats_scale_losses_that_scripts_give_them() -> None:
         with pytest.raises(ValueError, match="is not supported in"):
             kind("64-true")
     assert FSDPPrecision("bf16-mixed").mixed_precision_config.param_dtype == torch.bfloat16
+
+
+def test_a_strategy_brings_its_number_format() -> None:
+    strategy = SingleDeviceStrategy("cpu", precision_plugin=MixedPrecision("bf16-mixed", "cpu"))
+    assert Trainer(accelerator="cpu", strategy=strategy, logger=False).precision == "bf16-mixed"
+    with SingleDeviceStrategy("cpu", precision=DoublePrecision()).module_init_context(empty_init=True):
+        assert nn.Linear(1, 1).weight.dtype == torch.float64
+    with Fabric(accelerator="cpu", precision="bf16-true").init_tensor():
+        assert torch.ones(1).dtype == torch.bfloat16
+    with pytest.warns(UserWarning, match="bf16-mixed"):
+        assert Fabric(accelerator="cpu", precision="16-mixed").accelerator.precision.name == "bf16"
+
+
+def test_a_sharded_strategy_takes_torchs_options() -> None:
+    from torch.distributed.fsdp import CPUOffload, ShardingStrategy
+    from torch.distributed.fsdp import MixedPrecision as Dtypes
+
+    dtypes = Dtypes(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    given: Any = {"sharding_strategy": "HYBRID_SHARD", "device_mesh": (2, 4), "mixed_precision": dtypes}
+    strategy = FSDPStrategy(**given, cpu_offload=CPUOffload(offload_params=True))
+    found = strategy.options
+    assert (found.replicate_size, found.cpu_offload, found.gather_dtype) == (2, True, torch.bfloat16)
+    assert strategy.sharding_strategy is ShardingStrategy.HYBRID_SHARD
+    assert strategy.cpu_offload.offload_params
+    with pytest.raises(ConfigurationError, match="the number of copies"):
+        FSDPStrategy(sharding_strategy="HYBRID_SHARD")
 
 
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])

@@ -22,9 +22,12 @@ from drivetrain.compat.lightning.pytorch import Trainer
 from drivetrain.compat.lightning.pytorch.callbacks import Callback, ModelSummary, RichProgressBar, TQDMProgressBar
 from drivetrain.compat.lightning.pytorch.demos.boring_classes import BoringModel, RandomDataset
 from drivetrain.compat.lightning.pytorch.loggers import CSVLogger
+from drivetrain.compat.lightning.pytorch.loggers.logger import Logger
 from drivetrain.compat.lightning.pytorch.strategies import DDPStrategy
 from drivetrain.compat.lightning.pytorch.utilities.exceptions import MisconfigurationException, SIGTERMException
+from drivetrain.compat.lightning.pytorch.utilities.rank_zero import rank_zero_only
 from drivetrain.runtime.exit_codes import RESUME_EXIT_CODE
+from tests.pool import run_in_processes
 
 
 def quiet(**options: Any) -> Any:
@@ -168,3 +171,40 @@ def test_a_loggers_own_end_gets_a_status_alone(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="no"):
         quiet(logger=Own(tmp_path)).fit(Breaks())
     assert seen == ["success", "failed"]
+
+
+class OnEach(Logger):
+    """Keeps what it gets, on each process; its end is left to the first."""
+
+    name = version = "each"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.got: list[str] = []
+
+    def log_metrics(self, metrics: Any, step: int | None = None) -> None:
+        self.got += sorted(set(metrics) - {"epoch"})
+
+    def log_hyperparams(self, params: Any, *args: Any, **kwargs: Any) -> None: ...
+
+    @rank_zero_only
+    def finalize(self, status: str) -> None:  # type: ignore[override]
+        self.got.append(status)
+
+
+class LogsItsRank(BoringModel):
+    def on_train_start(self) -> None:
+        self.log(f"rank {self.global_rank}", 1.0)
+
+
+def logged_on_each() -> list[str]:
+    logger = OnEach()
+    quiet(logger=logger, strategy="ddp", limit_val_batches=0, max_steps=-1, max_epochs=1, limit_train_batches=1).fit(
+        LogsItsRank()
+    )
+    return logger.got
+
+
+def test_a_scripts_own_logger_is_called_on_every_process() -> None:
+    both = ["rank 0", "rank 1"]
+    assert run_in_processes(logged_on_each, 2) == [[*both, "success"], both]

@@ -27,9 +27,20 @@ def run_feature(name: str, arguments: list[str]) -> None:
     run_example(f"by_feature/{name}", arguments)
 
 
+PRINTED: dict[tuple[object, ...], str] = {}
+"""What runs that several tests compare with have printed: they write nothing."""
+
+
 def output_of(capsys: pytest.CaptureFixture[str], name: str, processes: int, *arguments: object) -> str:
     run_in_processes(run_feature, processes, args=(name, [str(each) for each in arguments]), timeout=240)
     return capsys.readouterr().out
+
+
+def compared_output(capsys: pytest.CaptureFixture[str], *run: object) -> str:
+    """The output of a run, which is run once for all tests."""
+    if run not in PRINTED:
+        PRINTED[run] = output_of(capsys, *run)  # type: ignore[arg-type]
+    return PRINTED[run]
 
 
 def figures_in(printed: str) -> tuple[float, float]:
@@ -56,7 +67,7 @@ def test_every_example_is_tested_here() -> None:
     ids=lambda value: value if isinstance(value, str) else "",
 )
 def test_two_processes_learn_as_one_does(name: str, arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    one, two = (output_of(capsys, name, processes, *arguments) for processes in (1, 2))
+    one, two = (compared_output(capsys, name, processes, *arguments) for processes in (1, 2))
     assert one.count("\n") == two.count("\n")  # printed once, not by each process
     (loss, accuracy), (other_loss, other_accuracy) = figures_in(one), figures_in(two)
     assert accuracy > 85
@@ -65,14 +76,14 @@ def test_two_processes_learn_as_one_does(name: str, arguments: list[str], capsys
 
 
 def test_evaluation_on_two_processes_has_the_figures_of_one(capsys: pytest.CaptureFixture[str]) -> None:
-    one, two = (output_of(capsys, "distributed_evaluation.py", processes) for processes in (1, 2))
+    one, two = (compared_output(capsys, "distributed_evaluation.py", processes) for processes in (1, 2))
     assert [float(value) for value in re.findall(r"F1 ([\d.]+)", two)] == pytest.approx(
         [float(value) for value in re.findall(r"F1 ([\d.]+)", one)], abs=4e-3
     )
 
 
 def test_micro_batches_train_as_the_whole_batch_does(capsys: pytest.CaptureFixture[str]) -> None:
-    micro = output_of(capsys, "accumulate.py", 2)
+    micro = compared_output(capsys, "accumulate.py", 2)
     whole = output_of(capsys, "accumulate.py", 1, "--steps", 1, "--batch-size", 64)
     assert re.findall(r"(\d+) steps", micro) == re.findall(r"(\d+) steps", whole) == ["138"]
     assert figures_in(micro)[0] == pytest.approx(figures_in(whole)[0], abs=EQUAL)
@@ -123,7 +134,7 @@ def test_all_processes_stop_at_the_same_early_step(processes: int, capsys: pytes
 
 @pytest.mark.parametrize("hook", ["fp16", "bf16", "powersgd"])
 def test_compressed_gradients_train_nearly_as_well(hook: str, capsys: pytest.CaptureFixture[str]) -> None:
-    plain, hooked = (output_of(capsys, "comm_hooks.py", 2, "--hook", each) for each in ("none", hook))
+    plain, hooked = (compared_output(capsys, "comm_hooks.py", 2, "--hook", each) for each in ("none", hook))
     assert figures_in(hooked)[1] > 85
     difference = abs(figures_in(hooked)[0] - figures_in(plain)[0])
     assert 0 < difference < 0.15  # other gradients, and nearly the same model
@@ -136,8 +147,8 @@ def test_processes_that_step_alone_end_with_one_model(every: int, capsys: pytest
     first, second = norms.split(",")
     assert float(first) == float(second)
     assert figures_in(printed)[1] > 85
-    alone = output_of(capsys, "local_sgd.py", 1)  # has nothing to average, and is plain SGD
-    assert figures_in(alone)[0] == pytest.approx(figures_in(output_of(capsys, "four_lines.py", 1))[0], abs=EQUAL)
+    alone = compared_output(capsys, "local_sgd.py", 1)  # has nothing to average, and is plain SGD
+    assert figures_in(alone)[0] == pytest.approx(figures_in(compared_output(capsys, "four_lines.py", 1))[0], abs=EQUAL)
 
 
 @pytest.mark.parametrize("processes", [1, 2])

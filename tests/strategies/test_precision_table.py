@@ -28,8 +28,11 @@ def test_what_is_written_is_read_again(tmp_path: Path) -> None:
     assert page.read_text().endswith("\nafter")
 
 
-@pytest.mark.parametrize(
-    "row", [pytest.param(name, marks=getattr(pytest.mark, row.needs)) for name, row in ROWS.items()]
-)
+def marks_of(row: str) -> list[pytest.MarkDecorator]:
+    """The lane of a row; one under DTensors takes a minute, and tests/conformance/test_parallel.py has most of it."""
+    return [getattr(pytest.mark, ROWS[row].needs), *([pytest.mark.slow] if row == "tp" else [])]
+
+
+@pytest.mark.parametrize("row", [pytest.param(name, marks=marks_of(name)) for name in ROWS])
 def test_the_row_is_what_a_run_of_each_pair_finds(row: str) -> None:
     assert judge(row) == read_table()[row]

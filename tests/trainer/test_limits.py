@@ -138,7 +138,6 @@ EVALUATED: list[tuple[Any, list[int]]] = [
     (2, [2, 2]),
     (1, [1, 1]),
     (0.5, [3, 1]),
-    (0, [0, 0]),
     (100, [6, 3]),
 ]
 
@@ -162,6 +161,22 @@ def test_limits_hold_for_each_loader_of_an_evaluation(limit: Any, batches: list[
     getattr(trainer, verb)(task, [ones(6), ones(3)])
     assert task.seen == batches
     assert getattr(trainer, f"num_{name}_batches") == batches
+
+
+@pytest.mark.parametrize("verb", ["validate", "test", "predict"])
+def test_a_limit_of_0_leaves_out_all_of_an_evaluation(verb: str) -> None:
+    class Evaluated(Weight):
+        def test_step(self, batch: Any, batch_idx: int) -> None:
+            raise AssertionError("no batch was asked for")
+
+        validation_step = predict_step = test_step
+
+    name = "val" if verb == "validate" else verb
+    count = Count(*(f"on_{stage}_start" for stage in ("validation", "test", "predict")))
+    trainer = quiet(count, **{f"limit_{name}_batches": 0})
+    assert getattr(trainer, verb)(Evaluated(), [ones(6), ones(3)]) == []
+    assert getattr(trainer, f"num_{name}_batches") == []
+    assert not any(count.steps.values())
 
 
 def test_limit_val_batches_0_leaves_validation_out_of_fit() -> None:

@@ -9,7 +9,7 @@ from drivetrain.compat.lightning.reasons import PLUGIN
 from drivetrain.runtime.errors import ConfigurationError
 
 _MACHINERY = ("accelerator", "parallel_devices", "checkpoint_io")
-_TAKEN_BY_TRAINER = ("cluster_environment", "precision_plugin")
+_TAKEN_BY_TRAINER = ("cluster_environment", "precision_plugin", "precision")
 
 
 def refuse_machinery(given: Mapping[str, Any], owner: str, others: Sequence[str] = ()) -> dict[str, Any]:

@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 
 from drivetrain.compat.lightning.enums import GradClipAlgorithmType
 from drivetrain.compat.lightning.fabric.utilities.rank_zero import rank_zero_deprecation, rank_zero_warn
+from drivetrain.runtime.devices import detect_device_kind
 from drivetrain.runtime.errors import ConfigurationError, DrivetrainError
 from drivetrain.runtime.nested import recursively_apply
 
@@ -304,7 +305,7 @@ class FSDPPrecision(ScaledPrecision):
     @property
     def mixed_precision_config(self) -> Any:
         """The options of torch's `FullyShardedDataParallel` for this number format."""
-        from torch.distributed.fsdp import MixedPrecision as Options
+        from drivetrain.strategies.fsdp.torch_options import MixedPrecision as Options
 
         dtype = {"16-mixed": torch.float16, "bf16-mixed": torch.bfloat16, **DTYPES}[self.precision]
         if self.precision in ("16-true", "bf16-true"):
@@ -353,12 +354,26 @@ SPELLINGS = {
 
 
 def shown_as(precision: str) -> str:
-    """Lightning's name of a number format.
+    """Return Lightning's name of a number format.
 
     Args:
         precision: drivetrain's.
     """
     return SPELLINGS.get(precision, precision)
+
+
+def usable_on(kind: str, precision: Any) -> Any:
+    """Return a number format, or the one in its place where a kind of device computes in another one.
+
+    Args:
+        kind: The kind of device; `"auto"` for the best that there is.
+        precision: What the script gave.
+    """
+    is_cpu = (detect_device_kind().name if kind == "auto" else kind) == "cpu"
+    if not is_cpu or str(precision) not in ("16", "16-mixed"):
+        return precision
+    rank_zero_warn("`precision='16-mixed'` is not for CPUs. Using `precision='bf16-mixed'` instead.")
+    return "bf16-mixed"
 
 
 def plugin_of(precision: str, device: str, scaler: Any) -> Precision:
@@ -402,7 +417,7 @@ def _check(precision: str, allowed: tuple[str, ...], refusal: str) -> None:
 
 
 def _sharded_scaler() -> Any:
-    from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
+    from drivetrain.strategies.fsdp.torch_options import ShardedGradScaler
 
     return ShardedGradScaler()
 

@@ -10,6 +10,8 @@ from typing import Any
 CONFIG_VARIABLE = "PL_DEEPSPEED_CONFIG_PATH"
 """Names DeepSpeed's configuration where a script gives none."""
 
+_CONFIGURED = {"deepspeed": "DeepSpeedStrategy"}
+
 
 class Registry(dict[str, dict[str, Any]]):
     """Names, each with a class and what it is made with.
@@ -23,13 +25,13 @@ class Registry(dict[str, dict[str, Any]]):
         self._kind = kind
 
     def register(
-        self, name: str, cls: Callable[..., Any] | None = None, description: str = "", **init_params: Any
+        self, name: str, factory: Callable[..., Any] | None = None, description: str = "", **init_params: Any
     ) -> Any:
         """Put a class under a name; without one, what decorates a class.
 
         Args:
             name: What `Trainer(strategy=name)` is given.
-            cls: The class.
+            factory: The class.
             description: What it is.
             **init_params: What it is made with.
         """
@@ -43,7 +45,7 @@ class Registry(dict[str, dict[str, Any]]):
             }
             return kind
 
-        return add if cls is None else add(cls)
+        return add if factory is None else add(factory)
 
     def get(self, name: str, default: Any = None) -> Any:
         """Make what a name stands for.
@@ -96,9 +98,9 @@ class StrategyRegistry(Registry):
         Args:
             name: The argument of a Trainer or a Fabric.
         """
-        if name == "deepspeed" and os.environ.get(CONFIG_VARIABLE):
+        if isinstance(name, str) and name in _CONFIGURED and os.environ.get(CONFIG_VARIABLE):
             strategies = importlib.import_module("drivetrain.compat.lightning.pytorch.strategies")
-            return strategies.DeepSpeedStrategy()
+            return getattr(strategies, _CONFIGURED[name])()
         is_own = isinstance(name, str) and name in self and name not in self.built_in
         return self.get(name) if is_own else name
 

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from drivetrain.compat.lightning.plugins import Precision, plugin_of, shown_as
 from drivetrain.runtime.collectives import broadcast, broadcast_object_list, gather, reduce
+from drivetrain.runtime.groups import gather_with_gradients
 from drivetrain.runtime.nested import send_to_device
 from drivetrain.runtime.state import PartialState
 from drivetrain.trainer.init_module import WithoutValues
@@ -28,7 +29,7 @@ class StrategyMembers:
     Attributes:
         precision_plugin: The number format that the strategy was made with.
         given_precision: Its name; None where none was given.
-        cluster_environment: What says which process this is, where the strategy was made with it.
+        cluster_environment: The environment that the strategy was made with, if any.
     """
 
     precision_plugin: Precision = Precision()
@@ -42,7 +43,7 @@ class StrategyMembers:
         Args:
             given: The arguments of the strategy.
         """
-        plugin = given.get("precision_plugin")
+        plugin = given.get("precision_plugin") or given.get("precision")
         if plugin is not None:
             self.precision_plugin, self.given_precision = plugin, plugin.precision
         self.cluster_environment = given.get("cluster_environment")
@@ -108,9 +109,7 @@ class StrategyMembers:
         if self.world_size == 1:
             return tensor
         if sync_grads:
-            from torch.distributed.nn.functional import all_gather
-
-            return torch.stack(all_gather(tensor))  # type: ignore[no-untyped-call]
+            return gather_with_gradients(tensor)
         gathered: Tensor = gather(tensor.unsqueeze(0))
         return gathered
 
@@ -195,7 +194,7 @@ class StrategyMembers:
 
 
 class StrategyView(StrategyMembers):
-    """A strategy of drivetrain with those members; all else is the strategy's own, also what `isinstance` says of it.
+    """A strategy of drivetrain with those members; all else is the strategy's own, also its class for `isinstance`.
 
     Args:
         strategy: The strategy.
@@ -204,20 +203,24 @@ class StrategyView(StrategyMembers):
 
     def __init__(self, strategy: Strategy, precision: str) -> None:
         object.__setattr__(self, "_viewed", strategy)
-        object.__setattr__(self, "precision_plugin", plugin_of(shown_as(precision), "cpu", None))
+        object.__setattr__(self, "_precision", precision)
 
     @property
-    def __class__(self) -> type:  # type: ignore[override]
+    def precision_plugin(self) -> Precision:  # type: ignore[override]
+        """The number format of the run."""
+        return plugin_of(shown_as(self._precision), self.root_device.type, None)
+
+    @property  # type: ignore[misc]
+    def __class__(self) -> type:
         return type(self._viewed)
 
     def __getattr__(self, name: str) -> Any:
-        if name == "_viewed":  # in a copy that is being made
+        if name in ("_viewed", "_precision"):  # in a copy that is being made
             raise AttributeError(name)
         return getattr(self._viewed, name)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        belongs_here = hasattr(StrategyView, name) or not hasattr(self._viewed, name)
-        object.__setattr__(self if belongs_here else self._viewed, name, value)
+        object.__setattr__(self if name in dir(type(self)) else self._viewed, name, value)
 
     def __eq__(self, other: object) -> bool:
         return self._viewed is getattr(other, "_viewed", other)

@@ -158,7 +158,10 @@ class EvaluationLoop:
         return results
 
     def run_alone(self) -> list[dict[str, float]]:
-        """Evaluate once, and forget the loaders."""
+        """Evaluate once, and forget the loaders; a limit of 0 leaves all of it out."""
+        if self._limit == 0:
+            self._trainer.current.evaluation_batches.pop(self._stage, None)
+            return []
         results = self.run()
         self.forget()
         return results
@@ -169,8 +172,6 @@ class EvaluationLoop:
             self._trainer.accelerator.forget_loader(loader)
 
     def _run_loader(self, loader: Prepared, limit: float, dataloader_idx: int | None, keep: bool) -> None:
-        if self._limit == 0:
-            return  # asked for; a process that merely has no batch still takes part in opening the loader
         trainer, step, current = self._trainer, self._step, self._trainer.current
         trainer.logged.enter(self._in_step, dataloader_idx)
         extra = loader_argument(getattr(self._task, self._stage.step_name), dataloader_idx)

@@ -73,6 +73,7 @@ def evaluate(
         if ckpt_path is not None:
             path = task_run.checkpoint_path = find_checkpoint(trainer, ckpt_path) or ""
             SavedRun(trainer, path).restore_for_evaluation()
+        trainer.on_task_placed(task)
         trainer.current.stage = stage
         return run(task, placed, source)
     except BaseException as error:

@@ -14,7 +14,7 @@ from drivetrain.runtime.collectives import gather_object
 from drivetrain.runtime.errors import ConfigurationError, DataError, InvalidLoaderError
 from drivetrain.runtime.nested import honor_type
 from drivetrain.trainer.data_module import DataModule
-from drivetrain.trainer.hooks import is_overridden
+from drivetrain.trainer.hooks import is_overridden, is_redefined
 from drivetrain.trainer.metrics.log_scopes import TRANSFER
 from drivetrain.trainer.task import Task
 
@@ -186,7 +186,7 @@ class LoaderSource:
         casts = type(precision).convert_batch is not _plain_convert()
         owners: list[Any] = []
         for name in _TRANSFER_HOOKS:
-            if self._data is not None and is_overridden(self._data, DataModule, name):
+            if self._data is not None and is_redefined(self._data, DataModule, name):
                 owners.append(self._data)
             else:
                 owners.append(self._task if is_overridden(self._task, Task, name) else None)

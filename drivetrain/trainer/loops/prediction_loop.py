@@ -62,6 +62,9 @@ class PredictionLoop:
             of the loader; a list of such lists where there are several loaders; empty if nothing is kept.
         """
         trainer, hooks = self._trainer, self._trainer.hooks
+        if self._limit == 0:
+            trainer.current.evaluation_batches.pop(Stage.PREDICT, None)
+            return []
         loaders, limits = self._load()
         results: list[Any] = []
         taken = as_taken(self._task, "predict_step", lambda: self._feed.following())
@@ -100,8 +103,6 @@ class PredictionLoop:
         on_start = hooks.find_of_batch("on_predict_batch_start", dataloader_idx)
         on_end = hooks.find_of_batch("on_predict_batch_end", dataloader_idx)
         outputs: list[Any] = []
-        if self._limit == 0:
-            return outputs  # asked for; a process that merely has no batch still takes part in opening the loader
         batches = loader.iterate(limit, together=self._strategy.needs_even_batches)
         watched = trainer.actions.iterate("predict_dataloader_next", batches)
         feed = self._feed = Feed(watched, loader, current, dataloader_idx or 0)

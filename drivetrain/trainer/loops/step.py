@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -91,7 +92,7 @@ class PlainStep:
             after_backward=hooks.find("on_after_backward"),
             gradients_ready=hooks.find("on_gradients_ready"),
             before_step=hooks.find("on_before_optimizer_step"),
-            clip=self._clip if clips else None,
+            clip=self._clipping() if clips else None,
         )
 
     def _choose_stand_in(self, model: nn.Module) -> StandIn | None:
@@ -243,9 +244,18 @@ class PlainStep:
         for hook in self._on_batch_end:
             hook(outputs, micro_batch.batch, micro_batch.batch_idx)
 
-    def _clip(self, optimizer: Optimizer) -> None:
-        trainer = self._trainer
-        self._task.configure_gradient_clipping(optimizer, trainer.gradient_clip_val, trainer.gradient_clip_algorithm)
+    def _clipping(self) -> Callable[[Optimizer], None]:
+        """The task's clipping with the Trainer's arguments, by their names where an override has them."""
+        trainer, clip = self._trainer, self._task.configure_gradient_clipping
+        try:
+            inspect.signature(clip).bind(None, gradient_clip_val=None, gradient_clip_algorithm=None)
+        except TypeError:
+            return lambda optimizer: clip(optimizer, trainer.gradient_clip_val, trainer.gradient_clip_algorithm)
+        return lambda optimizer: clip(
+            optimizer,
+            gradient_clip_val=trainer.gradient_clip_val,
+            gradient_clip_algorithm=trainer.gradient_clip_algorithm,
+        )
 
 
 class ManualStep(PlainStep):

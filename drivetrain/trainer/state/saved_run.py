@@ -58,9 +58,10 @@ def save_run(
     with committed.buffers_restored():
         engine = run.engine(weights_only, moment)
         state = for_hooks(engine, number, _entries(trainer, task, weights_only, keeps_objects))
-        for callback in trainer.callbacks:
-            callback.on_save_checkpoint(trainer, task, state)
-        task.on_save_checkpoint(state)
+        with trainer.shown_to_hooks(state) as shown:
+            for callback in trainer.callbacks:
+                callback.on_save_checkpoint(trainer, task, shown)
+            task.on_save_checkpoint(shown)
         driver = take_back(state, engine, number)
         own: dict[str, Any] = {"layout": layout_of(trainer.strategy)}
         if not weights_only:
@@ -150,7 +151,8 @@ class SavedRun:
                 f"{self._directory} holds {len(engine['models'])} models, so none of them is that of a task."
             )
         state = for_hooks(engine, 0, self._entries)
-        trainer.task.on_load_checkpoint(state)
+        with trainer.shown_to_hooks(state) as shown:
+            trainer.task.on_load_checkpoint(shown)
         take_back(state, engine, 0)
         self._saved.restore_models([trainer.model], self._strict)
 
@@ -163,9 +165,10 @@ class SavedRun:
             _watched(trainer, trainer.datamodule, "load_state_dict")(found)
         number = _number_of_model(trainer)
         state = for_hooks(engine, number, entries)
-        trainer.task.on_load_checkpoint(state)
-        for callback in trainer.callbacks:
-            callback.on_load_checkpoint(trainer, trainer.task, state)
+        with trainer.shown_to_hooks(state) as shown:
+            trainer.task.on_load_checkpoint(shown)
+            for callback in trainer.callbacks:
+                callback.on_load_checkpoint(trainer, trainer.task, shown)
         self._entries = take_back(state, engine, number)
         # Lightning spells keys in another way than this package.
         callbacks = {checkpoint.key_here(key): state for key, state in self._entries.get("callbacks", {}).items()}

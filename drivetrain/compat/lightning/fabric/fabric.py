@@ -16,10 +16,11 @@ from drivetrain.compat.lightning.fabric.stepping import Stepping
 from drivetrain.compat.lightning.fabric.strategy import FabricStrategy
 from drivetrain.compat.lightning.fabric.utilities.seed import seed_everything
 from drivetrain.compat.lightning.fabric.wrappers import BackwardGuard
-from drivetrain.compat.lightning.plugins import Precision
+from drivetrain.compat.lightning.plugins import Precision, usable_on
 from drivetrain.compat.lightning.reasons import PLUGIN
 from drivetrain.compat.lightning.registry import STRATEGIES
 from drivetrain.compat.lightning.spawning import SpawnedProcesses
+from drivetrain.compat.lightning.strategy_members import StrategyMembers
 from drivetrain.runtime.errors import ArgumentTypeError, ConfigurationError
 from drivetrain.strategies import Strategy
 from drivetrain.strategies.precision.mixed import MixedPrecision
@@ -70,8 +71,13 @@ class Fabric(Preparing, Stepping, Processes, StateFiles):
                 plugin.publish(devices, num_nodes)
             elif plugin is not None:
                 raise ConfigurationError(f"Fabric(plugins={type(plugin).__name__}()) is not taken. {PLUGIN}")
-        kind = accelerator.kind if issubclass(type(accelerator), Kind) else accelerator
         strategy = STRATEGIES.made(strategy)
+        if isinstance(strategy, StrategyMembers):
+            if strategy.cluster_environment is not None:
+                strategy.cluster_environment.publish(devices, num_nodes)
+            precision = strategy.given_precision if precision is None else precision
+        kind = accelerator.kind if issubclass(type(accelerator), Kind) else accelerator
+        precision = usable_on(kind, precision)
         self._made_with = {"accelerator": kind, "num_nodes": num_nodes, "precision": precision, "callbacks": callbacks}
         self._made_with["loggers"] = loggers
         self._spawning = SpawnedProcesses.asked_for(strategy, devices, kind)

@@ -64,9 +64,10 @@ class StateFiles:
         rest: dict[str, Any] = self._strategy.load_checkpoint(
             path=path, state=bare, strict=strict, weights_only=weights_only
         )
-        for name in bare or {}:
-            if state is not None and bare[name] is not _bare(state[name]):
-                state[name] = bare[name]
+        if state is not None and bare is not None:
+            for name, value in bare.items():
+                if value is not _bare(state[name]):
+                    state[name] = value
         return rest
 
     def load_raw(

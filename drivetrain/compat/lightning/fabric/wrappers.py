@@ -44,7 +44,7 @@ class BackwardGuard:
 
     def _watch_tensor(self, tensor: Tensor) -> Tensor:
         if tensor.requires_grad:
-            tensor.register_hook(self._check)
+            tensor.register_hook(self._check)  # type: ignore[no-untyped-call]
         return tensor
 
     def _check(self, gradient: Tensor) -> None:

@@ -47,7 +47,8 @@ class TensorBoardLogger(files.TensorBoardLogger):
     @property
     def log_dir(self) -> str:
         """The directory that the event files are written in."""
-        return str(self._event_directory)
+        inner = [self.sub_dir] if self.sub_dir else []
+        return os.path.join(self.run_directory.path, *inner)
 
     def log_graph(self, model: Any, input_array: Any = None) -> None:
         """Trace a model and write its structure.

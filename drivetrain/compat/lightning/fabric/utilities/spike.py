@@ -85,7 +85,8 @@ class SpikeDetection:
         value = float(loss)
         mine = batch_idx >= self.warmup and self._is_far(value)
         if not any(gather_object([mine])):
-            self._last.append(value)
+            if math.isfinite(value):  # one that is not would hide what comes after it, or make all of it a spike
+                self._last.append(value)
             return
         self.bad_batches += [batch_idx - 1, batch_idx]
         if fabric.is_global_zero:

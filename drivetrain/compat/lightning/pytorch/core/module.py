@@ -49,6 +49,10 @@ class LightningModule(UnpicklesWhereAsked, Task):
             del kwargs["hparams_file"]
         return super().load_from_checkpoint(checkpoint_path, *args, **kwargs)
 
+    def on_validation_model_zero_grad(self) -> None:
+        """Free the gradients before a validation in `fit`, also of a module that optimizes by hand."""
+        self.zero_grad()
+
     def predict_step(self, *args: Any, **kwargs: Any) -> Any:
         """Predict for one batch: call the module on it."""
         return self(kwargs["batch"] if "batch" in kwargs else args[0])

@@ -15,13 +15,16 @@ from drivetrain.trackers.base import COMPLETED
 class Logger(Tracker):
     """Where the values of a run are written. Override `name`, `version`, `log_metrics` and `log_hyperparams`.
 
-    A run calls `finalize` when it ends, with `"success"`, `"failed"`, or the name of the signal that ended it.
+    A run calls `finalize` when it ends, with `"success"`, `"failed"`, or the name of the signal that ended it. A
+    script's own logger is called on every process: `rank_zero_only` around a method leaves it to the first.
     """
 
     in_background = False
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
+        if Logger in cls.__bases__ and not cls.__module__.startswith("drivetrain."):
+            cls.main_process_only = False
         own = cls.__dict__.get("finalize")
         if own is not None:
             cls.finalize = _in_lightnings_words(own)  # type: ignore[method-assign]

@@ -24,7 +24,7 @@ class DeepSpeedStrategy(StrategyMembers, DeepSpeed, metaclass=StandsFor, origina
         offload_parameters: Whether parameters are, in stage 3.
         config: DeepSpeed's configuration, or a path to it, which then counts alone; that of the variable
             `PL_DEEPSPEED_CONFIG_PATH` if None.
-        partition_activations: Of `deepspeed.checkpointing`: whether activations are divided over processes.
+        partition_activations: Of `deepspeed.checkpointing`: whether activations are sharded over processes.
         cpu_checkpointing: The same: whether they are kept on the CPU.
         contiguous_memory_optimization: The same: whether they are copied into one piece of memory.
         synchronize_checkpoint_boundary: The same: whether to wait for the device at the bounds of what is recomputed.

@@ -21,7 +21,7 @@ class FSDPStrategy(StrategyMembers, FSDP, metaclass=StandsFor, original=FSDP):
         cpu_offload: Whether what is sharded stays on the CPU.
         auto_wrap_policy: Classes of modules to wrap, a set of them; or None for the blocks that are found.
         activation_checkpointing_policy: Classes of modules whose activations are computed again in the backward.
-        sharding_strategy: `"FULL_SHARD"` or `"SHARD_GRAD_OP"`; of hybrid ones `device_mesh` says over how many.
+        sharding_strategy: `"FULL_SHARD"` or `"SHARD_GRAD_OP"`; hybrid ones need `device_mesh`.
         state_dict_type: Taken for Lightning's sake; checkpoints are sharded, and hold the names of the whole model.
         process_group_backend: Taken for Lightning's sake.
         timeout: Taken for Lightning's sake.
@@ -59,7 +59,7 @@ class FSDPStrategy(StrategyMembers, FSDP, metaclass=StandsFor, original=FSDP):
             options["replicate_size"] = device_mesh[0]
         elif "HYBRID" in name:
             raise ConfigurationError(
-                f"FSDPStrategy(sharding_strategy={name!r}) needs to know how many copies there are. Give "
+                f"FSDPStrategy(sharding_strategy={name!r}) needs the number of copies. Give "
                 "device_mesh=(copies, processes of each)."
             )
         if mixed_precision is not None:
@@ -83,13 +83,13 @@ class FSDPStrategy(StrategyMembers, FSDP, metaclass=StandsFor, original=FSDP):
     @property
     def sharding_strategy(self) -> Any:
         """Torch's name of what is sharded."""
-        from torch.distributed.fsdp import ShardingStrategy
+        from drivetrain.strategies.fsdp.torch_options import ShardingStrategy
 
         return ShardingStrategy[self._sharding]
 
     @property
     def cpu_offload(self) -> Any:
         """Torch's options of what stays on the CPU."""
-        from torch.distributed.fsdp import CPUOffload
+        from drivetrain.strategies.fsdp.torch_options import CPUOffload
 
         return CPUOffload(offload_params=self.options.cpu_offload)

@@ -22,15 +22,21 @@ class SingleDeviceStrategy(StrategyMembers, Single, metaclass=StandsFor, origina
         accelerator: Taken for Lightning's sake.
         checkpoint_io: Not taken.
         precision_plugin: The number format of a run that is given none.
+        precision: The same, for Fabric.
 
     Raises:
         ConfigurationError: A part was given that has one implementation here.
     """
 
     def __init__(
-        self, device: Any = "cpu", accelerator: Any = None, checkpoint_io: Any = None, precision_plugin: Any = None
+        self,
+        device: Any = "cpu",
+        accelerator: Any = None,
+        checkpoint_io: Any = None,
+        precision_plugin: Any = None,
+        precision: Any = None,
     ) -> None:
         refuse_machinery({"checkpoint_io": checkpoint_io}, "SingleDeviceStrategy")
         super().__init__()
-        self.take_plugins({"precision_plugin": precision_plugin})
+        self.take_plugins({"precision_plugin": precision_plugin, "precision": precision})
         self._given_device = torch.device(device)

@@ -3,8 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
+from drivetrain.callbacks.stage import Stage
 from drivetrain.compat.lightning.enums import LightningEnum
+from drivetrain.trainer.loops.run_control import StopReason
+
+if TYPE_CHECKING:
+    from drivetrain.compat.lightning.pytorch.trainer.trainer import Trainer
+
+_CUT_SHORT = (StopReason.INTERRUPTED, StopReason.PREEMPTED, StopReason.FAILED)
 
 
 class TrainerStatus(LightningEnum):
@@ -73,3 +81,23 @@ class TrainerState:
     def stopped(self) -> bool:
         """Whether nothing runs any more."""
         return self.status.stopped
+
+
+def state_of(trainer: Trainer, running: Stage | None) -> TrainerState:
+    """What a Trainer does.
+
+    Args:
+        trainer: The Trainer.
+        running: What the verb under way is for, also before its first batch; None where none is.
+    """
+    verb = running or trainer.task_run.stage
+    if verb is None:
+        return TrainerState()
+    fn = TrainerFn(str(verb.verb))
+    if running is not None and trainer.stage is None:
+        return TrainerState(TrainerStatus.RUNNING, fn, RunningStage(str(verb)))
+    if trainer.stage is None:
+        cut_short = trainer.control.reason in _CUT_SHORT and verb is Stage.TRAIN
+        return TrainerState(TrainerStatus.INTERRUPTED if cut_short else TrainerStatus.FINISHED, fn)
+    stage = RunningStage.SANITY_CHECKING if trainer.sanity_checking else RunningStage(str(trainer.stage))
+    return TrainerState(TrainerStatus.RUNNING, fn, stage)

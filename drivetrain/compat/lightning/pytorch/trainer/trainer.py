@@ -12,10 +12,9 @@ from torch.utils.data import IterableDataset
 
 from drivetrain.callbacks import EarlyStopping
 from drivetrain.callbacks.stage import Stage
-from drivetrain.compat.lightning.fabric.plugins.environments import ClusterEnvironment
 from drivetrain.compat.lightning.fabric.utilities.rank_zero import rank_zero_warn
 from drivetrain.compat.lightning.fabric.utilities.warnings import PossibleUserWarning, warn_by_warnings
-from drivetrain.compat.lightning.plugins import Precision, TorchSyncBatchNorm, plugin_of, shown_as
+from drivetrain.compat.lightning.plugins import Precision, plugin_of, shown_as
 from drivetrain.compat.lightning.pytorch.loggers.duck import as_loggers, given_as
 from drivetrain.compat.lightning.pytorch.loggers.files import CSVLogger, TensorBoardLogger
 from drivetrain.compat.lightning.pytorch.loggers.logger import DummyLogger
@@ -27,27 +26,24 @@ from drivetrain.compat.lightning.pytorch.trainer.arguments import (
     explain_ones,
     from_environment,
 )
+from drivetrain.compat.lightning.pytorch.trainer.conventions import LightningConventions
 from drivetrain.compat.lightning.pytorch.trainer.hardware import check_hardware, check_precision, kind_of
 from drivetrain.compat.lightning.pytorch.trainer.loader_checks import warn_of_loader
 from drivetrain.compat.lightning.pytorch.trainer.loop_views import EvaluationLoopView, FitLoopView
 from drivetrain.compat.lightning.pytorch.trainer.metric_views import CallbackMetrics, LightningTrackerLog, as_tensor
 from drivetrain.compat.lightning.pytorch.trainer.order import interleaved
+from drivetrain.compat.lightning.pytorch.trainer.plugins import spell, taken_from
 from drivetrain.compat.lightning.pytorch.trainer.spawning import Spawning, SpawnsDDP
-from drivetrain.compat.lightning.pytorch.trainer.states import RunningStage, TrainerFn, TrainerState, TrainerStatus
+from drivetrain.compat.lightning.pytorch.trainer.states import TrainerState, state_of
 from drivetrain.compat.lightning.pytorch.trainer.verbs import lightning_verb
 from drivetrain.compat.lightning.pytorch.unpickling import is_asked_for
-from drivetrain.compat.lightning.reasons import PLUGIN
-from drivetrain.compat.lightning.registry import STRATEGIES
-from drivetrain.compat.lightning.strategy_members import StrategyMembers, with_members
+from drivetrain.compat.lightning.strategy_members import with_members
 from drivetrain.data import CombinedLoader, DataShard
-from drivetrain.data.combined import is_structure
 from drivetrain.runtime.errors import ConfigurationError
 from drivetrain.trackers import TrackerGroup
 from drivetrain.trainer import Trainer as CoreTrainer
 from drivetrain.trainer.loops.loader_source import limits_of
-from drivetrain.trainer.loops.run_control import StopReason
 from drivetrain.trainer.metrics.logged_value import to_numbers
-from drivetrain.trainer.state.progress import Phase
 
 __all__ = ["Trainer"]
 
@@ -61,10 +57,8 @@ _WORDS = {
     "DeepSpeed": "DeepSpeedStrategy",
 }
 
-_CUT_SHORT = (StopReason.INTERRUPTED, StopReason.PREEMPTED, StopReason.FAILED)
 
-
-class Trainer(CoreTrainer):
+class Trainer(LightningConventions):
     """`drivetrain.Trainer` as Lightning's scripts make and read it.
 
     Args:
@@ -91,7 +85,6 @@ class Trainer(CoreTrainer):
     val_check_interval = Shown(1.0)
     num_sanity_val_steps = Shown(float("inf"), -1)
     _spawning: Spawning | None = None
-    _strategy_shown: Any = None
     _was_cut_short = False
     _chosen_path: Any = None
     _unpickles = False
@@ -118,13 +111,13 @@ class Trainer(CoreTrainer):
             explain_ones(given)
         if model_registry is not None:
             raise ConfigurationError(f"Trainer(model_registry={model_registry!r}): there is no registry. Leave it out.")
-        precision = _taken_from(plugins, precision, options)
+        spell(options)
+        precision = taken_from(plugins, precision, options)
         if logger is None or logger is True:
             logger = _default_logger(default_root_dir) if not options.get("barebones") else None
         accelerator = kind_of(accelerator)
         check_hardware(accelerator, options.get("devices"))
         check_precision(precision)
-        _spell(options)
         self._spawns = str(options.get("strategy")).startswith("ddp_spawn")
         callbacks = options["callbacks"] = with_external(options.get("callbacks"))
         spawning = Spawning.asked_for(options.get("strategy"), options.get("devices", "auto"), accelerator)
@@ -143,7 +136,6 @@ class Trainer(CoreTrainer):
         self.callbacks = as_there(self.callbacks, callbacks)
         # Augmentation and streams draw from the generators of the process, or of the loader's workers.
         self.accelerator.dataloader_config.seed_samples = False
-        self._strategy_shown = with_members(super().strategy, super().precision)
         self._running: Stage | None = None
         self._was_cut_short = False
         self._spawning = None if spawning is None or spawning.num_processes == 1 else spawning
@@ -177,10 +169,6 @@ class Trainer(CoreTrainer):
         if not self.use_distributed_sampler:
             return loader
         return interleaved(loader, self.strategy.topology.data_shard, shuffle=not self.overfit_batches)
-
-    def holds_loaders(self, given: Any) -> bool:
-        """Whether what was given or made is several loaders: a list is, unless it holds numbers or strings."""
-        return is_structure(given) and bool(given)
 
     def shard_of(self, loader: Any) -> DataShard | None:
         """This process's share: all of a stream, whose dataset takes its part by itself."""
@@ -320,7 +308,7 @@ class Trainer(CoreTrainer):
     @property
     def progress_bar_metrics(self) -> dict[str, Any]:
         """The values that the progress bar shows."""
-        return to_numbers(super().progress_bar_metrics)
+        return {name: float(value) for name, value in to_numbers(super().progress_bar_metrics).items()}
 
     # how long
 
@@ -388,25 +376,7 @@ class Trainer(CoreTrainer):
     @property
     def state(self) -> TrainerState:
         """What this Trainer does."""
-        verb = self._running or self.task_run.stage
-        if verb is None:
-            return TrainerState()
-        fn = TrainerFn(str(verb.verb))
-        if self._running is not None and self.stage is None:
-            return TrainerState(TrainerStatus.RUNNING, fn, RunningStage(str(verb)))
-        if self.stage is None:
-            cut_short = self.control.reason in _CUT_SHORT and verb is Stage.TRAIN
-            return TrainerState(TrainerStatus.INTERRUPTED if cut_short else TrainerStatus.FINISHED, fn)
-        stage = RunningStage.SANITY_CHECKING if self.sanity_checking else RunningStage(str(self.stage))
-        return TrainerState(TrainerStatus.RUNNING, fn, stage)
-
-    @property
-    def is_last_batch(self) -> bool:
-        """Whether the last batch of an epoch is under way, or was the last that there was."""
-        current, progress = self.current, self.progress
-        if current.stage is Stage.TRAIN and current.batch_info is not None:
-            return super().is_last_batch
-        return progress.phase > Phase.BATCHES or (not progress.batches_in_epoch and current.last_epoch[0] > 0)
+        return state_of(self, self._running)
 
     @property
     def evaluating(self) -> bool:
@@ -467,7 +437,7 @@ class Trainer(CoreTrainer):
     @property
     def strategy(self) -> Any:
         """The strategy, with Lightning's members beside its own."""
-        return self._strategy_shown or super().strategy
+        return with_members(super().strategy, super().precision)
 
     @property
     def device_ids(self) -> list[int]:
@@ -508,38 +478,9 @@ class Trainer(CoreTrainer):
         return [min(batches, self.num_sanity_val_steps) for batches in self.num_val_batches]
 
 
-def _spell(options: dict[str, Any]) -> None:
-    """Spell options as the core does."""
-    if options.get("fast_dev_run") == 1:
-        options["fast_dev_run"] = True
-    strategy = STRATEGIES.made(options.get("strategy", "auto"))
-    if isinstance(strategy, str):
-        strategy = "single" if strategy.lower() == "single_device" else strategy.lower()
-    options["strategy"] = strategy
-
-
 def _profiler_of(given: Any) -> Any:
     """The profiler that Lightning has under a name; anything else as it is."""
     return PyTorchProfiler() if isinstance(given, str) and given.lower() == "pytorch" else given
-
-
-def _taken_from(plugins: Any, precision: Any, options: dict[str, Any]) -> Any:
-    """The precision that plugins stand for, or the given one; what else they stand for is written into the options."""
-    for plugin in plugins if isinstance(plugins, Sequence) and not isinstance(plugins, str) else [plugins]:
-        if isinstance(plugin, TorchSyncBatchNorm):
-            options["sync_batchnorm"] = True
-        elif isinstance(plugin, Precision):
-            precision = plugin.precision
-        elif isinstance(plugin, ClusterEnvironment):
-            plugin.publish(options.get("devices"), options.get("num_nodes", 1))
-        elif plugin is not None:
-            raise ConfigurationError(f"Trainer(plugins={type(plugin).__name__}()) is not taken. {PLUGIN}")
-    strategy = options.get("strategy")
-    if isinstance(strategy, StrategyMembers):
-        if strategy.cluster_environment is not None:
-            strategy.cluster_environment.publish(options.get("devices"), options.get("num_nodes", 1))
-        precision = strategy.given_precision if precision is None else precision
-    return precision
 
 
 def _default_logger(folder: str | os.PathLike[str] | None) -> Any:

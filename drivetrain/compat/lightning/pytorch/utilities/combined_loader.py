@@ -37,17 +37,17 @@ class CombinedLoader(data.CombinedLoader):
                 f"Mismatch in flattened length ({len(loaders)}) and existing length ({len(self.loaders)}). Give "
                 "as many loaders as there are."
             )
-        self.iterables, self.loaders = self._structured(list(loaders)), list(loaders)
+        self.iterables, self.loaders = self.in_structure(list(loaders)), list(loaders)
 
     @property
     def sampler(self) -> Any:
         """The samplers of the loaders, in their structure; None for those that have none."""
-        return self._structured([getattr(loader, "sampler", None) for loader in self.loaders])
+        return self.in_structure([getattr(loader, "sampler", None) for loader in self.loaders])
 
     @property
     def batch_sampler(self) -> Any:
         """The batch samplers of the loaders, in their structure; None for those that have none."""
-        return self._structured([getattr(loader, "batch_sampler", None) for loader in self.loaders])
+        return self.in_structure([getattr(loader, "batch_sampler", None) for loader in self.loaders])
 
     def reset(self) -> None:
         """End the iteration under way, with the workers of its loaders."""
@@ -65,9 +65,9 @@ class CombinedLoader(data.CombinedLoader):
             raise RuntimeError("No iteration is under way. Please call `iter(combined_loader)` first.")
         return next(self._under_way)
 
-    def _begin_together(self) -> list[Any]:
+    def begin_together(self) -> list[Any]:
         """An iterator of each loader, so that the workers of all start at once."""
-        return [self._begin(loader) for loader in self.loaders]
+        return [self.begin(loader) for loader in self.loaders]
 
     def _numbered(self, first: Iterator[Any]) -> Iterator[tuple[Any, int, int]]:
         """The batches of one loader after the other, each with its number and the loader's."""

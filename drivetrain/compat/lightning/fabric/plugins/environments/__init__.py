@@ -1,4 +1,4 @@
-"""Cluster environments: what a scheduler says of the processes of a run."""
+"""Cluster environments: the processes of a run, as a scheduler numbers them."""
 
 from __future__ import annotations
 

@@ -12,10 +12,10 @@ __all__ = ["ClusterEnvironment"]
 
 
 class ClusterEnvironment(ABC):
-    """What a scheduler says of the processes of a run. `Trainer(plugins=...)` and `Fabric(plugins=...)` take one.
+    """The processes of a run, as a scheduler numbers them. `Trainer(plugins=...)` and `Fabric(plugins=...)` take one.
 
     Those of this package read variables that the core finds by itself: they need not be given. A subclass of a script
-    is for schedulers that nothing here knows.
+    is for schedulers that nothing here reads.
 
     Attributes:
         is_found_by_itself: Whether the core reads the same variables without being given this object.

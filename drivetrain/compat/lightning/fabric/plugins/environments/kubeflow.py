@@ -26,7 +26,7 @@ class KubeflowEnvironment(ExternalEnvironment):
 
     @staticmethod
     def detect() -> bool:
-        """Nothing tells it from other places that set the same variables.
+        """Nothing distinguishes it from other places that set the same variables.
 
         Raises:
             NotImplementedError: Always.

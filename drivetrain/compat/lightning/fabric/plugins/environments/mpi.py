@@ -15,7 +15,7 @@ _MPI4PY_AVAILABLE = importlib.util.find_spec("mpi4py") is not None
 
 
 class MPIEnvironment(ExternalEnvironment):
-    """What the package `mpi4py` says.
+    """What the package `mpi4py` reports.
 
     Raises:
         ModuleNotFoundError: It is not installed.
@@ -78,6 +78,4 @@ class MPIEnvironment(ExternalEnvironment):
 def _world() -> Any:
     if not _MPI4PY_AVAILABLE:
         raise ModuleNotFoundError("MPIEnvironment needs mpi4py: pip install mpi4py")
-    from mpi4py import MPI
-
-    return MPI.COMM_WORLD
+    return __import__("mpi4py", fromlist=["MPI"]).MPI.COMM_WORLD  # "from mpi4py import MPI", of a package without types

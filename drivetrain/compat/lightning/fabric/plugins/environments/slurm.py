@@ -46,7 +46,7 @@ class SLURMEnvironment(ExternalEnvironment):
         tasks = os.environ.get("SLURM_NTASKS", "1")
         if _is_started_by_srun() and tasks != "1" and "SLURM_NTASKS_PER_NODE" not in os.environ:
             raise LaunchError(
-                f"You set `--ntasks={tasks}` in your SLURM script, which does not say how many run on each machine. "
+                f"You set `--ntasks={tasks}` in your SLURM script, which leaves open how many run on each machine. "
                 f"Use `--ntasks-per-node={tasks}` instead."
             )
 

@@ -12,7 +12,7 @@ __all__ = ["XLAEnvironment"]
 
 
 class XLAEnvironment(ExternalEnvironment):
-    """What the runtime of `torch_xla` says."""
+    """What the runtime of `torch_xla` reports."""
 
     is_found_by_itself = True
 

@@ -1,23 +1,11 @@
-"""Cluster environments: what a scheduler says of the processes of a run."""
+"""Cluster environments: the same as for Fabric."""
 
 from __future__ import annotations
 
-from drivetrain.compat.lightning.fabric.plugins.environments.cluster_environment import ClusterEnvironment
-from drivetrain.compat.lightning.fabric.plugins.environments.kubeflow import KubeflowEnvironment
-from drivetrain.compat.lightning.fabric.plugins.environments.lightning import LightningEnvironment
-from drivetrain.compat.lightning.fabric.plugins.environments.lsf import LSFEnvironment
-from drivetrain.compat.lightning.fabric.plugins.environments.mpi import MPIEnvironment
-from drivetrain.compat.lightning.fabric.plugins.environments.slurm import SLURMEnvironment
-from drivetrain.compat.lightning.fabric.plugins.environments.torchelastic import TorchElasticEnvironment
-from drivetrain.compat.lightning.fabric.plugins.environments.xla import XLAEnvironment
+from typing import Any
 
-__all__ = [
-    "ClusterEnvironment",
-    "KubeflowEnvironment",
-    "LSFEnvironment",
-    "LightningEnvironment",
-    "MPIEnvironment",
-    "SLURMEnvironment",
-    "TorchElasticEnvironment",
-    "XLAEnvironment",
-]
+from drivetrain.compat.lightning.fabric.plugins import environments
+
+
+def __getattr__(name: str) -> Any:
+    return getattr(environments, name)

@@ -1,0 +1,37 @@
+"""What a run takes for loaders, shows to hooks and begins with, as Lightning's does."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager
+from typing import Any
+
+from drivetrain.callbacks.stage import Stage
+from drivetrain.compat.lightning.pytorch.trainer.checkpoint_view import with_lightnings_names
+from drivetrain.data.combined import is_structure
+from drivetrain.trainer import Task
+from drivetrain.trainer import Trainer as CoreTrainer
+from drivetrain.trainer.state.progress import Phase
+
+
+class LightningConventions(CoreTrainer):
+    """`drivetrain.Trainer` with Lightning's conventions, which the mirror's Trainer is made of."""
+
+    def on_task_placed(self, task: Task) -> None:
+        """Let a verb begin without gradients."""
+        task.zero_grad()
+
+    def holds_loaders(self, given: Any) -> bool:
+        """Whether what was given or made is several loaders: a list is, unless it holds numbers or strings."""
+        return is_structure(given) and bool(given)
+
+    def shown_to_hooks(self, state: dict[str, Any]) -> AbstractContextManager[dict[str, Any]]:
+        """Show hooks the names that a checkpoint has there."""
+        return with_lightnings_names(state)
+
+    @property
+    def is_last_batch(self) -> bool:
+        """Whether the last batch of an epoch is under way, or was the last that there was."""
+        current, progress = self.current, self.progress
+        if current.stage is Stage.TRAIN and current.batch_info is not None:
+            return super().is_last_batch
+        return progress.phase > Phase.BATCHES or (not progress.batches_in_epoch and current.last_epoch[0] > 0)

@@ -1,0 +1,105 @@
+"""What hooks of Lightning's scripts are called with, in which order, and what they see of a checkpoint."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from drivetrain.compat.lightning.pytorch import Callback, Trainer, __version__
+from drivetrain.compat.lightning.pytorch.demos.boring_classes import BoringModel
+
+OF_TASK = (
+    *("setup", "teardown", "on_before_batch_transfer", "on_train_batch_start", "training_step", "optimizer_zero_grad"),
+    *("backward", "clip_gradients", "configure_gradient_clipping", "optimizer_step", "lr_scheduler_step", "train"),
+    *(
+        "on_train_batch_end",
+        "zero_grad",
+        "on_validation_batch_start",
+        "validation_step",
+        "on_validation_batch_end",
+        "on_validation_model_zero_grad",
+    ),
+)
+OF_CALLBACK = ("setup", "on_train_batch_end", "on_validation_batch_start", "state_dict", "on_save_checkpoint")
+
+
+def recorded(owner: Any, names: tuple[str, ...], calls: list[Any]) -> Any:
+    """The owner, whose methods write down what they were called with once they are over."""
+
+    def record(name: str, method: Any) -> Any:
+        def run(*args: Any, **kwargs: Any) -> Any:
+            result = method(*args, **kwargs)
+            shown = [each for each in args if isinstance(each, int) or each is None]
+            calls.append((name, *shown, *kwargs.items()))
+            return result
+
+        return run
+
+    for name in names:
+        setattr(owner, name, record(name, getattr(owner, name)))
+    return owner
+
+
+def trainer(folder: Path, *callbacks: Any) -> Any:
+    quiet = {"enable_progress_bar": False, "enable_model_summary": False, "logger": False, "num_sanity_val_steps": 0}
+    limits = {"limit_train_batches": 1, "limit_val_batches": 1, "max_epochs": 1}
+    return Trainer(default_root_dir=folder, accelerator="cpu", callbacks=[*callbacks], **quiet, **limits)
+
+
+def test_hooks_are_called_as_lightning_calls_them(tmp_path: Path) -> None:
+    calls: list[Any] = []
+    callback = recorded(Callback(), OF_CALLBACK, calls)
+    trainer(tmp_path, callback).fit(recorded(BoringModel(), OF_TASK, calls))
+    unclipped = ("gradient_clip_val", None), ("gradient_clip_algorithm", None)
+    assert calls == [
+        ("setup", ("stage", "fit")),
+        ("setup", ("stage", "fit")),
+        ("zero_grad",),
+        ("on_before_batch_transfer", 0),
+        ("on_train_batch_start", 0),
+        ("training_step", 0),
+        ("optimizer_zero_grad", 0, 0),
+        ("backward",),
+        ("clip_gradients", *unclipped),
+        ("configure_gradient_clipping", *unclipped),
+        ("optimizer_step", 0, 0),
+        ("lr_scheduler_step", None),
+        ("on_train_batch_end", 0),
+        ("on_train_batch_end", 0),
+        ("zero_grad",),
+        ("on_validation_model_zero_grad",),
+        ("train", False),
+        ("on_before_batch_transfer", 0),
+        ("on_validation_batch_start", 0),
+        ("on_validation_batch_start", 0),
+        ("validation_step", 0),
+        ("on_validation_batch_end", 0),
+        ("state_dict",),
+        ("on_save_checkpoint",),
+        ("teardown", ("stage", "fit")),
+    ]
+
+
+def test_hooks_see_a_checkpoint_by_lightnings_names_and_what_they_add_comes_back(tmp_path: Path) -> None:
+    seen: list[Any] = []
+
+    class Notes(Callback):
+        def on_save_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
+            seen.append(set(checkpoint))
+            checkpoint["note"] = torch.ones(1)
+
+        def on_load_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
+            seen.append(set(checkpoint))
+            seen.append((checkpoint.pop("note").item(), checkpoint["pytorch-lightning_version"]))
+
+    names = {"callbacks", "epoch", "global_step", "lr_schedulers", "optimizer_states", "state_dict", "loops"}
+    names |= {"pytorch-lightning_version"}
+    first = trainer(tmp_path, Notes())
+    first.fit(BoringModel())
+    again = trainer(tmp_path, Notes())
+    again.fit_loop.max_epochs = 2
+    again.fit(BoringModel(), ckpt_path=first.checkpoint_callback.best_model_path)
+    assert seen[:3] == [names, names | {"note"}, (1.0, __version__)]
+    assert (again.current_epoch, again.global_step) == (2, 2)
