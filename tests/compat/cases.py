@@ -78,8 +78,8 @@ _ON_CPU = (
 )
 _NUMBERED = (
     "On two processes denoising-diffusion-pytorch does not flip pictures at random: with the original, the workers of "
-    "all processes draw the same numbers, with ours each its own. The original does not split the Trainer's batches, so "
-    "it gets half of ours; and it numbers CPUs (`cpu:0`), to which torch loads no file until it is taught to."
+    "all processes draw the same numbers, with ours each its own. The original does not split the Trainer's batches: "
+    "it gets half of ours. It numbers CPUs (`cpu:0`), to which torch loads no file until it is taught to."
 )
 
 
