@@ -76,6 +76,11 @@ _ON_CPU = (
     "The original trains with DDP where FSDP or DeepSpeed is asked for on a CPU; ours shards there too, and the losses "
     "are equal."
 )
+_NUMBERED = (
+    "On two processes denoising-diffusion-pytorch does not flip pictures at random: with the original, the workers of "
+    "all processes draw the same numbers, with ours each its own. The original does not split the Trainer's batches: "
+    "it gets half of ours. It numbers CPUs (`cpu:0`), to which torch loads no file until it is taught to."
+)
 
 
 def _features(processes: int, *names: str, **differing: Any) -> list[Program]:
@@ -122,6 +127,9 @@ PROGRAMS = (
     Program("diffusers_unconditional.py", _NOISE, 1),
     Program("diffusers_unconditional.py", _NOISE, 2),
     Program("denoising_diffusion.py", _DENOISING, 1),
+    Program(
+        "denoising_diffusion.py", _DENOISING, 2, ("unflipped", "split"), ("unflipped", "numbered"), reason=_NUMBERED
+    ),
     Program("clm_no_trainer.py", _CLM, 1),
     Program("clm_no_trainer.py", _CLM, 2),
     Program("images.py", _IMAGES, 1),

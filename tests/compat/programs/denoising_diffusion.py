@@ -39,7 +39,7 @@ def trainer(steps: int, losses: list[float]) -> Trainer:
     return Trainer(
         diffusion,
         pictures(),
-        train_batch_size=8,
+        train_batch_size=16 if "split" in options() else 8,
         train_lr=1e-3,
         train_num_steps=steps,
         gradient_accumulate_every=2,
