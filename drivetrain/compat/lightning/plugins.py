@@ -357,7 +357,7 @@ def shown_as(precision: str) -> str:
     """Return Lightning's name of a number format.
 
     Args:
-        precision: drivetrain's.
+        precision: The name in drivetrain.
     """
     return SPELLINGS.get(precision, precision)
 
