@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from drivetrain.compat.lightning.plugins import Precision, plugin_of, shown_as
 from drivetrain.runtime.collectives import broadcast, broadcast_object_list, gather, reduce
+from drivetrain.runtime.errors import ConfigurationError
 from drivetrain.runtime.groups import gather_with_gradients
 from drivetrain.runtime.nested import send_to_device
 from drivetrain.runtime.state import PartialState
@@ -21,6 +22,17 @@ if TYPE_CHECKING:
     from drivetrain.strategies import Strategy
 
 _REDUCTIONS = {"avg": "mean"}
+
+
+def _checked(environment: Any) -> ClusterEnvironment | None:
+    from drivetrain.compat.lightning.fabric.plugins.environments import ClusterEnvironment
+
+    if environment is None or isinstance(environment, ClusterEnvironment):
+        return environment
+    raise ConfigurationError(
+        f"cluster_environment={environment!r} is no cluster environment. Give an object of a class derived from "
+        "lightning.fabric.plugins.environments.ClusterEnvironment, or leave it out: the launcher's variables are found."
+    )
 
 
 class StrategyMembers:
@@ -42,11 +54,14 @@ class StrategyMembers:
 
         Args:
             given: The arguments of the strategy.
+
+        Raises:
+            ConfigurationError: The cluster environment is something else.
         """
         plugin = given.get("precision_plugin") or given.get("precision")
         if plugin is not None:
             self.precision_plugin, self.given_precision = plugin, plugin.precision
-        self.cluster_environment = given.get("cluster_environment")
+        self.cluster_environment = _checked(given.get("cluster_environment"))
 
     @property
     def root_device(self) -> torch.device:
