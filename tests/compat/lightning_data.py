@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import os
 import struct
+import subprocess
+import sys
 import zipfile
 from io import BytesIO
 from pathlib import Path
 
 import numpy as np
+
+from tests.compat.running import APART
+from tests.pool import ROOT
 
 ARCHIVE = "cats_and_dogs_filtered.zip"
 TEXT = "a model reads the next word of every line and learns which one comes after it"
@@ -76,10 +82,17 @@ def weights(folder: Path, file: str = "resnet50-11ad3fa6.pth", name: str = "resn
         file: The name of the file.
         name: The model in torchvision.
     """
-    import torch
-    from torchvision.models import get_model
-
     place = folder / "hub" / "checkpoints"
     place.mkdir(parents=True)
-    torch.manual_seed(0)
-    torch.save(get_model(name).state_dict(), place / file)
+    script = (
+        "import sys, torch\n"
+        "from tests.compat.beside_lightning import let_torchvision_be_imported\n"
+        "let_torchvision_be_imported()\n"
+        "from torchvision.models import get_model\n"
+        "torch.manual_seed(0)\n"
+        "torch.save(get_model(sys.argv[1]).state_dict(), sys.argv[2])\n"
+    )
+    # A process of its own: torchvision lies apart, and must not be found by other tests.
+    path = os.pathsep.join([str(ROOT), APART, os.environ.get("PYTHONPATH", "")])
+    command = [sys.executable, "-c", script, name, str(place / file)]
+    subprocess.run(command, check=True, env={**os.environ, "PYTHONPATH": path})
