@@ -192,6 +192,8 @@ PROGRAMS = (
         ),
         _TWO,
         checkout=EXAMPLES,
+        versions="Lightning 2.6.6, torchvision 0.28.0",
+        equal_on=(1,),
     ),
     LightningProgram(
         "hydra_template",
