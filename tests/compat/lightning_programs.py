@@ -218,6 +218,7 @@ PROGRAMS = (
         "pytorch-forecasting's temporal fusion transformer: fit, validate, load, predict",
         "forecasting_tft.py",
         {"pytorch-forecasting": "pytorch_forecasting"},
+        versions="pytorch-forecasting 1.8.0",
     ),
     LightningProgram(
         "neuralforecast_nhits",
@@ -235,6 +236,7 @@ PROGRAMS = (
         {"segmentation-models-pytorch": "segmentation_models_pytorch"},
         package="pytorch_lightning",
         versions="segmentation-models-pytorch 0.6.0",
+        equal_on=(1, 2),
     ),
     *(
         LightningProgram(
@@ -249,7 +251,7 @@ PROGRAMS = (
         for kind, name, versions in (
             ("classification", "ClassificationTask", "torchgeo 0.8.1"),
             ("regression", "RegressionTask", ""),
-            ("segmentation", "SemanticSegmentationTask", ""),
+            ("segmentation", "SemanticSegmentationTask", "torchgeo 0.8.1"),
         )
     ),
 )
