@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import io
+import random
+import sys
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -11,9 +13,11 @@ import pytest
 
 from drivetrain.callbacks import ModelSummary, RichModelSummary, RichProgressBar
 from drivetrain.callbacks.support import rich_package
+from drivetrain.callbacks.support.rich_package import require_rich
 from drivetrain.runtime.errors import ConfigurationError
 from drivetrain.trainer.trainer import Trainer
 from tests.callbacks.tasks import Scripted, numbers
+from tests.pool import run_in_processes
 
 pytestmark = pytest.mark.skipif(find_spec("rich") is None, reason="needs rich")
 
@@ -79,3 +83,16 @@ def test_without_rich_they_say_how_to_install_it(make: Any, monkeypatch: pytest.
     monkeypatch.setattr(rich_package, "find_spec", lambda name: None)
     with pytest.raises(ConfigurationError, match=r'pip install "drivetrain\[rich\]"'):
         make()
+
+
+def draw_after_import() -> float:
+    for name in [name for name in sys.modules if name.split(".")[0] == "rich"]:
+        del sys.modules[name]
+    random.seed(0)
+    require_rich("A bar")
+    assert "rich.style" in sys.modules
+    return random.random()
+
+
+def test_importing_rich_draws_no_random_number() -> None:
+    assert run_in_processes(draw_after_import, 1) == [random.Random(0).random()]

@@ -163,6 +163,7 @@ PROGRAMS = (
         options={"max_epochs": 4},
         versions="Lightning 2.6.6, gymnasium 1.4.0",
         checkout=EXAMPLES,
+        equal_on=(1, 2),
     ),
     LightningProgram(
         "ppo",

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import random
+from importlib import import_module
 from importlib.util import find_spec
 
 from drivetrain.runtime.errors import ConfigurationError
 
 
 def require_rich(owner: str) -> None:
-    """Raise where rich is not installed.
+    """Import rich, which draws a random number as it is imported: Python's generator is put back to where it was.
 
     Args:
         owner: What needs it.
@@ -18,3 +20,6 @@ def require_rich(owner: str) -> None:
     """
     if find_spec("rich") is None:
         raise ConfigurationError(f'{owner} needs rich, which is not installed: pip install "drivetrain[rich]".')
+    state = random.getstate()
+    import_module("rich.style")
+    random.setstate(state)

@@ -9,6 +9,7 @@ from typing import Any
 from drivetrain.callbacks import Callback, ModelSummary, RichModelSummary
 from drivetrain.callbacks import ModelCheckpoint as CoreModelCheckpoint
 from drivetrain.callbacks import TQDMProgressBar as CoreProgressBar
+from drivetrain.callbacks.support.rich_package import require_rich
 from drivetrain.compat.lightning.fabric.utilities.registry import made_by_entry_points
 from drivetrain.compat.lightning.pytorch.callbacks.model_checkpoint import ModelCheckpoint
 from drivetrain.compat.lightning.pytorch.callbacks.progress.tqdm_progress import TQDMProgressBar
@@ -46,6 +47,7 @@ def _replaced(added: Callback, has_rich: bool) -> Callback:
     if type(added) is CoreProgressBar and not has_rich:
         return TQDMProgressBar.by_default()
     if type(added) is CoreProgressBar:
+        require_rich("RichProgressBar")
         # Imports rich, which is installed on wish.
         from drivetrain.compat.lightning.pytorch.callbacks.progress.rich_progress import RichProgressBar
 
