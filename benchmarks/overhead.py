@@ -4,8 +4,9 @@
     python benchmarks/overhead.py --rounds 40 --json overhead.json
 
 Linear(32, 2), batches of 4, SGD, one thread, on the CPU. Every contender trains the same model on the same batches for
-the same number of steps; the time is taken between two forwards, so what comes before and after the loop does not
-count. See benchmarks/README.md.
+the same number of steps, in turn with the bare loop, a hundred steps at a time, so that what slows the machine down
+slows both; the time is taken between two forwards, so what comes before and after the loop does not count. See
+benchmarks/README.md.
 """
 
 from __future__ import annotations
@@ -26,7 +27,17 @@ import click
 import torch
 import torch.nn.functional as F
 from tables import as_table
-from timing import Clock, Comparison, compare, on_terminal, quietly, version_of, without_garbage_collection
+from timing import (
+    Clock,
+    Comparison,
+    Turns,
+    compare_pairs,
+    on_terminal,
+    quietly,
+    run_in_turn,
+    version_of,
+    without_garbage_collection,
+)
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -312,16 +323,26 @@ def make_data(kind: str, steps: int) -> Any:
     return Batches(zip(x.split(BATCH), y.split(BATCH), strict=True))
 
 
-def measure_with(
-    contender: Callable[[Clock, Any], None], data: Any, warmup: int, steps: int, now: Callable[[], float]
-) -> Callable[[], float]:
-    def measure() -> float:
-        clock = Clock(warmup, steps, now)
+def measure_beside(
+    contender: Callable[[Clock, Any], None], data: Any, lengths: tuple[int, int, int], now: Callable[[], float]
+) -> Callable[[], tuple[float, float]]:
+    """What runs the bare loop and a contender in turn, and returns the time of a step of each.
+
+    Args:
+        contender: The contender.
+        data: What both train on.
+        lengths: Steps of warm-up, timed steps, and timed steps of a turn.
+        now: What tells the time.
+    """
+
+    def measure() -> tuple[float, float]:
+        turns = Turns()
+        clocks = [Clock(turns, number, *lengths, now=now) for number in (0, 1)]
         torch.manual_seed(0)
         with quietly(), warnings.catch_warnings(), without_garbage_collection():
             warnings.simplefilter("ignore")
-            contender(clock, data)
-        return clock.microseconds_per_step
+            run_in_turn(turns, lambda: contender(clocks[0], data), lambda: bare_loop(clocks[1], data))
+        return clocks[1].microseconds_per_step, clocks[0].microseconds_per_step
 
     return measure
 
@@ -344,6 +365,7 @@ def report(results: list[Comparison], versions: dict[str, str], data: str, clock
 @click.option("--rounds", default=20, show_default=True, help="How often each contender is measured.")
 @click.option("--steps", default=500, show_default=True, help="Timed steps of each measurement.")
 @click.option("--warmup", default=50, show_default=True, help="Steps before them.")
+@click.option("--turn", default=100, show_default=True, help="Steps that a contender and the bare loop run in turn.")
 @click.option("--data", type=click.Choice(["list", "loader"]), default="list", show_default=True)
 @click.option(
     "--clock",
@@ -355,13 +377,20 @@ def report(results: list[Comparison], versions: dict[str, str], data: str, clock
 @click.option("--only", multiple=True, help="A part of a contender's name; can be given several times.")
 @click.option("--json", "json_file", type=click.Path(path_type=Path), help="Write the figures there too.")
 def main(
-    rounds: int, steps: int, warmup: int, data: str, clock: str, only: tuple[str, ...], json_file: Path | None
+    rounds: int,
+    steps: int,
+    warmup: int,
+    turn: int,
+    data: str,
+    clock: str,
+    only: tuple[str, ...],
+    json_file: Path | None,
 ) -> None:
     torch.set_num_threads(1)
     now = {"wall": time.perf_counter, "cpu": time.process_time}[clock]
     for name in ("lightning", "lightning.pytorch", "lightning.fabric", "accelerate", "transformers", "ignite"):
         logging.getLogger(name).setLevel(logging.ERROR)
-    batches = make_data(data, warmup + steps + 1)
+    batches = make_data(data, Clock.steps_of(warmup, steps, turn))
     chosen, versions = {}, {}
     for name, (module, run) in CONTENDERS.items():
         if only and not any(part.lower() in name.lower() for part in only):
@@ -370,8 +399,8 @@ def main(
             print(f"{name}: left out, {module} is not installed. `make bench` installs what is compared.")
             continue
         versions[name] = version_of(DISTRIBUTIONS.get(module, module))
-        chosen[name] = measure_with(run, batches, warmup, steps, now)
-    results = compare(measure_with(bare_loop, batches, warmup, steps, now), chosen, rounds)
+        chosen[name] = measure_beside(run, batches, (warmup, steps, turn), now)
+    results = compare_pairs(chosen, rounds)
     print(report(results, versions, data, clock, steps))
     if json_file is not None:
         figures = [{**each.as_dict(), "version": versions[each.name], "unit": "µs per step"} for each in results]

@@ -12,43 +12,136 @@ import struct
 import subprocess
 import sys
 import termios
+import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from importlib import metadata
 from time import perf_counter
 
+import torch
+
+
+class Turns:
+    """Lets two loops, each in a thread of its own, run in turn: what slows the machine down slows both down."""
+
+    def __init__(self) -> None:
+        self._may_run = (threading.Semaphore(1), threading.Semaphore(0))
+        self._has_ended = [False, False]
+
+    def begin(self, number: int) -> None:
+        """Wait for the first turn.
+
+        Args:
+            number: Which of the two loops, 0 or 1.
+        """
+        self._may_run[number].acquire()
+
+    def pass_on(self, number: int) -> None:
+        """Let the other loop run, and wait until it is this one's turn again.
+
+        Args:
+            number: Which of the two loops asks.
+        """
+        if not self._has_ended[1 - number]:
+            self._may_run[1 - number].release()
+            self._may_run[number].acquire()
+
+    def end(self, number: int) -> None:
+        """Leave the rest to the other loop.
+
+        Args:
+            number: Which of the two loops has ended.
+        """
+        self._has_ended[number] = True
+        self._may_run[1 - number].release()
+
 
 class Clock:
-    """Notes the time at the first and the last of a number of steps, once the steps before them have warmed up.
+    """Adds up the time of steps that run in turn with those of another loop, some steps at a time.
+
+    The time runs from one forward to another, so the last step needs one more.
 
     Args:
-        warmup: steps that are not timed.
-        steps: steps that are.
-        now: what tells the time, in seconds: `perf_counter`, or `process_time` where other programs run too.
+        turns: What the two loops share.
+        number: Which of the two this is.
+        warmup: Steps before the first turn that is timed.
+        steps: Steps that are timed, in all turns together.
+        turn: Steps of a turn that are timed.
+        now: What tells the time, in seconds: `perf_counter`, or `process_time` where other programs run too.
     """
 
-    def __init__(self, warmup: int, steps: int, now: Callable[[], float] = perf_counter) -> None:
-        self._now = now
-        self.warmup, self.steps = warmup, steps
-        self.total = warmup + steps + 1  # the time runs from one forward to another, so one more is needed
+    SETTLING = 5  # steps at the start of a turn that are not timed: what the other loop has left in caches
+
+    def __init__(
+        self, turns: Turns, number: int, warmup: int, steps: int, turn: int, now: Callable[[], float] = perf_counter
+    ) -> None:
+        self._turns, self._number, self._now = turns, number, now
+        self._warmup, self._turn = warmup, turn
+        self._steps = -(-steps // turn) * turn
+        self.total = self.steps_of(warmup, steps, turn)
         self._next = 0
-        self._start = self._stop = 0.0
+        self._start = self._elapsed = 0.0
+
+    @classmethod
+    def steps_of(cls, warmup: int, steps: int, turn: int) -> int:
+        """How many steps a loop must run.
+
+        Args:
+            warmup: As above.
+            steps: As above.
+            turn: As above.
+        """
+        return warmup + -(-steps // turn) * (turn + cls.SETTLING) + 1
 
     def tick(self) -> None:
         """Called in each forward."""
-        count = self._next
-        self._next = count + 1
-        if count == self.warmup:
+        count = self._next - self._warmup
+        self._next += 1
+        if count < 0:
+            return
+        position = count % (self._turn + self.SETTLING)
+        if position == self.SETTLING:
             self._start = self._now()
-        elif count == self.warmup + self.steps:
-            self._stop = self._now()
+        elif position == 0:
+            if count:
+                self._elapsed += self._now() - self._start
+            if self._next < self.total:
+                self._turns.pass_on(self._number)
 
     @property
     def microseconds_per_step(self) -> float:
         """The time between two forwards."""
         if self._next < self.total:
             raise RuntimeError(f"only {self._next} of {self.total} steps were run")
-        return (self._stop - self._start) / self.steps * 1e6
+        return self._elapsed / self._steps * 1e6
+
+
+def run_in_turn(turns: Turns, first: Callable[[], None], second: Callable[[], None]) -> None:
+    """Run two loops that share `turns`: the first in this thread, the second in another one.
+
+    Args:
+        turns: What their clocks share.
+        first: Runs the one, whose number is 0.
+        second: Runs the other, whose number is 1.
+    """
+
+    def run_second() -> None:
+        torch.set_num_threads(1)  # each thread has its own number
+        turns.begin(1)
+        try:
+            second()
+        finally:
+            turns.end(1)
+
+    with ThreadPoolExecutor(1) as other:
+        done = other.submit(run_second)
+        turns.begin(0)
+        try:
+            first()
+        finally:
+            turns.end(0)
+        done.result()
 
 
 @dataclass
@@ -99,10 +192,27 @@ def compare(
         rounds: how often.
         warmups: rounds before them whose results are thrown away.
     """
+
+    def both(measure: Callable[[], float]) -> Callable[[], tuple[float, float]]:
+        return lambda: (base(), measure())
+
+    return compare_pairs({name: both(measure) for name, measure in contenders.items()}, rounds, warmups)
+
+
+def compare_pairs(
+    contenders: dict[str, Callable[[], tuple[float, float]]], rounds: int, warmups: int = 1
+) -> list[Comparison]:
+    """Measure every contender in turn, in each round, together with the base line.
+
+    Args:
+        contenders: what measures the base line and each contender once, by the contender's name.
+        rounds: how often.
+        warmups: rounds before them whose results are thrown away.
+    """
     results = [Comparison(name, [], []) for name in contenders]
     for number in range(-warmups, rounds):
         for result, measure in zip(results, contenders.values(), strict=True):
-            pair = base(), measure()
+            pair = measure()
             if number >= 0:
                 result.base.append(pair[0])
                 result.own.append(pair[1])

@@ -9,6 +9,7 @@ import runpy
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -136,16 +137,41 @@ def run_without_ignite() -> None:
     run_benchmark("overhead.py", *short, "--only", "Ignite", "--only", "drivetrain Accelerator")
 
 
-def test_the_clock_times_the_steps_between_two_forwards() -> None:
-    clock_type = runpy.run_path(str(BENCHMARKS / "timing.py"))["Clock"]
-    seconds = iter([10.0, 10.5])
-    clock = clock_type(warmup=3, steps=5, now=lambda: next(seconds))
+def test_the_clock_times_the_steps_between_two_forwards_but_for_the_first_of_a_turn() -> None:
+    timing = SimpleNamespace(**runpy.run_path(str(BENCHMARKS / "timing.py")))
+    turns = timing.Turns()
+    turns.end(1)  # so that this clock's turn does not end
+    seconds = iter([10.0, 10.5, 20.0, 21.0])
+    clock = timing.Clock(turns, 0, warmup=3, steps=7, turn=5, now=lambda: next(seconds))
+    assert clock.total == timing.Clock.steps_of(3, 7, 5) == 3 + 2 * (5 + clock.SETTLING) + 1
     for _ in range(clock.total - 1):
         clock.tick()
-    with pytest.raises(RuntimeError, match="only 8 of 9 steps"):
+    with pytest.raises(RuntimeError, match="only 23 of 24 steps"):
         _ = clock.microseconds_per_step
     clock.tick()
-    assert clock.microseconds_per_step == pytest.approx(0.1e6)
+    assert clock.microseconds_per_step == pytest.approx(0.15e6)
+
+
+def test_two_loops_run_in_turn_and_one_that_fails_leaves_the_rest_to_the_other() -> None:
+    timing = SimpleNamespace(**runpy.run_path(str(BENCHMARKS / "timing.py")))
+    turns, order = timing.Turns(), []
+
+    def loop(number: int, fails_at: int | None = None) -> None:
+        clock = timing.Clock(turns, number, warmup=1, steps=4, turn=2)
+        for step in range(clock.total):
+            if step == fails_at:
+                raise ValueError("in the middle")
+            clock.tick()
+            order.append(number)
+
+    timing.run_in_turn(turns, lambda: loop(0), lambda: loop(1))
+    turn = 2 + timing.Clock.SETTLING
+    assert order == [0] + [1] + [0] * turn + [1] * turn + [0] * turn + [0] + [1] * turn + [1]
+    turns = timing.Turns()
+    order.clear()
+    with pytest.raises(ValueError, match="in the middle"):
+        timing.run_in_turn(turns, lambda: loop(0, fails_at=3), lambda: loop(1))
+    assert order.count(1) == 2 + 2 * turn
 
 
 def test_a_comparison_pairs_each_measurement_with_the_base_line_right_before_it() -> None:
