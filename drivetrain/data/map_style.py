@@ -9,7 +9,7 @@ from itertools import chain, islice
 from typing import Any, NamedTuple
 
 import torch
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, default_collate
 
 from drivetrain.data.batch_info import BatchInfo
 from drivetrain.data.configuration import DataShard
@@ -30,6 +30,7 @@ from drivetrain.data.seeding import (
     is_deterministic_collate,
 )
 from drivetrain.data.sharding import Head, Layout, shard_batches
+from drivetrain.data.whole_batches import WholeBatches, reads_at_once
 from drivetrain.runtime.collectives import gather_object
 from drivetrain.runtime.errors import ConfigurationError, DataError
 from drivetrain.runtime.logging import get_logger
@@ -100,6 +101,11 @@ class MapReader:
                 collate_fn=as_is,
                 worker_init_fn=ShowUsersDataset(loader.worker_init_fn),
             )
+        read = reads_at_once(loader.dataset) if batched and loader.collate_fn is default_collate else None
+        if read is not None:
+            whole = WholeBatches(loader.dataset, read)
+            shown = ShowUsersDataset(loader.worker_init_fn)
+            return rebuilt(loader, whole, batch_sampler=self._stream, collate_fn=as_is, worker_init_fn=shown)
         if batched:
             return rebuilt(loader, loader.dataset, batch_sampler=self._stream)
         return rebuilt(loader, loader.dataset, batch_size=None, sampler=self._stream)

@@ -1,0 +1,188 @@
+"""Batches of datasets in memory, read at once rather than sample by sample, with the same result."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import ConcatDataset, Dataset, StackDataset, Subset, TensorDataset, default_collate
+
+Read = Callable[[Sequence[int]], Any]
+"""Returns what collating the samples of some indices gives."""
+
+
+class NotAtOnce(Exception):
+    """These samples have to be read one by one."""
+
+
+class WholeBatches(Dataset[Any]):
+    """A dataset that gives collated batches: the samples are not made.
+
+    Args:
+        dataset: The user's dataset.
+        read: What `reads_at_once` found for it.
+    """
+
+    def __init__(self, dataset: Any, read: Read) -> None:
+        self.dataset, self._read = dataset, read
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _again, (self.dataset,)  # to a worker that is spawned
+
+    def __getitems__(self, indices: Sequence[int]) -> Any:
+        try:
+            return self._read(indices)
+        except (NotAtOnce, IndexError, TypeError, ValueError, RuntimeError):
+            # Read as torch's loader does; where the indices are wrong, with the error that it raises.
+            return default_collate(self._samples(indices))
+
+    def _samples(self, indices: Sequence[int]) -> list[Any]:
+        if getattr(self.dataset, "__getitems__", None):
+            samples: list[Any] = self.dataset.__getitems__(indices)
+            return samples
+        return [self.dataset[index] for index in indices]
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+
+def _again(dataset: Any) -> WholeBatches:
+    read = reads_at_once(dataset)
+    if read is None:
+        raise TypeError(f"A {type(dataset).__name__} is not read by the batch.")
+    return WholeBatches(dataset, read)
+
+
+def reads_at_once(dataset: Any) -> Read | None:
+    """What reads a batch of a dataset at once; None where a sample is made by code of the user's, or is no tensor.
+
+    Read at once are tensors, `TensorDataset`, numpy arrays, `StackDataset`, `Subset` and `ConcatDataset` of such, and
+    datasets of the package `datasets` in torch's format. What a dataset holds is looked up for each batch, so it may
+    be changed between two of them.
+
+    Args:
+        dataset: A map-style dataset.
+    """
+    find = _KINDS.get(type(dataset))
+    if find is not None:
+        return find(dataset)
+    if type(dataset).__module__ == "datasets.arrow_dataset" and dataset.format["type"] == "torch":
+        return lambda indices: _columns(dataset, indices)
+    return None
+
+
+def _of_tensor(tensor: Tensor) -> Read | None:
+    return lambda indices: _rows(tensor, _as_index(indices))
+
+
+def _of_tensors(dataset: Any) -> Read | None:
+    def read(indices: Sequence[int]) -> list[Tensor]:
+        index = _as_index(indices)
+        return [_rows(tensor, index) for tensor in dataset.tensors]
+
+    return read
+
+
+def _of_array(array: Any) -> Read | None:
+    if array.dtype.kind not in "biuf" or array.ndim == 0:
+        return None
+
+    def read(indices: Sequence[int]) -> Tensor:
+        # Numbers by themselves take another way through collate, which settles their dtype.
+        return torch.as_tensor(array[np.asarray(_checked(indices))]) if array.ndim > 1 else _numbers(array, indices)
+
+    return read
+
+
+def _numbers(array: Any, indices: Sequence[int]) -> Tensor:
+    collated: Tensor = default_collate([array[index] for index in indices])
+    return collated
+
+
+def _of_subset(dataset: Any) -> Read | None:
+    inner = reads_at_once(dataset.dataset)
+    return inner and (lambda indices: inner([dataset.indices[index] for index in indices]))
+
+
+def _of_stack(dataset: Any) -> Read | None:
+    parts = dataset.datasets
+    if isinstance(parts, dict):
+        by_name = {name: reads_at_once(part) for name, part in parts.items()}
+        return _all_of(by_name.values()) and (lambda indices: {name: read(indices) for name, read in by_name.items()})
+    reads = [reads_at_once(part) for part in parts]
+    return _all_of(reads) and (lambda indices: [read(indices) for read in reads])
+
+
+def _of_concatenation(dataset: Any) -> Read | None:
+    reads = [reads_at_once(part) for part in dataset.datasets]
+    return _all_of(reads) and (lambda indices: _concatenated(reads, dataset.cumulative_sizes, indices))
+
+
+def _all_of(reads: Any) -> bool | None:
+    return all(read is not None for read in reads) or None
+
+
+def _concatenated(reads: Sequence[Any], ends: Sequence[int], indices: Sequence[int]) -> Any:
+    """The rows of several datasets, in the order of their indices in the whole."""
+    wanted: dict[int, tuple[list[int], list[int]]] = {}
+    for position, index in enumerate(_checked(indices)):
+        part = bisect_right(ends, index)
+        places, within = wanted.setdefault(part, ([], []))
+        places.append(position)
+        within.append(index - (ends[part - 1] if part else 0))
+    read = [reads[part](within) for part, (_, within) in wanted.items()]
+    if len(read) == 1:
+        return read[0]
+    order = [position for places, _ in wanted.values() for position in places]
+    return _joined(read, torch.tensor(order).argsort())
+
+
+def _joined(parts: list[Any], order: Tensor) -> Any:
+    first = parts[0]
+    if isinstance(first, Tensor):
+        if any(part.dtype != first.dtype or part.shape[1:] != first.shape[1:] for part in parts):
+            raise NotAtOnce
+        return torch.cat(parts).index_select(0, order)
+    if any(type(part) is not type(first) or len(part) != len(first) for part in parts):
+        raise NotAtOnce
+    if isinstance(first, dict):
+        return {name: _joined([part[name] for part in parts], order) for name in first}
+    return [_joined(list(each), order) for each in zip(*parts, strict=True)]
+
+
+def _columns(dataset: Any, indices: Sequence[int]) -> dict[str, Any]:
+    columns: dict[str, Any] = dataset[list(indices)]
+    if not all(isinstance(column, Tensor) for column in columns.values()):
+        raise NotAtOnce
+    return dict(columns)
+
+
+def _rows(tensor: Tensor, index: Tensor) -> Tensor:
+    if tensor.layout is not torch.strided or type(tensor) is not Tensor:
+        raise NotAtOnce
+    return tensor.index_select(0, index if tensor.device.type == "cpu" else index.to(tensor.device))
+
+
+def _as_index(indices: Sequence[int]) -> Tensor:
+    return torch.tensor(_checked(indices))
+
+
+def _checked(indices: Sequence[int]) -> Sequence[int]:
+    """The indices, where they are numbers from 0: others mean something else to each kind of dataset."""
+    if not indices or min(indices) < 0 or type(indices[0]) is not int:
+        raise NotAtOnce
+    return indices
+
+
+_KINDS: dict[type, Callable[[Any], Read | None]] = {
+    Tensor: _of_tensor,
+    TensorDataset: _of_tensors,
+    np.ndarray: _of_array,
+    Subset: _of_subset,
+    StackDataset: _of_stack,
+    ConcatDataset: _of_concatenation,
+}

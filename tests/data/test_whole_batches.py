@@ -1,0 +1,150 @@
+"""Batches of datasets in memory are read at once, and are those of torch's own loader to the last bit."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.utils.data import (
+    ConcatDataset,
+    DataLoader,
+    Dataset,
+    StackDataset,
+    Subset,
+    TensorDataset,
+    default_collate,
+    random_split,
+)
+
+from drivetrain.data import DataShard, prepare_loader
+from drivetrain.data.whole_batches import WholeBatches, reads_at_once
+
+ROWS = 23
+
+
+def tensors() -> TensorDataset:
+    generator = torch.Generator().manual_seed(0)
+    images = torch.randn(ROWS, 3, 4, 5, generator=generator).to(memory_format=torch.channels_last)
+    return TensorDataset(images, torch.arange(ROWS), torch.rand(ROWS, generator=generator, dtype=torch.float64) > 0.5)
+
+
+def arrays() -> np.ndarray[Any, Any]:
+    return np.arange(ROWS * 2, dtype=np.float32).reshape(ROWS, 2)
+
+
+def part_of_tensors() -> Any:
+    return random_split(tensors(), [10, 13], torch.Generator().manual_seed(1))[1]
+
+
+DATASETS = {
+    "tensors": tensors,
+    "a tensor": lambda: tensors().tensors[0],
+    "numbers in a tensor": lambda: torch.arange(ROWS),
+    "an array": arrays,
+    "numbers in an array": lambda: np.arange(ROWS, dtype=np.int16),
+    "a part": part_of_tensors,
+    "a part of a part": lambda: Subset(part_of_tensors(), [3, 3, 0, 11]),
+    "two one after the other": lambda: ConcatDataset([tensors(), part_of_tensors(), tensors()]),
+    "two side by side": lambda: StackDataset(tensors(), arrays()),
+    "two by name": lambda: StackDataset(x=arrays(), y=torch.arange(ROWS)),
+    "stacks one after the other": lambda: ConcatDataset([StackDataset(x=arrays(), y=torch.arange(ROWS))] * 2),
+}
+
+
+def assert_same(one: Any, other: Any) -> None:
+    assert type(one) is type(other)
+    if isinstance(one, torch.Tensor):
+        assert one.dtype == other.dtype
+        assert one.stride() == other.stride()
+        assert torch.equal(one, other)
+    elif isinstance(one, dict):
+        assert list(one) == list(other)
+        for name in one:
+            assert_same(one[name], other[name])
+    else:
+        assert len(one) == len(other)
+        for pair in zip(one, other, strict=True):
+            assert_same(*pair)
+
+
+@pytest.mark.parametrize("name", DATASETS)
+@settings(max_examples=30, deadline=None)
+@given(data=st.data())
+def test_a_batch_read_at_once_is_that_of_its_samples(name: str, data: st.DataObject) -> None:
+    dataset = DATASETS[name]()
+    read = reads_at_once(dataset)
+    assert read is not None
+    size = len(dataset)
+    indices = data.draw(st.lists(st.integers(-size, size - 1), min_size=1, max_size=9))
+    assert_same(WholeBatches(dataset, read).__getitems__(indices), default_collate([dataset[each] for each in indices]))
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+@pytest.mark.parametrize("name", ["tensors", "a part", "two one after the other"])
+def test_an_epoch_in_random_order_is_that_of_torchs_loader(name: str, num_workers: int) -> None:
+    def epoch(prepared: bool) -> list[Any]:
+        generator = torch.Generator().manual_seed(5)
+        loader = DataLoader(DATASETS[name](), 4, shuffle=True, generator=generator, num_workers=num_workers)
+        return list(prepare_loader(loader, shard=DataShard()) if prepared else loader)
+
+    assert_same(epoch(prepared=True), epoch(prepared=False))
+
+
+def test_no_sample_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(TensorDataset, "__getitem__", None)
+    assert len(list(prepare_loader(DataLoader(part_of_tensors(), 4), shard=DataShard()))) == 4
+
+
+def test_what_a_dataset_holds_may_change_between_two_batches() -> None:
+    dataset = tensors()
+    part = Subset(dataset, [0, 1])
+    loader = prepare_loader(DataLoader(part, 2), shard=DataShard())
+    list(loader)
+    dataset.tensors, part.indices = (torch.arange(ROWS),), [5, 6]
+    assert_same(list(loader), [[torch.tensor([5, 6])]])
+
+
+class Doubled(TensorDataset):
+    def __getitem__(self, index: int) -> Any:
+        return tuple(2 * each for each in super().__getitem__(index))
+
+
+class Listed(Dataset[Any]):
+    def __getitem__(self, index: int) -> int:
+        return index
+
+
+@pytest.mark.parametrize(
+    "dataset",
+    [
+        Doubled(torch.arange(3)),
+        Listed(),
+        [1, 2],
+        Subset(Listed(), [0]),
+        ConcatDataset([tensors(), Doubled(torch.ones(3))]),
+    ],
+    ids=["a class of its own", "code", "a list", "a part of code", "partly code"],
+)
+def test_what_code_of_the_users_makes_is_read_by_the_sample(dataset: Any) -> None:
+    assert reads_at_once(dataset) is None
+
+
+def test_a_wrong_index_is_the_error_that_torch_raises() -> None:
+    loader = prepare_loader(DataLoader(tensors(), sampler=[0, ROWS]), shard=DataShard())
+    with pytest.raises(IndexError, match=f"index {ROWS} is out of bounds"):
+        list(loader)
+
+
+def test_a_collate_function_of_the_users_gets_samples() -> None:
+    loader = prepare_loader(DataLoader(tensors(), 4, collate_fn=len), shard=DataShard())
+    assert list(loader) == [4] * 5 + [3]
+
+
+@pytest.mark.parametrize("context", ["fork", "spawn"])
+def test_workers_read_batches_too(context: str) -> None:
+    loader = DataLoader(part_of_tensors(), 4, num_workers=1, multiprocessing_context=context)
+    assert_same(list(prepare_loader(loader, shard=DataShard())), list(loader))
