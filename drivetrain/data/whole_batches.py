@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -104,26 +104,35 @@ def _numbers(array: Any, indices: Sequence[int]) -> Tensor:
 
 
 def _of_subset(dataset: Any) -> Read | None:
-    inner = reads_at_once(dataset.dataset)
-    return inner and (lambda indices: inner([dataset.indices[index] for index in indices]))
+    read = reads_at_once(dataset.dataset)
+    if read is None:
+        return None
+    return lambda indices: read([dataset.indices[index] for index in indices])
 
 
 def _of_stack(dataset: Any) -> Read | None:
     parts = dataset.datasets
-    if isinstance(parts, dict):
-        by_name = {name: reads_at_once(part) for name, part in parts.items()}
-        return _all_of(by_name.values()) and (lambda indices: {name: read(indices) for name, read in by_name.items()})
-    reads = [reads_at_once(part) for part in parts]
-    return _all_of(reads) and (lambda indices: [read(indices) for read in reads])
+    named = isinstance(parts, dict)
+    reads = _reads_of(parts.values() if named else parts)
+    if reads is None:
+        return None
+    if named:
+        return lambda indices: {name: read(indices) for name, read in zip(parts, reads, strict=True)}
+    return lambda indices: [read(indices) for read in reads]
 
 
 def _of_concatenation(dataset: Any) -> Read | None:
-    reads = [reads_at_once(part) for part in dataset.datasets]
-    return _all_of(reads) and (lambda indices: _concatenated(reads, dataset.cumulative_sizes, indices))
+    reads = _reads_of(dataset.datasets)
+    if reads is None:
+        return None
+    return lambda indices: _concatenated(reads, dataset.cumulative_sizes, indices)
 
 
-def _all_of(reads: Any) -> bool | None:
-    return all(read is not None for read in reads) or None
+def _reads_of(parts: Iterable[Any]) -> list[Read] | None:
+    """What reads each of some datasets; None where one of them is read by the sample."""
+    reads = [reads_at_once(part) for part in parts]
+    known = [read for read in reads if read is not None]
+    return known if len(known) == len(reads) else None
 
 
 def _concatenated(reads: Sequence[Any], ends: Sequence[int], indices: Sequence[int]) -> Any:
