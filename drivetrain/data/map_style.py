@@ -30,13 +30,22 @@ from drivetrain.data.seeding import (
     is_deterministic_collate,
 )
 from drivetrain.data.sharding import Head, Layout, shard_batches
-from drivetrain.data.whole_batches import WholeBatches, reads_at_once
+from drivetrain.data.whole_batches import Read, WholeBatches, bytes_of, reads_at_once
 from drivetrain.runtime.collectives import gather_object
 from drivetrain.runtime.errors import ConfigurationError, DataError
 from drivetrain.runtime.logging import get_logger
 from drivetrain.runtime.seeds import sample_seed
 
 logger = get_logger(__name__)
+
+HANDED_OVER = 4 << 20  # bytes of a batch up to which reading it takes less time than handing it over
+WITHOUT_WORKERS: dict[str, Any] = {
+    "num_workers": 0,
+    "persistent_workers": False,
+    "prefetch_factor": None,
+    "multiprocessing_context": None,
+    "timeout": 0,
+}
 
 
 class IndexStream:
@@ -103,12 +112,28 @@ class MapReader:
             )
         read = reads_at_once(loader.dataset) if batched and loader.collate_fn is default_collate else None
         if read is not None:
+            changes: dict[str, Any] = {"worker_init_fn": ShowUsersDataset(loader.worker_init_fn)}
+            if self._needs_no_workers(read):
+                changes = WITHOUT_WORKERS
             whole = WholeBatches(loader.dataset, read)
-            shown = ShowUsersDataset(loader.worker_init_fn)
-            return rebuilt(loader, whole, batch_sampler=self._stream, collate_fn=as_is, worker_init_fn=shown)
+            return rebuilt(loader, whole, batch_sampler=self._stream, collate_fn=as_is, **changes)
         if batched:
             return rebuilt(loader, loader.dataset, batch_sampler=self._stream)
         return rebuilt(loader, loader.dataset, batch_size=None, sampler=self._stream)
+
+    def _needs_no_workers(self, read: Read) -> bool:
+        """Whether workers could only take time: a batch is read faster than it is handed over."""
+        loader, order = self._loader, self.order
+        if not loader.num_workers or not order.draws_at_once or loader.worker_init_fn is not None:
+            return False
+        if not len(loader.dataset) or bytes_of(read([0])) * (order.batch_size or 0) > HANDED_OVER:  # type: ignore[arg-type]
+            return False
+        logger.info_once(
+            "num_workers=%d starts none for a loader whose samples are in memory: a batch of them is read at once, "
+            "in less time than it takes to get one from a worker.",
+            loader.num_workers,
+        )
+        return True
 
     def restart(self) -> None:
         """Let the next iteration be as the first one: with new workers, where these stay."""
@@ -141,7 +166,8 @@ class MapReader:
             self._stream.begin = lambda: requests.made_from(
                 up_to(order.batches(order.plain_iterator()), limit), infos, epoch, length=length
             )
-            self._inner.generator = self._loader.generator
+            # Torch draws a seed for workers when it starts them.
+            self._inner.generator = torch.Generator() if self._workers_are_there else self._loader.generator
         else:
             if together:
                 start = start.agreed()

@@ -75,6 +75,17 @@ def reads_at_once(dataset: Any) -> Read | None:
     return None
 
 
+def bytes_of(batch: Any) -> int:
+    """Bytes of the tensors in a batch that was read at once.
+
+    Args:
+        batch: The batch.
+    """
+    if isinstance(batch, Tensor):
+        return batch.numel() * batch.element_size()
+    return sum(map(bytes_of, batch.values() if isinstance(batch, dict) else batch))
+
+
 def _of_tensor(tensor: Tensor) -> Read | None:
     return lambda indices: _rows(tensor, _as_index(indices))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 from typing import Any
 
 import numpy as np
@@ -83,15 +84,46 @@ def test_a_batch_read_at_once_is_that_of_its_samples(name: str, data: st.DataObj
     assert_same(WholeBatches(dataset, read).__getitems__(indices), default_collate([dataset[each] for each in indices]))
 
 
-@pytest.mark.parametrize("num_workers", [0, 2])
-@pytest.mark.parametrize("name", ["tensors", "a part", "two one after the other"])
-def test_an_epoch_in_random_order_is_that_of_torchs_loader(name: str, num_workers: int) -> None:
-    def epoch(prepared: bool) -> list[Any]:
-        generator = torch.Generator().manual_seed(5)
-        loader = DataLoader(DATASETS[name](), 4, shuffle=True, generator=generator, num_workers=num_workers)
-        return list(prepare_loader(loader, shard=DataShard()) if prepared else loader)
+@pytest.mark.parametrize("options", [{}, {"num_workers": 2}, {"num_workers": 1, "persistent_workers": True}])
+@pytest.mark.parametrize("own_generator", [True, False])
+def test_two_epochs_in_random_order_draw_what_torchs_loader_draws(options: dict[str, Any], own_generator: bool) -> None:
+    def epochs(prepared: bool) -> list[Any]:
+        torch.manual_seed(7)
+        generator = torch.Generator().manual_seed(5) if own_generator else None
+        loader: Any = DataLoader(part_of_tensors(), 4, shuffle=True, generator=generator, **options)
+        if prepared:
+            loader = prepare_loader(loader, shard=DataShard())
+        return [[*loader, torch.rand(2)], [*loader, torch.rand(2)]]
 
-    assert_same(epoch(prepared=True), epoch(prepared=False))
+    assert_same(epochs(prepared=True), epochs(prepared=False))
+
+
+def started(**options: Any) -> int:
+    """How many workers a prepared loader of tensors starts."""
+    loader = prepare_loader(
+        DataLoader(options.pop("dataset", tensors()), 4, num_workers=1, **options), shard=DataShard()
+    )
+    before = len(multiprocessing.active_children())
+    iterator = iter(loader)
+    next(iterator)
+    return len(multiprocessing.active_children()) - before
+
+
+def test_workers_that_could_only_take_time_are_left_out() -> None:
+    assert started() == 0
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"worker_init_fn": torch.manual_seed},
+        {"sampler": iter([0, 1, 2, 3])},
+        {"dataset": TensorDataset(torch.ones(4, 1 << 19))},
+    ],
+    ids=["code of the user's in them", "draws that may come later", "large batches"],
+)
+def test_workers_stay_where_something_may_need_them(options: dict[str, Any]) -> None:
+    assert started(**options) == 1
 
 
 def test_no_sample_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -146,5 +178,6 @@ def test_a_collate_function_of_the_users_gets_samples() -> None:
 
 @pytest.mark.parametrize("context", ["fork", "spawn"])
 def test_workers_read_batches_too(context: str) -> None:
-    loader = DataLoader(part_of_tensors(), 4, num_workers=1, multiprocessing_context=context)
+    large = Subset(TensorDataset(torch.rand(6, 1 << 19)), [5, 0, 3, 1])
+    loader = DataLoader(large, 3, num_workers=1, multiprocessing_context=context)
     assert_same(list(prepare_loader(loader, shard=DataShard())), list(loader))
