@@ -120,7 +120,9 @@ class TaskFiles(nn.Module):
                 f"Only in it: {found.unexpected_keys or 'none'}."
             )
         if not weights:
-            logger.warning(f"{source} holds no weights of {type(self).__name__}.")
+            logger.warning(
+                f"The state dict in {source} contains no parameters, so {type(self).__name__} has those it was made with."
+            )
 
     # the forward in other tools' formats
 

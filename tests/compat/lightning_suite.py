@@ -275,6 +275,7 @@ LEFT_OUT = {
     "test_lightning_optimizer.py::test_lightning_optimizer_manual_optimization_and_accumulated_gradients": (
         "replaces the step of torch's optimizer, and expects what the mock returned"
     ),
+    "test_saving.py::test_load_from_checkpoint_blocks_untrusted_instantiator": WORDING,
     "test_saving.py::test_load_from_checkpoint_allows_lightning_instantiator": "replaces a function of Lightning's own",
     "test_profiler.py::test_profile_callbacks": "expects that a hook is called which nothing overrides",
     "test_profiler.py::test_pytorch_profiler_describe": "is expected to fail with Lightning itself",

@@ -12,6 +12,7 @@ import torch
 
 from drivetrain.compat.absent import AbsentNameError
 from drivetrain.compat.lightning.fabric.utilities.rank_zero import rank_zero_deprecation, rank_zero_warn
+from drivetrain.compat.lightning.fabric.utilities.warnings import warn_by_warnings
 from drivetrain.compat.lightning.pytorch.unpickling import UnpicklesWhereAsked
 from drivetrain.runtime.errors import ConfigurationError
 from drivetrain.trainer import Task
@@ -47,7 +48,8 @@ class LightningModule(UnpicklesWhereAsked, Task):
         if file is not None and not os.path.isfile(file):
             rank_zero_warn(f"There are no hyper-parameters in {os.fspath(file)}: the saved ones are taken.")
             del kwargs["hparams_file"]
-        return super().load_from_checkpoint(checkpoint_path, *args, **kwargs)
+        with warn_by_warnings():
+            return super().load_from_checkpoint(checkpoint_path, *args, **kwargs)
 
     def on_validation_model_zero_grad(self) -> None:
         """Free the gradients before a validation in `fit`, also of a module that optimizes by hand."""

@@ -1,0 +1,340 @@
+"""Whole epochs of small but real work, beside the plain loop, the same loop tuned by hand, and other frameworks.
+
+    python benchmarks/throughput.py
+    python benchmarks/throughput.py --only tabular --rounds 10 --json throughput.json
+
+One process and one thread on the CPU. Every contender trains the same model from the same weights on the same samples
+in the same order, with AdamW and gradients clipped to a norm of 1; its losses must be those of the plain loop. See
+benchmarks/README.md.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import io
+import json
+import logging
+import tokenize
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from time import perf_counter
+from typing import Any, NamedTuple
+
+import click
+import torch
+from tables import as_table
+from timing import Comparison, compare, quietly, without_garbage_collection
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.data import DataLoader, Dataset, TensorDataset
+
+LEARNING_RATE, LARGEST_NORM = 1e-3, 1.0
+TOLERANCE = 5e-6
+FRAMEWORKS = ("lightning", "lightning.pytorch", "accelerate")
+
+
+class Workload(NamedTuple):
+    """What is trained.
+
+    Attributes:
+        make_model: Makes the model.
+        make_dataset: Makes the samples.
+        batch_size: Samples of a step.
+        loss_of: The loss of a model on a batch.
+    """
+
+    make_model: Callable[[], nn.Module]
+    make_dataset: Callable[[], Dataset[Any]]
+    batch_size: int
+    loss_of: Callable[[nn.Module, Any], Tensor]
+
+    def make_loader(self) -> DataLoader[Any]:
+        generator = torch.Generator().manual_seed(1)
+        return DataLoader(self.make_dataset(), self.batch_size, shuffle=True, generator=generator, drop_last=True)
+
+    def make_optimizer(self, model: nn.Module, **options: Any) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(model.parameters(), LEARNING_RATE, **options)
+
+
+# The workloads.
+
+
+def samples(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def make_table() -> Dataset[Any]:
+    x = samples(60_000, 32)
+    return TensorDataset(x, (x @ samples(32, 10, seed=1)).argmax(1))
+
+
+def make_perceptron() -> nn.Module:
+    return nn.Sequential(nn.Linear(32, 128), nn.ReLU(), nn.Linear(128, 128), nn.ReLU(), nn.Linear(128, 10))
+
+
+class Augmented(Dataset[Any]):
+    """Images that are flipped and shifted at random."""
+
+    def __init__(self, count: int) -> None:
+        self.images, self.labels = samples(count, 3, 32, 32), torch.arange(count) % 10
+
+    def __len__(self) -> int:
+        return len(self.images)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        image = F.pad(self.images[index], (4, 4, 4, 4))
+        top, left, flips = torch.randint(9, (3,)).tolist()
+        image = image[:, top : top + 32, left : left + 32]
+        return image.flip(2) if flips % 2 else image, self.labels[index]
+
+
+def make_convolutions() -> nn.Module:
+    return nn.Sequential(
+        nn.Conv2d(3, 16, 3, padding=1),
+        nn.BatchNorm2d(16),
+        nn.ReLU(),
+        nn.MaxPool2d(2),
+        nn.Conv2d(16, 32, 3, padding=1),
+        nn.BatchNorm2d(32),
+        nn.ReLU(),
+        nn.AdaptiveAvgPool2d(1),
+        nn.Flatten(),
+        nn.Linear(32, 10),
+    )
+
+
+class Windows(Dataset[Any]):
+    """Parts of a text, and the characters that follow: the source of Python's own tokenizer."""
+
+    def __init__(self, count: int, length: int = 64) -> None:
+        text = Path(tokenize.__file__).read_bytes()
+        self.codes = torch.tensor(list(text[: count + length + 1])) % 128
+        self.count, self.length = count, length
+
+    def __len__(self) -> int:
+        return self.count
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        window = self.codes[index : index + self.length + 1]
+        return window[:-1], window[1:]
+
+
+class CharacterModel(nn.Module):
+    """A transformer of 0.8 million parameters."""
+
+    def __init__(self, width: int = 128, layers: int = 4, length: int = 64) -> None:
+        super().__init__()
+        self.characters, self.positions = nn.Embedding(128, width), nn.Embedding(length, width)
+        block = nn.TransformerEncoderLayer(width, 4, 4 * width, dropout=0.0, batch_first=True, norm_first=True)
+        self.blocks = nn.TransformerEncoder(block, layers, enable_nested_tensor=False)
+        self.head = nn.Linear(width, 128)
+        self.register_buffer("mask", nn.Transformer.generate_square_subsequent_mask(length))
+
+    def forward(self, codes: Tensor) -> Tensor:
+        x = self.characters(codes) + self.positions.weight
+        return self.head(self.blocks(x, mask=self.mask, is_causal=True))
+
+
+def make_autoencoder() -> nn.Module:
+    return nn.Sequential(
+        nn.Conv2d(1, 16, 3, stride=2, padding=1),
+        nn.ReLU(),
+        nn.Conv2d(16, 32, 3, stride=2, padding=1),
+        nn.ReLU(),
+        nn.ConvTranspose2d(32, 16, 2, stride=2),
+        nn.ReLU(),
+        nn.ConvTranspose2d(16, 1, 2, stride=2),
+    )
+
+
+def classification(model: nn.Module, batch: Any) -> Tensor:
+    x, y = batch
+    return F.cross_entropy(model(x), y)
+
+
+def next_character(model: nn.Module, batch: Any) -> Tensor:
+    codes, following = batch
+    return F.cross_entropy(model(codes).flatten(0, 1), following.flatten())
+
+
+def reconstruction(model: nn.Module, batch: Any) -> Tensor:
+    (images,) = batch
+    return F.mse_loss(model(images), images)
+
+
+WORKLOADS = {
+    "tabular": Workload(make_perceptron, make_table, 256, classification),
+    "images": Workload(make_convolutions, lambda: Augmented(2_048), 64, classification),
+    "text": Workload(CharacterModel, lambda: Windows(640), 32, next_character),
+    "autoencoder": Workload(make_autoencoder, lambda: TensorDataset(samples(4_096, 1, 28, 28)), 64, reconstruction),
+}
+
+
+# The contenders: each trains an epoch, and returns its seconds and its losses.
+
+Epoch = tuple[float, list[Tensor]]
+
+
+def bare_loop(work: Workload) -> Epoch:
+    return _loop(work, {}, {})
+
+
+def tuned_loop(work: Workload) -> Epoch:
+    return _loop(work, {"fused": True}, {"foreach": True})
+
+
+def _loop(work: Workload, optimizer_options: dict[str, Any], clip_options: dict[str, Any]) -> Epoch:
+    model, loader, losses = work.make_model(), work.make_loader(), []
+    optimizer = work.make_optimizer(model, **optimizer_options)
+    torch.manual_seed(2)
+    start = perf_counter()
+    for batch in loader:
+        optimizer.zero_grad()
+        loss = work.loss_of(model, batch)
+        loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), LARGEST_NORM, **clip_options)
+        optimizer.step()
+        losses.append(loss.detach())
+    return perf_counter() - start, losses
+
+
+def drivetrain_trainer(work: Workload) -> Epoch:
+    import drivetrain
+
+    return _trained(work, drivetrain.Task, drivetrain.Trainer, accelerator="cpu")
+
+
+def lightning_trainer(work: Workload) -> Epoch:
+    import lightning
+
+    return _trained(work, lightning.LightningModule, lightning.Trainer, accelerator="cpu", devices=1)
+
+
+def _trained(work: Workload, kind: Any, trainer: Any, **options: Any) -> Epoch:
+    losses: list[Tensor] = []
+    times: list[float] = []
+
+    class Trained(kind):  # type: ignore[misc]
+        def __init__(self) -> None:
+            super().__init__()
+            self.model = work.make_model()
+
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            loss = work.loss_of(self.model, batch)
+            losses.append(loss.detach())
+            return loss
+
+        def configure_optimizers(self) -> Any:
+            return work.make_optimizer(self.model)
+
+        def on_train_start(self) -> None:
+            torch.manual_seed(2)
+            times.append(perf_counter())
+
+        def on_train_end(self) -> None:
+            times.append(perf_counter())
+
+    off = dict.fromkeys(("logger", "enable_checkpointing", "enable_model_summary", "enable_progress_bar"), False)
+    trainer(max_epochs=1, gradient_clip_val=LARGEST_NORM, **off, **options).fit(Trained(), work.make_loader())
+    return times[1] - times[0], losses
+
+
+def drivetrain_accelerator(work: Workload) -> Epoch:
+    from drivetrain import Accelerator
+
+    return _accelerated(work, Accelerator(cpu=True))
+
+
+def accelerate(work: Workload) -> Epoch:
+    from accelerate import Accelerator
+
+    return _accelerated(work, Accelerator(cpu=True))
+
+
+def _accelerated(work: Workload, accelerator: Any) -> Epoch:
+    model, losses = work.make_model(), []
+    model, optimizer, loader = accelerator.prepare(model, work.make_optimizer(model), work.make_loader())
+    torch.manual_seed(2)
+    start = perf_counter()
+    for batch in loader:
+        optimizer.zero_grad()
+        loss = work.loss_of(model, batch)
+        accelerator.backward(loss)
+        accelerator.clip_grad_norm_(model.parameters(), LARGEST_NORM)
+        optimizer.step()
+        losses.append(loss.detach())
+    return perf_counter() - start, losses
+
+
+# name -> (what must be installed, what runs)
+CONTENDERS: dict[str, tuple[str, Callable[[Workload], Epoch]]] = {
+    "plain loop, tuned by hand": ("torch", tuned_loop),
+    "drivetrain Trainer": ("drivetrain", drivetrain_trainer),
+    "drivetrain Accelerator": ("drivetrain", drivetrain_accelerator),
+    "Lightning Trainer": ("lightning", lightning_trainer),
+    "Accelerate": ("accelerate", accelerate),
+}
+
+
+def measure_with(contender: Callable[[Workload], Epoch], work: Workload, losses: list[Tensor]) -> Callable[[], float]:
+    """What trains an epoch and returns its seconds; the losses of the last one are left in `losses`."""
+
+    def measure() -> float:
+        torch.manual_seed(0)
+        with quietly(), warnings.catch_warnings(), without_garbage_collection():
+            warnings.simplefilter("ignore")
+            seconds, losses[:] = contender(work)
+        return seconds
+
+    return measure
+
+
+def largest_difference(losses: list[Tensor], expected: list[Tensor]) -> float:
+    """Between two runs' losses."""
+    return float((torch.stack(losses) - torch.stack(expected)).abs().max())
+
+
+def measure_workload(name: str, rounds: int) -> tuple[list[Comparison], dict[str, float]]:
+    """Compare all contenders that are installed on a workload; returns that, and how far their losses are apart."""
+    work, expected = WORKLOADS[name], list[Tensor]()
+    losses: dict[str, list[Tensor]] = {}
+    chosen = {}
+    for contender, (module, run) in CONTENDERS.items():
+        if importlib.util.find_spec(module) is not None:
+            losses[contender] = []
+            chosen[contender] = measure_with(run, work, losses[contender])
+    results = compare(measure_with(bare_loop, work, expected), chosen, rounds)
+    return results, {contender: largest_difference(found, expected) for contender, found in losses.items()}
+
+
+@click.command()
+@click.option("--rounds", default=7, show_default=True, help="How often each contender trains an epoch.")
+@click.option(
+    "--only", type=click.Choice(list(WORKLOADS)), multiple=True, help="A workload; can be given several times."
+)
+@click.option("--json", "json_file", type=click.Path(path_type=Path), help="Write the figures there too.")
+def main(rounds: int, only: tuple[str, ...], json_file: Path | None) -> None:
+    torch.set_num_threads(1)
+    for framework in FRAMEWORKS:
+        logging.getLogger(framework).setLevel(logging.ERROR)
+    figures, far = {}, io.StringIO()
+    rows: dict[str, list[str]] = {}
+    for name in only or WORKLOADS:
+        results, apart = measure_workload(name, rounds)
+        for result in results:
+            rows.setdefault(result.name, [result.name]).append(f"{result.ratio:.2f}")
+            if not apart[result.name] <= TOLERANCE:
+                print(f"{name}, {result.name}: losses differ by {apart[result.name]:.1e}", file=far)
+        figures[name] = [{**result.as_dict(), "losses": apart[result.name]} for result in results]
+    print(f"Times the plain loop, whole epochs, {rounds} rounds. torch {torch.__version__}.\n")
+    print(as_table(["", *(f"{name}:" for name in figures)], list(rows.values())))
+    print(far.getvalue() or f"All losses are those of the plain loop to {TOLERANCE:.0e}.")
+    if json_file is not None:
+        json_file.write_text(json.dumps(figures, indent=2))
+    if far.getvalue():
+        raise SystemExit(1)
+
+
+if __name__ == "__main__":
+    main()
