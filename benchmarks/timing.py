@@ -118,30 +118,25 @@ class Clock:
 
 
 def run_in_turn(turns: Turns, first: Callable[[], None], second: Callable[[], None]) -> None:
-    """Run two loops that share `turns`: the first in this thread, the second in another one.
+    """Run two loops that share `turns`, each in a new thread, so that neither has another memory allocator.
 
     Args:
         turns: What their clocks share.
-        first: Runs the one, whose number is 0.
+        first: Runs the one whose number is 0.
         second: Runs the other, whose number is 1.
     """
 
-    def run_second() -> None:
+    def run(number: int, loop: Callable[[], None]) -> None:
         torch.set_num_threads(1)  # each thread has its own number
-        turns.begin(1)
+        turns.begin(number)
         try:
-            second()
+            loop()
         finally:
-            turns.end(1)
+            turns.end(number)
 
-    with ThreadPoolExecutor(1) as other:
-        done = other.submit(run_second)
-        turns.begin(0)
-        try:
-            first()
-        finally:
-            turns.end(0)
-        done.result()
+    with ThreadPoolExecutor(2) as threads:
+        for done in [threads.submit(run, number, loop) for number, loop in enumerate((first, second))]:
+            done.result()
 
 
 @dataclass
@@ -219,6 +214,12 @@ def compare_pairs(
         print(f"\rround {number + 1} of {rounds} ", end="", file=sys.stderr, flush=True)
     print(file=sys.stderr)
     return results
+
+
+def stay_on_one_core() -> None:
+    """Run on one core from now on, where the system lets a program choose: cores differ by what else runs on them."""
+    if hasattr(os, "sched_setaffinity"):
+        os.sched_setaffinity(0, {max(os.sched_getaffinity(0))})
 
 
 @contextlib.contextmanager

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -77,8 +78,16 @@ class OptimizerStep:
     def drive(self, hooks: StepHooks) -> None:
         """Run a driver's hooks in every step from now on; `StepHooks()` ends that."""
         self._hooks = hooks
-        self._run_backward = hooks.run_backward or self._strategy.backward
-        self._optimizer_step = hooks.optimizer_step or self._strategy.optimizer_step
+        strategy, precision = self._strategy, self._precision
+        self._run_backward = hooks.run_backward or strategy.backward
+        self._step_one: Callable[..., bool] = partial(
+            hooks.optimizer_step or strategy.optimizer_step, precision=precision
+        )
+        # What a strategy leaves as it is, is called straight: a step is short, and a call is felt in it.
+        if hooks.run_backward is None and type(strategy).backward is Strategy.backward:
+            self._run_backward = Tensor.backward
+        if hooks.optimizer_step is None and type(strategy).optimizer_step is Strategy.optimizer_step:
+            self._step_one = precision.step
         self._prepare_backward = hooks.prepare_backward
         self._before_backward, self._after_backward = hooks.before_backward, hooks.after_backward
         self._prepares = bool(hooks.before_step) or hooks.clip is not None
@@ -186,7 +195,7 @@ class OptimizerStep:
             optimizer = prepared.optimizer
             if self._prepares:
                 self.prepare_step(optimizer)
-            done = self._optimizer_step(optimizer, self._precision)
+            done = self._step_one(optimizer)
             prepared.step_was_skipped = not done
             prepared.spent = True
             stepped = stepped and done
@@ -208,7 +217,7 @@ class OptimizerStep:
         optimizer = prepared.optimizer
         result: Any = None
         if closure is not None and prepared.needs_closure:
-            done = self._optimizer_step(optimizer, self._precision, self._prepared_closure(optimizer, closure))
+            done = self._step_one(optimizer, closure=self._prepared_closure(optimizer, closure))
         else:
             if closure is not None:
                 with torch.enable_grad():
@@ -217,7 +226,7 @@ class OptimizerStep:
                 self.finish_gradients()
             if self._prepares:
                 self.prepare_step(optimizer)
-            done = self._optimizer_step(optimizer, self._precision)
+            done = self._step_one(optimizer)
         prepared.step_was_skipped = not done
         prepared.spent = True
         prepared.holds_abandoned = False
