@@ -21,6 +21,9 @@ from drivetrain.strategies import Strategy
 from drivetrain.strategies.precision import Precision, overrides
 
 
+_BACKWARD, _OPTIMIZER_STEP = Strategy.backward, Strategy.optimizer_step
+
+
 @dataclass(frozen=True)
 class StepHooks:
     """What a driver runs around the parts of a step; the engine pays for none that is empty.
@@ -84,9 +87,9 @@ class OptimizerStep:
             hooks.optimizer_step or strategy.optimizer_step, precision=precision
         )
         # What a strategy leaves as it is, is called straight: a step is short, and a call is felt in it.
-        if hooks.run_backward is None and type(strategy).backward is Strategy.backward:
+        if hooks.run_backward is None and type(strategy).backward is _BACKWARD:
             self._run_backward = Tensor.backward
-        if hooks.optimizer_step is None and type(strategy).optimizer_step is Strategy.optimizer_step:
+        if hooks.optimizer_step is None and type(strategy).optimizer_step is _OPTIMIZER_STEP:
             self._step_one = precision.step
         self._prepare_backward = hooks.prepare_backward
         self._before_backward, self._after_backward = hooks.before_backward, hooks.after_backward
