@@ -20,7 +20,6 @@ from drivetrain.runtime.errors import ConfigurationError
 from drivetrain.strategies import Strategy
 from drivetrain.strategies.precision import Precision, overrides
 
-
 _BACKWARD, _OPTIMIZER_STEP = Strategy.backward, Strategy.optimizer_step
 
 
