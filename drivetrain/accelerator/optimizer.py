@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from torch.optim import Optimizer
 
 from drivetrain.accelerator.prepared import Prepared, parameters_of
-from drivetrain.strategies import Strategy
+from drivetrain.strategies import Strategy, optimizer_calls
 from drivetrain.strategies.optimizer_proxy import OptimizerProxy, needs_closure
 
 if TYPE_CHECKING:
@@ -59,7 +59,7 @@ class PreparedOptimizer(OptimizerProxy):
         """
         if self.spent or not self._window.holds_gradients:
             self.spent = self.holds_abandoned = False
-            self.optimizer.zero_grad(set_to_none)
+            optimizer_calls.zero_grad(self.optimizer, set_to_none)
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Step, where a window ends.

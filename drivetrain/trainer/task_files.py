@@ -120,9 +120,7 @@ class TaskFiles(nn.Module):
                 f"Only in it: {found.unexpected_keys or 'none'}."
             )
         if not weights:
-            logger.warning(
-                f"The state dict in {source} contains no parameters, so {type(self).__name__} has those it was made with."
-            )
+            logger.warning(f"The state dict in {source} contains no parameters for {type(self).__name__}.")
 
     # the forward in other tools' formats
 

@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 
 from drivetrain.accelerator.step import StepHooks
 from drivetrain.data import BatchInfo
+from drivetrain.strategies.optimizer_calls import drop_gradients
 from drivetrain.trainer.hooks import Hooks, is_overridden
 from drivetrain.trainer.loops.binding import as_taken, bind_step
 from drivetrain.trainer.loops.consumption import counters
@@ -306,30 +307,15 @@ def choose_zero_grad(trainer: Trainer, task: Task, optimizers: list[Optimizer], 
     before = hooks.find("on_before_zero_grad")
     own = is_overridden(task, Task, "optimizer_zero_grad")
     special = any(type(optimizer).zero_grad is not Optimizer.zero_grad for optimizer in optimizers)
-    presence = presence_of(trainer.task_run.model)
+    beside = presence_of(trainer.task_run.model)
     if not (before or own or special):
-        return partial(drop_gradients, optimizers, presence)
+        return partial(drop_gradients, *optimizers, beside=beside)
 
     def zero_grad() -> None:
-        drop_gradients([], presence)
+        drop_gradients(beside=beside)
         for optimizer in optimizers:
             for hook in before:
                 hook(optimizer)
             task.optimizer_zero_grad(trainer.current_epoch, trainer.progress.batches_in_epoch, optimizer)
 
     return zero_grad
-
-
-def drop_gradients(optimizers: list[Optimizer], presence: nn.Parameter | None) -> None:
-    """Do what `zero_grad()` does, without its bookkeeping for profilers.
-
-    Args:
-        optimizers: The bare optimizers.
-        presence: A parameter beside theirs, if there is one.
-    """
-    for optimizer in optimizers:
-        for group in optimizer.param_groups:
-            for parameter in group["params"]:
-                parameter.grad = None
-    if presence is not None:
-        presence.grad = None

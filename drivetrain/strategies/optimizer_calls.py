@@ -1,0 +1,71 @@
+"""An optimizer's `step` and `zero_grad` without what torch does around them for profilers, where none looks.
+
+That takes as long as stepping a small model does.
+"""
+
+from __future__ import annotations
+
+from types import FunctionType
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+from torch.optim import optimizer as torch_optimizer
+
+_profiles = torch._C._autograd._profiler_enabled
+_ZERO_GRAD = Optimizer.zero_grad
+# The hooks that torch runs around the steps of all optimizers.
+_before, _after = torch_optimizer._global_optimizer_pre_hooks, torch_optimizer._global_optimizer_post_hooks
+
+
+def step(optimizer: Optimizer) -> None:
+    """Do what `optimizer.step()` does.
+
+    Args:
+        optimizer: The optimizer; one that somebody has put another `step` or hooks on runs these.
+    """
+    function: Any = type(optimizer).step
+    is_watched = (
+        "step" in optimizer.__dict__
+        or _before
+        or _after
+        or type(function) is not FunctionType
+        or "hooked" not in function.__dict__
+        or optimizer._optimizer_step_pre_hooks
+        or optimizer._optimizer_step_post_hooks
+        or _profiles()
+    )
+    if is_watched:
+        optimizer.step()
+    else:
+        function.__wrapped__(optimizer)
+
+
+def zero_grad(optimizer: Optimizer, set_to_none: bool = True) -> None:
+    """Do what `optimizer.zero_grad()` does.
+
+    Args:
+        optimizer: The optimizer; one that has a `zero_grad` of its own runs that.
+        set_to_none: Whether gradients are freed rather than set to 0.
+    """
+    is_plain = set_to_none and type(optimizer).zero_grad is _ZERO_GRAD and "zero_grad" not in optimizer.__dict__
+    if is_plain and not _profiles():
+        drop_gradients(optimizer)
+    else:
+        optimizer.zero_grad(set_to_none)
+
+
+def drop_gradients(*optimizers: Optimizer, beside: Tensor | None = None) -> None:
+    """Free the gradients of optimizers' parameters.
+
+    Args:
+        *optimizers: The bare optimizers.
+        beside: A further parameter.
+    """
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                parameter.grad = None
+    if beside is not None:
+        beside.grad = None
