@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from drivetrain.runtime.byte_sizes import as_bytes
 from drivetrain.runtime.errors import ConfigurationError
 
 if TYPE_CHECKING:
@@ -18,7 +19,6 @@ if TYPE_CHECKING:
 
 _DTYPES = ("float32", "bfloat16", "float16", "int8", "int4")
 _STRATEGIES = ("ddp", "fsdp", "deepspeed_stage_1", "deepspeed_stage_2", "deepspeed_stage_3", "tp", "cp", "pp")
-_UNITS = ("B", "KB", "MB", "GB", "TB")
 
 
 class EstimateCommand(click.Command):
@@ -182,15 +182,6 @@ def _inference(size: ModelSize, dtypes: Sequence[str]) -> dict[str, dict[str, fl
         }
         for name in dtypes
     }
-
-
-def as_bytes(count: float) -> str:
-    """A number of bytes with three digits or so, such as `1.24 GB` (of 1024 MB)."""
-    for unit in _UNITS[:-1]:
-        if abs(count) < 1024:
-            return f"{count:.4g} {unit}"
-        count /= 1024
-    return f"{count:.4g} {_UNITS[-1]}"
 
 
 def _table(headers: Sequence[str], rows: Sequence[Sequence[str]]) -> None:

@@ -13,9 +13,10 @@ from click.testing import CliRunner
 from safetensors.torch import save_file
 from torch.profiler import ProfilerActivity, profile
 
-from drivetrain.cli.estimate_memory import as_bytes, estimate_memory
+from drivetrain.cli.estimate_memory import estimate_memory
 from drivetrain.cli.memory_model import estimate_training
 from drivetrain.cli.model_size import ModelSize, read_model, size_of_module
+from drivetrain.runtime.byte_sizes import as_bytes
 from drivetrain.runtime.errors import ConfigurationError
 from tests.cli import models
 from tests.pool import run_in_processes

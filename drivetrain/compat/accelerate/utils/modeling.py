@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import re
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -23,6 +22,7 @@ from drivetrain.inference import get_max_layer_size as get_max_layer_size
 from drivetrain.inference import id_tensor_storage as id_tensor_storage
 from drivetrain.inference import named_module_tensors as named_module_tensors
 from drivetrain.inference import retie_parameters as retie_parameters
+from drivetrain.runtime.byte_sizes import parse_bytes
 from drivetrain.runtime.errors import ConfigurationError
 
 __getattr__ = absent_names(
@@ -44,23 +44,7 @@ __getattr__ = absent_names(
         ],
     ),
 )
-
-_UNITS = {"GIB": 2**30, "MIB": 2**20, "KIB": 2**10, "GB": 10**9, "MB": 10**6, "KB": 10**3}
-
-
-def convert_file_size_to_int(size: int | str) -> int:
-    """Bytes from a number or from text such as `"5GB"` or `"500MiB"`.
-
-    Raises:
-        ConfigurationError: It is no size.
-    """
-    if isinstance(size, int):
-        return size
-    match = re.fullmatch(r"\s*([\d.]+)\s*([KMG]I?B)\s*", size.upper())
-    if match is None:
-        raise ConfigurationError(f"{size!r} is no size; give bytes, or text such as '5GB' or '500MiB'.")
-    bits = size.rstrip().endswith("b")  # as Accelerate reads "5Gb"
-    return int(float(match[1]) * _UNITS[match[2]]) // (8 if bits else 1)
+convert_file_size_to_int = parse_bytes
 
 
 def is_peft_model(model: nn.Module) -> bool:
