@@ -208,7 +208,7 @@ def activations_of(
             close()
     except (RuntimeError, NotImplementedError) as error:
         raise ConfigurationError(
-            f"The activations cannot be measured: the model's forward does not run on tensors without values ({error}). "
+            f"The activations cannot be measured: the forward does not run on tensors without values ({error}). "
             "Leave the example inputs out, and keep room for activations in max_memory."
         ) from error
     finally:

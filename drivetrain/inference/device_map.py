@@ -211,8 +211,8 @@ def _warn_of_unused(problem: Problem, placement: Placement) -> None:
         return
     if placement.main is not None and problem.accelerators and problem.budgets[placement.main].kind == "host":
         logger.warning(
-            "insufficient memory: no accelerator has room for the largest block that is kept on the CPU or the disk, so "
-            'those are computed on the CPU. Pass main_device="cpu" where the model is dispatched.'
+            "insufficient memory: no accelerator has room for the largest block that is kept on the CPU or the disk, "
+            'so those are computed on the CPU. Pass main_device="cpu" where the model is dispatched.'
         )
     unused = [str(problem.budgets[room].device) for room in problem.accelerators if room not in placement.places]
     if unused:
@@ -295,6 +295,19 @@ def check_device_map(model: nn.Module, device_map: Mapping[str, Any]) -> None:
             )
 
 
+def check_tied_parameters_on_same_device(tied_params: Sequence[Sequence[str]], device_map: Mapping[str, Any]) -> None:
+    """Warn of weights that are tied, and that a map puts on several devices.
+
+    Args:
+        tied_params: Groups of names, as `find_tied_parameters` returns them.
+        device_map: The map.
+    """
+    for group in tied_params:
+        devices = {name: _device_of(name, device_map) for name in group}
+        if len(set(devices.values())) > 1:
+            logger.warning(f"Tied parameters are on different devices: {devices}. Put them on one.")
+
+
 def _device_of(name: str, device_map: Mapping[str, Any]) -> Any | None:
     """The device of a tensor: that of the longest name that it is within."""
     while name not in device_map and name:
@@ -328,9 +341,7 @@ def resolve_device_map(
             device_map = {"": as_device(device_map)}
         except ConfigurationError as error:
             hint = nearest(str(device_map), DEVICE_MAP_NAMES)
-            raise ConfigurationError(
-                f"{error}{hint} Names of maps: {', '.join(DEVICE_MAP_NAMES)}."
-            ) from None
+            raise ConfigurationError(f"{error}{hint} Names of maps: {', '.join(DEVICE_MAP_NAMES)}.") from None
     check_device_map(model, device_map)
     for name, device in device_map.items():
         if not is_there(as_device(device)):

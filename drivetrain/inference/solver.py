@@ -131,10 +131,8 @@ class Problem:
             if runs_on is not None:
                 activations[runs_on] = max(activations[runs_on], block.activations)
         streamed = [largest + resident if place == placement.main else 0 for place in range(len(self.budgets))]
-        return [
-            Share(*each, limit=budget.limit)
-            for *each, budget in zip(weights, streamed, activations, self.budgets, strict=True)
-        ]
+        limits = [budget.limit for budget in self.budgets]
+        return [Share(*each) for each in zip(weights, streamed, activations, limits, strict=True)]
 
     def fits(self, placement: Placement) -> bool:
         """Whether no device takes more than it has, and what is kept on one is computed on another."""
@@ -379,7 +377,9 @@ def _by_search(problem: Problem, main: int | None, places: list[int]) -> Placeme
     with_activations = any(block.activations for block in blocks)
     if with_activations and main is None:
         search = Search([block.size for block in blocks], limits, fits)
-    solutions = [Placement(tuple(found), main) for found in (search.first(), search.first(largest_first=False)) if found]
+    solutions = [
+        Placement(tuple(found), main) for found in (search.first(), search.first(largest_first=False)) if found
+    ]
     if not solutions:
         return None
     best = min(solutions, key=part.boundaries)
@@ -419,8 +419,8 @@ def refuse(problem: Problem, can_split: bool) -> ConfigurationError:
     total, room = problem.size, sum(budget.limit for budget in problem.budgets)
     if total > room:
         return ConfigurationError(
-            f"The model takes {as_bytes(total)}, but the budgets hold {as_bytes(room)} in all: {as_bytes(total - room)} "
-            f'are short. {ways}; without a limit for "disk" the rest is kept there.'
+            f"The model takes {as_bytes(total)}, but the budgets hold {as_bytes(room)} in all: "
+            f'{as_bytes(total - room)} are short. {ways}; without a limit for "disk" the rest is kept there.'
         )
     computing = [problem.budgets[index] for index in problem.executors]
     largest = max(problem.blocks, key=lambda block: block.streamed + block.activations)
@@ -428,10 +428,12 @@ def refuse(problem: Problem, can_split: bool) -> ConfigurationError:
     has = max(computing, key=lambda budget: budget.limit, default=None)
     if has is None or needed > has.limit:
         limit = 0 if has is None else has.limit
-        where = "no device that computes has a budget" if has is None else f"the largest budget is that of {has.device!r}"
+        where = (
+            "no device that computes has a budget" if has is None else f"the largest budget is that of {has.device!r}"
+        )
         return ConfigurationError(
-            f"{largest.names[0] or 'The model'!r} takes {as_bytes(needed)} on the device that computes it, but {where}, "
-            f"{as_bytes(limit)}: {as_bytes(needed - limit)} are short. Give one device at least {int(needed)} bytes"
+            f"{largest.names[0] or 'The model'!r} takes {as_bytes(needed)} on the device that computes it, but {where}"
+            f", {as_bytes(limit)}: {as_bytes(needed - limit)} are short. Give one device at least {int(needed)} bytes"
             f'{split}, or add "cpu" with that much to max_memory.'
         )
     return ConfigurationError(
