@@ -91,7 +91,7 @@ def estimate_memory(
     from drivetrain.cli.memory_model import estimate_training
     from drivetrain.cli.model_size import ModelSize, read_model, size_of_module
 
-    found = read_model(model, _arguments(kwargs), trust_remote_code)
+    found = read_model(model, parse_arguments(kwargs), trust_remote_code)
     size = found if isinstance(found, ModelSize) else size_of_module(found)
     precisions = precision or ("32", "bf16", "bf16-true")
     chosen = strategy or _STRATEGIES
@@ -125,7 +125,12 @@ def estimate_memory(
     )
 
 
-def _arguments(text: str) -> dict[str, Any]:
+def parse_arguments(text: str) -> dict[str, Any]:
+    """The arguments of a class, from JSON.
+
+    Raises:
+        ConfigurationError: It is no JSON object.
+    """
     try:
         value = json.loads(text)
     except ValueError as error:

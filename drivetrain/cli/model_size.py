@@ -21,6 +21,17 @@ from drivetrain.runtime.errors import ConfigurationError, nearest
 _BITS = {"F64": 64, "I64": 64, "F32": 32, "I32": 32, "F16": 16, "BF16": 16, "I16": 16, "F8_E4M3": 8, "F8_E5M2": 8}
 # The layer that a parameter is in: everything up to the first number in its name.
 _LAYER = re.compile(r"^(.*?\.\d+)\.|^(\d+)\.")
+_DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+}
 _MAX_HEADER = 100 * 2**20
 
 
@@ -59,7 +70,7 @@ def read_model(source: str, kwargs: Mapping[str, Any], trust_remote_code: bool =
     path = Path(source)
     if ":" in source and not path.exists():
         return _from_class(source, kwargs)
-    files = [path] if path.suffix == ".safetensors" else sorted(path.glob("*.safetensors"))
+    files = weight_files(source)
     if files and path.exists():
         return size_of_files(files)
     config = path / "config.json" if path.is_dir() else path
@@ -69,6 +80,12 @@ def read_model(source: str, kwargs: Mapping[str, Any], trust_remote_code: bool =
         f"{source!r} is no model. Give package.module:Class (with --kwargs for its arguments), the config.json of a "
         "transformers model or its folder, or a safetensors file or folder."
     )
+
+
+def weight_files(source: str) -> list[Path]:
+    """The safetensors file or files that a path names."""
+    path = Path(source)
+    return [path] if path.suffix == ".safetensors" else sorted(path.glob("*.safetensors"))
 
 
 def _from_class(source: str, kwargs: Mapping[str, Any]) -> nn.Module:
@@ -157,6 +174,37 @@ def size_of_files(files: Iterable[Path]) -> ModelSize:
             total += count
             bits += count * _BITS.get(entry["dtype"], 8)
     return ModelSize(total, total, matrices, max(layers.values(), default=0), stored=bits // 8)
+
+
+class Layer(nn.Module):
+    """A module that files hold tensors of; layers with a number beside each other repeat."""
+
+
+def skeleton_of_files(files: Iterable[Path]) -> nn.Module:
+    """Modules with the names, shapes and dtypes of the tensors in safetensors files, on the meta device."""
+    root = Layer()
+    for path in files:
+        for name, entry in read_header(path).items():
+            *parents, last = name.split(".")
+            module: nn.Module = root
+            for parent in parents:
+                if parent not in module._modules:
+                    module.add_module(parent, Layer())
+                module = module._modules[parent] or root
+            tensor = torch.empty(entry["shape"], dtype=_DTYPES.get(entry["dtype"], torch.int8), device="meta")
+            module.register_parameter(last, nn.Parameter(tensor, requires_grad=False))
+    return _with_lists(root)
+
+
+def _with_lists(module: nn.Module) -> nn.Module:
+    """The same, with the numbered members of a module in a list, by which repeated blocks are found."""
+    children = {name: _with_lists(child) for name, child in module.named_children()}
+    numbers = sorted(int(name) for name in children if name.isdecimal())
+    if children and numbers == list(range(len(children))) and not module._parameters:
+        return nn.ModuleList(children[str(number)] for number in numbers)
+    for name, child in children.items():
+        setattr(module, name, child)
+    return module
 
 
 def read_header(path: Path) -> dict[str, Any]:

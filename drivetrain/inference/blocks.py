@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -114,7 +115,7 @@ def _group_bytes(group: Sequence[str], tensors: Mapping[str, torch.Tensor], load
     sizes: dict[Any, int] = defaultdict(int)
     for name in group:
         sizes[id_tensor_storage(tensors[name])[:2]] += new_bytes(tensors[name], covered)
-    return int(max(sizes.values()) * dtype_scale(named, tensors[named], loading.dtype, special))
+    return math.ceil(max(sizes.values()) * dtype_scale(named, tensors[named], loading.dtype, special))
 
 
 class _Joined:

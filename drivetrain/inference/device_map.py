@@ -155,27 +155,36 @@ def infer_auto_device_map(
         units = units_of_placement(model, no_split_module_classes)
         activations = activations_of(model, units, example_args, example_kwargs or {}, dtype)
 
-    def attempt(buffers_too: bool, on_host: bool) -> tuple[Problem, Placement | None]:
-        loading = Loading(dtype, special_dtypes, buffers_too)
-        blocks = blocks_of(model, no_split_module_classes, loading, activations)
+    def attempt(buffers_too: bool, on_host: bool, classes: Collection[str] | None) -> tuple[Problem, Placement | None]:
+        blocks = blocks_of(model, classes, Loading(dtype, special_dtypes, buffers_too), activations)
         problem = Problem(blocks, budgets_of(memory))
         return problem, solve(problem, kind, reserve, fallback_allocation, on_host)
 
-    problem, placement = attempt(offload_buffers, on_host=False)
+    problem, placement = attempt(offload_buffers, False, no_split_module_classes)
     if placement is None and not offload_buffers:
-        problem, placement = attempt(True, on_host=False)
+        problem, placement = attempt(True, False, no_split_module_classes)
         if placement is not None:
             _warn_of_buffers(model)
     if placement is None:
-        problem, placement = attempt(offload_buffers, on_host=True)
+        problem, placement = attempt(offload_buffers, True, no_split_module_classes)
+    if fallback_allocation and no_split_module_classes is None and _only_streams(problem, placement):
+        # One device computes all of it, so that blocks can be split between what stays there and what does not.
+        finer = attempt(offload_buffers, False, [])
+        problem, placement = (problem, placement) if finer[1] is None else finer
     if placement is None:
-        raise refuse(problem, can_split=no_split_module_classes is None)
+        raise refuse(problem, units_of_placement(model, []))
     _warn_of_unused(problem, placement)
     found = DeviceMap(_devices(problem, placement), problem, placement)
     if verbose:
         for block in problem.blocks:
             logger.info(explain(problem, placement, block))
     return DeviceMap(clean_device_map(dict(found)), problem, placement) if clean_result else found
+
+
+def _only_streams(problem: Problem, placement: Placement | None) -> bool:
+    """Whether there is one accelerator, and nothing stays on it."""
+    rooms = problem.accelerators
+    return len(rooms) == 1 and (placement is None or rooms[0] not in placement.places)
 
 
 def _warn_of_buffers(model: nn.Module) -> None:

@@ -17,7 +17,7 @@ def as_table(problem: Problem, placement: Placement) -> str:
     rows = [["device", "modules", "weights", "room to stream", "activations", "free after", "of"]]
     shares = problem.shares(placement)
     for place, (budget, share) in enumerate(zip(problem.budgets, shares, strict=True)):
-        if not (share.weights or share.streamed) and math.isinf(budget.limit):
+        if not (share.weights or share.streamed) and budget.kind != "accelerator":
             continue
         counts = (share.weights, share.streamed, share.activations, share.free, budget.limit)
         rows.append([str(budget.device), _modules(problem, placement, place), *map(_bytes, counts)])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Literal, TypeAlias
@@ -407,14 +407,16 @@ def _fill_gaps(problem: Problem, placement: Placement) -> Placement:
     return placement
 
 
-def refuse(problem: Problem, can_split: bool) -> ConfigurationError:
+def refuse(problem: Problem, unsplit: Container[str]) -> ConfigurationError:
     """The error for blocks that no placement holds: which is the largest, how much is short, and what would do.
 
     Args:
         problem: The blocks and the budgets.
-        can_split: Whether blocks are kept whole that could be split.
+        unsplit: Names of what cannot be split.
     """
     ways = "Raise a budget, add another device, or load the model in a smaller dtype"
+    largest = max(problem.blocks, key=lambda block: block.streamed + block.activations)
+    can_split = any(name not in unsplit for name in largest.names)
     split = ", or pass no_split_module_classes=[] so that blocks may be split" if can_split else ""
     total, room = problem.size, sum(budget.limit for budget in problem.budgets)
     if total > room:
@@ -423,7 +425,6 @@ def refuse(problem: Problem, can_split: bool) -> ConfigurationError:
             f'{as_bytes(total - room)} are short. {ways}; without a limit for "disk" the rest is kept there.'
         )
     computing = [problem.budgets[index] for index in problem.executors]
-    largest = max(problem.blocks, key=lambda block: block.streamed + block.activations)
     needed = largest.streamed + largest.activations + sum(block.resident for block in problem.blocks)
     has = max(computing, key=lambda budget: budget.limit, default=None)
     if has is None or needed > has.limit:
