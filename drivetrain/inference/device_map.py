@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Collection, Mapping, Sequence
+from itertools import product
 from typing import Any, get_args
 
 import torch
@@ -84,7 +85,7 @@ class DeviceMap(dict[str, Any]):
         found = [block for block in self._problem.blocks for unit in block.names if _is_within(name, unit)]
         found = found or [block for block in self._problem.blocks for unit in block.names if _is_within(unit, name)]
         if not found:
-            names = [unit for block in self._problem.blocks for unit in block.names]
+            names = {unit[:end] for block in self._problem.blocks for unit in block.names for end in _ends(unit)}
             raise ConfigurationError(f"The model has no module {name!r}.{nearest(name, names)}")
         return "\n".join(explain(self._problem, self._placement, block) for block in dict.fromkeys(found))
 
@@ -94,6 +95,11 @@ class DeviceMap(dict[str, Any]):
 
     def __str__(self) -> str:
         return as_table(self._problem, self._placement)
+
+
+def _ends(name: str) -> list[int]:
+    """Where the names of the modules that a name is within end, and its own."""
+    return [*(index for index, letter in enumerate(name) if letter == "."), len(name)]
 
 
 def _is_within(name: str, module: str) -> bool:
@@ -160,13 +166,12 @@ def infer_auto_device_map(
         problem = Problem(blocks, budgets_of(memory))
         return problem, solve(problem, kind, reserve, fallback_allocation, on_host)
 
-    problem, placement = attempt(offload_buffers, False, no_split_module_classes)
-    if placement is None and not offload_buffers:
-        problem, placement = attempt(True, False, no_split_module_classes)
+    for on_host, buffers_too in product((False, True), dict.fromkeys((offload_buffers, True))):
+        problem, placement = attempt(buffers_too, on_host, no_split_module_classes)
         if placement is not None:
-            _warn_of_buffers(model)
-    if placement is None:
-        problem, placement = attempt(offload_buffers, True, no_split_module_classes)
+            if buffers_too and not offload_buffers:
+                _warn_of_buffers(model)
+            break
     if fallback_allocation and no_split_module_classes is None and _only_streams(problem, placement):
         # One device computes all of it, so that blocks can be split between what stays there and what does not.
         finer = attempt(offload_buffers, False, [])

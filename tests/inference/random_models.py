@@ -132,12 +132,13 @@ class Counted:
 
     def tied_units(self) -> list[list[str]]:
         """Units in groups that share memory."""
-        groups = [([unit], {self.tensors[n].untyped_storage()._cdata for n in names}) for unit, names in self.inside.items()]
         merged: list[tuple[list[str], set[int]]] = []
-        for units, storages in groups:
-            together = [each for each in merged if each[1] & storages]
-            merged = [each for each in merged if not each[1] & storages]
-            merged.append((sum((each[0] for each in together), []) + units, storages.union(*(e[1] for e in together))))
+        for unit, names in self.inside.items():
+            units, storages = [unit], {self.tensors[name].untyped_storage()._cdata for name in names}
+            for each in [each for each in merged if each[1] & storages]:
+                merged.remove(each)
+                units, storages = each[0] + units, each[1] | storages
+            merged.append((units, storages))
         return [units for units, _ in merged]
 
     def fits(self, devices: Mapping[str, Any], main: Any) -> bool:
@@ -170,3 +171,28 @@ class Counted:
             if any(self.fits(devices, main) for main in mains):
                 return True
         return False
+
+
+def units_of(case: Case) -> list[str]:
+    """The parts that are placed: modules without others inside or kept whole, and tensors beside modules."""
+    repeated = {"Pair"} if _repeats_pairs(case.model) else set()
+    kept_whole = repeated if case.no_split_module_classes is None else set(case.no_split_module_classes)
+    names: list[str] = []
+
+    def visit(name: str, module: nn.Module) -> None:
+        children = list(module.named_children())
+        if not children or type(module).__name__ in kept_whole:
+            names.append(name)
+            return
+        before = f"{name}." if name else ""
+        own = [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]
+        names.extend(before + key for key, _ in own)
+        for key, child in children:
+            visit(before + key, child)
+
+    visit("", case.model)
+    return names
+
+
+def _repeats_pairs(model: nn.Module) -> bool:
+    return sum(isinstance(child, Pair) for child in model.children()) > 1
