@@ -291,7 +291,7 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
   static int index(c10::Device device) { return device.has_index() ? device.index() : current_device; }
   static StreamKey key(const c10::Stream& given) { return {given.device_index(), given.id()}; }
   static c10::Stream stream(c10::Device device, c10::StreamId id) {
-    return {c10::Stream::UNSAFE, c10::Device(kSim, static_cast<c10::DeviceIndex>(index(device))), id};
+    return c10::Stream(c10::Stream::UNSAFE, c10::Device(kSim, static_cast<c10::DeviceIndex>(index(device))), id);
   }
 };
 
