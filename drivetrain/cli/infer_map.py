@@ -1,4 +1,4 @@
-"""`drivetrain infer-map`: where the modules of a model go on devices that need not be there."""
+"""`drivetrain infer-map`: a place for each module of a model, on devices that need not be there."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def infer_map(
     html: Path | None,
     as_json: bool,
 ) -> None:
-    """Find where the modules of MODEL go on accelerators with the given memory, on the CPU and on the disk.
+    """Place the modules of MODEL on accelerators with the given memory, on the CPU and on the disk.
 
     MODEL is package.module:Class, the config.json of a transformers model or its folder, or a safetensors file or
     folder. Nothing is downloaded, and no weights are allocated.

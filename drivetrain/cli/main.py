@@ -39,7 +39,7 @@ _COMMANDS = {
     ),
     "infer-map": (
         "drivetrain.cli.infer_map:infer_map",
-        "Find where a model's modules go on devices with the given memory.",
+        "Place a model's modules on devices with the given memory.",
     ),
     "slurm": (
         "drivetrain.cli.slurm:slurm",

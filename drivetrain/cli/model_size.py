@@ -188,9 +188,9 @@ def skeleton_of_files(files: Iterable[Path]) -> nn.Module:
             *parents, last = name.split(".")
             module: nn.Module = root
             for parent in parents:
-                if parent not in module._modules:
+                if not hasattr(module, parent):
                     module.add_module(parent, Layer())
-                module = module._modules[parent] or root
+                module = module.get_submodule(parent)
             tensor = torch.empty(entry["shape"], dtype=_DTYPES.get(entry["dtype"], torch.int8), device="meta")
             module.register_parameter(last, nn.Parameter(tensor, requires_grad=False))
     return _with_lists(root)
@@ -200,7 +200,7 @@ def _with_lists(module: nn.Module) -> nn.Module:
     """The same, with the numbered members of a module in a list, by which repeated blocks are found."""
     children = {name: _with_lists(child) for name, child in module.named_children()}
     numbers = sorted(int(name) for name in children if name.isdecimal())
-    if children and numbers == list(range(len(children))) and not module._parameters:
+    if children and numbers == list(range(len(children))) and not list(module.parameters(recurse=False)):
         return nn.ModuleList(children[str(number)] for number in numbers)
     for name, child in children.items():
         setattr(module, name, child)

@@ -297,7 +297,7 @@ class _Filling:
         return places
 
     def around(self, fixed: dict[int, int]) -> list[int | None]:
-        """Put the blocks of `fixed` where it says, and others beside their predecessor, else where there is room."""
+        """Put the blocks of `fixed` in their rooms, and others beside their predecessor, else where there is room."""
         for index, room in fixed.items():
             self.put(room, self.blocks[index])
         places: list[int | None] = []

@@ -14,10 +14,6 @@ from pathlib import Path
 SOURCE = Path(__file__).with_name("device.cpp")
 
 
-OLDEST = (2, 9)
-"""The first torch whose interfaces for devices `device.cpp` is written to."""
-
-
 class CannotBuild(Exception):
     """What is missing on this machine to build it."""
 
@@ -26,10 +22,6 @@ def library() -> Path:
     """The library, which is built if it is not there yet (a minute or two)."""
     import torch
 
-    if tuple(map(int, torch.__version__.split(".")[:2])) < OLDEST:
-        raise CannotBuild(
-            f"needs torch {OLDEST[0]}.{OLDEST[1]} for the simulated device, and this is {torch.__version__}"
-        )
     key = hashlib.sha256(SOURCE.read_bytes())
     key.update("\0".join((torch.__version__, sys.version, platform.machine())).encode())
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "drivetrain-tests"
