@@ -17,8 +17,10 @@ Policy: TypeAlias = Literal["sequential", "balanced", "balanced_low_0"]
 _MOST_RESERVES = 64
 """Sizes of room for streamed blocks that are tried; a model has few that differ."""
 
-_QUICK = 2_000
-"""Steps of a search that is made for each of them."""
+_QUICK, _THOROUGH = 2_000, 50_000
+"""Attempts of a search that is made often or of many blocks, and of one that is made once or of few."""
+
+_FEW = 12
 
 
 @dataclass(frozen=True)
@@ -373,10 +375,9 @@ def _by_search(problem: Problem, main: int | None, places: list[int]) -> Placeme
         return some.fits(Placement(tuple(chosen), main))
 
     limits = {place: problem.budgets[place].limit for place in places}
-    search = Search([block.size for block in blocks], limits, None if main is None else fits)
-    with_activations = any(block.activations for block in blocks)
-    if with_activations and main is None:
-        search = Search([block.size for block in blocks], limits, fits)
+    only_sizes = main is None and not any(block.activations for block in blocks)
+    steps = _THOROUGH if only_sizes or len(blocks) <= _FEW else _QUICK
+    search = Search([block.size for block in blocks], limits, None if only_sizes else fits, steps)
     solutions = [
         Placement(tuple(found), main) for found in (search.first(), search.first(largest_first=False)) if found
     ]
