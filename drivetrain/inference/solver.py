@@ -324,10 +324,11 @@ def _with_offload(problem: Problem, on_host: bool) -> Placement | None:
         if len(sizes) > _MOST_RESERVES:
             step = len(sizes) / _MOST_RESERVES
             sizes = sorted({*(sizes[int(number * step)] for number in range(_MOST_RESERVES)), sizes[-1]})
-        plans = [_streaming(problem, main, reserve) for reserve in sizes]
-        found = [plan for plan in plans if plan is not None and problem.fits(plan)]
-        if found:
-            return max(found, key=lambda plan: (_computed_in_place(problem, plan), -problem.boundaries(plan)))
+        for in_order in (True, False):
+            plans = [_streaming(problem, main, reserve, in_order) for reserve in sizes]
+            found = [plan for plan in plans if plan is not None and problem.fits(plan)]
+            if found:
+                return max(found, key=lambda plan: (_computed_in_place(problem, plan), -problem.boundaries(plan)))
     places = [i for i, each in enumerate(problem.budgets) if each.limit > 0]
     searched = (_by_search(problem, main, places) for main in mains)
     return next((placement for placement in searched if placement is not None), None)
@@ -338,13 +339,13 @@ def _computed_in_place(problem: Problem, placement: Placement) -> int:
     return sum(block.size for block, place in placed if problem.computes(place, placement.main))
 
 
-def _streaming(problem: Problem, main: int, reserve: int) -> Placement | None:
+def _streaming(problem: Problem, main: int, reserve: int, in_order: bool) -> Placement | None:
     """The placement that keeps `reserve` bytes free on the main device for the blocks that are put elsewhere."""
     rooms = [room for room in problem.executors if room == main or problem.budgets[room].kind == "accelerator"]
     limits = {room: problem.budgets[room].limit for room in rooms}
     filling = _Filling(problem, limits, main, reserve)
     large = [index for index, block in enumerate(problem.blocks) if block.streamed > reserve]
-    if large:
+    if large and not in_order:
         room_for = {**limits, main: limits[main] - reserve}
         packed = Search([problem.blocks[index].size for index in large], room_for, most_steps=_QUICK).first()
         if packed is None:
