@@ -4,17 +4,13 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
 import click
 
 from drivetrain.cli.estimate_memory import parse_arguments
 from drivetrain.runtime.byte_sizes import parse_bytes
-
-if TYPE_CHECKING:
-    from torch import nn
 
 _NAMES = ("sequential", "auto", "balanced", "balanced_low_0")
 
@@ -56,6 +52,7 @@ def infer_map(
     drivetrain infer-map checkpoints/final --device 8GB --html map.html
     """  # noqa: D301
     sys.path.insert(0, "")  # as python -m does
+    from drivetrain.cli.model_size import module_without_memory, read_model
     from drivetrain.inference import infer_auto_device_map
 
     memory: dict[int | str, int] = {index: parse_bytes(size) for index, size in enumerate(devices)}
@@ -63,7 +60,7 @@ def infer_map(
     if disk is not None:
         memory["disk"] = parse_bytes(disk)
     found = infer_auto_device_map(
-        _without_memory(model, parse_arguments(kwargs), trust_remote_code),
+        module_without_memory(model, read_model(model, parse_arguments(kwargs), trust_remote_code)),
         memory,
         list(no_split) or None,
         dtype,
@@ -73,11 +70,3 @@ def infer_map(
     if html is not None:
         html.write_text(found.html(), encoding="utf-8")
     click.echo(json.dumps(found.to_dict(), indent=2) if as_json else str(found))
-
-
-def _without_memory(source: str, kwargs: Mapping[str, Any], trust_remote_code: bool) -> nn.Module:
-    """The model on the meta device; of safetensors files, modules with the names and shapes of their tensors."""
-    from drivetrain.cli.model_size import ModelSize, read_model, skeleton_of_files, weight_files
-
-    found = read_model(source, kwargs, trust_remote_code)
-    return skeleton_of_files(weight_files(source)) if isinstance(found, ModelSize) else found

@@ -46,6 +46,7 @@ class ModelSize:
         largest_unit: Those of the largest unit that FSDP gathers.
         buffers: Bytes of buffers.
         stored: Bytes as they are stored, where a file gives them; None else.
+        units: For each unit its parameters, and how many of them `matrices` counts.
     """
 
     parameters: int
@@ -54,6 +55,7 @@ class ModelSize:
     largest_unit: int
     buffers: int = 0
     stored: int | None = None
+    units: tuple[tuple[int, int], ...] = ()
 
 
 def read_model(source: str, kwargs: Mapping[str, Any], trust_remote_code: bool = False) -> nn.Module | ModelSize:
@@ -142,38 +144,60 @@ def size_of_module(model: nn.Module) -> ModelSize:
 
     units = without_tied_across(model, units_of(model, "auto"))
     taken: set[int] = set()
-    sizes = [_newly_counted(unit.parameters(), taken) for unit in units]
-    inside = set(taken)
-    sizes.append(_newly_counted(model.parameters(), taken))
-    matrices = sum(p.numel() for p in model.parameters() if p.dim() > 1 and id(p) in inside)
+    counts = [_newly_counted(unit.parameters(), taken) for unit in units]
+    counts.append((_newly_counted(model.parameters(), taken)[0], 0))
     return ModelSize(
         parameters=sum(p.numel() for p in model.parameters()),
         trainable=sum(p.numel() for p in model.parameters() if p.requires_grad),
-        matrices=matrices,
-        largest_unit=max(sizes),
+        matrices=sum(matrices for _, matrices in counts),
+        largest_unit=max(count for count, _ in counts),
         buffers=sum(b.numel() * b.element_size() for b in model.buffers()),
+        units=tuple(counts),
     )
 
 
-def _newly_counted(parameters: Iterable[nn.Parameter], taken: set[int]) -> int:
+def _newly_counted(parameters: Iterable[nn.Parameter], taken: set[int]) -> tuple[int, int]:
+    """How many values parameters have that were not counted before, and those of matrices among them."""
     found = [parameter for parameter in parameters if id(parameter) not in taken]
     taken.update(map(id, found))
-    return sum(parameter.numel() for parameter in found)
+    return sum(p.numel() for p in found), sum(p.numel() for p in found if p.dim() > 1)
 
 
 def size_of_files(files: Iterable[Path]) -> ModelSize:
     """Count the tensors that the headers of safetensors files list; no weights are read."""
     layers: dict[str, int] = defaultdict(int)
-    matrices = total = bits = 0
+    matrices: dict[str, int] = defaultdict(int)
+    total = bits = 0
     for path in files:
         for name, entry in read_header(path).items():
             count = math.prod(entry["shape"])
             found = _LAYER.match(name)
-            layers[(found[1] or found[2]) if found else ""] += count
-            matrices += count if found and len(entry["shape"]) > 1 else 0
+            layer = (found[1] or found[2]) if found else ""
+            layers[layer] += count
+            matrices[layer] += count if found and len(entry["shape"]) > 1 else 0
             total += count
             bits += count * _BITS.get(entry["dtype"], 8)
-    return ModelSize(total, total, matrices, max(layers.values(), default=0), stored=bits // 8)
+    units = tuple((count, matrices[layer]) for layer, count in layers.items())
+    largest = max(layers.values(), default=0)
+    return ModelSize(total, total, sum(matrices.values()), largest, stored=bits // 8, units=units)
+
+
+def module_without_memory(source: str, found: nn.Module | ModelSize) -> nn.Module:
+    """What `read_model` found as a module; for safetensors files, modules with the names and shapes in their headers.
+
+    Args:
+        source: What `read_model` was given.
+        found: What it returned.
+    """
+    return skeleton_of_files(weight_files(source)) if isinstance(found, ModelSize) else found
+
+
+def matrices_of(model: nn.Module) -> list[str]:
+    """Names of the matrices of a model's repeated layers, which are what quantisation stores in fewer bits."""
+    from drivetrain.strategies.fsdp.wrapping import units_of
+
+    inside = {id(p) for unit in units_of(model, "auto") for p in unit.parameters() if p.dim() > 1}
+    return [name for name, parameter in model.named_parameters() if id(parameter) in inside]
 
 
 class Layer(nn.Module):
