@@ -140,7 +140,7 @@ def _from_config(config: Path, trust_remote_code: bool) -> nn.Module:
 
 def size_of_module(model: nn.Module) -> ModelSize:
     """Count a module's parameters; its units are those that `FSDP(wrap="auto")` makes."""
-    from drivetrain.strategies.fsdp.wrapping import units_of, without_tied_across
+    from drivetrain.strategies.wrapping import units_of, without_tied_across
 
     units = without_tied_across(model, units_of(model, "auto"))
     taken: set[int] = set()
@@ -194,7 +194,7 @@ def module_without_memory(source: str, found: nn.Module | ModelSize) -> nn.Modul
 
 def matrices_of(model: nn.Module) -> list[str]:
     """Names of the matrices of a model's repeated layers, which are what quantisation stores in fewer bits."""
-    from drivetrain.strategies.fsdp.wrapping import units_of
+    from drivetrain.strategies.wrapping import units_of
 
     inside = {id(p) for unit in units_of(model, "auto") for p in unit.parameters() if p.dim() > 1}
     return [name for name, parameter in model.named_parameters() if id(parameter) in inside]

@@ -16,6 +16,7 @@ from drivetrain.inference.solver import Block
 from drivetrain.inference.ties import declared_ties, id_tensor_storage, memory_groups
 from drivetrain.runtime.errors import ConfigurationError
 from drivetrain.runtime.live_bytes import LiveBytes
+from drivetrain.strategies.wrapping import units_of
 
 
 class Loading(NamedTuple):
@@ -86,8 +87,6 @@ def _kept_whole(model: nn.Module, classes: Collection[str] | str | None) -> Call
     if classes is not None:
         wanted = {classes} if isinstance(classes, str) else set(classes)
         return lambda module: type(module).__name__ in wanted
-    from drivetrain.strategies.fsdp.wrapping import units_of
-
     found = {id(module) for module in units_of(model, "auto")}
     return lambda module: id(module) in found
 
