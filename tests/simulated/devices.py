@@ -199,6 +199,7 @@ def _module(sim: Simulated, native: Any) -> types.ModuleType:
         "is_available": lambda: True,
         "is_initialized": lambda: True,
         "_is_in_bad_fork": lambda: False,
+        "_lazy_init": lambda: None,  # without it torch 2.9 takes the devices for unused, and synchronises none
         "device_count": lambda: sim.count,
         "current_device": index,
         "set_device": lambda device: native.sim_set_device(index(device)),
