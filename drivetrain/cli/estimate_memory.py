@@ -157,7 +157,7 @@ def _cached_values(model: str, batch: int, seq: int | None) -> int:
 def _maps(
     source: str, model: nn.Module | ModelSize, devices: Sequence[str], cpu: str, dtypes: Sequence[str]
 ) -> dict[str, DeviceMap]:
-    """For each dtype where the model goes on devices of such sizes."""
+    """For each dtype the map of the model over devices of such sizes."""
     if not devices:
         return {}
     from drivetrain.cli.model_size import matrices_of, module_without_memory

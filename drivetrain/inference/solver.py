@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Container, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import pairwise, product
 from typing import Literal, TypeAlias
 
 from drivetrain.inference.search import Search
@@ -319,19 +319,34 @@ class _Filling:
 def _with_offload(problem: Problem, on_host: bool) -> Placement | None:
     """Some blocks on the host or the disk, computed by the first device that has room to; as few as possible."""
     mains = problem.executors if on_host else problem.accelerators or problem.executors
-    for main in mains:
-        sizes = sorted({block.streamed for block in problem.blocks} | {0})
-        if len(sizes) > _MOST_RESERVES:
-            step = len(sizes) / _MOST_RESERVES
-            sizes = sorted({*(sizes[int(number * step)] for number in range(_MOST_RESERVES)), sizes[-1]})
-        for in_order in (True, False):
-            plans = [_streaming(problem, main, reserve, in_order) for reserve in sizes]
-            found = [plan for plan in plans if plan is not None and problem.fits(plan)]
-            if found:
-                return max(found, key=lambda plan: (_computed_in_place(problem, plan), -problem.boundaries(plan)))
+    reserves = _reserves(problem)
+    # What runs a plain dict takes the first accelerator in it for the main device, so that one is, where it can be.
+    for expected, main, in_order in product((True, False), mains, (True, False)):
+        rooms = [room for room in problem.accelerators if room >= main or not expected]
+        plans = [_streaming(problem, main, reserve, in_order, rooms) for reserve in reserves]
+        found = [plan for plan in plans if plan is not None and problem.fits(plan)]
+        found = [plan for plan in found if not expected or _first_accelerator(problem, plan) == main]
+        if found:
+            return max(found, key=lambda plan: (_computed_in_place(problem, plan), -problem.boundaries(plan)))
     places = [i for i, each in enumerate(problem.budgets) if each.limit > 0]
     searched = (_by_search(problem, main, places) for main in mains)
     return next((placement for placement in searched if placement is not None), None)
+
+
+def _reserves(problem: Problem) -> list[int]:
+    """Bytes to keep free for streamed blocks, of which one is right: as many as some block has."""
+    sizes = sorted({block.streamed for block in problem.blocks} | {0})
+    if len(sizes) <= _MOST_RESERVES:
+        return sizes
+    step = len(sizes) / _MOST_RESERVES
+    return sorted({*(sizes[int(number * step)] for number in range(_MOST_RESERVES)), sizes[-1]})
+
+
+def _first_accelerator(problem: Problem, placement: Placement) -> int | None:
+    """The first accelerator in the order of execution; where none has a block, the host, if it is the main device."""
+    accelerators = [place for place in placement.places if problem.budgets[place].kind == "accelerator"]
+    host = placement.main is not None and problem.budgets[placement.main].kind == "host"
+    return accelerators[0] if accelerators else placement.main if host else None
 
 
 def _computed_in_place(problem: Problem, placement: Placement) -> int:
@@ -339,10 +354,9 @@ def _computed_in_place(problem: Problem, placement: Placement) -> int:
     return sum(block.size for block, place in placed if problem.computes(place, placement.main))
 
 
-def _streaming(problem: Problem, main: int, reserve: int, in_order: bool) -> Placement | None:
+def _streaming(problem: Problem, main: int, reserve: int, in_order: bool, rooms: Sequence[int]) -> Placement | None:
     """The placement that keeps `reserve` bytes free on the main device for the blocks that are put elsewhere."""
-    rooms = [room for room in problem.executors if room == main or problem.budgets[room].kind == "accelerator"]
-    limits = {room: problem.budgets[room].limit for room in rooms}
+    limits = {room: problem.budgets[room].limit for room in sorted({*rooms, main})}
     filling = _Filling(problem, limits, main, reserve)
     large = [index for index, block in enumerate(problem.blocks) if block.streamed > reserve]
     if large and not in_order:
@@ -353,7 +367,7 @@ def _streaming(problem: Problem, main: int, reserve: int, in_order: bool) -> Pla
         places = filling.around(dict(zip(large, packed, strict=True)))
     else:
         places = filling.in_order()
-    stores = {i: each.limit for i, each in enumerate(problem.budgets) if i not in limits and each.kind != "accelerator"}
+    stores = {i: each.limit for i, each in enumerate(problem.budgets) if i != main and each.kind != "accelerator"}
     for index, block in enumerate(problem.blocks):
         if places[index] is None:
             store = next((i for i, free in stores.items() if block.size <= free), None)
