@@ -38,17 +38,25 @@ _EXPORTS: dict[str, str] = {
     "ProfileKwargs": "drivetrain.accelerator",
     "TorchDynamoPlugin": "drivetrain.accelerator",
     "TorchContextParallelConfig": "drivetrain.accelerator",
+    "DeviceMap": "drivetrain.inference",
     "calculate_maximum_sizes": "drivetrain.inference",
+    "check_device_map": "drivetrain.inference",
     "check_tied_parameters_in_config": "drivetrain.inference",
+    "check_tied_parameters_on_same_device": "drivetrain.inference",
+    "clean_device_map": "drivetrain.inference",
     "compute_module_sizes": "drivetrain.inference",
     "dtype_byte_size": "drivetrain.inference",
     "find_tied_parameters": "drivetrain.inference",
+    "get_balanced_memory": "drivetrain.inference",
     "get_max_layer_size": "drivetrain.inference",
+    "get_max_memory": "drivetrain.inference",
     "id_tensor_storage": "drivetrain.inference",
+    "infer_auto_device_map": "drivetrain.inference",
     "init_empty_weights": "drivetrain.inference",
     "init_on_device": "drivetrain.inference",
     "meta_leftovers": "drivetrain.inference",
     "named_module_tensors": "drivetrain.inference",
+    "resolve_device_map": "drivetrain.inference",
     "retie_parameters": "drivetrain.inference",
     "Trainer": "drivetrain.trainer",
     "Task": "drivetrain.trainer",
@@ -264,17 +272,25 @@ if TYPE_CHECKING:
     from drivetrain.data import PermutationSampler as PermutationSampler
     from drivetrain.data import TailPolicy as TailPolicy
     from drivetrain.data import skip_first_batches as skip_first_batches
+    from drivetrain.inference import DeviceMap as DeviceMap
     from drivetrain.inference import calculate_maximum_sizes as calculate_maximum_sizes
+    from drivetrain.inference import check_device_map as check_device_map
     from drivetrain.inference import check_tied_parameters_in_config as check_tied_parameters_in_config
+    from drivetrain.inference import check_tied_parameters_on_same_device as check_tied_parameters_on_same_device
+    from drivetrain.inference import clean_device_map as clean_device_map
     from drivetrain.inference import compute_module_sizes as compute_module_sizes
     from drivetrain.inference import dtype_byte_size as dtype_byte_size
     from drivetrain.inference import find_tied_parameters as find_tied_parameters
+    from drivetrain.inference import get_balanced_memory as get_balanced_memory
     from drivetrain.inference import get_max_layer_size as get_max_layer_size
+    from drivetrain.inference import get_max_memory as get_max_memory
     from drivetrain.inference import id_tensor_storage as id_tensor_storage
+    from drivetrain.inference import infer_auto_device_map as infer_auto_device_map
     from drivetrain.inference import init_empty_weights as init_empty_weights
     from drivetrain.inference import init_on_device as init_on_device
     from drivetrain.inference import meta_leftovers as meta_leftovers
     from drivetrain.inference import named_module_tensors as named_module_tensors
+    from drivetrain.inference import resolve_device_map as resolve_device_map
     from drivetrain.inference import retie_parameters as retie_parameters
     from drivetrain.launch import notebook_launcher as notebook_launcher
     from drivetrain.runtime.collectives import broadcast as broadcast

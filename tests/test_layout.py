@@ -17,6 +17,7 @@ ACROSS = {
     "crash": "runs that are killed",
     "examples": "examples/",
     "benchmarks": "benchmarks/",
+    "simulated": "devices that other tests use",
 }
 
 # Rooms whose behaviour shows in what runs on them.

@@ -13,6 +13,7 @@ from torch import nn
 from drivetrain.runtime.errors import ConfigurationError
 from drivetrain.runtime.logging import get_logger
 from drivetrain.strategies import StepModule
+from drivetrain.strategies.wrapping import repeated_blocks
 
 logger = get_logger(__name__)
 
@@ -73,8 +74,6 @@ class Compilation:
 
     def _regions(self, model: nn.Module) -> list[nn.Module]:
         """The blocks of a model that are there several times; the model where there are none."""
-        from drivetrain.strategies.fsdp.wrapping import repeated_blocks  # imports torch's FSDP
-
         blocks = repeated_blocks(model)
         if blocks:
             return blocks

@@ -4,21 +4,22 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import click
 
+from drivetrain.runtime.byte_sizes import as_bytes
 from drivetrain.runtime.errors import ConfigurationError
 
 if TYPE_CHECKING:
     from torch import nn
 
     from drivetrain.cli.model_size import ModelSize
+    from drivetrain.inference import DeviceMap
 
-_DTYPES = ("float32", "bfloat16", "float16", "int8", "int4")
+_DTYPES = ("float32", "bfloat16", "float16", "int8", "int4", "nf4", "nf4_double")
 _STRATEGIES = ("ddp", "fsdp", "deepspeed_stage_1", "deepspeed_stage_2", "deepspeed_stage_3", "tp", "cp", "pp")
-_UNITS = ("B", "KB", "MB", "GB", "TB")
 
 
 class EstimateCommand(click.Command):
@@ -61,6 +62,10 @@ class EstimateCommand(click.Command):
     help="A tensor of one process's batch, such as 8x128:int64. With it, activations are estimated too.",
 )
 @click.option("--dtypes", multiple=True, type=click.Choice(_DTYPES), help="Of inference. Default: all.")
+@click.option("--batch", type=click.IntRange(min=1), default=1, show_default=True, help="Sequences of a KV cache.")
+@click.option("--seq", type=click.IntRange(min=1), help="Positions of a KV cache; MODEL is then a config.json.")
+@click.option("--device", "devices", multiple=True, metavar="SIZE", help="An accelerator to place the model on: 24GB.")
+@click.option("--cpu", metavar="SIZE", default="0GB", help="Memory of the CPU, where the model is placed on devices.")
 @click.option("--trust_remote_code", is_flag=True, help="Run code that a config.json names. Only where you trust it.")
 @click.option("--library_name", type=click.Choice(["transformers", "timm"]), help="Accepted; files say what they are.")
 @click.option("--json", "as_json", is_flag=True, help="Print bytes as JSON.")
@@ -73,6 +78,10 @@ def estimate_memory(
     optimizer: str,
     inputs: Sequence[str],
     dtypes: Sequence[str],
+    batch: int,
+    seq: int | None,
+    devices: Sequence[str],
+    cpu: str,
     trust_remote_code: bool,
     library_name: str | None,
     as_json: bool,
@@ -91,7 +100,7 @@ def estimate_memory(
     from drivetrain.cli.memory_model import estimate_training
     from drivetrain.cli.model_size import ModelSize, read_model, size_of_module
 
-    found = read_model(model, _arguments(kwargs), trust_remote_code)
+    found = read_model(model, parse_arguments(kwargs), trust_remote_code)
     size = found if isinstance(found, ModelSize) else size_of_module(found)
     precisions = precision or ("32", "bf16", "bf16-true")
     chosen = strategy or _STRATEGIES
@@ -103,13 +112,16 @@ def estimate_memory(
         }
         for name in chosen
     }
-    inference = _inference(size, dtypes or _DTYPES)
+    inference = _inference(size, dtypes or _DTYPES, _cached_values(model, batch, seq))
+    maps = _maps(model, found, devices, cpu, dtypes or _DTYPES)
     if as_json:
         plain = {
             name: {each: {**vars(use), "total": use.total} for each, use in row.items()}
             for name, row in training.items()
         }
-        click.echo(json.dumps({"model": vars(size), "training": plain, "inference": inference}, indent=2))
+        counts = {name: value for name, value in vars(size).items() if name != "units"}
+        placed = {"device_maps": {name: found.to_dict() for name, found in maps.items()}} if maps else {}
+        click.echo(json.dumps({"model": counts, "training": plain, "inference": inference, **placed}, indent=2))
         return
     click.echo(f"{model}: {size.parameters:,} parameters, {size.largest_unit:,} in the largest unit\n")
     with_or_without = "with" if measured else "without activations: give --input; with"
@@ -118,14 +130,56 @@ def estimate_memory(
         ["strategy", *precisions],
         [[name, *(as_bytes(use.total) for use in row.values())] for name, row in training.items()],
     )
-    click.echo("\nInference, without activations")
+    _print_inference(inference, batch, seq)
+    for name, placed in maps.items():
+        click.echo(f"\nDevice map, {name}\n{placed}")
+
+
+def _print_inference(inference: Mapping[str, Mapping[str, float]], batch: int, seq: int | None) -> None:
+    cache = "" if seq is None else f", with the KV cache of {batch} x {seq} positions"
+    click.echo(f"\nInference, without activations{cache}")
+    columns = ["largest_unit", "streamed", "total"] + (["kv_cache", "with_kv_cache"] if seq else [])
     _table(
-        ["dtype", "largest unit", "whole"],
-        [[name, as_bytes(row["largest_unit"]), as_bytes(row["total"])] for name, row in inference.items()],
+        ["dtype", "largest unit", "streamed", "whole"] + (["KV cache", "whole with it"] if seq else []),
+        [[name, *(as_bytes(row[column]) for column in columns)] for name, row in inference.items()],
     )
+    click.echo("  streamed: two of the largest units, one computed while the other arrives")
 
 
-def _arguments(text: str) -> dict[str, Any]:
+def _cached_values(model: str, batch: int, seq: int | None) -> int:
+    if seq is None:
+        return 0
+    from drivetrain.cli.kv_cache import kv_cache_values, read_config
+
+    return kv_cache_values(read_config(model), batch, seq)
+
+
+def _maps(
+    source: str, model: nn.Module | ModelSize, devices: Sequence[str], cpu: str, dtypes: Sequence[str]
+) -> dict[str, DeviceMap]:
+    """For each dtype the map of the model over devices of such sizes."""
+    if not devices:
+        return {}
+    from drivetrain.cli.model_size import matrices_of, module_without_memory
+    from drivetrain.inference import infer_auto_device_map
+
+    memory: dict[int | str, int | str] = {**dict(enumerate(devices)), "cpu": cpu}
+    placed = module_without_memory(source, model)
+    found = {}
+    for name in dtypes:
+        four_bits = name.startswith("nf4")
+        special = dict.fromkeys(matrices_of(placed), "int5") if four_bits else None  # room for the scales too
+        dtype = "bfloat16" if four_bits else name
+        found[name] = infer_auto_device_map(placed, memory, dtype=dtype, special_dtypes=special)
+    return found
+
+
+def parse_arguments(text: str) -> dict[str, Any]:
+    """The arguments of a class, from JSON.
+
+    Raises:
+        ConfigurationError: It is no JSON object.
+    """
     try:
         value = json.loads(text)
     except ValueError as error:
@@ -172,25 +226,20 @@ def _optimizer(name: str) -> Any:
     return known.get(name, torch.optim.AdamW)  # an unknown name is refused by the estimate
 
 
-def _inference(size: ModelSize, dtypes: Sequence[str]) -> dict[str, dict[str, float]]:
+def _inference(size: ModelSize, dtypes: Sequence[str], cached: int) -> dict[str, dict[str, float]]:
     from drivetrain.cli.memory_model import INFERENCE
 
-    return {
-        name: {
-            "largest_unit": size.largest_unit * INFERENCE[name],
-            "total": size.parameters * INFERENCE[name] + size.buffers,
-        }
-        for name in dtypes
-    }
-
-
-def as_bytes(count: float) -> str:
-    """A number of bytes with three digits or so, such as `1.24 GB` (of 1024 MB)."""
-    for unit in _UNITS[:-1]:
-        if abs(count) < 1024:
-            return f"{count:.4g} {unit}"
-        count /= 1024
-    return f"{count:.4g} {_UNITS[-1]}"
+    found = {}
+    for name in dtypes:
+        of_matrices, of_others = INFERENCE[name]
+        units = [matrices * of_matrices + (count - matrices) * of_others for count, matrices in size.units]
+        largest, total = max(units, default=0.0), sum(units) + size.buffers
+        row = {"largest_unit": largest, "streamed": 2 * largest + size.buffers, "total": total}
+        if cached:
+            cache = cached * (4.0 if name == "float32" else 2.0)
+            row |= {"kv_cache": cache, "with_kv_cache": total + cache}
+        found[name] = row
+    return found
 
 
 def _table(headers: Sequence[str], rows: Sequence[Sequence[str]]) -> None:

@@ -37,6 +37,10 @@ _COMMANDS = {
         "drivetrain.cli.estimate_memory:estimate_memory",
         "Estimate the memory that a model takes in training and in inference.",
     ),
+    "infer-map": (
+        "drivetrain.cli.infer_map:infer_map",
+        "Place a model's modules on devices with the given memory.",
+    ),
     "slurm": (
         "drivetrain.cli.slurm:slurm",
         "Write an sbatch file that launches a script.",

@@ -41,8 +41,19 @@ _IN_16_BITS = ("bf16", "fp16", "bf16-true", "fp16-true")
 OPTIMIZERS = {"adamw": 2, "adam": 2, "adagrad": 1, "rmsprop": 1, "sgd_momentum": 1, "sgd": 0}
 """Values that an optimizer keeps for each parameter."""
 
-INFERENCE = {"float32": 4.0, "bfloat16": 2.0, "float16": 2.0, "int8": 1.0, "int4": 0.5}
-"""Bytes of a parameter where nothing but the model is held."""
+INFERENCE = {
+    "float32": (4.0, 4.0),
+    "bfloat16": (2.0, 2.0),
+    "float16": (2.0, 2.0),
+    "int8": (1.0, 1.0),
+    "int4": (0.5, 0.5),
+    "nf4": (0.5 + 4 / 64, 2.0),
+    "nf4_double": (0.5 + 1 / 64 + 4 / (64 * 256), 2.0),
+}
+"""Bytes of a parameter where nothing but the model is held: of the matrices of repeated layers, and of others.
+
+bitsandbytes' 4 bits have a scale for each 64 values, which double quantisation stores in 8 bits; the rest is bfloat16.
+"""
 
 
 @dataclass(frozen=True)

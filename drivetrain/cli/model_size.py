@@ -21,6 +21,17 @@ from drivetrain.runtime.errors import ConfigurationError, nearest
 _BITS = {"F64": 64, "I64": 64, "F32": 32, "I32": 32, "F16": 16, "BF16": 16, "I16": 16, "F8_E4M3": 8, "F8_E5M2": 8}
 # The layer that a parameter is in: everything up to the first number in its name.
 _LAYER = re.compile(r"^(.*?\.\d+)\.|^(\d+)\.")
+_DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+}
 _MAX_HEADER = 100 * 2**20
 
 
@@ -35,6 +46,7 @@ class ModelSize:
         largest_unit: Those of the largest unit that FSDP gathers.
         buffers: Bytes of buffers.
         stored: Bytes as they are stored, where a file gives them; None else.
+        units: For each unit its parameters, and how many of them `matrices` counts.
     """
 
     parameters: int
@@ -43,6 +55,7 @@ class ModelSize:
     largest_unit: int
     buffers: int = 0
     stored: int | None = None
+    units: tuple[tuple[int, int], ...] = ()
 
 
 def read_model(source: str, kwargs: Mapping[str, Any], trust_remote_code: bool = False) -> nn.Module | ModelSize:
@@ -59,7 +72,7 @@ def read_model(source: str, kwargs: Mapping[str, Any], trust_remote_code: bool =
     path = Path(source)
     if ":" in source and not path.exists():
         return _from_class(source, kwargs)
-    files = [path] if path.suffix == ".safetensors" else sorted(path.glob("*.safetensors"))
+    files = weight_files(source)
     if files and path.exists():
         return size_of_files(files)
     config = path / "config.json" if path.is_dir() else path
@@ -69,6 +82,12 @@ def read_model(source: str, kwargs: Mapping[str, Any], trust_remote_code: bool =
         f"{source!r} is no model. Give package.module:Class (with --kwargs for its arguments), the config.json of a "
         "transformers model or its folder, or a safetensors file or folder."
     )
+
+
+def weight_files(source: str) -> list[Path]:
+    """The safetensors file or files that a path names."""
+    path = Path(source)
+    return [path] if path.suffix == ".safetensors" else sorted(path.glob("*.safetensors"))
 
 
 def _from_class(source: str, kwargs: Mapping[str, Any]) -> nn.Module:
@@ -121,42 +140,95 @@ def _from_config(config: Path, trust_remote_code: bool) -> nn.Module:
 
 def size_of_module(model: nn.Module) -> ModelSize:
     """Count a module's parameters; its units are those that `FSDP(wrap="auto")` makes."""
-    from drivetrain.strategies.fsdp.wrapping import units_of, without_tied_across
+    from drivetrain.strategies.wrapping import units_of, without_tied_across
 
     units = without_tied_across(model, units_of(model, "auto"))
     taken: set[int] = set()
-    sizes = [_newly_counted(unit.parameters(), taken) for unit in units]
-    inside = set(taken)
-    sizes.append(_newly_counted(model.parameters(), taken))
-    matrices = sum(p.numel() for p in model.parameters() if p.dim() > 1 and id(p) in inside)
+    counts = [_newly_counted(unit.parameters(), taken) for unit in units]
+    counts.append((_newly_counted(model.parameters(), taken)[0], 0))
     return ModelSize(
         parameters=sum(p.numel() for p in model.parameters()),
         trainable=sum(p.numel() for p in model.parameters() if p.requires_grad),
-        matrices=matrices,
-        largest_unit=max(sizes),
+        matrices=sum(matrices for _, matrices in counts),
+        largest_unit=max(count for count, _ in counts),
         buffers=sum(b.numel() * b.element_size() for b in model.buffers()),
+        units=tuple(counts),
     )
 
 
-def _newly_counted(parameters: Iterable[nn.Parameter], taken: set[int]) -> int:
+def _newly_counted(parameters: Iterable[nn.Parameter], taken: set[int]) -> tuple[int, int]:
+    """How many values parameters have that were not counted before, and those of matrices among them."""
     found = [parameter for parameter in parameters if id(parameter) not in taken]
     taken.update(map(id, found))
-    return sum(parameter.numel() for parameter in found)
+    return sum(p.numel() for p in found), sum(p.numel() for p in found if p.dim() > 1)
 
 
 def size_of_files(files: Iterable[Path]) -> ModelSize:
     """Count the tensors that the headers of safetensors files list; no weights are read."""
     layers: dict[str, int] = defaultdict(int)
-    matrices = total = bits = 0
+    matrices: dict[str, int] = defaultdict(int)
+    total = bits = 0
     for path in files:
         for name, entry in read_header(path).items():
             count = math.prod(entry["shape"])
             found = _LAYER.match(name)
-            layers[(found[1] or found[2]) if found else ""] += count
-            matrices += count if found and len(entry["shape"]) > 1 else 0
+            layer = (found[1] or found[2]) if found else ""
+            layers[layer] += count
+            matrices[layer] += count if found and len(entry["shape"]) > 1 else 0
             total += count
             bits += count * _BITS.get(entry["dtype"], 8)
-    return ModelSize(total, total, matrices, max(layers.values(), default=0), stored=bits // 8)
+    units = tuple((count, matrices[layer]) for layer, count in layers.items())
+    largest = max(layers.values(), default=0)
+    return ModelSize(total, total, sum(matrices.values()), largest, stored=bits // 8, units=units)
+
+
+def module_without_memory(source: str, found: nn.Module | ModelSize) -> nn.Module:
+    """What `read_model` found as a module; for safetensors files, modules with the names and shapes in their headers.
+
+    Args:
+        source: What `read_model` was given.
+        found: What it returned.
+    """
+    return skeleton_of_files(weight_files(source)) if isinstance(found, ModelSize) else found
+
+
+def matrices_of(model: nn.Module) -> list[str]:
+    """Names of the matrices of a model's repeated layers, which are what quantisation stores in fewer bits."""
+    from drivetrain.strategies.wrapping import units_of
+
+    inside = {id(p) for unit in units_of(model, "auto") for p in unit.parameters() if p.dim() > 1}
+    return [name for name, parameter in model.named_parameters() if id(parameter) in inside]
+
+
+class Layer(nn.Module):
+    """A module that files hold tensors of; layers with a number beside each other repeat."""
+
+
+def skeleton_of_files(files: Iterable[Path]) -> nn.Module:
+    """Modules with the names, shapes and dtypes of the tensors in safetensors files, on the meta device."""
+    root = Layer()
+    for path in files:
+        for name, entry in read_header(path).items():
+            *parents, last = name.split(".")
+            module: nn.Module = root
+            for parent in parents:
+                if not hasattr(module, parent):
+                    module.add_module(parent, Layer())
+                module = module.get_submodule(parent)
+            tensor = torch.empty(entry["shape"], dtype=_DTYPES.get(entry["dtype"], torch.int8), device="meta")
+            module.register_parameter(last, nn.Parameter(tensor, requires_grad=False))
+    return _with_lists(root)
+
+
+def _with_lists(module: nn.Module) -> nn.Module:
+    """The same, with the numbered members of a module in a list, by which repeated blocks are found."""
+    children = {name: _with_lists(child) for name, child in module.named_children()}
+    numbers = sorted(int(name) for name in children if name.isdecimal())
+    if children and numbers == list(range(len(children))) and not list(module.parameters(recurse=False)):
+        return nn.ModuleList(children[str(number)] for number in numbers)
+    for name, child in children.items():
+        setattr(module, name, child)
+    return module
 
 
 def read_header(path: Path) -> dict[str, Any]:

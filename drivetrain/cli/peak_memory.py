@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import re
-import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -12,10 +11,10 @@ from typing import Any
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from drivetrain.runtime.errors import ConfigurationError
+from drivetrain.runtime.live_bytes import LiveBytes
 
 _INPUT = re.compile(r"^(?:(?P<name>[A-Za-z_]\w*)=)?(?P<shape>\d+(?:x\d+)*)(?::(?P<dtype>\w+))?$")
 _AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.bfloat16}
@@ -45,39 +44,6 @@ def parse_inputs(given: Sequence[str]) -> Inputs:
         else:
             positional.append(entry)
     return positional, named
-
-
-class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Counts the bytes of all storages that are alive, and their peak."""
-
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.current = self.peak = 0
-        self._known: set[int] = set()
-
-    def add(self, value: Any) -> None:
-        """Count the tensors in nested values, each storage once."""
-        for leaf in tree_leaves(value):
-            if isinstance(leaf, torch.Tensor):
-                self._add_storage(leaf.untyped_storage())
-
-    def _add_storage(self, storage: torch.UntypedStorage) -> None:
-        key, size = storage._cdata, storage.nbytes()
-        if key in self._known or not size:
-            return
-        self._known.add(key)
-        self.current += size
-        self.peak = max(self.peak, self.current)
-        weakref.finalize(storage, self._remove, key, size)
-
-    def _remove(self, key: int, size: int) -> None:
-        self._known.discard(key)
-        self.current -= size
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        self.add(result)
-        return result
 
 
 def peak_of_training(

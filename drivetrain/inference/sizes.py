@@ -85,16 +85,36 @@ def compute_module_sizes(
     covered: dict[Any, list[tuple[int, int]]] = defaultdict(list)
     tensors = model.named_buffers() if buffers_only else named_module_tensors(model, recurse=True)
     for name, tensor in tensors:
-        own = sum(_new_bytes(piece, covered) for piece in _pieces(tensor))
-        scale = 1.0
-        if special_dtypes is not None and name in special_dtypes:
-            scale = dtype_byte_size(special_dtypes[name]) / tensor.element_size()
-        elif dtype is not None and tensor.is_floating_point():
-            scale = min(1.0, dtype_byte_size(dtype) / tensor.element_size())
+        own = new_bytes(tensor, covered)
+        scale = dtype_scale(name, tensor, dtype, special_dtypes)
         parts = name.split(".")
         for end in range(len(parts) + 1):
             sizes[".".join(parts[:end])] += int(own * scale)
     return dict(sizes)
+
+
+def dtype_scale(
+    name: str,
+    tensor: torch.Tensor,
+    dtype: str | torch.dtype | None,
+    special_dtypes: Mapping[str, str | torch.dtype] | None,
+) -> float:
+    """By what a tensor's bytes are multiplied when it is loaded as another dtype. See `compute_module_sizes`."""
+    if special_dtypes is not None and name in special_dtypes:
+        return dtype_byte_size(special_dtypes[name]) / tensor.element_size()
+    if dtype is not None and tensor.is_floating_point():
+        return min(1.0, dtype_byte_size(dtype) / tensor.element_size())
+    return 1.0
+
+
+def new_bytes(tensor: torch.Tensor, covered: dict[Any, list[tuple[int, int]]]) -> int:
+    """The bytes of a tensor that none before it covers.
+
+    Args:
+        tensor: The tensor.
+        covered: What those before it cover, by storage; its own is added.
+    """
+    return sum(_new_bytes(piece, covered) for piece in _pieces(tensor))
 
 
 def _pieces(tensor: torch.Tensor) -> Iterator[torch.Tensor]:

@@ -56,11 +56,24 @@ def find_tied_parameters(model: nn.Module, **_kwargs: Any) -> list[list[str]]:
     Returns:
         A list of names, sorted, for each such group.
     """
-    found = dict(model.named_parameters(remove_duplicate=False))
-    groups = _Groups(found)
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    return [sorted(group) for group in memory_groups(parameters, declared_ties(model)) if len(group) > 1]
+
+
+def memory_groups(tensors: Mapping[str, torch.Tensor], declared: Mapping[str, str]) -> list[list[str]]:
+    """The names of tensors, those together that share memory, in full or in part, or are declared as tied.
+
+    Args:
+        tensors: The tensors.
+        declared: Names, and whose memory each is meant to have.
+
+    Returns:
+        A list of names for each group, in the order of `tensors`; most are of one name.
+    """
+    groups = _Groups(tensors)
     storages: dict[Any, list[tuple[int, int, str]]] = defaultdict(list)
-    for name, parameter in found.items():
-        storages[id_tensor_storage(parameter)[:2]].append((*extent(parameter), name))
+    for name, tensor in tensors.items():
+        storages[id_tensor_storage(tensor)[:2]].append((*extent(tensor), name))
     for covered in storages.values():
         first, reached = "", 0
         for start, end, name in sorted(covered):
@@ -69,10 +82,10 @@ def find_tied_parameters(model: nn.Module, **_kwargs: Any) -> list[list[str]]:
             elif end > start:
                 first = name
             reached = max(reached, end)
-    for target, source in declared_ties(model).items():
-        if target in found and source in found:
+    for target, source in declared.items():
+        if target in tensors and source in tensors:
             groups.join(source, target)
-    return groups.several()
+    return groups.all()
 
 
 class _Groups:
@@ -83,13 +96,15 @@ class _Groups:
 
     def join(self, one: str, other: str) -> None:
         kept, joined = self._first[one], self._first[other]
+        if kept == joined:
+            return
         self._first = {name: kept if first == joined else first for name, first in self._first.items()}
 
-    def several(self) -> list[list[str]]:
+    def all(self) -> list[list[str]]:
         groups: dict[str, list[str]] = defaultdict(list)
         for name, first in self._first.items():
             groups[first].append(name)
-        return [sorted(group) for group in groups.values() if len(group) > 1]
+        return list(groups.values())
 
 
 def declared_ties(model: nn.Module) -> Mapping[str, str]:

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from drivetrain.runtime import xla
+from drivetrain.runtime.byte_sizes import host_memory
 from drivetrain.runtime.errors import ConfigurationError, DeviceNotAvailableError, nearest
 
 _VISIBLE_VARIABLES = {
@@ -135,6 +136,15 @@ class DeviceKind:
         if reset is not None:
             reset(device)
 
+    def free_memory(self, device: torch.device) -> tuple[int, int] | None:
+        """Bytes that are free on a device, with what the allocator keeps back, and all it has; None if not counted."""
+        info = getattr(self.module, "mem_get_info", None)
+        if info is None:
+            return None
+        free, total = info(device)
+        use = self.memory_use(device)
+        return int(free) + (max(0, use[2] - use[0]) if use else 0), int(total)
+
     def describe(self, device: torch.device) -> str:
         """The name of a device, such as a GPU's model; the name of the kind where it has no other.
 
@@ -240,6 +250,10 @@ class CPU(DeviceKind):
     def reset_peak_memory(self, device: torch.device) -> None:
         """Nothing is counted."""
 
+    def free_memory(self, device: torch.device) -> tuple[int, int] | None:
+        """What this process can still take of the machine's memory, or of its container's, and all there is."""
+        return host_memory()
+
     def manual_seed_all(self, seed: int) -> None:
         """Nothing of its own to seed: torch's default generator is seeded by the caller."""
 
@@ -277,6 +291,11 @@ class MPS(DeviceKind):
         """What tensors take now, for the most as well, which Metal does not count; and what the driver holds."""
         current = int(self.module.current_allocated_memory())
         return current, current, int(self.module.driver_allocated_memory())
+
+    def free_memory(self, device: torch.device) -> tuple[int, int] | None:
+        """What Metal recommends to use at most, less what the driver holds."""
+        total = int(self.module.recommended_max_memory())
+        return total - int(self.module.driver_allocated_memory()), total
 
 
 class XLADevice(DeviceKind):
@@ -335,6 +354,14 @@ class XLADevice(DeviceKind):
         info = xla.memory_info()
         used = int(info.get("bytes_used", 0))
         return used, int(info.get("peak_bytes_used", used)), 0
+
+    def free_memory(self, device: torch.device) -> tuple[int, int] | None:
+        """What the runtime reports of the device; None before it has started."""
+        if not xla.is_started():
+            return None
+        info = xla.memory_info()
+        total = int(info.get("bytes_limit", 0))
+        return total - int(info.get("bytes_used", 0)), total
 
     def manual_seed_all(self, seed: int) -> None:
         """Seed the generator; one that is not there yet when the runtime starts, since a fork may come before."""

@@ -194,3 +194,13 @@ def test_importing_drivetrain_and_the_first_trainer_load_nothing_heavy(
     assert rows["import drivetrain"]["loaded"] == []
     heavy = {"torchvision", "transformers", "tensorboard"}
     assert not heavy & set(rows["drivetrain, first Trainer"]["loaded"])
+
+
+def test_device_maps_are_counted_by_how_they_end(tmp_path: Path) -> None:
+    file = tmp_path / "maps.json"
+    run_in_processes(run_benchmark, 1, args=("device_maps.py", "--cases", "20", "--json", str(file)), timeout=60)
+    figures = json.loads(file.read_text())
+    ours = figures["outcomes"]["drivetrain"]
+    assert sum(ours.values()) == 20
+    assert set(ours) <= {"holds", "refused"}
+    assert figures["seconds"]["drivetrain"] > 0

@@ -13,9 +13,10 @@ from click.testing import CliRunner
 from safetensors.torch import save_file
 from torch.profiler import ProfilerActivity, profile
 
-from drivetrain.cli.estimate_memory import as_bytes, estimate_memory
+from drivetrain.cli.estimate_memory import estimate_memory
 from drivetrain.cli.memory_model import estimate_training
 from drivetrain.cli.model_size import ModelSize, read_model, size_of_module
+from drivetrain.runtime.byte_sizes import as_bytes
 from drivetrain.runtime.errors import ConfigurationError
 from tests.cli import models
 from tests.pool import run_in_processes
@@ -157,6 +158,35 @@ def test_a_config_of_transformers_is_built_without_its_weights(tmp_path: Path) -
     assert size.parameters == expected
 
 
+def test_inference_counts_what_streams_and_four_bits_of_layers_alone() -> None:
+    model = models.Tagger(width=64, layers=3)
+    block = sum(parameter.numel() for parameter in model.blocks[0].parameters())
+    matrices = sum(parameter.numel() for parameter in model.blocks.parameters() if parameter.dim() > 1)
+    others = sum(parameter.numel() for parameter in model.parameters()) - matrices
+    rows = estimate(MODEL, "--kwargs", '{"width": 64, "layers": 3}')["inference"]
+    assert rows["bfloat16"]["largest_unit"] == 2 * block
+    assert rows["bfloat16"]["streamed"] == 2 * 2 * block
+    assert rows["nf4"]["total"] == pytest.approx(matrices * 4.5 / 8 + 2 * others)
+    assert rows["nf4_double"]["total"] == pytest.approx(matrices * (4 + 1 / 8 + 1 / 512) / 8 + 2 * others)
+
+
+def test_the_model_is_placed_on_devices_in_each_dtype() -> None:
+    arguments = (MODEL, "--device", "150KB", "--device", "150KB", "--cpu", "1MB", "--dtypes", "bfloat16", "nf4")
+    maps = estimate(*arguments)["device_maps"]
+    assert {name: set(placed.values()) for name, placed in maps.items()} == {"bfloat16": {0, 1}, "nf4": {0}}
+    printed = CliRunner().invoke(estimate_memory, arguments).output
+    assert "Device map, nf4" in printed
+    assert "boundaries between devices" in printed
+
+
+def test_a_kv_cache_is_added(tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers", reason="transformers is missing: pip install transformers")
+    transformers.GPT2Config(n_layer=2, n_embd=32, n_head=2, vocab_size=100, n_positions=16).save_pretrained(tmp_path)
+    rows = estimate(str(tmp_path), "--batch", "4", "--seq", "16")["inference"]
+    assert rows["bfloat16"]["kv_cache"] == 2 * 2 * 2 * 32 * 16 * 4
+    assert rows["float32"]["with_kv_cache"] == rows["float32"]["total"] + 2 * rows["bfloat16"]["kv_cache"]
+
+
 def test_the_table_names_strategies_and_precisions() -> None:
     printed = CliRunner().invoke(estimate_memory, [MODEL, "--num-processes", "4"]).output
     assert "training in each of 4 process(es), without activations" in printed.lower()
@@ -177,6 +207,7 @@ def test_the_table_names_strategies_and_precisions() -> None:
         ([MODEL, "--optimizer", "adamm"], "Did you mean 'adam'"),
         ([MODEL, "--input", "8 by 4"], "8x128:int64"),
         (["nothing"], "package.module:Class"),
+        ([MODEL, "--seq", "16"], "config.json"),
     ],
     ids=lambda value: "_".join(value) if isinstance(value, list) else "",
 )

@@ -6,7 +6,7 @@ import pytest
 from torch import nn
 
 from drivetrain import ConfigurationError
-from drivetrain.strategies.fsdp.wrapping import units_of, without_tied_across
+from drivetrain.strategies.wrapping import units_of, without_tied_across
 from tests.strategies.fsdp_models import Block, Net
 
 

@@ -20,10 +20,10 @@ from drivetrain.strategies.fsdp.materialise import Materialiser, parameters_on_m
 from drivetrain.strategies.fsdp.options import FSDPOptions
 from drivetrain.strategies.fsdp.replicated import GradientAveraging, parameters_to_replicate
 from drivetrain.strategies.fsdp.weights import load_weights
-from drivetrain.strategies.fsdp.wrapping import has_forward, repeated_blocks, units_of, without_tied_across
 from drivetrain.strategies.precision import Precision, overrides
 from drivetrain.strategies.step_module import StepModule
 from drivetrain.strategies.topology import Topology
+from drivetrain.strategies.wrapping import has_forward, repeated_blocks, units_of, without_tied_across
 
 _HALVES = (torch.bfloat16, torch.float16)
 

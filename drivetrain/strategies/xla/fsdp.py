@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 from drivetrain.runtime.nested import recursively_apply
-from drivetrain.strategies.fsdp.wrapping import units_of
 from drivetrain.strategies.precision import Precision
+from drivetrain.strategies.wrapping import units_of
 from drivetrain.strategies.xla.mesh import REST, MeshShape, Spec, shard_spec
 from drivetrain.strategies.xla.strategy import XLA
 from drivetrain.strategies.xla.tensor_plan import Plan

@@ -1,9 +1,8 @@
-"""Sizes and tensors of modules; what places a model over devices is absent."""
+"""Sizes, tensors and device maps of modules; what loads and offloads weights is absent."""
 
 from __future__ import annotations
 
 import contextlib
-import re
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -15,14 +14,21 @@ from drivetrain.compat.accelerate.state import latest_accelerator
 from drivetrain.compat.accelerate.utils.constants import WEIGHTS_INDEX_NAME as WEIGHTS_INDEX_NAME
 from drivetrain.compat.accelerate.utils.imports import package_available
 from drivetrain.inference import calculate_maximum_sizes as calculate_maximum_sizes
+from drivetrain.inference import check_device_map as check_device_map
 from drivetrain.inference import check_tied_parameters_in_config as check_tied_parameters_in_config
+from drivetrain.inference import check_tied_parameters_on_same_device as check_tied_parameters_on_same_device
+from drivetrain.inference import clean_device_map as clean_device_map
 from drivetrain.inference import compute_module_sizes as compute_module_sizes
 from drivetrain.inference import dtype_byte_size as dtype_byte_size
 from drivetrain.inference import find_tied_parameters as find_tied_parameters
+from drivetrain.inference import get_balanced_memory as get_balanced_memory
 from drivetrain.inference import get_max_layer_size as get_max_layer_size
+from drivetrain.inference import get_max_memory as get_max_memory
 from drivetrain.inference import id_tensor_storage as id_tensor_storage
+from drivetrain.inference import infer_auto_device_map as infer_auto_device_map
 from drivetrain.inference import named_module_tensors as named_module_tensors
 from drivetrain.inference import retie_parameters as retie_parameters
+from drivetrain.runtime.byte_sizes import parse_bytes
 from drivetrain.runtime.errors import ConfigurationError
 
 __getattr__ = absent_names(
@@ -31,36 +37,23 @@ __getattr__ = absent_names(
         BIG_MODELS,
         [
             "align_module_device",
-            "check_device_map",
-            "check_tied_parameters_on_same_device",
-            "clean_device_map",
-            "get_balanced_memory",
-            "get_max_memory",
             "get_state_dict_from_offload",
             "get_state_dict_offloaded_model",
-            "infer_auto_device_map",
             "load_checkpoint_in_model",
             "load_offloaded_weights",
         ],
     ),
 )
+convert_file_size_to_int = parse_bytes
 
-_UNITS = {"GIB": 2**30, "MIB": 2**20, "KIB": 2**10, "GB": 10**9, "MB": 10**6, "KB": 10**3}
 
-
-def convert_file_size_to_int(size: int | str) -> int:
-    """Bytes from a number or from text such as `"5GB"` or `"500MiB"`.
-
-    Raises:
-        ConfigurationError: It is no size.
-    """
-    if isinstance(size, int):
-        return size
-    match = re.fullmatch(r"\s*([\d.]+)\s*([KMG]I?B)\s*", size.upper())
-    if match is None:
-        raise ConfigurationError(f"{size!r} is no size; give bytes, or text such as '5GB' or '500MiB'.")
-    bits = size.rstrip().endswith("b")  # as Accelerate reads "5Gb"
-    return int(float(match[1]) * _UNITS[match[2]]) // (8 if bits else 1)
+def compute_module_total_buffer_size(
+    model: nn.Module,
+    dtype: str | torch.dtype | None = None,
+    special_dtypes: dict[str, str | torch.dtype] | None = None,
+) -> int:
+    """Bytes of all buffers of a model. See `drivetrain.inference.compute_module_sizes`."""
+    return compute_module_sizes(model, dtype, special_dtypes, buffers_only=True)[""]
 
 
 def is_peft_model(model: nn.Module) -> bool:

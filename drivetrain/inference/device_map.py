@@ -1,0 +1,366 @@
+"""Device maps: where each module of a model goes, found so that everything fits, shown, and checked."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Collection, Mapping, Sequence
+from itertools import product
+from typing import Any, get_args
+
+import torch
+from torch import nn
+
+from drivetrain.inference.blocks import Loading, activations_of, all_tensors, blocks_of, units_of_placement
+from drivetrain.inference.budgets import BalancedMemory, as_device, budgets_of, get_max_memory, is_there
+from drivetrain.inference.shown_map import as_page, as_table, explain
+from drivetrain.inference.solver import Device, Placement, Policy, Problem, Share, refuse, solve
+from drivetrain.inference.ties import find_tied_parameters
+from drivetrain.runtime.byte_sizes import as_bytes
+from drivetrain.runtime.errors import ConfigurationError, DeviceNotAvailableError, nearest
+from drivetrain.runtime.logging import get_logger
+
+logger = get_logger(__name__)
+
+DEVICE_MAP_NAMES = ("auto", "balanced", "balanced_low_0", "sequential")
+
+
+class DeviceMap(dict[str, Any]):
+    """Where each module of a model goes: a dict of devices by the names of modules, which can also be printed.
+
+    Args:
+        devices: The dict.
+        problem: The blocks and budgets that it was found for.
+        placement: What was found for them.
+
+    Example:
+        ```python
+        from torch import nn
+
+        from drivetrain import infer_auto_device_map
+
+        model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+        device_map = infer_auto_device_map(model, max_memory={0: 300, "cpu": "1GB"}, reserve_max_layer=False)
+        print(device_map)  # a table
+        print(device_map.explain("1"))
+        ```
+    """
+
+    def __init__(self, devices: Mapping[str, Any], problem: Problem, placement: Placement) -> None:
+        super().__init__(devices)
+        self._problem, self._placement = problem, placement
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return DeviceMap, (dict(self), self._problem, self._placement)
+
+    @property
+    def main_device(self) -> Device | None:
+        """The device that computes what is kept on the CPU or the disk; None where nothing is."""
+        main = self._placement.main
+        return None if main is None else self._problem.budgets[main].device
+
+    @property
+    def shares(self) -> dict[Device, Share]:
+        """What each device takes: the proof that the map fits, in which no share has less than 0 bytes free."""
+        shares = self._problem.shares(self._placement)
+        return {budget.device: share for budget, share in zip(self._problem.budgets, shares, strict=True)}
+
+    @property
+    def boundaries(self) -> int:
+        """How often the order of execution goes from one device to another."""
+        return self._problem.boundaries(self._placement)
+
+    def to_dict(self) -> dict[str, int | str]:
+        """The plain dict, of numbers and names alone."""
+        return {name: device if isinstance(device, int) else str(device) for name, device in self.items()}
+
+    def explain(self, name: str) -> str:
+        """Why a module is where it is.
+
+        Args:
+            name: Its name.
+
+        Raises:
+            ConfigurationError: The map has no such module.
+        """
+        found = [block for block in self._problem.blocks for unit in block.names if _is_within(name, unit)]
+        found = found or [block for block in self._problem.blocks for unit in block.names if _is_within(unit, name)]
+        if not found:
+            names = {unit[:end] for block in self._problem.blocks for unit in block.names for end in _ends(unit)}
+            raise ConfigurationError(f"The model has no module {name!r}.{nearest(name, names)}")
+        return "\n".join(explain(self._problem, self._placement, block) for block in dict.fromkeys(found))
+
+    def html(self) -> str:
+        """A page that draws the devices as bars."""
+        return as_page(self._problem, self._placement)
+
+    def __str__(self) -> str:
+        return as_table(self._problem, self._placement)
+
+
+def _ends(name: str) -> list[int]:
+    """Where the names of the modules that a name is within end, and its own."""
+    return [*(index for index, letter in enumerate(name) if letter == "."), len(name)]
+
+
+def _is_within(name: str, module: str) -> bool:
+    return not module or name == module or name.startswith(f"{module}.")
+
+
+def infer_auto_device_map(
+    model: nn.Module,
+    max_memory: Mapping[Any, int | str] | None = None,
+    no_split_module_classes: Collection[str] | None = None,
+    dtype: str | torch.dtype | None = None,
+    special_dtypes: Mapping[str, str | torch.dtype] | None = None,
+    verbose: bool = False,
+    clean_result: bool = True,
+    offload_buffers: bool = False,
+    fallback_allocation: bool = False,
+    reserve_max_layer: bool | None = None,
+    policy: str = "sequential",
+    example_args: Sequence[Any] = (),
+    example_kwargs: Mapping[str, Any] | None = None,
+) -> DeviceMap:
+    """Find where the modules of a model go: on accelerators as far as they fit, then on the CPU, then on the disk.
+
+    The map is proven: on each device, the weights on it, room for the largest block that is computed there and kept
+    elsewhere, and activations where an example is given, are at most what it has. Each device has one run of the order
+    of execution, where that is possible; weights that are tied are on one device and counted once.
+
+    Args:
+        model: The model; it may have no memory.
+        max_memory: What may be used of each device. See `get_max_memory`. The disk has room for everything, unless
+            `"disk"` is given a limit.
+        no_split_module_classes: Names of classes whose modules stay on one device, such as those with residual
+            connections. None keeps what the model names in `_no_split_modules` whole, else the blocks that it repeats;
+            an empty list lets all modules be split.
+        dtype: Count floats as if they were of this dtype, where that is smaller.
+        special_dtypes: The same for single tensors, by name.
+        verbose: Log where each block goes, and why.
+        clean_result: Name a module in place of all modules inside that go to one device.
+        offload_buffers: Keep the buffers of modules on the CPU or the disk there too, rather than on the device that
+            computes them.
+        fallback_allocation: Fill what is left of accelerators with single modules, out of order.
+        reserve_max_layer: Leave room for the largest block on the first accelerator where it can be spared. None
+            does, unless `max_memory` comes from `get_balanced_memory`.
+        policy: `"sequential"`, or another name of a map. See `resolve_device_map`.
+        example_args: Positional arguments of a forward, by whose shapes activations are measured.
+        example_kwargs: Keyword arguments of it.
+
+    Returns:
+        The map: a dict of devices by the names of modules.
+
+    Raises:
+        ConfigurationError: There is no such map; what is short and what would do is in the message.
+    """
+    memory = get_max_memory(max_memory)
+    reserve = not isinstance(memory, BalancedMemory) if reserve_max_layer is None else reserve_max_layer
+    kind = _policy(policy)
+    activations = {}
+    if example_args or example_kwargs:
+        units = units_of_placement(model, no_split_module_classes)
+        activations = activations_of(model, units, example_args, example_kwargs or {}, dtype)
+
+    def attempt(buffers_too: bool, on_host: bool, classes: Collection[str] | None) -> tuple[Problem, Placement | None]:
+        blocks = blocks_of(model, classes, Loading(dtype, special_dtypes, buffers_too), activations)
+        problem = Problem(blocks, budgets_of(memory))
+        return problem, solve(problem, kind, reserve, fallback_allocation, on_host)
+
+    for on_host, buffers_too in product((False, True), dict.fromkeys((offload_buffers, True))):
+        problem, placement = attempt(buffers_too, on_host, no_split_module_classes)
+        if placement is not None:
+            if buffers_too and not offload_buffers:
+                _warn_of_buffers(model)
+            break
+    if fallback_allocation and no_split_module_classes is None and _only_streams(problem, placement):
+        # One device computes all of it, so that blocks can be split between what stays there and what does not.
+        finer = attempt(offload_buffers, False, [])
+        problem, placement = (problem, placement) if finer[1] is None else finer
+    if placement is None:
+        raise refuse(problem, units_of_placement(model, []))
+    _warn_of_unused(problem, placement)
+    found = DeviceMap(_devices(problem, placement), problem, placement)
+    if verbose:
+        for block in problem.blocks:
+            logger.info(explain(problem, placement, block))
+    return DeviceMap(clean_device_map(dict(found)), problem, placement) if clean_result else found
+
+
+def _only_streams(problem: Problem, placement: Placement | None) -> bool:
+    """Whether there is one accelerator, and nothing stays on it."""
+    rooms = problem.accelerators
+    return len(rooms) == 1 and (placement is None or rooms[0] not in placement.places)
+
+
+def _warn_of_buffers(model: nn.Module) -> None:
+    buffers = sum(buffer.numel() * buffer.element_size() for buffer in model.buffers())
+    warnings.warn(
+        f"The buffers of offloaded modules (of {as_bytes(buffers)} in all) have no room on the device that computes "
+        "them. The map holds with offload_buffers=True; pass it here and where the model is dispatched.",
+        stacklevel=3,
+    )
+
+
+def _policy(name: str) -> Policy:
+    if name not in DEVICE_MAP_NAMES:
+        raise ConfigurationError(
+            f"{name!r} is no device map.{nearest(name, DEVICE_MAP_NAMES)} Names: {', '.join(DEVICE_MAP_NAMES)}."
+        )
+    policy: Any = "balanced" if name == "auto" else name
+    assert policy in get_args(Policy)
+    return policy  # type: ignore[no-any-return]
+
+
+def _devices(problem: Problem, placement: Placement) -> dict[str, Device]:
+    found = sorted(
+        (position, name, problem.budgets[place].device)
+        for block, place in zip(problem.blocks, placement.places, strict=True)
+        for position, name in zip(block.positions, block.names, strict=True)
+    )
+    return {name: device for _, name, device in found}
+
+
+def _warn_of_unused(problem: Problem, placement: Placement) -> None:
+    if all(problem.computes(place, None) for place in placement.places):
+        return
+    if placement.main is not None and problem.accelerators and problem.budgets[placement.main].kind == "host":
+        logger.warning(
+            "insufficient memory: no accelerator has room for the largest block that is kept on the CPU or the disk, "
+            'so those are computed on the CPU. Pass main_device="cpu" where the model is dispatched.'
+        )
+    unused = [str(problem.budgets[room].device) for room in problem.accelerators if room not in placement.places]
+    if unused:
+        logger.warning(
+            f"insufficient memory: no weights stay on {', '.join(unused)}, since the first block that does not fit "
+            "ends what is placed in order. Pass fallback_allocation=True to fill what is left with others."
+        )
+
+
+def clean_device_map(device_map: dict[str, Any], module_name: str = "") -> dict[str, Any]:
+    """Name a module in place of all modules inside of it, where they go to one device.
+
+    Args:
+        device_map: The map, which is changed.
+        module_name: Do so within this module alone.
+
+    Returns:
+        The same map.
+    """
+    below: dict[str, list[str]] = {}
+    for name in device_map:
+        if _is_within(name, module_name):
+            parts = name.split(".") if name else []
+            for end in range(module_name.count(".") + 1 if module_name else 0, len(parts) + 1):
+                below.setdefault(".".join(parts[:end]), []).append(name)
+    grouped: dict[str, str] = {}
+    for module in sorted(below, key=lambda name: name.count(".") if name else -1):
+        names = [name for name in below[module] if name not in grouped]
+        if all(device_map[name] == device_map[names[0]] for name in names):
+            grouped.update(dict.fromkeys(names, module))
+    cleaned = {grouped.get(name, name): device for name, device in device_map.items()}
+    device_map.clear()
+    device_map.update(cleaned)
+    return device_map
+
+
+def check_device_map(model: nn.Module, device_map: Mapping[str, Any]) -> None:
+    """Check that a map names a device for each parameter and buffer of a model, once, and one for those that are tied.
+
+    Names of the map that are nothing in the model are warned of.
+
+    Args:
+        model: The model.
+        device_map: The map.
+
+    Raises:
+        ConfigurationError: Something has no device, or two.
+    """
+    modules = {name for name, _ in model.named_modules(remove_duplicate=False)}
+    tensors = all_tensors(model)
+    unknown = [name for name in device_map if name not in modules and name not in tensors]
+    if unknown:
+        warnings.warn(
+            "The following device_map keys do not match any submodules in the model: "
+            + ", ".join(f"{name!r}{nearest(name, modules)}" for name in unknown),
+            stacklevel=2,
+        )
+    devices = {name: _device_of(name, device_map) for name in tensors}
+    missing = [name for name, device in devices.items() if device is None]
+    if missing:
+        more = f" and {len(missing) - 3} more" if len(missing) > 3 else ""
+        hint = nearest(missing[0].rpartition(".")[0] or missing[0], unknown)
+        raise ConfigurationError(
+            f"The device map gives no device to {', '.join(missing[:3])}{more}.{hint} Add them, a module that they are "
+            'in, or "" for all that is not named.'
+        )
+    for name in device_map:
+        inside = next((each for each in device_map if each != name and name and _is_within(each, name)), None)
+        if inside is not None and device_map[inside] != device_map[name]:
+            raise ConfigurationError(
+                f"The device map names {inside!r} twice: {device_map[inside]!r} by its own name, and "
+                f"{device_map[name]!r} by {name!r}. Name the other modules of {name!r} one by one."
+            )
+    for group in find_tied_parameters(model):
+        apart = [name for name in group if devices[name] != devices[group[0]]]
+        if apart:
+            raise ConfigurationError(
+                f"{group[0]} and {apart[0]} are one weight, but the device map puts them on {devices[group[0]]!r} and "
+                f"{devices[apart[0]]!r}. Put both on one device."
+            )
+
+
+def check_tied_parameters_on_same_device(tied_params: Sequence[Sequence[str]], device_map: Mapping[str, Any]) -> None:
+    """Warn of weights that are tied, and that a map puts on several devices.
+
+    Args:
+        tied_params: Groups of names, as `find_tied_parameters` returns them.
+        device_map: The map.
+    """
+    for group in tied_params:
+        devices = {name: _device_of(name, device_map) for name in group}
+        if len(set(devices.values())) > 1:
+            logger.warning(f"Tied parameters are on different devices: {devices}. Put them on one.")
+
+
+def _device_of(name: str, device_map: Mapping[str, Any]) -> Any | None:
+    """The device of a tensor: that of the longest name that it is within."""
+    while name not in device_map and name:
+        name = name.rpartition(".")[0]
+    return device_map.get(name)
+
+
+def resolve_device_map(
+    model: nn.Module,
+    device_map: str | int | torch.device | Mapping[str, Any],
+    max_memory: Mapping[Any, int | str] | None = None,
+    **options: Any,
+) -> dict[str, Any]:
+    """The map that a name, a device or a dict stands for, checked against the model and this machine.
+
+    Args:
+        model: The model; it may have no memory.
+        device_map: `"auto"` and `"balanced"` let each accelerator have as even a share as can be, `"balanced_low_0"`
+            all but the first, `"sequential"` fills one after the other. Or one device for all, or a map.
+        max_memory: What may be used of each device, where a map is to be found. See `get_max_memory`.
+        **options: Other arguments of `infer_auto_device_map`.
+
+    Raises:
+        ConfigurationError: The map does not fit the model. See `check_device_map`.
+        DeviceNotAvailableError: It names a device that this machine does not have.
+    """
+    if isinstance(device_map, str) and device_map in DEVICE_MAP_NAMES:
+        device_map = infer_auto_device_map(model, max_memory, policy=device_map, **options)
+    elif isinstance(device_map, str | int | torch.device):
+        try:
+            device_map = {"": as_device(device_map)}
+        except ConfigurationError as error:
+            hint = nearest(str(device_map), DEVICE_MAP_NAMES)
+            raise ConfigurationError(f"{error}{hint} Names of maps: {', '.join(DEVICE_MAP_NAMES)}.") from None
+    check_device_map(model, device_map)
+    for name, device in device_map.items():
+        if not is_there(as_device(device)):
+            raise DeviceNotAvailableError(
+                f"The device map puts {name or 'the model'!r} on {device!r}, which this machine does not have. Devices "
+                f"here: {', '.join(map(repr, (*get_max_memory(), 'disk')))}."
+            )
+    return dict(device_map) if not isinstance(device_map, DeviceMap) else device_map

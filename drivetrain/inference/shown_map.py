@@ -1,0 +1,122 @@
+"""Device maps for people: a table, a page, and the reason for one block."""
+
+from __future__ import annotations
+
+import math
+from html import escape
+
+from drivetrain.inference.solver import Block, Placement, Problem, Share
+from drivetrain.runtime.byte_sizes import as_bytes
+
+_MOST_NAMES = 4
+_COLOURS = ("#4c78a8", "#72b7b2", "#54a24b", "#eeca3b", "#b279a2", "#ff9da6")
+
+
+def as_table(problem: Problem, placement: Placement) -> str:
+    """A line for each device: its modules, bytes, and what is left of it."""
+    rows = [["device", "modules", "weights", "room to stream", "activations", "free after", "of"]]
+    shares = problem.shares(placement)
+    for place, (budget, share) in enumerate(zip(problem.budgets, shares, strict=True)):
+        if not (share.weights or share.streamed) and budget.kind != "accelerator":
+            continue
+        counts = (share.weights, share.streamed, share.activations, share.free, budget.limit)
+        rows.append([str(budget.device), _modules(problem, placement, place), *map(_bytes, counts)])
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    lines = [_line(row, widths) for row in rows]
+    lines.insert(1, "-" * len(lines[0]))
+    lines.append(f"{problem.boundaries(placement)} boundaries between devices, {as_bytes(problem.size)} in all")
+    return "\n".join(line.rstrip() for line in lines)
+
+
+def _line(row: list[str], widths: list[int]) -> str:
+    left = [cell.ljust(width) for cell, width in zip(row[:2], widths[:2], strict=True)]
+    right = [cell.rjust(width) for cell, width in zip(row[2:], widths[2:], strict=True)]
+    return "  ".join([*left, *right])
+
+
+def _bytes(count: float) -> str:
+    return "no limit" if math.isinf(count) else as_bytes(count)
+
+
+def _modules(problem: Problem, placement: Placement, place: int) -> str:
+    """The runs of modules on a device, such as `wte, wpe, h.0 - h.21`."""
+    where = {
+        position: (name, its)
+        for block, its in zip(problem.blocks, placement.places, strict=True)
+        for position, name in zip(block.positions, block.names, strict=True)
+    }
+    runs: list[list[str]] = []
+    before = None
+    for position in sorted(where):
+        name, its = where[position]
+        if its == place:
+            if before != place:
+                runs.append([])
+            runs[-1].append(name or "(all)")
+        before = its
+    texts = [run[0] if len(run) == 1 else f"{run[0]} - {run[-1]}" for run in runs]
+    if len(texts) > _MOST_NAMES:
+        texts = [*texts[: _MOST_NAMES - 1], f"{len(texts) - _MOST_NAMES + 1} more"]
+    return ", ".join(texts)
+
+
+def explain(problem: Problem, placement: Placement, block: Block) -> str:
+    """Why a block is where it is, in a sentence or two."""
+    place = placement.places[problem.blocks.index(block)]
+    shares = problem.shares(placement)
+    budget = problem.budgets[place]
+    first = block.names[0] or "the whole model"
+    text = f"{first} ({as_bytes(block.size)}) is on {budget.device}"
+    if len(block.names) > 1:
+        text += f", with {', '.join(block.names[1:])}, which it shares weights with"
+    before = [room for room in problem.accelerators if room < place]
+    reasons = [_room_left(problem.budgets[room].device, shares[room], block) for room in before]
+    if not problem.computes(place, placement.main):
+        main = problem.budgets[placement.main].device if placement.main is not None else None
+        text += f", and is brought to {main} when it runs"
+    if reasons:
+        text += ": " + "; ".join(reasons)
+    return text + "."
+
+
+def _room_left(device: object, share: Share, block: Block) -> str:
+    left = f"{device} has {as_bytes(max(0, share.free))} left of {_bytes(share.limit)}"
+    if share.streamed:
+        left += f", with {as_bytes(share.streamed)} kept free for what is brought there"
+    if share.free >= block.size:
+        left += ", and holds what runs before it, or its even share"
+    return left
+
+
+def as_page(problem: Problem, placement: Placement) -> str:
+    """A page of HTML with a bar for each device, as long as what it has, and its blocks in it."""
+    shares = problem.shares(placement)
+    finite = [share.limit for share in shares if not math.isinf(share.limit)]
+    widest = max([*finite, *(share.limit - share.free for share in shares if not math.isinf(share.limit)), 1])
+    bars = []
+    for place, (budget, share) in enumerate(zip(problem.budgets, shares, strict=True)):
+        whole = max(share.weights, 1) if math.isinf(budget.limit) else max(budget.limit, 1)
+        parts = [
+            _part(", ".join(block.names) or "(all)", block.size, whole, _COLOURS[number % len(_COLOURS)])
+            for number, (block, its) in enumerate(zip(problem.blocks, placement.places, strict=True))
+            if its == place and block.size
+        ]
+        parts.append(_part("room to stream", share.streamed, whole, "#bbbbbb"))
+        parts.append(_part("activations", share.activations, whole, "#dddddd"))
+        width = 100 * min(1.0, whole / widest)
+        bars.append(
+            f"<h2>{escape(str(budget.device))}</h2><p>{as_bytes(share.weights)} of {_bytes(budget.limit)}, "
+            f'{_bytes(share.free)} free</p><div class="bar" style="width:{width:.3f}%">{"".join(parts)}</div>'
+        )
+    style = "body{font-family:sans-serif;margin:2em}.bar{display:flex;height:2em;border:1px solid #888;background:#fff}"
+    return (
+        f'<!doctype html><html lang="en"><head><meta charset="utf-8"><title>Device map</title><style>{style}</style>'
+        f"</head><body><h1>Device map</h1>{''.join(bars)}</body></html>\n"
+    )
+
+
+def _part(name: str, size: float, whole: float, colour: str) -> str:
+    if not size:
+        return ""
+    title = escape(f"{name}: {as_bytes(size)}", quote=True)
+    return f'<div title="{title}" style="width:{100 * size / whole:.3f}%;background:{colour}"></div>'

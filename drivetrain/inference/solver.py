@@ -1,0 +1,461 @@
+"""Which device each block of a model goes to, so that all of it provably fits."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Container, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import pairwise, product
+from typing import Literal, TypeAlias
+
+from drivetrain.inference.search import Search
+from drivetrain.runtime.byte_sizes import as_bytes
+from drivetrain.runtime.errors import ConfigurationError
+
+Device: TypeAlias = "int | str"
+Policy: TypeAlias = Literal["sequential", "balanced", "balanced_low_0"]
+
+_MOST_RESERVES = 64
+"""Sizes of room for streamed blocks that are tried; a model has few that differ."""
+
+_QUICK, _THOROUGH = 2_000, 50_000
+"""Attempts of a search that is made often or of many blocks, and of one that is made once or of few."""
+
+_FEW = 12
+
+
+@dataclass(frozen=True)
+class Block:
+    """What goes to one device: a module that is kept whole, or several that share weights.
+
+    Attributes:
+        names: Names of its modules.
+        positions: Where each of them is in the order of execution.
+        size: Bytes, each tensor once.
+        streamed: Bytes that are on the executing device at a time, where the block is kept elsewhere.
+        resident: Bytes that are always on the executing device, where the block is kept elsewhere.
+        activations: Bytes that computing it takes at most, beside all weights.
+    """
+
+    names: tuple[str, ...]
+    positions: tuple[int, ...]
+    size: int
+    streamed: int
+    resident: int = 0
+    activations: int = 0
+
+
+@dataclass(frozen=True)
+class Budget:
+    """What a device has room for.
+
+    Attributes:
+        device: The device, `"cpu"` or `"disk"`.
+        limit: Bytes; infinite where it is not limited.
+        kind: Accelerators compute what is on them. The host does where no accelerator computes for it, the disk never.
+    """
+
+    device: Device
+    limit: float
+    kind: Literal["accelerator", "host", "disk"]
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Where blocks go.
+
+    Attributes:
+        places: For each block the index of its budget.
+        main: The index of the budget of the device that computes what others only keep; None where nothing is kept.
+    """
+
+    places: tuple[int, ...]
+    main: int | None = None
+
+
+@dataclass(frozen=True)
+class Share:
+    """What a device takes, and has.
+
+    Attributes:
+        weights: Bytes of the blocks that are on it.
+        streamed: Bytes for what is kept elsewhere and computed here: the largest such block, and resident buffers.
+        activations: Bytes that computing takes at most.
+        limit: Bytes that it has.
+    """
+
+    weights: int = 0
+    streamed: int = 0
+    activations: int = 0
+    limit: float = 0
+
+    @property
+    def free(self) -> float:
+        """Bytes that are left; below 0 where it does not fit."""
+        return self.limit - self.weights - self.streamed - self.activations
+
+
+@dataclass(frozen=True)
+class Problem:
+    """Blocks in the order of execution, and budgets: accelerators first, then the host, then the disk."""
+
+    blocks: Sequence[Block]
+    budgets: Sequence[Budget]
+
+    @property
+    def accelerators(self) -> list[int]:
+        """Indices of the accelerators that have any room."""
+        return [i for i, each in enumerate(self.budgets) if each.kind == "accelerator" and each.limit > 0]
+
+    @property
+    def executors(self) -> list[int]:
+        """Indices of the devices that can compute for others, best first."""
+        host = [i for i, each in enumerate(self.budgets) if each.kind == "host" and each.limit > 0]
+        return [*self.accelerators, *host]
+
+    @property
+    def size(self) -> int:
+        """Bytes of all blocks."""
+        return sum(block.size for block in self.blocks)
+
+    def computes(self, place: int, main: int | None) -> bool:
+        """Whether a device computes what is on it."""
+        return self.budgets[place].kind == "accelerator" or place == main
+
+    def shares(self, placement: Placement) -> list[Share]:
+        """The proof of a placement: what each device takes. It fits where no share has less than 0 free."""
+        weights, activations = [0] * len(self.budgets), [0] * len(self.budgets)
+        largest = resident = 0
+        for block, place in zip(self.blocks, placement.places, strict=True):
+            weights[place] += block.size
+            runs_on: int | None = place
+            if not self.computes(place, placement.main):
+                runs_on, largest, resident = placement.main, max(largest, block.streamed), resident + block.resident
+            if runs_on is not None:
+                activations[runs_on] = max(activations[runs_on], block.activations)
+        streamed = [largest + resident if place == placement.main else 0 for place in range(len(self.budgets))]
+        limits = [budget.limit for budget in self.budgets]
+        return [Share(*each) for each in zip(weights, streamed, activations, limits, strict=True)]
+
+    def fits(self, placement: Placement) -> bool:
+        """Whether no device takes more than it has, and what is kept on one is computed on another."""
+        kept = any(not self.computes(place, placement.main) for place in placement.places)
+        if kept and placement.main is None:
+            return False
+        return all(share.free >= 0 for share in self.shares(placement))
+
+    def boundaries(self, placement: Placement) -> int:
+        """How often the order of execution goes from one device to another."""
+        order = sorted(
+            (position, place)
+            for block, place in zip(self.blocks, placement.places, strict=True)
+            for position in block.positions
+            if block.size
+        )
+        return sum(one != other for (_, one), (_, other) in pairwise(order))
+
+
+def solve(
+    problem: Problem,
+    policy: Policy = "sequential",
+    reserve_largest: bool = True,
+    fill_gaps: bool = False,
+    on_host: bool = True,
+) -> Placement | None:
+    """Place blocks so that they fit: on accelerators alone if that is possible, in as few runs as possible.
+
+    Args:
+        problem: The blocks and the budgets.
+        policy: `"sequential"` fills one device after the other; `"balanced"` lets the largest share be as small as
+            it can, and then the number of boundaries; `"balanced_low_0"` balances all but the first device, which gets
+            what the others have no room for.
+        reserve_largest: Leave room for the largest block on the first device where it can be spared, as
+            Accelerate does, unless everything fits there.
+        fill_gaps: Put single blocks on accelerators that have room for them, out of order.
+        on_host: Let the host compute what is kept on it, also where there are accelerators.
+
+    Returns:
+        Where the blocks go; None if there is no such placement.
+    """
+    placement = _on_accelerators(problem, policy, reserve_largest) or _with_offload(problem, on_host)
+    if placement is not None and fill_gaps:
+        placement = _fill_gaps(problem, placement)
+    return placement
+
+
+def _on_accelerators(problem: Problem, policy: Policy, reserve_largest: bool) -> Placement | None:
+    """All blocks on accelerators; None where there is no such placement."""
+    if problem.size > sum(problem.budgets[room].limit for room in problem.accelerators):
+        return None
+    return _on_accelerators_in_order(problem, policy, reserve_largest) or (
+        _by_search(problem, None, problem.accelerators) if problem.accelerators else None
+    )
+
+
+def _on_accelerators_in_order(problem: Problem, policy: Policy, reserve_largest: bool) -> Placement | None:
+    limits = {room: problem.budgets[room].limit for room in problem.accelerators}
+    if not limits:
+        return None
+    if policy == "sequential":
+        candidates = _sequential(problem, limits, reserve_largest)
+    elif policy == "balanced":
+        candidates = iter([_balanced(problem, limits)])
+    else:
+        candidates = _low_zero(problem, limits)
+    return next((Placement(places) for places in candidates if places is not None), None)
+
+
+def balanced_shares(problem: Problem, policy: Policy) -> dict[Device, int] | None:
+    """Bytes on each accelerator with any room, where blocks go there in order; None where they cannot."""
+    placement = _on_accelerators_in_order(problem, policy, reserve_largest=False)
+    if placement is None:
+        return None
+    shares = problem.shares(placement)
+    return {problem.budgets[room].device: shares[room].weights for room in problem.accelerators}
+
+
+def _sequential(problem: Problem, limits: dict[int, float], reserve: bool) -> Iterator[tuple[int, ...] | None]:
+    first = next(iter(limits))
+    alone = Placement((first,) * len(problem.blocks))
+    yield alone.places if problem.fits(alone) else None
+    if reserve:
+        largest = max((block.streamed + block.resident for block in problem.blocks), default=0)
+        places = _whole(_Filling(problem, {**limits, first: limits[first] - largest}).in_order())
+        yield places if places is not None and first in places else None
+    yield _whole(_Filling(problem, limits).in_order())
+
+
+def _balanced(problem: Problem, limits: dict[int, float]) -> tuple[int, ...] | None:
+    """The placement in order whose largest share is the smallest."""
+    return _least(lambda cap: _Filling(problem, {room: min(cap, most) for room, most in limits.items()}), limits)
+
+
+def _low_zero(problem: Problem, limits: dict[int, float]) -> Iterator[tuple[int, ...] | None]:
+    first, *others = limits
+    if others:
+        yield _balanced(problem, {room: limits[room] for room in others})
+    yield _least(lambda cap: _Filling(problem, {**limits, first: cap}), {first: limits[first]})
+
+
+def _least(make: Callable[[float], _Filling], limits: dict[int, float]) -> tuple[int, ...] | None:
+    """The placement of the smallest cap that holds all blocks; in whole bytes."""
+    low, high = 0, int(min(max(limits.values()), sum(block.size + block.activations for block in make(0).blocks)))
+    found = _whole(make(high).in_order())
+    while found is not None and low < high:
+        middle = (low + high) // 2
+        places = _whole(make(middle).in_order())
+        if places is None:
+            low = middle + 1
+        else:
+            found, high = places, middle
+    return found
+
+
+def _whole(places: list[int | None]) -> tuple[int, ...] | None:
+    """Places, where each block has one."""
+    found = [place for place in places if place is not None]
+    return tuple(found) if len(found) == len(places) else None
+
+
+class _Filling:
+    """Puts blocks into rooms one after the other.
+
+    Args:
+        problem: The blocks and the budgets.
+        limits: For each room the bytes that may be used of it.
+        main: The room that computes what is put nowhere, and its buffers stay there.
+        reserve: Bytes that are kept free there for streamed blocks.
+    """
+
+    def __init__(self, problem: Problem, limits: dict[int, float], main: int | None = None, reserve: int = 0) -> None:
+        self.blocks, self.limits, self.main = problem.blocks, limits, main
+        self.used = dict.fromkeys(limits, 0)
+        self.activations = dict.fromkeys(limits, 0)
+        if main is not None:
+            self.used[main] = reserve + sum(block.resident for block in self.blocks)
+            self.activations[main] = max((block.activations for block in self.blocks), default=0)
+
+    def has_room(self, room: int, block: Block) -> bool:
+        returned = block.resident if room == self.main else 0
+        working = max(self.activations[room], block.activations)
+        return self.used[room] + block.size - returned + working <= self.limits[room]
+
+    def put(self, room: int, block: Block) -> None:
+        self.used[room] += block.size
+        self.activations[room] = max(self.activations[room], block.activations)
+        if self.main is not None:
+            self.used[self.main] -= block.resident
+
+    def in_order(self) -> list[int | None]:
+        """Fill one room, then the next, and do not come back; None for blocks after the last."""
+        rooms, current = list(self.limits), 0
+        places: list[int | None] = []
+        for block in self.blocks:
+            while current < len(rooms) and not self.has_room(rooms[current], block):
+                current += 1
+            place = rooms[current] if current < len(rooms) else None
+            if place is not None:
+                self.put(place, block)
+            places.append(place)
+        return places
+
+    def around(self, fixed: dict[int, int]) -> list[int | None]:
+        """Put the blocks of `fixed` in their rooms, and others beside their predecessor, else where there is room."""
+        for index, room in fixed.items():
+            self.put(room, self.blocks[index])
+        places: list[int | None] = []
+        current = next(iter(self.limits))
+        for index, block in enumerate(self.blocks):
+            place = fixed.get(index)
+            if place is None:
+                rooms = (current, *self.limits)
+                place = next((room for room in rooms if self.has_room(room, block)), None)
+                if place is not None:
+                    self.put(place, block)
+            current = current if place is None else place
+            places.append(place)
+        return places
+
+
+def _with_offload(problem: Problem, on_host: bool) -> Placement | None:
+    """Some blocks on the host or the disk, computed by the first device that has room to; as few as possible."""
+    mains = problem.executors if on_host else problem.accelerators or problem.executors
+    reserves = _reserves(problem)
+    # What runs a plain dict takes the first accelerator in it for the main device, so that one is, where it can be.
+    for expected, main, in_order in product((True, False), mains, (True, False)):
+        rooms = [room for room in problem.accelerators if room >= main or not expected]
+        plans = [_streaming(problem, main, reserve, in_order, rooms) for reserve in reserves]
+        found = [plan for plan in plans if plan is not None and problem.fits(plan)]
+        found = [plan for plan in found if not expected or _first_accelerator(problem, plan) == main]
+        if found:
+            return max(found, key=lambda plan: (_computed_in_place(problem, plan), -problem.boundaries(plan)))
+    places = [i for i, each in enumerate(problem.budgets) if each.limit > 0]
+    searched = (_by_search(problem, main, places) for main in mains)
+    return next((placement for placement in searched if placement is not None), None)
+
+
+def _reserves(problem: Problem) -> list[int]:
+    """Bytes to keep free for streamed blocks, of which one is right: as many as some block has."""
+    sizes = sorted({block.streamed for block in problem.blocks} | {0})
+    if len(sizes) <= _MOST_RESERVES:
+        return sizes
+    step = len(sizes) / _MOST_RESERVES
+    return sorted({*(sizes[int(number * step)] for number in range(_MOST_RESERVES)), sizes[-1]})
+
+
+def _first_accelerator(problem: Problem, placement: Placement) -> int | None:
+    """The first accelerator in the order of execution; where none has a block, the host, if it is the main device."""
+    accelerators = [place for place in placement.places if problem.budgets[place].kind == "accelerator"]
+    host = placement.main is not None and problem.budgets[placement.main].kind == "host"
+    return accelerators[0] if accelerators else placement.main if host else None
+
+
+def _computed_in_place(problem: Problem, placement: Placement) -> int:
+    placed = zip(problem.blocks, placement.places, strict=True)
+    return sum(block.size for block, place in placed if problem.computes(place, placement.main))
+
+
+def _streaming(problem: Problem, main: int, reserve: int, in_order: bool, rooms: Sequence[int]) -> Placement | None:
+    """The placement that keeps `reserve` bytes free on the main device for the blocks that are put elsewhere."""
+    limits = {room: problem.budgets[room].limit for room in sorted({*rooms, main})}
+    filling = _Filling(problem, limits, main, reserve)
+    large = [index for index, block in enumerate(problem.blocks) if block.streamed > reserve]
+    if large and not in_order:
+        room_for = {**limits, main: limits[main] - reserve}
+        packed = Search([problem.blocks[index].size for index in large], room_for, most_steps=_QUICK).first()
+        if packed is None:
+            return None
+        places = filling.around(dict(zip(large, packed, strict=True)))
+    else:
+        places = filling.in_order()
+    stores = {i: each.limit for i, each in enumerate(problem.budgets) if i != main and each.kind != "accelerator"}
+    for index, block in enumerate(problem.blocks):
+        if places[index] is None:
+            store = next((i for i, free in stores.items() if block.size <= free), None)
+            if store is None:
+                return None
+            stores[store] -= block.size
+            places[index] = store
+    whole = _whole(places)
+    return None if whole is None else Placement(whole, main)
+
+
+def _by_search(problem: Problem, main: int | None, places: list[int]) -> Placement | None:
+    """Any placement that fits, out of order if need be, by trying: exact for few blocks."""
+    heavy = [index for index, block in enumerate(problem.blocks) if block.size]
+    blocks = [problem.blocks[index] for index in heavy]
+    part = Problem(blocks, problem.budgets)
+
+    def fits(tried: list[int], chosen: list[int]) -> bool:
+        some = Problem([blocks[index] for index in tried], problem.budgets)
+        return some.fits(Placement(tuple(chosen), main))
+
+    limits = {place: problem.budgets[place].limit for place in places}
+    only_sizes = main is None and not any(block.activations for block in blocks)
+    steps = _THOROUGH if only_sizes or len(blocks) <= _FEW else _QUICK
+    search = Search([block.size for block in blocks], limits, None if only_sizes else fits, steps)
+    solutions = [
+        Placement(tuple(found), main) for found in (search.first(), search.first(largest_first=False)) if found
+    ]
+    if not solutions:
+        return None
+    best = min(solutions, key=part.boundaries)
+    by_index = dict(zip(heavy, best.places, strict=True))
+    current = best.places[0] if best.places else places[0]
+    everywhere = []
+    for index in range(len(problem.blocks)):
+        current = by_index.get(index, current)
+        everywhere.append(current)
+    whole = Placement(tuple(everywhere), main)
+    return whole if problem.fits(whole) else None
+
+
+def _fill_gaps(problem: Problem, placement: Placement) -> Placement:
+    """Move blocks from where they are only kept to accelerators with room, first come, first served."""
+    for index, block in enumerate(problem.blocks):
+        if not block.size or problem.computes(placement.places[index], placement.main):
+            continue
+        for room in problem.accelerators:
+            places = (*placement.places[:index], room, *placement.places[index + 1 :])
+            moved = Placement(places, placement.main)
+            if problem.fits(moved):
+                placement = moved
+                break
+    return placement
+
+
+def refuse(problem: Problem, unsplit: Container[str]) -> ConfigurationError:
+    """The error for blocks that no placement holds: which is the largest, how much is short, and what would do.
+
+    Args:
+        problem: The blocks and the budgets.
+        unsplit: Names of what cannot be split.
+    """
+    ways = "Raise a budget, add another device, or load the model in a smaller dtype"
+    largest = max(problem.blocks, key=lambda block: block.streamed + block.activations)
+    can_split = any(name not in unsplit for name in largest.names)
+    split = ", or pass no_split_module_classes=[] so that blocks may be split" if can_split else ""
+    total, room = problem.size, sum(budget.limit for budget in problem.budgets)
+    if total > room:
+        return ConfigurationError(
+            f"The model takes {as_bytes(total)}, but the budgets hold {as_bytes(room)} in all: "
+            f'{as_bytes(total - room)} are short. {ways}; without a limit for "disk" the rest is kept there.'
+        )
+    computing = [problem.budgets[index] for index in problem.executors]
+    needed = largest.streamed + largest.activations + sum(block.resident for block in problem.blocks)
+    has = max(computing, key=lambda budget: budget.limit, default=None)
+    if has is None or needed > has.limit:
+        limit = 0 if has is None else has.limit
+        where = (
+            "no device that computes has a budget" if has is None else f"the largest budget is that of {has.device!r}"
+        )
+        return ConfigurationError(
+            f"{largest.names[0] or 'The model'!r} takes {as_bytes(needed)} on the device that computes it, but {where}"
+            f", {as_bytes(limit)}: {as_bytes(needed - limit)} are short. Give one device at least {int(needed)} bytes"
+            f'{split}, or add "cpu" with that much to max_memory.'
+        )
+    return ConfigurationError(
+        f"The model takes {as_bytes(total)}, and its blocks (the largest is {largest.names[0]!r}, "
+        f"{as_bytes(largest.size)}) do not go into the budgets: "
+        + ", ".join(f"{each.device!r} {as_bytes(each.limit)}" for each in problem.budgets)
+        + f". {ways}{split}."
+    )

@@ -1,0 +1,211 @@
+"""The simulated devices behave as devices do: limits, copies, streams, events, and the faults that they find."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import nn
+
+from tests.shared_runs import SharedRuns
+from tests.simulated.devices import simulated as simulated
+from tests.simulated.devices import start
+
+pytestmark = pytest.mark.usefixtures("simulated")
+
+runs = SharedRuns(__name__, world_size=1)
+
+MB = 1_000_000
+
+
+@runs
+def computes_and_trains() -> dict[str, float]:
+    start(2)
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 4))
+    batch = torch.randn(5, 8)
+    expected = model(batch)
+    expected.sum().backward()
+    gradient = model[0].weight.grad.clone()
+    model.zero_grad()
+    model[0].to("sim:0")
+    model[2].to("sim:1")
+    result = model[2](model[1](model[0](batch.to("sim:0"))).to("sim:1"))
+    result.sum().backward()
+    return {
+        "output": float((result.cpu() - expected).abs().max()),
+        "gradient": float((model[0].weight.grad.cpu() - gradient).abs().max()),
+        "devices": torch.accelerator.device_count(),
+    }
+
+
+def test_a_model_over_two_devices_computes_and_trains_as_on_the_cpu():
+    (found,) = runs.of(computes_and_trains)
+    assert found["output"] < 1e-6
+    assert found["gradient"] < 1e-6
+    assert found["devices"] == 2
+
+
+@runs
+def counts_memory() -> dict[str, object]:
+    sim = start(2)
+    with sim.capped(3 * MB, 0):
+        held = torch.ones(MB // 2, device="sim:0")
+        del held
+        held = torch.ones(MB // 4, device="sim:0")
+        other = torch.ones(MB, device="sim:1")
+        try:
+            torch.empty(MB, device="sim:0")
+            refused = ""
+        except torch.OutOfMemoryError as error:
+            refused = str(error)
+        found = (sim.used(0), sim.peak(0), sim.used(1), torch.sim.mem_get_info(0))
+        del held, other
+        return {"found": found, "refused": refused, "after": sim.used(0)}
+
+
+def test_memory_is_counted_by_device_and_a_limit_is_kept():
+    (found,) = runs.of(counts_memory)
+    assert found["found"] == (MB, 2 * MB, 4 * MB, (2 * MB, 3 * MB))
+    assert "sim:0 out of memory: tried to allocate 4000000 bytes, with 1000000 of 3000000 in use" in found["refused"]
+    assert found["after"] == 0
+
+
+@runs
+def counts_copies() -> list[tuple[int, int]]:
+    sim = start(2)
+    sim.reset_clock()
+    there = torch.ones(1000).to("sim:0")
+    across = (there * 2 + 1).to("sim:1")
+    across.cpu()
+    float(across.sum())
+    return [tuple(sim.to_device), tuple(sim.between), tuple(sim.to_host)]
+
+
+def test_copies_of_the_program_are_counted_and_those_of_kernels_are_not():
+    assert runs.of(counts_copies) == [[(1, 4000), (1, 4000), (1, 4000)]]
+
+
+def ten_copies(pinned: bool = True, own_stream: bool = True, waits: bool = True) -> tuple[float, float, list[str]]:
+    """Ten copies of 1 MB and kernels on them that take as long: seconds of the host and of all, and faults."""
+    sim = start(2)
+    host = torch.ones(MB // 4, pin_memory=pinned)
+    buffers = [torch.empty(MB // 4, device="sim:0") for _ in range(10)]
+    computing = torch.accelerator.current_stream()
+    copying = torch.Stream("sim:0") if own_stream else computing
+    sim.reset_clock(to_device=10 * MB)  # 0.1 s for each
+    for buffer in buffers:
+        event = torch.Event("sim")
+        with copying:
+            buffer.copy_(host, non_blocking=True)
+            event.record(copying)
+        if waits:
+            computing.wait_event(event)
+        buffer.add_(1)
+        sim.spend(0.1, device=0)
+    on_host = sim.now
+    torch.accelerator.synchronize()
+    return on_host, sim.now, sim.hazards
+
+
+@runs
+def on_a_stream_of_their_own() -> tuple[float, float, list[str]]:
+    return ten_copies()
+
+
+@runs
+def on_the_stream_of_kernels() -> tuple[float, float, list[str]]:
+    return ten_copies(own_stream=False)
+
+
+@runs
+def of_pageable_memory() -> tuple[float, float, list[str]]:
+    return ten_copies(pinned=False)
+
+
+@runs
+def without_waiting() -> tuple[float, float, list[str]]:
+    return ten_copies(waits=False)
+
+
+@pytest.mark.parametrize(
+    ("run", "on_host", "in_all"),
+    [
+        pytest.param(on_a_stream_of_their_own, 0.0, 1.1, id="on a stream of their own they overlap"),
+        pytest.param(on_the_stream_of_kernels, 0.0, 2.0, id="on that of the kernels they do not"),
+        pytest.param(of_pageable_memory, 1.0, 1.1, id="from pageable memory they hold up the host"),
+    ],
+)
+def test_copies_take_time_beside_kernels(run: Callable[[], object], on_host: float, in_all: float):
+    (found,) = runs.of(run)
+    assert found[:2] == pytest.approx((on_host, in_all), abs=1e-6)
+    assert found[2] == []
+
+
+def test_reading_what_has_not_arrived_is_found():
+    ((_, _, hazards),) = runs.of(without_waiting)
+    assert any("still writes" in each for each in hazards)
+
+
+@runs
+def overwrites_and_frees() -> list[list[str]]:
+    sim = start(2)
+    host = torch.ones(MB // 4, pin_memory=True)
+    found = []
+    for wrong in ("overwritten", "freed", "recorded"):
+        buffer = torch.empty(MB // 4, device="sim:0")
+        copying = torch.Stream("sim:0")
+        sim.reset_clock(to_device=10 * MB, kernels=1 * MB)
+        with copying:
+            buffer.copy_(host, non_blocking=True)
+        if wrong == "overwritten":
+            buffer.mul_(2)
+            copying.synchronize()
+        if wrong == "recorded":
+            buffer.record_stream(copying)
+        del buffer
+        found.append(sim.hazards)
+        torch.accelerator.synchronize()
+    return found
+
+
+def test_memory_that_another_stream_uses_is_neither_overwritten_nor_freed_unnoticed():
+    ((overwritten, freed, recorded),) = runs.of(overwrites_and_frees)
+    assert any("overwrites what stream" in each for each in overwritten)
+    assert any("freed while stream" in each for each in freed)
+    assert recorded == []
+
+
+@runs
+def times_events() -> tuple[float, bool, bool]:
+    sim = start(2)
+    sim.reset_clock()
+    first, last = (torch.Event("sim", enable_timing=True) for _ in range(2))
+    first.record()
+    sim.spend(0.5, device=0)
+    last.record()
+    early = last.query()
+    last.synchronize()
+    return first.elapsed_time(last), early, last.query()
+
+
+def test_events_have_times():
+    ((elapsed, early, late),) = runs.of(times_events)
+    assert elapsed == pytest.approx(500)
+    assert (early, late) == (False, True)
+
+
+@runs
+def known_to_drivetrain() -> tuple[str, bool, int, int]:
+    from drivetrain.runtime.devices import detect_device_kind
+
+    sim = start(2)
+    kind = detect_device_kind()
+    with sim.capped(MB, MB):
+        free = kind.free_memory(torch.device("sim:1"))
+    return kind.name, kind.supports_streams, kind.count(), free[0]
+
+
+def test_drivetrain_takes_them_for_what_this_machine_has():
+    assert runs.of(known_to_drivetrain) == [("sim", True, 2, MB)]
