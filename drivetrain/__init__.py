@@ -38,18 +38,35 @@ _EXPORTS: dict[str, str] = {
     "ProfileKwargs": "drivetrain.accelerator",
     "TorchDynamoPlugin": "drivetrain.accelerator",
     "TorchContextParallelConfig": "drivetrain.accelerator",
+    "AlignDevicesHook": "drivetrain.inference",
+    "CpuOffload": "drivetrain.inference",
+    "LayerwiseCastingHook": "drivetrain.inference",
+    "ModelHook": "drivetrain.inference",
+    "SequentialHook": "drivetrain.inference",
+    "UserCpuOffloadHook": "drivetrain.inference",
+    "add_hook_to_module": "drivetrain.inference",
+    "align_module_device": "drivetrain.inference",
+    "attach_align_device_hook": "drivetrain.inference",
+    "attach_align_device_hook_on_blocks": "drivetrain.inference",
+    "attach_execution_device_hook": "drivetrain.inference",
+    "attach_layerwise_casting_hooks": "drivetrain.inference",
     "calculate_maximum_sizes": "drivetrain.inference",
     "check_tied_parameters_in_config": "drivetrain.inference",
     "compute_module_sizes": "drivetrain.inference",
+    "cpu_offload_with_hook": "drivetrain.inference",
     "dtype_byte_size": "drivetrain.inference",
     "find_tied_parameters": "drivetrain.inference",
     "get_max_layer_size": "drivetrain.inference",
+    "has_offloaded_params": "drivetrain.inference",
     "id_tensor_storage": "drivetrain.inference",
     "init_empty_weights": "drivetrain.inference",
     "init_on_device": "drivetrain.inference",
     "meta_leftovers": "drivetrain.inference",
     "named_module_tensors": "drivetrain.inference",
+    "remove_hook_from_module": "drivetrain.inference",
+    "remove_hook_from_submodules": "drivetrain.inference",
     "retie_parameters": "drivetrain.inference",
+    "set_module_tensor_to_device": "drivetrain.inference",
     "Trainer": "drivetrain.trainer",
     "Task": "drivetrain.trainer",
     "MegatronTask": "drivetrain.trainer",
@@ -264,18 +281,35 @@ if TYPE_CHECKING:
     from drivetrain.data import PermutationSampler as PermutationSampler
     from drivetrain.data import TailPolicy as TailPolicy
     from drivetrain.data import skip_first_batches as skip_first_batches
+    from drivetrain.inference import AlignDevicesHook as AlignDevicesHook
+    from drivetrain.inference import CpuOffload as CpuOffload
+    from drivetrain.inference import LayerwiseCastingHook as LayerwiseCastingHook
+    from drivetrain.inference import ModelHook as ModelHook
+    from drivetrain.inference import SequentialHook as SequentialHook
+    from drivetrain.inference import UserCpuOffloadHook as UserCpuOffloadHook
+    from drivetrain.inference import add_hook_to_module as add_hook_to_module
+    from drivetrain.inference import align_module_device as align_module_device
+    from drivetrain.inference import attach_align_device_hook as attach_align_device_hook
+    from drivetrain.inference import attach_align_device_hook_on_blocks as attach_align_device_hook_on_blocks
+    from drivetrain.inference import attach_execution_device_hook as attach_execution_device_hook
+    from drivetrain.inference import attach_layerwise_casting_hooks as attach_layerwise_casting_hooks
     from drivetrain.inference import calculate_maximum_sizes as calculate_maximum_sizes
     from drivetrain.inference import check_tied_parameters_in_config as check_tied_parameters_in_config
     from drivetrain.inference import compute_module_sizes as compute_module_sizes
+    from drivetrain.inference import cpu_offload_with_hook as cpu_offload_with_hook
     from drivetrain.inference import dtype_byte_size as dtype_byte_size
     from drivetrain.inference import find_tied_parameters as find_tied_parameters
     from drivetrain.inference import get_max_layer_size as get_max_layer_size
+    from drivetrain.inference import has_offloaded_params as has_offloaded_params
     from drivetrain.inference import id_tensor_storage as id_tensor_storage
     from drivetrain.inference import init_empty_weights as init_empty_weights
     from drivetrain.inference import init_on_device as init_on_device
     from drivetrain.inference import meta_leftovers as meta_leftovers
     from drivetrain.inference import named_module_tensors as named_module_tensors
+    from drivetrain.inference import remove_hook_from_module as remove_hook_from_module
+    from drivetrain.inference import remove_hook_from_submodules as remove_hook_from_submodules
     from drivetrain.inference import retie_parameters as retie_parameters
+    from drivetrain.inference import set_module_tensor_to_device as set_module_tensor_to_device
     from drivetrain.launch import notebook_launcher as notebook_launcher
     from drivetrain.runtime.collectives import broadcast as broadcast
     from drivetrain.runtime.collectives import broadcast_object_list as broadcast_object_list
