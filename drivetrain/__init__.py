@@ -57,6 +57,7 @@ _EXPORTS: dict[str, str] = {
     "dtype_byte_size": "drivetrain.inference",
     "find_tied_parameters": "drivetrain.inference",
     "get_max_layer_size": "drivetrain.inference",
+    "get_state_dict_offloaded_model": "drivetrain.inference",
     "has_offloaded_params": "drivetrain.inference",
     "id_tensor_storage": "drivetrain.inference",
     "init_empty_weights": "drivetrain.inference",
@@ -300,6 +301,7 @@ if TYPE_CHECKING:
     from drivetrain.inference import dtype_byte_size as dtype_byte_size
     from drivetrain.inference import find_tied_parameters as find_tied_parameters
     from drivetrain.inference import get_max_layer_size as get_max_layer_size
+    from drivetrain.inference import get_state_dict_offloaded_model as get_state_dict_offloaded_model
     from drivetrain.inference import has_offloaded_params as has_offloaded_params
     from drivetrain.inference import id_tensor_storage as id_tensor_storage
     from drivetrain.inference import init_empty_weights as init_empty_weights

@@ -26,6 +26,7 @@ _EXPORTS = {
     "dtype_byte_size": "drivetrain.inference.sizes",
     "find_tied_parameters": "drivetrain.inference.ties",
     "get_max_layer_size": "drivetrain.inference.sizes",
+    "get_state_dict_offloaded_model": "drivetrain.inference.aligning",
     "has_offloaded_params": "drivetrain.inference.aligning",
     "id_tensor_storage": "drivetrain.inference.ties",
     "init_empty_weights": "drivetrain.inference.meta",
@@ -58,6 +59,7 @@ __all__ = [
     "dtype_byte_size",
     "find_tied_parameters",
     "get_max_layer_size",
+    "get_state_dict_offloaded_model",
     "has_offloaded_params",
     "id_tensor_storage",
     "init_empty_weights",
@@ -73,6 +75,7 @@ __all__ = [
 if TYPE_CHECKING:
     from drivetrain.inference.aligning import AlignDevicesHook as AlignDevicesHook
     from drivetrain.inference.aligning import align_module_device as align_module_device
+    from drivetrain.inference.aligning import get_state_dict_offloaded_model as get_state_dict_offloaded_model
     from drivetrain.inference.aligning import has_offloaded_params as has_offloaded_params
     from drivetrain.inference.attaching import attach_align_device_hook as attach_align_device_hook
     from drivetrain.inference.attaching import attach_align_device_hook_on_blocks as attach_align_device_hook_on_blocks

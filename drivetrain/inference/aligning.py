@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from drivetrain.inference.hooks import ModelHook, SequentialHook, hook_of
-from drivetrain.inference.tensors import TiedTensors, set_module_tensor_to_device, tied_address
+from drivetrain.inference.hooks import ModelHook, Registered, SequentialHook, hook_of
+from drivetrain.inference.tensors import TiedTensors, locate, set_module_tensor_to_device, tied_address
 from drivetrain.runtime.errors import CheckpointError, ConfigurationError, nearest
 from drivetrain.runtime.nested import find_device, send_to_device
 
@@ -47,7 +47,7 @@ class AlignDevicesHook(ModelHook):
         execution_device: Device | None = None,
         offload: bool = False,
         io_same_device: bool = False,
-        weights_map: Mapping[str, torch.Tensor] | None = None,
+        weights_map: Mapping[str, Tensor] | None = None,
         offload_buffers: bool = False,
         place_submodules: bool = False,
         skip_keys: str | Sequence[str] | None = None,
@@ -65,6 +65,7 @@ class AlignDevicesHook(ModelHook):
         self.original_devices: dict[str, torch.device] = {}
         self._offloaded: list[str] = []
         self._shared: set[str] = set()
+        self._placeholders: list[tuple[dict[str, Any], str, Tensor]] = []
         self._borrowed: list[tuple[int, torch.device]] = []
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -83,12 +84,15 @@ class AlignDevicesHook(ModelHook):
         # The weights of a copy are at other addresses.
         return {**vars(self), "tied_params_map": None, "_shared": set(), "_borrowed": []}
 
-    def needs(self) -> tuple[bool, bool, bool]:
+    def needs(self) -> tuple[bool | Registered, bool, bool]:
         """Whether there is something to do before the forward, after it, and after an error in it."""
         if type(self) is not AlignDevicesHook:
             return super().needs()
         after = self.offload or self.io_same_device
-        return after or self.execution_device is not None, after, self.offload or self.no_grad
+        before: bool | Registered = after or self.execution_device is not None
+        if before and not after and not self.no_grad:
+            before = self._move_inputs  # most modules of a model that is placed have no more to do
+        return before, after, self.offload or self.no_grad
 
     def init_hook(self, module: ModuleT) -> ModuleT:
         """Put the weights on the device, or take them away where they are offloaded."""
@@ -99,13 +103,14 @@ class AlignDevicesHook(ModelHook):
                 for name in tensors:
                     self._put(module, name, self._device, tied_params_map=tied)
             return module
-        kept = _unsaved(module) if self.offload_buffers else _buffers(module, self.place_submodules)
+        kept = _unsaved(module) if self.offload_buffers else _buffer_names(module, self.place_submodules)
         going = {name: tensor for name, tensor in tensors.items() if name not in kept}
         self.original_devices = {name: tensor.device for name, tensor in tensors.items()}
         self._offloaded = list(going)
         if self.weights_map is None:
             self.weights_map = _kept_in_memory(module, going, tied)
-        self._shared = {name for name, each in going.items() if tied_address(each, tied) and self._share(module, name)}
+        _check_complete(module, going, self.weights_map)
+        self._shared = {name for name, each in going.items() if tied_address(each, tied) and self._share(name)}
         for name in tensors:
             if name in going:
                 self._put(module, name, _META)
@@ -117,20 +122,28 @@ class AlignDevicesHook(ModelHook):
 
     def pre_forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Bring the weights and the inputs to the device."""
-        if self.io_same_device:
-            vars(self)["input_device"] = find_device((args, kwargs))
         device = self._device
+        if self.io_same_device:
+            first = args[0] if args else None
+            found = first.device if isinstance(first, Tensor) else find_device((args, kwargs))
+            vars(self)["input_device"] = found
         if self.offload:
             for name in self._offloaded:
                 self._bring(module, name, _CPU if device is None else device)
-        if device is None or _are_on(device, args, kwargs):
-            return args, kwargs
-        return send_to_device(args, device), send_to_device(kwargs, device, skip_keys=self.skip_keys)
+        return (args, kwargs) if device is None else self._move_inputs(module, args, kwargs) or (args, kwargs)
+
+    def _move_inputs(self, _module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The inputs on the device, or None if they are there."""
+        device: Any = self._device
+        for value in (*args, *kwargs.values()) if kwargs else args:
+            if (not isinstance(value, Tensor) or value.device != device) and value is not None:
+                return send_to_device(args, device), send_to_device(kwargs, device, skip_keys=self.skip_keys)
+        return None
 
     def post_forward(self, module: nn.Module, output: Any) -> Any:
         """Take the weights away, and return the output to where the input came from."""
         if self.offload:
-            self._take_away(module)
+            self._take_away()
         if self.io_same_device and self.input_device is not None:
             output = send_to_device(output, self.input_device, skip_keys=self.skip_keys)
         return output
@@ -138,7 +151,7 @@ class AlignDevicesHook(ModelHook):
     def on_error(self, module: nn.Module) -> None:
         """Take the weights away."""
         if self.offload:
-            self._take_away(module)
+            self._take_away()
 
     def detach_hook(self, module: ModuleT) -> ModuleT:
         """Return offloaded weights to where they were."""
@@ -148,16 +161,16 @@ class AlignDevicesHook(ModelHook):
                 handle.remove()
             for name, device in self.original_devices.items():
                 if device.type != "meta":
-                    value = self._value(module, name) if name in self._offloaded else None
+                    value = self._weights[name] if name in self._offloaded else None
                     self._put(module, name, device, value=value)
         return module
 
     def _put(self, module: nn.Module, name: str, device: torch.device, **options: Any) -> None:
         set_module_tensor_to_device(module, name, device, clear_cache=False, **options)
 
-    def _share(self, module: nn.Module, name: str) -> bool:
+    def _share(self, name: str) -> bool:
         """List a tied weight under the address of what the map has for it, if the map has it in memory."""
-        first, again = self._value(module, name), self._value(module, name)
+        first, again = self._weights[name], self._weights[name]
         if first.data_ptr() == again.data_ptr():
             self.tied_params_map.setdefault(first.data_ptr(), {})  # type: ignore[union-attr]
             return True
@@ -165,7 +178,9 @@ class AlignDevicesHook(ModelHook):
 
     def _bring(self, module: nn.Module, name: str, device: torch.device) -> None:
         """Put one offloaded tensor on a device for the forward."""
-        value = self._value(module, name)
+        value = self._weights[name]
+        table, last = locate(module, name)
+        self._placeholders.append((table, last, table[last]))
         tied = self.tied_params_map if name in self._shared else None
         address = tied_address(value, tied)
         if address is not None and device not in tied[address]:  # type: ignore[index]
@@ -174,39 +189,40 @@ class AlignDevicesHook(ModelHook):
         if value.dtype == torch.int8 and "weight" in name:
             scales = self._weights.get(name.replace("weight", "SCB"))
         self._put(module, name, device, value=value, fp16_statistics=scales, tied_params_map=tied)
-        if torch.is_grad_enabled():
-            _refuse_gradient(module, name)
+        if torch.is_grad_enabled() and table[last].requires_grad:
+            _refuse_gradient(table[last], f"{name!r} of {type(module).__name__}")
 
-    def _take_away(self, module: nn.Module) -> None:
+    def _take_away(self) -> None:
         """Leave no offloaded tensor on a device."""
-        for name in self._offloaded:
-            self._put(module, name, _META)
+        while self._placeholders:
+            table, name, placeholder = self._placeholders.pop()
+            table[name] = placeholder
         while self._borrowed:
             address, device = self._borrowed.pop()
             self.tied_params_map[address].pop(device, None)  # type: ignore[index]
 
     @property
-    def _weights(self) -> Mapping[str, torch.Tensor]:
+    def _weights(self) -> Mapping[str, Tensor]:
         return self.weights_map or {}
 
-    def _value(self, module: nn.Module, name: str) -> torch.Tensor:
-        try:
-            return self._weights[name]
-        except KeyError:
+
+def _check_complete(module: nn.Module, names: Iterable[str], weights: Mapping[str, Tensor]) -> None:
+    held = set(weights)  # `in` may read a tensor
+    for name in names:
+        if name not in held:
             raise CheckpointError(
-                f"The weights that {type(module).__name__} is offloaded to hold no {name!r}."
-                f"{nearest(name, list(self._weights))} Give weights_map= one with all of its parameters"
-                f"{' and buffers' if self.offload_buffers else ''}."
-            ) from None
+                f"{type(module).__name__} is to be offloaded, but weights_map has no {name!r} for it."
+                f"{nearest(name, held)} Give one with all of its parameters, and its buffers with offload_buffers."
+            )
 
 
-def _tensors(module: nn.Module, recurse: bool) -> dict[str, torch.Tensor]:
+def _tensors(module: nn.Module, recurse: bool) -> dict[str, Tensor]:
     """The parameters and buffers of a module under all of their names."""
     named = [*module.named_parameters(recurse=recurse, remove_duplicate=False)]
     return dict([*named, *module.named_buffers(recurse=recurse, remove_duplicate=False)])
 
 
-def _buffers(module: nn.Module, recurse: bool) -> set[str]:
+def _buffer_names(module: nn.Module, recurse: bool) -> set[str]:
     return {name for name, _ in module.named_buffers(recurse=recurse, remove_duplicate=False)}
 
 
@@ -219,9 +235,7 @@ def _unsaved(module: nn.Module) -> set[str]:
     }
 
 
-def _kept_in_memory(
-    module: nn.Module, tensors: Mapping[str, torch.Tensor], tied: TiedTensors | None
-) -> dict[str, torch.Tensor]:
+def _kept_in_memory(module: nn.Module, tensors: Mapping[str, Tensor], tied: TiedTensors | None) -> dict[str, Tensor]:
     """Tensors in the CPU's memory, tied ones once."""
     empty = [name for name, tensor in tensors.items() if tensor.is_meta]
     if empty:
@@ -247,26 +261,10 @@ def _fill_in(module: nn.Module, state: dict[str, Any], prefix: str, _metadata: A
             state[prefix + name] = hook.weights_map[name]
 
 
-def _are_on(device: torch.device, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether inputs are tensors of a device, with no other object among them that may hold some."""
-    for value in args:
-        if value is not None and not (isinstance(value, torch.Tensor) and value.device == device):
-            return False
-    for value in kwargs.values():
-        if value is not None and not (isinstance(value, torch.Tensor) and value.device == device):
-            return False
-    return True
-
-
-def _refuse_gradient(module: nn.Module, name: str) -> None:
+def _refuse_gradient(parameter: Tensor, what: str) -> None:
     """Have a backward that reaches an offloaded parameter raise: its gradient would be lost with it."""
-    path, _, last = name.rpartition(".")
-    parameter = module.get_submodule(path)._parameters.get(last)
-    if parameter is None or not parameter.requires_grad:
-        return
-    what = f"{name!r} of {type(module).__name__}"
 
-    def refuse(_gradient: torch.Tensor) -> None:
+    def refuse(_gradient: Tensor) -> None:
         raise ConfigurationError(
             f"{what} is offloaded, so its gradient would be lost. Freeze it with requires_grad_(False) and train "
             "other parameters beside it, or keep the module on its device."
@@ -276,7 +274,7 @@ def _refuse_gradient(module: nn.Module, name: str) -> None:
     watch(refuse)
 
 
-class PrefixedDataset(Mapping[str, torch.Tensor]):
+class PrefixedDataset(Mapping[str, Tensor]):
     """The weights of one module out of those of a model.
 
     Args:
@@ -284,10 +282,10 @@ class PrefixedDataset(Mapping[str, torch.Tensor]):
         prefix: What the names of the module's weights begin with there, such as `"layers.0."`.
     """
 
-    def __init__(self, dataset: Mapping[str, torch.Tensor], prefix: str) -> None:
+    def __init__(self, dataset: Mapping[str, Tensor], prefix: str) -> None:
         self.dataset, self.prefix = dataset, prefix
 
-    def __getitem__(self, key: str) -> torch.Tensor:
+    def __getitem__(self, key: str) -> Tensor:
         return self.dataset[f"{self.prefix}{key}"]
 
     def __iter__(self) -> Iterator[str]:
@@ -343,3 +341,22 @@ def align_module_device(module: nn.Module, execution_device: Device | None = Non
     finally:
         for name, device in devices.items():
             set_module_tensor_to_device(module, name, device, clear_cache=False)
+
+
+def get_state_dict_offloaded_model(model: nn.Module) -> dict[str, Any]:
+    """The state dict of a model whose weights are offloaded, in part or in full, with all of their values.
+
+    Args:
+        model: The model.
+
+    Raises:
+        CheckpointError: A weight is neither in the model nor in what its hooks keep.
+    """
+    state: dict[str, Any] = model.state_dict()
+    empty = [name for name, value in state.items() if isinstance(value, Tensor) and value.is_meta]
+    if empty:
+        raise CheckpointError(
+            f"{len(empty)} tensors of the model have no value, the first of them {empty[0]!r}: they are on the meta "
+            "device, and no hook keeps them. Load the model's weights first."
+        )
+    return state

@@ -13,6 +13,7 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
+Registered = Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], Any]
 
 _HOOK, _HANDLES = "_hf_hook", "_hf_hook_handles"
 _calls = threading.local()
@@ -103,8 +104,11 @@ class ModelHook:
         """
         return module
 
-    def needs(self) -> tuple[bool, bool, bool]:
-        """Whether there is something to do before the forward, after it, and after an error in it."""
+    def needs(self) -> tuple[bool | Registered, bool, bool]:
+        """Whether there is something to do before the forward, after it, and after an error in it.
+
+        For the first there may be a function instead, to be registered with the module in the place of `pre_forward`.
+        """
         before = overrides(self, "pre_forward")
         return before, overrides(self, "post_forward"), self.no_grad or overrides(self, "on_error")
 
@@ -210,10 +214,10 @@ class SequentialHook(ModelHook):
             module = hook.detach_hook(module)
         return module
 
-    def needs(self) -> tuple[bool, bool, bool]:
+    def needs(self) -> tuple[bool | Registered, bool, bool]:
         """Whether one of the hooks has something to do before the forward, after it, and after an error in it."""
         needed = [hook.needs() for hook in self.hooks]
-        return any(each[0] for each in needed), any(each[1] for each in needed), any(each[2] for each in needed)
+        return any(bool(each[0]) for each in needed), any(each[1] for each in needed), any(each[2] for each in needed)
 
     def attached_to(self, module: nn.Module, attached: bool) -> None:
         """Remember that a module has these hooks, or that it no longer has."""
@@ -293,7 +297,8 @@ def _register(module: nn.Module, hook: ModelHook) -> None:
     before, after, guarded = hook.needs()
     handles: list[RemovableHandle] = []
     if before or guarded:
-        handles.append(module.register_forward_pre_hook(_enter if guarded else _before, with_kwargs=True))
+        first: Registered = _enter if guarded else before if callable(before) else _before
+        handles.append(module.register_forward_pre_hook(first, with_kwargs=True))
     if after or guarded:
         # First of all: the hooks of others get what this one returns.
         handles.append(module.register_forward_hook(_leave if guarded else _after, prepend=True, always_call=guarded))
@@ -304,11 +309,11 @@ def _register(module: nn.Module, hook: ModelHook) -> None:
 
 
 def _before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    return module._hf_hook.pre_forward(module, *args, **kwargs)  # type: ignore[union-attr, operator]
+    return module.__dict__[_HOOK].pre_forward(module, *args, **kwargs)
 
 
 def _after(module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
-    return module._hf_hook.post_forward(module, output)  # type: ignore[union-attr, operator]
+    return module.__dict__[_HOOK].post_forward(module, output)
 
 
 def _enter(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -324,7 +329,8 @@ def _outside_graphs(function: Callable[..., Any]) -> Callable[..., Any]:
     if "torch._dynamo" not in sys.modules:  # importing it takes a second
         return function
     if function not in _untraced:
-        _untraced[function] = torch.compiler.disable(function)
+        disable: Any = torch.compiler.disable
+        _untraced[function] = disable(function)
     return _untraced[function]
 
 

@@ -48,7 +48,7 @@ def set_module_tensor_to_device(
         ConfigurationError: The module has no such tensor, the tensor has no value of its own and none is given, or
             the value has another shape.
     """
-    table, name = _locate(module, tensor_name)
+    table, name = locate(module, tensor_name)
     old: torch.Tensor = table[name]
     target = torch.device(device)
     if value is None and old.is_meta and target.type != "meta":
@@ -76,8 +76,42 @@ def set_module_tensor_to_device(
         table[name].SCB = fp16_statistics.to(target)
     if address is not None:
         tied_params_map[address][target] = table[name]  # type: ignore[index]
-    if clear_cache and old.device.type not in ("cpu", "meta") and old.device != target:
-        get_device_kind(old.device.type).empty_cache()
+    if clear_cache and old.device != target:
+        release_memory(old.device)
+
+
+def release_memory(device: torch.device) -> None:
+    """Give memory that the allocator of a device keeps back to it.
+
+    Args:
+        device: The device that something has left.
+    """
+    if device.type not in ("cpu", "meta"):
+        get_device_kind(device.type).empty_cache()
+
+
+def locate(module: nn.Module, tensor_name: str) -> tuple[dict[str, Any], str]:
+    """The table of a module that a tensor is in, and its name there.
+
+    Args:
+        module: The module.
+        tensor_name: The name of the tensor in the module.
+
+    Raises:
+        ConfigurationError: The module has no such tensor.
+    """
+    path, _, name = tensor_name.rpartition(".")
+    try:
+        owner = module.get_submodule(path)
+    except AttributeError:
+        owner = nn.Module()
+    for table in (owner._parameters, owner._buffers):
+        if table.get(name) is not None:
+            return table, name
+    known = [each for each, _ in (*module.named_parameters(), *module.named_buffers())]
+    raise ConfigurationError(
+        f"{type(module).__name__} has no parameter or buffer named {tensor_name!r}.{nearest(tensor_name, known)}"
+    )
 
 
 def tied_tensors(module: nn.Module) -> TiedTensors:
@@ -115,22 +149,6 @@ def torch_dtype(given: str | torch.dtype) -> torch.dtype:
         known = [name for name, each in vars(torch).items() if isinstance(each, torch.dtype)]
         raise ConfigurationError(f"{given!r} is no dtype; give one such as 'bfloat16'.{nearest(str(given), known)}")
     return found
-
-
-def _locate(module: nn.Module, tensor_name: str) -> tuple[dict[str, Any], str]:
-    """The table of a module that a tensor is in, and its name there."""
-    path, _, name = tensor_name.rpartition(".")
-    try:
-        owner = module.get_submodule(path)
-    except AttributeError:
-        owner = nn.Module()
-    for table in (owner._parameters, owner._buffers):
-        if table.get(name) is not None:
-            return table, name
-    known = [each for each, _ in (*module.named_parameters(), *module.named_buffers())]
-    raise ConfigurationError(
-        f"{type(module).__name__} has no parameter or buffer named {tensor_name!r}.{nearest(tensor_name, known)}"
-    )
 
 
 def _on(

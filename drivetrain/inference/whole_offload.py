@@ -9,7 +9,8 @@ from torch import nn
 
 from drivetrain.inference.aligning import Device
 from drivetrain.inference.hooks import ModelHook, add_hook_to_module, remove_hook_from_module
-from drivetrain.runtime.devices import detect_device_kind, get_device_kind
+from drivetrain.inference.tensors import release_memory
+from drivetrain.runtime.devices import detect_device_kind
 from drivetrain.runtime.nested import send_to_device
 
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
@@ -41,7 +42,7 @@ class CpuOffload(ModelHook):
         previous = self.prev_module_hook
         if previous is not None and previous.model is not module and not _is_on(previous.model, _CPU):
             previous.offload()
-            get_device_kind(device.type).empty_cache()
+            release_memory(device)
         if not _is_on(module, device):
             module.to(device)
         return send_to_device(args, device), send_to_device(kwargs, device)
