@@ -42,6 +42,7 @@ _EXPORTS: dict[str, str] = {
     "CpuOffload": "drivetrain.inference",
     "LayerwiseCastingHook": "drivetrain.inference",
     "ModelHook": "drivetrain.inference",
+    "PipelineInference": "drivetrain.inference",
     "SequentialHook": "drivetrain.inference",
     "UserCpuOffloadHook": "drivetrain.inference",
     "add_hook_to_module": "drivetrain.inference",
@@ -64,6 +65,7 @@ _EXPORTS: dict[str, str] = {
     "init_on_device": "drivetrain.inference",
     "meta_leftovers": "drivetrain.inference",
     "named_module_tensors": "drivetrain.inference",
+    "prepare_pippy": "drivetrain.inference",
     "remove_hook_from_module": "drivetrain.inference",
     "remove_hook_from_submodules": "drivetrain.inference",
     "retie_parameters": "drivetrain.inference",
@@ -286,6 +288,7 @@ if TYPE_CHECKING:
     from drivetrain.inference import CpuOffload as CpuOffload
     from drivetrain.inference import LayerwiseCastingHook as LayerwiseCastingHook
     from drivetrain.inference import ModelHook as ModelHook
+    from drivetrain.inference import PipelineInference as PipelineInference
     from drivetrain.inference import SequentialHook as SequentialHook
     from drivetrain.inference import UserCpuOffloadHook as UserCpuOffloadHook
     from drivetrain.inference import add_hook_to_module as add_hook_to_module
@@ -308,6 +311,7 @@ if TYPE_CHECKING:
     from drivetrain.inference import init_on_device as init_on_device
     from drivetrain.inference import meta_leftovers as meta_leftovers
     from drivetrain.inference import named_module_tensors as named_module_tensors
+    from drivetrain.inference import prepare_pippy as prepare_pippy
     from drivetrain.inference import remove_hook_from_module as remove_hook_from_module
     from drivetrain.inference import remove_hook_from_submodules as remove_hook_from_submodules
     from drivetrain.inference import retie_parameters as retie_parameters

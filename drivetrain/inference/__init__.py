@@ -11,6 +11,7 @@ _EXPORTS = {
     "CpuOffload": "drivetrain.inference.whole_offload",
     "LayerwiseCastingHook": "drivetrain.inference.casting",
     "ModelHook": "drivetrain.inference.hooks",
+    "PipelineInference": "drivetrain.inference.pipeline",
     "SequentialHook": "drivetrain.inference.hooks",
     "UserCpuOffloadHook": "drivetrain.inference.whole_offload",
     "add_hook_to_module": "drivetrain.inference.hooks",
@@ -33,6 +34,7 @@ _EXPORTS = {
     "init_on_device": "drivetrain.inference.meta",
     "meta_leftovers": "drivetrain.inference.meta",
     "named_module_tensors": "drivetrain.inference.sizes",
+    "prepare_pippy": "drivetrain.inference.pipeline",
     "remove_hook_from_module": "drivetrain.inference.hooks",
     "remove_hook_from_submodules": "drivetrain.inference.hooks",
     "retie_parameters": "drivetrain.inference.ties",
@@ -44,6 +46,7 @@ __all__ = [
     "CpuOffload",
     "LayerwiseCastingHook",
     "ModelHook",
+    "PipelineInference",
     "SequentialHook",
     "UserCpuOffloadHook",
     "add_hook_to_module",
@@ -66,6 +69,7 @@ __all__ = [
     "init_on_device",
     "meta_leftovers",
     "named_module_tensors",
+    "prepare_pippy",
     "remove_hook_from_module",
     "remove_hook_from_submodules",
     "retie_parameters",
@@ -90,6 +94,8 @@ if TYPE_CHECKING:
     from drivetrain.inference.meta import init_empty_weights as init_empty_weights
     from drivetrain.inference.meta import init_on_device as init_on_device
     from drivetrain.inference.meta import meta_leftovers as meta_leftovers
+    from drivetrain.inference.pipeline import PipelineInference as PipelineInference
+    from drivetrain.inference.pipeline import prepare_pippy as prepare_pippy
     from drivetrain.inference.sizes import calculate_maximum_sizes as calculate_maximum_sizes
     from drivetrain.inference.sizes import compute_module_sizes as compute_module_sizes
     from drivetrain.inference.sizes import dtype_byte_size as dtype_byte_size
