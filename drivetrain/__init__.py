@@ -169,6 +169,7 @@ _EXPORTS: dict[str, str] = {
     "register_tracker": "drivetrain.trackers",
     "notebook_launcher": "drivetrain.launch",
     "PartialState": "drivetrain.runtime.state",
+    "WorkQueue": "drivetrain.runtime.work_queue",
     "DistributedType": "drivetrain.runtime.state",
     "ProcessEnvironment": "drivetrain.runtime.environment",
     "DeviceKind": "drivetrain.runtime.devices",
@@ -344,6 +345,7 @@ if TYPE_CHECKING:
     from drivetrain.runtime.seeds import set_seed as set_seed
     from drivetrain.runtime.state import DistributedType as DistributedType
     from drivetrain.runtime.state import PartialState as PartialState
+    from drivetrain.runtime.work_queue import WorkQueue as WorkQueue
     from drivetrain.strategies import DDP as DDP
     from drivetrain.strategies import Single as Single
     from drivetrain.strategies import Strategy as Strategy
