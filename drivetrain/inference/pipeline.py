@@ -14,6 +14,7 @@ from drivetrain.inference.tensors import locate, set_module_tensor_to_device
 from drivetrain.inference.ties import find_tied_parameters, retie_parameters
 from drivetrain.runtime.collectives import broadcast, broadcast_object_list
 from drivetrain.runtime.errors import CheckpointError, ConfigurationError, nearest
+from drivetrain.runtime.logging import get_logger
 from drivetrain.runtime.nested import (
     batch_size_or_none,
     get_data_structure,
@@ -26,6 +27,8 @@ from drivetrain.runtime.state import PartialState
 from drivetrain.strategies.parallel.pipeline.relay import Request, StagedModel
 from drivetrain.strategies.parallel.pipeline.split import StageLayout, choose_splits, lay_out
 from drivetrain.strategies.parallel.pipeline.stage import CALL
+
+logger = get_logger(__name__)
 
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
 Weights = str | os.PathLike[str] | Mapping[str, Tensor]
@@ -88,6 +91,7 @@ class PipelineInference:
             tensors = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
             loader(model, [name for name, _ in tensors])
             return
+        _return_no_cache(model)
         layout = _lay_out(model, split_points, self._state.num_processes, no_split_module_classes or ())
         self.split_points = list(layout.splits)
         self._staged = StagedModel(model, layout, self._state.device, loader, in_flight)
@@ -194,6 +198,14 @@ def prepare_pippy(
     vars(model)[CALL] = pipeline
     vars(model)["hf_split_points"] = pipeline.split_points
     return model
+
+
+def _return_no_cache(model: nn.Module) -> None:
+    """Have a model of transformers return no cache of keys and values: each stage has its own layers' alone."""
+    config = getattr(model, "config", None)
+    if getattr(config, "use_cache", False):
+        config.use_cache = False  # type: ignore[union-attr]
+        logger.info("%s is spread over processes, so config.use_cache is off.", type(model).__name__)
 
 
 def _lay_out(model: nn.Module, split_points: str | Sequence[str], count: int, classes: Sequence[str]) -> StageLayout:

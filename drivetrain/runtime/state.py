@@ -355,8 +355,8 @@ class PartialState:
     def _work_queue(self, inputs: Any, apply_padding: bool) -> WorkQueue:
         if apply_padding:
             raise ConfigurationError(
-                "split_between_processes takes no apply_padding with dynamic=True: nobody can say how many items a "
-                "process will take. Leave one of them out."
+                "split_between_processes takes no apply_padding with dynamic=True: how many items a process will take "
+                "is not known. Leave one of them out."
             )
         store = (self.store or group_store()) if self.use_distributed else HashStore()
         return WorkQueue(inputs, store, self.process_index, self.num_processes, self.heartbeat.beat)

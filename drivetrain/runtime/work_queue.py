@@ -1,7 +1,7 @@
 """Items that processes take one after the other, so that a fast process takes more of them.
 
-All goes through the store that the processes met at, and no collective is needed: a process that dies keeps nobody
-waiting, and the item that it had is given to another.
+All goes through the store that the processes met at, and no collective is needed: no process waits for one that has
+died, and the item that it had is given to another.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from drivetrain.runtime.nested import send_to_device
 
 _PREFIX = "drivetrain/work"
 _LEASE = 30.0  # seconds without a sign of life after which a process counts as gone
-_SHORTEST, _LONGEST = 0.005, 0.1  # seconds between two looks at the store
+_SHORTEST, _LONGEST = 0.005, 0.1  # seconds between two readings of the store
 _MOST_ATTEMPTS = 3
 _PIECE = 4 * 2**20  # bytes of a result in one entry of the store, which takes 8 MiB at most
 _GIVEN_UP = "given up"
@@ -176,7 +176,7 @@ class WorkQueue:
         return self._exchange(f"claim/{index}", before, mine) == mine
 
     def _pending(self) -> list[int]:
-        """Items that nobody is done with."""
+        """Items without a result."""
         if self._unfinished and self._holds([f"done/{index}" for index in self._unfinished]):
             self._unfinished = []
         self._unfinished = [index for index in self._unfinished if not self._holds([f"done/{index}"])]
