@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from drivetrain.inference.hooks import ModelHook, Registered, SequentialHook, hook_of
-from drivetrain.inference.tensors import TiedTensors, locate, set_module_tensor_to_device, tied_address
+from drivetrain.inference.tensors import TiedTensors, locate, set_module_tensor_to_device, tied_address, tied_tensors
 from drivetrain.runtime.errors import CheckpointError, ConfigurationError, nearest
 from drivetrain.runtime.nested import find_device, send_to_device
 
@@ -64,6 +64,7 @@ class AlignDevicesHook(ModelHook):
         self.input_device: torch.device | None = None
         self.original_devices: dict[str, torch.device] = {}
         self._offloaded: list[str] = []
+        self._tied: TiedTensors = {}
         self._shared: set[str] = set()
         self._placeholders: list[tuple[dict[str, Any], str, Tensor]] = []
         self._borrowed: list[tuple[int, torch.device]] = []
@@ -82,7 +83,7 @@ class AlignDevicesHook(ModelHook):
 
     def __getstate__(self) -> dict[str, Any]:
         # The weights of a copy are at other addresses.
-        return {**vars(self), "tied_params_map": None, "_shared": set(), "_borrowed": []}
+        return {**vars(self), "tied_params_map": None, "_tied": {}, "_shared": set(), "_borrowed": []}
 
     def needs(self) -> tuple[bool | Registered, bool, bool]:
         """Whether there is something to do before the forward, after it, and after an error in it."""
@@ -97,7 +98,8 @@ class AlignDevicesHook(ModelHook):
     def init_hook(self, module: ModuleT) -> ModuleT:
         """Put the weights on the device, or take them away where they are offloaded."""
         tensors = _tensors(module, self.place_submodules)
-        tied = self.tied_params_map
+        given = self.tied_params_map
+        tied = self._tied = tied_tensors(module, self.place_submodules) if given is None else given
         if not self.offload:
             if self._device is not None:
                 for name in tensors:
@@ -172,7 +174,7 @@ class AlignDevicesHook(ModelHook):
         """List a tied weight under the address of what the map has for it, if the map has it in memory."""
         first, again = self._weights[name], self._weights[name]
         if first.data_ptr() == again.data_ptr():
-            self.tied_params_map.setdefault(first.data_ptr(), {})  # type: ignore[union-attr]
+            self._tied.setdefault(first.data_ptr(), {})
             return True
         return False  # it is read each time, and another tensor may be at the same address next
 
@@ -181,7 +183,7 @@ class AlignDevicesHook(ModelHook):
         value = self._weights[name]
         table, last = locate(module, name)
         self._placeholders.append((table, last, table[last]))
-        tied = self.tied_params_map if name in self._shared else None
+        tied = self._tied if name in self._shared else None
         address = tied_address(value, tied)
         if address is not None and device not in tied[address]:  # type: ignore[index]
             self._borrowed.append((address, device))
@@ -199,7 +201,7 @@ class AlignDevicesHook(ModelHook):
             table[name] = placeholder
         while self._borrowed:
             address, device = self._borrowed.pop()
-            self.tied_params_map[address].pop(device, None)  # type: ignore[index]
+            self._tied[address].pop(device, None)
 
     @property
     def _weights(self) -> Mapping[str, Tensor]:

@@ -114,14 +114,15 @@ def locate(module: nn.Module, tensor_name: str) -> tuple[dict[str, Any], str]:
     )
 
 
-def tied_tensors(module: nn.Module) -> TiedTensors:
+def tied_tensors(module: nn.Module, recurse: bool = True) -> TiedTensors:
     """The weights that a module has under several names, as `tied_params_map` lists them.
 
     Args:
         module: The module.
+        recurse: Whether with the modules within it.
     """
     found: dict[int, int] = {}
-    for _, parameter in module.named_parameters(remove_duplicate=False):
+    for _, parameter in module.named_parameters(recurse=recurse, remove_duplicate=False):
         if not parameter.is_meta and not wraps_others(parameter):
             found[parameter.data_ptr()] = found.get(parameter.data_ptr(), 0) + 1
     return {address: {} for address, times in found.items() if times > 1 and address}
