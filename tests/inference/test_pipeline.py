@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,9 @@ from torch import Tensor, nn
 from drivetrain import PartialState, PipelineInference, init_empty_weights, prepare_pippy
 from drivetrain.runtime.errors import CheckpointError, ConfigurationError
 from tests.pool import ProcessesFailed, run_in_processes
+from tests.shared_runs import SharedRuns
+
+runs = SharedRuns(__name__)
 
 WIDTH = 8
 
@@ -77,11 +81,18 @@ def called(options: dict[str, Any], batches: list[int]) -> list[Any]:
     return [None if output is None else output["logits"] for output in outputs], sorted(held), model.hf_split_points
 
 
+BATCHES = [8, 1, 3, 2, 5]
+
+
+@runs
+def on_the_last() -> Any:
+    return called({"example_args": (tokens(2),)}, BATCHES)
+
+
 def test_a_batch_of_any_size_gives_what_one_process_gives():
-    batches = [8, 1, 3, 2, 5]
-    first, last = run_in_processes(called, args=({"example_args": (tokens(2),)}, batches))
-    assert first[0] == [None] * len(batches)
-    assert all(torch.equal(got, plain(rows)) for got, rows in zip(last[0], batches, strict=True))
+    first, last = runs.of(on_the_last)
+    assert first[0] == [None] * len(BATCHES)
+    assert all(torch.equal(got, plain(rows)) for got, rows in zip(last[0], BATCHES, strict=True))
     assert first[1][:2] == ["blocks.0.linear.bias", "blocks.0.linear.weight"]
     assert "tokens.weight" in first[1]
     assert not set(first[1]) & set(last[1])
@@ -91,8 +102,8 @@ def test_a_batch_of_any_size_gives_what_one_process_gives():
 @pytest.mark.parametrize(
     ("options", "processes"),
     [
-        ({"gather_output": True, "split_points": ["blocks.1"], "num_chunks": 3}, 2),
-        ({"gather_output": True, "no_split_module_classes": ["Block"], "num_chunks": 1}, 3),
+        ({"gather_output": True, "split_points": ["blocks.1", "blocks.3"], "num_chunks": 2}, 3),
+        ({"gather_output": True, "no_split_module_classes": ["Block"], "num_chunks": 1}, 2),
         ({"gather_output": True}, 1),
     ],
 )
@@ -104,6 +115,7 @@ def test_all_processes_get_the_output_if_asked_for(options: dict[str, Any], proc
         assert len(points) == processes - 1
 
 
+@runs
 def streamed() -> list[Any]:
     pipeline = PipelineInference(Net().eval(), in_flight=2)
     requests = None
@@ -116,7 +128,7 @@ def streamed() -> list[Any]:
 
 
 def test_requests_of_any_shape_are_streamed_in_order():
-    first, last = run_in_processes(streamed)
+    first, last = runs.of(streamed)
     scale = torch.full((WIDTH,), 0.5)
     expected = [plain(3, 1), plain(1, 1, scale=scale), plain(4, 1, scale=scale), *[plain(2, 1)] * 9]
     assert first == []
@@ -155,36 +167,37 @@ def test_each_stage_of_a_model_without_memory_loads_its_own_part(tmp_path: Path,
         assert last == sorted([*(name for name in state if name.startswith(("blocks.2", "blocks.3"))), "head.weight"])
 
 
-def refused(options: dict[str, Any], arguments: dict[str, Any]) -> str:
-    try:
-        if options.pop("meta", False):
-            with init_empty_weights():
+REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "'blocks.9', which is no module of Net": ({"split_points": ["blocks.9"]}, {}),
+    "makes 3 stages, but there are 2 processes": ({"split_points": ["blocks.1", "blocks.2"]}, {}),
+    "must be 'auto' or a list of module names": ({"split_points": "blocks.1"}, {}),
+    "has no 'Blok'.*'Block'": ({"no_split_module_classes": ["Blok"]}, {}),
+    "num_chunks must be at least 1, got 0": ({"num_chunks": 0}, {}),
+    "9 tensors of this stage .* such as 'blocks.2.linear.weight'; give weights=": ({"meta": True}, {}),
+    "The weights have no 'blocks.2.linear.weight'": ({"meta": True, "weights": {}}, {}),
+    r"returns a tensor of shape \(\) .*num_chunks=1": ({}, {"loss": True}),
+}
+
+
+@runs
+def refusals() -> list[str]:
+    found = []
+    for options, arguments in REFUSED.values():
+        try:
+            with init_empty_weights() if options.get("meta") else nullcontext():
                 model = Net().eval()
-        else:
-            model = Net().eval()
-        model = prepare_pippy(model, **options)
-        model(tokens(4), **arguments)
-    except (ConfigurationError, CheckpointError) as error:
-        return str(error)
-    return ""
+            given = {name: value for name, value in options.items() if name != "meta"}
+            prepare_pippy(model, **given)(tokens(4), **arguments)
+            found.append("")
+        except (ConfigurationError, CheckpointError) as error:
+            found.append(str(error))
+    return found
 
 
-@pytest.mark.parametrize(
-    ("options", "arguments", "message"),
-    [
-        ({"split_points": ["blocks.9"]}, {}, "'blocks.9', which is no module of Net"),
-        ({"split_points": ["blocks.1", "blocks.2"]}, {}, "makes 3 stages, but there are 2 processes"),
-        ({"split_points": "blocks.1"}, {}, "must be 'auto' or a list of module names"),
-        ({"no_split_module_classes": ["Blok"]}, {}, "has no 'Blok'.*'Block'"),
-        ({"num_chunks": 0}, {}, "num_chunks must be at least 1, got 0"),
-        ({"meta": True}, {}, "9 tensors of this stage .* such as 'blocks.2.linear.weight'; give weights="),
-        ({"meta": True, "weights": {}}, {}, "The weights have no 'blocks.2"),
-        ({"gather_output": False}, {"loss": True}, r"returns a tensor of shape \(\).*num_chunks=1"),
-    ],
-)
-def test_what_cannot_be_run_is_refused(options: dict[str, Any], arguments: dict[str, Any], message: str):
-    *_, last = run_in_processes(refused, args=(options, arguments))
-    assert re.search(message, last), last
+@pytest.mark.parametrize("message", REFUSED)
+def test_what_cannot_be_run_is_refused(message: str):
+    *_, last = runs.of(refusals)
+    assert re.search(message, last[list(REFUSED).index(message)])
 
 
 def failing() -> None:
