@@ -17,7 +17,7 @@ from drivetrain.runtime.nested import find_device, send_to_device
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
 Device = torch.device | str | int
 _CPU, _META = torch.device("cpu"), torch.device("meta")
-_STATE_HANDLE = "_hf_hook_state_handle"
+_STATE_HANDLES = "_hf_hook_state_handles"
 
 
 class AlignDevicesHook(ModelHook):
@@ -63,6 +63,7 @@ class AlignDevicesHook(ModelHook):
         self.tied_params_map = tied_params_map
         self.input_device: torch.device | None = None
         self.original_devices: dict[str, torch.device] = {}
+        self._keeps = False
         self._offloaded: list[str] = []
         self._tied: TiedTensors = {}
         self._shared: set[str] = set()
@@ -109,6 +110,7 @@ class AlignDevicesHook(ModelHook):
         going = {name: tensor for name, tensor in tensors.items() if name not in kept}
         self.original_devices = {name: tensor.device for name, tensor in tensors.items()}
         self._offloaded = list(going)
+        self._keeps = self.weights_map is None
         if self.weights_map is None:
             self.weights_map = _kept_in_memory(module, going, tied)
         _check_complete(module, going, self.weights_map)
@@ -118,8 +120,9 @@ class AlignDevicesHook(ModelHook):
                 self._put(module, name, _META)
             elif self._device is not None:
                 self._put(module, name, self._device, tied_params_map=tied)
-        register: Any = module.register_state_dict_post_hook
-        vars(module)[_STATE_HANDLE] = register(_fill_in)
+        saves: Any = module.register_state_dict_post_hook
+        loads: Any = module.register_load_state_dict_pre_hook
+        vars(module)[_STATE_HANDLES] = [saves(_fill_in), loads(_load_elsewhere)]
         return module
 
     def pre_forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -158,8 +161,7 @@ class AlignDevicesHook(ModelHook):
     def detach_hook(self, module: ModuleT) -> ModuleT:
         """Return offloaded weights to where they were."""
         if self.offload:
-            handle = vars(module).pop(_STATE_HANDLE, None)
-            if handle is not None:
+            for handle in vars(module).pop(_STATE_HANDLES, ()):
                 handle.remove()
             for name, device in self.original_devices.items():
                 if device.type != "meta":
@@ -274,6 +276,24 @@ def _refuse_gradient(parameter: Tensor, what: str) -> None:
 
     watch: Any = parameter.register_hook
     watch(refuse)
+
+
+def _load_elsewhere(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
+    """Have a state dict that is loaded reach the weights that are kept elsewhere."""
+    hook: Any = _offloading(hook_of(module))
+    for name in getattr(hook, "_offloaded", ()):
+        value = state.get(prefix + name)
+        if value is None or value.is_meta:
+            continue
+        if not hook._keeps:
+            raise ConfigurationError(
+                f"{prefix + name!r} is offloaded to a weights_map that was given, so it cannot be loaded in place. "
+                "Remove the hooks first, or load the model before it is offloaded."
+            )
+        held = hook.weights_map[name]
+        if held.shape == value.shape:  # torch refuses it otherwise
+            held.copy_(value)
+            state[prefix + name] = torch.empty_like(value, device=_META)
 
 
 class PrefixedDataset(Mapping[str, Tensor]):

@@ -106,6 +106,26 @@ def test_offloaded_weights_come_for_the_forward_and_back_when_the_hooks_go(
     assert all(torch.equal(value, state[name]) for name, value in model.state_dict().items())
 
 
+def test_a_state_dict_is_loaded_into_offloaded_weights(model: nn.Module, recwarn: pytest.WarningsRecorder):
+    state = {name: value.clone() for name, value in model.state_dict().items()}
+    attach_align_device_hook(model, "cpu", offload=True, offload_buffers=True)
+    zeros = {name: torch.zeros_like(value) for name, value in state.items()}
+    for loaded in (zeros, state):
+        result = model.load_state_dict(loaded)
+        assert not result.missing_keys
+        assert not result.unexpected_keys
+        assert all(torch.equal(value, loaded[name]) for name, value in model.state_dict().items())
+    assert where(model) == {"meta"}
+    with pytest.raises(RuntimeError, match=r"size mismatch for first\.weight"):
+        model.load_state_dict({**state, "first.weight": torch.zeros(1)})
+    remove_hook_from_submodules(model)
+    assert all(torch.equal(value, state[name]) for name, value in model.state_dict().items())
+    attach_align_device_hook(model, "cpu", offload=True, weights_map=state)
+    with pytest.raises(ConfigurationError, match=r"'first\.weight' is offloaded to a weights_map that was given"):
+        model.load_state_dict(zeros)
+    assert not recwarn.list
+
+
 def test_each_module_brings_its_own_weights_only(expected: torch.Tensor):
     inner = nn.Sequential(nn.Linear(4, 4), nn.Sequential(nn.Linear(4, 4)))
     attach_align_device_hook(inner, "cpu", offload=True)
