@@ -54,6 +54,10 @@ class PipelineInference:
             Each process reads those of its stage.
         in_flight: How many requests or parts of a batch a stage may be ahead of the next one.
 
+    Attributes:
+        model: The model.
+        split_points: Names of the modules that the second and later stages begin with.
+
     Raises:
         ConfigurationError: The model cannot be split so.
         CheckpointError: `weights` do not hold all that is on the meta device.
@@ -82,7 +86,7 @@ class PipelineInference:
         for name, number in (("num_chunks", num_chunks), ("in_flight", in_flight)):
             if number is not None and number < 1:
                 raise ConfigurationError(f"{name} must be at least 1, got {number}.")
-        self._model, self._chunks = model, num_chunks or self._state.num_processes
+        self.model, self._chunks = model, num_chunks or self._state.num_processes
         self._gathers = gather_output
         loader = _Loader(weights, find_tied_parameters(model), self._state.device)
         self.split_points: list[str] = []
@@ -137,7 +141,7 @@ class PipelineInference:
         if self._staged is not None:
             yield from self._staged.run(requests)
             return
-        own: Any = self._model._call_impl  # not the call, which may lead here
+        own: Any = self.model._call_impl  # not the call, which may lead here
         for request in requests:
             with torch.no_grad():
                 output = own(*request[0], **request[1])

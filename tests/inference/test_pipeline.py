@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from contextlib import nullcontext
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -133,6 +134,31 @@ def test_requests_of_any_shape_are_streamed_in_order():
     expected = [plain(3, 1), plain(1, 1, scale=scale), plain(4, 1, scale=scale), *[plain(2, 1)] * 9]
     assert first == []
     assert all(torch.equal(got, each) for got, each in zip(last, expected, strict=True))
+
+
+@runs
+def overlapped() -> int:
+    pipeline, state = PipelineInference(Net().eval(), in_flight=2), PartialState()
+    calls: list[int] = []
+
+    def first_stage(*_: Any) -> None:
+        calls.append(1)
+        if len(calls) == 2:
+            state.store.set("the first stage has computed the second request", "")
+
+    def last_stage(*_: Any) -> None:
+        state.store.wait(["the first stage has computed the second request"], timedelta(seconds=20))
+
+    blocks = pipeline.model.blocks
+    blocks[0].register_forward_hook(first_stage) if state.is_main_process else blocks[2].register_forward_hook(
+        last_stage
+    )
+    return len(list(pipeline.stream([tokens(1)] * 3)))
+
+
+def test_a_stage_computes_while_the_next_one_does():
+    # The last stage is not done with the first request before the first stage is with the second.
+    assert runs.of(overlapped) == [0, 3]
 
 
 def from_meta(weights: str) -> tuple[Any, Any]:
