@@ -36,7 +36,7 @@ def inputs(name: str, rows: int) -> dict[str, Tensor]:
 
 
 def spread() -> dict[str, list[Tensor]]:
-    from drivetrain import prepare_pippy
+    from drivetrain.compat.accelerate import prepare_pippy
 
     found = {}
     for name in MODELS:
