@@ -39,17 +39,33 @@ _EXPORTS: dict[str, str] = {
     "TorchDynamoPlugin": "drivetrain.accelerator",
     "TorchContextParallelConfig": "drivetrain.accelerator",
     "DeviceMap": "drivetrain.inference",
+    "AlignDevicesHook": "drivetrain.inference",
+    "CpuOffload": "drivetrain.inference",
+    "LayerwiseCastingHook": "drivetrain.inference",
+    "ModelHook": "drivetrain.inference",
+    "PipelineInference": "drivetrain.inference",
+    "SequentialHook": "drivetrain.inference",
+    "UserCpuOffloadHook": "drivetrain.inference",
+    "add_hook_to_module": "drivetrain.inference",
+    "align_module_device": "drivetrain.inference",
+    "attach_align_device_hook": "drivetrain.inference",
+    "attach_align_device_hook_on_blocks": "drivetrain.inference",
+    "attach_execution_device_hook": "drivetrain.inference",
+    "attach_layerwise_casting_hooks": "drivetrain.inference",
     "calculate_maximum_sizes": "drivetrain.inference",
     "check_device_map": "drivetrain.inference",
     "check_tied_parameters_in_config": "drivetrain.inference",
     "check_tied_parameters_on_same_device": "drivetrain.inference",
     "clean_device_map": "drivetrain.inference",
     "compute_module_sizes": "drivetrain.inference",
+    "cpu_offload_with_hook": "drivetrain.inference",
     "dtype_byte_size": "drivetrain.inference",
     "find_tied_parameters": "drivetrain.inference",
     "get_balanced_memory": "drivetrain.inference",
     "get_max_layer_size": "drivetrain.inference",
     "get_max_memory": "drivetrain.inference",
+    "get_state_dict_offloaded_model": "drivetrain.inference",
+    "has_offloaded_params": "drivetrain.inference",
     "id_tensor_storage": "drivetrain.inference",
     "infer_auto_device_map": "drivetrain.inference",
     "init_empty_weights": "drivetrain.inference",
@@ -57,7 +73,11 @@ _EXPORTS: dict[str, str] = {
     "meta_leftovers": "drivetrain.inference",
     "named_module_tensors": "drivetrain.inference",
     "resolve_device_map": "drivetrain.inference",
+    "prepare_pippy": "drivetrain.inference",
+    "remove_hook_from_module": "drivetrain.inference",
+    "remove_hook_from_submodules": "drivetrain.inference",
     "retie_parameters": "drivetrain.inference",
+    "set_module_tensor_to_device": "drivetrain.inference",
     "Trainer": "drivetrain.trainer",
     "Task": "drivetrain.trainer",
     "MegatronTask": "drivetrain.trainer",
@@ -157,6 +177,7 @@ _EXPORTS: dict[str, str] = {
     "register_tracker": "drivetrain.trackers",
     "notebook_launcher": "drivetrain.launch",
     "PartialState": "drivetrain.runtime.state",
+    "WorkQueue": "drivetrain.runtime.work_queue",
     "DistributedType": "drivetrain.runtime.state",
     "ProcessEnvironment": "drivetrain.runtime.environment",
     "DeviceKind": "drivetrain.runtime.devices",
@@ -272,26 +293,46 @@ if TYPE_CHECKING:
     from drivetrain.data import PermutationSampler as PermutationSampler
     from drivetrain.data import TailPolicy as TailPolicy
     from drivetrain.data import skip_first_batches as skip_first_batches
+    from drivetrain.inference import AlignDevicesHook as AlignDevicesHook
+    from drivetrain.inference import CpuOffload as CpuOffload
     from drivetrain.inference import DeviceMap as DeviceMap
+    from drivetrain.inference import LayerwiseCastingHook as LayerwiseCastingHook
+    from drivetrain.inference import ModelHook as ModelHook
+    from drivetrain.inference import PipelineInference as PipelineInference
+    from drivetrain.inference import SequentialHook as SequentialHook
+    from drivetrain.inference import UserCpuOffloadHook as UserCpuOffloadHook
+    from drivetrain.inference import add_hook_to_module as add_hook_to_module
+    from drivetrain.inference import align_module_device as align_module_device
+    from drivetrain.inference import attach_align_device_hook as attach_align_device_hook
+    from drivetrain.inference import attach_align_device_hook_on_blocks as attach_align_device_hook_on_blocks
+    from drivetrain.inference import attach_execution_device_hook as attach_execution_device_hook
+    from drivetrain.inference import attach_layerwise_casting_hooks as attach_layerwise_casting_hooks
     from drivetrain.inference import calculate_maximum_sizes as calculate_maximum_sizes
     from drivetrain.inference import check_device_map as check_device_map
     from drivetrain.inference import check_tied_parameters_in_config as check_tied_parameters_in_config
     from drivetrain.inference import check_tied_parameters_on_same_device as check_tied_parameters_on_same_device
     from drivetrain.inference import clean_device_map as clean_device_map
     from drivetrain.inference import compute_module_sizes as compute_module_sizes
+    from drivetrain.inference import cpu_offload_with_hook as cpu_offload_with_hook
     from drivetrain.inference import dtype_byte_size as dtype_byte_size
     from drivetrain.inference import find_tied_parameters as find_tied_parameters
     from drivetrain.inference import get_balanced_memory as get_balanced_memory
     from drivetrain.inference import get_max_layer_size as get_max_layer_size
     from drivetrain.inference import get_max_memory as get_max_memory
+    from drivetrain.inference import get_state_dict_offloaded_model as get_state_dict_offloaded_model
+    from drivetrain.inference import has_offloaded_params as has_offloaded_params
     from drivetrain.inference import id_tensor_storage as id_tensor_storage
     from drivetrain.inference import infer_auto_device_map as infer_auto_device_map
     from drivetrain.inference import init_empty_weights as init_empty_weights
     from drivetrain.inference import init_on_device as init_on_device
     from drivetrain.inference import meta_leftovers as meta_leftovers
     from drivetrain.inference import named_module_tensors as named_module_tensors
+    from drivetrain.inference import prepare_pippy as prepare_pippy
+    from drivetrain.inference import remove_hook_from_module as remove_hook_from_module
+    from drivetrain.inference import remove_hook_from_submodules as remove_hook_from_submodules
     from drivetrain.inference import resolve_device_map as resolve_device_map
     from drivetrain.inference import retie_parameters as retie_parameters
+    from drivetrain.inference import set_module_tensor_to_device as set_module_tensor_to_device
     from drivetrain.launch import notebook_launcher as notebook_launcher
     from drivetrain.runtime.collectives import broadcast as broadcast
     from drivetrain.runtime.collectives import broadcast_object_list as broadcast_object_list
@@ -320,6 +361,7 @@ if TYPE_CHECKING:
     from drivetrain.runtime.seeds import set_seed as set_seed
     from drivetrain.runtime.state import DistributedType as DistributedType
     from drivetrain.runtime.state import PartialState as PartialState
+    from drivetrain.runtime.work_queue import WorkQueue as WorkQueue
     from drivetrain.strategies import DDP as DDP
     from drivetrain.strategies import Single as Single
     from drivetrain.strategies import Strategy as Strategy

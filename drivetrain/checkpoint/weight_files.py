@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,11 +19,12 @@ SAFE, TORCH = "model.safetensors", "pytorch_model.bin"
 _INDEX = ".index.json"
 
 
-def read_weights(path: str | os.PathLike[str]) -> dict[str, torch.Tensor]:
-    """Read all weights in a file or a directory, onto the CPU. Nothing in a file is executed.
+def read_weights(path: str | os.PathLike[str], wanted: Collection[str] | None = None) -> dict[str, torch.Tensor]:
+    """Read weights in a file or a directory, onto the CPU. Nothing in a file is executed.
 
     Args:
         path: A `.safetensors` file, one that `torch.save` wrote, an index of several, or a directory with one of these.
+        wanted: The names of those to read; all if None.
 
     Raises:
         CheckpointError: There are none, or a file holds something else.
@@ -32,17 +33,17 @@ def read_weights(path: str | os.PathLike[str]) -> dict[str, torch.Tensor]:
     if not found.is_file():
         raise CheckpointError(f"There is no file {found}.")
     if not found.name.endswith(_INDEX):
-        return _read_file(found)
+        return _read_file(found, wanted)
     try:
         names = json.loads(found.read_text())["weight_map"]
-        files = sorted({str(file) for file in names.values()})
+        files = sorted({str(file) for name, file in names.items() if wanted is None or name in wanted})
     except (ValueError, KeyError, AttributeError) as error:
         raise CheckpointError(f"{found} is no index of weights: it has no weight_map.") from error
     weights: dict[str, torch.Tensor] = {}
     for file in files:
         if os.path.basename(file) != file:
             raise CheckpointError(f"{found} names {file!r}, which is not a file beside it.")
-        weights.update(_read_file(found.parent / file))
+        weights.update(_read_file(found.parent / file, wanted))
     return weights
 
 
@@ -58,19 +59,19 @@ def _file_in(directory: Path) -> Path:
     )
 
 
-def _read_file(path: Path) -> dict[str, torch.Tensor]:
+def _read_file(path: Path, wanted: Collection[str] | None) -> dict[str, torch.Tensor]:
     if path.suffix == ".safetensors":
-        from safetensors import SafetensorError
-        from safetensors.torch import load_file
+        from safetensors import SafetensorError, safe_open
 
         try:
-            return load_file(path)
+            with safe_open(path, framework="pt") as file:
+                return {name: file.get_tensor(name) for name in file.keys() if wanted is None or name in wanted}  # noqa: SIM118
         except (OSError, SafetensorError) as error:
             raise CheckpointError(f"{path} cannot be read: {error}") from error
     weights = read_pickled(path)
     if not isinstance(weights, Mapping) or not all(isinstance(value, torch.Tensor) for value in weights.values()):
         raise CheckpointError(f"{path} holds no weights: expected a dict of tensors.")
-    return dict(weights)
+    return {name: value for name, value in weights.items() if wanted is None or name in wanted}
 
 
 def save_pickled_weights(

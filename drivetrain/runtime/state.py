@@ -16,7 +16,7 @@ from typing import Any, ClassVar, TypeVar, cast
 import numpy as np
 import torch
 import torch.distributed as dist
-from torch.distributed import Store  # type: ignore[attr-defined]
+from torch.distributed import HashStore, Store  # type: ignore[attr-defined]
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from drivetrain.runtime.collective_checks import CallComparison, call_collective, verify_operation
@@ -33,6 +33,7 @@ from drivetrain.runtime.process_group import (
     init_process_group,
     leave_process_group,
 )
+from drivetrain.runtime.work_queue import WorkQueue
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
@@ -312,20 +313,27 @@ class PartialState:
                 self._wait(name)
 
     @contextmanager
-    def split_between_processes(self, inputs: Any, apply_padding: bool = False) -> Iterator[Any]:
+    def split_between_processes(self, inputs: Any, apply_padding: bool = False, dynamic: bool = False) -> Iterator[Any]:
         """Give each process its contiguous part of `inputs`; the first get one more where the length is no multiple.
 
         Args:
             inputs: A list, tuple, tensor, array, Hugging Face dataset, anything else with a length and
                 slices, or a dict of equally long ones.
             apply_padding: Repeat the last item so that every process gets as many.
+            dynamic: Give each process the next item whenever it is done with one, instead of a part that is known
+                before. Results come back in the order of `inputs`, and what a process that dies had taken is given to
+                another.
 
         Yields:
-            This process's part, of the same type.
+            This process's part, of the same type; with `dynamic`, a `WorkQueue`.
 
         Raises:
             ConfigurationError: The values of a dict differ in length, or their last item cannot be repeated.
         """
+        if dynamic:
+            with self._work_queue(inputs, apply_padding) as queue:
+                yield queue
+            return
         if self.num_processes == 1:
             yield inputs
             return
@@ -343,6 +351,15 @@ class PartialState:
         if apply_padding and more:
             _part(inputs, 0, 0, 1)  # refuse what cannot be padded on every process, not only where it is short
         yield _part(inputs, start, end, missing)
+
+    def _work_queue(self, inputs: Any, apply_padding: bool) -> WorkQueue:
+        if apply_padding:
+            raise ConfigurationError(
+                "split_between_processes takes no apply_padding with dynamic=True: how many items a process will take "
+                "is not known. Leave one of them out."
+            )
+        store = (self.store or group_store()) if self.use_distributed else HashStore()
+        return WorkQueue(inputs, store, self.process_index, self.num_processes, self.heartbeat.beat)
 
     # only on some processes
 

@@ -81,9 +81,11 @@ class ProcessControl:
         """Run the body on each machine's first process first, then on the others."""
         return self.state.local_main_process_first()
 
-    def split_between_processes(self, inputs: Any, apply_padding: bool = False) -> AbstractContextManager[Any]:
-        """Give each process its contiguous part of `inputs`; see `PartialState.split_between_processes`."""
-        return self.state.split_between_processes(inputs, apply_padding)
+    def split_between_processes(
+        self, inputs: Any, apply_padding: bool = False, dynamic: bool = False
+    ) -> AbstractContextManager[Any]:
+        """Give each process its part of `inputs`, or the next item each time; see `PartialState`."""
+        return self.state.split_between_processes(inputs, apply_padding, dynamic)
 
     def on_main_process(self, function: Callable[..., Any] | None = None) -> Any:
         """Decorate a function so that only the main process runs it."""

@@ -1,10 +1,10 @@
-"""Pipelines for inference, which belong to big-model inference."""
+"""Models that are spread over processes for inference."""
 
 from __future__ import annotations
 
-from drivetrain.compat.accelerate.absent import BIG_MODELS, absent_names
+from drivetrain.compat.accelerate.absent import INTERNAL, absent_names
+from drivetrain.inference import prepare_pippy as prepare_pippy
 
 __getattr__ = absent_names(
-    __name__,
-    (BIG_MODELS, ["build_pipeline", "find_pippy_batch_size", "generate_device_map", "pippy_forward", "prepare_pippy"]),
+    __name__, (INTERNAL, ["build_pipeline", "find_pippy_batch_size", "generate_device_map", "pippy_forward"])
 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+from typing import Any
 
 SCALER_NAME = "scaler.pt"
 MODEL_NAME = "pytorch_model"
@@ -80,3 +81,11 @@ STR_OPERATION_TO_FUNC = {
     "<=": operator.le,
     "<": operator.lt,
 }
+
+
+def __getattr__(name: str) -> Any:
+    if name == "SUPPORTED_PYTORCH_LAYERS_FOR_UPCASTING":
+        from drivetrain.inference.casting import CAST_CLASSES
+
+        return CAST_CLASSES
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

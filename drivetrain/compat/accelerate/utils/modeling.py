@@ -13,6 +13,7 @@ from drivetrain.compat.accelerate.absent import BIG_MODELS, absent_names
 from drivetrain.compat.accelerate.state import latest_accelerator
 from drivetrain.compat.accelerate.utils.constants import WEIGHTS_INDEX_NAME as WEIGHTS_INDEX_NAME
 from drivetrain.compat.accelerate.utils.imports import package_available
+from drivetrain.inference import align_module_device as align_module_device
 from drivetrain.inference import calculate_maximum_sizes as calculate_maximum_sizes
 from drivetrain.inference import check_device_map as check_device_map
 from drivetrain.inference import check_tied_parameters_in_config as check_tied_parameters_in_config
@@ -24,21 +25,21 @@ from drivetrain.inference import find_tied_parameters as find_tied_parameters
 from drivetrain.inference import get_balanced_memory as get_balanced_memory
 from drivetrain.inference import get_max_layer_size as get_max_layer_size
 from drivetrain.inference import get_max_memory as get_max_memory
+from drivetrain.inference import get_state_dict_offloaded_model as get_state_dict_offloaded_model
+from drivetrain.inference import has_offloaded_params as has_offloaded_params
 from drivetrain.inference import id_tensor_storage as id_tensor_storage
 from drivetrain.inference import infer_auto_device_map as infer_auto_device_map
 from drivetrain.inference import named_module_tensors as named_module_tensors
 from drivetrain.inference import retie_parameters as retie_parameters
+from drivetrain.inference import set_module_tensor_to_device as set_module_tensor_to_device
 from drivetrain.runtime.byte_sizes import parse_bytes
-from drivetrain.runtime.errors import ConfigurationError
 
 __getattr__ = absent_names(
     __name__,
     (
         BIG_MODELS,
         [
-            "align_module_device",
             "get_state_dict_from_offload",
-            "get_state_dict_offloaded_model",
             "load_checkpoint_in_model",
             "load_offloaded_weights",
         ],
@@ -72,54 +73,6 @@ def get_non_persistent_buffers(module: nn.Module, recurse: bool = False, fqns: b
     saved = set(module.state_dict())
     names = {name for name, _ in module.named_buffers(recurse=recurse) if name not in saved}
     return names if fqns else {name.rpartition(".")[2] for name in names}
-
-
-def set_module_tensor_to_device(
-    module: nn.Module,
-    tensor_name: str,
-    device: torch.device | str | int,
-    value: torch.Tensor | None = None,
-    dtype: str | torch.dtype | None = None,
-    **options: Any,
-) -> None:
-    """Put a parameter or buffer on a device, with another value if one is given.
-
-    Args:
-        module: The module.
-        tensor_name: Its name in it.
-        device: The device.
-        value: The value; its own if None.
-        dtype: The dtype, where it is of floats; the value's if None.
-        **options: Accepted; nothing is quantised or shared here.
-
-    Raises:
-        ConfigurationError: It has no value of its own, or the value has another shape.
-    """
-    path, _, name = tensor_name.rpartition(".")
-    owner = module.get_submodule(path)
-    old = getattr(owner, name)
-    if value is None and old.device.type == "meta" and torch.device(device).type != "meta":
-        raise ConfigurationError(f"{tensor_name} is on the meta device and has no value; give value=...")
-    if value is not None and value.shape != old.shape:
-        raise ConfigurationError(
-            f"{tensor_name} has the shape {tuple(old.shape)}, but the value {tuple(value.shape)}; give one alike."
-        )
-    new = (old if value is None else value).detach().to(device)
-    if dtype is not None and new.is_floating_point():
-        new = new.to(_dtype(dtype))
-    if name in owner._parameters:
-        owner._parameters[name] = nn.Parameter(new, requires_grad=old.requires_grad)
-    else:
-        owner._buffers[name] = new
-
-
-def _dtype(given: str | torch.dtype) -> torch.dtype:
-    return getattr(torch, given.removeprefix("torch.")) if isinstance(given, str) else given
-
-
-def has_offloaded_params(module: nn.Module) -> bool:
-    """Whether parameters are kept off the device by hooks; never here."""
-    return False
 
 
 def load_state_dict(checkpoint_file: str, device_map: Any = None) -> dict[str, torch.Tensor]:

@@ -65,16 +65,19 @@ def find_pipelined(model: nn.Module, name: str | None) -> str:
     )
 
 
-def choose_splits(module: nn.Module, count: int) -> tuple[str, ...]:
+def choose_splits(module: nn.Module, count: int, classes: Sequence[str] = ()) -> tuple[str, ...]:
     """Where stages begin so that they hold about equally many parameters of the blocks that repeat.
 
     Args:
         module: The module to split; its largest `ModuleList` or `Sequential` holds the blocks.
         count: Number of stages.
+        classes: Names of the blocks' classes, where they are known.
 
     Raises:
         ConfigurationError: It has too few blocks.
     """
+    if classes:
+        return _splits_between(module, count, classes)
     lists = {
         path: part
         for path, part in module.named_modules()
@@ -94,6 +97,24 @@ def choose_splits(module: nn.Module, count: int) -> tuple[str, ...]:
         )
     begins = _even_begins([_size(block) for _, block in blocks], count)
     return tuple(f"{path}.{blocks[begin][0]}" if path else blocks[begin][0] for begin in begins)
+
+
+def _splits_between(module: nn.Module, count: int, classes: Sequence[str]) -> tuple[str, ...]:
+    """Where stages begin if each begins with a module of one of these classes."""
+    names, sizes = list[str](), list[int]()
+    for path, part in module.named_modules():
+        if path and type(part).__name__ in classes and not any(is_within(path, outer) for outer in names):
+            names.append(path)
+            sizes.append(_size(part))
+    if len(names) < count:
+        found = {type(part).__name__ for part in module.modules()}
+        unknown = [name for name in classes if name not in found]
+        hint = f" It has no {unknown[0]!r}.{nearest(unknown[0], found)}" if unknown else ""
+        raise ConfigurationError(
+            f"{type(module).__name__} has {len(names)} modules of the classes {list(classes)}, too few for {count} "
+            f"stages.{hint} Name classes of blocks that repeat, or the modules that stages begin with."
+        )
+    return tuple(names[begin] for begin in _even_begins(sizes, count))
 
 
 def lay_out(module: nn.Module, splits: Sequence[str], placed: Mapping[str, int] | None = None) -> StageLayout:

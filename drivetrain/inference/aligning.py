@@ -1,0 +1,384 @@
+"""Hooks that bring a module's weights and inputs to one device, and take the weights away again."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from drivetrain.inference.hooks import ModelHook, Registered, SequentialHook, hook_of
+from drivetrain.inference.tensors import TiedTensors, locate, set_module_tensor_to_device, tied_address, tied_tensors
+from drivetrain.runtime.errors import CheckpointError, ConfigurationError, nearest
+from drivetrain.runtime.nested import find_device, send_to_device
+
+ModuleT = TypeVar("ModuleT", bound=nn.Module)
+Device = torch.device | str | int
+_CPU, _META = torch.device("cpu"), torch.device("meta")
+_STATE_HANDLES = "_hf_hook_state_handles"
+
+
+class AlignDevicesHook(ModelHook):
+    """Has a module run on one device: its inputs are moved there, and its weights are there or come for the forward.
+
+    Args:
+        execution_device: The device that the module runs on; inputs and weights stay where they are if None.
+        offload: Keep the weights elsewhere, and bring each to the device for the forward only.
+        io_same_device: Return the output to the device that the input came from.
+        weights_map: The weights by their names in the module, where they are offloaded; they may be read as they are
+            asked for. If None, they are kept in the CPU's memory.
+        offload_buffers: Whether buffers are offloaded too; otherwise they stay on the device.
+        place_submodules: Whether the tensors of modules within it are included.
+        skip_keys: Keys of keyword arguments and outputs whose values stay where they are.
+        tied_params_map: Where weights that several modules share are already; see `set_module_tensor_to_device`.
+
+    Attributes:
+        original_devices: Where each tensor was before it was offloaded, by name.
+        input_device: Where the last input came from, with `io_same_device`.
+    """
+
+    _device: torch.device | None
+    _decisive = (*ModelHook._decisive, "execution_device", "offload", "io_same_device")
+
+    def __init__(
+        self,
+        execution_device: Device | None = None,
+        offload: bool = False,
+        io_same_device: bool = False,
+        weights_map: Mapping[str, Tensor] | None = None,
+        offload_buffers: bool = False,
+        place_submodules: bool = False,
+        skip_keys: str | Sequence[str] | None = None,
+        tied_params_map: TiedTensors | None = None,
+    ) -> None:
+        self.execution_device = execution_device
+        self.offload = offload
+        self.io_same_device = io_same_device
+        self.weights_map = weights_map
+        self.offload_buffers = offload_buffers
+        self.place_submodules = place_submodules
+        self.skip_keys = skip_keys
+        self.tied_params_map = tied_params_map
+        self.input_device: torch.device | None = None
+        self.original_devices: dict[str, torch.device] = {}
+        self._keeps = False
+        self._offloaded: list[str] = []
+        self._tied: TiedTensors = {}
+        self._shared: set[str] = set()
+        self._placeholders: list[tuple[dict[str, Any], str, Tensor]] = []
+        self._borrowed: list[tuple[int, torch.device]] = []
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name == "execution_device":
+            vars(self)["_device"] = None if value is None else torch.device(value)
+        super().__setattr__(name, value)
+
+    def __repr__(self) -> str:
+        return (
+            f"AlignDevicesHook(execution_device={self.execution_device}, offload={self.offload}, "
+            f"io_same_device={self.io_same_device}, offload_buffers={self.offload_buffers}, "
+            f"place_submodules={self.place_submodules}, skip_keys={self.skip_keys!r})"
+        )
+
+    def __getstate__(self) -> dict[str, Any]:
+        # The weights of a copy are at other addresses.
+        return {**vars(self), "tied_params_map": None, "_tied": {}, "_shared": set(), "_borrowed": []}
+
+    def needs(self) -> tuple[bool | Registered, bool, bool]:
+        """Whether there is something to do before the forward, after it, and after an error in it."""
+        if type(self) is not AlignDevicesHook:
+            return super().needs()
+        after = self.offload or self.io_same_device
+        before: bool | Registered = after or self.execution_device is not None
+        if before and not after and not self.no_grad:
+            before = self._move_inputs  # most modules of a model that is placed have no more to do
+        return before, after, self.offload or self.no_grad
+
+    def init_hook(self, module: ModuleT) -> ModuleT:
+        """Put the weights on the device, or take them away where they are offloaded."""
+        tensors = _tensors(module, self.place_submodules)
+        given = self.tied_params_map
+        tied = self._tied = tied_tensors(module, self.place_submodules) if given is None else given
+        if not self.offload:
+            if self._device is not None:
+                for name in tensors:
+                    self._put(module, name, self._device, tied_params_map=tied)
+            return module
+        kept = _unsaved(module) if self.offload_buffers else _buffer_names(module, self.place_submodules)
+        going = {name: tensor for name, tensor in tensors.items() if name not in kept}
+        self.original_devices = {name: tensor.device for name, tensor in tensors.items()}
+        self._offloaded = list(going)
+        self._keeps = self.weights_map is None
+        if self.weights_map is None:
+            self.weights_map = _kept_in_memory(module, going, tied)
+        _check_complete(module, going, self.weights_map)
+        self._shared = {name for name, each in going.items() if tied_address(each, tied) and self._share(name)}
+        for name in tensors:
+            if name in going:
+                self._put(module, name, _META)
+            elif self._device is not None:
+                self._put(module, name, self._device, tied_params_map=tied)
+        saves: Any = module.register_state_dict_post_hook
+        loads: Any = module.register_load_state_dict_pre_hook
+        vars(module)[_STATE_HANDLES] = [saves(_fill_in), loads(_load_elsewhere)]
+        return module
+
+    def pre_forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Bring the weights and the inputs to the device."""
+        device = self._device
+        if self.io_same_device:
+            first = args[0] if args else None
+            found = first.device if isinstance(first, Tensor) else find_device((args, kwargs))
+            vars(self)["input_device"] = found
+        if self.offload:
+            for name in self._offloaded:
+                self._bring(module, name, _CPU if device is None else device)
+        return (args, kwargs) if device is None else self._move_inputs(module, args, kwargs) or (args, kwargs)
+
+    def _move_inputs(self, _module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The inputs on the device, or None if they are there."""
+        device: Any = self._device
+        for value in (*args, *kwargs.values()) if kwargs else args:
+            if (not isinstance(value, Tensor) or value.device != device) and value is not None:
+                return send_to_device(args, device), send_to_device(kwargs, device, skip_keys=self.skip_keys)
+        return None
+
+    def post_forward(self, module: nn.Module, output: Any) -> Any:
+        """Take the weights away, and return the output to where the input came from."""
+        if self.offload:
+            self._take_away()
+        if self.io_same_device and self.input_device is not None:
+            output = send_to_device(output, self.input_device, skip_keys=self.skip_keys)
+        return output
+
+    def on_error(self, module: nn.Module) -> None:
+        """Take the weights away."""
+        if self.offload:
+            self._take_away()
+
+    def detach_hook(self, module: ModuleT) -> ModuleT:
+        """Return offloaded weights to where they were."""
+        if self.offload:
+            for handle in vars(module).pop(_STATE_HANDLES, ()):
+                handle.remove()
+            for name, device in self.original_devices.items():
+                if device.type != "meta":
+                    value = self._weights[name] if name in self._offloaded else None
+                    self._put(module, name, device, value=value)
+        return module
+
+    def _put(self, module: nn.Module, name: str, device: torch.device, **options: Any) -> None:
+        set_module_tensor_to_device(module, name, device, clear_cache=False, **options)
+
+    def _share(self, name: str) -> bool:
+        """List a tied weight under the address of what the map has for it, if the map has it in memory."""
+        first, again = self._weights[name], self._weights[name]
+        if first.data_ptr() == again.data_ptr():
+            self._tied.setdefault(first.data_ptr(), {})
+            return True
+        return False  # it is read each time, and another tensor may be at the same address next
+
+    def _bring(self, module: nn.Module, name: str, device: torch.device) -> None:
+        """Put one offloaded tensor on a device for the forward."""
+        value = self._weights[name]
+        table, last = locate(module, name)
+        self._placeholders.append((table, last, table[last]))
+        tied = self._tied if name in self._shared else None
+        address = tied_address(value, tied)
+        if address is not None and device not in tied[address]:  # type: ignore[index]
+            self._borrowed.append((address, device))
+        scales = None
+        if value.dtype == torch.int8 and "weight" in name:
+            scales = self._weights.get(name.replace("weight", "SCB"))
+        self._put(module, name, device, value=value, fp16_statistics=scales, tied_params_map=tied)
+        if torch.is_grad_enabled() and table[last].requires_grad:
+            _refuse_gradient(table[last], f"{name!r} of {type(module).__name__}")
+
+    def _take_away(self) -> None:
+        """Leave no offloaded tensor on a device."""
+        while self._placeholders:
+            table, name, placeholder = self._placeholders.pop()
+            table[name] = placeholder
+        while self._borrowed:
+            address, device = self._borrowed.pop()
+            self._tied[address].pop(device, None)
+
+    @property
+    def _weights(self) -> Mapping[str, Tensor]:
+        return self.weights_map or {}
+
+
+def _check_complete(module: nn.Module, names: Iterable[str], weights: Mapping[str, Tensor]) -> None:
+    held = set(weights)  # `in` may read a tensor
+    for name in names:
+        if name not in held:
+            raise CheckpointError(
+                f"{type(module).__name__} is to be offloaded, but weights_map has no {name!r} for it."
+                f"{nearest(name, held)} Give one with all of its parameters, and its buffers with offload_buffers."
+            )
+
+
+def _tensors(module: nn.Module, recurse: bool) -> dict[str, Tensor]:
+    """The parameters and buffers of a module under all of their names."""
+    named = [*module.named_parameters(recurse=recurse, remove_duplicate=False)]
+    return dict([*named, *module.named_buffers(recurse=recurse, remove_duplicate=False)])
+
+
+def _buffer_names(module: nn.Module, recurse: bool) -> set[str]:
+    return {name for name, _ in module.named_buffers(recurse=recurse, remove_duplicate=False)}
+
+
+def _unsaved(module: nn.Module) -> set[str]:
+    """Names of the buffers within a module that no state dict holds."""
+    return {
+        f"{path}.{name}" if path else name
+        for path, inner in module.named_modules(remove_duplicate=False)
+        for name in inner._non_persistent_buffers_set
+    }
+
+
+def _kept_in_memory(module: nn.Module, tensors: Mapping[str, Tensor], tied: TiedTensors | None) -> dict[str, Tensor]:
+    """Tensors in the CPU's memory, tied ones once."""
+    empty = [name for name, tensor in tensors.items() if tensor.is_meta]
+    if empty:
+        raise ConfigurationError(
+            f"{empty[0]!r} of {type(module).__name__} is on the meta device, so there is no value to offload; "
+            "give weights_map=, or load the model first."
+        )
+    kept = {}
+    for name, tensor in tensors.items():
+        address = tied_address(tensor, tied)
+        known = None if address is None else tied[address].get(_CPU)  # type: ignore[index]
+        kept[name] = (tensor if known is None else known).detach().to(_CPU)
+        if address is not None:
+            tied[address].setdefault(_CPU, kept[name])  # type: ignore[index]
+    return kept
+
+
+def _fill_in(module: nn.Module, state: dict[str, Any], prefix: str, _metadata: Any) -> None:
+    """Have a state dict hold the weights that are kept elsewhere."""
+    hook: Any = _offloading(hook_of(module))
+    for name in getattr(hook, "_offloaded", ()):
+        if prefix + name in state and state[prefix + name].is_meta:
+            state[prefix + name] = hook.weights_map[name]
+
+
+def _refuse_gradient(parameter: Tensor, what: str) -> None:
+    """Have a backward that reaches an offloaded parameter raise: its gradient would be lost with it."""
+
+    def refuse(_gradient: Tensor) -> None:
+        raise ConfigurationError(
+            f"{what} is offloaded, so its gradient would be lost. Freeze it with requires_grad_(False) and train "
+            "other parameters beside it, or keep the module on its device."
+        )
+
+    watch: Any = parameter.register_hook
+    watch(refuse)
+
+
+def _load_elsewhere(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
+    """Have a state dict that is loaded reach the weights that are kept elsewhere."""
+    hook: Any = _offloading(hook_of(module))
+    for name in getattr(hook, "_offloaded", ()):
+        value = state.get(prefix + name)
+        if value is None or value.is_meta:
+            continue
+        if not hook._keeps:
+            raise ConfigurationError(
+                f"{prefix + name!r} is offloaded to a weights_map that was given, so it cannot be loaded in place. "
+                "Remove the hooks first, or load the model before it is offloaded."
+            )
+        held = hook.weights_map[name]
+        if held.shape == value.shape:  # torch refuses it otherwise
+            held.copy_(value)
+            state[prefix + name] = torch.empty_like(value, device=_META)
+
+
+class PrefixedDataset(Mapping[str, Tensor]):
+    """The weights of one module out of those of a model.
+
+    Args:
+        dataset: The weights of the model.
+        prefix: What the names of the module's weights begin with there, such as `"layers.0."`.
+    """
+
+    def __init__(self, dataset: Mapping[str, Tensor], prefix: str) -> None:
+        self.dataset, self.prefix = dataset, prefix
+
+    def __getitem__(self, key: str) -> Tensor:
+        return self.dataset[f"{self.prefix}{key}"]
+
+    def __iter__(self) -> Iterator[str]:
+        return (key.removeprefix(self.prefix) for key in self.dataset if key.startswith(self.prefix))
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self)
+
+
+def has_offloaded_params(module: nn.Module) -> bool:
+    """Whether the weights of a module are kept elsewhere between forwards.
+
+    Args:
+        module: The module.
+    """
+    return _offloading(hook_of(module)) is not None
+
+
+def _offloading(hook: Any) -> Any:
+    """What of a hook keeps weights elsewhere, or None."""
+    hooks = hook.hooks if isinstance(hook, SequentialHook) else (hook,)
+    return next((each for each in hooks if getattr(each, "offload", False)), None)
+
+
+@contextmanager
+def align_module_device(module: nn.Module, execution_device: Device | None = None) -> Iterator[None]:
+    """Context in which the tensors that a module holds itself are on a device.
+
+    Args:
+        module: The module. Where its weights are offloaded, they are brought for the time of the context.
+        execution_device: The device. If None, the one that an offloaded module runs on; others stay as they are.
+    """
+    hook = _offloading(hook_of(module))
+    if hook is not None:
+        before = hook.execution_device
+        if execution_device is not None:
+            hook.execution_device = execution_device
+        try:
+            hook.pre_forward(module)
+            yield
+        finally:
+            hook.on_error(module)
+            hook.execution_device = before
+        return
+    if execution_device is None:
+        yield
+        return
+    devices = {name: parameter.device for name, parameter in module.named_parameters(recurse=False)}
+    try:
+        for name in devices:
+            set_module_tensor_to_device(module, name, execution_device, clear_cache=False)
+        yield
+    finally:
+        for name, device in devices.items():
+            set_module_tensor_to_device(module, name, device, clear_cache=False)
+
+
+def get_state_dict_offloaded_model(model: nn.Module) -> dict[str, Any]:
+    """The state dict of a model whose weights are offloaded, in part or in full, with all of their values.
+
+    Args:
+        model: The model.
+
+    Raises:
+        CheckpointError: A weight is neither in the model nor in what its hooks keep.
+    """
+    state: dict[str, Any] = model.state_dict()
+    empty = [name for name, value in state.items() if isinstance(value, Tensor) and value.is_meta]
+    if empty:
+        raise CheckpointError(
+            f"{len(empty)} tensors of the model have no value, the first of them {empty[0]!r}: they are on the meta "
+            "device, and no hook keeps them. Load the model's weights first."
+        )
+    return state

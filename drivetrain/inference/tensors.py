@@ -1,0 +1,181 @@
+"""Puts single parameters and buffers of a module on a device."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, MutableMapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from drivetrain.inference.ties import wraps_others
+from drivetrain.runtime.devices import get_device_kind
+from drivetrain.runtime.errors import ConfigurationError, nearest
+
+TiedTensors = MutableMapping[int, dict[torch.device, torch.Tensor]]
+"""Where tied weights are already: the address of a weight's memory, and what holds it on each device."""
+
+
+def set_module_tensor_to_device(
+    module: nn.Module,
+    tensor_name: str,
+    device: torch.device | str | int,
+    value: torch.Tensor | None = None,
+    dtype: str | torch.dtype | None = None,
+    fp16_statistics: torch.Tensor | None = None,
+    tied_params_map: TiedTensors | None = None,
+    non_blocking: bool = False,
+    clear_cache: bool = True,
+) -> None:
+    """Put a parameter or buffer of a module on a device, with another value if one is given.
+
+    A parameter keeps its class, its attributes and whether it requires a gradient. A value that is on the device
+    already is not copied.
+
+    Args:
+        module: The module.
+        tensor_name: The name in the module, such as `"layers.0.weight"`.
+        device: The device.
+        value: The value; the tensor's own if None.
+        dtype: The dtype to cast a tensor of floats to. If None, a value is cast to the dtype of what it replaces.
+        fp16_statistics: The scales of a weight of 8 bits, kept as its `SCB`.
+        tied_params_map: Weights that several modules share, by the address of their memory. A weight that is listed
+            and already on the device is used again; one that is not there yet is added.
+        non_blocking: Copy asynchronously where the device can and the source is in pinned memory.
+        clear_cache: Give the memory of a tensor that leaves an accelerator back to the device.
+
+    Raises:
+        ConfigurationError: The module has no such tensor, the tensor has no value of its own and none is given, or
+            the value has another shape.
+    """
+    table, name = locate(module, tensor_name)
+    old: torch.Tensor = table[name]
+    target = torch.device(device)
+    if value is None and old.is_meta and target.type != "meta":
+        raise ConfigurationError(
+            f"{tensor_name!r} is on the meta device and has no value to put on {target}; give value=..."
+        )
+    if value is not None and value.shape != old.shape and type(old) in (nn.Parameter, torch.Tensor):
+        raise ConfigurationError(
+            f"{tensor_name!r} has the shape {tuple(old.shape)}, and the value given for it {tuple(value.shape)}; "
+            "give one of the same shape."
+        )
+    source = old if value is None else value
+    address = tied_address(source, tied_params_map)
+    placed = None if address is None else tied_params_map[address].get(target)  # type: ignore[index]
+    if placed is not None and placed.shape == source.shape:
+        alike = isinstance(placed, nn.Parameter) == isinstance(old, nn.Parameter)
+        table[name] = placed if alike else _on(old, placed, target, placed.dtype, non_blocking)
+        return
+    wanted = torch_dtype(dtype) if dtype is not None else None if value is None else old.dtype
+    if dtype is not None and not source.is_floating_point():
+        wanted = None
+    if value is not None or old.device != target or wanted not in (None, old.dtype):
+        table[name] = _on(old, value, target, wanted, non_blocking)
+    if fp16_statistics is not None:
+        table[name].SCB = fp16_statistics.to(target)
+    if address is not None:
+        tied_params_map[address][target] = table[name]  # type: ignore[index]
+    if clear_cache and old.device != target:
+        release_memory(old.device)
+
+
+def release_memory(device: torch.device) -> None:
+    """Give memory that the allocator of a device keeps back to it.
+
+    Args:
+        device: The device that something has left.
+    """
+    if device.type not in ("cpu", "meta"):
+        get_device_kind(device.type).empty_cache()
+
+
+def locate(module: nn.Module, tensor_name: str) -> tuple[dict[str, Any], str]:
+    """The table of a module that a tensor is in, and its name there.
+
+    Args:
+        module: The module.
+        tensor_name: The name of the tensor in the module.
+
+    Raises:
+        ConfigurationError: The module has no such tensor.
+    """
+    path, _, name = tensor_name.rpartition(".")
+    try:
+        owner = module.get_submodule(path)
+    except AttributeError:
+        owner = nn.Module()
+    for table in (owner._parameters, owner._buffers):
+        if table.get(name) is not None:
+            return table, name
+    known = [each for each, _ in (*module.named_parameters(), *module.named_buffers())]
+    raise ConfigurationError(
+        f"{type(module).__name__} has no parameter or buffer named {tensor_name!r}.{nearest(tensor_name, known)}"
+    )
+
+
+def tied_tensors(module: nn.Module, recurse: bool = True) -> TiedTensors:
+    """The weights that a module has under several names, as `tied_params_map` lists them.
+
+    Args:
+        module: The module.
+        recurse: Whether with the modules within it.
+    """
+    found: dict[int, int] = {}
+    for _, parameter in module.named_parameters(recurse=recurse, remove_duplicate=False):
+        if not parameter.is_meta and not wraps_others(parameter):
+            found[parameter.data_ptr()] = found.get(parameter.data_ptr(), 0) + 1
+    return {address: {} for address, times in found.items() if times > 1 and address}
+
+
+def tied_address(tensor: torch.Tensor, tied_params_map: TiedTensors | None) -> int | None:
+    """The address of a tensor's memory if it is listed as tied, else None."""
+    if not tied_params_map or tensor.is_meta or wraps_others(tensor):
+        return None
+    address = tensor.data_ptr()
+    return address if address in tied_params_map else None
+
+
+def torch_dtype(given: str | torch.dtype) -> torch.dtype:
+    """A dtype from itself or from its name.
+
+    Args:
+        given: Such as `torch.float16`, `"float16"` or `"torch.float16"`.
+
+    Raises:
+        ConfigurationError: There is no dtype of this name.
+    """
+    found = getattr(torch, given.removeprefix("torch."), None) if isinstance(given, str) else given
+    if not isinstance(found, torch.dtype):
+        known = [name for name, each in vars(torch).items() if isinstance(each, torch.dtype)]
+        raise ConfigurationError(f"{given!r} is no dtype; give one such as 'bfloat16'.{nearest(str(given), known)}")
+    return found
+
+
+def _on(
+    old: torch.Tensor, value: torch.Tensor | None, device: torch.device, dtype: torch.dtype | None, non_blocking: bool
+) -> torch.Tensor:
+    """What takes the place of a tensor: its own value or another one, on a device and of a dtype."""
+    kind: Any = type(old)
+    if _moves_itself(old) and device.type != "meta":
+        # Quantised weights of other packages: their class quantises the value as it is moved.
+        held: Any = old if value is None else kind(value, requires_grad=old.requires_grad, **vars(old))
+        return held.to(device)  # type: ignore[no-any-return]
+    data = (old if value is None else value).detach().to(device, dtype, non_blocking=non_blocking)
+    if not isinstance(old, nn.Parameter):
+        return data
+    trains = old.requires_grad and (data.is_floating_point() or data.is_complex())
+    if kind is nn.Parameter or wraps_others(data):
+        new: torch.Tensor = nn.Parameter(data, requires_grad=trains)
+    else:
+        new = torch.Tensor._make_subclass(kind, data, trains)
+    new.__dict__.update(vars(old))
+    if value is None and old.grad is not None and device.type != "meta":
+        new.grad = old.grad.to(device, new.dtype)
+    return new
+
+
+def _moves_itself(tensor: torch.Tensor) -> bool:
+    """Whether the class of a parameter has its own way of being moved."""
+    mover: Callable[..., Any] = type(tensor).to
+    return isinstance(tensor, nn.Parameter) and mover is not torch.Tensor.to
