@@ -1,0 +1,64 @@
+"""Weights that a model on the CPU uses straight from their files."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from drivetrain.checkpoint.mapped_file import MappedFile, MappedRange, mapped_range, merged
+from drivetrain.inference.groups import Group
+
+
+class MappedPages:
+    """Reads files ahead of a model's forward, and takes out of memory what it has used.
+
+    Args:
+        groups: The groups of weights, all of which are parts of files.
+        budget: Bytes of the first groups that stay in memory once they are there.
+        cache: Whether the system's cache of files may keep what is beyond them.
+    """
+
+    def __init__(self, groups: Sequence[Group], budget: int, cache: bool) -> None:
+        self._cache = cache
+        self._ranges: list[list[MappedRange]] = []
+        self._files: list[list[MappedFile]] = []
+        self._stays: list[bool] = []
+        self._fetched: set[int] = set()
+        self._rest = [group.rest for group in groups]
+        self._versions = [_versions(rest) for rest in self._rest]
+        for group in groups:
+            ranges = merged(found for found in map(mapped_range, group.rest) if found is not None)
+            self._ranges.append(ranges)
+            self._files.append(list(dict.fromkeys(each.file for each in ranges)))
+            budget -= group.nbytes
+            self._stays.append(budget >= 0)
+
+    def prefetch(self, number: int) -> None:
+        """Have a group read meanwhile, unless it is here to stay."""
+        if number in self._fetched:
+            return
+        for each in self._ranges[number]:
+            each.file.will_need(each.start, each.end)
+
+    def enter(self, number: int) -> None:
+        """Check that a group's files are as they were."""
+        for file in self._files[number]:
+            file.check_unchanged()
+        if self._stays[number]:
+            self._fetched.add(number)
+
+    def leave(self, number: int) -> None:
+        """Take a group out of memory, unless it stays, or was changed in place and is in no file."""
+        if self._stays[number] or _versions(self._rest[number]) != self._versions[number]:
+            return
+        for each in self._ranges[number]:
+            each.file.drop(each.start, each.end, cache=not self._cache)
+
+    def remove(self) -> None:
+        """Nothing: weights are where they always are."""
+
+
+def _versions(tensors: Sequence[Tensor]) -> list[int]:
+    """How often each was changed in place."""
+    return [0 if tensor.is_inference() else tensor._version for tensor in tensors]
