@@ -38,18 +38,36 @@ _EXPORTS: dict[str, str] = {
     "ProfileKwargs": "drivetrain.accelerator",
     "TorchDynamoPlugin": "drivetrain.accelerator",
     "TorchContextParallelConfig": "drivetrain.accelerator",
+    "OffloadedWeightsLoader": "drivetrain.inference",
+    "PrefixedDataset": "drivetrain.inference",
+    "StreamOptions": "drivetrain.inference",
+    "StreamedModelError": "drivetrain.inference",
+    "WeightStream": "drivetrain.inference",
     "calculate_maximum_sizes": "drivetrain.inference",
     "check_tied_parameters_in_config": "drivetrain.inference",
     "compute_module_sizes": "drivetrain.inference",
+    "cpu_offload": "drivetrain.inference",
+    "disk_offload": "drivetrain.inference",
+    "dispatch_model": "drivetrain.inference",
     "dtype_byte_size": "drivetrain.inference",
+    "extract_submodules_state_dict": "drivetrain.inference",
     "find_tied_parameters": "drivetrain.inference",
     "get_max_layer_size": "drivetrain.inference",
+    "group_offload": "drivetrain.inference",
     "id_tensor_storage": "drivetrain.inference",
     "init_empty_weights": "drivetrain.inference",
     "init_on_device": "drivetrain.inference",
+    "load_checkpoint_and_dispatch": "drivetrain.inference",
+    "load_checkpoint_in_model": "drivetrain.inference",
+    "load_offloaded_weight": "drivetrain.inference",
+    "load_offloaded_weights": "drivetrain.inference",
+    "load_state_dict": "drivetrain.inference",
     "meta_leftovers": "drivetrain.inference",
     "named_module_tensors": "drivetrain.inference",
+    "offload_state_dict": "drivetrain.inference",
+    "offload_weight": "drivetrain.inference",
     "retie_parameters": "drivetrain.inference",
+    "save_offload_index": "drivetrain.inference",
     "Trainer": "drivetrain.trainer",
     "Task": "drivetrain.trainer",
     "MegatronTask": "drivetrain.trainer",
@@ -133,7 +151,6 @@ _EXPORTS: dict[str, str] = {
     "consolidate": "drivetrain.checkpoint",
     "newest_checkpoint": "drivetrain.checkpoint",
     "import_checkpoint": "drivetrain.checkpoint",
-    "load_checkpoint_in_model": "drivetrain.checkpoint",
     "Tracker": "drivetrain.trackers",
     "CSVLogger": "drivetrain.trackers",
     "TensorBoardLogger": "drivetrain.trackers",
@@ -256,7 +273,6 @@ if TYPE_CHECKING:
     from drivetrain.callbacks.support.flops import measure_flops as measure_flops
     from drivetrain.checkpoint import consolidate as consolidate
     from drivetrain.checkpoint import import_checkpoint as import_checkpoint
-    from drivetrain.checkpoint import load_checkpoint_in_model as load_checkpoint_in_model
     from drivetrain.checkpoint import newest_checkpoint as newest_checkpoint
     from drivetrain.data import CombinedLoader as CombinedLoader
     from drivetrain.data import DataLoaderConfiguration as DataLoaderConfiguration
@@ -264,18 +280,36 @@ if TYPE_CHECKING:
     from drivetrain.data import PermutationSampler as PermutationSampler
     from drivetrain.data import TailPolicy as TailPolicy
     from drivetrain.data import skip_first_batches as skip_first_batches
+    from drivetrain.inference import OffloadedWeightsLoader as OffloadedWeightsLoader
+    from drivetrain.inference import PrefixedDataset as PrefixedDataset
+    from drivetrain.inference import StreamedModelError as StreamedModelError
+    from drivetrain.inference import StreamOptions as StreamOptions
+    from drivetrain.inference import WeightStream as WeightStream
     from drivetrain.inference import calculate_maximum_sizes as calculate_maximum_sizes
     from drivetrain.inference import check_tied_parameters_in_config as check_tied_parameters_in_config
     from drivetrain.inference import compute_module_sizes as compute_module_sizes
+    from drivetrain.inference import cpu_offload as cpu_offload
+    from drivetrain.inference import disk_offload as disk_offload
+    from drivetrain.inference import dispatch_model as dispatch_model
     from drivetrain.inference import dtype_byte_size as dtype_byte_size
+    from drivetrain.inference import extract_submodules_state_dict as extract_submodules_state_dict
     from drivetrain.inference import find_tied_parameters as find_tied_parameters
     from drivetrain.inference import get_max_layer_size as get_max_layer_size
+    from drivetrain.inference import group_offload as group_offload
     from drivetrain.inference import id_tensor_storage as id_tensor_storage
     from drivetrain.inference import init_empty_weights as init_empty_weights
     from drivetrain.inference import init_on_device as init_on_device
+    from drivetrain.inference import load_checkpoint_and_dispatch as load_checkpoint_and_dispatch
+    from drivetrain.inference import load_checkpoint_in_model as load_checkpoint_in_model
+    from drivetrain.inference import load_offloaded_weight as load_offloaded_weight
+    from drivetrain.inference import load_offloaded_weights as load_offloaded_weights
+    from drivetrain.inference import load_state_dict as load_state_dict
     from drivetrain.inference import meta_leftovers as meta_leftovers
     from drivetrain.inference import named_module_tensors as named_module_tensors
+    from drivetrain.inference import offload_state_dict as offload_state_dict
+    from drivetrain.inference import offload_weight as offload_weight
     from drivetrain.inference import retie_parameters as retie_parameters
+    from drivetrain.inference import save_offload_index as save_offload_index
     from drivetrain.launch import notebook_launcher as notebook_launcher
     from drivetrain.runtime.collectives import broadcast as broadcast
     from drivetrain.runtime.collectives import broadcast_object_list as broadcast_object_list

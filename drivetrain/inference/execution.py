@@ -51,7 +51,7 @@ def location(given: torch.device | str | int) -> Location:
     if device.type == "meta":
         return device
     kind = get_device_kind(device.type)
-    if device.index is None and kind.name != "cpu":
+    if ":" not in str(device) and kind.name != "cpu":
         return kind.device(0)
     return device if kind.name != "cpu" else CPU
 

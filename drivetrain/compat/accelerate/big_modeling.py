@@ -1,10 +1,14 @@
-"""Models that are built without memory; those larger than a device are absent."""
+"""Models that are built without memory, and those larger than a device."""
 
 from __future__ import annotations
 
 from drivetrain.compat.accelerate.absent import BIG_MODELS, absent_names
+from drivetrain.inference import cpu_offload as cpu_offload
+from drivetrain.inference import disk_offload as disk_offload
+from drivetrain.inference import dispatch_model as dispatch_model
 from drivetrain.inference import init_empty_weights as init_empty_weights
 from drivetrain.inference import init_on_device as init_on_device
+from drivetrain.inference import load_checkpoint_and_dispatch as load_checkpoint_and_dispatch
 
 __getattr__ = absent_names(
     __name__,
@@ -12,11 +16,7 @@ __getattr__ = absent_names(
         BIG_MODELS,
         [
             "attach_layerwise_casting_hooks",
-            "cpu_offload",
             "cpu_offload_with_hook",
-            "disk_offload",
-            "dispatch_model",
-            "load_checkpoint_and_dispatch",
         ],
     ),
 )

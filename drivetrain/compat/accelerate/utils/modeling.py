@@ -21,6 +21,9 @@ from drivetrain.inference import dtype_byte_size as dtype_byte_size
 from drivetrain.inference import find_tied_parameters as find_tied_parameters
 from drivetrain.inference import get_max_layer_size as get_max_layer_size
 from drivetrain.inference import id_tensor_storage as id_tensor_storage
+from drivetrain.inference import load_checkpoint_in_model as load_checkpoint_in_model
+from drivetrain.inference import load_offloaded_weights as load_offloaded_weights
+from drivetrain.inference import load_state_dict as load_state_dict
 from drivetrain.inference import named_module_tensors as named_module_tensors
 from drivetrain.inference import retie_parameters as retie_parameters
 from drivetrain.runtime.errors import ConfigurationError
@@ -39,8 +42,6 @@ __getattr__ = absent_names(
             "get_state_dict_from_offload",
             "get_state_dict_offloaded_model",
             "infer_auto_device_map",
-            "load_checkpoint_in_model",
-            "load_offloaded_weights",
         ],
     ),
 )
@@ -127,22 +128,6 @@ def _dtype(given: str | torch.dtype) -> torch.dtype:
 def has_offloaded_params(module: nn.Module) -> bool:
     """Whether parameters are kept off the device by hooks; never here."""
     return False
-
-
-def load_state_dict(checkpoint_file: str, device_map: Any = None) -> dict[str, torch.Tensor]:
-    """Read a file of weights, safetensors or what `torch.save` wrote, without executing what is in it.
-
-    Args:
-        checkpoint_file: The file.
-        device_map: One device for all; more are big-model inference.
-    """
-    device = next(iter(device_map.values())) if device_map else "cpu"
-    if str(checkpoint_file).endswith(".safetensors"):
-        from safetensors.torch import load_file
-
-        return load_file(checkpoint_file, device=str(device))
-    loaded: dict[str, torch.Tensor] = torch.load(checkpoint_file, map_location=device, weights_only=True)
-    return loaded
 
 
 def get_mixed_precision_context_manager(
