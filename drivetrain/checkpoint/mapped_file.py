@@ -282,6 +282,11 @@ def mapped_range(tensor: Tensor) -> MappedRange | None:
     return found if isinstance(found, MappedRange) else None
 
 
+def times_changed(tensor: Tensor) -> int:
+    """How often a tensor was changed in place, as far as torch counts it."""
+    return 0 if tensor.is_inference() else tensor._version
+
+
 def merged(ranges: Iterator[MappedRange]) -> list[MappedRange]:
     """Ranges of files with those joined that touch or overlap."""
     joined: list[MappedRange] = []

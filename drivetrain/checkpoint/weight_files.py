@@ -137,7 +137,7 @@ def _each(parts: Mapping[str, str]) -> list[str]:
 
 
 def _joined(parts: Mapping[str, str], opened: Mapping[str, Weights], path: str) -> Weights:
-    """The weights of several files, all of them, and each that the index names from where it says."""
+    """The weights of several files, all of them, and each that the index names from the file that it names."""
     for name, file in parts.items():
         if name not in opened[file]:
             raise CheckpointError(f"{path} says that {name} is in {file}, which does not hold it.")

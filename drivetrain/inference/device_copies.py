@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from drivetrain.checkpoint.mapped_file import mapped_range
+from drivetrain.checkpoint.mapped_file import mapped_range, times_changed
 from drivetrain.inference.groups import Group
 from drivetrain.runtime.devices import get_device_kind
 
@@ -78,11 +78,11 @@ class DeviceCopies:
                 tensor.record_stream(current)
         for place, tensor in zip(group.places, arrived.tensors, strict=True):
             place.put(tensor)
-        arrived.was = [tensor._version for tensor in arrived.tensors]
+        arrived.was = [*map(times_changed, arrived.tensors)]
         self._used.add(number)
 
     def leave(self, number: int) -> None:
-        """Put a group's weights back, and let go of their copies unless they stay."""
+        """Put a group's weights back, and free their copies unless they stay."""
         if number in self._used and not self._stays[number]:
             self._put_back(number)
 
@@ -97,7 +97,7 @@ class DeviceCopies:
         self._used.discard(number)
         for place, rest, tensor, was in zip(group.places, group.rest, arrived.tensors, arrived.was, strict=True):
             place.put(rest)
-            if tensor._version != was:  # a buffer that the forward has changed
+            if times_changed(tensor) != was:  # a buffer that the forward has changed
                 with torch.no_grad():
                     rest.copy_(tensor)
 

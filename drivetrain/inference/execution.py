@@ -107,7 +107,7 @@ def locations(model: nn.Module, device_map: Mapping[str, torch.device | str | in
 
 
 def longest(name: str, device_map: Mapping[str, Location]) -> Location | None:
-    """What the longest name of a map says that a tensor is, or is in; None where there is none."""
+    """The value of the longest name in a map that is a tensor's, or of a module around it; None where there is none."""
     prefix = name
     while prefix not in device_map:
         if not prefix:

@@ -60,8 +60,8 @@ def load_checkpoint_in_model(
         dtype: Convert floating-point weights to it; they get the dtype that they have in the model if None.
         offload_state_dict: Accepted: no more than one weight that is converted is in memory beside the model.
         offload_buffers: Whether buffers of modules on disk stay there too.
-        keep_in_fp32_modules: Weights with one of these in their names become float32 where `dtype` says otherwise.
-        offload_8bit_bnb: Accepted: weights are put where the map says, whatever they are.
+        keep_in_fp32_modules: Weights with one of these in their names become float32 whatever `dtype` is.
+        offload_8bit_bnb: Accepted: weights are put where the map has them, whatever they are.
         strict: Whether names that are missing or left over are an error.
         full_state_dict: Whether the checkpoint has whole tensors, where the model's are sharded.
         broadcast_from_rank0: Read on process 0 alone, which sends each weight to the others.

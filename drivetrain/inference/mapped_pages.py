@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from torch import Tensor
-
-from drivetrain.checkpoint.mapped_file import MappedFile, MappedRange, mapped_range, merged
+from drivetrain.checkpoint.mapped_file import MappedFile, MappedRange, mapped_range, merged, times_changed
 from drivetrain.inference.groups import Group
 
 
@@ -26,7 +24,7 @@ class MappedPages:
         self._stays: list[bool] = []
         self._fetched: set[int] = set()
         self._rest = [group.rest for group in groups]
-        self._versions = [_versions(rest) for rest in self._rest]
+        self._changes = [[*map(times_changed, rest)] for rest in self._rest]
         for group in groups:
             ranges = merged(found for found in map(mapped_range, group.rest) if found is not None)
             self._ranges.append(ranges)
@@ -50,15 +48,10 @@ class MappedPages:
 
     def leave(self, number: int) -> None:
         """Take a group out of memory, unless it stays, or was changed in place and is in no file."""
-        if self._stays[number] or _versions(self._rest[number]) != self._versions[number]:
+        if self._stays[number] or [*map(times_changed, self._rest[number])] != self._changes[number]:
             return
         for each in self._ranges[number]:
             each.file.drop(each.start, each.end, cache=not self._cache)
 
     def remove(self) -> None:
         """Nothing: weights are where they always are."""
-
-
-def _versions(tensors: Sequence[Tensor]) -> list[int]:
-    """How often each was changed in place."""
-    return [0 if tensor.is_inference() else tensor._version for tensor in tensors]

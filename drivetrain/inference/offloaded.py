@@ -52,7 +52,7 @@ def load_offloaded_weight(weight_file: str | os.PathLike[str], weight_info: Mapp
         weight_info: Its entry in the index.
 
     Raises:
-        CheckpointError: The file is missing or shorter than the index says.
+        CheckpointError: The file is missing or shorter than in the index.
     """
     return _raw_file(weight_file, "weight", weight_info).tensor("weight")
 

@@ -1,4 +1,4 @@
-"""Models over devices, memory and disk, as a map says."""
+"""Models over devices, memory and disk, by a map."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def dispatch_model(
     *,
     stream: StreamOptions | None = None,
 ) -> nn.Module:
-    """Put a model's modules where a map says, so that it runs as before.
+    """Put a model's modules where a map has them, so that it runs as before.
 
     What is on the CPU beside accelerators, and what is on disk, comes to the main device as the forward needs it.
     Safetensors files that a model on the CPU was loaded from stay where they are and are not copied.
@@ -110,7 +110,7 @@ def load_checkpoint_and_dispatch(
     main_device: Device | None = None,
     stream: StreamOptions | None = None,
 ) -> nn.Module:
-    """Load weights into a model and put its modules where a map says: `load_checkpoint_in_model`, `dispatch_model`.
+    """Load weights into a model and put its modules where a map has them: `load_checkpoint_in_model`, `dispatch_model`.
 
     Args:
         model: The model, usually built by `init_empty_weights`.

@@ -52,7 +52,7 @@ class StreamOptions:
 
 
 class _Mover(Protocol):
-    """How groups get to where a model computes, and are let go of."""
+    """How groups get to where a model computes, and leave it."""
 
     def prefetch(self, number: int) -> None: ...
 
@@ -134,7 +134,7 @@ class WeightStream:
         self._guarded = _holders(model, wanted.keys())
         self._probes = _probes(wanted.values(), self.device)
         for module in self._guarded:
-            module.__dict__["_apply"] = partial(self._apply, module)
+            module.__dict__["_apply"] = partial(self._guarded_apply, module)
 
     def _moves(self, tensor: Tensor) -> bool:
         return self.device.type != "cpu" or mapped_range(tensor) is not None
@@ -176,7 +176,7 @@ class WeightStream:
             ahead = following
 
     def leave(self, number: int, is_last: bool) -> None:
-        """Let go of a group where its last module has returned; called after each of its modules."""
+        """Drop a group where its last module has returned; called after each of its modules."""
         if not self._open[number]:
             return  # it was refused before it began
         self._open[number] -= 1
@@ -199,7 +199,9 @@ class WeightStream:
                     "model into memory to train it."
                 )
 
-    def _apply(self, module: nn.Module, function: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
+    def _guarded_apply(
+        self, module: nn.Module, function: Callable[[Tensor], Tensor], recurse: bool = True
+    ) -> nn.Module:
         """Stands for `nn.Module._apply`, which `to`, `half` and the like use, of modules with such weights."""
         for probe in self._probes:
             if function(probe) is not probe:
