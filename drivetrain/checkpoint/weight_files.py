@@ -78,9 +78,12 @@ def read_weights(path: str | os.PathLike[str]) -> dict[str, torch.Tensor]:
 def _parts(content: bytes, path: str) -> dict[str, str]:
     """The files of an index by name of the weight."""
     try:
-        parts = {str(name): str(file) for name, file in json.loads(content)["weight_map"].items()}
-    except (ValueError, KeyError, AttributeError, TypeError) as error:
+        found = json.loads(content)
+        parts = found.get("weight_map", found)  # or the map alone
+    except (ValueError, AttributeError) as error:
         raise CheckpointError(f"{path} is no index of weights: it has no weight_map.") from error
+    if not isinstance(parts, dict) or not all(isinstance(file, str) for file in parts.values()):
+        raise CheckpointError(f"{path} is no index of weights: its weight_map does not lead from names to files.")
     for file in parts.values():
         if os.path.basename(file) != file:
             raise CheckpointError(f"{path} names {file!r}, which is not a file beside it.")

@@ -44,6 +44,13 @@ def in_two_files(model: nn.Module, folder: Path, suffix: str) -> Path:
     return index
 
 
+def bare_index(model: nn.Module, folder: Path) -> Path:
+    """An index that is the map alone."""
+    index = in_two_files(model, folder, "bin")
+    index.write_text(json.dumps(json.loads(index.read_text())["weight_map"]))
+    return index
+
+
 def of_ours(model: nn.Module, folder: Path) -> Path:
     accelerator = Accelerator(cpu=True)
     accelerator.prepare(model)
@@ -56,6 +63,7 @@ SOURCES = {
     "a folder": lambda model, path: saved(model, path / "model.safetensors").parent,
     "a file of torch.save": lambda model, path: (torch.save(model.state_dict(), path / "m.bin"), path / "m.bin")[1],
     "an index": lambda model, path: in_two_files(model, path, "safetensors"),
+    "an index that is a map alone": bare_index,
     "a folder with an index": lambda model, path: in_two_files(model, path, "bin").parent,
     "a checkpoint of ours": lambda model, path: of_ours(model, path / "step_100"),
     "tensors": lambda model, path: model.state_dict(),
@@ -230,6 +238,7 @@ def overlap(path: Path, index: Path) -> None:
         (lie, r"norm.bias is in model-00001-of-00002.safetensors, which does not hold it"),
         (lead_away, "not a file beside it"),
         (lambda path, index: index.write_text("[]"), "no weight_map"),
+        (lambda path, index: index.write_text('{"weight_map": {"norm.bias": 3}}'), "does not lead from names"),
         (overlap, "does not begin where the tensor before it ends"),
     ],
 )
