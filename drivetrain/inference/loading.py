@@ -96,6 +96,35 @@ def fill_empty(model: nn.Module, weights: Weights, where: Mapping[str, execution
         loading.load(where, None, offload_buffers=True, complete=False)
 
 
+def load_some(
+    model: nn.Module,
+    weights: Weights,
+    names: Collection[str],
+    used: Collection[str],
+    where: Mapping[str, execution.Location],
+    dtype: torch.dtype | None,
+    keep_in_fp32: Collection[str],
+    folder: str | os.PathLike[str] | None,
+) -> None:
+    """Load a part of a model, the rest of which has its weights already.
+
+    Args:
+        model: The model.
+        weights: The weights.
+        names: The parameters and buffers to load.
+        used: Weights that the rest has taken.
+        where: Where each parameter and buffer is to be.
+        dtype: Convert floating-point weights to it.
+        keep_in_fp32: Weights with one of these in their names become float32.
+        folder: Where weights are written that are to stay on disk and cannot be used from their own files.
+    """
+    left = {name: weights for name in weights if name not in used}
+    wanted = set(names) & persistent(model)
+    loading = _Loading(model, JoinedWeights(left, weights.where), dtype, keep_in_fp32, only=wanted)
+    loading.compare(strict=False)
+    loading.load(where, folder, offload_buffers=False)
+
+
 @dataclass(eq=False)
 class _Item:
     """One tensor of a model, and the weight that it gets.
