@@ -43,6 +43,16 @@ _EXPORTS: dict[str, str] = {
     "StreamOptions": "drivetrain.inference",
     "StreamedModelError": "drivetrain.inference",
     "WeightStream": "drivetrain.inference",
+    "BitsAndBytes": "drivetrain.inference",
+    "BnbQuantizationConfig": "drivetrain.inference",
+    "Quantizer": "drivetrain.inference",
+    "TorchAO": "drivetrain.inference",
+    "get_quantizer": "drivetrain.inference",
+    "load_and_quantize_model": "drivetrain.inference",
+    "load_quantized": "drivetrain.inference",
+    "quantize_model": "drivetrain.inference",
+    "register_quantizer": "drivetrain.inference",
+    "save_quantized": "drivetrain.inference",
     "calculate_maximum_sizes": "drivetrain.inference",
     "check_tied_parameters_in_config": "drivetrain.inference",
     "compute_module_sizes": "drivetrain.inference",
@@ -280,10 +290,14 @@ if TYPE_CHECKING:
     from drivetrain.data import PermutationSampler as PermutationSampler
     from drivetrain.data import TailPolicy as TailPolicy
     from drivetrain.data import skip_first_batches as skip_first_batches
+    from drivetrain.inference import BitsAndBytes as BitsAndBytes
+    from drivetrain.inference import BnbQuantizationConfig as BnbQuantizationConfig
     from drivetrain.inference import OffloadedWeightsLoader as OffloadedWeightsLoader
     from drivetrain.inference import PrefixedDataset as PrefixedDataset
+    from drivetrain.inference import Quantizer as Quantizer
     from drivetrain.inference import StreamedModelError as StreamedModelError
     from drivetrain.inference import StreamOptions as StreamOptions
+    from drivetrain.inference import TorchAO as TorchAO
     from drivetrain.inference import WeightStream as WeightStream
     from drivetrain.inference import calculate_maximum_sizes as calculate_maximum_sizes
     from drivetrain.inference import check_tied_parameters_in_config as check_tied_parameters_in_config
@@ -295,21 +309,27 @@ if TYPE_CHECKING:
     from drivetrain.inference import extract_submodules_state_dict as extract_submodules_state_dict
     from drivetrain.inference import find_tied_parameters as find_tied_parameters
     from drivetrain.inference import get_max_layer_size as get_max_layer_size
+    from drivetrain.inference import get_quantizer as get_quantizer
     from drivetrain.inference import group_offload as group_offload
     from drivetrain.inference import id_tensor_storage as id_tensor_storage
     from drivetrain.inference import init_empty_weights as init_empty_weights
     from drivetrain.inference import init_on_device as init_on_device
+    from drivetrain.inference import load_and_quantize_model as load_and_quantize_model
     from drivetrain.inference import load_checkpoint_and_dispatch as load_checkpoint_and_dispatch
     from drivetrain.inference import load_checkpoint_in_model as load_checkpoint_in_model
     from drivetrain.inference import load_offloaded_weight as load_offloaded_weight
     from drivetrain.inference import load_offloaded_weights as load_offloaded_weights
+    from drivetrain.inference import load_quantized as load_quantized
     from drivetrain.inference import load_state_dict as load_state_dict
     from drivetrain.inference import meta_leftovers as meta_leftovers
     from drivetrain.inference import named_module_tensors as named_module_tensors
     from drivetrain.inference import offload_state_dict as offload_state_dict
     from drivetrain.inference import offload_weight as offload_weight
+    from drivetrain.inference import quantize_model as quantize_model
+    from drivetrain.inference import register_quantizer as register_quantizer
     from drivetrain.inference import retie_parameters as retie_parameters
     from drivetrain.inference import save_offload_index as save_offload_index
+    from drivetrain.inference import save_quantized as save_quantized
     from drivetrain.launch import notebook_launcher as notebook_launcher
     from drivetrain.runtime.collectives import broadcast as broadcast
     from drivetrain.runtime.collectives import broadcast_object_list as broadcast_object_list

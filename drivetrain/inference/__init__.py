@@ -7,10 +7,14 @@ from typing import TYPE_CHECKING, Any
 from drivetrain.runtime.exports import load_export
 
 _EXPORTS = {
+    "BitsAndBytes": "drivetrain.inference.quantization",
+    "BnbQuantizationConfig": "drivetrain.inference.quantization",
     "OffloadedWeightsLoader": "drivetrain.inference.offloaded",
     "PrefixedDataset": "drivetrain.inference.offloaded",
+    "Quantizer": "drivetrain.inference.quantization",
     "StreamOptions": "drivetrain.inference.streaming",
     "StreamedModelError": "drivetrain.inference.streaming",
+    "TorchAO": "drivetrain.inference.quantization",
     "WeightStream": "drivetrain.inference.streaming",
     "calculate_maximum_sizes": "drivetrain.inference.sizes",
     "check_tied_parameters_in_config": "drivetrain.inference.ties",
@@ -22,28 +26,38 @@ _EXPORTS = {
     "extract_submodules_state_dict": "drivetrain.inference.offloaded",
     "find_tied_parameters": "drivetrain.inference.ties",
     "get_max_layer_size": "drivetrain.inference.sizes",
+    "get_quantizer": "drivetrain.inference.quantization",
     "group_offload": "drivetrain.inference.placement",
     "id_tensor_storage": "drivetrain.inference.ties",
     "init_empty_weights": "drivetrain.inference.meta",
     "init_on_device": "drivetrain.inference.meta",
+    "load_and_quantize_model": "drivetrain.inference.quantization",
     "load_checkpoint_and_dispatch": "drivetrain.inference.placement",
     "load_checkpoint_in_model": "drivetrain.inference.loading",
     "load_offloaded_weight": "drivetrain.inference.offloaded",
     "load_offloaded_weights": "drivetrain.inference.offloaded",
+    "load_quantized": "drivetrain.inference.quantization",
     "load_state_dict": "drivetrain.inference.loading",
     "meta_leftovers": "drivetrain.inference.meta",
     "named_module_tensors": "drivetrain.inference.sizes",
     "offload_state_dict": "drivetrain.inference.offloaded",
     "offload_weight": "drivetrain.inference.offloaded",
+    "quantize_model": "drivetrain.inference.quantization",
+    "register_quantizer": "drivetrain.inference.quantization",
     "retie_parameters": "drivetrain.inference.ties",
     "save_offload_index": "drivetrain.inference.offloaded",
+    "save_quantized": "drivetrain.inference.quantization",
 }
 
 __all__ = [
+    "BitsAndBytes",
+    "BnbQuantizationConfig",
     "OffloadedWeightsLoader",
     "PrefixedDataset",
+    "Quantizer",
     "StreamOptions",
     "StreamedModelError",
+    "TorchAO",
     "WeightStream",
     "calculate_maximum_sizes",
     "check_tied_parameters_in_config",
@@ -55,21 +69,27 @@ __all__ = [
     "extract_submodules_state_dict",
     "find_tied_parameters",
     "get_max_layer_size",
+    "get_quantizer",
     "group_offload",
     "id_tensor_storage",
     "init_empty_weights",
     "init_on_device",
+    "load_and_quantize_model",
     "load_checkpoint_and_dispatch",
     "load_checkpoint_in_model",
     "load_offloaded_weight",
     "load_offloaded_weights",
+    "load_quantized",
     "load_state_dict",
     "meta_leftovers",
     "named_module_tensors",
     "offload_state_dict",
     "offload_weight",
+    "quantize_model",
+    "register_quantizer",
     "retie_parameters",
     "save_offload_index",
+    "save_quantized",
 ]
 
 if TYPE_CHECKING:
@@ -91,6 +111,16 @@ if TYPE_CHECKING:
     from drivetrain.inference.placement import dispatch_model as dispatch_model
     from drivetrain.inference.placement import group_offload as group_offload
     from drivetrain.inference.placement import load_checkpoint_and_dispatch as load_checkpoint_and_dispatch
+    from drivetrain.inference.quantization import BitsAndBytes as BitsAndBytes
+    from drivetrain.inference.quantization import BnbQuantizationConfig as BnbQuantizationConfig
+    from drivetrain.inference.quantization import Quantizer as Quantizer
+    from drivetrain.inference.quantization import TorchAO as TorchAO
+    from drivetrain.inference.quantization import get_quantizer as get_quantizer
+    from drivetrain.inference.quantization import load_and_quantize_model as load_and_quantize_model
+    from drivetrain.inference.quantization import load_quantized as load_quantized
+    from drivetrain.inference.quantization import quantize_model as quantize_model
+    from drivetrain.inference.quantization import register_quantizer as register_quantizer
+    from drivetrain.inference.quantization import save_quantized as save_quantized
     from drivetrain.inference.sizes import calculate_maximum_sizes as calculate_maximum_sizes
     from drivetrain.inference.sizes import compute_module_sizes as compute_module_sizes
     from drivetrain.inference.sizes import dtype_byte_size as dtype_byte_size

@@ -330,7 +330,7 @@ def load_quantized(model: nn.Module, directory: str | os.PathLike[str], device_m
         device = where[f"{name}.weight"]
         tensors = {short: source[each] for short, each in found.items()}
         parent, _, last = name.rpartition(".")
-        made = how.quantizer.opened(layer, tensors, texts.get(name, {}), device)  # type: ignore[arg-type]
+        made = how.quantizer.opened(layer, tensors, texts.get(name, {}), device)
         setattr(model.get_submodule(parent), last, made)
     rest = [name for name in where if not any(name.startswith(f"{layer}.") for layer in how.layers)]
     biases = [f"{layer}.bias" for layer in how.layers if f"{layer}.bias" in where]
@@ -355,8 +355,12 @@ def _described(path: Path) -> tuple[Quantization, dict[str, dict[str, str]]]:
         raise CheckpointError(f"There is no {path.name} in {path.parent}: save_quantized writes it beside the weights.")
     try:
         described = json.loads(path.read_text())
-        kind, options = class_of(str(described["quantizer"])), dict(described["options"])
-        layers = tuple(str(each) for each in described["layers"])
-        return Quantization(kind(**options), layers), dict(described["texts"])
+        name, options = str(described["quantizer"]), dict(described["options"])
+        layers, texts = tuple(str(each) for each in described["layers"]), dict(described["texts"])
     except (ValueError, KeyError, TypeError) as error:
         raise CheckpointError(f"{path} is no description of a quantised model: {error}") from error
+    kind = class_of(name)
+    try:
+        return Quantization(kind(**options), layers), texts
+    except TypeError as error:
+        raise CheckpointError(f"{path} has options of another {name}: {error}") from error

@@ -61,7 +61,8 @@ def get_quantizer(given: str | Quantizer) -> Quantizer:
             f"There is no quantizer {given!r}. Give one of {', '.join(known)}.{nearest(str(given), known)}"
         )
     module, _, options = _BUILT_IN[given]
-    return class_of(module)(**options)
+    found: Quantizer = class_of(module)(**options)
+    return found
 
 
 def class_of(name: str) -> type[Any]:

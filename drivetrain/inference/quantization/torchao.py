@@ -11,7 +11,11 @@ import torch
 from torch import Tensor, nn
 
 from drivetrain.inference.quantization.base import Quantizer, linear_like
-from drivetrain.runtime.errors import ConfigurationError, PackageMissingError, nearest
+from drivetrain.runtime.errors import CheckpointError, ConfigurationError, PackageMissingError, nearest
+
+# torchao takes names apart at their last dot.
+_PREFIX = "layer."
+_NAME = f"{_PREFIX}weight"
 
 # name -> (torchao's configuration, its arguments)
 _SCHEMES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -85,18 +89,18 @@ class TorchAO(Quantizer):
 
     def saved(self, layer: nn.Module) -> tuple[dict[str, Tensor], dict[str, str]]:
         flatten = _of_files("flatten_tensor_state_dict")
-        tensors, texts = flatten({"weight": layer.weight})
-        return tensors, texts
+        tensors, texts = flatten({_NAME: layer.weight})
+        return {name.removeprefix(_PREFIX): value for name, value in tensors.items()}, texts
 
     def opened(
         self, layer: nn.Linear, tensors: Mapping[str, Tensor], texts: Mapping[str, str], device: torch.device
     ) -> nn.Module:
         unflatten = _of_files("unflatten_tensor_state_dict")
-        found, left = unflatten({name: value.to(device) for name, value in tensors.items()}, dict(texts))
-        if left or "weight" not in found:
-            raise ConfigurationError(f"torchao made {sorted(found)} of {sorted(tensors)}, and not a weight alone.")
+        found, left = unflatten({f"{_PREFIX}{name}": value.to(device) for name, value in tensors.items()}, dict(texts))
+        if left or _NAME not in found:
+            raise CheckpointError(f"torchao made no weight of {', '.join(sorted(tensors))}.")
         made = linear_like(layer, nn.Linear)
-        made.weight = nn.Parameter(found["weight"], requires_grad=False)
+        made.weight = nn.Parameter(found[_NAME], requires_grad=False)
         return made  # type: ignore[no-any-return]
 
     def as_dict(self) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch import nn
 
 import drivetrain
@@ -86,10 +86,11 @@ def by_hand(name: str, layer: nn.Linear, x: torch.Tensor) -> torch.Tensor:
         packed, state = functional.quantize_4bit(weight, quant_type=name, compress_statistics=False)
         return nn.functional.linear(x, functional.dequantize_4bit(packed, state), bias)
     if name == "int8":
-        from bitsandbytes import functional
+        from bitsandbytes.nn import Linear8bitLt
 
-        stored, scale, _ = functional.int8_vectorwise_quant(weight.half())
-        return nn.functional.linear(x, stored * scale[:, None] / 127, bias)
+        copy = Linear8bitLt(layer.in_features, layer.out_features, has_fp16_weights=False, threshold=6.0)
+        copy.load_state_dict(layer.state_dict())
+        return copy.eval().to("cpu")(x)  # in training mode it multiplies floats
     import torchao.quantization as ao
 
     kinds = {
@@ -104,7 +105,7 @@ def by_hand(name: str, layer: nn.Linear, x: torch.Tensor) -> torch.Tensor:
 
 
 def error(found: torch.Tensor, right: torch.Tensor) -> float:
-    return float((found - right).norm() / right.norm())
+    return float(((found - right).norm() / right.norm()).detach())
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -134,13 +135,9 @@ def test_what_is_saved_opens_without_the_original_to_the_last_bit(name: str, wei
     opened = load_quantized(empty(), tmp_path / "first")
     assert torch.equal(opened(TOKENS), model(TOKENS))
     save_quantized(opened, tmp_path / "again")
-    first, again = (load_file(tmp_path / folder / "model.safetensors") for folder in ("first", "again"))
-    assert first.keys() == again.keys()
-    assert all(
-        torch.equal(first[key].view(torch.uint8), again[key].view(torch.uint8)) for key in first if first[key].dim()
-    )
-    size = sum((tmp_path / "first" / "model.safetensors").stat().st_size for _ in range(1))
-    assert size < 0.5 * weights.stat().st_size
+    first, again = ((tmp_path / folder / "model.safetensors").read_bytes() for folder in ("first", "again"))
+    assert first == again
+    assert len(first) < 0.5 * weights.stat().st_size
 
 
 def test_no_more_than_one_weight_is_in_memory_unquantised(weights: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -220,9 +217,9 @@ def test_a_configuration_that_cannot_be_is_refused(given: dict[str, Any], words:
 
 
 def test_an_unknown_quantizer_is_refused_with_the_nearest() -> None:
-    with pytest.raises(ConfigurationError, match="no quantizer 'int8w'.*Did you mean 'int8wo'"):
+    with pytest.raises(ConfigurationError, match=r"no quantizer 'int8w'.*Did you mean 'int8wo'"):
         get_quantizer("int8w")
-    with pytest.raises(ConfigurationError, match="'nf4' any more. Give BitsAndBytes"):
+    with pytest.raises(ConfigurationError, match=r"'nf4' any more. Give BitsAndBytes"):
         TorchAO("nf4")
 
 
@@ -239,9 +236,7 @@ def test_a_package_that_is_missing_is_named_with_its_install_line(monkeypatch: p
 
 
 def test_what_this_machine_cannot_do_is_refused_before_any_weight_is_read() -> None:
-    with pytest.raises(
-        ConfigurationError, match="cannot store weights in 'int4wo' on this machine.*'nf4' of bitsandbytes"
-    ):
+    with pytest.raises(ConfigurationError, match=r"cannot store weights in 'int4wo' on this machine.*'nf4'"):
         quantize_model(made(), "int4wo")
 
 
@@ -272,12 +267,12 @@ def test_a_description_names_only_quantizers_that_are_registered(tmp_path: Path)
     save_quantized(quantize_model(made(), "nf4"), tmp_path)
     described = json.loads((tmp_path / "quantization.json").read_text())
     (tmp_path / "quantization.json").write_text(json.dumps({**described, "quantizer": "os.system"}))
-    with pytest.raises(ConfigurationError, match="no quantizer 'os.system'; known: bitsandbytes, torchao"):
+    with pytest.raises(ConfigurationError, match=r"no quantizer 'os.system'; known: bitsandbytes, torchao"):
         load_quantized(empty(), tmp_path)
 
 
 def test_an_unquantised_model_is_not_saved_as_one(tmp_path: Path) -> None:
-    with pytest.raises(ConfigurationError, match="Model is not quantised. quantize_model"):
+    with pytest.raises(ConfigurationError, match=r"Model is not quantised. quantize_model"):
         save_quantized(made(), tmp_path)
 
 
