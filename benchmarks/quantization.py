@@ -78,9 +78,8 @@ def main(width: int, batch: int, rounds: int, calls: int, device: str) -> None:
         off = float((model(inputs[result.name]).float() - right).norm() / right.norm())
         share = held(model[0]) / held(plain[0])  # type: ignore[index]
         rows.append([result.name, f"{share:.2f}", f"{off:.3f}", f"{result.ratio:.2f}"])
-    print(
-        f"Linear({width}, {width}), batches of {batch}, {device}, {torch.get_num_threads()} threads, torch {torch.__version__}\n"
-    )
+    conditions = f"batches of {batch}, {device}, {torch.get_num_threads()} threads, torch {torch.__version__}"
+    print(f"Linear({width}, {width}), {conditions}\n")
     print(as_table(["", "memory:", "relative error:", "time:"], rows))
 
 
