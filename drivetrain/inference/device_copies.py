@@ -97,7 +97,9 @@ class DeviceCopies:
         self._used.discard(number)
         for place, rest, tensor, was in zip(group.places, group.rest, arrived.tensors, arrived.was, strict=True):
             place.put(rest)
-            if times_changed(tensor) != was:  # a buffer that the forward has changed
+            # Batch norms change their buffers without torch counting it.
+            is_written = not place.is_parameter and place.module.training
+            if is_written or times_changed(tensor) != was:
                 with torch.no_grad():
                     rest.copy_(tensor)
 
