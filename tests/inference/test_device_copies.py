@@ -165,6 +165,7 @@ class Counting(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.register_buffer("calls", torch.zeros(1))
+        self.register_buffer("others", torch.zeros(10_000))  # pages of their own
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         self.calls += 1
@@ -191,8 +192,12 @@ def refused_and_kept() -> dict[str, Any]:
     model._hf_hook.detach_hook(model)
     found["as before"] = torch.equal(model(IDS), seeded()(IDS))
 
-    counting = cpu_offload(Counting(), offload_buffers=True)
-    found["counted"] = [float(counting(torch.zeros(1))) for _ in range(3)]
+    with tempfile.TemporaryDirectory() as folder:
+        for name, counting in {
+            "memory": cpu_offload(Counting(), offload_buffers=True),
+            "disk": disk_offload(Counting(), folder, offload_buffers=True),
+        }.items():
+            found[f"counted in {name}"] = [float(counting(torch.zeros(1))) for _ in range(3)]
 
     streamed = seeded()
     stream = WeightStream(streamed, "sim:0")
@@ -222,7 +227,7 @@ def test_what_cannot_be_done_is_refused_and_leaves_the_model_as_it_was():
 
 def test_buffers_that_the_forward_changes_are_kept():
     (found,) = runs.of(refused_and_kept)
-    assert found["counted"] == [1.0, 2.0, 3.0]
+    assert found["counted in memory"] == found["counted in disk"] == [1.0, 2.0, 3.0]
 
 
 def test_weights_beside_them_are_trained():
