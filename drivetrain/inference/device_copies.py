@@ -57,12 +57,16 @@ class DeviceCopies:
                 for tensor in group.rest:
                     if mapped_range(tensor) is None:
                         tensor.data = tensor.data.pin_memory()
+        # Not buffers, nor what is changed in place: that is in no file. Each with how often it was changed by now.
+        self._in_files = [
+            [(rest, times_changed(rest)) for rest in group.rest if isinstance(rest, nn.Parameter)] for group in groups
+        ]
         self._ring = _Ring(slots if pins and not pin else 0)
 
     def prefetch(self, number: int) -> None:
         """Start copying a group."""
         if number not in self._arrived:
-            self._arrived[number] = self._copy(self._groups[number])
+            self._arrived[number] = self._copy(number)
 
     def enter(self, number: int) -> None:
         """Put a group's copies in the places of its weights."""
@@ -83,54 +87,63 @@ class DeviceCopies:
 
     def leave(self, number: int) -> None:
         """Put a group's weights back, and free their copies unless they stay."""
-        if number in self._used and not self._stays[number]:
+        if number in self._used:
             self._put_back(number)
+            if not self._stays[number]:
+                del self._arrived[number]
 
     def remove(self) -> None:
-        """Put all weights back."""
+        """Put all weights back, and free all copies."""
         for number in list(self._used):
             self._put_back(number)
         self._arrived.clear()
 
     def _put_back(self, number: int) -> None:
-        group, arrived = self._groups[number], self._arrived.pop(number)
+        group, arrived = self._groups[number], self._arrived[number]
         self._used.discard(number)
         for place, rest, tensor, was in zip(group.places, group.rest, arrived.tensors, arrived.was, strict=True):
             place.put(rest)
-            if times_changed(tensor) != was:  # a buffer that the forward has changed
+            # Batch norms change their buffers without torch counting it.
+            is_written = not place.is_parameter and place.module.training
+            if is_written or times_changed(tensor) != was:
                 with torch.no_grad():
                     rest.copy_(tensor)
 
-    def _copy(self, group: Group) -> _Arrived:
-        made: dict[int, Tensor] = {}
-        files = dict.fromkeys(found.file for found in map(mapped_range, group.rest) if found is not None)
-        for file in files:
-            file.check_unchanged()
+    def _on_device(self, group: Group) -> dict[int, Tensor]:
+        """Copies of its weights that other groups have there already."""
+        wanted = {id(rest) for rest in group.rest}
+        return {
+            id(rest): tensor
+            for number, arrived in self._arrived.items()
+            for rest, tensor in zip(self._groups[number].rest, arrived.tensors, strict=True)
+            if id(rest) in wanted
+        }
+
+    def _copy(self, number: int) -> _Arrived:
+        group = self._groups[number]
+        there = self._on_device(group)
+        if not there.keys() >= {id(rest) for rest in group.rest}:
+            for file in dict.fromkeys(found.file for found in map(mapped_range, group.rest) if found is not None):
+                file.check_unchanged()
         with torch.no_grad(), torch.inference_mode(False), self._kind.stream_context(self._side):
             slot = self._ring.take(group.nbytes)
             for rest in group.rest:
-                if id(rest) not in made:
+                if id(rest) not in there:
                     source = rest.detach() if rest.is_pinned() else slot.staged(rest.detach())
-                    made[id(rest)] = source.to(self._device, non_blocking=self._side is not None)
-            ready = None if self._side is None else self._side.record_event()
-            slot.busy = ready
-        for found in map(mapped_range, group.rest):
-            if found is not None:
+                    made = source.to(self._device, non_blocking=self._side is not None)
+                    is_parameter = isinstance(rest, nn.Parameter)
+                    there[id(rest)] = nn.Parameter(made, requires_grad=False) if is_parameter else made
+            ready = slot.busy = None if self._side is None else self._side.record_event()
+        for rest, was in self._in_files[number]:
+            found = mapped_range(rest)
+            if found is not None and times_changed(rest) == was:
                 found.file.drop(found.start, found.end)
-        kinds = {
-            key: nn.Parameter(tensor, requires_grad=False) if isinstance(_by_id(group, key), nn.Parameter) else tensor
-            for key, tensor in made.items()
-        }
-        return _Arrived([kinds[id(rest)] for rest in group.rest], ready)
+        return _Arrived([there[id(rest)] for rest in group.rest], ready)
 
     def __getstate__(self) -> dict[str, Any]:
         # Streams and page-locked memory are this process's own.
         self.remove()
         return {**self.__dict__, "_side": None, "_ring": _Ring(0)}
-
-
-def _by_id(group: Group, key: int) -> Tensor:
-    return next(rest for rest in group.rest if id(rest) == key)
 
 
 class _Slot:

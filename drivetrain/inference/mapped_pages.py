@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from torch import nn
+
 from drivetrain.checkpoint.mapped_file import MappedFile, MappedRange, mapped_range, merged, times_changed
 from drivetrain.inference.groups import Group
 
@@ -26,9 +28,11 @@ class MappedPages:
         self._rest = [group.rest for group in groups]
         self._changes = [[*map(times_changed, rest)] for rest in self._rest]
         for group in groups:
-            ranges = merged(found for found in map(mapped_range, group.rest) if found is not None)
-            self._ranges.append(ranges)
-            self._files.append(list(dict.fromkeys(each.file for each in ranges)))
+            # Not buffers: batch norms change theirs without torch counting it, and what was changed is in no file.
+            weights = [tensor for tensor in group.rest if isinstance(tensor, nn.Parameter)]
+            self._ranges.append(merged(found for found in map(mapped_range, weights) if found is not None))
+            held = (found.file for found in map(mapped_range, group.rest) if found is not None)
+            self._files.append(list(dict.fromkeys(held)))
             budget -= group.nbytes
             self._stays.append(budget >= 0)
 

@@ -25,11 +25,12 @@ class Placement:
     Args:
         stream: The weights that come and go.
         written: Where weights are that were written to disk, and are in memory again once the hooks are gone.
+        moved: Where buffers are that were moved beside them, and are on the CPU again then.
     """
 
-    def __init__(self, stream: WeightStream, written: Sequence[Place] = ()) -> None:
+    def __init__(self, stream: WeightStream, written: Sequence[Place] = (), moved: Sequence[Place] = ()) -> None:
         self.stream = stream
-        self._written = list(written)
+        self._written, self._moved = list(written), list(moved)
         self._handles: list[RemovableHandle] = []
 
     def hold(self, *handles: RemovableHandle) -> None:
@@ -47,7 +48,9 @@ class Placement:
             if id(old) not in in_memory:
                 in_memory[id(old)] = like(old, old.detach().clone()) if mapped_range(old) is not None else old
             place.put(in_memory[id(old)])
-        self._handles, self._written = [], []
+        for place in self._moved:
+            place.put(place.tensor.to("cpu"))
+        self._handles, self._written, self._moved = [], [], []
 
 
 class PlacedHook:
@@ -72,6 +75,9 @@ class PlacedHook:
         self.placement, self.execution_device, self.offload = placement, execution_device, offload
         self.io_same_device, self.skip_keys = io_same_device, skip_keys
         self._came_from: list[torch.device | None] = []
+
+    def attached_to(self, module: nn.Module, attached: bool) -> None:
+        """Called when it is added to a module or removed from it."""
 
     def detach_hook(self, module: nn.Module) -> nn.Module:
         """Take away the hooks of the whole model.
@@ -101,6 +107,7 @@ def attach(
     device_map: Mapping[str, Location],
     skip_keys: str | Sequence[str] | None = None,
     written: Sequence[Place] = (),
+    moved: Sequence[Place] = (),
 ) -> Placement:
     """Let a model's modules get their inputs on the device on which they compute, and outputs go back.
 
@@ -110,8 +117,9 @@ def attach(
         device_map: Where its modules are.
         skip_keys: Keys of inputs and outputs that stay where they are.
         written: Where weights are that were in memory and were written to disk.
+        moved: Where buffers are that were on the CPU and were moved beside them.
     """
-    placement = Placement(stream, written)
+    placement = Placement(stream, written, moved)
     offloaded = {module for group in stream.groups for module in group.modules}
     computes: dict[nn.Module, torch.device] = dict.fromkeys(offloaded, stream.device)
     modules = dict(model.named_modules())

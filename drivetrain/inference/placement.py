@@ -78,14 +78,15 @@ def dispatch_model(
     offloaded = [name for name, at in where.items() if at == execution.DISK or (at == execution.CPU and main != at)]
     # Buffers are small and change: on the main device unless they are to be offloaded.
     moved = {name: at for name, at in where.items() if isinstance(at, torch.device) and name not in offloaded}
-    if not offload_buffers:
-        moved |= {name: main for name in offloaded if not places[name].is_parameter}
-        offloaded = [name for name in offloaded if places[name].is_parameter]
+    beside = [name for name in offloaded if not (offload_buffers or places[name].is_parameter)]
+    moved |= dict.fromkeys(beside, main)
+    offloaded = [name for name in offloaded if name not in beside]
     _move(places, moved)
     written = _to_disk(places, [name for name in offloaded if where[name] == execution.DISK], offload_dir)
     if offloaded or force_hooks or len(set(moved.values())) > 1:
         made = WeightStream(model, main, offloaded, stream, preload_module_classes)
-        attach(model, made, {name: execution.location(at) for name, at in given.items()}, skip_keys, written)
+        needed = {name: execution.location(at) for name, at in given.items()}
+        attach(model, made, needed, skip_keys, written, [places[name] for name in beside])
     model.hf_device_map = dict(given)  # type: ignore[assignment]
     return model
 
@@ -294,14 +295,15 @@ def _offload(
     where = dict.fromkeys(places, rest)
     _give_values(model, where, state_dict, folder, None)
     offloaded = [name for name, place in places.items() if offload_buffers or place.is_parameter]
-    _move(places, {name: main for name in places if name not in offloaded})
+    beside = [name for name in places if name not in offloaded]
+    _move(places, dict.fromkeys(beside, main))
     written: list[Place] = []
     if rest == execution.DISK:
         written = _to_disk(places, offloaded, folder)
     else:
         _move(places, dict.fromkeys(offloaded, execution.CPU))
     made = WeightStream(model, main, offloaded, stream, preload_module_classes)
-    attach(model, made, {"": main}, written=written)
+    attach(model, made, {"": main}, written=written, moved=[places[name] for name in beside])
     return model
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
@@ -132,7 +132,7 @@ class WeightStream:
             for module in group.modules:
                 self._handles += self._watch(module, number, module is group.modules[-1])
         self._guarded = _holders(model, wanted.keys())
-        self._probes = _probes(wanted.values(), self.device)
+        self._kinds = {(each.dtype, where) for each in wanted.values() for where in (each.device, self.device)}
         for module in self._guarded:
             module.__dict__["_apply"] = partial(self._guarded_apply, module)
 
@@ -203,7 +203,8 @@ class WeightStream:
         self, module: nn.Module, function: Callable[[Tensor], Tensor], recurse: bool = True
     ) -> nn.Module:
         """Stands for `nn.Module._apply`, which `to`, `half` and the like use, of modules with such weights."""
-        for probe in self._probes:
+        for dtype, where in self._kinds:  # of what is here between calls, and of what computes
+            probe = torch.empty(0, dtype=dtype, device=where)
             if function(probe) is not probe:
                 raise StreamedModelError(
                     f"The weights of {type(module).__name__} come and go on their own; it computes on {self.device}, "
@@ -247,9 +248,3 @@ def _holders(model: nn.Module, wanted: Collection[int]) -> list[nn.Module]:
         for module in model.modules()
         if any(id(tensor) in wanted for tensor in (*module.parameters(), *module.buffers()))
     ]
-
-
-def _probes(tensors: Sequence[Tensor] | Any, device: torch.device) -> list[Tensor]:
-    """Empty tensors of each dtype, where weights are and where they are computed with."""
-    kinds = {(tensor.dtype, where) for tensor in tensors for where in (tensor.device, device)}
-    return [torch.empty(0, dtype=dtype, device=where) for dtype, where in kinds]
