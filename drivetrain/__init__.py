@@ -45,6 +45,9 @@ _EXPORTS: dict[str, str] = {
     "WeightStream": "drivetrain.inference",
     "BitsAndBytes": "drivetrain.inference",
     "BnbQuantizationConfig": "drivetrain.inference",
+    "LoRALinear": "drivetrain.inference",
+    "QLoRA": "drivetrain.inference",
+    "merge_adapters": "drivetrain.inference",
     "Quantizer": "drivetrain.inference",
     "TorchAO": "drivetrain.inference",
     "get_quantizer": "drivetrain.inference",
@@ -292,8 +295,10 @@ if TYPE_CHECKING:
     from drivetrain.data import skip_first_batches as skip_first_batches
     from drivetrain.inference import BitsAndBytes as BitsAndBytes
     from drivetrain.inference import BnbQuantizationConfig as BnbQuantizationConfig
+    from drivetrain.inference import LoRALinear as LoRALinear
     from drivetrain.inference import OffloadedWeightsLoader as OffloadedWeightsLoader
     from drivetrain.inference import PrefixedDataset as PrefixedDataset
+    from drivetrain.inference import QLoRA as QLoRA
     from drivetrain.inference import Quantizer as Quantizer
     from drivetrain.inference import StreamedModelError as StreamedModelError
     from drivetrain.inference import StreamOptions as StreamOptions
@@ -321,6 +326,7 @@ if TYPE_CHECKING:
     from drivetrain.inference import load_offloaded_weights as load_offloaded_weights
     from drivetrain.inference import load_quantized as load_quantized
     from drivetrain.inference import load_state_dict as load_state_dict
+    from drivetrain.inference import merge_adapters as merge_adapters
     from drivetrain.inference import meta_leftovers as meta_leftovers
     from drivetrain.inference import named_module_tensors as named_module_tensors
     from drivetrain.inference import offload_state_dict as offload_state_dict

@@ -11,6 +11,9 @@ _EXPORTS = {
     "BnbQuantizationConfig": "drivetrain.inference.quantization",
     "OffloadedWeightsLoader": "drivetrain.inference.offloaded",
     "PrefixedDataset": "drivetrain.inference.offloaded",
+    "LoRALinear": "drivetrain.inference.adapters",
+    "QLoRA": "drivetrain.inference.adapters",
+    "merge_adapters": "drivetrain.inference.adapters",
     "Quantizer": "drivetrain.inference.quantization",
     "StreamOptions": "drivetrain.inference.streaming",
     "StreamedModelError": "drivetrain.inference.streaming",
@@ -54,6 +57,9 @@ __all__ = [
     "BnbQuantizationConfig",
     "OffloadedWeightsLoader",
     "PrefixedDataset",
+    "LoRALinear",
+    "QLoRA",
+    "merge_adapters",
     "Quantizer",
     "StreamOptions",
     "StreamedModelError",
@@ -93,6 +99,9 @@ __all__ = [
 ]
 
 if TYPE_CHECKING:
+    from drivetrain.inference.adapters import LoRALinear as LoRALinear
+    from drivetrain.inference.adapters import QLoRA as QLoRA
+    from drivetrain.inference.adapters import merge_adapters as merge_adapters
     from drivetrain.inference.loading import load_checkpoint_in_model as load_checkpoint_in_model
     from drivetrain.inference.loading import load_state_dict as load_state_dict
     from drivetrain.inference.meta import init_empty_weights as init_empty_weights
