@@ -25,8 +25,8 @@ HASH = "base_sha256"
 class LoRALinear(nn.Module):
     """A frozen layer, and two small matrices whose product is added to what it computes.
 
-    The frozen layer is no submodule: strategies do not shard or send it, and a state dict does not hold it. It follows
-    the adapter's matrices to their device.
+    The frozen layer is no submodule: strategies do not shard or send it, a state dict does not hold it, and changes of
+    dtype leave what is packed in it alone. It follows the inputs to their device.
 
     Source: Hu et al., "LoRA: Low-Rank Adaptation of Large Language Models" (2021).
 
@@ -48,6 +48,7 @@ class LoRALinear(nn.Module):
         self.__dict__["base"] = base
         self.in_features, self.out_features, self.rank = base.in_features, base.out_features, rank
         device = next(tensor for tensor in _tensors(base)).device
+        self._base_device = device
         self.register_buffer("scaling", torch.tensor(alpha / rank if rank else 0.0, device=device))
         if rank:
             self.lora_A = nn.Parameter(torch.empty(rank, base.in_features, device=device))
@@ -61,6 +62,9 @@ class LoRALinear(nn.Module):
         Args:
             x: Shape `(..., in_features)`.
         """
+        if x.device != self._base_device:
+            self.base.to(x.device)
+            self._base_device = x.device
         output: Tensor = self.base(x)
         if self.rank:
             low = nn.functional.linear(self.dropout(x).to(self.lora_A.dtype), self.lora_A)
@@ -77,13 +81,6 @@ class LoRALinear(nn.Module):
         """Switch to training or evaluation, the frozen layer too."""
         self.base.train(mode)
         return super().train(mode)
-
-    def _apply(self, fn: Any, recurse: bool = True) -> Any:
-        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
-        # Where to, and not in which dtype: what is packed into it would be lost.
-        if not self.scaling.is_meta:
-            self.base.to(self.scaling.device)
-        return self
 
     def extra_repr(self) -> str:
         return f"{type(self.base).__name__}({self.in_features}, {self.out_features}), rank={self.rank}"
