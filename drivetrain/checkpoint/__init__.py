@@ -24,7 +24,7 @@ What is stable, all of it to be called on every process unless marked otherwise:
 - `import_checkpoint(source, output)` (one process): what Accelerate's `save_state` or Lightning's Trainer wrote, as a
   checkpoint of ours; `read_foreign(path, rank)` reads it as it is, and `read_shared(path, only)` whatever it is.
 - `write_lightning_file(path, shared, processes, ...)` (one process): the state of a run as a `.ckpt` of Lightning's.
-- `load_checkpoint_in_model(model, checkpoint)` (one process): weights from the files of other tools.
+- `open_weights(source)` (one process): weights by name, wherever they are, read one at a time.
 
 `directory` and `root` are local paths or URLs of a file system of fsspec. Every failure is a `CheckpointError`.
 """
@@ -55,12 +55,14 @@ _EXPORTS = {
     "is_accelerate_state": "drivetrain.checkpoint.accelerate_format",
     "is_checkpoint": "drivetrain.checkpoint.entry_points",
     "key_here": "drivetrain.checkpoint.lightning_keys",
+    "is_sharded": "drivetrain.checkpoint.distributed_weights",
     "list_checkpoints": "drivetrain.checkpoint.discovery",
-    "load_checkpoint_in_model": "drivetrain.checkpoint.weight_files",
+    "load_over_processes": "drivetrain.checkpoint.distributed_weights",
     "load_run_state": "drivetrain.checkpoint.entry_points",
     "checkpoint_at": "drivetrain.checkpoint.discovery",
     "named_by_position": "drivetrain.checkpoint.optimizer_positions",
     "newest_checkpoint": "drivetrain.checkpoint.discovery",
+    "open_weights": "drivetrain.checkpoint.weight_files",
     "packed": "drivetrain.checkpoint.lightning_extras",
     "read_accelerate_state": "drivetrain.checkpoint.accelerate_format",
     "read_foreign": "drivetrain.checkpoint.foreign",
@@ -93,13 +95,15 @@ __all__ = [
     "import_checkpoint",
     "is_accelerate_state",
     "is_checkpoint",
+    "is_sharded",
     "key_here",
     "list_checkpoints",
-    "load_checkpoint_in_model",
+    "load_over_processes",
     "load_run_state",
     "checkpoint_at",
     "named_by_position",
     "newest_checkpoint",
+    "open_weights",
     "packed",
     "read_accelerate_state",
     "read_foreign",
@@ -129,6 +133,8 @@ if TYPE_CHECKING:
     from drivetrain.checkpoint.discovery import checkpoint_at as checkpoint_at
     from drivetrain.checkpoint.discovery import list_checkpoints as list_checkpoints
     from drivetrain.checkpoint.discovery import newest_checkpoint as newest_checkpoint
+    from drivetrain.checkpoint.distributed_weights import is_sharded as is_sharded
+    from drivetrain.checkpoint.distributed_weights import load_over_processes as load_over_processes
     from drivetrain.checkpoint.entry_points import is_checkpoint as is_checkpoint
     from drivetrain.checkpoint.entry_points import load_run_state as load_run_state
     from drivetrain.checkpoint.entry_points import remove_checkpoint as remove_checkpoint
@@ -153,7 +159,7 @@ if TYPE_CHECKING:
     from drivetrain.checkpoint.queue import SaveQueue as SaveQueue
     from drivetrain.checkpoint.queue import save_queue as save_queue
     from drivetrain.checkpoint.save import extra_place as extra_place
-    from drivetrain.checkpoint.weight_files import load_checkpoint_in_model as load_checkpoint_in_model
+    from drivetrain.checkpoint.weight_files import open_weights as open_weights
     from drivetrain.checkpoint.weight_files import save_pickled_weights as save_pickled_weights
     from drivetrain.checkpoint.weight_files import with_tied as with_tied
     from drivetrain.checkpoint.writer_record import clean_stale as clean_stale

@@ -103,7 +103,7 @@ def consolidate(
         found = weights_below(_weights_in_file(checkpoint, model, parse_dtype(dtype)), module, os.fspath(checkpoint))
         return save_safetensors(found, output, max_shard_size, overwrite=overwrite, progress=progress)
     opened = Checkpoint(checkpoint)
-    names = weights_below(_weights_of(opened, model), module, opened.directory)
+    names = weights_below(model_keys(opened, model), module, opened.directory)
     target = parse_dtype(dtype)
     files = sorted({place.file for key in names.values() for place in _places(opened, key)})
     opened.tensors.check_headers(files)
@@ -219,8 +219,16 @@ def weights_below(weights: Mapping[str, T], module: str | None, source: str) -> 
     return found
 
 
-def _weights_of(checkpoint: Checkpoint, model: int | None) -> dict[str, str]:
-    """The keys of a model's tensors by name."""
+def model_keys(checkpoint: Checkpoint, model: int | None = None) -> dict[str, str]:
+    """The keys of a model's tensors by name.
+
+    Args:
+        checkpoint: The checkpoint.
+        model: Which of its models, from 0; it has only one if None.
+
+    Raises:
+        CheckpointError: It has no such model, or several and none is chosen.
+    """
     models = in_schema(checkpoint.packed())["engine"].get("models")
     if not isinstance(models, list):
         raise CheckpointError(f"{checkpoint.directory} holds no model: it is not the state of a run.")
@@ -277,7 +285,7 @@ def _read_whole(checkpoint: Checkpoint, key: str, described: TensorStorageMetada
     chunks = sorted(described.chunks, key=lambda chunk: tuple(chunk.offsets))
     if not all(chunk.sizes[1:] == described.size[1:] for chunk in chunks):
         whole = torch.empty(described.size, dtype=described.properties.dtype)
-        checkpoint._read({key: whole})
+        checkpoint.read_tensors({key: whole})
         _give(whole, take)
         return
     for chunk in chunks:

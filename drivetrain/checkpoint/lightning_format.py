@@ -72,7 +72,7 @@ def read_lightning_state(
         raise CheckpointError(
             f"{name} is a file, and no checkpoint of Lightning's: it holds {what}, without a 'state_dict'. Give the "
             "directory of a checkpoint of drivetrain, or load plain weights with "
-            "drivetrain.checkpoint.load_checkpoint_in_model(model, path)."
+            "drivetrain.load_checkpoint_in_model(model, path)."
         )
     extras = Extras.of(found, name)
     shared = _from_lightning(found, name)

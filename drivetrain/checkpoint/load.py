@@ -169,12 +169,17 @@ class Checkpoint:
             fits = target is not None and target.shape == one.size
             tensors[key] = target if target is not None and fits else torch.empty(one.size, dtype=one.properties.dtype)
         # One on the meta device stands for what a peer holds, and reads.
-        self._read({key: tensor for key, tensor in tensors.items() if not tensor.is_meta})
+        self.read_tensors({key: tensor for key, tensor in tensors.items() if not tensor.is_meta})
         path = self.tensors.path_of(name)
         tree: dict[str, Any] = unpack(packed, tensors.__getitem__, path)
         return tree
 
-    def _read(self, tensors: dict[str, Tensor]) -> None:
+    def read_tensors(self, tensors: dict[str, Tensor]) -> None:
+        """Fill tensors, which may be sharded ones.
+
+        Args:
+            tensors: By the keys that the checkpoint's index has for them.
+        """
         planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
         metadata = self.tensors.read_metadata()
         with torch.no_grad():

@@ -16,20 +16,27 @@ from drivetrain.checkpoint.errors import DamagedCheckpointError
 from drivetrain.runtime.errors import CheckpointError
 
 
-def read_pickled(path: str | os.PathLike[str], allowed: list[Any] | None = None, data: BinaryIO | None = None) -> Any:
+def read_pickled(
+    path: str | os.PathLike[str],
+    allowed: list[Any] | None = None,
+    data: BinaryIO | None = None,
+    mapped: bool = False,
+) -> Any:
     """Read what `torch.save` wrote, of tensors and plain values only; nothing in the file is executed.
 
     Args:
         path: The file.
         allowed: Further classes and functions that may be in it, as `torch.serialization.safe_globals` takes them.
         data: The part of the file to read; all of it if None.
+        mapped: Whether tensors are read only as they are used, where the file's layout allows it.
 
     Raises:
         CheckpointError: The file cannot be read, or holds anything else.
     """
+    mapped = mapped and data is None and zipfile.is_zipfile(path)
     try:
         with torch.serialization.safe_globals(allowed or []):
-            return torch.load(path if data is None else data, map_location="cpu", weights_only=True)
+            return torch.load(path if data is None else data, map_location="cpu", weights_only=True, mmap=mapped)
     except pickle.UnpicklingError as error:
         raise CheckpointError(
             f"{os.fspath(path)} holds more than tensors and plain values, which is not read since that could run code: "

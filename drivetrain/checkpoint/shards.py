@@ -37,6 +37,7 @@ from drivetrain.checkpoint.tensor_file import (
     dtype_name,
     layout,
     run_parallel,
+    takes_bytes,
     write_file,
 )
 
@@ -243,7 +244,7 @@ class SafetensorsReader(StorageReader):
     def _read_part(self, stream: FileStream, found: Part, items: list[ReadItem], planner: LoadPlanner) -> None:
         place, dtype, sizes = found.place, found.entry.dtype, torch.Size(found.entry.shape)
         targets = [planner.resolve_tensor(item).detach() for item in items]
-        direct = len(items) == 1 and targets[0].shape == sizes and _takes_bytes(targets[0], dtype)
+        direct = len(items) == 1 and targets[0].shape == sizes and takes_bytes(targets[0], dtype)
         if direct:
             stream.read(place.start, bytes_of(targets[0]))
         else:
@@ -272,12 +273,6 @@ class SafetensorsReader(StorageReader):
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
         return True
-
-
-def _takes_bytes(target: Tensor, dtype: torch.dtype) -> bool:
-    """Whether a file's bytes can be read straight into a tensor's memory."""
-    plain = target.device.type == "cpu" and target.is_contiguous() and not target.is_neg() and not target.is_conj()
-    return plain and target.dtype == dtype
 
 
 def _entry_of(item: WriteItem) -> Entry:

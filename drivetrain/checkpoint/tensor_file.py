@@ -105,6 +105,18 @@ def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
+def dtype_named(name: str) -> torch.dtype:
+    """The dtype that a file's header calls by this name.
+
+    Raises:
+        ValueError: None has this name.
+    """
+    found = next((ours for ours, theirs in _NAMES.items() if theirs == name), None)
+    if found is None:
+        raise ValueError(f"{name!r} is no dtype that is known here; known are {', '.join(_NAMES.values())}")
+    return getattr(torch, found)  # type: ignore[no-any-return]
+
+
 def layout(entries: Sequence[Entry], metadata: dict[str, str] | None = None) -> tuple[bytes, list[int]]:
     """Make a file's header.
 
@@ -139,6 +151,12 @@ def bytes_of(tensor: Tensor) -> memoryview:
     if plain.numel() == 0:
         return memoryview(b"")
     return memoryview(plain.reshape(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]
+
+
+def takes_bytes(target: Tensor, dtype: torch.dtype) -> bool:
+    """Whether a file's bytes can be read straight into a tensor's memory."""
+    plain = target.device.type == "cpu" and target.is_contiguous() and not target.is_neg() and not target.is_conj()
+    return plain and target.dtype == dtype
 
 
 def blocks_of(data: memoryview, size: int = BLOCK) -> Iterator[memoryview]:

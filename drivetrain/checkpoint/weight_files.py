@@ -2,76 +2,158 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 from collections.abc import Collection, Mapping
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import nn
 
-from drivetrain.checkpoint.export import parse_dtype, parse_size
+from drivetrain.checkpoint.entry_points import is_checkpoint
+from drivetrain.checkpoint.export import parse_size
+from drivetrain.checkpoint.locations import storage_of
+from drivetrain.checkpoint.mapped_file import MappedFile
 from drivetrain.checkpoint.pickled import read_pickled
-from drivetrain.runtime.errors import CheckpointError, ConfigurationError
+from drivetrain.checkpoint.storage import LocalStorage, Storage
+from drivetrain.checkpoint.weight_sources import (
+    CheckpointWeights,
+    FileWeights,
+    HeldWeights,
+    JoinedWeights,
+    RemoteWeights,
+    Weights,
+)
+from drivetrain.runtime.errors import CheckpointError
 
 SAFE, TORCH = "model.safetensors", "pytorch_model.bin"
 _INDEX = ".index.json"
+
+
+def open_weights(source: str | os.PathLike[str] | Mapping[str, torch.Tensor], model: int | None = None) -> Weights:
+    """Open weights without reading them. Nothing in a file is executed.
+
+    Args:
+        source: A `.safetensors` file, one that `torch.save` wrote, an index of several, a directory with one of these,
+            a checkpoint of drivetrain's, a URL of one of them on a file system of fsspec, or tensors by name.
+        model: Which of a checkpoint's models, from 0; it has only one if None.
+
+    Raises:
+        CheckpointError: There are none, a file is truncated or holds something else, or an index names what is not
+            there.
+    """
+    if isinstance(source, Mapping):
+        return source if isinstance(source, Weights) else HeldWeights(source, "the weights given")
+    storage, path = storage_of(source)
+    if not isinstance(storage, LocalStorage):
+        return _open_remote(storage, path, model)
+    if os.path.isdir(path):
+        if is_checkpoint(path):
+            return CheckpointWeights(path, model)
+        path = str(_file_in(Path(path)))
+    if not os.path.isfile(path):
+        raise CheckpointError(f"There is no file {path}.")
+    if not path.endswith(".json"):
+        return _open_file(path)
+    parts = _parts(Path(path).read_bytes(), path)
+    return _joined(parts, {file: _open_file(os.path.join(os.path.dirname(path), file)) for file in _each(parts)}, path)
 
 
 def read_weights(path: str | os.PathLike[str], wanted: Collection[str] | None = None) -> dict[str, torch.Tensor]:
     """Read weights in a file or a directory, onto the CPU. Nothing in a file is executed.
 
     Args:
-        path: A `.safetensors` file, one that `torch.save` wrote, an index of several, or a directory with one of these.
+        path: What `open_weights` takes.
         wanted: The names of those to read; all if None.
 
     Raises:
         CheckpointError: There are none, or a file holds something else.
     """
-    found = _file_in(Path(path)) if os.path.isdir(path) else Path(path)
-    if not found.is_file():
-        raise CheckpointError(f"There is no file {found}.")
-    if not found.name.endswith(_INDEX):
-        return _read_file(found, wanted)
+    weights = open_weights(path)
+    entries = {name: entry for name, entry in weights.entries.items() if wanted is None or name in wanted}
+    read = {name: torch.empty(entry.shape, dtype=entry.dtype) for name, entry in entries.items()}
+    weights.fill(read)
+    return read
+
+
+def _parts(content: bytes, path: str) -> dict[str, str]:
+    """The files of an index by name of the weight."""
     try:
-        names = json.loads(found.read_text())["weight_map"]
-        files = sorted({str(file) for name, file in names.items() if wanted is None or name in wanted})
-    except (ValueError, KeyError, AttributeError) as error:
-        raise CheckpointError(f"{found} is no index of weights: it has no weight_map.") from error
-    weights: dict[str, torch.Tensor] = {}
-    for file in files:
+        found = json.loads(content)
+        parts = found.get("weight_map", found)  # or the map alone
+    except (ValueError, AttributeError) as error:
+        raise CheckpointError(f"{path} is no index of weights: it has no weight_map.") from error
+    if not isinstance(parts, dict) or not all(isinstance(file, str) for file in parts.values()):
+        raise CheckpointError(f"{path} is no index of weights: its weight_map does not lead from names to files.")
+    for file in parts.values():
         if os.path.basename(file) != file:
-            raise CheckpointError(f"{found} names {file!r}, which is not a file beside it.")
-        weights.update(_read_file(found.parent / file, wanted))
-    return weights
+            raise CheckpointError(f"{path} names {file!r}, which is not a file beside it.")
+    return parts
 
 
 def _file_in(directory: Path) -> Path:
+    found = _choose([path.name for path in directory.iterdir() if path.is_file()], str(directory))
+    return directory / found
+
+
+def _choose(names: list[str], directory: str) -> str:
+    """The file that holds the weights in a directory, or leads to them."""
     for name in (SAFE, SAFE + _INDEX, TORCH, TORCH + _INDEX):
-        if (directory / name).is_file():
-            return directory / name
-    alone = [*directory.glob("*.safetensors"), *directory.glob(f"*{_INDEX}")]
+        if name in names:
+            return name
+    alone = [name for name in names if name.endswith((".safetensors", _INDEX))]
     if len(alone) == 1:
         return alone[0]
+    indices = [name for name in alone if name.endswith(_INDEX)]
+    if len(indices) == 1:
+        return indices[0]
     raise CheckpointError(
         f"There are no weights in {directory}: expected {SAFE} or {TORCH}, or parts of one with its {_INDEX[1:]}."
     )
 
 
-def _read_file(path: Path, wanted: Collection[str] | None) -> dict[str, torch.Tensor]:
-    if path.suffix == ".safetensors":
-        from safetensors import SafetensorError, safe_open
+def _open_file(path: str) -> Weights:
+    if path.endswith(".safetensors"):
+        return FileWeights(MappedFile(path))
+    return _held(read_pickled(path, mapped=True), path)
 
-        try:
-            with safe_open(path, framework="pt") as file:
-                return {name: file.get_tensor(name) for name in file.keys() if wanted is None or name in wanted}  # noqa: SIM118
-        except (OSError, SafetensorError) as error:
-            raise CheckpointError(f"{path} cannot be read: {error}") from error
-    weights = read_pickled(path)
+
+def _held(weights: object, path: str) -> HeldWeights:
     if not isinstance(weights, Mapping) or not all(isinstance(value, torch.Tensor) for value in weights.values()):
         raise CheckpointError(f"{path} holds no weights: expected a dict of tensors.")
-    return {name: value for name, value in weights.items() if wanted is None or name in wanted}
+    return HeldWeights(weights, path)
+
+
+def _open_remote(storage: Storage, path: str, model: int | None) -> Weights:
+    if storage.is_directory(path):
+        if is_checkpoint(path):
+            return CheckpointWeights(path, model)
+        path = storage.join(path, _choose([name for name in storage.sizes(path) if "/" not in name], path))
+    if not path.endswith(".json"):
+        return _open_remote_file(storage, path)
+    parts = _parts(storage.read(path), path)
+    parent = storage.parent(path)
+    return _joined(parts, {file: _open_remote_file(storage, storage.join(parent, file)) for file in _each(parts)}, path)
+
+
+def _each(parts: Mapping[str, str]) -> list[str]:
+    return sorted(set(parts.values()))
+
+
+def _joined(parts: Mapping[str, str], opened: Mapping[str, Weights], path: str) -> Weights:
+    """The weights of several files, all of them, and each that the index names from the file that it names."""
+    for name, file in parts.items():
+        if name not in opened[file]:
+            raise CheckpointError(f"{path} says that {name} is in {file}, which does not hold it.")
+    found = {name: each for each in opened.values() for name in each}
+    return JoinedWeights(found | {name: opened[file] for name, file in parts.items()}, path)
+
+
+def _open_remote_file(storage: Storage, path: str) -> Weights:
+    if path.endswith(".safetensors"):
+        return RemoteWeights(storage, path)
+    return _held(read_pickled(path, data=io.BytesIO(storage.read(path))), path)
 
 
 def save_pickled_weights(
@@ -108,49 +190,6 @@ def save_pickled_weights(
         index = {"metadata": {"total_size": total}, "weight_map": places}
         Path(directory, TORCH + _INDEX).write_text(json.dumps(index, indent=2))
     return paths
-
-
-def load_checkpoint_in_model(
-    model: nn.Module,
-    checkpoint: str | os.PathLike[str],
-    device_map: Mapping[str, Any] | None = None,
-    *,
-    dtype: torch.dtype | str | None = None,
-    strict: bool = False,
-) -> None:
-    """Load weights from files into a model, each tensor onto the device of what it replaces.
-
-    Args:
-        model: The model; weights that are tied in it need be there under one of their names only.
-        checkpoint: A file, an index, or a directory, as `read_weights` takes it.
-        device_map: Only one device for the whole model: `{"": "cuda:0"}`. None keeps parameters where they are.
-        dtype: Convert floating-point weights to it.
-        strict: Whether names that are missing or left over are an error.
-
-    Raises:
-        CheckpointError: The weights cannot be read, or with `strict` are not those of the model.
-        ConfigurationError: `device_map` spreads the model over several devices.
-    """
-    if device_map is not None and set(device_map) != {""}:
-        raise ConfigurationError(
-            f"device_map={dict(device_map)!r} spreads a model over several devices. Give one device for all of it, as "
-            "in {'': 'cuda:0'}, or shard it with strategy='fsdp'."
-        )
-    weights = with_tied(model, read_weights(checkpoint))
-    wanted = parse_dtype(dtype)
-    if wanted is not None:
-        weights = {name: value.to(wanted) if value.is_floating_point() else value for name, value in weights.items()}
-        model.to(wanted)
-    if device_map is not None:
-        device = torch.device(device_map[""])
-        weights = {name: value.to(device) for name, value in weights.items()}
-        if not any(value.is_meta for value in model.state_dict().values()):
-            model.to(device)
-    empty = any(value.is_meta for value in model.state_dict().values())
-    try:
-        model.load_state_dict(weights, strict=strict, assign=empty)
-    except RuntimeError as error:
-        raise CheckpointError(f"{os.fspath(checkpoint)} does not fit {type(model).__name__}: {error}") from error
 
 
 def with_tied(model: nn.Module, weights: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:

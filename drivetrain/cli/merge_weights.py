@@ -25,6 +25,7 @@ _UNSAFE_NAME = "pytorch_model.bin"
 @click.option("--dtype", default=None, help="Convert floating-point weights, such as to bfloat16.")
 @click.option("--model", type=click.IntRange(min=0), default=None, help="Which model, where several were saved.")
 @click.option("--module", default=None, help="Write the weights of this module alone, by their names in it.")
+@click.option("--base", default=None, help="The weights that adapters in CHECKPOINT were trained over, to add them to.")
 @click.option("--overwrite", is_flag=True, help="Write into a directory that holds something already.")
 @click.option("--no-verify", is_flag=True, help="Do not check the checkpoint's files against its manifest first.")
 @click.option("--unsafe-serialization", is_flag=True, help=f"Write {_UNSAFE_NAME}, a pickle, instead of safetensors.")
@@ -36,6 +37,7 @@ def merge_weights(
     dtype: str | None,
     model: int | None,
     module: str | None,
+    base: str | None,
     overwrite: bool,
     no_verify: bool,
     unsafe_serialization: bool,
@@ -54,7 +56,9 @@ def merge_weights(
         _check_removable(checkpoint, output)
     options: dict[str, Any] = {"module": module, "overwrite": overwrite, "progress": True}
     shards = None if is_checkpoint(checkpoint) else sharded_model(checkpoint, model)
-    if deepspeed_folder(checkpoint) is not None:
+    if base is not None:
+        files = _with_adapters(checkpoint, base, output, max_shard_size, overwrite)
+    elif deepspeed_folder(checkpoint) is not None:
         files = merge_native(checkpoint, output, max_shard_size, dtype, **options)
     elif shards is not None:
         files = consolidate_shards(shards, output, max_shard_size, dtype, **options)
@@ -74,6 +78,12 @@ def merge_weights(
         click.echo(path)
     if remove_checkpoint_dir:
         shutil.rmtree(checkpoint)
+
+
+def _with_adapters(checkpoint: str, base: str, output: str, max_shard_size: str, overwrite: bool) -> list[str]:
+    from drivetrain.inference.adapters import merge_adapters
+
+    return merge_adapters(checkpoint, base, output, max_shard_size, overwrite)
 
 
 def _check_removable(checkpoint: str, output: str) -> None:

@@ -15,8 +15,8 @@ from click.testing import CliRunner
 from safetensors.torch import save_file
 from torch import nn
 
-from drivetrain import FSDP, Accelerator, CheckpointError
-from drivetrain.checkpoint import load_checkpoint_in_model, read_accelerate_state
+from drivetrain import FSDP, Accelerator, CheckpointError, load_checkpoint_in_model
+from drivetrain.checkpoint import read_accelerate_state
 from drivetrain.cli.main import cli
 from tests.pool import run_in_processes
 

@@ -1,10 +1,11 @@
-"""Quantised loading through bitsandbytes, which belongs to big-model inference."""
+"""Quantised loading through bitsandbytes."""
 
 from __future__ import annotations
 
 from torch import nn
 
 from drivetrain.compat.accelerate.absent import BIG_MODELS, absent_names
+from drivetrain.inference import load_and_quantize_model as load_and_quantize_model
 
 __getattr__ = absent_names(
     __name__,
@@ -13,7 +14,6 @@ __getattr__ = absent_names(
         [
             "get_keys_to_not_convert",
             "get_quantized_model_device_map",
-            "load_and_quantize_model",
             "quantize_and_offload_8bit",
             "replace_with_bnb_layers",
         ],

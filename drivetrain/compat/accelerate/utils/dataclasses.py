@@ -27,16 +27,17 @@ from drivetrain.accelerator import (
     TERecipeKwargs,
     TorchDynamoPlugin,
 )
-from drivetrain.compat.accelerate.absent import BIG_MODELS, absent_names
 from drivetrain.compat.accelerate.utils.deepspeed_plugin import DeepSpeedPlugin
 from drivetrain.compat.accelerate.utils.fsdp_plugin import FullyShardedDataParallelPlugin
 from drivetrain.data import DataLoaderConfiguration
+from drivetrain.inference import BnbQuantizationConfig
 from drivetrain.runtime.nested import TensorInformation
 from drivetrain.runtime.state import DistributedType
 
 __all__ = [
     "AORecipeKwargs",
     "AutocastKwargs",
+    "BnbQuantizationConfig",
     "BaseEnum",
     "ComputeEnvironment",
     "CustomDtype",
@@ -71,8 +72,6 @@ __all__ = [
     "TorchTensorParallelPlugin",
     "get_module_class_from_name",
 ]
-
-__getattr__ = absent_names(__name__, (BIG_MODELS, ["BnbQuantizationConfig"]))
 
 
 class KwargsHandler:

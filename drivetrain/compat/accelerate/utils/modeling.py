@@ -29,6 +29,9 @@ from drivetrain.inference import get_state_dict_offloaded_model as get_state_dic
 from drivetrain.inference import has_offloaded_params as has_offloaded_params
 from drivetrain.inference import id_tensor_storage as id_tensor_storage
 from drivetrain.inference import infer_auto_device_map as infer_auto_device_map
+from drivetrain.inference import load_checkpoint_in_model as load_checkpoint_in_model
+from drivetrain.inference import load_offloaded_weights as load_offloaded_weights
+from drivetrain.inference import load_state_dict as load_state_dict
 from drivetrain.inference import named_module_tensors as named_module_tensors
 from drivetrain.inference import retie_parameters as retie_parameters
 from drivetrain.inference import set_module_tensor_to_device as set_module_tensor_to_device
@@ -40,8 +43,6 @@ __getattr__ = absent_names(
         BIG_MODELS,
         [
             "get_state_dict_from_offload",
-            "load_checkpoint_in_model",
-            "load_offloaded_weights",
         ],
     ),
 )
@@ -73,22 +74,6 @@ def get_non_persistent_buffers(module: nn.Module, recurse: bool = False, fqns: b
     saved = set(module.state_dict())
     names = {name for name, _ in module.named_buffers(recurse=recurse) if name not in saved}
     return names if fqns else {name.rpartition(".")[2] for name in names}
-
-
-def load_state_dict(checkpoint_file: str, device_map: Any = None) -> dict[str, torch.Tensor]:
-    """Read a file of weights, safetensors or what `torch.save` wrote, without executing what is in it.
-
-    Args:
-        checkpoint_file: The file.
-        device_map: One device for all; more are big-model inference.
-    """
-    device = next(iter(device_map.values())) if device_map else "cpu"
-    if str(checkpoint_file).endswith(".safetensors"):
-        from safetensors.torch import load_file
-
-        return load_file(checkpoint_file, device=str(device))
-    loaded: dict[str, torch.Tensor] = torch.load(checkpoint_file, map_location=device, weights_only=True)
-    return loaded
 
 
 def get_mixed_precision_context_manager(

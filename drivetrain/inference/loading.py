@@ -1,0 +1,363 @@
+"""Weights from files into a model: each read once, cast on the way, and put where it is to be."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from drivetrain import checkpoint as files
+from drivetrain.checkpoint.export import parse_dtype
+from drivetrain.checkpoint.mapped_file import mapped_range, mark_mapped
+from drivetrain.checkpoint.tensor_file import Entry, dtype_name
+from drivetrain.checkpoint.weight_sources import JoinedWeights, Weights
+from drivetrain.inference import execution
+from drivetrain.inference.meta import meta_leftovers
+from drivetrain.inference.offloaded import write_offloaded
+from drivetrain.inference.ties import find_tied_parameters, wraps_others
+from drivetrain.inference.weight_places import Place, like, named_places, persistent
+from drivetrain.runtime.errors import CheckpointError, ConfigurationError
+from drivetrain.runtime.logging import get_logger
+
+logger = get_logger(__name__)
+
+Checkpoint = str | os.PathLike[str] | Mapping[str, Tensor]
+DeviceMap = Mapping[str, torch.device | str | int]
+
+_SHOWN = 8
+
+
+def load_checkpoint_in_model(
+    model: nn.Module,
+    checkpoint: Checkpoint,
+    device_map: DeviceMap | None = None,
+    offload_folder: str | os.PathLike[str] | None = None,
+    dtype: torch.dtype | str | None = None,
+    offload_state_dict: bool = False,
+    offload_buffers: bool = False,
+    keep_in_fp32_modules: Sequence[str] | None = None,
+    offload_8bit_bnb: bool = False,
+    strict: bool = False,
+    full_state_dict: bool = True,
+    broadcast_from_rank0: bool = False,
+) -> None:
+    """Load weights into a model, each onto the device that a map names, or that of what it replaces.
+
+    Weights that are tied in the model need be in the checkpoint under one of their names only. Those that are to stay
+    on disk are used from the checkpoint's own files where these are safetensors of the right dtype.
+
+    Args:
+        model: The model; it may be without memory, as `init_empty_weights` builds it.
+        checkpoint: A `.safetensors` file, one that `torch.save` wrote, an index of several, a directory with one of
+            these, a checkpoint of drivetrain's, a URL of any of them on a file system of fsspec, or tensors by name.
+        device_map: Devices or `"disk"` by the names of modules; None leaves parameters where they are, and puts those
+            without memory on the CPU.
+        offload_folder: Where weights are written that are to stay on disk and cannot be used from their own files.
+        dtype: Convert floating-point weights to it; they get the dtype that they have in the model if None.
+        offload_state_dict: Accepted: no more than one weight that is converted is in memory beside the model.
+        offload_buffers: Whether buffers of modules on disk stay there too.
+        keep_in_fp32_modules: Weights with one of these in their names become float32 whatever `dtype` is.
+        offload_8bit_bnb: Accepted: weights are put where the map has them, whatever they are.
+        strict: Whether names that are missing or left over are an error.
+        full_state_dict: Whether the checkpoint has whole tensors, where the model's are sharded.
+        broadcast_from_rank0: Read on process 0 alone, which sends each weight to the others.
+
+    Raises:
+        CheckpointError: The weights cannot be read, are not those of the model, or leave one of it without values.
+        ConfigurationError: The map does not fit the model.
+    """
+    wanted = parse_dtype(dtype.removeprefix("torch.") if isinstance(dtype, str) else dtype)
+    if broadcast_from_rank0 or any(wraps_others(each) and files.is_sharded(each) for each in model.parameters()):
+        files.load_over_processes(model, checkpoint, wanted, strict, full_state_dict, broadcast_from_rank0)
+        return
+    loading = _Loading(model, files.open_weights(checkpoint), wanted, keep_in_fp32_modules or ())
+    loading.compare(strict)
+    where = None if device_map is None else execution.locations(model, device_map)
+    loading.load(where, offload_folder, offload_buffers)
+
+
+def fill_empty(model: nn.Module, weights: Weights, where: Mapping[str, execution.Location]) -> None:
+    """Give what has no values in a model those of weights that have them.
+
+    Args:
+        model: The model.
+        weights: The weights.
+        where: Where each parameter and buffer is to be.
+    """
+    empty = {name for name, place in named_places(model).items() if place.tensor.is_meta}
+    found = {name: weights for name in (*empty, *weights.same.values()) if name in weights}
+    if empty and found:
+        loading = _Loading(model, JoinedWeights(found, weights.where), None, (), only=empty)
+        loading.compare(strict=False, quiet=True)
+        loading.load(where, None, offload_buffers=True, complete=False)
+
+
+def load_some(
+    model: nn.Module,
+    weights: Weights,
+    names: Collection[str],
+    used: Collection[str],
+    where: Mapping[str, execution.Location],
+    dtype: torch.dtype | None,
+    keep_in_fp32: Collection[str],
+    folder: str | os.PathLike[str] | None,
+) -> None:
+    """Load a part of a model, the rest of which has its weights already.
+
+    Args:
+        model: The model.
+        weights: The weights.
+        names: The parameters and buffers to load.
+        used: Weights that the rest has taken.
+        where: Where each parameter and buffer is to be.
+        dtype: Convert floating-point weights to it.
+        keep_in_fp32: Weights with one of these in their names become float32.
+        folder: Where weights are written that are to stay on disk and cannot be used from their own files.
+    """
+    left = {name: weights for name in weights if name not in used}
+    wanted = set(names) & persistent(model)
+    loading = _Loading(model, JoinedWeights(left, weights.where), dtype, keep_in_fp32, only=wanted)
+    loading.compare(strict=False)
+    loading.load(where, folder, offload_buffers=False)
+
+
+@dataclass(eq=False)
+class _Item:
+    """One tensor of a model, and the weight that it gets.
+
+    Attributes:
+        names: All names under which the model holds it.
+        places: Where.
+        source: The weight's name in the checkpoint.
+        dtype: The dtype that it gets.
+    """
+
+    names: list[str]
+    places: list[Place]
+    source: str
+    dtype: torch.dtype
+
+    @property
+    def old(self) -> Tensor:
+        """What is there so far."""
+        return self.places[0].tensor
+
+    def put(self, tensor: Tensor) -> Tensor:
+        """Let all names hold a tensor from here on, one and the same."""
+        made = like(self.old, tensor)
+        for place in self.places:
+            place.put(made)
+        return made
+
+
+class _Loading:
+    """The weights of a checkpoint, and what of a model each of them is for."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        weights: Weights,
+        dtype: torch.dtype | None,
+        keep_in_fp32: Collection[str],
+        only: Collection[str] | None = None,
+    ) -> None:
+        self._model, self._weights = model, weights
+        self._dtype, self._keep = dtype, keep_in_fp32
+        self._ties = find_tied_parameters(model)
+        saved = persistent(model)
+        shared: dict[int, list[str]] = {}
+        places = {name: place for name, place in named_places(model).items() if name in (only or saved)}
+        for name, place in places.items():
+            shared.setdefault(id(place.tensor), []).append(name)
+        self.items: list[_Item] = []
+        self.missing: list[str] = []
+        declared = {name: group for group in self._ties for name in group}
+        used: set[str] = set()
+        for names in shared.values():
+            source = next((found for name in names if (found := self._source(name)) is not None), None)
+            used.update(name for name in names if name in weights)
+            if source is not None:
+                used.add(source)
+                held = [places[name] for name in names]
+                self.items.append(_Item(names, held, source, self._dtype_of(names[0], held[0].tensor)))
+            elif not any(self._source(other) for name in names for other in declared.get(name, ())):
+                self.missing.extend(names)
+        self.left_over = [name for name in weights if name not in used and name not in saved]
+
+    def _source(self, name: str) -> str | None:
+        """The weight for a name: its own, or the one that files hold in its stead."""
+        found = name if name in self._weights else self._weights.same.get(name)
+        return found if found in self._weights else None
+
+    def _dtype_of(self, name: str, old: Tensor) -> torch.dtype:
+        if self._dtype is None or not old.is_floating_point():
+            return old.dtype
+        keeps = any(part in name for part in self._keep) and self._dtype.itemsize < torch.float32.itemsize
+        return torch.float32 if keeps else self._dtype
+
+    def compare(self, strict: bool, quiet: bool = False) -> None:
+        """Refuse weights that are not those of the model, before any of it has changed."""
+        where, kind = self._weights.where, type(self._model).__name__
+        wrong = []
+        for item in self.items:
+            entry, old = self._weights.entries[item.source], item.old
+            if entry.shape != tuple(old.shape):
+                wrong.append(f"{item.names[0]} is {tuple(entry.shape)} there and {tuple(old.shape)} in the model")
+            elif entry.dtype.is_floating_point != old.dtype.is_floating_point and not wraps_others(old):
+                there, here = dtype_name(entry.dtype), dtype_name(old.dtype)
+                wrong.append(f"{item.names[0]} has the dtype {there} there and {here} in the model")
+        if strict and self.missing:
+            wrong.append(f"missing: {listed(self.missing)}")
+        if strict and self.left_over:
+            wrong.append(f"left over: {listed(self.left_over)}")
+        if wrong:
+            advice = "" if strict else " Build the model as it was when its weights were saved."
+            raise CheckpointError(f"{where} does not fit {kind}: {listed(wrong, '; ')}.{advice}")
+        if self.left_over and not quiet:
+            logger.warning(
+                f"Some weights of {where} were not used when loading {kind}: {listed(self.left_over)}. Pass "
+                "strict=True to refuse such."
+            )
+        if self.missing and not quiet:
+            logger.warning(f"{where} has no values for {listed(self.missing)}; {kind} keeps those that it has.")
+
+    def load(
+        self,
+        where: Mapping[str, execution.Location] | None,
+        folder: str | os.PathLike[str] | None,
+        offload_buffers: bool,
+        complete: bool = True,
+    ) -> None:
+        """Read the weights and put each in its place."""
+        targets: dict[str, Tensor] = {}
+        copies: list[tuple[Tensor, Tensor]] = []
+        on_disk: list[_Item] = []
+        for item in self.items:
+            to = self._location(item, where)
+            if to == execution.DISK and (offload_buffers or item.places[0].is_parameter):
+                on_disk.append(item)
+                continue
+            device = to if isinstance(to, torch.device) else execution.CPU
+            if device.type == "meta":
+                continue
+            target = self._target(item, device)
+            if item.source in targets:  # one weight for two that are not tied
+                copies.append((target, targets[item.source]))
+            else:
+                targets[item.source] = target
+        with torch.no_grad(), torch.inference_mode(False):
+            self._weights.fill(targets)
+            for target, filled in copies:
+                target.copy_(filled)
+            self._leave_on_disk(on_disk, folder)
+        self._tie()
+        if complete:
+            self._check_complete(where)
+
+    def _location(self, item: _Item, where: Mapping[str, execution.Location] | None) -> execution.Location:
+        if where is None:
+            return execution.CPU if item.old.is_meta else item.old.device
+        found = [where[name] for name in item.names]
+        # What is tied is where one of its names needs it.
+        return next((each for each in found if each != execution.DISK), found[0])
+
+    def _target(self, item: _Item, device: torch.device) -> Tensor:
+        """The tensor to read into: what is there, where it can hold the weight."""
+        old = item.old
+        is_its_own = not wraps_others(old) and mapped_range(old) is None
+        if is_its_own and old.device == device and old.dtype == item.dtype:
+            return old.detach()
+        return item.put(torch.empty(old.shape, dtype=item.dtype, device=device)).detach()
+
+    def _leave_on_disk(self, items: Sequence[_Item], folder: str | os.PathLike[str] | None) -> None:
+        written: list[_Item] = []
+        for item in items:
+            found = self._weights.mapped(item.source)
+            if found is None or self._weights.entries[item.source].dtype != item.dtype:
+                written.append(item)
+                continue
+            file, name = found
+            mark_mapped(item.put(file.tensor(name)), file, name)
+        if not written:
+            return
+        if folder is None:
+            raise ConfigurationError(self._why_written(written))
+        sources = {item.names[0]: item for item in written}
+        entries = [Entry(name, item.dtype, tuple(item.old.shape)) for name, item in sources.items()]
+        file = write_offloaded(
+            entries, lambda name: self._weights[sources[name].source].to(sources[name].dtype), folder
+        )
+        for name, item in sources.items():
+            mark_mapped(item.put(file.tensor(name)), file, name)
+
+    def _why_written(self, items: Sequence[_Item]) -> str:
+        first = items[0]
+        there = self._weights.entries[first.source].dtype
+        if there != first.dtype:
+            reason = (
+                f"{first.names[0]} is to be {dtype_name(first.dtype)} on disk, and is {dtype_name(there)} in "
+                f"{self._weights.where}. Pass dtype={dtype_name(there)!r} to use it from there"
+            )
+        else:
+            reason = (
+                f"{first.names[0]} cannot be used from where it is in {self._weights.where}, as one could from a "
+                "safetensors file of this machine. Convert it to such a file"
+            )
+        return f"{reason}, or pass offload_folder=... to write a copy there."
+
+    def _tie(self) -> None:
+        """Let names that are meant to be one weight be one, where only one of them was loaded."""
+        places = named_places(self._model)
+        for group in self._ties:
+            held = [places[name] for name in group]
+            kept = next((place.tensor for place in held if not place.tensor.is_meta), None)
+            for place in held:
+                if kept is not None and place.tensor.is_meta and place.tensor.shape == kept.shape:
+                    place.put(kept)
+
+    def _check_complete(self, where: Mapping[str, execution.Location] | None) -> None:
+        left = {
+            name: what
+            for name, what in meta_leftovers(self._model).items()
+            if where is None or where.get(name) != torch.device("meta")
+        }
+        if not left:
+            return
+        computed = [name for name, what in left.items() if what == "buffer that no state dict holds"]
+        if computed:
+            raise CheckpointError(
+                f"{listed(computed)}: buffers without values, which no checkpoint holds. Build the model with "
+                "init_empty_weights(include_buffers=False), so that they are computed."
+            )
+        raise CheckpointError(
+            f"{self._weights.where} has no values for {listed(list(left))}, and the model has none either. Build the "
+            "model with values, or load the checkpoint of such a model."
+        )
+
+
+def listed(names: Sequence[str], between: str = ", ") -> str:
+    """Names for a message, the first few of many."""
+    shown = between.join(names[:_SHOWN])
+    return f"{shown}{between}and {len(names) - _SHOWN} more" if len(names) > _SHOWN else shown
+
+
+def load_state_dict(checkpoint_file: str | os.PathLike[str], device_map: DeviceMap | None = None) -> dict[str, Tensor]:
+    """Read the weights in a file, without executing what is in it.
+
+    Args:
+        checkpoint_file: What `load_checkpoint_in_model` takes as a checkpoint.
+        device_map: Devices by the names of modules; weights without an entry, and those for `"disk"`, are on the CPU.
+    """
+    weights = files.open_weights(checkpoint_file)
+    parsed = {name: execution.location(value) for name, value in (device_map or {}).items()}
+    targets: dict[str, Tensor] = {}
+    for name, entry in weights.entries.items():
+        where: Any = execution.longest(name, parsed)
+        device = where if isinstance(where, torch.device) else execution.CPU
+        targets[name] = torch.empty(entry.shape, dtype=entry.dtype, device=device)
+    weights.fill(targets)
+    return targets

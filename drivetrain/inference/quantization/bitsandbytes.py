@@ -1,0 +1,198 @@
+"""4 and 8 bits by bitsandbytes."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from drivetrain.inference.quantization.base import Quantizer, linear_like
+from drivetrain.runtime.errors import ConfigurationError, PackageMissingError, nearest
+
+_TYPES = ("nf4", "fp4")
+_SHORT = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
+
+
+@dataclass(eq=True, repr=False)
+class BitsAndBytes(Quantizer):
+    """Linear layers in 4 bits (`nf4`, `fp4`) or in 8 bits (LLM.int8).
+
+    Source: Dettmers et al., "LLM.int8()" (2022) and "QLoRA" (2023).
+
+    Args:
+        bits: 4 or 8.
+        quant_type: `"nf4"` or `"fp4"`, in 4 bits.
+        double_quant: Whether the scales of 4-bit blocks are quantised too.
+        compute_dtype: What 4-bit weights are multiplied in; that of the inputs if None.
+        quant_storage: The dtype that 4 bits are packed into: that of the other parameters where FSDP shards them.
+        threshold: Inputs above it are outliers, and multiplied apart in 16 bits, in 8 bits.
+    """
+
+    name = "bitsandbytes"
+
+    bits: int = 4
+    quant_type: str = "nf4"
+    double_quant: bool = False
+    compute_dtype: torch.dtype | str | None = None
+    quant_storage: torch.dtype | str = torch.uint8
+    threshold: float = 6.0
+
+    def __post_init__(self) -> None:
+        if self.bits not in (4, 8):
+            raise ConfigurationError(f"bits={self.bits!r}: bitsandbytes stores weights in 4 or 8.")
+        if self.quant_type not in _TYPES:
+            raise ConfigurationError(
+                f"quant_type={self.quant_type!r}: give 'nf4' or 'fp4'.{nearest(self.quant_type, _TYPES)}"
+            )
+        if self.compute_dtype is not None:
+            self.compute_dtype = dtype_of("compute_dtype", self.compute_dtype)
+        self.quant_storage = dtype_of("quant_storage", self.quant_storage)
+
+    def check(self) -> None:
+        if find_spec("bitsandbytes") is None:
+            raise PackageMissingError(
+                "Weights in 4 or 8 bits need bitsandbytes, which is not installed: pip install "
+                '"drivetrain[quantization]".'
+            )
+
+    def quantize(self, layer: nn.Linear, weight: Tensor, device: torch.device) -> nn.Module:
+        import bitsandbytes as bnb
+
+        made = self._empty(layer)
+        # What quantises is the move to a device, also from the CPU to the CPU.
+        if self.bits == 4:
+            parameter = bnb.nn.Params4bit(weight.contiguous(), requires_grad=False, module=made, **self._of_parameter())
+        else:
+            half = weight.to(torch.float16).contiguous()
+            parameter = bnb.nn.Int8Params(half, requires_grad=False, has_fp16_weights=False)
+        made.weight = parameter
+        made.weight = made.weight.to(device)
+        return made  # type: ignore[no-any-return]
+
+    def made(self, module: nn.Module) -> bool:
+        return type(module).__name__ == ("Linear4bit" if self.bits == 4 else "Linear8bitLt")
+
+    def saved(self, layer: nn.Module) -> tuple[dict[str, Tensor], dict[str, str]]:
+        state = {name: value for name, value in layer.state_dict().items() if name != "bias"}
+        return state, {}
+
+    def finds(self, names: Collection[str]) -> bool:
+        return any(name == "SCB" or name.startswith("weight.quant_state") for name in names)
+
+    def opened(
+        self, layer: nn.Linear, tensors: Mapping[str, Tensor], texts: Mapping[str, str], device: torch.device
+    ) -> nn.Module:
+        import bitsandbytes as bnb
+
+        made = self._empty(layer)
+        if self.bits == 4:
+            stats = {name.removeprefix("weight."): value for name, value in tensors.items() if name != "weight"}
+            made.weight = bnb.nn.Params4bit.from_prequantized(
+                tensors["weight"].to(device), stats, requires_grad=False, device=device, module=made
+            )
+            made.quant_state = made.weight.quant_state
+        else:
+            weight, scale = tensors["weight"].to(device), tensors["SCB"].to(device)
+            made.weight = bnb.nn.Int8Params(weight, requires_grad=False, has_fp16_weights=False, CB=weight, SCB=scale)
+        return made  # type: ignore[no-any-return]
+
+    def as_dict(self) -> dict[str, Any]:
+        options: dict[str, Any] = {"bits": self.bits}
+        if self.bits == 8:
+            return {**options, "threshold": self.threshold}
+        options |= {"quant_type": self.quant_type, "double_quant": self.double_quant}
+        dtypes = {"compute_dtype": self.compute_dtype, "quant_storage": self.quant_storage}
+        return options | {name: value and str(value).removeprefix("torch.") for name, value in dtypes.items()}
+
+    def _empty(self, layer: nn.Linear) -> Any:
+        import bitsandbytes as bnb
+
+        if self.bits == 8:
+            options = {"has_fp16_weights": False, "threshold": self.threshold}
+            return linear_like(layer, bnb.nn.Linear8bitLt, **options)
+        return linear_like(layer, bnb.nn.Linear4bit, compute_dtype=self.compute_dtype, **self._of_parameter())
+
+    def _of_parameter(self) -> dict[str, Any]:
+        return {
+            "quant_type": self.quant_type,
+            "compress_statistics": self.double_quant,
+            "quant_storage": self.quant_storage,
+        }
+
+
+@dataclass
+class BnbQuantizationConfig:
+    """How `load_and_quantize_model` quantises, with Accelerate's names.
+
+    Args:
+        load_in_8bit: Whether linear layers are stored in 8 bits.
+        llm_int8_threshold: Inputs above it are multiplied apart, in 8 bits.
+        load_in_4bit: Whether they are stored in 4 bits.
+        bnb_4bit_quant_type: `"fp4"` or `"nf4"`.
+        bnb_4bit_use_double_quant: Whether the scales of blocks are quantised too.
+        bnb_4bit_compute_dtype: What 4-bit weights are multiplied in: a dtype, or `"fp32"`, `"fp16"` or `"bf16"`.
+        torch_dtype: The dtype of all that is not quantised; float16 beside 8 bits, the dtype of the computation beside
+            4, if None.
+        skip_modules: Names of modules that are not quantised; the output head and what is tied, if None.
+        keep_in_fp32_modules: Names of modules that stay in float32.
+
+    Raises:
+        ConfigurationError: Both or neither are asked for, or a value is none that is allowed.
+    """
+
+    load_in_8bit: bool = False
+    llm_int8_threshold: float = 6.0
+    load_in_4bit: bool = False
+    bnb_4bit_quant_type: str = "fp4"
+    bnb_4bit_use_double_quant: bool = False
+    bnb_4bit_compute_dtype: torch.dtype | str = "fp16"
+    torch_dtype: torch.dtype | str | None = None
+    skip_modules: list[str] | None = None
+    keep_in_fp32_modules: list[str] | None = None
+
+    def __post_init__(self) -> None:
+        if self.load_in_8bit == self.load_in_4bit:
+            both = "and" if self.load_in_8bit else "nor"
+            raise ConfigurationError(
+                f"load_in_8bit={self.load_in_8bit} {both} load_in_4bit={self.load_in_4bit}: ask for one of the two."
+            )
+        self.bnb_4bit_compute_dtype = dtype_of("bnb_4bit_compute_dtype", self.bnb_4bit_compute_dtype)
+        default = torch.float16 if self.load_in_8bit else self.bnb_4bit_compute_dtype
+        self.torch_dtype = default if self.torch_dtype is None else dtype_of("torch_dtype", self.torch_dtype)
+        self.quantizer()  # refuses a wrong type
+
+    def quantizer(self) -> BitsAndBytes:
+        """The quantizer of this configuration."""
+        if self.load_in_8bit:
+            return BitsAndBytes(8, threshold=self.llm_int8_threshold)
+        return BitsAndBytes(
+            4,
+            quant_type=self.bnb_4bit_quant_type,
+            double_quant=self.bnb_4bit_use_double_quant,
+            compute_dtype=self.bnb_4bit_compute_dtype,
+        )
+
+    @property
+    def target_dtype(self) -> Any:
+        """What weights are stored in: a dtype, or the name of one that torch has no tensors of."""
+        return torch.int8 if self.load_in_8bit else "int4"
+
+
+def dtype_of(argument: str, given: torch.dtype | str) -> torch.dtype:
+    """A dtype by its name.
+
+    Args:
+        argument: What the name was given as, for the message.
+        given: The dtype, its name, or `"fp32"`, `"fp16"` or `"bf16"`.
+
+    Raises:
+        ConfigurationError: It is none.
+    """
+    found = _SHORT.get(given) or getattr(torch, given.removeprefix("torch."), None) if isinstance(given, str) else given
+    if not isinstance(found, torch.dtype):
+        raise ConfigurationError(f"{argument}={given!r}: give a dtype, or 'fp32', 'fp16' or 'bf16'.")
+    return found

@@ -1,0 +1,366 @@
+"""Models whose linear layers are quantised: while their weights are read, into files, and out of these."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from drivetrain.checkpoint.export import save_safetensors
+from drivetrain.checkpoint.weight_files import open_weights
+from drivetrain.checkpoint.weight_sources import Weights
+from drivetrain.inference import execution
+from drivetrain.inference.loading import Checkpoint, load_some
+from drivetrain.inference.placement import dispatch_model
+from drivetrain.inference.quantization.base import Quantizer
+from drivetrain.inference.quantization.bitsandbytes import BnbQuantizationConfig, dtype_of
+from drivetrain.inference.quantization.registry import class_of, get_quantizer
+from drivetrain.inference.ties import find_tied_parameters
+from drivetrain.inference.weight_places import like, named_places
+from drivetrain.runtime.errors import CheckpointError, ConfigurationError
+from drivetrain.runtime.logging import get_logger
+
+logger = get_logger(__name__)
+
+DESCRIPTION = "quantization.json"
+Map = Mapping[str, torch.device | str | int]
+
+
+@dataclass(frozen=True)
+class Quantization:
+    """How a model is quantised; it is the model's `quantization`.
+
+    Attributes:
+        quantizer: What stores the weights.
+        layers: The names of the layers whose weights it stores.
+    """
+
+    quantizer: Quantizer
+    layers: tuple[str, ...]
+
+
+def load_and_quantize_model(
+    model: nn.Module,
+    bnb_quantization_config: BnbQuantizationConfig | Quantizer | str,
+    weights_location: Checkpoint | None = None,
+    device_map: Any = None,
+    no_split_module_classes: Sequence[str] | None = None,
+    max_memory: Mapping[Any, int | str] | None = None,
+    offload_folder: str | os.PathLike[str] | None = None,
+    offload_state_dict: bool = False,
+) -> nn.Module:
+    """Quantise a model's linear layers, each as its weight is read, so that the whole is never in memory unquantised.
+
+    On accelerators, layers that a map has on the CPU or on disk are not quantised; where nothing is on an accelerator,
+    those on the CPU are.
+
+    Args:
+        model: The model, which is changed; with weights, or built by `init_empty_weights`.
+        bnb_quantization_config: How, as Accelerate's configuration, as a quantizer, or the name of one.
+        weights_location: What `load_checkpoint_in_model` takes as a checkpoint; None for a model that has weights.
+        device_map: As for `load_checkpoint_and_dispatch`; None leaves weights where they are, and puts those that are
+            read on the first accelerator, or else on the CPU.
+        no_split_module_classes: As there.
+        max_memory: As there.
+        offload_folder: As there.
+        offload_state_dict: Accepted: only one unquantised weight is in memory at a time.
+
+    Returns:
+        The model.
+
+    Raises:
+        ConfigurationError: The quantizer's package is missing, or the map does not fit.
+        CheckpointError: The weights are not those of the model.
+    """
+    options: dict[str, Any] = {}
+    if isinstance(bnb_quantization_config, BnbQuantizationConfig):
+        config = bnb_quantization_config
+        quantizer: Quantizer = config.quantizer()
+        options = {"dtype": config.torch_dtype, "skip_modules": config.skip_modules}
+        options["keep_in_fp32_modules"] = config.keep_in_fp32_modules
+    else:
+        quantizer = get_quantizer(bnb_quantization_config)
+    if device_map is not None:
+        device_map = execution.as_dict(model, device_map, max_memory, no_split_module_classes, options.get("dtype"))
+    model = quantize_model(model, quantizer, weights_location, device_map, offload_folder=offload_folder, **options)
+    for bits in (4, 8):
+        is_so = getattr(quantizer, "bits", None) == bits
+        model.__dict__[f"is_loaded_in_{bits}bit"] = is_so
+    return model
+
+
+def quantize_model(
+    model: nn.Module,
+    quantizer: Quantizer | str,
+    weights: Checkpoint | None = None,
+    device_map: Any = None,
+    *,
+    dtype: torch.dtype | str | None = None,
+    skip_modules: Sequence[str] | None = None,
+    keep_in_fp32_modules: Sequence[str] | None = None,
+    offload_folder: str | os.PathLike[str] | None = None,
+) -> nn.Module:
+    """Quantise a model's linear layers; see `load_and_quantize_model`.
+
+    Args:
+        model: The model, which is changed.
+        quantizer: The quantizer, or its name.
+        weights: A checkpoint; None for a model that has weights.
+        device_map: A map; None leaves weights where they are, and puts those that are read on the first accelerator,
+            or else on the CPU.
+        dtype: The dtype of all that is not quantised; None to leave it.
+        skip_modules: Names of modules that are not quantised; the output head and what is tied, if None.
+        keep_in_fp32_modules: Names of modules that become float32 and are not quantised.
+        offload_folder: Where weights are written that are to stay on disk.
+
+    Returns:
+        The model, with its `Quantization` as `quantization`.
+    """
+    chosen = get_quantizer(quantizer)
+    chosen.check()
+    source = None if weights is None else open_weights(weights)
+    if source is None and (empty := [name for name, place in named_places(model).items() if place.tensor.is_meta]):
+        raise CheckpointError(f"{empty[0]} has no values. Give weights=..., from which they are read.")
+    given = None if device_map is None else execution.as_dict(model, device_map, dtype=dtype)
+    where = _where(model, given)
+    skipped = [*(default_skips(model) if skip_modules is None else skip_modules), *(keep_in_fp32_modules or ())]
+    layers = [name for name, layer in _linear(model, chosen) if not is_within(name, skipped) and _stays(name, where)]
+    if not layers:
+        raise ConfigurationError(
+            f"No layer of {type(model).__name__} can be quantised: all linear ones are left out by skip_modules="
+            f"{skipped!r}, or are on the CPU or disk beside an accelerator."
+        )
+    used: set[str] = set()
+    for name in layers:
+        used |= _replace(model, name, chosen, source, where[f"{name}.weight"])
+    floats = None if dtype is None else dtype_of("dtype", dtype)
+    keep = list(keep_in_fp32_modules or ())
+    if source is not None:
+        rest = [name for name in where if not any(name.startswith(f"{layer}.") for layer in layers)]
+        biases = [f"{layer}.bias" for layer in layers if f"{layer}.bias" in where]
+        load_some(model, source, [*rest, *biases], used, where, floats, keep, offload_folder)
+    else:
+        _convert(model, layers, where, floats, keep)
+    model.__dict__["quantization"] = Quantization(chosen, tuple(layers))
+    if given is not None and len(set(where.values())) > 1:
+        dispatch_model(model, given, offload_dir=offload_folder)
+    return model
+
+
+def _where(model: nn.Module, given: Map | None) -> dict[str, Any]:
+    """Where each parameter and buffer is to be."""
+    if given is not None:
+        return dict(execution.locations(model, given))
+    first = execution.execution_device(None)
+    return {name: first if place.tensor.is_meta else place.tensor.device for name, place in named_places(model).items()}
+
+
+def _stays(name: str, where: Mapping[str, Any]) -> bool:
+    """Whether a layer's weight is on the device that computes with it."""
+    at = where[f"{name}.weight"]
+    on_accelerators = any(isinstance(each, torch.device) and each.type != "cpu" for each in where.values())
+    return isinstance(at, torch.device) and (at.type != "cpu" or not on_accelerators)
+
+
+def _linear(model: nn.Module, quantizer: Quantizer) -> Iterator[tuple[str, Any]]:
+    for name, module in model.named_modules():
+        if name and quantizer.takes(module):
+            yield name, module
+
+
+def default_skips(model: nn.Module) -> list[str]:
+    """The modules of a model that are not quantised unless asked for: its output head, and what shares weights.
+
+    Args:
+        model: The model.
+    """
+    shared = {name.rpartition(".")[0] for group in find_tied_parameters(model) for name in group}
+    head = model.get_output_embeddings() if callable(getattr(model, "get_output_embeddings", None)) else None  # type: ignore[operator]
+    names = {id(module): name for name, module in model.named_modules()}
+    if head is not None and id(head) in names:
+        shared.add(names[id(head)])
+    elif not hasattr(model, "get_output_embeddings"):
+        last = [name for name, _ in model.named_children()][-1:]
+        shared.update(last if len(list(model.children())) > 1 else [])
+    return sorted(shared)
+
+
+def is_within(name: str, modules: Sequence[str]) -> bool:
+    """Whether a module is one of those named, or within one; a name may leave out what is before it.
+
+    Args:
+        name: The module's name.
+        modules: Names such as `"lm_head"` or `"layers.0"`.
+    """
+    return any(f".{module}." in f".{name}." for module in modules)
+
+
+def _replace(model: nn.Module, name: str, quantizer: Quantizer, source: Weights | None, device: Any) -> set[str]:
+    """Put a quantised layer in the place of one; returns the names of the weights that were used."""
+    layer: Any = model.get_submodule(name)
+    texts: dict[str, str] = {}
+    if source is None:
+        made = quantizer.quantize(layer, layer.weight.detach(), device)
+        used: set[str] = set()
+    else:
+        found = {each.removeprefix(f"{name}."): each for each in source if each.startswith(f"{name}.")}
+        found.pop("bias", None)
+        used = set(found.values())
+        if quantizer.finds(found):
+            made = quantizer.opened(layer, {short: source[each] for short, each in found.items()}, texts, device)
+        else:
+            made = quantizer.quantize(layer, _weight(name, layer, source), device)
+    parent, _, last = name.rpartition(".")
+    setattr(model.get_submodule(parent), last, made)
+    return used
+
+
+def _weight(name: str, layer: nn.Linear, source: Weights) -> Tensor:
+    full = f"{name}.weight"
+    full = full if full in source else source.same.get(full, full)
+    if full not in source:
+        raise CheckpointError(f"{source.where} has no {name}.weight.")
+    entry = source.entries[full]
+    if entry.shape != tuple(layer.weight.shape) or not entry.dtype.is_floating_point:
+        raise CheckpointError(
+            f"{full} is {tuple(entry.shape)} of {entry.dtype} in {source.where}, and {tuple(layer.weight.shape)} of a "
+            "floating-point dtype in the model."
+        )
+    return source[full].to(layer.weight.dtype)
+
+
+def _convert(
+    model: nn.Module, layers: Sequence[str], where: Mapping[str, Any], dtype: torch.dtype | None, keep: Sequence[str]
+) -> None:
+    """Bring what is not quantised to its dtype and device."""
+    stored = {f"{layer}.weight" for layer in layers}
+    for name, place in named_places(model).items():
+        old = place.tensor
+        if name in stored or not isinstance(where.get(name), torch.device):
+            continue
+        wanted = torch.float32 if is_within(name.rpartition(".")[0], keep) else dtype
+        wanted = wanted if wanted is not None and old.is_floating_point() and place.is_parameter else old.dtype
+        if old.dtype != wanted or old.device != where[name]:
+            place.put(like(old, old.detach().to(where[name], wanted)))
+
+
+# files
+
+
+def save_quantized(model: nn.Module, directory: str | os.PathLike[str], max_shard_size: int | str = "5GB") -> list[str]:
+    """Write a quantised model as safetensors, with a description of how it is quantised.
+
+    Args:
+        model: What `quantize_model`, `load_and_quantize_model` or `load_quantized` returned.
+        directory: Where to.
+        max_shard_size: Bytes in a file at most.
+
+    Returns:
+        The paths of the safetensors files.
+
+    Raises:
+        ConfigurationError: The model is not quantised.
+    """
+    how: Quantization | None = model.__dict__.get("quantization")
+    if how is None:
+        raise ConfigurationError(
+            f"{type(model).__name__} is not quantised. quantize_model(model, 'nf4') does it; save_model saves others."
+        )
+    state: dict[str, Tensor] = {}
+    texts: dict[str, dict[str, str]] = {}
+    for name in how.layers:
+        layer = model.get_submodule(name)
+        tensors, found = how.quantizer.saved(layer)
+        state |= {f"{name}.{short}": value for short, value in tensors.items()}
+        if found:
+            texts[name] = found
+    saved = set(model.state_dict(keep_vars=True))
+    for name, place in named_places(model).items():
+        inside = any(name.startswith(f"{layer}.") for layer in how.layers)
+        if name in saved and (not inside or name.endswith(".bias")):
+            state[name] = place.tensor.detach()
+    paths = save_safetensors(state, directory, max_shard_size)
+    described = {
+        "quantizer": how.quantizer.name,
+        "options": how.quantizer.as_dict(),
+        "layers": list(how.layers),
+        "texts": texts,
+    }
+    Path(directory, DESCRIPTION).write_text(json.dumps(described, indent=2))
+    return paths
+
+
+def load_quantized(model: nn.Module, directory: str | os.PathLike[str], device_map: Any = None) -> nn.Module:
+    """Open what `save_quantized` wrote; the original weights are not needed.
+
+    Args:
+        model: The model as it is unquantised, usually built by `init_empty_weights`.
+        directory: The directory.
+        device_map: As for `quantize_model`.
+
+    Returns:
+        The model.
+
+    Raises:
+        CheckpointError: There is no such model in the directory, or it is that of another one.
+    """
+    how, texts = _described(Path(directory, DESCRIPTION))
+    how.quantizer.check()
+    source = open_weights(directory)
+    given = None if device_map is None else execution.as_dict(model, device_map)
+    where = _where(model, given)
+    used: set[str] = set()
+    known = dict(model.named_modules())
+    for name in how.layers:
+        layer = known.get(name)
+        if layer is None or not how.quantizer.takes(layer):
+            raise CheckpointError(
+                f"{os.fspath(directory)} has a quantised layer {name!r}, which {type(model).__name__} "
+                f"{'has not' if layer is None else 'has as a ' + type(layer).__name__}. Build the model as it was."
+            )
+        found = {each.removeprefix(f"{name}."): each for each in source if each.startswith(f"{name}.")}
+        found.pop("bias", None)
+        used |= set(found.values())
+        device = where[f"{name}.weight"]
+        tensors = {short: source[each] for short, each in found.items()}
+        parent, _, last = name.rpartition(".")
+        made = how.quantizer.opened(layer, tensors, texts.get(name, {}), device)
+        setattr(model.get_submodule(parent), last, made)
+    rest = [name for name in where if not any(name.startswith(f"{layer}.") for layer in how.layers)]
+    biases = [f"{layer}.bias" for layer in how.layers if f"{layer}.bias" in where]
+    _take_dtypes(model, {*rest, *biases}, source)
+    load_some(model, source, [*rest, *biases], used, where, None, (), None)
+    model.__dict__["quantization"] = how
+    if given is not None and len(set(where.values())) > 1:
+        dispatch_model(model, given)
+    return model
+
+
+def _take_dtypes(model: nn.Module, names: Collection[str], source: Weights) -> None:
+    """Let tensors have the dtypes that they have in the files, where a run has converted them."""
+    for name, place in named_places(model).items():
+        entry = source.entries.get(name)
+        if name in names and entry is not None and place.tensor.dtype != entry.dtype:
+            place.put(like(place.tensor, place.tensor.detach().to(entry.dtype)))
+
+
+def _described(path: Path) -> tuple[Quantization, dict[str, dict[str, str]]]:
+    if not path.is_file():
+        raise CheckpointError(f"There is no {path.name} in {path.parent}: save_quantized writes it beside the weights.")
+    try:
+        described = json.loads(path.read_text())
+        name, options = str(described["quantizer"]), dict(described["options"])
+        layers, texts = tuple(str(each) for each in described["layers"]), dict(described["texts"])
+    except (ValueError, KeyError, TypeError) as error:
+        raise CheckpointError(f"{path} is no description of a quantised model: {error}") from error
+    kind = class_of(name)
+    try:
+        return Quantization(kind(**options), layers), texts
+    except TypeError as error:
+        raise CheckpointError(f"{path} has options of another {name}: {error}") from error
