@@ -91,7 +91,7 @@ def groups_of(
 
 def _blocks(model: nn.Module) -> list[nn.Module]:
     # Importing the strategies takes a second that most of what this package does needs not.
-    from drivetrain.strategies.fsdp.wrapping import units_of
+    from drivetrain.strategies.wrapping import units_of
 
     return units_of(model, "auto")
 
