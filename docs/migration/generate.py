@@ -31,7 +31,7 @@ import yaml
 FOLDER = Path(__file__).parent
 
 SAME, BETTER, TAKEN, ELSEWHERE = "same", "better", "taken", "elsewhere"
-LEFT_OUT, LATER, MISSING = "left out", "later", "missing"
+LEFT_OUT, MISSING = "left out", "missing"
 OF_WHAT_IS_THERE = (BETTER, TAKEN)
 VERDICTS = {
     SAME: "there under the same name, with the same arguments",
@@ -39,7 +39,6 @@ VERDICTS = {
     TAKEN: "taken, and without effect",
     ELSEWHERE: "there under another name",
     LEFT_OUT: "left out on purpose",
-    LATER: "belongs to a later part",
     MISSING: "not there yet",
 }
 # Rooms whose public names count beside those of `drivetrain` itself.

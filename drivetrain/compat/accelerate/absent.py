@@ -6,10 +6,6 @@ from drivetrain.compat.absent import AbsentNameError, absent, absent_names
 
 __all__ = ["AbsentNameError", "absent", "absent_names"]
 
-BIG_MODELS = (
-    "Big-model inference (device maps, offloading, quantised loading) is not part of drivetrain yet. Keep the model on "
-    'one device, shard it with Accelerator(strategy="fsdp"), or run this script with the original Accelerate.'
-)
 MEGATRON = (
     "Megatron-LM's own training loop is not run under Accelerate's names. Use Accelerator(strategy=\"megatron\") or "
     "drivetrain.MegatronTask; see the page on Megatron."

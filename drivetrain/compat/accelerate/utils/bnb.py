@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from torch import nn
 
-from drivetrain.compat.accelerate.absent import BIG_MODELS, absent_names
+from drivetrain.compat.accelerate.absent import INTERNAL, absent_names
 from drivetrain.inference import load_and_quantize_model as load_and_quantize_model
 
 __getattr__ = absent_names(
     __name__,
     (
-        BIG_MODELS,
+        INTERNAL,
         [
             "get_keys_to_not_convert",
             "get_quantized_model_device_map",

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from drivetrain.compat.accelerate.absent import BIG_MODELS, absent_names
+from drivetrain.compat.accelerate.absent import INTERNAL, absent_names
 from drivetrain.compat.accelerate.state import latest_accelerator
 from drivetrain.compat.accelerate.utils.constants import WEIGHTS_INDEX_NAME as WEIGHTS_INDEX_NAME
 from drivetrain.compat.accelerate.utils.imports import package_available
@@ -40,7 +40,7 @@ from drivetrain.runtime.byte_sizes import parse_bytes
 __getattr__ = absent_names(
     __name__,
     (
-        BIG_MODELS,
+        INTERNAL,
         [
             "get_state_dict_from_offload",
         ],
