@@ -341,7 +341,7 @@ def align_module_device(module: nn.Module, execution_device: Device | None = Non
         execution_device: The device. If None, the one that an offloaded module runs on; others stay as they are.
     """
     hook = _offloading(hook_of(module))
-    if hook is not None:
+    if isinstance(hook, AlignDevicesHook):
         before = hook.execution_device
         if execution_device is not None:
             hook.execution_device = execution_device
@@ -352,17 +352,18 @@ def align_module_device(module: nn.Module, execution_device: Device | None = Non
             hook.on_error(module)
             hook.execution_device = before
         return
-    if execution_device is None:
-        yield
-        return
-    devices = {name: parameter.device for name, parameter in module.named_parameters(recurse=False)}
+    device: Any = getattr(hook, "execution_device", None) if execution_device is None else execution_device
+    held = [(*locate(module, name), parameter) for name, parameter in module.named_parameters(recurse=False)]
     try:
-        for name in devices:
-            set_module_tensor_to_device(module, name, execution_device, clear_cache=False)
+        for _, name, _ in held if device is not None else ():
+            set_module_tensor_to_device(module, name, device, clear_cache=False)
         yield
     finally:
-        for name, device in devices.items():
-            set_module_tensor_to_device(module, name, device, clear_cache=False)
+        for table, name, parameter in held if device is not None else ():
+            if hook is not None:
+                table[name] = parameter  # what is kept elsewhere is there still
+            else:
+                set_module_tensor_to_device(module, name, parameter.device, clear_cache=False)
 
 
 def get_state_dict_offloaded_model(model: nn.Module) -> dict[str, Any]:

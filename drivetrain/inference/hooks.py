@@ -27,6 +27,8 @@ class ModelHook:
 
     Attributes:
         no_grad: Whether the forward runs without recording gradients. The methods of the hook run outside of that.
+        stays: Whether it stays beside a hook that would replace it, and goes only when it is removed: for what belongs
+            to a whole model, and not to one module of it.
 
     Example:
         ```python
@@ -47,6 +49,7 @@ class ModelHook:
     """
 
     no_grad: bool = False
+    stays: bool = False
     # What decides which of a module's hooks are registered, and may be assigned at any time.
     _decisive: tuple[str, ...] = ("no_grad", "pre_forward", "post_forward", "on_error")
 
@@ -247,15 +250,28 @@ def add_hook_to_module(module: ModuleT, hook: ModelHook, append: bool = False) -
         The module.
     """
     present = hook_of(module)
-    if present is not None and not append:
+    before = [present] if append and present is not None else [each for each in _parts(present) if each.stays]
+    if not before:
         module = remove_hook_from_module(module)
+    elif not append:
+        for each in _parts(present):
+            if not each.stays:
+                each.attached_to(module, False)
+                module = each.detach_hook(module)
     module = hook.init_hook(module)
-    if present is not None and append:
-        hook = SequentialHook(present, hook)
+    if before:
+        hook = SequentialHook(*before, hook)
     vars(module)[_HOOK] = hook
     hook.attached_to(module, True)
     _register(module, hook)
     return module
+
+
+def _parts(hook: ModelHook | None) -> list[ModelHook]:
+    """The hooks that one stands for."""
+    if isinstance(hook, SequentialHook):
+        return [part for each in hook.hooks for part in _parts(each)]
+    return [] if hook is None else [hook]
 
 
 def remove_hook_from_module(module: ModuleT, recurse: bool = False) -> ModuleT:

@@ -13,6 +13,7 @@ from torch import nn
 
 from drivetrain import (
     AlignDevicesHook,
+    ModelHook,
     SequentialHook,
     add_hook_to_module,
     align_module_device,
@@ -292,6 +293,18 @@ def test_weights_are_there_within_the_context(model: nn.Module):
         assert where(plain) == {"cpu"}
     with align_module_device(plain, "cpu"):
         assert where(plain) == {"cpu"}
+
+
+def test_weights_that_another_hook_keeps_are_the_same_after_the_context():
+    class Streamed(ModelHook):
+        offload, execution_device = True, "meta"
+
+    layer = add_hook_to_module(nn.Linear(4, 4), Streamed())
+    weight = layer.weight
+    with align_module_device(layer):
+        assert where(layer) == {"meta"}
+    assert layer.weight is weight
+    assert has_offloaded_params(layer)
 
 
 def test_a_compiled_block_brings_its_weights(model: nn.Module, expected: torch.Tensor):

@@ -87,6 +87,22 @@ def test_a_second_hook_replaces_the_first_or_is_appended():
     assert [type(each) for each in layer._hf_hook.hooks] == [After, Watching]
 
 
+def test_a_hook_that_stays_is_beside_the_one_that_would_replace_it():
+    class Staying(Watching):
+        stays = True
+
+    layer, staying, other = Layer(), Staying(), Watching()
+    add_hook_to_module(layer, staying)
+    add_hook_to_module(layer, other)
+    expected = layer(X)
+    add_hook_to_module(layer, After())
+    assert torch.equal(layer(X), expected + 1)
+    assert (staying.seen, other.seen) == (["init", "post", "post"], ["init", "post", "detach"])
+    remove_hook_from_module(layer)
+    assert staying.seen[-1] == "detach"
+    assert registered(layer) == (0, 0)
+
+
 def test_appending_does_not_detach_what_is_there():
     layer, first = Layer(), Watching()
     add_hook_to_module(layer, first)
