@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import json
 import os
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
@@ -60,19 +60,17 @@ def open_weights(source: str | os.PathLike[str] | Mapping[str, torch.Tensor], mo
     return _joined(parts, {file: _open_file(os.path.join(os.path.dirname(path), file)) for file in _each(parts)}, path)
 
 
-def read_weights(path: str | os.PathLike[str], wanted: Collection[str] | None = None) -> dict[str, torch.Tensor]:
-    """Read weights in a file or a directory, onto the CPU. Nothing in a file is executed.
+def read_weights(path: str | os.PathLike[str]) -> dict[str, torch.Tensor]:
+    """Read all weights in a file or a directory, onto the CPU. Nothing in a file is executed.
 
     Args:
         path: What `open_weights` takes.
-        wanted: The names of those to read; all if None.
 
     Raises:
         CheckpointError: There are none, or a file holds something else.
     """
     weights = open_weights(path)
-    entries = {name: entry for name, entry in weights.entries.items() if wanted is None or name in wanted}
-    read = {name: torch.empty(entry.shape, dtype=entry.dtype) for name, entry in entries.items()}
+    read = {name: torch.empty(entry.shape, dtype=entry.dtype) for name, entry in weights.entries.items()}
     weights.fill(read)
     return read
 

@@ -296,27 +296,6 @@ def _load_elsewhere(module: nn.Module, state: dict[str, Any], prefix: str, *_: A
             state[prefix + name] = torch.empty_like(value, device=_META)
 
 
-class PrefixedDataset(Mapping[str, Tensor]):
-    """The weights of one module out of those of a model.
-
-    Args:
-        dataset: The weights of the model.
-        prefix: What the names of the module's weights begin with there, such as `"layers.0."`.
-    """
-
-    def __init__(self, dataset: Mapping[str, Tensor], prefix: str) -> None:
-        self.dataset, self.prefix = dataset, prefix
-
-    def __getitem__(self, key: str) -> Tensor:
-        return self.dataset[f"{self.prefix}{key}"]
-
-    def __iter__(self) -> Iterator[str]:
-        return (key.removeprefix(self.prefix) for key in self.dataset if key.startswith(self.prefix))
-
-    def __len__(self) -> int:
-        return sum(1 for _ in self)
-
-
 def has_offloaded_params(module: nn.Module) -> bool:
     """Whether the weights of a module are kept elsewhere between forwards.
 

@@ -8,8 +8,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from drivetrain.inference.aligning import AlignDevicesHook, Device, PrefixedDataset, has_offloaded_params
+from drivetrain.inference.aligning import AlignDevicesHook, Device, has_offloaded_params
 from drivetrain.inference.hooks import add_hook_to_module, hook_of
+from drivetrain.inference.offloaded import PrefixedDataset
 from drivetrain.inference.sizes import named_module_tensors
 from drivetrain.inference.tensors import TiedTensors, tied_tensors
 

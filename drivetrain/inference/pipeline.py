@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from drivetrain.checkpoint.weight_files import read_weights
+from drivetrain.checkpoint.weight_files import open_weights
 from drivetrain.inference.tensors import locate, set_module_tensor_to_device
 from drivetrain.inference.ties import find_tied_parameters, retie_parameters
 from drivetrain.runtime.collectives import broadcast, broadcast_object_list
@@ -272,8 +272,7 @@ class _Loader:
 
     def _fill(self, model: nn.Module, own: Mapping[str, Tensor], weights: Weights) -> None:
         known = {name: self._others.get(name, [name]) for name in own}
-        wanted = {name for names in known.values() for name in names}
-        held = weights if isinstance(weights, Mapping) else read_weights(weights, wanted)
+        held = open_weights(weights)
         present = set(held)
         placed: dict[str, Tensor] = {}
         for name, names in known.items():

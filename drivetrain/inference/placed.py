@@ -11,6 +11,7 @@ from torch.utils.hooks import RemovableHandle
 
 from drivetrain.checkpoint.mapped_file import mapped_range
 from drivetrain.inference.execution import Location
+from drivetrain.inference.hooks import ModelHook, ModuleT
 from drivetrain.inference.streaming import WeightStream
 from drivetrain.inference.weight_places import Place, like
 from drivetrain.runtime.nested import find_device, send_to_device
@@ -53,7 +54,7 @@ class Placement:
         self._handles, self._written, self._moved = [], [], []
 
 
-class PlacedHook:
+class PlacedHook(ModelHook):
     """What a module's `_hf_hook` is: where it computes, to be read by other packages.
 
     Args:
@@ -63,6 +64,8 @@ class PlacedHook:
         io_same_device: Whether its outputs are moved to where its inputs were.
         skip_keys: Keys of inputs and outputs that stay where they are.
     """
+
+    stays = True  # beside a hook of peft's on one of the modules
 
     def __init__(
         self,
@@ -76,10 +79,7 @@ class PlacedHook:
         self.io_same_device, self.skip_keys = io_same_device, skip_keys
         self._came_from: list[torch.device | None] = []
 
-    def attached_to(self, module: nn.Module, attached: bool) -> None:
-        """Called when it is added to a module or removed from it."""
-
-    def detach_hook(self, module: nn.Module) -> nn.Module:
+    def detach_hook(self, module: ModuleT) -> ModuleT:
         """Take away the hooks of the whole model.
 
         Args:

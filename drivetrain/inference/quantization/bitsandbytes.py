@@ -60,15 +60,15 @@ class BitsAndBytes(Quantizer):
             )
 
     def quantize(self, layer: nn.Linear, weight: Tensor, device: torch.device) -> nn.Module:
-        import bitsandbytes as bnb
+        from bitsandbytes.nn import modules as layers
 
         made = self._empty(layer)
         # What quantises is the move to a device, also from the CPU to the CPU.
         if self.bits == 4:
-            parameter = bnb.nn.Params4bit(weight.contiguous(), requires_grad=False, module=made, **self._of_parameter())
+            parameter = layers.Params4bit(weight.contiguous(), requires_grad=False, module=made, **self._of_parameter())
         else:
             half = weight.to(torch.float16).contiguous()
-            parameter = bnb.nn.Int8Params(half, requires_grad=False, has_fp16_weights=False)
+            parameter = layers.Int8Params(half, requires_grad=False, has_fp16_weights=False)
         made.weight = parameter
         made.weight = made.weight.to(device)
         return made  # type: ignore[no-any-return]
@@ -86,18 +86,18 @@ class BitsAndBytes(Quantizer):
     def opened(
         self, layer: nn.Linear, tensors: Mapping[str, Tensor], texts: Mapping[str, str], device: torch.device
     ) -> nn.Module:
-        import bitsandbytes as bnb
+        from bitsandbytes.nn import modules as layers
 
         made = self._empty(layer)
         if self.bits == 4:
             stats = {name.removeprefix("weight."): value for name, value in tensors.items() if name != "weight"}
-            made.weight = bnb.nn.Params4bit.from_prequantized(
+            made.weight = layers.Params4bit.from_prequantized(
                 tensors["weight"].to(device), stats, requires_grad=False, device=device, module=made
             )
             made.quant_state = made.weight.quant_state
         else:
             weight, scale = tensors["weight"].to(device), tensors["SCB"].to(device)
-            made.weight = bnb.nn.Int8Params(weight, requires_grad=False, has_fp16_weights=False, CB=weight, SCB=scale)
+            made.weight = layers.Int8Params(weight, requires_grad=False, has_fp16_weights=False, CB=weight, SCB=scale)
         return made  # type: ignore[no-any-return]
 
     def as_dict(self) -> dict[str, Any]:
@@ -109,12 +109,12 @@ class BitsAndBytes(Quantizer):
         return options | {name: value and str(value).removeprefix("torch.") for name, value in dtypes.items()}
 
     def _empty(self, layer: nn.Linear) -> Any:
-        import bitsandbytes as bnb
+        from bitsandbytes.nn import modules as layers
 
         if self.bits == 8:
             options = {"has_fp16_weights": False, "threshold": self.threshold}
-            return linear_like(layer, bnb.nn.Linear8bitLt, **options)
-        return linear_like(layer, bnb.nn.Linear4bit, compute_dtype=self.compute_dtype, **self._of_parameter())
+            return linear_like(layer, layers.Linear8bitLt, **options)
+        return linear_like(layer, layers.Linear4bit, compute_dtype=self.compute_dtype, **self._of_parameter())
 
     def _of_parameter(self) -> dict[str, Any]:
         return {
