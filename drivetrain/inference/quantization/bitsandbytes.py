@@ -65,7 +65,9 @@ class BitsAndBytes(Quantizer):
         made = self._empty(layer)
         # What quantises is the move to a device, also from the CPU to the CPU.
         if self.bits == 4:
-            parameter = layers.Params4bit(weight.contiguous(), requires_grad=False, module=made, **self._of_parameter())
+            parameter: Any = layers.Params4bit(
+                weight.contiguous(), requires_grad=False, module=made, **self._of_parameter()
+            )
         else:
             half = weight.to(torch.float16).contiguous()
             parameter = layers.Int8Params(half, requires_grad=False, has_fp16_weights=False)
