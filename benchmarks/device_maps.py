@@ -41,7 +41,7 @@ OUTCOMES = {
     "gap": "a tensor without a device",
     "raised": "raises another error",
 }
-MOST_GROUPS = 6
+MOST_GROUPS = 8
 """Up to so many parts all maps are tried, to find whether one fits."""
 
 

@@ -53,14 +53,26 @@ def blocks_of(
     parameters = {name for name, _ in model.named_parameters(remove_duplicate=False)}
     holders = {name: _holder(name, units) for name in tensors}
     tied = _Joined(units)
-    in_unit: dict[str, list[tuple[int, bool, int]]] = defaultdict(list)
+    in_unit: dict[str, list[_Held]] = defaultdict(list)
     for number, group in enumerate(memory_groups(tensors, declared_ties(model))):
         size = _group_bytes(group, tensors, loading)
-        is_weight = any(name in parameters for name in group)
-        for holder in dict.fromkeys(holders[name] for name in group):
+        inside: dict[str, list[str]] = defaultdict(list)
+        for name in group:
+            inside[holders[name]].append(name)
+        for holder, names in inside.items():
             tied.join(holders[group[0]], holder)
-            in_unit[holder].append((number, is_weight, size))
+            own = size if len(names) == len(group) else _group_bytes(names, tensors, loading)
+            in_unit[holder].append(_Held(number, any(name in parameters for name in names), own, size))
     return [_block(names, units, in_unit, loading, activations or {}) for names in tied.groups()]
+
+
+class _Held(NamedTuple):
+    """What a unit has of the memory that tensors share, most of them with none: its group, and bytes."""
+
+    group: int
+    is_weight: bool
+    own: int
+    whole: int
 
 
 def units_of_placement(model: nn.Module, no_split_module_classes: Collection[str] | str | None) -> dict[str, int]:
@@ -140,21 +152,20 @@ class _Joined:
 def _block(
     names: Sequence[str],
     units: Mapping[str, int],
-    in_unit: Mapping[str, Sequence[tuple[int, bool, int]]],
+    in_unit: Mapping[str, Sequence[_Held]],
     loading: Loading,
     activations: Mapping[str, int],
 ) -> Block:
     ordered = sorted(names, key=units.__getitem__)
-    held = {number: (is_weight, size) for name in ordered for number, is_weight, size in in_unit.get(name, ())}
-    resident = 0 if loading.offload_buffers else sum(size for is_weight, size in held.values() if not is_weight)
+    held = {each.group: each for name in ordered for each in in_unit.get(name, ())}
+    resident = 0 if loading.offload_buffers else sum(each.whole for each in held.values() if not each.is_weight)
     streamed = max(
-        sum(size for _, is_weight, size in in_unit.get(name, ()) if is_weight or loading.offload_buffers)
-        for name in ordered
+        sum(each.own for each in in_unit.get(name, ()) if each.is_weight or loading.offload_buffers) for name in ordered
     )
     return Block(
         names=tuple(ordered),
         positions=tuple(units[name] for name in ordered),
-        size=sum(size for _, size in held.values()),
+        size=sum(each.whole for each in held.values()),
         streamed=streamed,
         resident=resident,
         activations=max(activations.get(name, 0) for name in ordered),

@@ -59,6 +59,19 @@ class DeviceMap(dict[str, Any]):
         return None if main is None else self._problem.budgets[main].device
 
     @property
+    def prefetch(self) -> int:
+        """How many blocks that are kept elsewhere the main device has room to fetch ahead of the one it computes."""
+        main, problem = self._placement.main, self._problem
+        kept = [
+            block.streamed
+            for block, place in zip(problem.blocks, self._placement.places, strict=True)
+            if block.streamed and not problem.computes(place, main)
+        ]
+        if main is None or not kept:
+            return 0
+        return problem.stream_buffers - 1 + int(problem.shares(self._placement)[main].free // max(kept))
+
+    @property
     def shares(self) -> dict[Device, Share]:
         """What each device takes: the proof that the map fits, in which no share has less than 0 bytes free."""
         shares = self._problem.shares(self._placement)
@@ -117,6 +130,7 @@ def infer_auto_device_map(
     offload_buffers: bool = False,
     fallback_allocation: bool = False,
     reserve_max_layer: bool | None = None,
+    prefetch: int = 0,
     policy: str = "sequential",
     example_args: Sequence[Any] = (),
     example_kwargs: Mapping[str, Any] | None = None,
@@ -143,6 +157,8 @@ def infer_auto_device_map(
         fallback_allocation: Fill what is left of accelerators with single modules, out of order.
         reserve_max_layer: Leave room for the largest block on the first accelerator where it can be spared. None
             does, unless `max_memory` comes from `get_balanced_memory`.
+        prefetch: Leave room to fetch so many blocks that are kept elsewhere ahead of the one that is computed, or as
+            many as leave a map.
         policy: `"sequential"`, or another name of a map. See `resolve_device_map`.
         example_args: Positional arguments of a forward, by whose shapes activations are measured.
         example_kwargs: Keyword arguments of it.
@@ -163,8 +179,12 @@ def infer_auto_device_map(
 
     def attempt(buffers_too: bool, on_host: bool, classes: Collection[str] | None) -> tuple[Problem, Placement | None]:
         blocks = blocks_of(model, classes, Loading(dtype, special_dtypes, buffers_too), activations)
-        problem = Problem(blocks, budgets_of(memory))
-        return problem, solve(problem, kind, reserve, fallback_allocation, on_host)
+        for ahead in range(prefetch, -1, -1):
+            problem = Problem(blocks, budgets_of(memory), ahead + 1)
+            placement = solve(problem, kind, reserve, fallback_allocation, on_host)
+            if placement is not None:
+                break
+        return problem, placement
 
     for on_host, buffers_too in product((False, True), dict.fromkeys((offload_buffers, True))):
         problem, placement = attempt(buffers_too, on_host, no_split_module_classes)
@@ -340,7 +360,8 @@ def resolve_device_map(
     Args:
         model: The model; it may have no memory.
         device_map: `"auto"` and `"balanced"` let each accelerator have as even a share as can be, `"balanced_low_0"`
-            all but the first, `"sequential"` fills one after the other. Or one device for all, or a map.
+            all but the first, `"sequential"` fills one after the other; where blocks are streamed, there is room to
+            fetch one ahead, if possible. Or one device for all, or a map.
         max_memory: What may be used of each device, where a map is to be found. See `get_max_memory`.
         **options: Other arguments of `infer_auto_device_map`.
 
@@ -349,7 +370,7 @@ def resolve_device_map(
         DeviceNotAvailableError: It names a device that this machine does not have.
     """
     if isinstance(device_map, str) and device_map in DEVICE_MAP_NAMES:
-        device_map = infer_auto_device_map(model, max_memory, policy=device_map, **options)
+        device_map = infer_auto_device_map(model, max_memory, policy=device_map, **{"prefetch": 1, **options})
     elif isinstance(device_map, str | int | torch.device):
         try:
             device_map = {"": as_device(device_map)}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Container, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise, product
 from typing import Literal, TypeAlias
 
@@ -96,10 +96,17 @@ class Share:
 
 @dataclass(frozen=True)
 class Problem:
-    """Blocks in the order of execution, and budgets: accelerators first, then the host, then the disk."""
+    """Blocks in the order of execution, and budgets: accelerators first, then the host, then the disk.
+
+    Attributes:
+        blocks: The blocks.
+        budgets: The budgets.
+        stream_buffers: How many of the blocks that are kept elsewhere are on the device that computes them at a time.
+    """
 
     blocks: Sequence[Block]
     budgets: Sequence[Budget]
+    stream_buffers: int = 1
 
     @property
     def accelerators(self) -> list[int]:
@@ -132,7 +139,8 @@ class Problem:
                 runs_on, largest, resident = placement.main, max(largest, block.streamed), resident + block.resident
             if runs_on is not None:
                 activations[runs_on] = max(activations[runs_on], block.activations)
-        streamed = [largest + resident if place == placement.main else 0 for place in range(len(self.budgets))]
+        streaming = largest * self.stream_buffers + resident
+        streamed = [streaming if place == placement.main else 0 for place in range(len(self.budgets))]
         limits = [budget.limit for budget in self.budgets]
         return [Share(*each) for each in zip(weights, streamed, activations, limits, strict=True)]
 
@@ -263,7 +271,7 @@ class _Filling:
         problem: The blocks and the budgets.
         limits: For each room the bytes that may be used of it.
         main: The room that computes what is put nowhere, and its buffers stay there.
-        reserve: Bytes that are kept free there for streamed blocks.
+        reserve: Bytes of the largest block that is streamed there.
     """
 
     def __init__(self, problem: Problem, limits: dict[int, float], main: int | None = None, reserve: int = 0) -> None:
@@ -271,7 +279,7 @@ class _Filling:
         self.used = dict.fromkeys(limits, 0)
         self.activations = dict.fromkeys(limits, 0)
         if main is not None:
-            self.used[main] = reserve + sum(block.resident for block in self.blocks)
+            self.used[main] = reserve * problem.stream_buffers + sum(block.resident for block in self.blocks)
             self.activations[main] = max((block.activations for block in self.blocks), default=0)
 
     def has_room(self, room: int, block: Block) -> bool:
@@ -355,12 +363,12 @@ def _computed_in_place(problem: Problem, placement: Placement) -> int:
 
 
 def _streaming(problem: Problem, main: int, reserve: int, in_order: bool, rooms: Sequence[int]) -> Placement | None:
-    """The placement that keeps `reserve` bytes free on the main device for the blocks that are put elsewhere."""
+    """The placement that keeps room on the main device for blocks of up to `reserve` bytes, which are put elsewhere."""
     limits = {room: problem.budgets[room].limit for room in sorted({*rooms, main})}
     filling = _Filling(problem, limits, main, reserve)
     large = [index for index, block in enumerate(problem.blocks) if block.streamed > reserve]
     if large and not in_order:
-        room_for = {**limits, main: limits[main] - reserve}
+        room_for = {**limits, main: limits[main] - reserve * problem.stream_buffers}
         packed = Search([problem.blocks[index].size for index in large], room_for, most_steps=_QUICK).first()
         if packed is None:
             return None
@@ -383,10 +391,10 @@ def _by_search(problem: Problem, main: int | None, places: list[int]) -> Placeme
     """Any placement that fits, out of order if need be, by trying: exact for few blocks."""
     heavy = [index for index, block in enumerate(problem.blocks) if block.size]
     blocks = [problem.blocks[index] for index in heavy]
-    part = Problem(blocks, problem.budgets)
+    part = replace(problem, blocks=blocks)
 
     def fits(tried: list[int], chosen: list[int]) -> bool:
-        some = Problem([blocks[index] for index in tried], problem.budgets)
+        some = replace(problem, blocks=[blocks[index] for index in tried])
         return some.fits(Placement(tuple(chosen), main))
 
     limits = {place: problem.budgets[place].limit for place in places}

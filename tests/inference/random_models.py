@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 import random
 from collections.abc import Iterable, Mapping
@@ -162,15 +161,42 @@ class Counted:
 
     def any_map_fits(self) -> bool:
         """Whether there is a map that fits, by trying all of them."""
-        places = [device for device, size in self.case.max_memory.items() if size]
-        mains = [None, *(device for device in places if device != "disk")]
-        groups = self.tied_units()
-        places += [] if "disk" in self.case.max_memory else ["disk"]
-        for chosen in itertools.product(places, repeat=len(groups)):
-            devices = {unit: device for group, device in zip(groups, chosen, strict=True) for unit in group}
-            if any(self.fits(devices, main) for main in mains):
-                return True
+        limits: dict[Any, float] = {device: size for device, size in self.case.max_memory.items() if size}
+        if "disk" not in self.case.max_memory:
+            limits["disk"] = math.inf
+        parts = [self._part(group) for group in self.tied_units()]
+        mains = [None, *(device for device in limits if device != "disk")]
+        return any(_can_place(parts, limits, main, 0, 0) for main in mains)
+
+    def _part(self, group: list[str]) -> tuple[int, int, int]:
+        """Bytes of units that are placed together: all, of the largest that is streamed, and of what stays resident."""
+        names = [name for unit in group for name in self.inside[unit]]
+        moving = [[n for n in self.inside[unit] if self.offload_buffers or n in self.parameters] for unit in group]
+        staying = [] if self.offload_buffers else [name for name in names if name not in self.parameters]
+        return self.bytes_of(names), max(map(self.bytes_of, moving)), self.bytes_of(staying)
+
+
+def _can_place(
+    parts: list[tuple[int, int, int]], free: dict[Any, float], main: Any, largest: int, resident: int
+) -> bool:
+    """Whether parts can be placed into what is free, beside the largest that is streamed and what is resident."""
+    if main is not None and free[main] < largest + resident:
         return False
+    if not parts:
+        return True
+    (size, streamed, staying), *others = parts
+    for device, left in free.items():
+        if size > left:
+            continue
+        kept = device == "disk" or (device == "cpu" and main != "cpu")
+        if kept and main is None:
+            continue
+        now = {**free, device: left - size}
+        if _can_place(
+            others, now, main, max(largest, streamed) if kept else largest, resident + staying if kept else resident
+        ):
+            return True
+    return False
 
 
 def units_of(case: Case) -> list[str]:

@@ -190,6 +190,19 @@ def test_a_declared_tie_is_loaded_once():
     assert infer_auto_device_map(model, {0: 80}) == {"": 0}
 
 
+# Room for what is fetched ahead
+
+
+def test_room_is_left_to_fetch_blocks_ahead_as_far_as_there_is_any():
+    model, memory = linears(40, 40, 40, 40, 40), {0: 120, "cpu": 500}
+    none, one, many = (infer_auto_device_map(model, memory, prefetch=ahead) for ahead in (0, 1, 9))
+    assert [none.shares[0].weights, one.shares[0].weights, many.shares[0].weights] == [80, 40, 0]
+    assert [none.shares[0].streamed, one.shares[0].streamed, many.shares[0].streamed] == [40, 80, 120]
+    assert [none.prefetch, one.prefetch, many.prefetch] == [0, 1, 2]
+    assert infer_auto_device_map(model, {0: 200}).prefetch == 0
+    assert infer_auto_device_map(linears(60, 40, 40), {0: 115, "cpu": 500}).prefetch == 0
+
+
 # Buffers of what is offloaded
 
 

@@ -16,7 +16,7 @@ from tests.pool import run_in_processes
 from tests.simulated.devices import Simulated, start
 from tests.simulated.devices import simulated as simulated
 
-MOST_GROUPS = 6
+MOST_GROUPS = 8
 """Up to so many parts all maps are tried where none is found."""
 
 SEEDS = st.integers(0, 10**9)
