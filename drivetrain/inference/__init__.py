@@ -10,7 +10,7 @@ _EXPORTS = {
     "OffloadedWeightsLoader": "drivetrain.inference.offloaded",
     "PrefixedDataset": "drivetrain.inference.offloaded",
     "StreamOptions": "drivetrain.inference.streaming",
-    "StreamedModelError": "drivetrain.inference.streaming",
+    "StreamedModelError": "drivetrain.inference.guard",
     "WeightStream": "drivetrain.inference.streaming",
     "calculate_maximum_sizes": "drivetrain.inference.sizes",
     "check_tied_parameters_in_config": "drivetrain.inference.ties",
@@ -73,6 +73,7 @@ __all__ = [
 ]
 
 if TYPE_CHECKING:
+    from drivetrain.inference.guard import StreamedModelError as StreamedModelError
     from drivetrain.inference.loading import load_checkpoint_in_model as load_checkpoint_in_model
     from drivetrain.inference.loading import load_state_dict as load_state_dict
     from drivetrain.inference.meta import init_empty_weights as init_empty_weights
@@ -96,7 +97,6 @@ if TYPE_CHECKING:
     from drivetrain.inference.sizes import dtype_byte_size as dtype_byte_size
     from drivetrain.inference.sizes import get_max_layer_size as get_max_layer_size
     from drivetrain.inference.sizes import named_module_tensors as named_module_tensors
-    from drivetrain.inference.streaming import StreamedModelError as StreamedModelError
     from drivetrain.inference.streaming import StreamOptions as StreamOptions
     from drivetrain.inference.streaming import WeightStream as WeightStream
     from drivetrain.inference.ties import check_tied_parameters_in_config as check_tied_parameters_in_config

@@ -182,6 +182,12 @@ def refused_and_kept() -> dict[str, Any]:
             move()
         except StreamedModelError as error:
             found[name] = str(error)
+    split = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    dispatch_model(split, {"0": 0, "1": 1})
+    try:
+        split.to("cpu")
+    except StreamedModelError as error:
+        found["split"] = str(error)
     found["same dtype"] = model.float() is model
     model.layers[1].up.weight.requires_grad_(True)
     try:
@@ -217,8 +223,9 @@ def refused_and_kept() -> dict[str, Any]:
 
 def test_what_cannot_be_done_is_refused_and_leaves_the_model_as_it_was():
     (found,) = runs.of(refused_and_kept)
-    assert "computes on sim:0" in found["away"]
-    assert "computes on sim:0" in found["back"]
+    assert "(cpu, sim:0)" in found["away"]
+    assert "(cpu, sim:0)" in found["back"]
+    assert "(sim:0, sim:1)" in found["split"]
     assert found["same dtype"]
     assert "weight in layers.1 requires a gradient" in found["gradient"]
     assert found["after a refusal"] == {"cpu"}
