@@ -20,6 +20,8 @@ from drivetrain import (
 )
 from drivetrain.checkpoint import save_safetensors
 from drivetrain.checkpoint.mapped_file import mapped_range
+from drivetrain.compat.aliases import install
+from tests.pool import run_in_processes
 
 pytestmark = pytest.mark.compat
 
@@ -144,3 +146,36 @@ def test_outputs_are_those_of_the_plain_model(name: str, dtype: torch.dtype, tmp
         for found, wanted in zip(results(model), expected, strict=True):
             assert torch.equal(found, wanted), way.__name__
         del model
+
+
+MAPS = {
+    "GPT-2, tied": {"transformer.wte": "cpu", "transformer": "disk", "lm_head": "cpu"},
+    "Llama": {"model.layers.1": "cpu", "model": "disk", "model.rotary_emb": "cpu", "lm_head": "disk"},
+}
+
+
+def opened_by_transformers(folder: str) -> dict[str, list[bool]]:
+    """Whether what transformers opens through ours in Accelerate's place computes and is saved as the plain model."""
+    install("accelerate")
+    from transformers import AutoModelForCausalLM
+
+    found = {}
+    for name, device_map in MAPS.items():
+        torch.manual_seed(0)
+        plain, path = ZOO[name]().eval(), f"{folder}/{name}"
+        plain.save_pretrained(path)
+        opened = AutoModelForCausalLM.from_pretrained(path, device_map=device_map, offload_folder=f"{path}/off")
+        opened.save_pretrained(f"{path}/again")
+        again = AutoModelForCausalLM.from_pretrained(f"{path}/again")
+        expected = results(plain)
+        found[name] = [
+            any(mapped_range(each) is not None for each in opened.parameters()),
+            all(map(torch.equal, results(opened), expected)),
+            all(map(torch.equal, results(again.eval()), expected)),
+        ]
+    return found
+
+
+def test_transformers_opens_and_saves_models_that_are_partly_on_disk(tmp_path: Path) -> None:
+    (found,) = run_in_processes(opened_by_transformers, 1, args=[str(tmp_path)], timeout=120)
+    assert found == {name: [True, True, True] for name in MAPS}
