@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -50,7 +50,7 @@ class StreamOptions:
 class _Mover(Protocol):
     """How groups get to where a model computes, and leave it."""
 
-    def prefetch(self, number: int) -> None: ...
+    def prefetch(self, numbers: Sequence[int]) -> None: ...
 
     def enter(self, number: int) -> None: ...
 
@@ -161,13 +161,13 @@ class WeightStream:
         self._open[number] += 1
         self._present.add(number)
         self._mover.enter(number)
-        ahead = number
+        ahead = [number]
         for _ in range(self._options.prefetch):
-            following = self._after.get(ahead, number)
-            if following == number:
+            following = self._after.get(ahead[-1], number)
+            if following in ahead:
                 break
-            self._mover.prefetch(following)
-            ahead = following
+            ahead.append(following)
+        self._mover.prefetch(ahead[1:])
 
     def leave(self, number: int, is_last: bool) -> None:
         """Drop a group where its last module has returned; called after each of its modules."""

@@ -101,6 +101,13 @@ def memory_and_places() -> dict[str, Any]:
         found["between calls"] = {p.device.type for p in model.parameters()}
         model._hf_hook.detach_hook(model)
     found["after"] = sim.used(0)
+    group_offload(model, use_stream=True)
+    with torch.no_grad():
+        model(x)
+        for number in (4, 1, 3, 0, 2, 5, 1, 4):  # each is followed by another one than the time before
+            model[number](x)
+    found["departed"] = sim.used(0)
+    model._hf_hook.detach_hook(model)
     cpu_offload(model, stream=StreamOptions(budget=2 * block))
     with torch.no_grad():
         model(x)
@@ -114,6 +121,7 @@ def test_only_the_groups_in_use_are_on_the_device():
     (found,) = runs.of(memory_and_places)
     assert found["peak 0"] < 1.5 * found["block"]
     assert found["peak 1"] < 2.5 * found["block"]
+    assert found["departed"] < 2.5 * found["block"]
     assert found["between calls"] == {"cpu"}
     assert found["output"] == "cpu"
     assert found["after"] < found["block"]
