@@ -48,17 +48,27 @@ def drop(folder: Path) -> None:
                 os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
-def warm(folder: Path) -> None:
-    """Bring a folder's files into the page cache."""
-    read(folder)
+def files_of(folder: Path) -> list[Path]:
+    """A folder's files of weights."""
+    return [path for path in sorted(folder.rglob("*")) if path.suffix in (".safetensors", ".dat")]
+
+
+def cat(folder: Path) -> float:
+    """Seconds that `cat` takes for the weights of a folder."""
+    start = time.perf_counter()
+    with open(os.devnull, "wb") as nowhere:
+        subprocess.run(["cat", *map(str, files_of(folder))], stdout=nowhere, check=True)
+    return time.perf_counter() - start
 
 
 def read(folder: Path) -> float:
-    """Seconds that `cat` takes for the weights of a folder."""
-    files = [str(path) for path in sorted(folder.rglob("*")) if path.suffix in (".safetensors", ".dat")]
+    """Seconds that reading them takes, 16 MiB at once."""
     start = time.perf_counter()
-    with open(os.devnull, "wb") as nowhere:
-        subprocess.run(["cat", *files], stdout=nowhere, check=True)
+    block = memoryview(bytearray(16 * MIB))
+    for path in files_of(folder):
+        with path.open("rb", buffering=0) as file:
+            while file.readinto(block):
+                pass
     return time.perf_counter() - start
 
 
@@ -91,11 +101,8 @@ def forward(model: nn.Module, batch: int) -> float:
     return time.perf_counter() - start
 
 
-Build = Callable[[], nn.Module]
-
-
 class Setting:
-    """A checkpoint of a transformer, and what runs it."""
+    """A checkpoint of a transformer."""
 
     def __init__(self, size: Size, folder: Path, options: StreamOptions) -> None:
         self.size, self.folder, self.options = size, folder / "checkpoint", options
@@ -126,52 +133,57 @@ class Setting:
         return model
 
 
-def measured(setting: Setting, build: Build, folder: Path, batch: int, rounds: int) -> dict[str, list[float]]:
-    """Seconds of a forward, cold and warm, and the most anonymous memory in MiB."""
-    found: dict[str, list[float]] = {"cold": [], "warm": [], "anonymous": []}
-    for _ in range(rounds):
-        model = build()
-        drop(folder)
-        found["cold"].append(forward(model, batch))
-        warm(folder)
+class Contender:
+    """One way to run the model, and what was measured of it.
+
+    Args:
+        build: Makes the model.
+        folder: What it reads.
+        again: Whether it is made again for each cold forward: pages that are mapped cannot be dropped.
+    """
+
+    def __init__(self, build: Callable[[], nn.Module], folder: Path, again: bool) -> None:
+        self._build, self._folder, self._again = build, folder, again
+        self._model: nn.Module | None = None
+        self.figures: dict[str, list[float]] = {"cold": [], "warm": [], "anonymous": []}
+
+    def measure(self, batch: int) -> None:
+        """Seconds of a cold and of a warm forward, and the most anonymous memory of one in MiB."""
+        model = self._model or self._build()
+        drop(self._folder)
+        self.figures["cold"].append(forward(model, batch))
+        read(self._folder)
         forward(model, batch)
-        found["warm"].append(statistics.median(forward(model, batch) for _ in range(3)))
+        self.figures["warm"].append(forward(model, batch))
         with most_anonymous(model) as most:
             forward(model, batch)
-        found["anonymous"].append(most[0] / MIB)
+        self.figures["anonymous"].append(most[0] / MIB)
+        self._model = None if self._again else model
         del model
         gc.collect()
-    return found
 
-
-def cold_read(folder: Path, rounds: int) -> float:
-    times = []
-    for _ in range(rounds):
-        drop(folder)
-        times.append(read(folder))
-    return statistics.median(times)
+    def median(self, what: str) -> float:
+        """The middle of what was measured."""
+        return statistics.median(self.figures[what])
 
 
 def loading(setting: Setting, rounds: int) -> dict[str, float]:
     """Seconds to fill a model in memory, and to map one, beside `cat`; cold and warm."""
-    found: dict[str, list[float]] = {"cat, cold": [], "load, cold": [], "cat, warm": [], "load, warm": [], "map": []}
+    found: dict[str, list[float]] = {}
+
+    def note(name: str, action: Callable[[], object]) -> None:
+        start = time.perf_counter()
+        kept = action()
+        found.setdefault(name, []).append(time.perf_counter() - start)
+        del kept
+        gc.collect()
+
     for _ in range(rounds):
         for state in ("cold", "warm"):
-            for what in ("cat", "load"):
-                drop(setting.folder) if state == "cold" else warm(setting.folder)
-                model = setting.empty()
-                start = time.perf_counter()
-                if what == "cat":
-                    read(setting.folder)
-                else:
-                    load_checkpoint_in_model(model, setting.folder, {"": "cpu"})
-                found[f"{what}, {state}"].append(time.perf_counter() - start)
-                del model
-                gc.collect()
-        model = setting.empty()
-        start = time.perf_counter()
-        load_checkpoint_and_dispatch(model, setting.folder, "disk", main_device="cpu")
-        found["map"].append(time.perf_counter() - start)
+            for name, action in {"cat": lambda: cat(setting.folder), "load": setting.in_memory}.items():
+                drop(setting.folder) if state == "cold" else read(setting.folder)
+                note(f"{name}, {state}", action)
+        note("map", setting.ours)
     return {name: statistics.median(times) for name, times in found.items()}
 
 
@@ -201,33 +213,42 @@ def main(
     with tempfile.TemporaryDirectory(dir=folder) as place:
         options = StreamOptions(prefetch=prefetch, budget=None if budget is None else budget * MIB)
         setting = Setting(Size(width=width, heads=8, layers=layers), Path(place), options)
-        contenders: dict[str, tuple[Build, Path]] = {"drivetrain": (setting.ours, setting.folder)}
-        if not without_accelerate and importlib.util.find_spec("accelerate") is not None:
-            contenders["accelerate"] = (setting.theirs, setting.copies)
-        reading = cold_read(setting.folder, rounds)
+        others = not without_accelerate and importlib.util.find_spec("accelerate") is not None
+        reads: list[float] = []
         rows, figures = [], []
         for batch in batches:
-            model = setting.in_memory()
-            forward(model, batch)
-            computing = statistics.median(forward(model, batch) for _ in range(rounds))
-            del model
-            gc.collect()
-            ideal = max(reading, computing)
-            for name, (build, where) in contenders.items():
-                found = measured(setting, build, where, batch, rounds)
-                cold, hot, most = (statistics.median(found[key]) for key in ("cold", "warm", "anonymous"))
-                figures.append({"name": name, "batch": batch, "ideal": ideal, "compute": computing, **found})
-                times = (computing, cold, ideal / cold, hot)
-                rows.append([name, str(batch), *(f"{each:.2f}" for each in times), f"{most:.0f}"])
+            contenders = {"drivetrain": Contender(setting.ours, setting.folder, again=True)}
+            if others:
+                contenders["accelerate"] = Contender(setting.theirs, setting.copies, again=False)
+            plain, computes = setting.in_memory(), list[float]()
+            forward(plain, batch)
+            for _ in range(rounds):
+                for reading in (cat, read):
+                    drop(setting.folder)
+                    reads.append(reading(setting.folder))
+                computes.append(forward(plain, batch))
+                for contender in contenders.values():
+                    contender.measure(batch)
+            del plain
+            quickest = min(statistics.median(reads[0::2]), statistics.median(reads[1::2]))
+            compute = statistics.median(computes)
+            ideal = max(quickest, compute)
+            for name, each in contenders.items():
+                cold = each.median("cold")
+                times = (compute, cold, ideal / cold, each.median("warm"))
+                most = f"{each.median('anonymous'):.0f}"
+                rows.append([name, str(batch), *(f"{time:.2f}" for time in times), most])
+                figures.append({"name": name, "batch": batch, "ideal": ideal, "compute": compute, **each.figures})
         loads = loading(setting, rounds)
-    size = setting.nbytes / (1 << 30)
-    print(f"{size:.2f} GiB in {layers} blocks of {setting.block / MIB:.0f} MiB, {rounds} rounds, medians in seconds.")
-    print(f"A cold read of the files takes {reading:.2f} s. {', '.join(map(version_of, contenders))}.")
-    head = ["", "batch", "in memory", "cold", "ideal / cold", "warm", "anonymous MiB"]
-    print(as_table(head, rows))
-    print(as_table(["", "s"], [[name, f"{value:.2f}"] for name, value in loads.items()]))
+    versions = ", ".join(f"{name} {version_of(name)}" for name in ("drivetrain", *(["accelerate"] if others else [])))
+    print(f"{setting.nbytes / 2**30:.2f} GiB in {layers} blocks of {setting.block / MIB:.0f} MiB. {versions}.")
+    print(f"{rounds} rounds, medians in seconds. A cold read of the files takes {quickest:.2f} s.\n")
+    columns = ("", "batch:", "in memory:", "cold:", "ideal / cold:", "warm:", "anonymous MiB:")
+    print(as_table(columns, rows))
+    print()
+    print(as_table(("", "s:"), [[name, f"{value:.2f}"] for name, value in loads.items()]))
     if json_file is not None:
-        json_file.write_text(json.dumps({"read": reading, "forwards": figures, "loading": loads}, indent=2))
+        json_file.write_text(json.dumps({"reads": reads, "forwards": figures, "loading": loads}, indent=2))
 
 
 if __name__ == "__main__":

@@ -22,7 +22,7 @@ _EXPORTS = {
     "Quantizer": "drivetrain.inference.quantization",
     "SequentialHook": "drivetrain.inference.hooks",
     "StreamOptions": "drivetrain.inference.streaming",
-    "StreamedModelError": "drivetrain.inference.streaming",
+    "StreamedModelError": "drivetrain.inference.guard",
     "TorchAO": "drivetrain.inference.quantization",
     "UserCpuOffloadHook": "drivetrain.inference.whole_offload",
     "WeightStream": "drivetrain.inference.streaming",
@@ -177,6 +177,7 @@ if TYPE_CHECKING:
     from drivetrain.inference.device_map import clean_device_map as clean_device_map
     from drivetrain.inference.device_map import infer_auto_device_map as infer_auto_device_map
     from drivetrain.inference.device_map import resolve_device_map as resolve_device_map
+    from drivetrain.inference.guard import StreamedModelError as StreamedModelError
     from drivetrain.inference.hooks import ModelHook as ModelHook
     from drivetrain.inference.hooks import SequentialHook as SequentialHook
     from drivetrain.inference.hooks import add_hook_to_module as add_hook_to_module
@@ -217,7 +218,6 @@ if TYPE_CHECKING:
     from drivetrain.inference.sizes import dtype_byte_size as dtype_byte_size
     from drivetrain.inference.sizes import get_max_layer_size as get_max_layer_size
     from drivetrain.inference.sizes import named_module_tensors as named_module_tensors
-    from drivetrain.inference.streaming import StreamedModelError as StreamedModelError
     from drivetrain.inference.streaming import StreamOptions as StreamOptions
     from drivetrain.inference.streaming import WeightStream as WeightStream
     from drivetrain.inference.tensors import set_module_tensor_to_device as set_module_tensor_to_device

@@ -63,8 +63,15 @@ class DeviceCopies:
         ]
         self._ring = _Ring(slots if pins and not pin else 0)
 
-    def prefetch(self, number: int) -> None:
-        """Start copying a group."""
+    def prefetch(self, numbers: Sequence[int]) -> None:
+        """Start copying groups, and free those that were copied ahead and are not among them."""
+        for number in self._arrived.keys() - self._used - set(numbers):
+            if not self._stays[number]:
+                del self._arrived[number]
+        for number in numbers:
+            self._fetch(number)
+
+    def _fetch(self, number: int) -> None:
         if number not in self._arrived:
             self._arrived[number] = self._copy(number)
 
@@ -72,7 +79,7 @@ class DeviceCopies:
         """Put a group's copies in the places of its weights."""
         if number in self._used:
             return
-        self.prefetch(number)
+        self._fetch(number)
         arrived, group = self._arrived[number], self._groups[number]
         if arrived.ready is not None:
             current = self._kind.current_stream()

@@ -146,10 +146,12 @@ def as_dict(
         location(device_map)
         return {"": device_map}
     maps = importlib.import_module("drivetrain.inference")
-    given = {"no_split_module_classes": no_split_module_classes, "dtype": dtype}
-    if device_map != "sequential":
-        low_zero = device_map == "balanced_low_0"
-        max_memory = maps.get_balanced_memory(model, max_memory=max_memory, low_zero=low_zero, **given)
-    return as_dict(
-        model, maps.infer_auto_device_map(model, max_memory=max_memory, offload_buffers=offload_buffers, **given)
+    found = maps.resolve_device_map(
+        model,
+        device_map,
+        max_memory,
+        no_split_module_classes=no_split_module_classes,
+        dtype=dtype,
+        offload_buffers=offload_buffers,
     )
+    return dict(found)

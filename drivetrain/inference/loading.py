@@ -34,7 +34,7 @@ _SHOWN = 8
 def load_checkpoint_in_model(
     model: nn.Module,
     checkpoint: Checkpoint,
-    device_map: DeviceMap | None = None,
+    device_map: Any = None,
     offload_folder: str | os.PathLike[str] | None = None,
     dtype: torch.dtype | str | None = None,
     offload_state_dict: bool = False,
@@ -54,8 +54,8 @@ def load_checkpoint_in_model(
         model: The model; it may be without memory, as `init_empty_weights` builds it.
         checkpoint: A `.safetensors` file, one that `torch.save` wrote, an index of several, a directory with one of
             these, a checkpoint of drivetrain's, a URL of any of them on a file system of fsspec, or tensors by name.
-        device_map: Devices or `"disk"` by the names of modules; None leaves parameters where they are, and puts those
-            without memory on the CPU.
+        device_map: Devices or `"disk"` by the names of modules, one of them for the whole model, or the name of a map;
+            None leaves parameters where they are, and puts those without memory on the CPU.
         offload_folder: Where weights are written that are to stay on disk and cannot be used from their own files.
         dtype: Convert floating-point weights to it; they get the dtype that they have in the model if None.
         offload_state_dict: Accepted: no more than one weight that is converted is in memory beside the model.
@@ -76,7 +76,10 @@ def load_checkpoint_in_model(
         return
     loading = _Loading(model, files.open_weights(checkpoint), wanted, keep_in_fp32_modules or ())
     loading.compare(strict)
-    where = None if device_map is None else execution.locations(model, device_map)
+    where = None
+    if device_map is not None:
+        given = execution.as_dict(model, device_map, dtype=wanted, offload_buffers=offload_buffers)
+        where = execution.locations(model, given)
     loading.load(where, offload_folder, offload_buffers)
 
 

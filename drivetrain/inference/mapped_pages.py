@@ -36,12 +36,12 @@ class MappedPages:
             budget -= group.nbytes
             self._stays.append(budget >= 0)
 
-    def prefetch(self, number: int) -> None:
-        """Have a group read meanwhile, unless it is here to stay."""
-        if number in self._fetched:
-            return
-        for each in self._ranges[number]:
-            each.file.will_need(each.start, each.end)
+    def prefetch(self, numbers: Sequence[int]) -> None:
+        """Have groups read meanwhile, unless they are here to stay."""
+        for number in numbers:
+            if number not in self._fetched:
+                for each in self._ranges[number]:
+                    each.file.will_need(each.start, each.end)
 
     def enter(self, number: int) -> None:
         """Check that a group's files are as they were."""

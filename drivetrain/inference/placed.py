@@ -11,6 +11,7 @@ from torch.utils.hooks import RemovableHandle
 
 from drivetrain.checkpoint.mapped_file import mapped_range
 from drivetrain.inference.execution import Location
+from drivetrain.inference.guard import MoveGuard
 from drivetrain.inference.hooks import ModelHook, ModuleT
 from drivetrain.inference.streaming import WeightStream
 from drivetrain.inference.weight_places import Place, like
@@ -33,16 +34,33 @@ class Placement:
         self.stream = stream
         self._written, self._moved = list(written), list(moved)
         self._handles: list[RemovableHandle] = []
+        self._guards: list[MoveGuard] = []
 
     def hold(self, *handles: RemovableHandle) -> None:
         """Remove these too."""
         self._handles += handles
+
+    def guard(self, computes: Mapping[nn.Module, torch.device]) -> None:
+        """Refuse to move or cast these modules, for as long as the hooks are there.
+
+        Args:
+            computes: The modules, and where each computes.
+        """
+        kinds = {
+            (tensor.dtype, where)
+            for module, device in computes.items()
+            for tensor in (*module.parameters(), *module.buffers())
+            for where in (tensor.device, device)
+        }
+        self._guards.append(MoveGuard(computes, kinds))
 
     def remove(self) -> None:
         """Take all hooks away. Weights are where they were before: in memory, or in the model's own files."""
         self.stream.remove()
         for handle in self._handles:
             handle.remove()
+        for guard in self._guards:
+            guard.remove()
         in_memory: dict[int, Tensor] = {}
         for place in self._written:
             old = place.tensor
@@ -51,7 +69,7 @@ class Placement:
             place.put(in_memory[id(old)])
         for place in self._moved:
             place.put(place.tensor.to("cpu"))
-        self._handles, self._written, self._moved = [], [], []
+        self._handles, self._guards, self._written, self._moved = [], [], [], []
 
 
 class PlacedHook(ModelHook):
@@ -139,6 +157,7 @@ def attach(
         setattr(model, HOOK, PlacedHook(placement, stream.device, False, True, skip_keys))
     root: PlacedHook = getattr(model, HOOK)
     if crosses:
+        placement.guard({**computes, model: stream.device})
         placement.hold(
             model.register_forward_pre_hook(root.move_inputs, prepend=True, with_kwargs=True),
             model.register_forward_hook(root.move_outputs, always_call=True),

@@ -75,6 +75,7 @@ def dispatch_model(
     all_on_cpu = devices == [execution.CPU] and main_device is None
     main = execution.CPU if all_on_cpu else execution.execution_device(main_device, devices)
     places = named_places(model)
+    where = _with_ties(places, where, main)
     offloaded = [name for name, at in where.items() if at == execution.DISK or (at == execution.CPU and main != at)]
     # Buffers are small and change: on the main device unless they are to be offloaded.
     moved = {name: at for name, at in where.items() if isinstance(at, torch.device) and name not in offloaded}
@@ -328,6 +329,21 @@ def _give_values(
             "load_checkpoint_and_dispatch; buffers that no checkpoint holds need "
             "init_empty_weights(include_buffers=False)."
         )
+
+
+def _with_ties(
+    places: Mapping[str, Place], where: Mapping[str, execution.Location], main: torch.device
+) -> dict[str, execution.Location]:
+    """Locations in which what is tied is not on disk where another of its names keeps it in reach."""
+    found = dict(where)
+    sharing: dict[int, list[str]] = {}
+    for name, place in places.items():
+        sharing.setdefault(id(place.tensor), []).append(name)
+    for names in sharing.values():
+        kept = next((at for at in (main, execution.CPU) if at in [where[name] for name in names]), None)
+        if kept is not None:
+            found.update({name: kept for name in names if where[name] == execution.DISK})
+    return found
 
 
 def _move(places: Mapping[str, Place], where: Mapping[str, torch.device]) -> None:

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, Protocol
 
 import psutil
@@ -15,13 +14,10 @@ from torch.utils.hooks import RemovableHandle
 from drivetrain.checkpoint.mapped_file import mapped_range
 from drivetrain.inference.device_copies import DeviceCopies
 from drivetrain.inference.groups import groups_of
+from drivetrain.inference.guard import MoveGuard, StreamedModelError
 from drivetrain.inference.mapped_pages import MappedPages
 from drivetrain.inference.weight_places import named_places
 from drivetrain.runtime.errors import ConfigurationError
-
-
-class StreamedModelError(ConfigurationError, RuntimeError):
-    """Something was asked of a model whose weights come and go that only one in memory can do."""
 
 
 @dataclass(frozen=True)
@@ -54,7 +50,7 @@ class StreamOptions:
 class _Mover(Protocol):
     """How groups get to where a model computes, and leave it."""
 
-    def prefetch(self, number: int) -> None: ...
+    def prefetch(self, numbers: Sequence[int]) -> None: ...
 
     def enter(self, number: int) -> None: ...
 
@@ -131,10 +127,8 @@ class WeightStream:
         for number, group in enumerate(self.groups):
             for module in group.modules:
                 self._handles += self._watch(module, number, module is group.modules[-1])
-        self._guarded = _holders(model, wanted.keys())
-        self._kinds = {(each.dtype, where) for each in wanted.values() for where in (each.device, self.device)}
-        for module in self._guarded:
-            module.__dict__["_apply"] = partial(self._guarded_apply, module)
+        kinds = {(each.dtype, where) for each in wanted.values() for where in (each.device, self.device)}
+        self._guard = MoveGuard(_holders(model, wanted.keys()), kinds)
 
     def _moves(self, tensor: Tensor) -> bool:
         return self.device.type != "cpu" or mapped_range(tensor) is not None
@@ -167,13 +161,13 @@ class WeightStream:
         self._open[number] += 1
         self._present.add(number)
         self._mover.enter(number)
-        ahead = number
+        ahead = [number]
         for _ in range(self._options.prefetch):
-            following = self._after.get(ahead, number)
-            if following == number:
+            following = self._after.get(ahead[-1], number)
+            if following in ahead:
                 break
-            self._mover.prefetch(following)
-            ahead = following
+            ahead.append(following)
+        self._mover.prefetch(ahead[1:])
 
     def leave(self, number: int, is_last: bool) -> None:
         """Drop a group where its last module has returned; called after each of its modules."""
@@ -199,31 +193,15 @@ class WeightStream:
                     "model into memory to train it."
                 )
 
-    def _guarded_apply(
-        self, module: nn.Module, function: Callable[[Tensor], Tensor], recurse: bool = True
-    ) -> nn.Module:
-        """Stands for `nn.Module._apply`, which `to`, `half` and the like use, of modules with such weights."""
-        for dtype, where in self._kinds:  # of what is here between calls, and of what computes
-            probe = torch.empty(0, dtype=dtype, device=where)
-            if function(probe) is not probe:
-                raise StreamedModelError(
-                    f"The weights of {type(module).__name__} come and go on their own; it computes on {self.device}, "
-                    "and `to`, `half` and the like cannot move or cast it. Load it with another device_map or dtype, "
-                    "or call remove_hook_from_submodules(model) first: then its weights are on the host as any model's."
-                )
-        plain: Any = type(module)._apply
-        return plain(module, function, recurse)  # type: ignore[no-any-return]
-
     def remove(self) -> None:
         """Leave the model as any other, with its weights where they are between calls."""
         self._mover.remove()
         for handle in self._handles:
             handle.remove()
-        for module in self._guarded:
-            module.__dict__.pop("_apply", None)
+        self._guard.remove()
         for parameter in self._frozen:
             parameter.requires_grad_(True)
-        self._handles, self._guarded, self._frozen = [], [], []
+        self._handles, self._frozen = [], []
 
 
 class _Call:

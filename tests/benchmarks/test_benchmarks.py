@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import json
+import os
 import runpy
 import subprocess
 import sys
@@ -50,6 +51,20 @@ def test_overhead_measures_every_way_of_running_drivetrain(
     printed = capsys.readouterr().out
     for name in names:
         assert f"| {name} |" in printed
+
+
+@pytest.mark.skipif(not hasattr(os, "posix_fadvise"), reason="needs posix_fadvise, which drops files from the cache")
+def test_offload_measures_a_model_on_disk_beside_one_in_memory(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "offload.json"
+    small = ("--layers", "2", "--width", "64", "--rounds", "1", "--without-accelerate", "--folder", str(tmp_path))
+    run_in_processes(run_benchmark, 1, args=("offload.py", *small, "--json", str(file)), timeout=60)
+    figures = json.loads(file.read_text())
+    assert [(each["name"], each["batch"]) for each in figures["forwards"]] == [("drivetrain", 1), ("drivetrain", 64)]
+    assert all(each["cold"][0] > 0 and each["ideal"] > 0 for each in figures["forwards"])
+    assert set(figures["loading"]) == {"cat, cold", "load, cold", "cat, warm", "load, warm", "map"}
+    assert "| drivetrain | 64 |" in capsys.readouterr().out
 
 
 def test_a_filter_that_leaves_nothing_of_startup_names_what_there_is() -> None:

@@ -101,6 +101,13 @@ def memory_and_places() -> dict[str, Any]:
         found["between calls"] = {p.device.type for p in model.parameters()}
         model._hf_hook.detach_hook(model)
     found["after"] = sim.used(0)
+    group_offload(model, use_stream=True)
+    with torch.no_grad():
+        model(x)
+        for number in (4, 1, 3, 0, 2, 5, 1, 4):  # each is followed by another one than the time before
+            model[number](x)
+    found["departed"] = sim.used(0)
+    model._hf_hook.detach_hook(model)
     cpu_offload(model, stream=StreamOptions(budget=2 * block))
     with torch.no_grad():
         model(x)
@@ -114,6 +121,7 @@ def test_only_the_groups_in_use_are_on_the_device():
     (found,) = runs.of(memory_and_places)
     assert found["peak 0"] < 1.5 * found["block"]
     assert found["peak 1"] < 2.5 * found["block"]
+    assert found["departed"] < 2.5 * found["block"]
     assert found["between calls"] == {"cpu"}
     assert found["output"] == "cpu"
     assert found["after"] < found["block"]
@@ -182,6 +190,12 @@ def refused_and_kept() -> dict[str, Any]:
             move()
         except StreamedModelError as error:
             found[name] = str(error)
+    split = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    dispatch_model(split, {"0": 0, "1": 1})
+    try:
+        split.to("cpu")
+    except StreamedModelError as error:
+        found["split"] = str(error)
     found["same dtype"] = model.float() is model
     model.layers[1].up.weight.requires_grad_(True)
     try:
@@ -217,8 +231,9 @@ def refused_and_kept() -> dict[str, Any]:
 
 def test_what_cannot_be_done_is_refused_and_leaves_the_model_as_it_was():
     (found,) = runs.of(refused_and_kept)
-    assert "computes on sim:0" in found["away"]
-    assert "computes on sim:0" in found["back"]
+    assert "(cpu, sim:0)" in found["away"]
+    assert "(cpu, sim:0)" in found["back"]
+    assert "(sim:0, sim:1)" in found["split"]
     assert found["same dtype"]
     assert "weight in layers.1 requires a gradient" in found["gradient"]
     assert found["after a refusal"] == {"cpu"}

@@ -97,7 +97,7 @@ def test_safetensors_are_used_from_where_they_are(tmp_path, kind):
     model = seeded()
     source = SOURCES[kind](model, tmp_path)
     other = empty()
-    load_checkpoint_in_model(other, source, {"": "disk"})
+    load_checkpoint_in_model(other, source, "disk")
     assert all(mapped_range(parameter) is not None for parameter in other.parameters())
     assert torch.equal(load_checkpoint_and_dispatch(empty(), source, "disk")(IDS), model(IDS))
 

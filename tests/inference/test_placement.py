@@ -67,6 +67,18 @@ def test_each_weight_is_where_the_map_says(tmp_path, device_map, disk):
     assert model.hf_device_map == (device_map if isinstance(device_map, dict) else {"": device_map})
 
 
+def test_a_tie_that_a_map_splits_is_kept_where_it_is_in_memory(tmp_path):
+    split = {"words": "cpu", "layers": "disk", "norm": "disk", "head": "disk"}
+    path = saved(seeded(), tmp_path / "model.safetensors")
+    for model in (
+        load_checkpoint_and_dispatch(empty(), path, split, main_device="cpu"),
+        dispatch_model(seeded(), split, main_device="cpu", offload_dir=tmp_path / "off"),
+    ):
+        assert model.head.weight is model.words.weight
+        assert mapped_range(model.words.weight) is None
+        assert torch.equal(model(IDS), seeded()(IDS))
+
+
 @on_cpu
 def test_a_model_on_one_device_has_no_hooks(tmp_path):
     model = dispatch_model(seeded(), {"": "cpu"})

@@ -1,0 +1,181 @@
+"""Models of transformers, tiny and random: from memory, disk and both, outputs are the plain model's, bit by bit."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from drivetrain import (
+    StreamOptions,
+    cpu_offload,
+    disk_offload,
+    dispatch_model,
+    init_empty_weights,
+    load_checkpoint_and_dispatch,
+)
+from drivetrain.checkpoint import save_safetensors
+from drivetrain.checkpoint.mapped_file import mapped_range
+from drivetrain.compat.aliases import install
+from tests.pool import run_in_processes
+
+pytestmark = pytest.mark.compat
+
+WORDS = {"vocab_size": 99, "bos_token_id": 1, "eos_token_id": None, "pad_token_id": 0}
+LLAMA = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4}
+
+
+def _language(kind: str, **config: Any) -> Callable[[], nn.Module]:
+    def build() -> nn.Module:
+        import transformers
+
+        made = getattr(transformers, f"{kind}Config")(**{**WORDS, **config})
+        return getattr(transformers, f"{kind}ForCausalLM" if kind != "GPT2" else "GPT2LMHeadModel")(made)
+
+    return build
+
+
+def _t5() -> nn.Module:
+    from transformers import T5Config, T5ForConditionalGeneration
+
+    sizes = {"d_model": 32, "d_kv": 8, "d_ff": 64, "num_layers": 3, "num_heads": 4}
+    return T5ForConditionalGeneration(T5Config(vocab_size=99, decoder_start_token_id=0, eos_token_id=None, **sizes))
+
+
+def _bert() -> nn.Module:
+    from transformers import BertConfig, BertForMaskedLM
+
+    return BertForMaskedLM(BertConfig(vocab_size=99, **LLAMA))
+
+
+def _vit() -> nn.Module:
+    from transformers import ViTConfig, ViTForImageClassification
+
+    return ViTForImageClassification(ViTConfig(image_size=32, patch_size=8, **LLAMA))
+
+
+ZOO: dict[str, Callable[[], nn.Module]] = {
+    "GPT-2, tied": _language("GPT2", n_embd=32, n_layer=3, n_head=4),
+    "Llama": _language("Llama", num_key_value_heads=2, **LLAMA),
+    "Mixtral, a mixture of experts": _language("Mixtral", num_key_value_heads=2, num_local_experts=4, **LLAMA),
+    "T5, tied three ways": _t5,
+    "BERT": _bert,
+    "ViT": _vit,
+}
+IDS = torch.tensor([[5, 6, 7, 8], [9, 10, 11, 12]])
+
+
+def inputs_of(model: Any) -> dict[str, torch.Tensor]:
+    if model.main_input_name == "pixel_values":
+        return {"pixel_values": torch.linspace(-1, 1, 2 * 3 * 32 * 32).reshape(2, 3, 32, 32)}
+    decoder = {"decoder_input_ids": IDS[:, :2]} if model.config.is_encoder_decoder else {}
+    return {"input_ids": IDS, **decoder}
+
+
+def results(model: Any) -> list[torch.Tensor]:
+    """Logits of two forwards, and what is generated with a cache."""
+    with torch.no_grad():
+        found = [model(**inputs_of(model)).logits for _ in range(2)]
+    if model.can_generate():
+        found.append(model.generate(IDS, max_new_tokens=6, do_sample=False))
+    return found
+
+
+def halves(model: nn.Module) -> dict[str, str]:
+    """A map that leaves every second part of a model on disk."""
+    places: dict[str, str] = {}
+
+    def divide(module: nn.Module, name: str, depth: int) -> None:
+        own = [f"{name}.{key}".lstrip(".") for key, _ in module.named_parameters(recurse=False)]
+        places.update(dict.fromkeys(own, "cpu"))
+        for key, child in module.named_children():
+            path = f"{name}.{key}".lstrip(".")
+            if depth and any(True for _ in child.children()):
+                divide(child, path, depth - 1)
+            elif any(True for _ in child.parameters()):
+                places[path] = "disk" if len(places) % 2 else "cpu"
+
+    divide(model, "", 3)
+    return places
+
+
+def whole(model: Any, build: Callable[[], Any], folder: Path) -> Any:
+    return load_checkpoint_and_dispatch(build(), folder, {"": "cpu"}, strict=False)
+
+
+def offloaded(model: Any, build: Callable[[], Any], folder: Path) -> Any:
+    return cpu_offload(model, execution_device="cpu", offload_buffers=True)
+
+
+def from_disk(model: Any, build: Callable[[], Any], folder: Path) -> Any:
+    return load_checkpoint_and_dispatch(build(), folder, "disk", main_device="cpu", stream=StreamOptions(budget=0))
+
+
+def written(model: Any, build: Callable[[], Any], folder: Path) -> Any:
+    return disk_offload(model, folder / "off", execution_device="cpu", offload_buffers=True)
+
+
+def mixed(model: Any, build: Callable[[], Any], folder: Path) -> Any:
+    return dispatch_model(model, halves(model), main_device="cpu", offload_dir=folder / "off")
+
+
+def mixed_from_files(model: Any, build: Callable[[], Any], folder: Path) -> Any:
+    return load_checkpoint_and_dispatch(build(), folder, halves(model), main_device="cpu")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", ZOO)
+def test_outputs_are_those_of_the_plain_model(name: str, dtype: torch.dtype, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    plain = ZOO[name]().eval().to(dtype)
+    save_safetensors(plain.state_dict(), tmp_path)  # save_pretrained gives some of them other names
+    expected = results(plain)
+
+    def empty() -> nn.Module:
+        with init_empty_weights():
+            return ZOO[name]().eval().to(dtype)
+
+    for way in (whole, from_disk, mixed_from_files, offloaded, written, mixed):
+        model = way(plain, empty, tmp_path)
+        on_disk = [each for each in model.parameters() if mapped_range(each) is not None]
+        assert bool(on_disk) == (way not in (whole, offloaded))
+        for found, wanted in zip(results(model), expected, strict=True):
+            assert torch.equal(found, wanted), way.__name__
+        del model
+
+
+MAPS = {
+    "GPT-2, tied": {"transformer.wte": "cpu", "transformer": "disk", "lm_head": "cpu"},
+    "Llama": {"model.layers.1": "cpu", "model": "disk", "model.rotary_emb": "cpu", "lm_head": "disk"},
+}
+
+
+def opened_by_transformers(folder: str) -> dict[str, list[bool]]:
+    """Whether what transformers opens through ours in Accelerate's place computes and is saved as the plain model."""
+    install("accelerate")
+    from transformers import AutoModelForCausalLM
+
+    found = {}
+    for name, device_map in MAPS.items():
+        torch.manual_seed(0)
+        plain, path = ZOO[name]().eval(), f"{folder}/{name}"
+        plain.save_pretrained(path)
+        opened = AutoModelForCausalLM.from_pretrained(path, device_map=device_map, offload_folder=f"{path}/off")
+        opened.save_pretrained(f"{path}/again")
+        again = AutoModelForCausalLM.from_pretrained(f"{path}/again")
+        expected = results(plain)
+        found[name] = [
+            any(mapped_range(each) is not None for each in opened.parameters()),
+            all(map(torch.equal, results(opened), expected)),
+            all(map(torch.equal, results(again.eval()), expected)),
+        ]
+    return found
+
+
+def test_transformers_opens_and_saves_models_that_are_partly_on_disk(tmp_path: Path) -> None:
+    (found,) = run_in_processes(opened_by_transformers, 1, args=[str(tmp_path)], timeout=120)
+    assert found == {name: [True, True, True] for name in MAPS}
