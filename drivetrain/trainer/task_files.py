@@ -121,7 +121,7 @@ class TaskFiles(nn.Module):
             )
         if not weights:
             logger.warning(
-                f"The state dict in {source} contains no parameters, so {type(self).__name__} has those it was made with."
+                f"The state dict in {source} contains no parameters: {type(self).__name__} has those it was made with."
             )
 
     # the forward in other tools' formats

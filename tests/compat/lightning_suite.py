@@ -199,6 +199,8 @@ LEFT_OUT = {
     "test_csv.py::test_log_hyperparams": "expects an error for what works here",
     "test_csv.py::test_manual_versioning_file_exists": "expects the table of an earlier run to be removed",
     "test_hparams.py::test_model_save_hyper_parameters_interpolation_with_hydra": "needs hydra, and says not so",
+    "test_hparams.py::test_collect_init_arguments[AggSubClassBoringModel]": "expects a module among "
+    "the hyper-parameters in the file, which would need unpickling to open; it is left out with a warning here",
     "test_hparams.py::test_save_hparams_to_yaml": "needs omegaconf, and does not skip itself",
     "test_restore.py::test_restarting_mid_epoch_raises_warning[ExceptionModel-True]": EXACT,
     "test_restore.py::test_restarting_mid_epoch_raises_warning[ShouldStopModel-True]": EXACT,
