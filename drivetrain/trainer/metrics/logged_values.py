@@ -431,6 +431,10 @@ class LoggedValues:
             last = entry.last
             entry.reset()
             entry.last = last
+        names = {result.epoch_name for result in results} if self._separates_moments else ()
+        for entry in self._tables[stage].values():
+            if entry.on_step and entry.step_name in names:  # the epoch's is newer, until the next step
+                entry.last = None
         return results
 
     def reset_finished(self) -> None:
