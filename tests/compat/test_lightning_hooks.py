@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 
 from drivetrain.compat.lightning.pytorch import Callback, Trainer, __version__
@@ -143,6 +144,27 @@ def test_an_epoch_that_a_checkpoint_was_the_end_of_counts_from_the_start_of_a_ru
     task = Starts()
     resumed(tmp_path, task, max_epochs=1)
     assert task.starts == [("run", 1), ("epoch", 1)]
+
+
+def test_a_key_that_no_schedule_has_is_warned_of(tmp_path: Path) -> None:
+    class Extra(BoringModel):
+        def configure_optimizers(self) -> Any:
+            optimizer = torch.optim.SGD(self.parameters(), 0.1)
+            schedule = {"scheduler": torch.optim.lr_scheduler.StepLR(optimizer, 1), "note": 1}
+            return {"optimizer": optimizer, "lr_scheduler": schedule}
+
+    with pytest.warns(RuntimeWarning, match="unsupported keys in the lr scheduler dict: {'note'}"):
+        trainer(tmp_path).fit(Extra())
+
+
+def test_the_bar_keeps_the_last_step_of_an_evaluation(tmp_path: Path) -> None:
+    class Logs(BoringModel):
+        def validation_step(self, batch: Any, batch_idx: int) -> None:
+            self.log("shown", 3.0, prog_bar=True, on_step=True, on_epoch=False)
+
+    run = trainer(tmp_path)
+    run.fit(Logs())
+    assert run.progress_bar_metrics["shown"] == 3
 
 
 def test_the_bar_shows_what_the_end_of_an_epoch_logs_in_place_of_a_step(tmp_path: Path) -> None:

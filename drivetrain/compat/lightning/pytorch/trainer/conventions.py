@@ -29,6 +29,11 @@ class LightningConventions(CoreTrainer):
         return with_lightnings_names(state)
 
     @property
+    def refuses_unknown_keys(self) -> bool:
+        """No: there is a warning of them."""
+        return False
+
+    @property
     def repeats_epoch_start(self) -> bool:
         """No: only drivetrain's own callbacks get ready again within an epoch."""
         return False

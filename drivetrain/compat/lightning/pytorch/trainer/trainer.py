@@ -309,7 +309,8 @@ class Trainer(LightningConventions):
     @property
     def progress_bar_metrics(self) -> dict[str, Any]:
         """The values that the progress bar shows."""
-        return {name: float(value) for name, value in to_numbers(super().progress_bar_metrics).items()}
+        shown = self.logged.bar_values(with_evaluation_steps=True)
+        return {name: float(value) for name, value in to_numbers(shown).items()}
 
     # how long
 
