@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
+from drivetrain.inference.device_map import DEVICE_MAP_NAMES, DeviceMap, resolve_device_map
 from drivetrain.inference.weight_places import named_places
 from drivetrain.runtime.devices import available_device_kinds, detect_device_kind, get_device_kind
 from drivetrain.runtime.errors import ConfigurationError, nearest
@@ -136,17 +136,15 @@ def as_dict(
         offload_buffers: The same.
     """
     if isinstance(device_map, Mapping):
-        return dict(device_map)
+        return device_map if isinstance(device_map, DeviceMap) else dict(device_map)
     if hasattr(device_map, "to_dict"):
         return dict(device_map.to_dict())
-    names = ("auto", "balanced", "balanced_low_0", "sequential")
-    if device_map not in names:
-        if isinstance(device_map, str) and device_map != DISK and nearest(device_map, names):
-            raise ConfigurationError(f"device_map={device_map!r} is no map.{nearest(device_map, names)}")
+    if device_map not in DEVICE_MAP_NAMES:
+        if isinstance(device_map, str) and device_map != DISK and nearest(device_map, DEVICE_MAP_NAMES):
+            raise ConfigurationError(f"device_map={device_map!r} is no map.{nearest(device_map, DEVICE_MAP_NAMES)}")
         location(device_map)
         return {"": device_map}
-    maps = importlib.import_module("drivetrain.inference")
-    found = maps.resolve_device_map(
+    return resolve_device_map(
         model,
         device_map,
         max_memory,
@@ -154,4 +152,3 @@ def as_dict(
         dtype=dtype,
         offload_buffers=offload_buffers,
     )
-    return dict(found)

@@ -14,6 +14,7 @@ from drivetrain.checkpoint.mapped_file import mapped_range, mark_mapped
 from drivetrain.checkpoint.tensor_file import Entry
 from drivetrain.checkpoint.weight_files import open_weights
 from drivetrain.inference import execution
+from drivetrain.inference.device_map import DeviceMap
 from drivetrain.inference.loading import Checkpoint, fill_empty, listed, load_checkpoint_in_model
 from drivetrain.inference.meta import meta_leftovers
 from drivetrain.inference.offloaded import INDEX, FolderWeights, write_offloaded
@@ -69,6 +70,9 @@ def dispatch_model(
     """
     given = execution.as_dict(model, device_map, offload_buffers=offload_buffers)
     where = execution.locations(model, given)
+    if isinstance(given, DeviceMap):  # as what was proven to fit
+        main_device = given.main_device if main_device is None else main_device
+        stream = StreamOptions(prefetch=given.prefetch) if stream is None else stream
     detach(model)
     _give_values(model, where, state_dict, offload_dir, offload_index)
     devices = list(dict.fromkeys(where.values()))

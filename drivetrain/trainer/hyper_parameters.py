@@ -9,7 +9,7 @@ from argparse import Namespace
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import FrameType
-from typing import Any, NoReturn
+from typing import Any, ClassVar, NoReturn
 
 from torch import nn
 
@@ -67,7 +67,10 @@ def constructor_arguments(frame: FrameType, owner: Any) -> dict[str, Any]:
 
 
 def select_hyper_parameters(
-    names: Sequence[Any], arguments: dict[str, Any], ignore: Sequence[str] | str | None
+    names: Sequence[Any],
+    arguments: dict[str, Any],
+    ignore: Sequence[str] | str | None,
+    keeps_modules: bool = False,
 ) -> dict[str, Any]:
     """What `save_hyperparameters(*names)` means.
 
@@ -75,6 +78,7 @@ def select_hyper_parameters(
         names: Argument names, or one mapping, dataclass or namespace to take instead; all arguments if empty.
         arguments: The constructor's arguments.
         ignore: Names to leave out.
+        keeps_modules: Whether modules are among them; else they are left out, with a warning.
     """
     left_out = {ignore} if isinstance(ignore, str) else set(ignore or ())
     if len(names) == 1 and not isinstance(names[0], str):
@@ -96,7 +100,8 @@ def select_hyper_parameters(
         chosen = {name: arguments[name] for name in names}
     else:
         chosen = dict(arguments)
-    return {name: value for name, value in chosen.items() if name not in left_out and not _is_module(name, value)}
+    chosen = {name: value for name, value in chosen.items() if name not in left_out}
+    return {name: value for name, value in chosen.items() if keeps_modules or not _is_module(name, value)}
 
 
 def _is_module(name: str, value: Any) -> bool:
@@ -164,7 +169,8 @@ def made_of(kind: type, saved: Mapping[str, Any], name: str | None, overrides: M
     """
     instantiator = saved.get(INSTANTIATOR)
     if instantiator is None:
-        return kind(**{**arguments_for(kind, saved, name), **overrides})
+        taken = arguments_for(kind, overrides) if getattr(kind, "ignores_unknown_arguments", False) else overrides
+        return kind(**{**arguments_for(kind, saved, name), **taken})
     if instantiator not in _INSTANTIATORS:
         raise CheckpointError(
             f"The hyper-parameters name {instantiator!r} to make a {kind.__name__} of them; of such functions only "
@@ -184,8 +190,25 @@ _INSTANTIATORS = (
 )
 
 
+def without_modules(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Hyper-parameters without the modules among them, whose weights a checkpoint holds already.
+
+    Args:
+        values: Names and values.
+    """
+    return {name: value for name, value in values.items() if not isinstance(value, nn.Module)}
+
+
 class HoldsHyperParameters:
-    """Something that remembers its hyper-parameters, also where its base's constructor has not run yet."""
+    """Something that remembers its hyper-parameters, also where its base's constructor has not run yet.
+
+    Attributes:
+        keeps_modules: Whether modules among the arguments are kept in memory; a checkpoint never has them among them.
+        ignores_unknown_arguments: Whether `load_from_checkpoint` leaves out what the constructor does not take.
+    """
+
+    keeps_modules: ClassVar[bool] = False
+    ignores_unknown_arguments: ClassVar[bool] = False
 
     @property
     def hparams(self) -> HyperParameters:
@@ -222,7 +245,7 @@ class HoldsHyperParameters:
             args = (*args, INSTANTIATOR) if args and INSTANTIATOR in given else args
         else:
             arguments = constructor_arguments(frame, self) if frame is not None else {}
-        self.hparams.update(select_hyper_parameters(args, arguments, ignore))
+        self.hparams.update(select_hyper_parameters(args, arguments, ignore, self.keeps_modules))
         for name in [ignore] if isinstance(ignore, str) else ignore or ():
             self.hparams.pop(name, None)
         self.__dict__["_log_hyperparams"] = logger

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
+from functools import partial
 from typing import Any
 
 from torch.optim import Optimizer
@@ -61,6 +62,7 @@ class SchedulerConfig:
             )
 
 
+_OF_AUTOMATIC_STEPS = ("monitor", "strict", "reduce_on_plateau")
 _KEYS = ("optimizer", "lr_scheduler", "monitor")
 
 
@@ -97,19 +99,20 @@ def names_of(configured: Any) -> tuple[str, ...]:
 
 
 def parse_configured_optimizers(
-    configured: Any, by_hand: bool = False
+    configured: Any, by_hand: bool = False, strict: bool = True
 ) -> tuple[list[Optimizer], list[SchedulerConfig]]:
     """Bring whatever `configure_optimizers` returned into one shape.
 
     Args:
         configured: What it returned.
         by_hand: Whether the task steps its schedulers itself, and so needs to name no value to watch.
+        strict: Whether a key that no scheduler's dict has is an error; else a warning.
 
     Raises:
         ConfigurationError: It returned something else; the message lists what is allowed. Or a scheduler is that of
             another optimizer.
     """
-    optimizers, schedulers = _parse(configured)
+    optimizers, schedulers = _parse(configured, partial(_scheduler_config, by_hand=by_hand, strict=strict))
     for config in schedulers:
         if not by_hand and not callable(getattr(config.scheduler, "step", None)):
             raise ArgumentTypeError(
@@ -131,25 +134,26 @@ def parse_configured_optimizers(
     return optimizers, schedulers
 
 
-def _parse(configured: Any) -> tuple[list[Optimizer], list[SchedulerConfig]]:
+def _parse(configured: Any, config: Callable[..., SchedulerConfig]) -> tuple[list[Optimizer], list[SchedulerConfig]]:
     if configured is None:
         return [], []
     if isinstance(configured, Optimizer):
         return _checked([configured]), []
     if names_of(configured):
-        return _from_dicts([{"optimizer": i} if isinstance(i, Optimizer) else i for i in configured.values()])
+        items = [{"optimizer": each} if isinstance(each, Optimizer) else each for each in configured.values()]
+        return _from_dicts(items, config)
     if isinstance(configured, Mapping):
-        return _from_dicts([configured])
+        return _from_dicts([configured], config)
     if isinstance(configured, Sequence) and configured:
         items = list(configured)
         if all(isinstance(item, Optimizer) for item in items):
             return _checked(items), []
         if all(isinstance(item, Mapping) for item in items):
-            return _from_dicts(items)
+            return _from_dicts(items, config)
         if len(items) == 2 and isinstance(items[0], list | tuple) and isinstance(items[1], list | tuple):
-            return _checked(list(items[0])), [_scheduler_config(item) for item in items[1]]
+            return _checked(list(items[0])), [config(item) for item in items[1]]
         if len(items) == 2 and isinstance(items[0], Optimizer) and _may_be_scheduler(items[1]):
-            return _checked([items[0]]), [_scheduler_config(items[1])]
+            return _checked([items[0]]), [config(items[1])]
     raise ConfigurationError(
         f"Unknown configuration for model optimizers: configure_optimizers returned {_describe(configured)}. Return "
         f"{_ALLOWED}."
@@ -160,7 +164,9 @@ def _may_be_scheduler(item: Any) -> bool:
     return isinstance(item, SchedulerConfig | Mapping) or callable(getattr(item, "step", None))
 
 
-def _from_dicts(items: Sequence[Mapping[str, Any]]) -> tuple[list[Optimizer], list[SchedulerConfig]]:
+def _from_dicts(
+    items: Sequence[Mapping[str, Any]], config: Callable[..., SchedulerConfig]
+) -> tuple[list[Optimizer], list[SchedulerConfig]]:
     optimizers: list[Optimizer] = []
     schedulers: list[SchedulerConfig] = []
     allowed = _KEYS
@@ -175,26 +181,40 @@ def _from_dicts(items: Sequence[Mapping[str, Any]]) -> tuple[list[Optimizer], li
             raise ConfigurationError("configure_optimizers returned a dict without the key 'optimizer'.")
         optimizers.append(item["optimizer"])
         if item.get("lr_scheduler") is not None:
-            schedulers.append(_scheduler_config(item["lr_scheduler"], item.get("monitor")))
+            schedulers.append(config(item["lr_scheduler"], item.get("monitor")))
     return _checked(optimizers), schedulers
 
 
-def _scheduler_config(item: Any, monitor: str | None = None) -> SchedulerConfig:
+def _scheduler_config(
+    item: Any, monitor: str | None = None, by_hand: bool = False, strict: bool = True
+) -> SchedulerConfig:
     if isinstance(item, SchedulerConfig):
         return item
     if not isinstance(item, Mapping):
         return SchedulerConfig(item, monitor=monitor)
     allowed = [field.name for field in fields(SchedulerConfig)]
-    for key in item:
-        if key not in allowed:
-            raise ConfigurationError(
-                f"A scheduler's dict has the key {key!r}; allowed: {', '.join(allowed)}.{nearest(str(key), allowed)}"
-            )
+    unknown = {key for key in item if key not in allowed}
+    if unknown and strict:
+        key = sorted(map(str, unknown))[0]
+        raise ConfigurationError(
+            f"A scheduler's dict has the key {key!r}; allowed: {', '.join(allowed)}.{nearest(key, allowed)}"
+        )
+    if unknown:
+        words = f"Found unsupported keys in the lr scheduler dict: {unknown}. Allowed are {', '.join(allowed)}."
+        warnings.warn(words, RuntimeWarning, stacklevel=2)
+    without_effect = [key for key in item if key in _OF_AUTOMATIC_STEPS]
+    if by_hand and without_effect:
+        warnings.warn(
+            f"The lr scheduler dict contains the key(s) {without_effect}, but the keys will be ignored: who optimizes "
+            "by hand steps schedulers by hand.",
+            RuntimeWarning,
+            stacklevel=2,
+        )
     if "scheduler" not in item:
         raise ConfigurationError(
             "The lr scheduler dict must have the key \"scheduler\"; there is no key 'scheduler' in a dict returned."
         )
-    return SchedulerConfig(**{"monitor": monitor, **item})
+    return SchedulerConfig(**{"monitor": monitor, **{key: item[key] for key in item if key in allowed}})
 
 
 def _checked(optimizers: list[Any]) -> list[Optimizer]:

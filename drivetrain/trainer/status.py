@@ -181,6 +181,16 @@ class TrainerStatus:
         return "drivetrain"
 
     @property
+    def refuses_unknown_keys(self) -> bool:
+        """Whether a key that a scheduler's dict cannot have is an error; else a warning."""
+        return True
+
+    @property
+    def repeats_epoch_start(self) -> bool:
+        """Whether `on_train_epoch_start` is called once more for an epoch that a checkpoint was written within."""
+        return True
+
+    @property
     def pickles(self) -> bool:
         """Whether objects that hooks add to a checkpoint are pickled into a file of Lightning's; else refused."""
         return False

@@ -71,6 +71,11 @@ def check_training_step(task: Task, accumulate: int, clip: float | None) -> None
             f"No `training_step()` method defined in {type(task).__name__}. Define training_step(self, batch, "
             "batch_idx) and return the loss."
         )
+    if "optimizer_idx" in inspect.signature(task.training_step).parameters:
+        raise ConfigurationError(
+            "One training_step serves all optimizers. Remove the `optimizer_idx` argument from `training_step`: return "
+            "a dict of losses by the optimizers' names, or set automatic_optimization = False and step them there."
+        )
     if task.configure_optimizers is None:
         raise ConfigurationError(
             f"No `configure_optimizers()` method defined in {type(task).__name__}. Define it and return an optimizer."

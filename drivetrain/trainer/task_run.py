@@ -173,7 +173,9 @@ class TaskRun:
         actions = self._trainer.actions
         configure = actions.watch(actions.of_owner(task, "configure_optimizers"), task.configure_optimizers)
         configured = configure()
-        optimizers, self.schedulers = parse_configured_optimizers(configured, by_hand=not task.automatic_optimization)
+        optimizers, self.schedulers = parse_configured_optimizers(
+            configured, by_hand=not task.automatic_optimization, strict=self._trainer.refuses_unknown_keys
+        )
         self.optimizer_names = names_of(configured)
         if not optimizers and task.automatic_optimization:
             logger.warning(

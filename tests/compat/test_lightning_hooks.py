@@ -5,9 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 
 from drivetrain.compat.lightning.pytorch import Callback, Trainer, __version__
+from drivetrain.compat.lightning.pytorch.callbacks import GradientAccumulationScheduler
 from drivetrain.compat.lightning.pytorch.demos.boring_classes import BoringModel
 
 OF_TASK = (
@@ -103,3 +105,80 @@ def test_hooks_see_a_checkpoint_by_lightnings_names_and_what_they_add_comes_back
     again.fit(BoringModel(), ckpt_path=first.checkpoint_callback.best_model_path)
     assert seen[:3] == [names, names | {"note"}, (1.0, __version__)]
     assert (again.current_epoch, again.global_step) == (2, 2)
+
+
+class Starts(BoringModel):
+    """Writes down where training starts, and each epoch of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.starts: list[tuple[str, int]] = []
+
+    def on_train_start(self) -> None:
+        self.starts.append(("run", self.current_epoch))
+
+    def on_train_epoch_start(self) -> None:
+        self.starts.append(("epoch", self.current_epoch))
+
+
+def resumed(folder: Path, task: Any, **first: Any) -> Any:
+    """Save as the first of two epochs ends, and resume from there."""
+    limits = {"limit_train_batches": 4, "limit_val_batches": 0, "max_epochs": 2}
+    options = {**limits, "logger": False, "enable_progress_bar": False, "enable_model_summary": False}
+    begun = Trainer(default_root_dir=folder, accelerator="cpu", **{**options, **first})
+    begun.fit(BoringModel())
+    schedule = GradientAccumulationScheduler({0: 2})
+    again = Trainer(default_root_dir=folder, accelerator="cpu", callbacks=[schedule], **options)
+    again.fit(task, ckpt_path=begun.checkpoint_callback.best_model_path)
+    return again
+
+
+def test_the_start_of_an_epoch_is_not_repeated_where_a_run_resumes_within_it(tmp_path: Path) -> None:
+    task = Starts()
+    trainer = resumed(tmp_path, task, max_steps=2)
+    assert task.starts == [("run", 0), ("epoch", 1)]
+    assert trainer.global_step == 2 + 1 + 2  # what the callback sets when an epoch starts holds
+
+
+def test_an_epoch_that_a_checkpoint_was_the_end_of_counts_from_the_start_of_a_run(tmp_path: Path) -> None:
+    task = Starts()
+    resumed(tmp_path, task, max_epochs=1)
+    assert task.starts == [("run", 1), ("epoch", 1)]
+
+
+def test_a_key_that_no_schedule_has_is_warned_of(tmp_path: Path) -> None:
+    class Extra(BoringModel):
+        def configure_optimizers(self) -> Any:
+            optimizer = torch.optim.SGD(self.parameters(), 0.1)
+            schedule = {"scheduler": torch.optim.lr_scheduler.StepLR(optimizer, 1), "note": 1}
+            return {"optimizer": optimizer, "lr_scheduler": schedule}
+
+    with pytest.warns(RuntimeWarning, match="unsupported keys in the lr scheduler dict: {'note'}"):
+        trainer(tmp_path).fit(Extra())
+
+
+def test_the_bar_keeps_the_last_step_of_an_evaluation(tmp_path: Path) -> None:
+    class Logs(BoringModel):
+        def validation_step(self, batch: Any, batch_idx: int) -> None:
+            self.log("shown", 3.0, prog_bar=True, on_step=True, on_epoch=False)
+
+    run = trainer(tmp_path)
+    run.fit(Logs())
+    assert run.progress_bar_metrics["shown"] == 3
+
+
+def test_the_bar_shows_what_the_end_of_an_epoch_logs_in_place_of_a_step(tmp_path: Path) -> None:
+    class Logs(BoringModel):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            self.log("shown", 1.0, prog_bar=True)
+            return super().training_step(batch, batch_idx)
+
+        def on_train_batch_end(self, *args: Any) -> None:
+            assert self.trainer.progress_bar_metrics["shown"] == 1
+
+        def on_train_epoch_end(self) -> None:
+            self.log("shown", 2.0, prog_bar=True)
+
+    run = trainer(tmp_path)
+    run.fit(Logs())
+    assert (run.progress_bar_metrics["shown"], run.callback_metrics["shown"]) == (2, 2)

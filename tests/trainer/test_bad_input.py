@@ -123,6 +123,11 @@ class NoStep(Task):
         return SGD(self.parameters(), lr=0.1)
 
 
+class Numbered(NoStep):
+    def training_step(self, batch: Any, batch_idx: int, optimizer_idx: int) -> Any:  # type: ignore[override]
+        return None
+
+
 class NoOptimizers(Task):
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         return None
@@ -133,6 +138,7 @@ class Empty(Weight):
 
 
 FITS: list[tuple[str, Callable[[], Any], list[str]]] = [
+    ("an optimizer's number", lambda: quiet().fit(Numbered(), ones(1)), ["Remove the `optimizer_idx` argument"]),
     ("no training_step", lambda: quiet().fit(NoStep(), ones(1)), ["NoStep", "training_step(self, batch, batch_idx)"]),
     ("no optimizers", lambda: quiet().fit(NoOptimizers(), ones(1)), ["NoOptimizers", "configure_optimizers"]),
     ("a class", lambda: quiet().fit(Weight, ones(1)), ["the class Weight", "instance"]),

@@ -218,6 +218,22 @@ def test_step_values_are_reduced_when_they_are_written_if_that_was_asked_for(tmp
     assert other == []
 
 
+class SumOfRanks(StepSync):
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        self.log("rows", float(self.global_rank + 1), sync_dist=True, reduce_fx="sum")
+        return super().training_step(batch, batch_idx)
+
+
+def values_after_an_epoch() -> dict[str, float]:
+    trainer = fitted(SumOfRanks(), ones(4))
+    return {name: float(value) for name, value in trainer.callback_metrics.items()}
+
+
+def test_step_values_are_reduced_at_the_end_of_an_epoch_if_that_was_asked_for() -> None:
+    for rank, values in enumerate(run_in_processes(values_after_an_epoch, 2)):
+        assert values == {"synced": 0.5, "own": float(rank), "rows": 3.0}
+
+
 # torchmetrics objects
 
 

@@ -150,6 +150,18 @@ def test_a_plateau_may_do_without_its_value_if_it_is_told_so() -> None:
         fitted(Pair(make), ones(1))
 
 
+def test_a_task_that_optimizes_by_hand_is_warned_of_keys_without_effect() -> None:
+    class ByHand(Pair):
+        automatic_optimization = False
+
+    def make(task: Pair) -> Any:
+        optimizer = SGD([task.a], lr=1.0)
+        return [optimizer], [{"scheduler": ReduceLROnPlateau(optimizer), "monitor": "watched", "interval": "step"}]
+
+    with pytest.warns(RuntimeWarning, match=r"\['monitor'\], but the keys will be ignored"):
+        fitted(ByHand(make), ones(1))
+
+
 def test_a_task_may_step_its_schedulers_itself() -> None:
     seen: list[Any] = []
 

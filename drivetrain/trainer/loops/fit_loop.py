@@ -67,6 +67,11 @@ class FitLoop:
         return self._batches.loader
 
     @property
+    def is_resuming(self) -> bool:
+        """Whether the next epoch is one that a checkpoint was written in, and has not begun yet."""
+        return self._restored is not None
+
+    @property
     def validates(self) -> bool:
         """Whether there is anything to validate on."""
         return self._run_validation is not None
@@ -92,7 +97,7 @@ class FitLoop:
         self._schedule.restart_clock()
         trainer.logged.enter(TRAIN_EPOCH)
         self._hooks.call("on_train_start")
-        while not control.is_done(self._batches.limit, is_resuming=self._restored is not None):
+        while not control.is_done(self._batches.limit, is_resuming=self.is_resuming):
             self._run_epoch()
             if control.rollback_path is not None:
                 self._roll_back(control.rollback_path)
@@ -152,7 +157,10 @@ class FitLoop:
         self._batches.begin_epoch(saved)
         trainer.logged.enter(TRAIN_EPOCH)
         if progress.phase is not Phase.CLOSING:
-            self._hooks.call("on_train_epoch_start")
+            is_again = saved is not None and progress.batches_in_epoch > 0
+            find = self._hooks.find if trainer.repeats_epoch_start or not is_again else self._hooks.find_own
+            for hook in find("on_train_epoch_start"):
+                hook()
             if self._batches.is_stale and self._batches.reload():
                 self._schedule.set_epoch_length(self._batches.limit)
                 self._batches.begin_epoch(None)

@@ -63,6 +63,7 @@ class LoggedValue:
         "stepped",
         "suffix",
         "sync",
+        "synced",
         "total",
         "weighs",
         "weight",
@@ -112,6 +113,7 @@ class LoggedValue:
         """Forget all values."""
         self.fresh = self.stepped = False
         self.last: Value | None = None
+        self.synced: Value | None = None  # the last value, where it is that of all processes
         self.total: Any = None
         self.weight: float = 0.0
         self._pending: list[Value] = []

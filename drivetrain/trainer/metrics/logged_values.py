@@ -26,7 +26,8 @@ from drivetrain.trainer.metrics.logged_value import (
     Value,
 )
 from drivetrain.trainer.metrics.metric_sync import compute_over_processes
-from drivetrain.trainer.metrics.reductions import combine_plain, reduced, reduction_of
+from drivetrain.trainer.metrics.reductions import reduced, reduction_of
+from drivetrain.trainer.metrics.step_sync import combined, entries_to_sync, latest_of
 
 _METRIC_PATH = 7  # among the arguments
 Call = tuple[str, Any, Arguments, "float | None"]
@@ -327,17 +328,10 @@ class LoggedValues:
 
     def synced_step_values(self) -> dict[str, Value]:
         """The training step's values for trackers; those logged with `sync_dist=True` reduced over processes."""
-        values = self.step_values(for_logger=True)
-        synced = [
-            entry for entry in self._tables["train"].values() if entry.on_step and entry.sync and entry.metric is None
-        ]
-        if synced:
-            mine = {entry.step_name: float(values[entry.step_name]) for entry in synced if entry.last is not None}
-            everyone = self._that_count(gather_object(mine))
-            for entry in synced:
-                found = [each[entry.step_name] for each in everyone if entry.step_name in each]
-                if found:
-                    values[entry.step_name] = combine_plain(entry.reduction, found)
+        values, entries = self.step_values(for_logger=True), self._tables["train"].values()
+        if entries_to_sync(entries):
+            synced = combined(entries, self._that_count(gather_object(latest_of(entries))))
+            values.update({name: value for name, value in synced.items() if name in values})
         return values
 
     def callback_values(self, with_evaluation_steps: bool = True, newest: bool = False) -> dict[str, Value]:
@@ -380,12 +374,19 @@ class LoggedValues:
         entries = self._tables[stage].values()
         return {name for entry in entries for name in (entry.name, entry.step_name, entry.epoch_name)}
 
-    def bar_values(self) -> dict[str, Value]:
-        """What the progress bar shows, not yet turned into numbers."""
+    def bar_values(self, with_evaluation_steps: bool = False) -> dict[str, Value]:
+        """What the progress bar shows, not yet turned into numbers.
+
+        Args:
+            with_evaluation_steps: Whether those of single evaluation steps stay among them when they are over.
+        """
         values = {**self._bar, **self._tried_bar, **self.step_values(for_bar=True)}
+        entries: list[LoggedValue] = []
+        if with_evaluation_steps:
+            entries += [*self._tables["validate"].values(), *self._tables["test"].values()]
         if self.scope.stage in ("validate", "test"):
-            shown = [entry for entry in self._current.values() if entry.prog_bar and entry.last is not None]
-            values.update((entry.step_name, entry.last) for entry in shown if entry.last is not None)
+            entries += self._current.values()
+        values.update((each.step_name, each.last) for each in entries if each.prog_bar and each.last is not None)
         return values
 
     # the end of an epoch
@@ -403,7 +404,9 @@ class LoggedValues:
         """
         fresh = {name: entry for name, entry in self._tables[stage].items() if entry.on_epoch and entry.fresh}
         local = {name: entry.portable() for name, entry in fresh.items()}
-        everyone = self._that_count(gather_object([local]))
+        entries = self._tables[stage].values()
+        both = self._that_count(gather_object([{"epoch": local, "steps": latest_of(entries)}]))
+        everyone, steps = [each["epoch"] for each in both], combined(entries, [each["steps"] for each in both])
         results: list[EpochValue] = []
         for name in dict.fromkeys(name for each in everyone for name in each):
             parts = [each[name] for each in everyone if name in each]
@@ -418,19 +421,25 @@ class LoggedValues:
                 first = parts[0]
                 shown = first["prog_bar"], first["logger"]
                 results.append(EpochValue(first["name"], first["epoch_name"], *shown, value, first["loader"]))
-        for entry in self._tables[stage].values():
+        for entry in entries:
             if entry.metric is not None and entry.fresh and not entry.on_epoch:
                 entry.metric.reset()
                 entry.fresh = False
+            if entry.step_name in steps:
+                entry.last = entry.synced = steps[entry.step_name]
         seen, bar = (self._epoch, self._bar) if keep else (self._tried, self._tried_bar)
         for result in results:
             seen[result.epoch_name] = seen[result.name] = result.value
             if result.prog_bar:
                 bar[result.epoch_name] = result.value
         for entry in fresh.values():
-            last = entry.last
+            last, synced = entry.last, entry.synced
             entry.reset()
-            entry.last = last
+            entry.last, entry.synced = last, synced
+        names = {result.epoch_name for result in results} if self._separates_moments else ()
+        for entry in entries:
+            if entry.on_step and entry.step_name in names:  # the epoch's is newer, until the next step
+                entry.last = None
         return results
 
     def reset_finished(self) -> None:

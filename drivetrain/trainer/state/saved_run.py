@@ -16,6 +16,7 @@ from drivetrain.runtime.errors import CheckpointError
 from drivetrain.runtime.logging import get_logger
 from drivetrain.trackers.base import plain
 from drivetrain.trainer.hooks import is_overridden
+from drivetrain.trainer.hyper_parameters import without_modules
 from drivetrain.trainer.metrics.metric_states import restore_metric_states
 from drivetrain.trainer.state.committed import Committed
 from drivetrain.trainer.state.hook_view import ENTRIES, for_hooks, state_of, take_back
@@ -81,19 +82,20 @@ def _entries(trainer: Trainer, task: Task, weights_only: bool, keeps_objects: bo
     data, secrets = trainer.datamodule, trainer.tracker_group.secrets
     entries: dict[str, Any] = {
         "progress": trainer.progress.state_dict(),
-        "hyper_parameters": secrets.drop(plain(dict(task.hparams), keeps_objects)),
+        "hyper_parameters": secrets.drop(plain(without_modules(task.hparams), keeps_objects)),
         "hparams_name": task.__dict__.get("_hparams_name"),
         LOSS_IS_FINITE: trainer.is_finite,  # marks the manifest, too: the last choice for a resume
     }
     if weights_only:
         return entries
+    of_data = {} if data is None else without_modules(data.hparams)
     return entries | {
         "callbacks": {c.state_key: found for c in trainer.callbacks if (found := c.state_dict())},
         "trackers": trainer.tracker_group.state(),
         # A run that a signal or a limit has ended continues where it is resumed, perhaps with another limit.
         "should_stop": trainer.control.stops_for_good,
         "datamodule": _watched(trainer, data, "state_dict")() if data is not None else {},
-        "datamodule_hyper_parameters": {} if data is None else secrets.drop(plain(dict(data.hparams), keeps_objects)),
+        "datamodule_hyper_parameters": secrets.drop(plain(of_data, keeps_objects)),
         "datamodule_hparams_name": None if data is None else data.__dict__.get("_hparams_name"),
         "combined_loader": None if trainer.loop is None else trainer.loop.batches.combined_position(),
     }

@@ -10,12 +10,13 @@ from typing import Any, ClassVar
 
 from torch.utils.data import DataLoader, IterableDataset
 
+from drivetrain.compat.lightning.pytorch.core.mixins import HyperparametersMixin
 from drivetrain.compat.lightning.pytorch.unpickling import UnpicklesWhereAsked
 from drivetrain.compat.lightning.pytorch.utilities.exceptions import MisconfigurationException
 from drivetrain.trainer import DataModule
 
 
-class LightningDataModule(UnpicklesWhereAsked, DataModule):
+class LightningDataModule(UnpicklesWhereAsked, HyperparametersMixin, DataModule):
     """`drivetrain.DataModule` under Lightning's name.
 
     Attributes:

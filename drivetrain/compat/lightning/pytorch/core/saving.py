@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import csv
 import os
+from enum import Enum
 from pathlib import Path
 from typing import Any
 
 import yaml
 
+from drivetrain.compat.lightning.fabric.utilities.rank_zero import rank_zero_warn
 from drivetrain.trackers.base import hyperparameters_of, plain
 from drivetrain.trainer.hyper_parameters import hyper_parameters_in
 
@@ -25,14 +27,28 @@ def load_hparams_from_yaml(config_yaml: str | os.PathLike[str], use_omegaconf: b
 
 
 def save_hparams_to_yaml(config_yaml: str | os.PathLike[str], hparams: Any, use_omegaconf: bool = True) -> None:
-    """Write hyper-parameters, those that YAML has no form for as text.
+    """Write hyper-parameters: objects as text, members of an `Enum` by name, with a warning of what is left out.
 
     Args:
         config_yaml: The file, in a directory that is there.
         hparams: A dict, dataclass or namespace.
         use_omegaconf: Taken for Lightning's sake.
     """
-    Path(config_yaml).write_text(yaml.safe_dump(plain(hyperparameters_of(hparams)), sort_keys=False))
+    values = {
+        name: value.name if isinstance(value, Enum) else value for name, value in hyperparameters_of(hparams).items()
+    }
+    written = {name: value for name, value in values.items() if _has_form(name, value)}
+    Path(config_yaml).write_text(yaml.safe_dump(plain(written), sort_keys=False))
+
+
+def _has_form(name: str, value: Any) -> bool:
+    """Whether YAML has a form for a value; warns where it has none."""
+    try:
+        yaml.dump(value)
+    except (TypeError, ValueError, yaml.YAMLError):  # whatever the object raises where it is pickled
+        rank_zero_warn(f"Skipping {name!r} parameter because it is not possible to safely dump to YAML.")
+        return False
+    return True
 
 
 def load_hparams_from_tags_csv(tags_csv: str | os.PathLike[str]) -> dict[str, Any]:

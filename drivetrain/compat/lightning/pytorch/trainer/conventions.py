@@ -29,6 +29,16 @@ class LightningConventions(CoreTrainer):
         return with_lightnings_names(state)
 
     @property
+    def refuses_unknown_keys(self) -> bool:
+        """No: there is a warning of them."""
+        return False
+
+    @property
+    def repeats_epoch_start(self) -> bool:
+        """No: only drivetrain's own callbacks get ready again within an epoch."""
+        return False
+
+    @property
     def is_last_batch(self) -> bool:
         """Whether the last batch of an epoch is under way, or was the last that there was."""
         current, progress = self.current, self.progress

@@ -9,7 +9,9 @@ import torch
 from torch import Tensor
 
 from drivetrain.callbacks.stage import Stage
+from drivetrain.compat.lightning.pytorch.utilities.parsing import clean_namespace
 from drivetrain.trainer.given_hyper_parameters import CLASS_PATH
+from drivetrain.trainer.hyper_parameters import without_modules
 from drivetrain.trainer.metrics.logged_value import EpochValue, to_numbers
 from drivetrain.trainer.metrics.tracker_log import TrackerLog
 
@@ -86,12 +88,15 @@ class LightningTrackerLog(TrackerLog):
         return results
 
     def begin_run(self, task: Any) -> None:
-        _check_same(task, self._trainer.datamodule)
+        data = self._trainer.datamodule
+        for owner in (task, data):
+            clean_namespace({} if owner is None else owner.hparams)
+        _check_same(task, data)
         super().begin_run(task)
 
     @staticmethod
     def hyper_parameters_of(owner: Any) -> Mapping[str, Any]:
-        return owner.hparams_initial  # type: ignore[no-any-return]
+        return without_modules(owner.hparams_initial)
 
     @staticmethod
     def name_of(result: EpochValue) -> str:

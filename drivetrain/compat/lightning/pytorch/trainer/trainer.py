@@ -44,6 +44,7 @@ from drivetrain.trackers import TrackerGroup
 from drivetrain.trainer import Trainer as CoreTrainer
 from drivetrain.trainer.loops.loader_source import limits_of
 from drivetrain.trainer.metrics.logged_value import to_numbers
+from drivetrain.trainer.state.progress import Phase
 
 __all__ = ["Trainer"]
 
@@ -308,14 +309,16 @@ class Trainer(LightningConventions):
     @property
     def progress_bar_metrics(self) -> dict[str, Any]:
         """The values that the progress bar shows."""
-        return {name: float(value) for name, value in to_numbers(super().progress_bar_metrics).items()}
+        shown = self.logged.bar_values(with_evaluation_steps=True)
+        return {name: float(value) for name, value in to_numbers(shown).items()}
 
     # how long
 
     @property
     def current_epoch(self) -> int:
-        """Epochs so far; one that the end of the last `fit` has cut short counts."""
-        return self.progress.epoch + self._was_cut_short
+        """Epochs so far; one that the last `fit` has cut short counts, and one that a checkpoint was the end of."""
+        is_over = self.progress.phase is Phase.CLOSING and self.loop is not None and self.loop.is_resuming
+        return self.progress.epoch + (self._was_cut_short or is_over)
 
     @property  # type: ignore[override]
     def max_epochs(self) -> int | None:

@@ -8,7 +8,8 @@ from collections.abc import MutableMapping
 from types import FrameType
 from typing import Any
 
-from drivetrain.trainer.hyper_parameters import HyperParameters
+from drivetrain.compat.lightning.fabric.utilities.rank_zero import rank_zero_warn
+from drivetrain.trainer.hyper_parameters import HyperParameters, without_modules
 from drivetrain.trainer.tuning.attribute import TunedAttribute
 
 AttributeDict = HyperParameters
@@ -28,12 +29,16 @@ def is_picklable(obj: object) -> bool:
 
 
 def clean_namespace(hparams: MutableMapping[str, Any]) -> None:
-    """Leave out of hyper-parameters what cannot be pickled.
+    """Leave out of hyper-parameters what cannot be pickled, with a warning; modules stay, which no file gets.
 
     Args:
         hparams: The hyper-parameters, which are changed.
     """
-    for name in [name for name, value in hparams.items() if not is_picklable(value)]:
+    for name in [name for name, value in without_modules(hparams).items() if not is_picklable(value)]:
+        rank_zero_warn(
+            f"Attribute {name!r} removed from hparams because it cannot be pickled. You can suppress this warning by "
+            f"`self.save_hyperparameters(ignore=[{name!r}])`."
+        )
         del hparams[name]
 
 

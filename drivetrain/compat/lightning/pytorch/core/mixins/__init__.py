@@ -1,7 +1,7 @@
-"""`HyperparametersMixin`: what a class needs to keep its hyper-parameters."""
+"""What the classes of the core are made of."""
 
 from __future__ import annotations
 
-from drivetrain.trainer.hyper_parameters import HoldsHyperParameters as HyperparametersMixin
+from drivetrain.compat.lightning.pytorch.core.mixins.hparams_mixin import HyperparametersMixin
 
 __all__ = ["HyperparametersMixin"]

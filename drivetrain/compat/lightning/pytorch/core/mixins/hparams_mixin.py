@@ -1,0 +1,82 @@
+"""`HyperparametersMixin`: what a class needs to keep its hyper-parameters."""
+
+from __future__ import annotations
+
+import inspect
+from types import FrameType
+from typing import Any, ClassVar, NoReturn
+
+from torch import nn
+
+from drivetrain.compat.lightning.fabric.utilities.rank_zero import rank_zero_warn
+from drivetrain.trainer.hyper_parameters import HoldsHyperParameters, constructor_arguments
+
+__all__ = ["HyperparametersMixin"]
+
+PRIMITIVES = (bool, int, float, str)
+
+
+class HyperparametersMixin(HoldsHyperParameters):
+    """Keeps hyper-parameters, modules among them, and those of the objects of this kind that it is made within.
+
+    A module can be read in `self.hparams`. Neither checkpoints nor loggers get it.
+    """
+
+    keeps_modules: ClassVar[bool] = True
+    ignores_unknown_arguments: ClassVar[bool] = True
+
+    def save_hyperparameters(
+        self, *args: Any, ignore: Any = None, frame: Any = None, logger: bool = True, **_unknown: NoReturn
+    ) -> None:
+        """Remember the constructor's arguments, as `drivetrain.Task.save_hyperparameters` does.
+
+        Args:
+            *args: Names of the arguments to keep, all if none; or one dict, namespace or object of values.
+            ignore: Names to leave out.
+            frame: The constructor's frame; found if None.
+            logger: Whether loggers get them.
+
+        Raises:
+            ValueError: A number was given, which has no name.
+        """
+        numbers = [value for value in args if isinstance(value, bool | int | float)]
+        if numbers:
+            raise ValueError(
+                f"Primitives {PRIMITIVES} are not allowed as hyper-parameters by themselves, and {numbers} have no "
+                "names. Give names of the constructor's arguments, or a dict, namespace or dataclass."
+            )
+        current = inspect.currentframe()
+        if frame is None and current is not None:
+            frame = current.f_back
+        super().save_hyperparameters(*args, ignore=ignore, frame=frame, logger=logger, **_unknown)
+        if not args:
+            left_out = {ignore} if isinstance(ignore, str) else set(ignore or ())
+            around = {name: value for name, value in _arguments_around(frame, self).items() if name not in left_out}
+            self._add(around)
+        for name in [name for name, value in self.hparams.items() if isinstance(value, nn.Module)]:
+            rank_zero_warn(
+                f"Attribute {name!r} is an instance of `nn.Module` and is already saved with the weights: checkpoints "
+                f"leave it out of the hyper-parameters. Name it in `self.save_hyperparameters(ignore=[{name!r}])`, and "
+                f"give it again to load_from_checkpoint({name}=...)."
+            )
+
+    def _add(self, values: dict[str, Any]) -> None:
+        initial = self.hparams_initial
+        for name, value in values.items():
+            self.hparams.setdefault(name, value)
+            initial.setdefault(name, value)
+        self.__dict__["_hparams_initial"] = dict(initial)
+
+
+def _arguments_around(frame: FrameType | None, owner: Any) -> dict[str, Any]:
+    """The arguments of the constructors that make an object as a part, the nearest first."""
+    found: dict[str, Any] = {}
+    while frame is not None and frame.f_code.co_name in ("__init__", "__post_init__"):
+        first = frame.f_code.co_varnames[:1]
+        holder = frame.f_locals.get(first[0]) if first else None
+        if not isinstance(holder, HoldsHyperParameters):
+            break
+        if holder is not owner:
+            found = {**constructor_arguments(frame, holder), **found}
+        frame = frame.f_back
+    return found
