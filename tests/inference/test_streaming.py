@@ -198,6 +198,15 @@ def test_a_copy_and_a_pickle_compute_the_same(tmp_path):
     assert torch.equal(pickle.loads(pickle.dumps(model))(IDS), expected)
 
 
+@pytest.mark.slow  # importing the compiler takes seconds
+def test_compiled_blocks_compute_the_same(tmp_path):
+    model = mapped(tmp_path, budget=0)
+    for layer in model.layers:
+        layer.compile(backend="eager")
+    for _ in range(2):
+        assert torch.equal(model(IDS), seeded()(IDS))
+
+
 def test_state_is_readable_between_calls(tmp_path):
     model, plain = mapped(tmp_path), seeded()
     model(IDS)
