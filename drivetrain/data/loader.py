@@ -76,6 +76,7 @@ class PreparedLoader(DataLoader[Any]):
         self._resume: Position | None = None
         self._start: EpochStart | None = None
         self._forwarded: list[tuple[Any, int]] = []  # the epochs that were given to samplers
+        self._forwarded_epoch: int | None = None
 
     if not TYPE_CHECKING:
         __setattr__ = object.__setattr__  # torch's guards attributes that are those of the loader inside
@@ -233,7 +234,8 @@ class PreparedLoader(DataLoader[Any]):
             if type(epoch) is int and epoch != given and (given >= 0 or self._epoch == 0):
                 self._epoch = epoch
         self._begun = True
-        self._forward_epoch()
+        if self._epoch != self._forwarded_epoch:
+            self._forward_epoch()
         if self._seedable is not None:
             self._seedable.set_epoch(self._epoch)
 
@@ -253,7 +255,7 @@ class PreparedLoader(DataLoader[Any]):
         for target in targets:
             if target is not None:
                 target.set_epoch(self._epoch)
-        self._forwarded = [(target, self._epoch) for target in targets[1:]]
+        self._forwarded, self._forwarded_epoch = [(target, self._epoch) for target in targets[1:]], self._epoch
 
     # position
 

@@ -186,6 +186,16 @@ class TrainerStatus:
         return True
 
     @property
+    def validates_when_stopped(self) -> bool:
+        """Whether a run that is asked to stop within an epoch validates before it ends."""
+        return False
+
+    @property
+    def leaves_out_missing_batches(self) -> bool:
+        """Whether a training batch that is None is left out; else the step gets it."""
+        return False
+
+    @property
     def repeats_epoch_start(self) -> bool:
         """Whether `on_train_epoch_start` is called once more for an epoch that a checkpoint was written within."""
         return True

@@ -72,6 +72,7 @@ HOOK_ALONE = "calls a hook by itself, for a check that is made here before a run
 MOCK_CALLBACK = "puts a mock in the place of a callback, whose class attributes are then mocks"
 PEERS = "pretends to be one of several processes, whose peers a Trainer waits for when it is made"
 
+BEFORE = "expects a hook to get the batch before its own, whose batch it gets here"
 PLUGINS = "gives a Trainer plugins that replace machinery, which it does not take"
 
 LEFT_OUT = {
@@ -198,6 +199,16 @@ LEFT_OUT = {
     "test_csv.py::test_log_metrics_column_order_sorted": "compares the order of columns; the step comes first here",
     "test_csv.py::test_log_hyperparams": "expects an error for what works here",
     "test_csv.py::test_manual_versioning_file_exists": "expects the table of an earlier run to be removed",
+    "test_evaluation_loop.py::test_evaluation_loop_dataloader_iter_multiple_dataloaders": BEFORE,
+    "test_prediction_loop.py::test_prediction_loop_with_iterable_dataset": BEFORE,
+    "test_training_epoch_loop.py::test_training_loop_dataloader_iter_multiple_dataloaders": BEFORE,
+    "test_training_epoch_loop.py::test_resume_mid_epoch_warning": EXACT,
+    "test_fetchers.py::test_fetching_is_profiled": "expects the names of Lightning's private loops in a profile",
+    "test_fetchers.py::test_stop_iteration_with_dataloader_iter[True]": "reads the number of a step from Lightning's "
+    "loops, which is that of a batch here, where a step takes several",
+    "test_callbacks.py::test_resume_callback_state_saved_by_type_stateful": "gives a class for the key of a state, "
+    "which only unpickling would bring back",
+    "test_callbacks.py::test_resume_incomplete_callbacks_list_warning": WORDING,
     "test_multiple_optimizers.py::test_multiple_optimizers_automatic_optimization_raises": WORKS,
     "test_manual_optimization.py::test_multiple_optimizers_manual_call_counts": OWN_STRATEGY,
     "test_manual_optimization.py::test_multiple_optimizers_manual_log": OWN_STRATEGY,

@@ -157,6 +157,45 @@ def test_a_key_that_no_schedule_has_is_warned_of(tmp_path: Path) -> None:
         trainer(tmp_path).fit(Extra())
 
 
+def test_a_run_that_is_asked_to_stop_within_an_epoch_validates_first(tmp_path: Path) -> None:
+    validated: list[int] = []
+
+    class Stops(BoringModel):
+        def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+            self.trainer.should_stop = batch_idx == 1
+
+        def on_validation_epoch_start(self) -> None:
+            validated.append(self.global_step)
+
+    limits = {"limit_train_batches": 4, "limit_val_batches": 1, "num_sanity_val_steps": 0}
+    run = Trainer(default_root_dir=tmp_path, accelerator="cpu", logger=False, enable_progress_bar=False, **limits)
+    run.fit(Stops())
+    assert (validated, run.global_step) == ([2], 2)
+
+
+def test_a_batch_that_is_none_is_left_out_with_a_warning(tmp_path: Path) -> None:
+    made = iter([None, torch.ones(1, 32)])
+    batches = torch.utils.data.DataLoader([0, 1], collate_fn=lambda samples: next(made))  # type: ignore[arg-type]
+    options: dict[str, Any] = {"accelerator": "cpu", "logger": False, "enable_progress_bar": False, "max_epochs": 1}
+    run = Trainer(default_root_dir=tmp_path, limit_val_batches=0, **options)
+    with pytest.warns(UserWarning, match="train_dataloader yielded None"):
+        run.fit(BoringModel(), batches)
+    assert run.global_step == 1
+
+
+def test_steps_are_what_a_bar_counts_where_they_alone_end_a_run(tmp_path: Path) -> None:
+    options: dict[str, Any] = {"accelerator": "cpu", "logger": False, "max_epochs": -1, "max_steps": 3}
+    run = Trainer(default_root_dir=tmp_path, limit_val_batches=0, **options)
+    totals: list[float] = []
+
+    class Reads(BoringModel):
+        def on_train_start(self) -> None:
+            totals.append(run.progress_bar_callback.total_train_batches)
+
+    run.fit(Reads(), iter([torch.ones(1, 32)] * 4))
+    assert totals == [3]
+
+
 def test_the_bar_keeps_the_last_step_of_an_evaluation(tmp_path: Path) -> None:
     class Logs(BoringModel):
         def validation_step(self, batch: Any, batch_idx: int) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -47,6 +48,23 @@ def as_taken(task: Task, name: str, following: Following = lambda: None) -> Call
         return partial(_call_with_iterator, step, following)
     takes_more = any(each.kind is inspect.Parameter.VAR_POSITIONAL for each in parameters)
     return step if takes_more or len(parameters) != 1 else partial(_call_with_batch, step)
+
+
+def without_missing(step: Callable[..., Any]) -> Callable[..., Any]:
+    """A training step that leaves out a batch that is None, such as one in which a `collate_fn` found nothing.
+
+    Args:
+        step: The step.
+    """
+
+    def run(batch: Any, *args: Any) -> Any:
+        if batch is not None:
+            return step(batch, *args)
+        words = "train_dataloader yielded None. If this was on purpose, ignore this warning: the batch is left out."
+        warnings.warn(words, stacklevel=2)
+        return None
+
+    return run
 
 
 def _call_with_batch(step: Callable[..., Any], batch: Any, *_: Any) -> Any:

@@ -134,6 +134,8 @@ class FitLoop:
                         self._validate(at_end=batches.is_last(window))
                 if control.stop_requested and control.may_stop(batches.limit):
                     finished = batches.is_last(window)
+                    if not finished and control.stops_by_request and trainer.validates_when_stopped:
+                        self._validate_before_stop()
                     break
             else:
                 finished = True
@@ -231,6 +233,10 @@ class FitLoop:
         self._schedule.restart_clock()
         trainer.logged.enter(TRAIN_STEP)
         self._agree()
+
+    def _validate_before_stop(self) -> None:
+        if self._schedule.is_this_epoch and self._progress.validated_at != self._progress.total_batches:
+            self._validate()
 
     def _agree(self) -> None:
         """Let what a callback asked for hold for all processes, where all are at the same place anyway."""

@@ -161,6 +161,11 @@ class RunControl:
         """Whether a run that resumes this one is over too: a callback ended it, not a limit or a signal."""
         return self.stop_agreed and bool(self._requested_by) and not (self.preempted or self.interrupted)
 
+    @property
+    def stops_by_request(self) -> bool:
+        """Whether a callback or `max_time` ends the run, rather than a count or a signal."""
+        return (bool(self._requested_by) or self.out_of_time) and not self.ends_to_be_resumed
+
     def request_stop(self, by: str) -> None:
         """Ask for the end of the run after this step, for all processes; the least that was asked for comes first.
 

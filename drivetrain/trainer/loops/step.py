@@ -14,7 +14,7 @@ from drivetrain.accelerator.step import StepHooks
 from drivetrain.data import BatchInfo
 from drivetrain.strategies.optimizer_calls import drop_gradients
 from drivetrain.trainer.hooks import Hooks, is_overridden
-from drivetrain.trainer.loops.binding import as_taken, bind_step
+from drivetrain.trainer.loops.binding import as_taken, bind_step, without_missing
 from drivetrain.trainer.loops.consumption import counters
 from drivetrain.trainer.loops.stand_in import StandIn, presence_of
 from drivetrain.trainer.loops.step_output import StepOutput, detached
@@ -69,6 +69,7 @@ class PlainStep:
         self._stand_in = self._choose_stand_in(model)
         self._taken: list[MicroBatch] = []  # by the step itself, out of an iterator
         step = as_taken(task, "training_step", self._take_following)
+        step = without_missing(step) if trainer.leaves_out_missing_batches else step
         step = step if self._stand_in is None else self._stand_in.replacing(step)
         bound = bind_step(model, step, accelerator.precision)
         self._training_step = actions.watch(actions.of_strategy("training_step"), bound)

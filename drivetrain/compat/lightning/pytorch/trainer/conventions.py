@@ -34,6 +34,16 @@ class LightningConventions(CoreTrainer):
         return False
 
     @property
+    def validates_when_stopped(self) -> bool:
+        """Yes, so that a checkpoint has its score."""
+        return True
+
+    @property
+    def leaves_out_missing_batches(self) -> bool:
+        """Yes, with a warning."""
+        return True
+
+    @property
     def repeats_epoch_start(self) -> bool:
         """No: only drivetrain's own callbacks get ready again within an epoch."""
         return False

@@ -86,8 +86,11 @@ class ProgressBar(Callback, metaclass=StandsFor, original=CoreProgressBar):
 
     @property
     def total_train_batches(self) -> float:
-        """Batches of an epoch; infinite where that is not known."""
-        batches: float = self.trainer.num_training_batches
+        """Batches of an epoch, or steps left where those alone end the run; infinite where that is not known."""
+        trainer = self.trainer
+        batches: float = trainer.num_training_batches
+        if trainer.max_epochs == -1 and trainer.max_steps > 0:
+            batches = min(batches, trainer.max_steps - trainer.global_step)
         return batches
 
     @property
