@@ -9,6 +9,7 @@ from __future__ import annotations
 import gc
 from typing import TYPE_CHECKING, Any
 
+from drivetrain.inference import __all__ as _of_inference
 from drivetrain.runtime.exports import load_export
 
 __version__ = "0.1.0"
@@ -38,77 +39,6 @@ _EXPORTS: dict[str, str] = {
     "ProfileKwargs": "drivetrain.accelerator",
     "TorchDynamoPlugin": "drivetrain.accelerator",
     "TorchContextParallelConfig": "drivetrain.accelerator",
-    "DeviceMap": "drivetrain.inference",
-    "AlignDevicesHook": "drivetrain.inference",
-    "CpuOffload": "drivetrain.inference",
-    "LayerwiseCastingHook": "drivetrain.inference",
-    "ModelHook": "drivetrain.inference",
-    "PipelineInference": "drivetrain.inference",
-    "SequentialHook": "drivetrain.inference",
-    "UserCpuOffloadHook": "drivetrain.inference",
-    "add_hook_to_module": "drivetrain.inference",
-    "align_module_device": "drivetrain.inference",
-    "attach_align_device_hook": "drivetrain.inference",
-    "attach_align_device_hook_on_blocks": "drivetrain.inference",
-    "attach_execution_device_hook": "drivetrain.inference",
-    "attach_layerwise_casting_hooks": "drivetrain.inference",
-    "OffloadedWeightsLoader": "drivetrain.inference",
-    "PrefixedDataset": "drivetrain.inference",
-    "StreamOptions": "drivetrain.inference",
-    "StreamedModelError": "drivetrain.inference",
-    "WeightStream": "drivetrain.inference",
-    "BitsAndBytes": "drivetrain.inference",
-    "BnbQuantizationConfig": "drivetrain.inference",
-    "LoRALinear": "drivetrain.inference",
-    "QLoRA": "drivetrain.inference",
-    "merge_adapters": "drivetrain.inference",
-    "Quantizer": "drivetrain.inference",
-    "TorchAO": "drivetrain.inference",
-    "get_quantizer": "drivetrain.inference",
-    "load_and_quantize_model": "drivetrain.inference",
-    "load_quantized": "drivetrain.inference",
-    "quantize_model": "drivetrain.inference",
-    "register_quantizer": "drivetrain.inference",
-    "save_quantized": "drivetrain.inference",
-    "calculate_maximum_sizes": "drivetrain.inference",
-    "check_device_map": "drivetrain.inference",
-    "check_tied_parameters_in_config": "drivetrain.inference",
-    "check_tied_parameters_on_same_device": "drivetrain.inference",
-    "clean_device_map": "drivetrain.inference",
-    "compute_module_sizes": "drivetrain.inference",
-    "cpu_offload_with_hook": "drivetrain.inference",
-    "cpu_offload": "drivetrain.inference",
-    "disk_offload": "drivetrain.inference",
-    "dispatch_model": "drivetrain.inference",
-    "dtype_byte_size": "drivetrain.inference",
-    "extract_submodules_state_dict": "drivetrain.inference",
-    "find_tied_parameters": "drivetrain.inference",
-    "get_balanced_memory": "drivetrain.inference",
-    "get_max_layer_size": "drivetrain.inference",
-    "get_max_memory": "drivetrain.inference",
-    "get_state_dict_offloaded_model": "drivetrain.inference",
-    "has_offloaded_params": "drivetrain.inference",
-    "group_offload": "drivetrain.inference",
-    "id_tensor_storage": "drivetrain.inference",
-    "infer_auto_device_map": "drivetrain.inference",
-    "init_empty_weights": "drivetrain.inference",
-    "init_on_device": "drivetrain.inference",
-    "load_checkpoint_and_dispatch": "drivetrain.inference",
-    "load_checkpoint_in_model": "drivetrain.inference",
-    "load_offloaded_weight": "drivetrain.inference",
-    "load_offloaded_weights": "drivetrain.inference",
-    "load_state_dict": "drivetrain.inference",
-    "meta_leftovers": "drivetrain.inference",
-    "named_module_tensors": "drivetrain.inference",
-    "resolve_device_map": "drivetrain.inference",
-    "prepare_pippy": "drivetrain.inference",
-    "remove_hook_from_module": "drivetrain.inference",
-    "remove_hook_from_submodules": "drivetrain.inference",
-    "retie_parameters": "drivetrain.inference",
-    "set_module_tensor_to_device": "drivetrain.inference",
-    "offload_state_dict": "drivetrain.inference",
-    "offload_weight": "drivetrain.inference",
-    "save_offload_index": "drivetrain.inference",
     "Trainer": "drivetrain.trainer",
     "Task": "drivetrain.trainer",
     "MegatronTask": "drivetrain.trainer",
@@ -234,6 +164,7 @@ _EXPORTS: dict[str, str] = {
     "CheckpointError": "drivetrain.runtime.errors",
     "DataError": "drivetrain.runtime.errors",
     "LaunchError": "drivetrain.runtime.errors",
+    **dict.fromkeys(_of_inference, "drivetrain.inference"),
 }
 
 __all__ = ["__version__", *sorted(_EXPORTS)]
@@ -322,77 +253,7 @@ if TYPE_CHECKING:
     from drivetrain.data import PermutationSampler as PermutationSampler
     from drivetrain.data import TailPolicy as TailPolicy
     from drivetrain.data import skip_first_batches as skip_first_batches
-    from drivetrain.inference import AlignDevicesHook as AlignDevicesHook
-    from drivetrain.inference import BitsAndBytes as BitsAndBytes
-    from drivetrain.inference import BnbQuantizationConfig as BnbQuantizationConfig
-    from drivetrain.inference import CpuOffload as CpuOffload
-    from drivetrain.inference import DeviceMap as DeviceMap
-    from drivetrain.inference import LayerwiseCastingHook as LayerwiseCastingHook
-    from drivetrain.inference import LoRALinear as LoRALinear
-    from drivetrain.inference import ModelHook as ModelHook
-    from drivetrain.inference import OffloadedWeightsLoader as OffloadedWeightsLoader
-    from drivetrain.inference import PipelineInference as PipelineInference
-    from drivetrain.inference import PrefixedDataset as PrefixedDataset
-    from drivetrain.inference import QLoRA as QLoRA
-    from drivetrain.inference import Quantizer as Quantizer
-    from drivetrain.inference import SequentialHook as SequentialHook
-    from drivetrain.inference import StreamedModelError as StreamedModelError
-    from drivetrain.inference import StreamOptions as StreamOptions
-    from drivetrain.inference import TorchAO as TorchAO
-    from drivetrain.inference import UserCpuOffloadHook as UserCpuOffloadHook
-    from drivetrain.inference import WeightStream as WeightStream
-    from drivetrain.inference import add_hook_to_module as add_hook_to_module
-    from drivetrain.inference import align_module_device as align_module_device
-    from drivetrain.inference import attach_align_device_hook as attach_align_device_hook
-    from drivetrain.inference import attach_align_device_hook_on_blocks as attach_align_device_hook_on_blocks
-    from drivetrain.inference import attach_execution_device_hook as attach_execution_device_hook
-    from drivetrain.inference import attach_layerwise_casting_hooks as attach_layerwise_casting_hooks
-    from drivetrain.inference import calculate_maximum_sizes as calculate_maximum_sizes
-    from drivetrain.inference import check_device_map as check_device_map
-    from drivetrain.inference import check_tied_parameters_in_config as check_tied_parameters_in_config
-    from drivetrain.inference import check_tied_parameters_on_same_device as check_tied_parameters_on_same_device
-    from drivetrain.inference import clean_device_map as clean_device_map
-    from drivetrain.inference import compute_module_sizes as compute_module_sizes
-    from drivetrain.inference import cpu_offload as cpu_offload
-    from drivetrain.inference import cpu_offload_with_hook as cpu_offload_with_hook
-    from drivetrain.inference import disk_offload as disk_offload
-    from drivetrain.inference import dispatch_model as dispatch_model
-    from drivetrain.inference import dtype_byte_size as dtype_byte_size
-    from drivetrain.inference import extract_submodules_state_dict as extract_submodules_state_dict
-    from drivetrain.inference import find_tied_parameters as find_tied_parameters
-    from drivetrain.inference import get_balanced_memory as get_balanced_memory
-    from drivetrain.inference import get_max_layer_size as get_max_layer_size
-    from drivetrain.inference import get_max_memory as get_max_memory
-    from drivetrain.inference import get_quantizer as get_quantizer
-    from drivetrain.inference import get_state_dict_offloaded_model as get_state_dict_offloaded_model
-    from drivetrain.inference import group_offload as group_offload
-    from drivetrain.inference import has_offloaded_params as has_offloaded_params
-    from drivetrain.inference import id_tensor_storage as id_tensor_storage
-    from drivetrain.inference import infer_auto_device_map as infer_auto_device_map
-    from drivetrain.inference import init_empty_weights as init_empty_weights
-    from drivetrain.inference import init_on_device as init_on_device
-    from drivetrain.inference import load_and_quantize_model as load_and_quantize_model
-    from drivetrain.inference import load_checkpoint_and_dispatch as load_checkpoint_and_dispatch
-    from drivetrain.inference import load_checkpoint_in_model as load_checkpoint_in_model
-    from drivetrain.inference import load_offloaded_weight as load_offloaded_weight
-    from drivetrain.inference import load_offloaded_weights as load_offloaded_weights
-    from drivetrain.inference import load_quantized as load_quantized
-    from drivetrain.inference import load_state_dict as load_state_dict
-    from drivetrain.inference import merge_adapters as merge_adapters
-    from drivetrain.inference import meta_leftovers as meta_leftovers
-    from drivetrain.inference import named_module_tensors as named_module_tensors
-    from drivetrain.inference import offload_state_dict as offload_state_dict
-    from drivetrain.inference import offload_weight as offload_weight
-    from drivetrain.inference import prepare_pippy as prepare_pippy
-    from drivetrain.inference import quantize_model as quantize_model
-    from drivetrain.inference import register_quantizer as register_quantizer
-    from drivetrain.inference import remove_hook_from_module as remove_hook_from_module
-    from drivetrain.inference import remove_hook_from_submodules as remove_hook_from_submodules
-    from drivetrain.inference import resolve_device_map as resolve_device_map
-    from drivetrain.inference import retie_parameters as retie_parameters
-    from drivetrain.inference import save_offload_index as save_offload_index
-    from drivetrain.inference import save_quantized as save_quantized
-    from drivetrain.inference import set_module_tensor_to_device as set_module_tensor_to_device
+    from drivetrain.inference import *  # noqa: F403
     from drivetrain.launch import notebook_launcher as notebook_launcher
     from drivetrain.runtime.collectives import broadcast as broadcast
     from drivetrain.runtime.collectives import broadcast_object_list as broadcast_object_list
