@@ -9,8 +9,7 @@ from __future__ import annotations
 import gc
 from typing import TYPE_CHECKING, Any
 
-from drivetrain.inference import __all__ as _of_inference
-from drivetrain.runtime.exports import load_export
+from drivetrain.runtime.exports import load_export, public_names
 
 __version__ = "0.1.0"
 
@@ -164,7 +163,7 @@ _EXPORTS: dict[str, str] = {
     "CheckpointError": "drivetrain.runtime.errors",
     "DataError": "drivetrain.runtime.errors",
     "LaunchError": "drivetrain.runtime.errors",
-    **dict.fromkeys(_of_inference, "drivetrain.inference"),
+    **dict.fromkeys(public_names("drivetrain.inference"), "drivetrain.inference"),
 }
 
 __all__ = ["__version__", *sorted(_EXPORTS)]

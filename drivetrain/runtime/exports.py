@@ -22,3 +22,12 @@ def load_export(name: str, exports: Mapping[str, str], namespace: dict[str, Any]
         raise AttributeError(f"module {namespace['__name__']!r} has no attribute {name!r}")
     value = namespace[name] = getattr(importlib.import_module(exports[name]), name)
     return value
+
+
+def public_names(package: str) -> list[str]:
+    """The names that a package of lazy exports offers; nothing of what they are is imported.
+
+    Args:
+        package: Its name.
+    """
+    return list(importlib.import_module(package).__all__)

@@ -126,3 +126,12 @@ def test_an_absent_name_raises_only_when_it_is_called() -> None:
     assert not isinstance(object(), AlignDevicesHook)
     with pytest.raises(AbsentNameError, match="dispatch_model was called"):
         dispatch_model(None)
+
+
+def test_utils_are_those_of_accelerate_under_the_name_of_drivetrain() -> None:
+    from drivetrain import utils
+
+    assert utils.BnbQuantizationConfig is importlib.import_module("drivetrain").BnbQuantizationConfig
+    assert set(dir(accelerate.utils)) <= set(dir(utils))
+    with pytest.raises(AttributeError, match=r"module 'drivetrain.utils' has no attribute 'set_sed'"):
+        utils.set_sed  # noqa: B018
