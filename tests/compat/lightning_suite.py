@@ -199,6 +199,9 @@ LEFT_OUT = {
     "test_csv.py::test_log_metrics_column_order_sorted": "compares the order of columns; the step comes first here",
     "test_csv.py::test_log_hyperparams": "expects an error for what works here",
     "test_csv.py::test_manual_versioning_file_exists": "expects the table of an earlier run to be removed",
+    "test_prediction_writer.py::test_batch_level_batch_indices": "reads what Lightning's loop of predictions keeps",
+    "test_checkpoint_connector.py::test_local_cross_device_checkpoint": "expects logs in a place in memory; a run's "
+    "report and logs are files",
     "test_evaluation_loop.py::test_evaluation_loop_dataloader_iter_multiple_dataloaders": BEFORE,
     "test_prediction_loop.py::test_prediction_loop_with_iterable_dataset": BEFORE,
     "test_training_epoch_loop.py::test_training_loop_dataloader_iter_multiple_dataloaders": BEFORE,

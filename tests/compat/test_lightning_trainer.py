@@ -162,6 +162,13 @@ def test_variables_stand_for_arguments_that_are_not_given(monkeypatch: pytest.Mo
     assert (Trainer().max_steps, Trainer().logger, Trainer(max_steps=3).max_steps) == (7, None, 3)
 
 
+def test_a_barebones_run_keeps_no_values() -> None:
+    trainer = Trainer(barebones=True, accelerator="cpu", max_epochs=1)
+    with pytest.warns(UserWarning, match=r"'train', but `Trainer\(barebones=True\)` is configured"):
+        trainer.fit(Logs())
+    assert not trainer.callback_metrics
+
+
 @pytest.mark.parametrize("name", ["logger", "enable_checkpointing", "enable_progress_bar", "detect_anomaly"])
 def test_a_barebones_run_refuses_what_stands_around_the_loop(name: str) -> None:
     with pytest.raises(ValueError, match=rf"{name}=True\)` was passed"):

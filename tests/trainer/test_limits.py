@@ -241,6 +241,13 @@ def test_overfit_batches_takes_no_sampler_that_draws() -> None:
     assert isinstance(trainer.train_dataloader.sampler, SequentialSampler)
 
 
+def test_overfit_batches_validates_on_the_same_batches_in_each_epoch() -> None:
+    loader = rows(range(8), 2, shuffle=True)
+    with pytest.warns(UserWarning, match="enabled val dataloader shuffling"):
+        trainer = fitted(Weight(), rows(range(8), 2), loader, overfit_batches=2, max_epochs=1)
+    assert isinstance(trainer.val_dataloaders.sampler, SequentialSampler)
+
+
 @pytest.mark.parametrize(("steps", "batches"), [(0, 0), (1, 1), (2, 2), (None, 2), (-1, 5), (9, 5)])
 def test_the_sanity_check_runs_some_validation_batches_before_training(steps: int | None, batches: int) -> None:
     seen: list[tuple[bool, bool, bool]] = []

@@ -109,7 +109,7 @@ class LoaderSource:
     def _prepare_training(self) -> Prepared:
         raw = self.raw()
         if self._trainer.overfit_batches:
-            raw = without_shuffle(raw)
+            raw = without_shuffle(raw, self._stage)
         self._trainer.current.loaders[self._stage] = raw
         if raw is None:
             raise InvalidLoaderError(
@@ -131,7 +131,10 @@ class LoaderSource:
         Raises:
             DataError: There is none, and nothing but the evaluation was asked for.
         """
-        raw = self._trainer.current.loaders[self._stage] = self.raw()
+        raw = self.raw()
+        if self._trainer.overfit_batches and self._trainer.task_run.stage is Stage.TRAIN:
+            raw = without_shuffle(raw, self._stage)
+        self._trainer.current.loaders[self._stage] = raw
         self.is_stale = False
         if raw is None and self._trainer.task_run.stage is not Stage.TRAIN:
             raise InvalidLoaderError(
@@ -302,21 +305,26 @@ def own_batches(loaders: Sequence[Any], limits: Sequence[float]) -> list[float]:
     return [limit if length is None else min(length, limit) for length, limit in zip(lengths, limits, strict=True)]
 
 
-def without_shuffle(loader: Any) -> Any:
-    """The same loader, or structure of loaders, in the dataset's order; a batch sampler of its own stays."""
+def without_shuffle(loader: Any, stage: Stage) -> Any:
+    """The same loader, or structure of loaders, in the dataset's order; a batch sampler of its own stays.
+
+    Args:
+        loader: The loader or the structure.
+        stage: What it is for.
+    """
     if isinstance(loader, CombinedLoader):
-        return loader.map(without_shuffle)
+        return loader.map(lambda each: without_shuffle(each, stage))
     if isinstance(loader, Mapping):
-        return {name: without_shuffle(each) for name, each in loader.items()}
+        return {name: without_shuffle(each, stage) for name, each in loader.items()}
     if isinstance(loader, list | tuple) and _are_loaders(loader):
-        return honor_type(loader, (without_shuffle(each) for each in loader))
+        return honor_type(loader, (without_shuffle(each, stage) for each in loader))
     if not isinstance(loader, DataLoader) or loader.batch_size is None or isinstance(loader.dataset, IterableDataset):
         return loader
     if isinstance(loader.sampler, SequentialSampler):
         return loader
     warnings.warn(
-        "You requested to overfit but enabled train dataloader shuffling, or another order than that of the data: "
-        "overfit_batches takes the same batches in each epoch, so shuffling is off for them.",
+        f"You requested to overfit but enabled {stage.loader} dataloader shuffling, or another order than that of the "
+        "data: overfit_batches takes the same batches in each epoch, so shuffling is off for them.",
         stacklevel=2,
     )
     return DataLoader(

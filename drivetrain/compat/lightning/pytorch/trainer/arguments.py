@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from functools import wraps
 from typing import Any
 
-from drivetrain.compat.lightning.fabric.utilities.rank_zero import rank_zero_info
+from drivetrain.compat.lightning.fabric.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from drivetrain.trainer import Trainer as CoreTrainer
 from drivetrain.trainer.options import Option
 
@@ -80,6 +80,19 @@ def check_barebones(given: Mapping[str, Any]) -> None:
     rank_zero_info(
         "You are running in `Trainer(barebones=True)` mode: no loggers, checkpoints, progress bar, model summary or "
         "sanity check, and `self.log` does nothing."
+    )
+
+
+def log_nothing(name: str, *_: Any) -> None:
+    """Stand for the `log` of a barebones run, which keeps no values.
+
+    Args:
+        name: Of the value.
+    """
+    rank_zero_warn(
+        f"You are logging {name!r}, but `Trainer(barebones=True)` is configured: values are not kept. Leave barebones "
+        "out to log.",
+        stacklevel=5,
     )
 
 

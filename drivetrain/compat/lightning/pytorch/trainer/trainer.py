@@ -25,6 +25,7 @@ from drivetrain.compat.lightning.pytorch.trainer.arguments import (
     check_barebones,
     explain_ones,
     from_environment,
+    log_nothing,
 )
 from drivetrain.compat.lightning.pytorch.trainer.conventions import LightningConventions
 from drivetrain.compat.lightning.pytorch.trainer.hardware import check_hardware, check_precision, kind_of
@@ -141,6 +142,8 @@ class Trainer(LightningConventions):
         self._was_cut_short = False
         self._spawning = None if spawning is None or spawning.num_processes == 1 else spawning
         self.logged.separate_moments()
+        if options.get("barebones"):
+            vars(self.logged)["log"] = log_nothing
         self.tracker_log = LightningTrackerLog(self)
         self.actions.use_words(_WORDS)
         self.tracker_log.shows_hyper_parameters = enable_autolog_hparams

@@ -87,6 +87,14 @@ class MetricsTextColumn(StyledColumn):
         self.values: Mapping[str, Any] = {}
         self._delimiter, self._format = delimiter, number_format
 
+    def update(self, metrics: Mapping[str, Any]) -> None:
+        """Show other values.
+
+        Args:
+            metrics: Names and values.
+        """
+        self.values = metrics
+
     def words(self, task: Task) -> str:
         if task.id != self.task_id:
             return ""

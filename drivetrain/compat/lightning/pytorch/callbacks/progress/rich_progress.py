@@ -200,7 +200,7 @@ class RichProgressBar(SwitchedBar, metaclass=StandsFor, original=CoreProgressBar
         if self.is_disabled or self._values is None:
             return
         self._values.task_id = self.train_progress_bar_id
-        self._values.values = self.get_metrics(trainer, pl_module)
+        self._values.update(self.get_metrics(trainer, pl_module))
 
     # training
 
