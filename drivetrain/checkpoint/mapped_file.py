@@ -25,6 +25,9 @@ _LONGEST_HEADER = 100 << 20
 # Python 3.11 has no name for it. Without it, Linux refuses a mapping that is larger than memory and swap.
 _NO_RESERVE: int = getattr(mmap, "MAP_NORESERVE", 0x4000 if sys.platform == "linux" else 0)
 
+# For one call Linux reads no more ahead than the device's read-ahead, and drops the rest of what was asked for.
+_AHEAD = 128 << 10
+
 
 @dataclass(frozen=True)
 class Placed:
@@ -212,8 +215,9 @@ class MappedFile:
             end: The one after its last.
         """
         start -= start % mmap.PAGESIZE
-        if hasattr(mmap, "MADV_WILLNEED") and end > start:
-            self._map.madvise(mmap.MADV_WILLNEED, start, end - start)
+        if hasattr(mmap, "MADV_WILLNEED"):
+            for position in range(start, end, _AHEAD):
+                self._map.madvise(mmap.MADV_WILLNEED, position, min(_AHEAD, end - position))
 
     def drop(self, start: int, end: int, cache: bool = False) -> None:
         """Take the pages of a part of the file out of this process's memory; they are read again when they are used.
