@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from drivetrain import ConfigurationError
 from drivetrain.compat.lightning.pytorch import Callback, Trainer, __version__
 from drivetrain.compat.lightning.pytorch.callbacks import GradientAccumulationScheduler
 from drivetrain.compat.lightning.pytorch.demos.boring_classes import BoringModel
@@ -155,6 +156,15 @@ def test_a_key_that_no_schedule_has_is_warned_of(tmp_path: Path) -> None:
 
     with pytest.warns(RuntimeWarning, match="unsupported keys in the lr scheduler dict: {'note'}"):
         trainer(tmp_path).fit(Extra())
+
+
+def test_a_checkpoint_from_after_the_last_epoch_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigurationError, match=r"current_epoch=3, but you have set Trainer\(max_epochs=2\)"):
+        resumed(tmp_path, BoringModel(), max_epochs=3)
+
+
+def test_a_module_has_no_mesh_before_a_trainer_runs_it() -> None:
+    assert BoringModel().device_mesh is None
 
 
 def test_a_run_that_is_asked_to_stop_within_an_epoch_validates_first(tmp_path: Path) -> None:

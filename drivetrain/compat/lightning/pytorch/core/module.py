@@ -89,8 +89,8 @@ class LightningModule(UnpicklesWhereAsked, HyperparametersMixin, Task):
 
     @property
     def device_mesh(self) -> Any:
-        """The mesh of the strategy, where it has one."""
-        return getattr(self.trainer.strategy, "mesh", None)
+        """The mesh of the strategy, where it has one; None before a Trainer runs the module."""
+        return None if self._trainer is None else getattr(self.trainer.strategy, "mesh", None)
 
     @property
     def fabric(self) -> Any:

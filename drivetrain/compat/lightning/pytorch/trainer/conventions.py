@@ -8,6 +8,7 @@ from typing import Any
 from drivetrain.callbacks.stage import Stage
 from drivetrain.compat.lightning.pytorch.trainer.checkpoint_view import with_lightnings_names
 from drivetrain.data.combined import is_structure
+from drivetrain.runtime.errors import ConfigurationError
 from drivetrain.trainer import Task
 from drivetrain.trainer import Trainer as CoreTrainer
 from drivetrain.trainer.state.progress import Phase
@@ -17,8 +18,16 @@ class LightningConventions(CoreTrainer):
     """`drivetrain.Trainer` with Lightning's conventions, which the mirror's Trainer is made of."""
 
     def on_task_placed(self, task: Task) -> None:
-        """Let a verb begin without gradients."""
+        """Let a verb begin without gradients, and refuse a checkpoint from after the last epoch that was asked for."""
         task.zero_grad()
+        if self.task_run.stage is not Stage.TRAIN or self.task_run.checkpoint_path is None:
+            return
+        epochs, most = self.progress.epoch + (self.progress.phase is Phase.CLOSING), self.options.max_epochs
+        if 0 <= most < epochs:
+            raise ConfigurationError(
+                f"You restored a checkpoint with current_epoch={epochs}, but you have set Trainer(max_epochs={most}). "
+                "Give the number of epochs in all."
+            )
 
     def holds_loaders(self, given: Any) -> bool:
         """Whether what was given or made is several loaders: a list is, unless it holds numbers or strings."""
