@@ -204,7 +204,7 @@ LEFT_OUT = {
     "test_no_removal_version.py::test_configure_sharded_model": "expects the older name of configure_model to work, "
     "which is refused here with the present one",
     **{
-        f"plugins/precision/test_fsdp.py::test_fsdp_precision_{name}": "calls what Lightning's loops call of a precision"
+        f"plugins/precision/test_fsdp.py::test_fsdp_precision_{name}": "calls what Lightning's loops call"
         for name in ("backward", "optimizer_step_with_scaler", "optimizer_step_without_scaler")
     },
     "plugins/precision/test_transformer_engine.py::test_configure_model": INSTALLED,
