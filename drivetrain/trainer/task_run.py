@@ -210,7 +210,7 @@ class TaskRun:
         """Let the engine prepare the task alone, unless a `fit` has."""
         engine, strategy = self._trainer.accelerator, self._trainer.strategy
         if self.model is None or strategy.unwrap(self.model) is not task:
-            with strategy.init_context():
+            with engine.precision.init_context(), strategy.init_context():
                 task.configure_model()
             self.model = engine.prepare_model(StepModule(task), evaluation_mode=True)
         return self.model

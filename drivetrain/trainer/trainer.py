@@ -270,7 +270,7 @@ class Trainer(KnownKeywords, OptionAttributes, TrainerStatus):
         task_checks.check_hooks(self, task, self.datamodule)
         guarded = any(callback.guards_values for callback in self.callbacks)
         self.finiteness = Finiteness(is_watched=not (guarded or self.barebones))
-        with self.strategy.init_context():
+        with self.accelerator.precision.init_context(), self.strategy.init_context():
             task.configure_model()
         task_checks.check_training_step(task, self.accumulate_grad_batches, self.gradient_clip_val)
         directory = self.task_run.checkpoint_path = find_checkpoint(self, resume)

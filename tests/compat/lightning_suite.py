@@ -203,6 +203,13 @@ LEFT_OUT = {
     "which one hands the states to the processes here",
     "test_no_removal_version.py::test_configure_sharded_model": "expects the older name of configure_model to work, "
     "which is refused here with the present one",
+    **{
+        f"plugins/precision/test_fsdp.py::test_fsdp_precision_{name}": "calls what Lightning's loops call"
+        for name in ("backward", "optimizer_step_with_scaler", "optimizer_step_without_scaler")
+    },
+    "plugins/precision/test_transformer_engine.py::test_configure_model": INSTALLED,
+    "test_checkpoint_io_plugin.py::test_async_checkpoint_plugin": PLUGINS,
+    "test_checkpoint_io_plugin.py::test_checkpoint_plugin_called": PLUGINS,
     "test_prediction_writer.py::test_batch_level_batch_indices": "reads what Lightning's loop of predictions keeps",
     "test_checkpoint_connector.py::test_local_cross_device_checkpoint": "expects logs in a place in memory; a run's "
     "report and logs are files",

@@ -231,3 +231,17 @@ def test_the_bar_shows_what_the_end_of_an_epoch_logs_in_place_of_a_step(tmp_path
     run = trainer(tmp_path)
     run.fit(Logs())
     assert (run.progress_bar_metrics["shown"], run.callback_metrics["shown"]) == (2, 2)
+
+
+@pytest.mark.parametrize("verb", ["fit", "test"])
+def test_what_configure_model_makes_has_the_number_format_of_the_run(verb: str, tmp_path: Path) -> None:
+    seen: list[Any] = []
+
+    class Made(BoringModel):
+        def configure_model(self) -> None:
+            self.made = torch.nn.Linear(1, 1)
+            seen.append(self.made.weight.dtype)
+
+    run = Trainer(default_root_dir=tmp_path, accelerator="cpu", precision="bf16-true", fast_dev_run=1)
+    getattr(run, verb)(Made())
+    assert seen == [torch.bfloat16]
