@@ -1,0 +1,49 @@
+"""Datasets of the package `datasets` in torch's format are read by the batch, with torch's own batches."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import DataLoader
+
+from drivetrain.data import DataShard, prepare_loader
+
+pytestmark = pytest.mark.compat
+datasets = pytest.importorskip("datasets")
+
+ROWS = 11
+
+
+def made(**columns: list[Any]) -> Any:
+    numbers = {"x": [[n, n + 1] for n in range(ROWS)], "y": list(range(ROWS))}
+    return datasets.Dataset.from_dict({**numbers, **columns}).with_format("torch")
+
+
+def assert_read_as_by_torch(dataset: Any) -> None:
+    def batches(prepared: bool) -> list[Any]:
+        loader: Any = DataLoader(dataset, 4, shuffle=True, generator=torch.Generator().manual_seed(1))
+        return list(prepare_loader(loader, shard=DataShard()) if prepared else loader)
+
+    for ours, theirs in zip(batches(True), batches(False), strict=True):
+        assert ours.keys() == theirs.keys()
+        for name, value in theirs.items():
+            assert torch.equal(ours[name], value) if isinstance(value, torch.Tensor) else ours[name] == value
+
+
+def test_columns_of_numbers_are_read_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    dataset = made()
+    assert_read_as_by_torch(dataset)
+    monkeypatch.setattr("drivetrain.data.whole_batches.default_collate", None)
+    assert len(list(prepare_loader(DataLoader(dataset, 4), shard=DataShard()))) == 3
+
+
+@pytest.mark.parametrize("columns", [{"text": ["a"] * ROWS}, {"floats": [n / 2 for n in range(ROWS)]}])
+def test_other_columns_are_collated_as_torch_does(columns: dict[str, list[Any]]) -> None:
+    assert_read_as_by_torch(made(**columns))
+
+
+def test_a_transform_of_the_users_is_run_for_each_sample() -> None:
+    dataset = made().with_transform(lambda rows: {"y": [2 * each for each in rows["y"]]})
+    assert_read_as_by_torch(dataset)
