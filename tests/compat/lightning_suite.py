@@ -210,6 +210,7 @@ LEFT_OUT = {
     "plugins/precision/test_transformer_engine.py::test_configure_model": INSTALLED,
     "test_checkpoint_io_plugin.py::test_async_checkpoint_plugin": PLUGINS,
     "test_checkpoint_io_plugin.py::test_checkpoint_plugin_called": PLUGINS,
+    "test_model_helpers.py::test_restricted_classmethod": "calls a private decorator of Lightning's",
     "test_prediction_writer.py::test_batch_level_batch_indices": "reads what Lightning's loop of predictions keeps",
     "test_checkpoint_connector.py::test_local_cross_device_checkpoint": "expects logs in a place in memory; a run's "
     "report and logs are files",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,8 @@ import pytest
 import torch
 
 from drivetrain import ConfigurationError
+from drivetrain.compat.lightning.fabric.utilities import disable_possible_user_warnings
+from drivetrain.compat.lightning.fabric.utilities.warnings import PossibleUserWarning
 from drivetrain.compat.lightning.pytorch import Callback, Trainer, __version__
 from drivetrain.compat.lightning.pytorch.callbacks import GradientAccumulationScheduler
 from drivetrain.compat.lightning.pytorch.demos.boring_classes import BoringModel
@@ -245,3 +248,10 @@ def test_what_configure_model_makes_has_the_number_format_of_the_run(verb: str, 
     run = Trainer(default_root_dir=tmp_path, accelerator="cpu", precision="bf16-true", fast_dev_run=1)
     getattr(run, verb)(Made())
     assert seen == [torch.bfloat16]
+
+
+def test_warnings_of_what_may_be_a_mistake_can_be_turned_off() -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        disable_possible_user_warnings()
+        warnings.warn("perhaps", PossibleUserWarning, stacklevel=1)

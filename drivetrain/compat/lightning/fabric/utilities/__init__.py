@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import importlib
-import warnings
 from pathlib import Path
 from typing import Any
+from warnings import filterwarnings
 
 import torch
 
@@ -76,7 +76,7 @@ def disable_possible_user_warnings(module: str = "") -> None:
     Args:
         module: The beginning of the name of the module that they come from; any if empty.
     """
-    warnings.filterwarnings("ignore", module=module, category=PossibleUserWarning)
+    filterwarnings("ignore", module=module, category=PossibleUserWarning)
 
 
 # Imported when they are asked for: they stand on rooms that stand on this one.
