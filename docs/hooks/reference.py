@@ -23,6 +23,7 @@ TITLES = {
     "checkpoint": "Checkpoints",
     "trackers": "Trackers",
     "launch": "Launching",
+    "inference": "Big models",
     "runtime": "Processes and devices",
 }
 
@@ -35,15 +36,27 @@ WITH_BASES = {"Accelerator"}
 
 
 def public_names() -> dict[str, list[str]]:
-    """Find the public names of each room: what the package imports for type checkers."""
-    tree = ast.parse((PACKAGE / "__init__.py").read_text())
+    """Find the public names of each room, with their paths: what the package imports for type checkers."""
     rooms: dict[str, list[str]] = {room: [] for room in TITLES}
-    for node in ast.walk(tree):
-        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("drivetrain."):
-            room = (node.module or "").split(".")[1]
-            names = [alias.asname or alias.name for alias in node.names]
-            rooms.setdefault(room, []).extend(name for name in names if name not in FROM_TORCH)
+    for module, name in imported_by("drivetrain"):
+        room, package = module.split(".")[1], "drivetrain"
+        names = [name]
+        if name == "*":
+            names, package = [each for _, each in imported_by(module)], module
+        rooms.setdefault(room, []).extend(f"{package}.{each}" for each in names if each not in FROM_TORCH)
     return {room: names for room, names in rooms.items() if names}
+
+
+def imported_by(package: str) -> list[tuple[str, str]]:
+    """The modules of drivetrain that a package imports from, and what."""
+    tree = ast.parse(Path(PACKAGE.parent, *package.split("."), "__init__.py").read_text())
+    nodes = [node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) and node.module]
+    return [
+        (str(node.module), alias.asname or alias.name)
+        for node in nodes
+        if str(node.module).startswith("drivetrain.") and node.module != "drivetrain.runtime.exports"
+        for alias in node.names
+    ]
 
 
 def page(room: str, names: list[str]) -> str:
@@ -57,8 +70,9 @@ def page(room: str, names: list[str]) -> str:
 
 def entry(name: str) -> str:
     """Compose the directive for a public name."""
-    directive = f"::: drivetrain.{name}"
-    return f"{directive}\n    options:\n      inherited_members: true" if name in WITH_BASES else directive
+    directive = f"::: {name}"
+    with_bases = name.rpartition(".")[2] in WITH_BASES
+    return f"{directive}\n    options:\n      inherited_members: true" if with_bases else directive
 
 
 def on_config(config: MkDocsConfig) -> MkDocsConfig:
