@@ -107,7 +107,7 @@ test-compat: $(COMPAT_ENV) ## what was written for Accelerate and Lightning, bes
 	$(COMPAT_PYTHON) -m pytest $(IN_PARALLEL) -o faulthandler_timeout=600 \
 		-m "compat and not gpu" $(or $(TESTS),tests/compat \
 		tests/accelerator/test_accelerate_beside.py tests/launch/test_other_launchers.py \
-		tests/launch/test_real_notebook.py)
+		tests/launch/test_real_notebook.py tests/data/test_datasets.py)
 
 TRACKERS := wandb mlflow aim dvclive trackio swanlab
 test-trackers: $(TRACKERS_ENV) ## the tests of trackers beside those of the default lane (an environment of its own)

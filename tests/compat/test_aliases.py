@@ -120,12 +120,12 @@ def test_a_model_built_without_memory_gets_its_values_one_by_one() -> None:
 
 
 def test_an_absent_name_raises_only_when_it_is_called() -> None:
-    from drivetrain.compat.accelerate.big_modeling import dispatch_model
-    from drivetrain.compat.accelerate.hooks import AlignDevicesHook
+    from drivetrain.compat.accelerate.inference import pippy_forward
+    from drivetrain.compat.accelerate.utils.megatron_lm import MegatronEngine
 
-    assert not isinstance(object(), AlignDevicesHook)
-    with pytest.raises(AbsentNameError, match="dispatch_model was called"):
-        dispatch_model(None)
+    assert not isinstance(object(), MegatronEngine)
+    with pytest.raises(AbsentNameError, match="pippy_forward was called"):
+        pippy_forward(None)
 
 
 def test_utils_are_those_of_accelerate_under_the_name_of_drivetrain() -> None:
