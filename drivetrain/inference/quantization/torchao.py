@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from importlib.metadata import version
 from importlib.util import find_spec
 from typing import Any
 
@@ -89,7 +90,13 @@ class TorchAO(Quantizer):
 
     def saved(self, layer: nn.Module) -> tuple[dict[str, Tensor], dict[str, str]]:
         flatten = _of_files("flatten_tensor_state_dict")
-        tensors, texts = flatten({_NAME: layer.weight})
+        try:
+            tensors, texts = flatten({_NAME: layer.weight})
+        except ValueError as error:
+            raise ConfigurationError(
+                f"torchao {version('torchao')} cannot write weights in {self.scheme!r} to files ({error}). Install "
+                "torchao>=0.18, which needs a newer torch than 2.9."
+            ) from error
         return {name.removeprefix(_PREFIX): value for name, value in tensors.items()}, texts
 
     def opened(
