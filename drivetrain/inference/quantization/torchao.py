@@ -103,7 +103,8 @@ class TorchAO(Quantizer):
         self, layer: nn.Linear, tensors: Mapping[str, Tensor], texts: Mapping[str, str], device: torch.device
     ) -> nn.Module:
         unflatten = _of_files("unflatten_tensor_state_dict")
-        found, left = unflatten({f"{_PREFIX}{name}": value.to(device) for name, value in tensors.items()}, dict(texts))
+        made_of = unflatten({f"{_PREFIX}{name}": value.to(device) for name, value in tensors.items()}, dict(texts))
+        found, left = made_of if isinstance(made_of, tuple) else (made_of, {})  # an older one returns no rest
         if left or _NAME not in found:
             raise CheckpointError(f"torchao made no weight of {', '.join(sorted(tensors))}.")
         made = linear_like(layer, nn.Linear)
