@@ -334,7 +334,7 @@ def measure_beside(
         contender: The contender.
         data: What both train on.
         lengths: Steps of warm-up, timed steps, and timed steps of a turn.
-        now: What tells the time.
+        now: The clock.
     """
 
     places = random.Random(0)

@@ -68,7 +68,7 @@ class Clock:
         warmup: Steps before the first turn that is timed.
         steps: Steps that are timed, in all turns together.
         turn: Steps of a turn that are timed.
-        now: What tells the time, in seconds: `perf_counter`, or `process_time` where other programs run too.
+        now: The clock, in seconds: `perf_counter`, or `process_time` where other programs run too.
     """
 
     SETTLING = 5  # steps at the start of a turn that are not timed: what the other loop has left in caches

@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader
 from drivetrain.data import DataShard, prepare_loader
 
 pytestmark = pytest.mark.compat
-datasets = pytest.importorskip("datasets")
+datasets = pytest.importorskip("datasets", reason="datasets is missing: pip install datasets")
 
 ROWS = 11
 

@@ -1,4 +1,4 @@
-"""Steps without torch's bookkeeping for profilers do what torch's own do, and give way to whoever looks."""
+"""Steps without torch's bookkeeping for profilers equal torch's own; profilers, hooks and patches still see them."""
 
 from __future__ import annotations
 
