@@ -111,6 +111,9 @@ class Trainer(KnownKeywords, OptionAttributes, TrainerStatus):
         reload_dataloaders_every_n_epochs: Make the loaders again every so many epochs.
         auto_micro_batch: Where memory lacks for a step, run it again in parts of its batches, with the same numbers;
             with the strategies `single` and `ddp`.
+        fused_optimizer: Whether optimizers of torch that were made without `fused` and `foreach` step by torch's fused
+            implementation, where it has one for their parameters: faster, and the same but for rounding. False keeps
+            what was given.
         default_root_dir: Where everything is written by default.
         compile: Compile the modules of the task with `torch.compile`: True for each as a whole, `"blocks"` for the
             repeated blocks in them, or a dict of `torch.compile`'s options and `"blocks": True`; False for none, None
@@ -166,6 +169,7 @@ class Trainer(KnownKeywords, OptionAttributes, TrainerStatus):
         sync_batchnorm: bool = False,
         reload_dataloaders_every_n_epochs: int = 0,
         auto_micro_batch: bool = False,
+        fused_optimizer: bool = True,
         default_root_dir: str | os.PathLike[str] | None = None,
         compile: bool | str | Mapping[str, Any] | None = None,
         on_interrupt: str = "raise",

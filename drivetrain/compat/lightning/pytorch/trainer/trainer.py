@@ -114,6 +114,7 @@ class Trainer(LightningConventions):
         if model_registry is not None:
             raise ConfigurationError(f"Trainer(model_registry={model_registry!r}): there is no registry. Leave it out.")
         spell(options)
+        options.setdefault("fused_optimizer", False)  # a script's numbers stay as they were, to the last bit
         precision = taken_from(plugins, precision, options)
         if logger is None or logger is True:
             logger = _default_logger(default_root_dir) if not options.get("barebones") else None
