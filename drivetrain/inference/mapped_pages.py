@@ -25,6 +25,7 @@ class MappedPages:
         self._files: list[list[MappedFile]] = []
         self._stays: list[bool] = []
         self._fetched: set[int] = set()
+        self._asked_for: set[int] = set()
         self._rest = [group.rest for group in groups]
         self._changes = [[*map(times_changed, rest)] for rest in self._rest]
         for group in groups:
@@ -39,19 +40,22 @@ class MappedPages:
     def prefetch(self, numbers: Sequence[int]) -> None:
         """Have groups read meanwhile, unless they are here to stay."""
         for number in numbers:
-            if number not in self._fetched:
+            if number not in self._fetched and number not in self._asked_for:
+                self._asked_for.add(number)
                 for each in self._ranges[number]:
                     each.file.will_need(each.start, each.end)
 
     def enter(self, number: int) -> None:
-        """Check that a group's files are as they were."""
+        """Check that a group's files are as they were, and read it if nobody has asked for it yet."""
         for file in self._files[number]:
             file.check_unchanged()
+        self.prefetch([number])
         if self._stays[number]:
             self._fetched.add(number)
 
     def leave(self, number: int) -> None:
         """Take a group out of memory, unless it stays, or was changed in place and is in no file."""
+        self._asked_for.discard(number)
         if self._stays[number] or [*map(times_changed, self._rest[number])] != self._changes[number]:
             return
         for each in self._ranges[number]:
