@@ -108,6 +108,9 @@ class Accelerator(KnownKeywords, EngineStatus, ProcessControl, Collectives, Mode
         megatron_lm_plugin: Options of `strategy="megatron"` in Accelerate's names, or the keys of its
             `megatron_lm_config`.
         device: Name of the kind of device, such as `"cuda"`; found if None.
+        fused_optimizer: Whether optimizers of torch that were made without `fused` and `foreach` step by torch's fused
+            implementation, where it has one for their parameters: faster, and the same but for rounding. False keeps
+            what was given.
         log_with: Trackers that `init_trackers` opens: names, objects, several of them, or `"all"`.
 
     Raises:
@@ -158,6 +161,7 @@ class Accelerator(KnownKeywords, EngineStatus, ProcessControl, Collectives, Mode
         deepspeed_plugins: Mapping[str, DeepSpeedPlugin] | None = None,
         parallelism_config: ParallelismConfig | Mapping[str, Any] | None = None,
         device: str | None = None,
+        fused_optimizer: bool = True,
     ) -> None:
         handlers = checked_handlers(kwargs_handlers)
         process = PartialState(cpu, device=device, **process_options(find_handler(handlers, InitProcessGroupKwargs)))
@@ -169,6 +173,7 @@ class Accelerator(KnownKeywords, EngineStatus, ProcessControl, Collectives, Mode
             make_dataloader_config(split_batches, dataloader_config),
             step_scheduler_with_optimizer,
             step_scheduler_per_process,
+            fused_optimizer,
             make_dynamo_plugin(dynamo_backend, dynamo_plugin),
         )
         plugins = Plugins.given(

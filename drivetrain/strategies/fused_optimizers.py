@@ -6,11 +6,15 @@ other implementations but for the rounding of a parameter's last bit.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer
+
+IMPLEMENTATION = ("fused", "foreach")
+"""The options of a group that say how a run steps; they are no part of what it has trained."""
 
 # The devices that each has a kernel for; torch's own list is of all of its fused kernels together.
 _ANYWHERE = ("cpu", "cuda", "xpu", "mps")
@@ -24,13 +28,13 @@ _DEVICES: dict[type[Optimizer], tuple[str, ...]] = {
 _DTYPES = (torch.float32, torch.float64)
 
 
-def use_fused(optimizer: Optimizer, model: nn.Module) -> bool:
+def use_fused(optimizer: Optimizer, models: Iterable[nn.Module]) -> bool:
     """Let an optimizer step by torch's fused implementation, if it has one for its parameters.
 
     Args:
         optimizer: The bare optimizer, whose parameters are where they will be trained. It is left as it is where its
             `fused` or `foreach` was given, or something else that a fused step cannot do.
-        model: The model; where it has layers with sparse gradients, the optimizer is left as it is.
+        models: The models; where one has layers with sparse gradients, the optimizer is left as it is.
 
     Returns:
         Whether it steps so now.
@@ -38,7 +42,7 @@ def use_fused(optimizer: Optimizer, model: nn.Module) -> bool:
     devices = _DEVICES.get(type(optimizer))
     if devices is None or not all(_takes_fused(group, devices) for group in optimizer.param_groups):
         return False
-    if any(getattr(module, "sparse", False) is True for module in model.modules()):
+    if any(getattr(module, "sparse", False) is True for model in models for module in model.modules()):
         return False
     for group in optimizer.param_groups:
         group["fused"] = True

@@ -10,9 +10,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from drivetrain.runtime.errors import CheckpointError
-
-# What a run steps by; no part of what it has trained.
-_IMPLEMENTATION = ("fused", "foreach")
+from drivetrain.strategies.fused_optimizers import IMPLEMENTATION
 
 
 def named_optimizer_state(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
@@ -58,7 +56,7 @@ def restore_optimizer_state(model: nn.Module, optimizer: Optimizer, saved: dict[
         for name, index in zip(group_names, group["params"], strict=True)
     }
     groups = [
-        {**saved_group, **{name: group[name] for name in ("params", *_IMPLEMENTATION) if name in group}}
+        {**saved_group, **{name: group[name] for name in ("params", *IMPLEMENTATION) if name in group}}
         for saved_group, group in zip(saved["param_groups"], current["param_groups"], strict=True)
     ]
     state = {position[name]: value for name, value in saved["state"].items()}

@@ -51,6 +51,7 @@ def accelerator_for(given: Mapping[str, Any], compilation: TorchDynamoPlugin | N
         "precision",
         "accumulate_grad_batches",
         "sync_batchnorm",
+        "fused_optimizer",
     )
     return make_accelerator(**{name: given[name] for name in names}, compilation=compilation)
 
@@ -63,6 +64,7 @@ def make_accelerator(
     precision: str | int | Precision | None,
     accumulate_grad_batches: int | None,
     sync_batchnorm: bool,
+    fused_optimizer: bool,
     compilation: TorchDynamoPlugin | None = None,
 ) -> Accelerator:
     """The engine to run on: the one given, or a new one, once missing processes are started."""
@@ -74,6 +76,7 @@ def make_accelerator(
                 ("devices", devices, "auto"),
                 ("precision", precision, None),
                 ("sync_batchnorm", sync_batchnorm, False),
+                ("fused_optimizer", fused_optimizer, True),
                 ("compile", compilation, None),
             )
             if value != default
@@ -95,6 +98,7 @@ def make_accelerator(
         gradient_accumulation_steps=accumulate_grad_batches,
         device=kind.name if kind else None,
         dynamo_plugin=compilation,
+        fused_optimizer=fused_optimizer,
     )
 
 

@@ -53,7 +53,6 @@ class TrainerOptions:
     fast_dev_run: int | bool = False
     reload_dataloaders_every_n_epochs: int = 0
     auto_micro_batch: bool = False
-    fused_optimizer: bool = True
     default_root_dir: str = "."
     on_interrupt: str = "raise"
 
@@ -188,7 +187,6 @@ class OptionAttributes:
     fast_dev_run = Option["int | bool"]()
     reload_dataloaders_every_n_epochs = Option[int]()
     auto_micro_batch = Option[bool]()
-    fused_optimizer = Option[bool]()
     default_root_dir = Option[str]()
     on_interrupt = Option[str]()
 

@@ -18,7 +18,6 @@ from drivetrain.callbacks.stage import Stage
 from drivetrain.runtime.errors import ConfigurationError
 from drivetrain.runtime.logging import get_logger
 from drivetrain.strategies import StepModule
-from drivetrain.strategies.fused_optimizers import use_fused
 from drivetrain.trainer.data_module import DataModule
 from drivetrain.trainer.hooks import Hooks, call_all, call_setup_hooks, call_teardown_hooks, let_log
 from drivetrain.trainer.loops.loader_source import LoaderSource
@@ -202,9 +201,6 @@ class TaskRun:
         prepared: Any = engine.prepare(wrapped, *optimizers) if optimizers else [engine.prepare(wrapped)]
         model: nn.Module
         model, *self.optimizers = prepared
-        if self._trainer.fused_optimizer:
-            for each in self.optimizers:
-                use_fused(each.optimizer, model)
         self.model = self._fitted = model
         for config in self.schedulers:
             engine.prepare_scheduler(config.scheduler, steps_per_call=1)

@@ -85,7 +85,7 @@ class Fabric(Preparing, Stepping, Processes, StateFiles):
             strategy = self._spawning.strategy
             if self._spawning.num_processes > 1:
                 strategy, devices = "auto", 1
-        self.accelerator = make_accelerator(kind, strategy, devices, num_nodes, precision, 1, False)
+        self.accelerator = make_accelerator(kind, strategy, devices, num_nodes, precision, 1, False, False)
         self._strategy: Any = FabricStrategy(self.accelerator)
         self._guard = BackwardGuard(_needs_own_backward(self.accelerator))
         self._callbacks = list(callbacks) if isinstance(callbacks, Sequence) else [callbacks] if callbacks else []

@@ -10,6 +10,7 @@ from typing import Any
 
 from torch.utils.data import IterableDataset
 
+from drivetrain.accelerator import Accelerator
 from drivetrain.callbacks import EarlyStopping
 from drivetrain.callbacks.stage import Stage
 from drivetrain.compat.lightning.fabric.utilities.rank_zero import rank_zero_warn
@@ -114,7 +115,8 @@ class Trainer(LightningConventions):
         if model_registry is not None:
             raise ConfigurationError(f"Trainer(model_registry={model_registry!r}): there is no registry. Leave it out.")
         spell(options)
-        options.setdefault("fused_optimizer", False)  # a script's numbers stay as they were, to the last bit
+        if not isinstance(accelerator, Accelerator):
+            options.setdefault("fused_optimizer", False)  # a script's numbers stay as they were, to the last bit
         precision = taken_from(plugins, precision, options)
         if logger is None or logger is True:
             logger = _default_logger(default_root_dir) if not options.get("barebones") else None
