@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -20,7 +20,13 @@ from torch.utils.data import (
 )
 from torch.utils.data._utils.collate import default_convert
 
-from drivetrain.runtime.seeds import isolated_random_state, sample_seed, seed_all_generators
+from drivetrain.runtime.kept_generators import KeptGenerators
+from drivetrain.runtime.seeds import (
+    GENERATORS,
+    drawn_since,
+    sample_seed,
+    seed_all_generators,
+)
 
 COLLATE = 0xC011A7E  # distinguishes the random state of collating a batch from that of its first sample
 
@@ -65,6 +71,10 @@ class SeededBatches(Dataset[Any]):
     It is indexed with `(epoch, indices)`: the epoch travels with the indices, since persistent workers hold a copy
     that no `set_epoch` reaches. In the main process the global generators are left as they were.
 
+    Seeding a generator takes longer than reading many a sample. So those that no sample of the first batch draws from
+    are seeded once for a batch from then on; where a batch has drawn from one nevertheless, its samples are read again,
+    each from its own state, and the generator is seeded for each sample for good.
+
     Args:
         dataset: The user's dataset.
         collate_fn: The user's collate function; it gets a random state of its own.
@@ -79,28 +89,75 @@ class SeededBatches(Dataset[Any]):
         self.batched = batched
         self.reads_many = bool(getattr(dataset, "__getitems__", None))
         self.seeds_samples = not is_deterministic(dataset)
+        # The generators that samples draw from, as far as is known; None before the first batch.
+        self._drawn: list[str] | None = None
+        self._kept = KeptGenerators()
+        self._collates_plainly = is_deterministic_collate(collate_fn)
 
     def __getitem__(self, request: tuple[int, Any]) -> Any:
         if get_worker_info() is not None:
             return self._read(*request)
-        with isolated_random_state():
+        with self._kept:
             return self._read(*request)
 
     def _read(self, epoch: int, indices: Any) -> Any:
         if not self.batched:
             seed_all_generators(sample_seed(self.seed, epoch, key_of(indices)))
             return self.collate_fn(self.dataset[indices])
-        if self.seeds_samples:
-            samples = [self._sample(epoch, index) for index in indices]
-        elif self.reads_many:
-            samples = self.dataset.__getitems__(indices)
-        else:
-            samples = [self.dataset[index] for index in indices]
+        samples = self._samples(epoch, indices)
+        if self._collates_plainly:
+            return self.collate_fn(samples)
         seed_all_generators(collate_seed(self.seed, epoch, key_of(indices[0]) if len(indices) else 0))
         return self.collate_fn(samples)
 
-    def _sample(self, epoch: int, index: Any) -> Any:
-        seed_all_generators(sample_seed(self.seed, epoch, key_of(index)))
+    def _samples(self, epoch: int, indices: Any) -> Any:
+        if not self.seeds_samples or not len(indices):
+            return self._read_seeded(epoch, indices, ())
+        if self._drawn is None:
+            return self._read_first(epoch, indices)
+        others = [name for name in GENERATORS if name not in self._drawn]
+        seed = sample_seed(self.seed, epoch, key_of(indices[0]))
+        for name in others:
+            GENERATORS[name].seed(seed)
+        try:
+            samples = self._read_seeded(epoch, indices, self._drawn)
+        except Exception:
+            late = drawn_since(seed, others)
+            if not late:
+                raise
+        else:
+            late = drawn_since(seed, others)
+            if not late:
+                return samples
+        self._drawn = [*self._drawn, *late]
+        return self._samples(epoch, indices)
+
+    def _read_seeded(self, epoch: int, indices: Any, drawn: Sequence[str]) -> Any:
+        """Samples, with these generators seeded for each."""
+        if not drawn:
+            return self.dataset.__getitems__(indices) if self.reads_many else [self.dataset[index] for index in indices]
+        generators = [GENERATORS[name] for name in drawn]
+        samples = []
+        for index in indices:
+            seed = sample_seed(self.seed, epoch, key_of(index))
+            for generator in generators:
+                generator.seed(seed)
+            samples.append(self._read_one(index))
+        return samples
+
+    def _read_first(self, epoch: int, indices: Any) -> Any:
+        """Samples, with all generators seeded for each, and a look at what each has drawn from."""
+        drawn: list[str] = []
+        samples = []
+        for index in indices:
+            seed = sample_seed(self.seed, epoch, key_of(index))
+            seed_all_generators(seed)
+            samples.append(self._read_one(index))
+            drawn += drawn_since(seed, [name for name in GENERATORS if name not in drawn])
+        self._drawn = drawn
+        return samples
+
+    def _read_one(self, index: Any) -> Any:
         return self.dataset.__getitems__([index])[0] if self.reads_many else self.dataset[index]
 
 

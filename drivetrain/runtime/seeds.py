@@ -6,10 +6,11 @@ import hashlib
 import operator
 import os
 import random
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from functools import partial
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -103,9 +104,52 @@ def seed_all_generators(seed: int) -> None:
     Args:
         seed: From 0 to 2**64 - 1, as from `sample_seed`.
     """
-    random.seed(seed)
+    for each in GENERATORS.values():
+        each.seed(seed)
+
+
+class GlobalGenerator(NamedTuple):
+    """One of the generators that `seed_all_generators` seeds.
+
+    Attributes:
+        seed: Seeds it with its part of 64 bits.
+        draw: Draws 53 bits or more.
+    """
+
+    seed: Callable[[int], object]
+    draw: Callable[[], object]
+
+
+def _seed_numpy(seed: int) -> None:
     np.random.seed(seed >> 32)
-    torch.default_generator.manual_seed(seed)
+
+
+def _draw_from_torch() -> int:
+    return int(torch.empty((), dtype=torch.int64).random_())
+
+
+GENERATORS = {
+    "python": GlobalGenerator(random.seed, partial(random.getrandbits, 64)),
+    "numpy": GlobalGenerator(_seed_numpy, np.random.random_sample),
+    "torch": GlobalGenerator(torch.default_generator.manual_seed, _draw_from_torch),
+}
+
+
+def drawn_since(seed: int, names: Iterable[str]) -> list[str]:
+    """Find the generators that were drawn from, or seeded otherwise, since they were seeded: by what they give next.
+
+    Args:
+        seed: What they were seeded with.
+        names: Which of `GENERATORS`. They are not as they were afterwards.
+    """
+    drawn = []
+    for name in names:
+        generator = GENERATORS[name]
+        found = generator.draw()
+        generator.seed(seed)
+        if generator.draw() != found:
+            drawn.append(name)
+    return drawn
 
 
 def own_generator(name: str) -> torch.Generator:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -25,7 +25,7 @@ from torch.utils.data import (
 from drivetrain.data import DataLoaderConfiguration, DataShard, PreparedLoader, prepare_loader
 from drivetrain.data.seeding import is_deterministic, key_of
 from drivetrain.runtime.errors import ConfigurationError
-from drivetrain.runtime.seeds import set_seed
+from drivetrain.runtime.seeds import sample_seed, seed_all_generators, set_seed
 from drivetrain.runtime.state import PartialState
 from tests.data.kinds import Numbers, random_state, seed_everything
 from tests.pool import run_in_processes
@@ -262,3 +262,77 @@ def test_seeding_can_be_switched_off_and_insisted_on() -> None:
 def test_any_kind_of_index_has_a_stable_key() -> None:
     assert key_of(np.int64(3)) == key_of(torch.tensor(3)) == 3
     assert key_of(("a", 1)) == key_of(("a", 1)) != key_of(("a", 2))
+
+
+class Counted(Dataset[Tensor]):
+    """Draws from chosen generators, for chosen samples, and notes what is read.
+
+    Args:
+        draws: By sample, what it draws.
+        fails: Whether it fails where it draws above a half.
+    """
+
+    def __init__(self, draws: dict[int, Callable[[], float]], fails: bool = False) -> None:
+        self.draws, self.fails, self.read = draws, fails, list[int]()
+
+    def __len__(self) -> int:
+        return SAMPLES
+
+    def __getitem__(self, index: int) -> Tensor:
+        self.read.append(index)
+        value = self.draws[index]() if index in self.draws else 0.0
+        if self.fails and value > 0.5:
+            raise OSError(f"sample {index} draws {value}")
+        return torch.tensor([float(index), value], dtype=torch.float64)
+
+
+DRAWS = {
+    "python": random.random,
+    "numpy": lambda: float(np.random.rand()),
+    "torch": lambda: torch.rand(1).item(),
+}
+
+
+def by_hand(draws: dict[int, Callable[[], float]], epoch: int) -> dict[int, list[float]]:
+    """The noise of each sample, each from its own seed."""
+    found = {}
+    for index in range(SAMPLES):
+        seed_all_generators(sample_seed(1, epoch, index))
+        found[index] = [draws[index]()] if index in draws else [0.0]
+    return found
+
+
+@pytest.mark.parametrize("draw", DRAWS.values(), ids=DRAWS)
+@pytest.mark.parametrize("drawing", [range(SAMPLES), [3], [9, 11]], ids=["all", "one at first", "some later"])
+def test_a_sample_has_its_own_numbers_whenever_the_first_one_draws(draw, drawing):
+    draws = dict.fromkeys(drawing, draw)
+    dataset = Counted(draws)
+    found = samples_of(loader(dataset=dataset, shuffle=False))
+    assert found == [by_hand(draws, 0), by_hand(draws, 1)]
+    again = [index for index in set(dataset.read) if dataset.read.count(index) > 2]
+    assert again == ([8, 9, 10, 11] if 9 in draws and 3 not in draws else [])  # the batch that drew first
+
+
+def test_a_sample_that_fails_by_chance_fails_by_its_own_chance():
+    draws = {9: random.random}
+    dataset = Counted(draws, fails=True)
+    seeds = [seed for seed in range(20) if random.Random(sample_seed(seed, 0, 9)).random() > 0.5]
+    for seed in range(20):
+        batches = iter(loader(dataset=dataset, shuffle=False, seed=seed))
+        if seed in seeds:
+            with pytest.raises(OSError, match="sample 9 draws"):
+                list(batches)
+        else:
+            assert len(list(batches)) == 4
+
+
+class AtOnce(Counted):
+    def __getitems__(self, indices: list[int]) -> list[Tensor]:
+        self.read.append(-len(indices))
+        return [self[index] for index in indices]
+
+
+def test_a_dataset_that_draws_nothing_is_asked_for_whole_batches_after_the_first():
+    dataset = AtOnce({})
+    samples_of(loader(dataset=dataset, shuffle=False), epochs=1)
+    assert [-index for index in dataset.read if index < 0] == [1, 1, 1, 1, 4, 4, 2]
