@@ -15,11 +15,9 @@ import importlib.util
 import json
 import logging
 import platform
-import random
 import statistics
 import tempfile
 import time
-import warnings
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -31,14 +29,11 @@ from tables import as_table
 from timing import (
     Clock,
     Comparison,
-    Turns,
     compare_pairs,
+    measure_beside,
     on_terminal,
-    quietly,
-    run_in_turn,
     stay_on_one_core,
     version_of,
-    without_garbage_collection,
 )
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
@@ -325,41 +320,6 @@ def make_data(kind: str, steps: int) -> Any:
     return Batches(zip(x.split(BATCH), y.split(BATCH), strict=True))
 
 
-def measure_beside(
-    contender: Callable[[Clock, Any], None], data: Any, lengths: tuple[int, int, int], now: Callable[[], float]
-) -> Callable[[], tuple[float, float]]:
-    """What runs the bare loop and a contender in turn, and returns the time of a step of each.
-
-    Args:
-        contender: The contender.
-        data: What both train on.
-        lengths: Steps of warm-up, timed steps, and timed steps of a turn.
-        now: The clock.
-    """
-
-    places = random.Random(0)
-
-    def measure() -> tuple[float, float]:
-        # Each once in either thread: what the one finds in its memory is worth some microseconds.
-        both = [one_after_other(own) for own in (0, 1)]
-        return sum(base for base, _ in both) / 2, sum(found for _, found in both) / 2
-
-    def one_after_other(own: int) -> tuple[float, float]:
-        turns = Turns()
-        clocks = [Clock(turns, number, *lengths, now=now) for number in (0, 1)]
-        torch.manual_seed(0)
-        elsewhere = [torch.empty(places.randrange(1, 2000)) for _ in range(places.randrange(400))]
-        loops = [lambda: bare_loop(clocks[1 - own], data)] * 2
-        loops[own] = lambda: contender(clocks[own], data)
-        with quietly(), warnings.catch_warnings(), without_garbage_collection():
-            warnings.simplefilter("ignore")
-            run_in_turn(turns, *loops)
-        del elsewhere
-        return clocks[1 - own].microseconds_per_step, clocks[own].microseconds_per_step
-
-    return measure
-
-
 def report(results: list[Comparison], versions: dict[str, str], data: str, clock: str, steps: int) -> str:
     bare = statistics.median(each for result in results for each in result.base)
     conditions = (
@@ -413,7 +373,7 @@ def main(
             print(f"{name}: left out, {module} is not installed. `make bench` installs what is compared.")
             continue
         versions[name] = version_of(DISTRIBUTIONS.get(module, module))
-        chosen[name] = measure_beside(run, batches, (warmup, steps, turn), now)
+        chosen[name] = measure_beside(bare_loop, run, batches, (warmup, steps, turn), now)
     results = compare_pairs(chosen, rounds)
     print(report(results, versions, data, clock, steps))
     if json_file is not None:

@@ -7,17 +7,20 @@ import fcntl
 import gc
 import io
 import os
+import random
 import statistics
 import struct
 import subprocess
 import sys
 import termios
 import threading
+import warnings
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from importlib import metadata
 from time import perf_counter
+from typing import Any
 
 import torch
 
@@ -137,6 +140,46 @@ def run_in_turn(turns: Turns, first: Callable[[], None], second: Callable[[], No
     with ThreadPoolExecutor(2) as threads:
         for done in [threads.submit(run, number, loop) for number, loop in enumerate((first, second))]:
             done.result()
+
+
+def measure_beside(
+    base: Callable[[Clock, Any], None],
+    contender: Callable[[Clock, Any], None],
+    data: Any,
+    lengths: tuple[int, int, int],
+    now: Callable[[], float],
+) -> Callable[[], tuple[float, float]]:
+    """What runs a base line and a contender in turn, and returns the time of a step of each.
+
+    Args:
+        base: The base line.
+        contender: The contender.
+        data: What both run on.
+        lengths: Steps of warm-up, timed steps, and timed steps of a turn.
+        now: The clock.
+    """
+
+    places = random.Random(0)
+
+    def measure() -> tuple[float, float]:
+        # Each once in either thread: what the one finds in its memory is worth some microseconds.
+        both = [one_after_other(own) for own in (0, 1)]
+        return sum(first for first, _ in both) / 2, sum(found for _, found in both) / 2
+
+    def one_after_other(own: int) -> tuple[float, float]:
+        turns = Turns()
+        clocks = [Clock(turns, number, *lengths, now=now) for number in (0, 1)]
+        torch.manual_seed(0)
+        elsewhere = [torch.empty(places.randrange(1, 2000)) for _ in range(places.randrange(400))]
+        loops = [lambda: base(clocks[1 - own], data)] * 2
+        loops[own] = lambda: contender(clocks[own], data)
+        with quietly(), warnings.catch_warnings(), without_garbage_collection():
+            warnings.simplefilter("ignore")
+            run_in_turn(turns, *loops)
+        del elsewhere
+        return clocks[1 - own].microseconds_per_step, clocks[own].microseconds_per_step
+
+    return measure
 
 
 @dataclass

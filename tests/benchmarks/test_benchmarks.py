@@ -53,6 +53,15 @@ def test_overhead_measures_every_way_of_running_drivetrain(
         assert f"| {name} |" in printed
 
 
+def test_evaluation_measures_validation_and_prediction(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "evaluation.json"
+    short = ("--model", "tiny", "--rounds", "1", "--steps", "10", "--turn", "5", "--only", "drivetrain")
+    run_in_processes(run_benchmark, 1, args=("evaluation.py", *short, "--json", str(file)), timeout=60)
+    works = ["validate, a loss", "validate, a loss and a metric", "predict"]
+    assert [each["name"] for each in json.loads(file.read_text())] == [f"drivetrain: {work}" for work in works]
+    assert "| drivetrain: predict |" in capsys.readouterr().out
+
+
 @pytest.mark.skipif(not hasattr(os, "posix_fadvise"), reason="needs posix_fadvise, which drops files from the cache")
 def test_offload_measures_a_model_on_disk_beside_one_in_memory(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
