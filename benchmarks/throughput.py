@@ -14,6 +14,7 @@ import importlib.util
 import io
 import json
 import logging
+import tempfile
 import tokenize
 import warnings
 from collections.abc import Callable
@@ -42,16 +43,22 @@ class Workload(NamedTuple):
         make_dataset: Makes the samples.
         batch_size: Samples of a step.
         loss_of: The loss of a model on a batch.
+        make_collator: Makes the collate function; torch's own if None.
+        needs: Packages that must be installed.
     """
 
     make_model: Callable[[], nn.Module]
     make_dataset: Callable[[], Dataset[Any]]
     batch_size: int
     loss_of: Callable[[nn.Module, Any], Tensor]
+    make_collator: Callable[[], Callable[[Any], Any]] | None = None
+    needs: tuple[str, ...] = ()
 
     def make_loader(self) -> DataLoader[Any]:
         generator = torch.Generator().manual_seed(1)
-        return DataLoader(self.make_dataset(), self.batch_size, shuffle=True, generator=generator, drop_last=True)
+        collator = None if self.make_collator is None else self.make_collator()
+        options = {"shuffle": True, "generator": generator, "drop_last": True, "collate_fn": collator}
+        return DataLoader(self.make_dataset(), self.batch_size, **options)
 
     def make_optimizer(self, model: nn.Module, **options: Any) -> torch.optim.Optimizer:
         return torch.optim.AdamW(model.parameters(), LEARNING_RATE, **options)
@@ -148,6 +155,38 @@ def make_autoencoder() -> nn.Module:
     )
 
 
+WORDS = 2_000
+
+
+def make_sentences() -> Any:
+    """Lines of 4 to 40 words, and whether the first word is a rare one."""
+    from datasets import Dataset as Table
+
+    generator = torch.Generator().manual_seed(0)
+    lengths = torch.randint(4, 41, (960,), generator=generator).tolist()
+    lines = [torch.randint(2, WORDS, (length,), generator=generator).tolist() for length in lengths]
+    labels = [int(line[0] > WORDS // 2) for line in lines]
+    masks = [[1] * len(line) for line in lines]
+    return Table.from_dict({"input_ids": lines, "attention_mask": masks, "labels": labels})
+
+
+def make_padding() -> Callable[[Any], Any]:
+    from tokenizers import Tokenizer
+    from tokenizers.models import WordLevel
+    from transformers import DataCollatorWithPadding, PreTrainedTokenizerFast
+
+    words = Tokenizer(WordLevel({"[PAD]": 0, "[UNK]": 1}, unk_token="[UNK]"))
+    return DataCollatorWithPadding(PreTrainedTokenizerFast(tokenizer_object=words, pad_token="[PAD]"))
+
+
+def make_classifier() -> nn.Module:
+    from transformers import BertConfig, BertForSequenceClassification
+
+    sizes = {"hidden_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 512}
+    model: nn.Module = BertForSequenceClassification(BertConfig(vocab_size=WORDS, num_labels=2, **sizes))
+    return model.train()
+
+
 def classification(model: nn.Module, batch: Any) -> Tensor:
     x, y = batch
     return F.cross_entropy(model(x), y)
@@ -156,6 +195,11 @@ def classification(model: nn.Module, batch: Any) -> Tensor:
 def next_character(model: nn.Module, batch: Any) -> Tensor:
     codes, following = batch
     return F.cross_entropy(model(codes).flatten(0, 1), following.flatten())
+
+
+def its_own_loss(model: nn.Module, batch: Any) -> Tensor:
+    loss: Tensor = model(**batch).loss
+    return loss
 
 
 def reconstruction(model: nn.Module, batch: Any) -> Tensor:
@@ -168,6 +212,9 @@ WORKLOADS = {
     "images": Workload(make_convolutions, lambda: Augmented(2_048), 64, classification),
     "text": Workload(CharacterModel, lambda: Windows(640), 32, next_character),
     "autoencoder": Workload(make_autoencoder, lambda: TensorDataset(samples(4_096, 1, 28, 28)), 64, reconstruction),
+    "sentences": Workload(
+        make_classifier, make_sentences, 16, its_own_loss, make_padding, needs=("transformers", "datasets")
+    ),
 }
 
 
@@ -267,6 +314,49 @@ def _accelerated(work: Workload, accelerator: Any) -> Epoch:
     return perf_counter() - start, losses
 
 
+def transformers_trainer(work: Workload) -> Epoch:
+    from transformers import Trainer, TrainerCallback, TrainingArguments
+
+    losses: list[Tensor] = []
+    times: list[float] = []
+
+    class Clock(TrainerCallback):
+        def on_train_begin(self, *_: Any, **__: Any) -> None:
+            torch.manual_seed(2)
+            times.append(perf_counter())
+
+        def on_train_end(self, *_: Any, **__: Any) -> None:
+            times.append(perf_counter())
+
+    class Same(Trainer):
+        """On the same batches."""
+
+        def get_train_dataloader(self) -> Any:
+            return self.accelerator.prepare(work.make_loader())
+
+        def compute_loss(self, model: nn.Module, inputs: Any, *_: Any, **__: Any) -> Tensor:
+            loss = work.loss_of(model, inputs)
+            losses.append(loss.detach())
+            return loss
+
+    model = work.make_model()
+    optimizer = work.make_optimizer(model)
+    constant = torch.optim.lr_scheduler.LambdaLR(optimizer, _one)
+    with tempfile.TemporaryDirectory() as folder:
+        off = {"report_to": "none", "logging_strategy": "no", "save_strategy": "no", "disable_tqdm": True}
+        options = {"num_train_epochs": 1, "max_grad_norm": LARGEST_NORM, "use_cpu": True}
+        options["accelerator_config"] = {"use_seedable_sampler": False}
+        arguments = TrainingArguments(output_dir=folder, per_device_train_batch_size=work.batch_size, **options, **off)
+        Same(
+            model, arguments, train_dataset=work.make_dataset(), optimizers=(optimizer, constant), callbacks=[Clock()]
+        ).train()
+    return times[1] - times[0], losses
+
+
+def _one(step: int) -> float:
+    return 1.0
+
+
 # name -> (what must be installed, what runs)
 CONTENDERS: dict[str, tuple[str, Callable[[Workload], Epoch]]] = {
     "plain loop, tuned by hand": ("torch", tuned_loop),
@@ -274,6 +364,7 @@ CONTENDERS: dict[str, tuple[str, Callable[[Workload], Epoch]]] = {
     "drivetrain Accelerator": ("drivetrain", drivetrain_accelerator),
     "Lightning Trainer": ("lightning", lightning_trainer),
     "Accelerate": ("accelerate", accelerate),
+    "Transformers Trainer": ("transformers", transformers_trainer),
 }
 
 
@@ -301,7 +392,8 @@ def measure_workload(name: str, rounds: int) -> tuple[list[Comparison], dict[str
     losses: dict[str, list[Tensor]] = {}
     chosen = {}
     for contender, (module, run) in CONTENDERS.items():
-        if importlib.util.find_spec(module) is not None:
+        applies = module != "transformers" or module in work.needs
+        if applies and importlib.util.find_spec(module) is not None:
             losses[contender] = []
             chosen[contender] = measure_with(run, work, losses[contender])
     results = compare(measure_with(bare_loop, work, expected), chosen, rounds)
@@ -319,16 +411,27 @@ def main(rounds: int, only: tuple[str, ...], json_file: Path | None) -> None:
     for framework in FRAMEWORKS:
         logging.getLogger(framework).setLevel(logging.ERROR)
     figures, far = {}, io.StringIO()
-    rows: dict[str, list[str]] = {}
+    rows: dict[str, dict[str, str]] = {}
     for name in only or WORKLOADS:
+        missing = [package for package in WORKLOADS[name].needs if importlib.util.find_spec(package) is None]
+        if missing:
+            print(
+                f"{name}: left out, {' and '.join(missing)} is not installed. `make bench` installs what is compared."
+            )
+            continue
         results, apart = measure_workload(name, rounds)
         for result in results:
-            rows.setdefault(result.name, [result.name]).append(f"{result.ratio:.2f}")
+            rows.setdefault(result.name, {})[name] = f"{result.ratio:.2f}"
             if not apart[result.name] <= TOLERANCE:
                 print(f"{name}, {result.name}: losses differ by {apart[result.name]:.1e}", file=far)
         figures[name] = [{**result.as_dict(), "losses": apart[result.name]} for result in results]
     print(f"Times the plain loop, whole epochs, {rounds} rounds. torch {torch.__version__}.\n")
-    print(as_table(["", *(f"{name}:" for name in figures)], list(rows.values())))
+    print(
+        as_table(
+            ["", *(f"{name}:" for name in figures)],
+            [[each, *(row.get(name, "") for name in figures)] for each, row in rows.items()],
+        )
+    )
     print(far.getvalue() or f"All losses are those of the plain loop to {TOLERANCE:.0e}.")
     if json_file is not None:
         json_file.write_text(json.dumps(figures, indent=2))
