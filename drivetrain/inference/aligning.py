@@ -139,7 +139,7 @@ class AlignDevicesHook(ModelHook):
     def _applied(self, module: nn.Module, function: Callable[[Tensor], Tensor], recurse: bool) -> nn.Module:
         """Apply what changes nothing, such as `share_memory`, to weights wherever they are."""
         for child in module.children() if recurse else ():
-            child._apply(function)
+            child._apply(function)  # type: ignore[no-untyped-call]
         for tensor in _tensors(module, False).values():
             if not tensor.is_meta:
                 function(tensor)
