@@ -22,7 +22,11 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "BartForConditionalGeneration": (
         "BartConfig",
         {"d_model": 32, "vocab_size": 99, "encoder_layers": 2, "decoder_layers": 2, "max_position_embeddings": 16}
-        | {f"{part}_{key}": n for part in ("encoder", "decoder") for key, n in (("ffn_dim", 64), ("attention_heads", 2))},
+        | {
+            f"{part}_{key}": n
+            for part in ("encoder", "decoder")
+            for key, n in (("ffn_dim", 64), ("attention_heads", 2))
+        },
     ),
     "ViTForImageClassification": ("ViTConfig", {**SMALL, "image_size": 32, "patch_size": 8}),
 }
