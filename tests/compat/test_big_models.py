@@ -1,4 +1,4 @@
-"""Models of transformers and diffusers, tiny and random: from memory, disk and both, outputs are the plain model's, bit by bit."""
+"""Models of transformers and diffusers, tiny and random: from memory and disk, outputs are the plain model's bits."""
 
 from __future__ import annotations
 

@@ -69,8 +69,8 @@ def choose_splits(module: nn.Module, count: int, classes: Sequence[str] = ()) ->
     """Where stages begin so that they hold about equally many parameters of the blocks that repeat.
 
     Args:
-        module: The module to split; its largest `ModuleList` or `Sequential` holds the blocks. In a model of transformers
-            with an encoder and a decoder, the largest of each does.
+        module: The module to split; its largest `ModuleList` or `Sequential` holds the blocks. In a model of
+            transformers with an encoder and a decoder, the largest of each does.
         count: Number of stages.
         classes: Names of the blocks' classes, where they are known.
 

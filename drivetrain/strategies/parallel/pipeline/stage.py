@@ -268,8 +268,8 @@ def _exit_of_stage(name: str, cut: Cut, passed: Mapping[Returned, Tensor]) -> Ca
                 handed_over[place] = leaf
         if any(tensor is None for tensor in handed_over):
             raise ConfigurationError(
-                f"{name} did not call all of the modules that it called for other inputs of the same shapes. Its forward "
-                "must take the same way through the blocks."
+                f"{name} did not call all of the modules that it called for other inputs of the same shapes. Its "
+                "forward must take the same way through the blocks."
             )
         given = zip(handed_over, cut.tensors, strict=True)
         raise _Reached(tuple(_as_expected(name, tensor, shape) for tensor, shape in given if tensor is not None))

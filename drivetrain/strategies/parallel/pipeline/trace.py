@@ -48,8 +48,8 @@ class Returned:
 class Cut:
     """What the stages before hand to a stage.
 
-    These are arguments of its first module that come from parameters, and what modules of earlier stages returned, where
-    this stage or a later one uses that besides.
+    These are arguments of its first module that come from parameters, and what modules of earlier stages returned,
+    where this stage or a later one uses that besides.
 
     Attributes:
         leaves: How many values the arguments hold, nested ones counted one by one.
@@ -383,7 +383,7 @@ def _shape(tensor: Tensor) -> TensorShape:
 
 
 def _memory(tensor: Tensor) -> int:
-    return tensor.untyped_storage()._cdata
+    return int(tensor.untyped_storage()._cdata)
 
 
 def _is_written(argument: Any) -> bool:
