@@ -19,7 +19,10 @@ state = PartialState(cpu=True)
 FATE = {fate!r}
 
 with state.split_between_processes(list(range(8)), dynamic=True) as work:
+    if FATE in ("kill", "raise") and state.process_index != {rank}:
+        state.store.wait(["taken"])  # so that the fast ones do not take everything
     for item in work:
+        state.store.set("taken", "1")
         if FATE == "all" or (state.process_index == {rank} and FATE != "later"):
             if FATE == "kill":
                 os.kill(os.getpid(), signal.SIGKILL)
