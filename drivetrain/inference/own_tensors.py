@@ -53,12 +53,12 @@ class _Together:
 
     def enter(self, module: nn.Module, args: Any) -> None:
         """Called before the module."""
-        self._open.append(_OneDevice().__enter__())
+        self._open.append(_OneDevice().__enter__())  # type: ignore[no-untyped-call]
 
     def leave(self, module: nn.Module, args: Any, output: Any) -> None:
         """Called after it, or after it has raised."""
         if self._open:
-            self._open.pop().__exit__(None, None, None)
+            self._open.pop().__exit__(None, None, None)  # type: ignore[no-untyped-call]
 
 
 def align_own_tensors(model: nn.Module, computes: Mapping[nn.Module, torch.device]) -> list[RemovableHandle]:
