@@ -218,10 +218,8 @@ class RankAgent(LocalElasticAgent):
             self._stop_peers(local for local in ranks.alive() if not ranks.is_failing(local))
             ranks.wait(ranks.alive(), EXIT_PATIENCE)
             ranks.kill(ranks.alive())
-        elif self._note_lost(ranks) and not ranks.alive() and peers.all_done():
-            self._watching = False
-            returned = dict.fromkeys(worker.global_rank for worker in worker_group.workers)
-            return RunResult(state=WorkerState.SUCCEEDED, return_values=returned)
+        elif self._note_lost(ranks):
+            return self._without_lost(worker_group)
         elif ranks.alive() or not peers.all_done():
             return RunResult(state=WorkerState.HEALTHY)
         # Torch polls only now that all have ended: on a failure that it is the first to see, it waits
@@ -277,6 +275,18 @@ class RankAgent(LocalElasticAgent):
                 self._lost[failure.rank] = failure
                 self._on_loss(failure)
         return bool(self._lost)
+
+    def _without_lost(self, worker_group: WorkerGroup) -> RunResult:
+        """Let the ranks that are not lost run to their end."""
+        ranks, peers = self._running()
+        if not set(ranks.alive()) - set(ranks.lost()):
+            ranks.wait(ranks.alive(), EXIT_PATIENCE)
+            ranks.kill(ranks.alive())
+        if ranks.alive() or not peers.all_done():
+            return RunResult(state=WorkerState.HEALTHY)
+        self._watching = False
+        returned = dict.fromkeys(worker.global_rank for worker in worker_group.workers)
+        return RunResult(state=WorkerState.SUCCEEDED, return_values=returned)
 
     def _give_up(self) -> RunResult:
         self._remaining_restarts = 0
