@@ -218,7 +218,7 @@ class RankAgent(LocalElasticAgent):
             self._stop_peers(local for local in ranks.alive() if not ranks.is_failing(local))
             ranks.wait(ranks.alive(), EXIT_PATIENCE)
             ranks.kill(ranks.alive())
-        elif self._note_lost(ranks):
+        elif self._record_lost(ranks):
             return self._without_lost(worker_group)
         elif ranks.alive() or not peers.all_done():
             return RunResult(state=WorkerState.HEALTHY)
@@ -267,7 +267,7 @@ class RankAgent(LocalElasticAgent):
         self._failed_attempts += 1
         return RunResult(state=WorkerState.FAILED)
 
-    def _note_lost(self, ranks: LocalRanks) -> bool:
+    def _record_lost(self, ranks: LocalRanks) -> bool:
         """Report ranks that are gone, and that the others can do without; whether there are any."""
         gone = {ranks.global_rank(local) for local in ranks.lost()}
         for failure in ranks.failures():

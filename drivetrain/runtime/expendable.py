@@ -40,8 +40,8 @@ def is_expendable(error_file: str) -> bool:
     return os.path.exists(_mark(error_file))
 
 
-def note_left_queue(error: BaseException) -> None:
-    """Note on an exception that it ended this process's part of a work queue."""
+def mark_left_queue(error: BaseException) -> None:
+    """Mark an exception as one that ended this process's part of a work queue."""
     setattr(error, _LEFT_A_QUEUE, True)
 
 

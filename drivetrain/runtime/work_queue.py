@@ -204,7 +204,7 @@ class WorkQueue:
         self._is_open = False
         self._ended.set()
         if error is not None:
-            expendable.note_left_queue(error)
+            expendable.mark_left_queue(error)
         if self._signs is not None:
             self._signs.join()
             expendable.set_expendable(False)

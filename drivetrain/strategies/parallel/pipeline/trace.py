@@ -325,12 +325,12 @@ class _Trace(TorchDispatchMode):
                 if not any(self._layout.modules[outer] != stage for outer in self._open):
                     self.route.stand_ins[stage].setdefault(name, []).append(shapes)
             if not self._open:
-                self._note_returned(name, number, owner, output)
+                self._record_returned(name, number, owner, output)
 
         return begin, end
 
-    def _note_returned(self, name: str, number: int, owner: int, output: Any) -> None:
-        """Note that later stages can be handed what a module has returned."""
+    def _record_returned(self, name: str, number: int, owner: int, output: Any) -> None:
+        """Record that later stages can be handed what a module has returned."""
         for index, leaf in enumerate(pytree.tree_leaves(output)):
             if isinstance(leaf, Tensor):
                 returned = Returned(name, number, index)
