@@ -310,6 +310,26 @@ class AddsNoise(Draws):
         return x + torch.randn_like(x).abs()
 
 
+class Shares(Draws):
+    """Calls a module itself that one of its blocks calls before."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._modules = {"inner": Calls(self.tokens), **self._modules}
+
+    def noisy(self, x: Tensor) -> Tensor:
+        return self.inner(TOKENS) + self.tokens(TOKENS)
+
+
+class Calls(nn.Module):
+    def __init__(self, other: nn.Module) -> None:
+        super().__init__()
+        self.others, self.weight = [other], nn.Parameter(torch.ones(WIDTH))
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.weight * self.others[0](tokens)
+
+
 class ChangesInPlace(Draws):
     def noisy(self, x: Tensor) -> Tensor:
         x[..., 0] += 1
@@ -365,6 +385,7 @@ class HeadFirst(GPT):
 REFUSED = [
     (Draws, r"Draws uses a value of stage 0 in stage 1 \(by aten.add\.Tensor\) that was drawn at random"),
     (AddsNoise, r"uses a value of stage 0 in stage 1 \(by aten.add\.Tensor\) that was drawn at random"),
+    (Shares, r"that tokens returned, which other modules call too"),
     (ChangesInPlace, r"uses a value of stage 0 in stage 1 .* that was changed in place after a module had returned it"),
     (Backwards, r"Backwards uses layers.3.* in stage 0, but it was placed on stage 1"),
     (

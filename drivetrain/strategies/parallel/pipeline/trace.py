@@ -331,11 +331,13 @@ class _Trace(TorchDispatchMode):
 
     def _record_returned(self, name: str, number: int, owner: int, output: Any) -> None:
         """Record that later stages can be handed what a module has returned."""
+        stood_in_for = self.route.stand_ins.get(owner + 1, {}).get(name, [])
+        lost = "" if number == len(stood_in_for) - 1 else f"{name} returned, which other modules call too"
         for index, leaf in enumerate(pytree.tree_leaves(output)):
             if isinstance(leaf, Tensor):
                 returned = Returned(name, number, index)
                 self._tensors[returned] = leaf
-                self._made_in[leaf] = _Origin(owner, frozenset([returned]))
+                self._made_in[leaf] = _Origin(owner, frozenset([returned]), lost)
                 self._in_memory.setdefault(_memory(leaf), []).append(returned)
 
     def finish(self, output: Any) -> None:
