@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 
+from drivetrain.inference.guard import MoveGuard
 from drivetrain.inference.hooks import ModelHook, Registered, SequentialHook, hook_of
 from drivetrain.inference.tensors import TiedTensors, locate, set_module_tensor_to_device, tied_address, tied_tensors
 from drivetrain.runtime.errors import CheckpointError, ConfigurationError, nearest
@@ -63,6 +64,7 @@ class AlignDevicesHook(ModelHook):
         self.tied_params_map = tied_params_map
         self.input_device: torch.device | None = None
         self.original_devices: dict[str, torch.device] = {}
+        self._guard: MoveGuard | None = None
         self._keeps = False
         self._offloaded: list[str] = []
         self._tied: TiedTensors = {}
@@ -123,6 +125,27 @@ class AlignDevicesHook(ModelHook):
         saves: Any = module.register_state_dict_post_hook
         loads: Any = module.register_load_state_dict_pre_hook
         vars(module)[_STATE_HANDLES] = [saves(_fill_in), loads(_load_elsewhere)]
+        self._refuse_moves(module, tensors)
+        return module
+
+    def _refuse_moves(self, module: nn.Module, tensors: Mapping[str, Tensor]) -> None:
+        """Have `to`, `half` and the like refuse to move or cast what is kept elsewhere."""
+        devices = {_CPU if self._device is None else self._device}
+        if self._keeps:
+            devices |= {kept.device for kept in self._weights.values()}
+        kinds = {(tensor.dtype, device) for tensor in tensors.values() for device in devices}
+        self._guard = MoveGuard(module.modules() if self.place_submodules else [module], kinds, self._applied)
+
+    def _applied(self, module: nn.Module, function: Callable[[Tensor], Tensor], recurse: bool) -> nn.Module:
+        """Apply what changes nothing, such as `share_memory`, to weights wherever they are."""
+        for child in module.children() if recurse else ():
+            child._apply(function)  # type: ignore[no-untyped-call]
+        for tensor in _tensors(module, False).values():
+            if not tensor.is_meta:
+                function(tensor)
+        if self._keeps and _offloading(hook_of(module)) is self:
+            for kept in self._weights.values():
+                function(kept)
         return module
 
     def pre_forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -161,6 +184,8 @@ class AlignDevicesHook(ModelHook):
     def detach_hook(self, module: ModuleT) -> ModuleT:
         """Return offloaded weights to where they were."""
         if self.offload:
+            if self._guard is not None:
+                self._guard.remove()
             for handle in vars(module).pop(_STATE_HANDLES, ()):
                 handle.remove()
             for name, device in self.original_devices.items():

@@ -12,7 +12,8 @@ from torch import nn
 
 from drivetrain.inference.blocks import Loading, activations_of, all_tensors, blocks_of, units_of_placement
 from drivetrain.inference.budgets import BalancedMemory, as_device, budgets_of, get_max_memory, is_there
-from drivetrain.inference.shown_map import as_page, as_table, explain
+from drivetrain.inference.map_page import as_page
+from drivetrain.inference.shown_map import as_table, explain
 from drivetrain.inference.solver import Device, Placement, Policy, Problem, Share, refuse, solve
 from drivetrain.inference.ties import find_tied_parameters
 from drivetrain.runtime.byte_sizes import as_bytes

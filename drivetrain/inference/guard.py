@@ -22,10 +22,16 @@ class MoveGuard:
     Args:
         modules: The modules.
         kinds: Dtypes and devices of what they hold, and compute with.
+        pass_on: Called with a module and the arguments of its own method for what changes nothing; that method if None.
     """
 
-    def __init__(self, modules: Iterable[nn.Module], kinds: Iterable[tuple[torch.dtype, torch.device]]) -> None:
-        self._modules, self._kinds = list(modules), set(kinds)
+    def __init__(
+        self,
+        modules: Iterable[nn.Module],
+        kinds: Iterable[tuple[torch.dtype, torch.device]],
+        pass_on: Callable[[nn.Module, Callable[[Tensor], Tensor], bool], nn.Module] | None = None,
+    ) -> None:
+        self._modules, self._kinds, self._pass_on = list(modules), set(kinds), pass_on
         for module in self._modules:
             module.__dict__["_apply"] = partial(self._guarded, module)
 
@@ -40,7 +46,7 @@ class MoveGuard:
                     "`half` and the like cannot move or cast it. Load it with another device_map or dtype, or call "
                     "remove_hook_from_submodules(model) first."
                 )
-        plain: Any = type(module)._apply
+        plain: Any = type(module)._apply if self._pass_on is None else self._pass_on
         return plain(module, function, recurse)  # type: ignore[no-any-return]
 
     def remove(self) -> None:

@@ -53,6 +53,8 @@ class PipelineInference:
         weights: Where tensors on the meta device come from: a file, an index or a directory of weights, or a mapping.
             Each process reads those of its stage.
         in_flight: How many requests or parts of a batch a stage may be ahead of the next one.
+        pp_place: Stages of modules or parameters that are registered in another order than that in which the forward
+            uses them, by name; errors name those.
 
     Attributes:
         model: The model.
@@ -81,6 +83,7 @@ class PipelineInference:
         gather_output: bool = False,
         weights: Weights | None = None,
         in_flight: int = 4,
+        pp_place: Mapping[str, int] | None = None,
     ) -> None:
         self._state = PartialState()
         for name, number in (("num_chunks", num_chunks), ("in_flight", in_flight)):
@@ -96,7 +99,7 @@ class PipelineInference:
             loader(model, [name for name, _ in tensors])
             return
         _return_no_cache(model)
-        layout = _lay_out(model, split_points, self._state.num_processes, no_split_module_classes or ())
+        layout = _lay_out(model, split_points, self._state.num_processes, no_split_module_classes or (), pp_place)
         self.split_points = list(layout.splits)
         self._staged = StagedModel(model, layout, self._state.device, loader, in_flight)
         if example_args or example_kwargs:
@@ -169,6 +172,7 @@ def prepare_pippy(
     num_chunks: int | None = None,
     gather_output: bool = False,
     weights: Weights | None = None,
+    pp_place: Mapping[str, int] | None = None,
 ) -> ModuleT:
     """Spread a model over all processes of the run, so that calling it runs through all of its stages.
 
@@ -181,6 +185,7 @@ def prepare_pippy(
         num_chunks: How many parts a batch is split into.
         gather_output: Whether all processes get the output.
         weights: Where tensors on the meta device come from.
+        pp_place: Stages of modules or parameters that are registered in another order than they are used in.
 
     Returns:
         The model. Calls return the output on the last process, and None on the others unless `gather_output` is set.
@@ -198,6 +203,7 @@ def prepare_pippy(
         num_chunks,
         gather_output,
         weights,
+        pp_place=pp_place,
     )
     vars(model)[CALL] = pipeline
     vars(model)["hf_split_points"] = pipeline.split_points
@@ -206,13 +212,19 @@ def prepare_pippy(
 
 def _return_no_cache(model: nn.Module) -> None:
     """Have a model of transformers return no cache of keys and values: each stage has its own layers' alone."""
-    config = getattr(model, "config", None)
-    if getattr(config, "use_cache", False):
+    configs = [getattr(module, "config", None) for module in model.modules()]  # an encoder and a decoder have their own
+    for config in {id(each): each for each in configs if getattr(each, "use_cache", False)}.values():
         config.use_cache = False  # type: ignore[union-attr]
-        logger.info("%s is spread over processes, so config.use_cache is off.", type(model).__name__)
+        logger.info_once("%s is spread over processes, so config.use_cache is off.", type(model).__name__)
 
 
-def _lay_out(model: nn.Module, split_points: str | Sequence[str], count: int, classes: Sequence[str]) -> StageLayout:
+def _lay_out(
+    model: nn.Module,
+    split_points: str | Sequence[str],
+    count: int,
+    classes: Sequence[str],
+    placed: Mapping[str, int] | None,
+) -> StageLayout:
     """The stages of a model; a tie between two of them is undone, since neither is trained."""
     if isinstance(split_points, str) and split_points != "auto":
         raise ConfigurationError(f"split_points must be 'auto' or a list of module names, got {split_points!r}.")
@@ -227,7 +239,7 @@ def _lay_out(model: nn.Module, split_points: str | Sequence[str], count: int, cl
         path, _, last = name.rpartition(".")
         parameter = model.get_parameter(name)
         model.get_submodule(path)._parameters[last] = nn.Parameter(parameter.data, parameter.requires_grad)
-    layout = lay_out(model, splits)
+    layout = lay_out(model, splits, placed)
     for group in ties:
         for stage in range(count):
             own = [name for name in group if layout.owners[name] == stage]

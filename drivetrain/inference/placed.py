@@ -13,6 +13,7 @@ from drivetrain.checkpoint.mapped_file import mapped_range
 from drivetrain.inference.execution import Location
 from drivetrain.inference.guard import MoveGuard
 from drivetrain.inference.hooks import ModelHook, ModuleT
+from drivetrain.inference.own_tensors import align_own_tensors
 from drivetrain.inference.streaming import WeightStream
 from drivetrain.inference.weight_places import Place, like
 from drivetrain.runtime.nested import find_device, send_to_device
@@ -157,6 +158,7 @@ def attach(
         setattr(model, HOOK, PlacedHook(placement, stream.device, False, True, skip_keys))
     root: PlacedHook = getattr(model, HOOK)
     if crosses:
+        placement.hold(*align_own_tensors(model, computes))
         placement.guard({**computes, model: stream.device})
         placement.hold(
             model.register_forward_pre_hook(root.move_inputs, prepend=True, with_kwargs=True),

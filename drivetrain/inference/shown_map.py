@@ -1,15 +1,13 @@
-"""Device maps for people: a table, a page, and the reason for one block."""
+"""Device maps for people: a table, and the reason for one block."""
 
 from __future__ import annotations
 
 import math
-from html import escape
 
 from drivetrain.inference.solver import Block, Placement, Problem, Share
 from drivetrain.runtime.byte_sizes import as_bytes
 
 _MOST_NAMES = 4
-_COLOURS = ("#4c78a8", "#72b7b2", "#54a24b", "#eeca3b", "#b279a2", "#ff9da6")
 
 
 def as_table(problem: Problem, placement: Placement) -> str:
@@ -20,7 +18,7 @@ def as_table(problem: Problem, placement: Placement) -> str:
         if not (share.weights or share.streamed) and budget.kind != "accelerator":
             continue
         counts = (share.weights, share.streamed, share.activations, share.free, budget.limit)
-        rows.append([str(budget.device), _modules(problem, placement, place), *map(_bytes, counts)])
+        rows.append([str(budget.device), modules_on(problem, placement, place), *map(_bytes, counts)])
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     lines = [_line(row, widths) for row in rows]
     lines.insert(1, "-" * len(lines[0]))
@@ -38,7 +36,7 @@ def _bytes(count: float) -> str:
     return "no limit" if math.isinf(count) else as_bytes(count)
 
 
-def _modules(problem: Problem, placement: Placement, place: int) -> str:
+def modules_on(problem: Problem, placement: Placement, place: int) -> str:
     """The runs of modules on a device, such as `wte, wpe, h.0 - h.21`."""
     where = {
         position: (name, its)
@@ -86,37 +84,3 @@ def _room_left(device: object, share: Share, block: Block) -> str:
     if share.free >= block.size:
         left += ", and holds what runs before it, or its even share"
     return left
-
-
-def as_page(problem: Problem, placement: Placement) -> str:
-    """A page of HTML with a bar for each device, as long as what it has, and its blocks in it."""
-    shares = problem.shares(placement)
-    finite = [share.limit for share in shares if not math.isinf(share.limit)]
-    widest = max([*finite, *(share.limit - share.free for share in shares if not math.isinf(share.limit)), 1])
-    bars = []
-    for place, (budget, share) in enumerate(zip(problem.budgets, shares, strict=True)):
-        whole = max(share.weights, 1) if math.isinf(budget.limit) else max(budget.limit, 1)
-        parts = [
-            _part(", ".join(block.names) or "(all)", block.size, whole, _COLOURS[number % len(_COLOURS)])
-            for number, (block, its) in enumerate(zip(problem.blocks, placement.places, strict=True))
-            if its == place and block.size
-        ]
-        parts.append(_part("room to stream", share.streamed, whole, "#bbbbbb"))
-        parts.append(_part("activations", share.activations, whole, "#dddddd"))
-        width = 100 * min(1.0, whole / widest)
-        bars.append(
-            f"<h2>{escape(str(budget.device))}</h2><p>{as_bytes(share.weights)} of {_bytes(budget.limit)}, "
-            f'{_bytes(share.free)} free</p><div class="bar" style="width:{width:.3f}%">{"".join(parts)}</div>'
-        )
-    style = "body{font-family:sans-serif;margin:2em}.bar{display:flex;height:2em;border:1px solid #888;background:#fff}"
-    return (
-        f'<!doctype html><html lang="en"><head><meta charset="utf-8"><title>Device map</title><style>{style}</style>'
-        f"</head><body><h1>Device map</h1>{''.join(bars)}</body></html>\n"
-    )
-
-
-def _part(name: str, size: float, whole: float, colour: str) -> str:
-    if not size:
-        return ""
-    title = escape(f"{name}: {as_bytes(size)}", quote=True)
-    return f'<div title="{title}" style="width:{100 * size / whole:.3f}%;background:{colour}"></div>'

@@ -37,6 +37,7 @@ class RankAgent(LocalElasticAgent):
         on_restart: Called with the first failure of an attempt that is followed by another (None: a machine is
             gone), and with the number of that restart.
         on_resize: Called when the number of machines has changed, with the old one and the new one.
+        on_loss: Called with the failure of a rank that the others can do without, once.
         on_interrupt: Called when the first Ctrl-C has been passed on.
         start_ranks: Makes the context in which torch's agent starts ranks; what it does decides how they start.
         watchdog: Finds ranks that make no progress; None where nothing shall.
@@ -53,6 +54,7 @@ class RankAgent(LocalElasticAgent):
         signal_all: bool,
         on_restart: Callable[[RankFailure | None, int], None],
         on_resize: Callable[[int, int], None],
+        on_loss: Callable[[RankFailure], None],
         on_interrupt: Callable[[], None],
         start_ranks: Callable[[], AbstractContextManager[None]],
         watchdog: Watchdog | None = None,
@@ -64,6 +66,7 @@ class RankAgent(LocalElasticAgent):
         self._signal_all = signal_all
         self._on_restart = on_restart
         self._on_resize = on_resize
+        self._on_loss = on_loss
         self._on_interrupt = on_interrupt
         self._start_ranks = start_ranks
         self._watchdog = watchdog
@@ -81,6 +84,7 @@ class RankAgent(LocalElasticAgent):
         self.ended_by_signal = False
         self.preempted = False
         self.lost_machines = False
+        self._lost: dict[int, RankFailure] = {}  # by global rank
         self.overdue: list[int] = []  # global ranks that did not end within the grace period
 
     @property
@@ -108,6 +112,11 @@ class RankAgent(LocalElasticAgent):
     def ended_early(self) -> list[int]:
         """Global ranks of this machine that had ended well before the others failed."""
         return self._ranks.ended_early() if self._ranks is not None else []
+
+    @property
+    def status_without_lost(self) -> int:
+        """The exit code of a run whose other ranks have ended well: that of rank 0, which speaks for all."""
+        return self._lost[0].status if 0 in self._lost else 0
 
     def all_succeeded(self) -> bool:
         """Whether every rank of this machine has ended with exit code 0."""
@@ -175,6 +184,7 @@ class RankAgent(LocalElasticAgent):
             global_ranks = {worker.local_rank: worker.global_rank for worker in worker_group.workers}
             self._watchdog.start(self._ranks.pids, global_ranks, self.world_size)
         self.preempted = False
+        self._lost = {}
         self._watching, self._stopping = True, False
         if in_main_thread:
             self._take_signals(before)
@@ -208,6 +218,8 @@ class RankAgent(LocalElasticAgent):
             self._stop_peers(local for local in ranks.alive() if not ranks.is_failing(local))
             ranks.wait(ranks.alive(), EXIT_PATIENCE)
             ranks.kill(ranks.alive())
+        elif self._record_lost(ranks):
+            return self._without_lost(worker_group)
         elif ranks.alive() or not peers.all_done():
             return RunResult(state=WorkerState.HEALTHY)
         # Torch polls only now that all have ended: on a failure that it is the first to see, it waits
@@ -254,6 +266,27 @@ class RankAgent(LocalElasticAgent):
         self._watching = False
         self._failed_attempts += 1
         return RunResult(state=WorkerState.FAILED)
+
+    def _record_lost(self, ranks: LocalRanks) -> bool:
+        """Report ranks that are gone, and that the others can do without; whether there are any."""
+        gone = {ranks.global_rank(local) for local in ranks.lost()}
+        for failure in ranks.failures():
+            if failure.rank in gone and failure.rank not in self._lost:
+                self._lost[failure.rank] = failure
+                self._on_loss(failure)
+        return bool(self._lost)
+
+    def _without_lost(self, worker_group: WorkerGroup) -> RunResult:
+        """Let the ranks that are not lost run to their end."""
+        ranks, peers = self._running()
+        if not set(ranks.alive()) - set(ranks.lost()):
+            ranks.wait(ranks.alive(), EXIT_PATIENCE)
+            ranks.kill(ranks.alive())
+        if ranks.alive() or not peers.all_done():
+            return RunResult(state=WorkerState.HEALTHY)
+        self._watching = False
+        returned = dict.fromkeys(worker.global_rank for worker in worker_group.workers)
+        return RunResult(state=WorkerState.SUCCEEDED, return_values=returned)
 
     def _give_up(self) -> RunResult:
         self._remaining_restarts = 0

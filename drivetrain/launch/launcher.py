@@ -37,6 +37,7 @@ from drivetrain.runtime.errors import ConfigurationError, LaunchError
 _WORKER = "drivetrain.launch.worker"
 _LOOPBACK = "127.0.0.1"
 _RENDEZVOUS_TIMEOUT = 900  # seconds that machines wait for each other, as with torchrun
+_LOST = "The others continue: it was taking items from a work queue, and the one that it had is given to another."
 _QUIET_LOGGERS = ("torch.distributed.elastic", "torch.distributed.launcher")
 
 
@@ -131,6 +132,7 @@ def _run(
         signal_all=options.no_python,
         on_restart=lambda failure, number: announce_restart(failure, agent.world_size, number, options.max_restarts),
         on_resize=lambda old, new: announce(f"continuing with {new} machine(s) instead of {old}."),
+        on_loss=lambda failure: write(describe(failure, agent.world_size, then=_LOST)),
         start_ranks=lambda: forking_from(preloader, announce if options.debug else _ignore),
         on_interrupt=lambda: announce("interrupted: the processes are ending; Ctrl-C again kills them."),
         watchdog=watchdog,
@@ -154,7 +156,7 @@ def _watch(
         if agent.preempted:
             return resumable()
         if result is None or not result.is_failed():
-            return 0
+            return agent.status_without_lost
         failure = agent.first_failure()
         if failure is None:
             raise LaunchError(_unexplained(agent))

@@ -13,6 +13,7 @@ import psutil
 
 from drivetrain.launch.report import FailureRecord, RankFailure, first_failure, read_record
 from drivetrain.runtime.exit_codes import RESUME_EXIT_CODE
+from drivetrain.runtime.expendable import is_expendable
 
 PREEMPTION_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 FORWARDED_SIGNALS = (signal.SIGINT, *PREEMPTION_SIGNALS, signal.SIGHUP, signal.SIGQUIT)
@@ -93,24 +94,55 @@ class LocalRanks:
         return record is not None and record.final
 
     def any_failed(self) -> bool:
-        """Whether a rank has ended, or is about to end, with another exit code than 0."""
+        """Whether a rank has ended, or is about to end, with another exit code than 0, and others cannot continue."""
+        failed = self._failed()
+        return bool(failed) and not 0 < len(self.lost()) == len(failed)
+
+    def lost(self) -> list[int]:
+        """Local ranks that have failed, and that the others can do without; none if all have failed."""
+        failed = self._failed()
+        if len(failed) == len(self._processes):
+            return []
+        return [
+            local
+            for local in failed
+            if local not in self.stopped and is_expendable(self._error_files[local]) and not self._was_asked(local)
+        ]
+
+    def _failed(self) -> list[int]:
+        """Local ranks that have ended, or are about to end, with another exit code than 0."""
         # A record counts before its process has ended: exit handlers may take long, the peers need not wait.
-        return any(ending.exit_code != 0 for ending in self.endings.values()) or any(map(self.is_failing, self.alive()))
+        return [
+            local
+            for local in self._processes
+            if (self.endings[local].exit_code != 0 if local in self.endings else self.is_failing(local))
+        ]
+
+    def _was_asked(self, local: int) -> bool:
+        """Whether a rank has ended by preemption or by Ctrl-C, which is meant for all."""
+        ending, record = self.endings.get(local), self._record(local)
+        code = ending.exit_code if ending is not None else record.exit_code if record is not None else 0
+        return code in (RESUME_EXIT_CODE, 128 + signal.SIGINT, -signal.SIGINT)
 
     def any_crashed(self, number: signal.Signals | None) -> bool:
         """Whether a rank has raised or was killed, other than by the signal that was forwarded."""
-        if any(ending.exit_code < 0 and ending.exit_code != -(number or 0) for ending in self.endings.values()):
+        others = self._processes.keys() - self.lost()
+        endings = [self.endings[local] for local in others if local in self.endings]
+        if any(ending.exit_code < 0 and ending.exit_code != -(number or 0) for ending in endings):
             return True
-        return any(
-            (record := self._record(local)) is not None and record.final and record.text for local in self._processes
-        )
+        return any((record := self._record(local)) is not None and record.final and record.text for local in others)
 
-    def failures(self) -> list[RankFailure]:
-        """The ranks that failed by themselves."""
+    def failures(self, with_lost: bool = True) -> list[RankFailure]:
+        """The ranks that failed by themselves.
+
+        Args:
+            with_lost: Whether also those that the others can do without.
+        """
+        left_out = () if with_lost else self.lost()
         failures = [self.hang] if self.hang is not None else []
         for local, process in self._processes.items():
             ending, record = self.endings.get(local), self._record(local)
-            if ending is not None and ending.exit_code == 0:
+            if local in left_out or (ending is not None and ending.exit_code == 0):
                 continue
             if record is None:
                 if ending is None or local in self.stopped:
@@ -133,12 +165,12 @@ class LocalRanks:
 
     def was_preempted(self) -> bool:
         """Whether the first rank to end by itself reported that the run has saved and can be resumed."""
-        failures = self.failures()
+        failures = self.failures(with_lost=False)
         return bool(failures) and first_failure(failures).exit_code == RESUME_EXIT_CODE
 
     def was_interrupted(self) -> bool:
         """Whether the first rank to end by itself ended by Ctrl-C, which the others got as well."""
-        failures = self.failures()
+        failures = self.failures(with_lost=False)
         return bool(failures) and first_failure(failures).exit_code == 128 + signal.SIGINT
 
     def _record(self, local: int) -> FailureRecord | None:

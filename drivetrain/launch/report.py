@@ -14,7 +14,8 @@ import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
-ERROR_FILE_VARIABLE = "TORCHELASTIC_ERROR_FILE"
+from drivetrain.runtime.expendable import ERROR_FILE_VARIABLE as ERROR_FILE_VARIABLE
+
 _OWN_FIELDS = "drivetrain"
 
 _LIKELY_CAUSES = {

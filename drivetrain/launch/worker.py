@@ -25,6 +25,7 @@ from types import CodeType, ModuleType
 from typing import Any
 
 from drivetrain.launch.report import ERROR_FILE_VARIABLE, write_record
+from drivetrain.runtime.expendable import has_left_queue, set_expendable
 from drivetrain.runtime.heartbeat import answer_launcher
 
 AFFINITY_VARIABLE = "DRIVETRAIN_CPU_AFFINITY"
@@ -72,8 +73,10 @@ def run_rank(kind: str, target: str, *arguments: str) -> int:
     except KeyboardInterrupt:
         return _INTERRUPTED
     except SystemExit as stop:
+        set_expendable(has_left_queue(stop))
         return _exit_code(stop, report=os.getpid() == rank_process)
     except BaseException as error:
+        set_expendable(has_left_queue(error))
         _report(_traceback(error), f"{type(error).__name__}: {error}", report=os.getpid() == rank_process)
         _let_go(error)
         return 1

@@ -16,6 +16,7 @@ from typing import Any
 
 from torch.distributed import Store  # type: ignore[attr-defined]
 
+from drivetrain.runtime import expendable
 from drivetrain.runtime.errors import CollectiveError, ConfigurationError, DataError
 from drivetrain.runtime.nested import send_to_device
 
@@ -194,15 +195,19 @@ class WorkQueue:
         self._is_open = True
         self._show_life(0)
         if self._world_size > 1:
+            expendable.set_expendable(True)
             self._signs = threading.Thread(target=self._live, name="work-queue", daemon=True)
             self._signs.start()
         return self
 
-    def __exit__(self, *error: Any) -> None:
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: Any) -> None:
         self._is_open = False
         self._ended.set()
+        if error is not None:
+            expendable.mark_left_queue(error)
         if self._signs is not None:
             self._signs.join()
+            expendable.set_expendable(False)
         self._set(f"left/{self._rank}", b"1")
         if self._add("left") == self._world_size:
             self._clear()

@@ -1,7 +1,8 @@
-"""Models of transformers, tiny and random: from memory, disk and both, outputs are the plain model's, bit by bit."""
+"""Models of transformers and diffusers, tiny and random: from memory and disk, outputs are the plain model's bits."""
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -58,6 +59,31 @@ def _vit() -> nn.Module:
     return ViTForImageClassification(ViTConfig(image_size=32, patch_size=8, **LLAMA))
 
 
+UNET = {
+    "layers_per_block": 1,
+    "block_out_channels": (8, 16),
+    "norm_num_groups": 4,
+    "attention_head_dim": 4,
+    "sample_size": 16,
+}
+
+
+def _unet() -> nn.Module:
+    from diffusers import UNet2DModel
+
+    down, up = ("DownBlock2D", "AttnDownBlock2D"), ("AttnUpBlock2D", "UpBlock2D")
+    return UNet2DModel(in_channels=3, out_channels=3, down_block_types=down, up_block_types=up, **UNET)
+
+
+def _unet_with_text() -> nn.Module:
+    from diffusers import UNet2DConditionModel
+
+    down, up = ("DownBlock2D", "CrossAttnDownBlock2D"), ("CrossAttnUpBlock2D", "UpBlock2D")
+    return UNet2DConditionModel(
+        in_channels=3, out_channels=3, cross_attention_dim=8, down_block_types=down, up_block_types=up, **UNET
+    )
+
+
 ZOO: dict[str, Callable[[], nn.Module]] = {
     "GPT-2, tied": _language("GPT2", n_embd=32, n_layer=3, n_head=4),
     "Llama": _language("Llama", num_key_value_heads=2, **LLAMA),
@@ -65,11 +91,18 @@ ZOO: dict[str, Callable[[], nn.Module]] = {
     "T5, tied three ways": _t5,
     "BERT": _bert,
     "ViT": _vit,
+    "UNet": _unet,
+    "UNet that attends to a text": _unet_with_text,
 }
 IDS = torch.tensor([[5, 6, 7, 8], [9, 10, 11, 12]])
 
 
 def inputs_of(model: Any) -> dict[str, torch.Tensor]:
+    if not hasattr(model, "main_input_name"):
+        image, text = torch.linspace(-1, 1, 2 * 3 * 16 * 16), torch.linspace(-1, 1, 2 * 5 * 8)
+        given = {"sample": image.reshape(2, 3, 16, 16).to(model.dtype), "timestep": torch.tensor([3, 40])}
+        attends = "encoder_hidden_states" in inspect.signature(model.forward).parameters
+        return {**given, "encoder_hidden_states": text.reshape(2, 5, 8).to(model.dtype)} if attends else given
     if model.main_input_name == "pixel_values":
         return {"pixel_values": torch.linspace(-1, 1, 2 * 3 * 32 * 32).reshape(2, 3, 32, 32)}
     decoder = {"decoder_input_ids": IDS[:, :2]} if model.config.is_encoder_decoder else {}
@@ -77,10 +110,11 @@ def inputs_of(model: Any) -> dict[str, torch.Tensor]:
 
 
 def results(model: Any) -> list[torch.Tensor]:
-    """Logits of two forwards, and what is generated with a cache."""
+    """Logits or samples of two forwards, and what is generated with a cache."""
     with torch.no_grad():
-        found = [model(**inputs_of(model)).logits for _ in range(2)]
-    if model.can_generate():
+        outputs = [model(**inputs_of(model)) for _ in range(2)]
+    found = [output.logits if "logits" in output else output.sample for output in outputs]
+    if hasattr(model, "can_generate") and model.can_generate():
         found.append(model.generate(IDS, max_new_tokens=6, do_sample=False))
     return found
 

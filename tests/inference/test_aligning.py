@@ -25,6 +25,7 @@ from drivetrain import (
     remove_hook_from_module,
     remove_hook_from_submodules,
 )
+from drivetrain.inference.guard import StreamedModelError
 from drivetrain.runtime.errors import CheckpointError, ConfigurationError
 
 X = torch.randn(2, 4, generator=torch.Generator().manual_seed(0))
@@ -177,6 +178,39 @@ def test_a_copy_has_weights_of_its_own(model: nn.Module, expected: torch.Tensor,
     remove_hook_from_submodules(twin)
     assert where(twin) == {"cpu"}
     assert where(model) == {"meta"}
+
+
+@pytest.mark.parametrize(
+    "move", [nn.Module.half, nn.Module.double, lambda m: m.to("meta"), lambda m: m.to_empty(device="meta")]
+)
+@pytest.mark.parametrize("whole", [True, False])
+def test_moving_or_casting_what_is_offloaded_is_refused_with_what_to_do(
+    model: nn.Module, expected: torch.Tensor, move: Any, whole: bool
+):
+    attach_align_device_hook(model, "cpu", offload=True, **PRELOADED if whole else {})
+    for part in (model, model.first):
+        with pytest.raises(StreamedModelError, match=r"remove_hook_from_submodules\(model\)"):
+            move(part)
+    remove_hook_from_submodules(model)
+    with torch.no_grad():
+        assert torch.equal(model(X), expected)
+    assert move(model) is model
+
+
+def test_moving_offloaded_weights_to_where_they_are_does_nothing(model: nn.Module, expected: torch.Tensor):
+    attach_align_device_hook(model, "cpu", offload=True, **PRELOADED)
+    for each in (model, pickle.loads(pickle.dumps(model)), copy.deepcopy(model)):
+        assert each.to("cpu").float() is each
+        assert each.first.weight.is_meta
+        with torch.no_grad():
+            assert torch.equal(each(X), expected)
+
+
+def test_offloaded_weights_are_shared_with_other_processes_where_they_are_kept(model: nn.Module):
+    attach_align_device_hook(model, "cpu", offload=True, **PRELOADED)
+    model.share_memory()
+    assert all(weight.is_shared() for weight in model._hf_hook.weights_map.values())
+    assert model.norm.running_mean.is_shared()
 
 
 def test_a_gradient_that_would_be_lost_is_refused_by_name(model: nn.Module):

@@ -194,6 +194,48 @@ def test_frozen_stages_batches_left_out_and_recomputed_blocks():
         assert max(found.values()) < 5e-6, found
 
 
+# what a later stage uses of an earlier one, besides the arguments of its first module
+
+
+class Remembers(Net):
+    def forward(self, tokens: Tensor) -> Tensor:
+        memory = self.tokens(tokens)
+        x = memory.mean(1) * self.scale
+        for block in self.blocks:
+            x = block(x) + memory.amax(1)
+        return self.head(x + memory.mean(1))
+
+
+class Remembering(NetTask):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(5)
+        self.net = Remembers()
+        self.net.blocks = nn.ModuleList(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU()) for _ in range(4))
+
+
+def remembers(options: dict[str, Any]) -> dict[str, Tensor]:
+    torch.set_num_threads(1)
+    trainer = clipping_trainer(Parallel(**options) if options else "single")
+    trainer.fit(Remembering(), loader())
+    return trainer.strategy.state.full(trainer.model)
+
+
+@pytest.mark.parametrize(
+    ("options", "processes"),
+    [
+        ({"pp": 2}, 2),
+        ({"pp": 4, "pp_schedule": "gpipe"}, 4),
+        ({"pp": 2, "pp_schedule": "interleaved_1f1b"}, 2),
+        ({"pp": 2, "pp_schedule": "zbv_zero_bubble"}, 2),
+    ],
+)
+def test_gradients_flow_back_to_what_a_module_of_an_earlier_stage_returned(options: dict[str, Any], processes: int):
+    whole = run_in_processes(remembers, processes, args=[options], timeout=60)[0]
+    (expected,) = run_in_processes(remembers, 1, args=[{}], timeout=60)
+    assert gap(whole, expected) < 5e-6
+
+
 # parameters that cannot be sharded
 
 

@@ -69,7 +69,8 @@ def choose_splits(module: nn.Module, count: int, classes: Sequence[str] = ()) ->
     """Where stages begin so that they hold about equally many parameters of the blocks that repeat.
 
     Args:
-        module: The module to split; its largest `ModuleList` or `Sequential` holds the blocks.
+        module: The module to split; its largest `ModuleList` or `Sequential` holds the blocks. In a model of
+            transformers with an encoder and a decoder, the largest of each does.
         count: Number of stages.
         classes: Names of the blocks' classes, where they are known.
 
@@ -89,6 +90,9 @@ def choose_splits(module: nn.Module, count: int, classes: Sequence[str] = ()) ->
             "the modules that stages begin with: pp_split=[...]."
         )
     path = max(lists, key=lambda name: (_size(lists[name]), -len(name)))
+    if getattr(getattr(module, "config", None), "is_encoder_decoder", False):
+        pair = _encoder_and_decoder(lists, path)
+        return _splits_between(module, count, [type(block).__name__ for each in pair for block in lists[each]], pair)
     blocks = list(lists[path].named_children())
     if len(blocks) < count:
         raise ConfigurationError(
@@ -99,11 +103,21 @@ def choose_splits(module: nn.Module, count: int, classes: Sequence[str] = ()) ->
     return tuple(f"{path}.{blocks[begin][0]}" if path else blocks[begin][0] for begin in begins)
 
 
-def _splits_between(module: nn.Module, count: int, classes: Sequence[str]) -> tuple[str, ...]:
+def _encoder_and_decoder(lists: Mapping[str, nn.ModuleList | nn.Sequential], path: str) -> list[str]:
+    """The largest list of blocks, and the largest one that is not within it or around it."""
+    others = [each for each in lists if not is_within(each, path) and not is_within(path, each)]
+    return [path, *sorted(others, key=lambda name: -_size(lists[name]))[:1]]
+
+
+def _splits_between(
+    module: nn.Module, count: int, classes: Sequence[str], within: Sequence[str] = ("",)
+) -> tuple[str, ...]:
     """Where stages begin if each begins with a module of one of these classes."""
     names, sizes = list[str](), list[int]()
     for path, part in module.named_modules():
-        if path and type(part).__name__ in classes and not any(is_within(path, outer) for outer in names):
+        if not path or not any(is_within(path, outer) for outer in within):
+            continue
+        if type(part).__name__ in classes and not any(is_within(path, outer) for outer in names):
             names.append(path)
             sizes.append(_size(part))
     if len(names) < count:

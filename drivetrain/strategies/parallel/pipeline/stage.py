@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import itertools
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -13,7 +14,7 @@ from torch.utils import _pytree as pytree
 
 from drivetrain.runtime.errors import ConfigurationError
 from drivetrain.strategies.parallel.pipeline.split import StageLayout
-from drivetrain.strategies.parallel.pipeline.trace import Cut, Route, TensorShape
+from drivetrain.strategies.parallel.pipeline.trace import Cut, Returned, Route, TensorShape
 
 # What a module's call runs in place of its hooks and forward; `nn.Module.compile` sets it too.
 CALL = "_compiled_call_impl"
@@ -162,13 +163,20 @@ class StageModule(nn.Module):
                 if absent is not None:
                     stand_in = _zeros(tuple(absent.shape), absent.dtype, self._device)
                     module._parameters[key] = nn.Parameter(stand_in, requires_grad=False)
+            passed: dict[Returned, Tensor] = {}
+            if self.stage:
+                cut = route.cuts[self.stage]
+                passed = {key: each for key, each in zip(cut.returned, received, strict=True) if key is not None}
             for name, outputs in route.stand_ins[self.stage].items():
-                replace(parts[name], self._stand_in(name, outputs))
+                replace(parts[name], self._stand_in(name, outputs, dict(passed)))
             if self.stage:
                 entry = parts[self.layout.splits[self.stage - 1]]
-                replace(entry, _entry_of_stage(entry, route.cuts[self.stage], received))
+                replace(entry, _entry_of_stage(entry, cut, received))
             if not self.is_last:
-                replace(parts[self.layout.splits[self.stage]], _exit_of_stage(self._name(), route.cuts[self.stage + 1]))
+                following = route.cuts[self.stage + 1]
+                for name in {key.module for key in following.returned if key is not None and key not in passed}:
+                    replace(parts[name], _kept(parts[name], name, set(following.returned), passed))
+                replace(parts[self.layout.splits[self.stage]], _exit_of_stage(self._name(), following, passed))
             yield
         finally:
             for module, call in reversed(replaced):
@@ -187,19 +195,24 @@ class StageModule(nn.Module):
     def _name(self) -> str:
         return f"stage {self.stage} of {type(self._whole.module).__name__}"
 
-    def _stand_in(self, name: str, outputs: Sequence[Any]) -> Callable[..., Any]:
-        """A call that returns tensors of the shapes that a module's calls return, one after the other."""
-        remaining = iter(outputs)
+    def _stand_in(self, name: str, outputs: Sequence[Any], passed: Mapping[Returned, Tensor]) -> Callable[..., Any]:
+        """A call that returns tensors of the shapes that a module's calls return, or what was passed on of them."""
+        remaining = iter(enumerate(outputs))
 
         def call(*args: Any, **kwargs: Any) -> Any:
             try:
-                output = next(remaining)
+                number, output = next(remaining)
             except StopIteration:
                 raise ConfigurationError(
                     f"{type(self._whole.module).__name__} calls {name} more often than it did for other inputs of the "
                     "same shapes. Its forward must take the same way through the blocks."
                 ) from None
-            return pytree.tree_map_only(TensorShape, self._blank, output)
+            leaves, spec = pytree.tree_flatten(output)
+            for index, leaf in enumerate(leaves):
+                if isinstance(leaf, TensorShape):
+                    given = passed.get(Returned(name, number, index))
+                    leaves[index] = self._blank(leaf) if given is None else given
+            return pytree.tree_unflatten(leaves, spec)
 
         return call
 
@@ -226,16 +239,40 @@ def _entry_of_stage(module: nn.Module, cut: Cut, received: Sequence[Tensor]) -> 
     return call
 
 
-def _exit_of_stage(name: str, cut: Cut) -> Callable[..., Any]:
+def _kept(
+    module: nn.Module, name: str, wanted: Collection[Returned | None], passed: dict[Returned, Tensor]
+) -> Callable[..., Any]:
+    """A call of a module that keeps what later stages use of what it returns."""
+    own = module.__dict__.get(CALL) or module._call_impl
+    numbers = itertools.count()
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        output, number = own(*args, **kwargs), next(numbers)
+        for index, leaf in enumerate(pytree.tree_leaves(output)):
+            key = Returned(name, number, index)
+            if key in wanted:
+                passed[key] = leaf
+        return output
+
+    return call
+
+
+def _exit_of_stage(name: str, cut: Cut, passed: Mapping[Returned, Tensor]) -> Callable[..., Any]:
     """A call of the next stage's first module, which ends this stage's forward with what to hand over."""
 
     def call(*args: Any, **kwargs: Any) -> Any:
         leaves = pytree.tree_leaves((args, kwargs))
-        handed_over: list[Tensor | None] = [None] * len(cut.tensors)
+        handed_over = [None if key is None else passed.get(key) for key in cut.returned]
         for leaf, place in zip(leaves, cut.places, strict=True):
             if place is not None and handed_over[place] is None:
-                handed_over[place] = _as_expected(name, leaf, cut.tensors[place])
-        raise _Reached(tuple(tensor for tensor in handed_over if tensor is not None))
+                handed_over[place] = leaf
+        if any(tensor is None for tensor in handed_over):
+            raise ConfigurationError(
+                f"{name} did not call all of the modules that it called for other inputs of the same shapes. Its "
+                "forward must take the same way through the blocks."
+            )
+        given = zip(handed_over, cut.tensors, strict=True)
+        raise _Reached(tuple(_as_expected(name, tensor, shape) for tensor, shape in given if tensor is not None))
 
     return call
 
