@@ -222,7 +222,8 @@ $(COMPAT_ENV): pyproject.toml constraints.txt constraints-compat.txt | $(VENV)/.
 		pillow -c constraints.txt -c constraints-compat.txt
 	$(COMPAT_PYTHON) -m pip $(PIP_OF_LANES) --no-deps --upgrade --target $(COMPAT_VENV)/torchvision torchvision \
 		-c constraints-compat.txt
-	$(COMPAT_PYTHON) -m pip $(PIP_OF_LANES) --no-deps lightning pytorch-lightning lightning-utilities -c constraints.txt
+	$(COMPAT_PYTHON) -m pip $(PIP_OF_LANES) --no-deps lightning pytorch-lightning lightning-utilities \
+		pytorch-forecasting scikit-base -c constraints.txt -c constraints-compat.txt
 	@touch $@
 
 $(TRACKERS_VENV)/.made-for-trackers: pyproject.toml constraints-trackers.txt | $(TRACKERS_VENV)/bin/python

@@ -212,6 +212,7 @@ PROGRAMS = (
         "pytorch-forecasting's temporal fusion transformer: fit, validate, load, predict",
         "forecasting_tft.py",
         {"pytorch-forecasting": "pytorch_forecasting"},
+        slow=False,
         versions="pytorch-forecasting 1.8.0",
     ),
     LightningProgram(
