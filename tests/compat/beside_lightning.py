@@ -2,7 +2,7 @@
 
 All start from one seed, and nothing is added to the program. `COMPAT_TRAINER` holds arguments of the Trainer that take
 the place of the program's own, where it has no options for them: how long to run, and on how many processes. With
-`COMPAT_AVERAGES_LATE` gradients of what is unfrozen during the run are averaged over processes, which Lightning does not.
+`COMPAT_AVERAGES_LATE` gradients of what is unfrozen during the run are averaged over processes, as Lightning does not.
 """
 
 from __future__ import annotations

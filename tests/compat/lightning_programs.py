@@ -239,7 +239,7 @@ PROGRAMS = (
             {"torchgeo": "torchgeo"},
             (kind,),
             versions=versions,
-            )
+        )
         for kind, name, versions in (
             ("classification", "ClassificationTask", "torchgeo 0.8.1"),
             ("regression", "RegressionTask", "torchgeo 0.8.1"),
