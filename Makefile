@@ -211,7 +211,7 @@ $(MEGATRON_VENV)/.made-for-megatron: pyproject.toml constraints.txt | $(VENV)/.h
 	@touch $@
 
 # torchvision apart, for the one program that needs it: where torch is a build for the CPU, it cannot be imported fully,
-# and transformers imports it wherever it finds it.
+# and transformers imports it wherever it finds it. pytorch-forecasting asks for an older pandas than it needs.
 $(COMPAT_ENV): pyproject.toml constraints.txt constraints-compat.txt | $(VENV)/.has-torch $(COMPAT_VENV)/bin/python
 	$(call link-torch,$(COMPAT_VENV))
 	$(COMPAT_PYTHON) -m pip $(PIP_OF_LANES) torch -c constraints.txt
@@ -222,7 +222,8 @@ $(COMPAT_ENV): pyproject.toml constraints.txt constraints-compat.txt | $(VENV)/.
 		pillow -c constraints.txt -c constraints-compat.txt
 	$(COMPAT_PYTHON) -m pip $(PIP_OF_LANES) --no-deps --upgrade --target $(COMPAT_VENV)/torchvision torchvision \
 		-c constraints-compat.txt
-	$(COMPAT_PYTHON) -m pip $(PIP_OF_LANES) --no-deps lightning pytorch-lightning lightning-utilities -c constraints.txt
+	$(COMPAT_PYTHON) -m pip $(PIP_OF_LANES) --no-deps lightning pytorch-lightning lightning-utilities \
+		pytorch-forecasting scikit-base -c constraints.txt -c constraints-compat.txt
 	@touch $@
 
 $(TRACKERS_VENV)/.made-for-trackers: pyproject.toml constraints-trackers.txt | $(TRACKERS_VENV)/bin/python

@@ -5,10 +5,13 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import cache
+from types import CodeType
 from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 from drivetrain.runtime.errors import ConfigurationError
 from drivetrain.runtime.logging import get_logger
@@ -68,7 +71,7 @@ class Compilation:
     def _compile(self, module: nn.Module) -> None:
         if type(module).__module__.startswith("torch.nn"):
             # The compiler leaves out frames of torch's own files, and with them all of such a module (torch 2.13).
-            module._compiled_call_impl = torch.compile(_reached_by_us(module._call_impl), **self._options())
+            module._compiled_call_impl = torch.compile(_reached_by_us(module), **self._options())
         else:
             module.compile(**self._options())
 
@@ -104,8 +107,25 @@ def _callable_parts(module: nn.Module) -> list[nn.Module]:
     return found
 
 
-def _reached_by_us(call: Callable[..., Any]) -> Callable[..., Any]:
+def _reached_by_us(module: nn.Module) -> Callable[..., Any]:
+    """A function of ours that calls a module, with the same code for all modules of a kind."""
+    call: Callable[..., Any] = module._call_impl
+
     def run(*args: Any, **kwargs: Any) -> Any:
         return call(*args, **kwargs)
 
+    named = [*module.named_parameters(), *module.named_buffers()]
+    tensors = tuple((name, None if is_lazy(each) else each.shape, each.dtype) for name, each in named)
+    kind: Any = type(module)
+    run.__code__ = _code_of_kind(kind, tensors, run.__code__)
     return run
+
+
+@cache
+def _code_of_kind(kind: type[nn.Module], tensors: tuple[Any, ...], code: CodeType) -> CodeType:
+    """The code that modules of a class share whose tensors are alike.
+
+    Torch keeps what it has compiled by code. With one for all, a module would count as one more version of another, and
+    beyond eight (`torch._dynamo.config.recompile_limit`) nothing more would be compiled.
+    """
+    return code.replace(co_name=f"run_{kind.__name__}")

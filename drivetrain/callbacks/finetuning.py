@@ -244,9 +244,9 @@ class BaseFinetuning(Callback):
         self._announce(trainer, before)
 
     def _announce(self, trainer: Trainer, before: set[str]) -> None:
-        """Let the strategy reduce the gradients of what is trained from now on."""
-        parameters = _all_in_place(trainer)
-        added = [parameters[name] for name in _names_trained(trainer) if name not in before]
+        """Let the strategy reduce the gradients of what is trained from now on, in the model's order on each rank."""
+        trained = {name: each for name, each in _all_in_place(trainer).items() if each.requires_grad}
+        added = [parameter for name, parameter in trained.items() if name not in before]
         if added and trainer.model is not None:
             trainer.strategy.gradients.adopt(trainer.model, added)
 

@@ -11,6 +11,7 @@ With `DRIVETRAIN_DEBUG=1` the processes first compare what they are about to exc
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pickle import PicklingError
 from typing import Any
 
 import torch
@@ -124,6 +125,9 @@ def gather_object(object: Any) -> list[Any]:
 
     Returns:
         One flat list of the items of all processes.
+
+    Raises:
+        DataError: It cannot be pickled, or its class is not found by the other processes.
     """
     items = list(object) if isinstance(object, (list, tuple)) else [object]
     state = PartialState()
@@ -132,7 +136,14 @@ def gather_object(object: Any) -> list[Any]:
     if state.debug:
         verify_operation("gather_object", None, state)
     collected: list[Any] = [None] * state.num_processes
-    call_collective("gather_object", state, dist.all_gather_object, collected, items)
+    try:
+        call_collective("gather_object", state, dist.all_gather_object, collected, items)
+    except (PicklingError, AttributeError, TypeError) as error:  # pickle raises all of them for what it cannot take
+        raise DataError(
+            f"gather_object on rank {state.process_index}: what it was given cannot be sent to other processes: "
+            f"{error}. Give tensors, numbers, strings and containers of them, or objects whose class is defined at "
+            "the top of a module."
+        ) from error
     return [item for each in collected for item in each]
 
 

@@ -201,6 +201,11 @@ class TrainerStatus:
         return True
 
     @property
+    def gathers_predictions(self) -> bool:
+        """Whether `predict` returns the predictions of all processes; else each gets those of its own batches."""
+        return True
+
+    @property
     def pickles(self) -> bool:
         """Whether objects that hooks add to a checkpoint are pickled into a file of Lightning's; else refused."""
         return False

@@ -6,9 +6,12 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from drivetrain.callbacks import BackboneFinetuning, BaseFinetuning, ModelCheckpoint
 from drivetrain.runtime.errors import ConfigurationError
+from drivetrain.strategies.gradients import Gradients
+from drivetrain.trainer import Task
 from tests.callbacks.guarded import Regression, rows, train
 from tests.pool import run_in_processes
 
@@ -122,6 +125,26 @@ def test_modules_are_flattened_frozen_and_filtered() -> None:
 def test_a_task_without_a_backbone_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigurationError, match="has no module `backbone`"):
         train(Regression({}), tmp_path, [BackboneFinetuning()], enable_checkpointing=False)
+
+
+class Unfreezes(BaseFinetuning):
+    def freeze_before_training(self, task: Task) -> None:
+        self.freeze(task.backbone)  # type: ignore[arg-type]
+
+    def finetune_function(self, task: Task, epoch: int, optimizer: Optimizer) -> None:
+        if epoch == 1:
+            self.unfreeze_and_add_param_group(task.backbone, optimizer)  # type: ignore[arg-type]
+
+
+def test_processes_average_what_joins_later_in_the_order_of_the_model(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    adopted: list[nn.Parameter] = []
+    monkeypatch.setattr(Gradients, "adopt", lambda self, model, parameters: adopted.extend(parameters))
+    task = Headed()
+    task.backbone = nn.Sequential(*(nn.Linear(3, 3) for _ in range(8)))
+    train(task, tmp_path, [Unfreezes()], batches=1, epochs=2, enable_checkpointing=False)
+    assert [id(each) for each in adopted] == [id(each) for each in task.backbone.parameters()]
 
 
 def fit_over_processes(strategy: str) -> dict[str, Tensor]:

@@ -1,7 +1,8 @@
 """What a program of Lightning's is given in both places: a recorder of its losses, and what it lacks here.
 
 All start from one seed, and nothing is added to the program. `COMPAT_TRAINER` holds arguments of the Trainer that take
-the place of the program's own, where it has no options for them: how long to run, and on how many processes.
+the place of the program's own, where it has no options for them: how long to run, and on how many processes. With
+`COMPAT_AVERAGES_LATE` gradients of what is unfrozen during the run are averaged over processes, as Lightning does not.
 """
 
 from __future__ import annotations
@@ -50,12 +51,13 @@ def record(pytorch: ModuleType, report: dict[str, float], replaced: dict[str, An
     """Give every Trainer the recorder when its first verb is called."""
     trainer = pytorch.Trainer
     recorder = recorder_of(pytorch.Callback, report)
+    others = [averager_of(pytorch.Callback)] if os.environ.get("COMPAT_AVERAGES_LATE") else []
 
     def recorded(verb: Any) -> Any:
         @functools.wraps(verb)
         def run(self: Any, *args: Any, **kwargs: Any) -> Any:
             if not any(isinstance(each, recorder) for each in self.callbacks):
-                self.callbacks.insert(0, recorder())
+                self.callbacks[:0] = [each() for each in (recorder, *others)]
             return verb(self, *args, **kwargs)
 
         return run
@@ -114,6 +116,22 @@ def recorder_of(base: type, report: dict[str, float]) -> type:
             self.keep("predicted", self.predicted)
 
     return Recorder
+
+
+def averager_of(base: type) -> type:
+    """The callback that averages the gradients of parameters which were frozen when the run began."""
+
+    class Averager(base):  # type: ignore[misc, valid-type]
+        def on_train_start(self, trainer: Any, module: Any) -> None:
+            self.late = [each for each in module.parameters() if not each.requires_grad]
+
+        def on_before_optimizer_step(self, trainer: Any, module: Any, optimizer: Any) -> None:
+            if trainer.world_size > 1:
+                for gradient in [each.grad for each in self.late if each.grad is not None]:
+                    torch.distributed.all_reduce(gradient)
+                    gradient /= trainer.world_size
+
+    return Averager
 
 
 def sum_of(predictions: Any) -> float:

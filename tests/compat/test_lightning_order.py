@@ -1,7 +1,8 @@
-"""Training data on several processes as scripts of Lightning read them: every n-th sample, shuffled by the seed."""
+"""Data on several processes as scripts of Lightning read them: for training every n-th sample, shuffled by the seed."""
 
 from __future__ import annotations
 
+from collections import namedtuple
 from itertools import chain
 from typing import Any
 
@@ -37,6 +38,13 @@ class Reads(LightningModule):
 
     def configure_optimizers(self) -> Any:
         return torch.optim.SGD(self.parameters(), 0.1)
+
+
+class Predicts(Reads):
+    """Its predictions are of a class that no other process has."""
+
+    def predict_step(self, batch: Any, batch_idx: int) -> Any:
+        return namedtuple("Prediction", "samples")(batch)
 
 
 class Stream(IterableDataset[int]):
@@ -82,6 +90,8 @@ def orders(folder: str) -> dict[str, Any]:
     stream = Streams(False)
     trainer(folder).fit(stream)
     found["weight"] = [round(stream.weight.item(), 4)]
+    predicted = trainer(folder).predict(Predicts(False), DataLoader(range(5), batch_size=2))  # type: ignore[arg-type]
+    found["predicted"] = [each.samples.tolist() for each in predicted]
     return found
 
 
@@ -118,6 +128,10 @@ def test_each_process_takes_all_samples_without_the_sampler(found: Any) -> None:
 
 def test_gradients_of_streams_that_each_process_reads_for_itself_are_averaged(found: Any) -> None:
     assert [read["weight"] for read in found] == [[-0.6], [-0.6]]  # 6 steps of 0.1 times a gradient of 1
+
+
+def test_each_process_gets_the_predictions_of_its_own_batches_of_any_class(found: Any) -> None:
+    assert [read["predicted"] for read in found] == [[[0, 1], [4]], [[2, 3]]]
 
 
 def test_a_resumed_run_reads_the_rest_of_the_order(found: Any) -> None:

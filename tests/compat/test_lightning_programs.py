@@ -16,6 +16,7 @@ from tests.compat.lightning_cases import PAGE, TOLERANCE
 from tests.compat.lightning_programs import EXAMPLES, PART, PROGRAMS, LightningProgram, table
 from tests.compat.pages import written
 from tests.compat.running import APART, Job, Launch, furthest, launch
+from tests.compat.running import PROGRAMS as OURS
 
 OVER_RANKS = ("validation", "test", "end", "predicted")
 """What is one number for all processes; where Lightning has one for each, ours is their mean."""
@@ -40,9 +41,9 @@ class Runs:
 
     def _launched(self, kind: str, processes: int, slow: bool) -> Launch:
         asked = [each for each, count in self.chosen if count == processes and each.slow is slow and not each.missing()]
-        jobs = [self._job(each, processes) for each in sorted(asked, key=str)]
+        jobs = [self._job(each, processes, kind) for each in sorted(asked, key=str)]
         root = self.factory.mktemp("programs") / f"{kind}{processes}"
-        for job in jobs:
+        for job in [each for each in jobs if Path(each.script).parent != OURS]:  # those make what they need
             place = root / job.name / "data"
             place.mkdir(parents=True)
             for name in ("MNIST", "wikitext-2.txt"):
@@ -50,13 +51,14 @@ class Runs:
             shutil.copy(self.data / lightning_data.ARCHIVE, place)  # its program removes it
         return launch(kind, processes, jobs, root, "lightning", timeout=300 + 200 * len(jobs))
 
-    def _job(self, program: LightningProgram, processes: int) -> Job:
+    def _job(self, program: LightningProgram, processes: int, kind: str) -> Job:
         own = [] if program.checkout else [str(processes)]
         arguments = [*own, *program.arguments, *(program.on_two if processes == 2 else ())]
         variables = {
             "COMPAT_TRAINER": json.dumps(program.trainer(processes)),
             "COMPAT_PACKAGE": program.package,
-            "TORCH_HOME": str(self.data / "torch"),
+            "COMPAT_AVERAGES_LATE": "1" if program.unfreezes and kind == "original" else "",
+            **({"TORCH_HOME": str(self.data / "torch")} if program.checkout else {}),
             # Lightning itself does not read checkpoints with a program's own classes among the hyper-parameters.
             "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD": "1",
         }

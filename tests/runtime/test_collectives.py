@@ -178,6 +178,7 @@ def object_cases(state: PartialState) -> dict[str, Any]:
         "text": collectives.gather_object("abc"[rank]),
         "dicts": collectives.gather_object({"rank": rank}),
         "none": collectives.gather_object(None),
+        "made in a function": outcome(lambda: collectives.gather_object([collections.namedtuple("Here", "x")(rank)])),
     }
 
 
@@ -362,6 +363,10 @@ def test_a_rank_that_is_not_there_is_refused(results: list[dict[str, Any]]) -> N
 )
 def test_gather_object(name: str, expected: Any, results: list[dict[str, Any]]) -> None:
     assert by_rank(results, "objects", name) == [expected] * 3
+
+
+def test_objects_of_a_class_that_other_processes_do_not_have_are_refused(results: list[dict[str, Any]]) -> None:
+    check(results, "objects", "made in a function", "DataError: gather_object on rank...top of a module")
 
 
 @pytest.mark.parametrize(

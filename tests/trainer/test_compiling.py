@@ -90,6 +90,30 @@ def test_nothing_that_is_logged_breaks_a_graph_and_no_name_changes() -> None:
     assert names == list(Blocks().state_dict())
 
 
+class Widths(Blocks):
+    """More kinds of torch's own modules than torch compiles versions of one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(width, width + 1) for width in range(4, 16))
+        self.head = nn.Sequential(nn.Linear(16, 1))
+
+
+def versions(task: type[Blocks]) -> tuple[int, list[str]]:
+    """How many graphs a run compiled, and why those that were compiled again."""
+    from torch._dynamo import utils
+
+    quiet(compile={"backend": "eager"}).fit(task(), data())
+    records = utils.get_compilation_metrics()
+    return len(records), [each.recompile_reason for each in records if each.recompile_reason]
+
+
+@pytest.mark.slow  # imports torch's compiler
+def test_modules_of_different_kinds_are_no_versions_of_each_other() -> None:
+    ((graphs, again),) = run_in_processes(versions, 1, args=(Widths,))
+    assert (graphs, again) == (13, [])
+
+
 @pytest.mark.slow  # imports torch's compiler
 def test_a_run_that_is_compiled_trains_as_one_that_is_not(capfd: pytest.CaptureFixture[str]) -> None:
     alone = weights_after(None)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import namedtuple
 from typing import Any
 
 import pytest
@@ -9,6 +10,7 @@ import torch
 from torch import Tensor
 
 from drivetrain import Callback, Task, Trainer
+from drivetrain.runtime.errors import DataError
 from tests.pool import run_in_processes
 from tests.trainer.tasks import quiet, rows, stream
 
@@ -67,6 +69,27 @@ def test_a_limit_counts_each_processes_batches(predicted: tuple[int, list[Any]])
     processes, everyone = predicted
     for found in everyone:
         assert found["limited"] == [2.0 * value for value in range(2 * processes)]
+
+
+class OwnClass(Doubling):
+    """Its predictions are of a class that no other process has."""
+
+    def predict_step(self, batch: Any, batch_idx: int) -> Any:
+        return namedtuple("Prediction", "double")(self(batch))
+
+
+def predicts_an_own_class() -> tuple[int, str]:
+    nothing = quiet().predict(OwnClass(), rows(range(3)), return_predictions=False)
+    with pytest.raises(DataError) as refused:
+        quiet().predict(OwnClass(), rows(range(3)))
+    return len(nothing), str(refused.value)
+
+
+def test_predictions_that_cannot_be_sent_to_other_processes_are_refused_with_what_to_do() -> None:
+    for kept, said in run_in_processes(predicts_an_own_class, 2):
+        assert kept == 0
+        assert "those of OwnClass cannot be sent" in said
+        assert "predict(return_predictions=False)" in said
 
 
 @pytest.mark.parametrize("inference_mode", [True, False])

@@ -6,7 +6,7 @@ import importlib
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
-from weakref import WeakSet
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
@@ -48,7 +48,8 @@ class AveragedGradients(XLAGradients):
     """
 
     def __init__(self, processes: int) -> None:
-        self.models: WeakSet[nn.Module] = WeakSet()
+        # In the order in which they were prepared, which is the same on all processes: a set has none.
+        self._models: WeakKeyDictionary[nn.Module, None] = WeakKeyDictionary()
         self._processes = processes
         self._held = False
 
@@ -64,11 +65,15 @@ class AveragedGradients(XLAGradients):
         finally:
             self._held = before
 
+    def add(self, model: nn.Module) -> None:
+        """Average the gradients of a model's parameters from now on."""
+        self._models[model] = None
+
     def average(self) -> None:
         """Average the gradients of all prepared models, unless they are held for a later backward."""
         if self._held:
             return
-        gradients = [p.grad for model in self.models for p in model.parameters() if p.grad is not None]
+        gradients = [p.grad for model in self._models for p in model.parameters() if p.grad is not None]
         if gradients:
             functions = importlib.import_module("torch_xla.core.xla_model")
             functions.all_reduce(functions.REDUCE_SUM, gradients, scale=1.0 / self._processes)

@@ -178,7 +178,7 @@ class XLA(Strategy):
             move_optimizer_state(optimizer)
         if isinstance(self.gradients, AveragedGradients):
             importlib.import_module("torch_xla.core.xla_model").broadcast_master_param(placed)
-            self.gradients.models.add(placed)
+            self.gradients.add(placed)
         return placed, list(optimizers)
 
     # one optimizer step

@@ -12,6 +12,7 @@ from torch import nn
 from drivetrain.callbacks.stage import Stage
 from drivetrain.data import BatchInfo
 from drivetrain.runtime.collectives import gather_object
+from drivetrain.runtime.errors import DataError
 from drivetrain.runtime.logging import get_logger
 from drivetrain.runtime.nested import recursively_apply, send_to_device
 from drivetrain.strategies.capabilities import PlainEvaluation, evaluation_context
@@ -59,7 +60,8 @@ class PredictionLoop:
 
         Returns:
             What `predict_step` returned for each batch of all processes, on the CPU and without padding, in the order
-            of the loader; a list of such lists where there are several loaders; empty if nothing is kept.
+            of the loader, or of this process's batches alone where the trainer does not gather; a list of such lists
+            where there are several loaders; empty if nothing is kept.
         """
         trainer, hooks = self._trainer, self._trainer.hooks
         if self._limit == 0:
@@ -122,11 +124,24 @@ class PredictionLoop:
         current.leave_batch()
         if trainer.world_size == 1 or not self._keep:
             return outputs
-        everyone = self._strategy.topology.select(gather_object([outputs]), rows=True)
+        if not trainer.gathers_predictions:
+            return [each for each in outputs if each is not None]
+        everyone = self._strategy.topology.select(self._gathered(outputs), rows=True)
         longest = max(len(each) for each in everyone)
         return [
             each[turn] for turn in range(longest) for each in everyone if turn < len(each) and each[turn] is not None
         ]
+
+    def _gathered(self, outputs: list[Any]) -> list[list[Any]]:
+        """The outputs of each process."""
+        try:
+            return gather_object([outputs])
+        except DataError as error:
+            raise DataError(
+                f"predict() returns the predictions of all processes, and those of {type(self._task).__name__} cannot "
+                f"be sent between them. Return tensors, or containers of them, from predict_step; or write them with "
+                f"a PredictionWriter and call predict(return_predictions=False). {error}"
+            ) from error
 
 
 def _real_rows(output: Any, info: BatchInfo | None) -> Any:

@@ -58,6 +58,11 @@ class LightningConventions(CoreTrainer):
         return False
 
     @property
+    def gathers_predictions(self) -> bool:
+        """No: each process gets its own, which may be of any class."""
+        return False
+
+    @property
     def is_last_batch(self) -> bool:
         """Whether the last batch of an epoch is under way, or was the last that there was."""
         current, progress = self.current, self.progress
