@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from drivetrain.accelerator import Accelerator
 from drivetrain.callbacks import Callback, EarlyStopping, ModelCheckpoint
 from drivetrain.callbacks.stage import Stage
+from drivetrain.checkpoint import CheckpointFiles
 from drivetrain.data import BatchInfo
 from drivetrain.runtime.keywords import made_again
 from drivetrain.strategies import Strategy
@@ -179,6 +180,11 @@ class TrainerStatus:
             block: Whether it is written at once.
         """
         return "drivetrain"
+
+    @property
+    def checkpoint_files(self) -> CheckpointFiles:
+        """How checkpoints in Lightning's format are written, read and removed."""
+        return CheckpointFiles()
 
     @property
     def refuses_unknown_keys(self) -> bool:

@@ -73,7 +73,6 @@ MOCK_CALLBACK = "puts a mock in the place of a callback, whose class attributes 
 PEERS = "pretends to be one of several processes, whose peers a Trainer waits for when it is made"
 
 BEFORE = "expects a hook to get the batch before its own, whose batch it gets here"
-PLUGINS = "gives a Trainer plugins that replace machinery, which it does not take"
 
 LEFT_OUT = {
     "test_val_check_interval.py::test_time_and_epoch_gated_val_check": "counts the calls of time.monotonic",
@@ -92,13 +91,11 @@ LEFT_OUT = {
     "test_accelerator_connector.py::test_check_fsdp_strategy_and_fallback": "expects an error for what works here",
     "test_accelerator_connector.py::test_custom_accelerator": PEERS,
     "test_accelerator_connector.py::test_custom_cluster_environment_in_slurm_environment": PEERS,
-    "test_accelerator_connector.py::test_accelerator_specific_checkpoint_io": PLUGINS,
     "test_accelerator_connector.py::test_parallel_devices_in_strategy_confilict_with_accelerator": "gives a strategy "
     "its devices, which it does not take",
-    "test_accelerator_connector.py::test_plugin_only_one_instance_for_one_type": PLUGINS,
     "test_accelerator_connector.py::test_strategy_choice_ddp_cpu_kubeflow": PEERS,
     "test_accelerator_connector.py::test_strategy_choice_ddp_cpu_slurm": PEERS,
-    "test_accelerator_connector.py::test_sync_batchnorm_invalid_choice": PLUGINS,
+    "test_accelerator_connector.py::test_sync_batchnorm_invalid_choice": "replaces how layers are synchronised",
     "test_accelerator_connector.py::test_sync_batchnorm_set_in_custom_strategy": "reads the private _layer_sync",
     "test_callback_connector.py::test_configure_external_callbacks": "expects no callback beside; a run has its report",
     "test_data_connector.py::test_replace_distributed_sampler": "expects a sampler of torch's in the loader",
@@ -208,8 +205,6 @@ LEFT_OUT = {
         for name in ("backward", "optimizer_step_with_scaler", "optimizer_step_without_scaler")
     },
     "plugins/precision/test_transformer_engine.py::test_configure_model": INSTALLED,
-    "test_checkpoint_io_plugin.py::test_async_checkpoint_plugin": PLUGINS,
-    "test_checkpoint_io_plugin.py::test_checkpoint_plugin_called": PLUGINS,
     "test_model_helpers.py::test_restricted_classmethod": "calls a private decorator of Lightning's",
     "test_prediction_writer.py::test_batch_level_batch_indices": "reads what Lightning's loop of predictions keeps",
     "test_checkpoint_connector.py::test_local_cross_device_checkpoint": "expects logs in a place in memory; a run's "

@@ -105,7 +105,8 @@ def _path(options: ModelCheckpoint, trainer: Trainer, name: str, own: Sequence[s
     if not options.enable_version_counter:
         return path + options.FILE_EXTENSION
     as_file = trainer.format_of_checkpoint(path, block=not options.async_save) == "lightning"
-    return folder.free_path(path, options.FILE_EXTENSION, own, as_file, options.STARTING_VERSION)
+    files = trainer.checkpoint_files
+    return folder.free_path(path, options.FILE_EXTENSION, own, files, as_file, options.STARTING_VERSION)
 
 
 def _score(options: ModelCheckpoint, trainer: Trainer, was_validated: bool) -> float | None:

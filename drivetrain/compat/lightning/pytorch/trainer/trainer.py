@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from functools import wraps
 from typing import Any
 
 from torch.utils.data import IterableDataset
@@ -27,17 +26,16 @@ from drivetrain.compat.lightning.pytorch.trainer.arguments import (
     from_environment,
     log_nothing,
 )
-from drivetrain.compat.lightning.pytorch.trainer.conventions import LightningConventions
 from drivetrain.compat.lightning.pytorch.trainer.hardware import check_hardware, check_precision, kind_of
 from drivetrain.compat.lightning.pytorch.trainer.loader_checks import warn_of_loader
 from drivetrain.compat.lightning.pytorch.trainer.loop_views import EvaluationLoopView, FitLoopView
 from drivetrain.compat.lightning.pytorch.trainer.metric_views import CallbackMetrics, LightningTrackerLog, as_tensor
 from drivetrain.compat.lightning.pytorch.trainer.order import interleaved
-from drivetrain.compat.lightning.pytorch.trainer.plugins import spell, taken_from
+from drivetrain.compat.lightning.pytorch.trainer.plugins import checkpoint_io_of, spell, taken_from
+from drivetrain.compat.lightning.pytorch.trainer.saving import LightningSaving
 from drivetrain.compat.lightning.pytorch.trainer.spawning import Spawning, SpawnsDDP
 from drivetrain.compat.lightning.pytorch.trainer.states import TrainerState, state_of
 from drivetrain.compat.lightning.pytorch.trainer.verbs import lightning_verb
-from drivetrain.compat.lightning.pytorch.unpickling import is_asked_for
 from drivetrain.compat.lightning.strategy_members import with_members
 from drivetrain.data import CombinedLoader, DataShard
 from drivetrain.runtime.errors import ConfigurationError
@@ -60,7 +58,7 @@ _WORDS = {
 }
 
 
-class Trainer(LightningConventions):
+class Trainer(LightningSaving):
     """`drivetrain.Trainer` as Lightning's scripts make and read it.
 
     Args:
@@ -69,7 +67,7 @@ class Trainer(LightningConventions):
         logger: As there; TensorBoard if None or True, where it is installed, else a `CSVLogger`, in `lightning_logs`.
         default_root_dir: As there.
         profiler: As there.
-        plugins: Number formats, cluster environments, and `TorchSyncBatchNorm()`.
+        plugins: Number formats, cluster environments, what writes checkpoints, and `TorchSyncBatchNorm()`.
         enable_autolog_hparams: Whether trackers get the hyper-parameters.
         model_registry: None: checkpoints are in directories.
         suggest_integrations: Taken for Lightning's sake; nothing is suggested.
@@ -89,7 +87,6 @@ class Trainer(LightningConventions):
     _spawning: Spawning | None = None
     _was_cut_short = False
     _chosen_path: Any = None
-    _unpickles = False
 
     @from_environment
     def __init__(
@@ -115,6 +112,7 @@ class Trainer(LightningConventions):
             raise ConfigurationError(f"Trainer(model_registry={model_registry!r}): there is no registry. Leave it out.")
         spell(options)
         precision = taken_from(plugins, precision, options)
+        checkpoint_io = checkpoint_io_of(plugins, options["strategy"])
         if logger is None or logger is True:
             logger = _default_logger(default_root_dir) if not options.get("barebones") else None
         accelerator = kind_of(accelerator)
@@ -135,6 +133,8 @@ class Trainer(LightningConventions):
             profiler=_profiler_of(profiler),
             **options,
         )
+        if checkpoint_io is not None:
+            self.strategy.checkpoint_io = checkpoint_io
         self.callbacks = as_there(self.callbacks, callbacks)
         # Augmentation and streams draw from the generators of the process, or of the loader's workers.
         self.accelerator.dataloader_config.seed_samples = False
@@ -160,14 +160,6 @@ class Trainer(LightningConventions):
     test = lightning_verb(CoreTrainer.test)
     predict = lightning_verb(CoreTrainer.predict)
 
-    @wraps(CoreTrainer.save_checkpoint)
-    def save_checkpoint(self, filepath: Any, *args: Any, **kwargs: Any) -> Any:  # type: ignore[override]
-        if self.task is None:
-            raise AttributeError(
-                "Saving a checkpoint is only possible if a model is attached: call fit or another verb first."
-            )
-        return super().save_checkpoint(filepath, *args, **kwargs)
-
     def adapt_training_loader(self, loader: Any) -> Any:
         """Let processes take every n-th sample, unless `use_distributed_sampler` is off."""
         if not self.use_distributed_sampler:
@@ -182,29 +174,6 @@ class Trainer(LightningConventions):
     def check_loader(self, loader: Any, stage: Stage) -> None:
         """Warn of a loader that is slow, or evaluates in a random order."""
         warn_of_loader(loader, stage, self.num_devices, self._spawns)
-
-    def format_of_checkpoint(self, filepath: str | os.PathLike[str], block: bool = True) -> str:
-        """The format in which `save_checkpoint` writes where none is given.
-
-        `"lightning"`, one file, where each process holds the whole state; `"drivetrain"`, a directory, where the state
-        is sharded, is written in the background, or goes to a URL.
-
-        Args:
-            filepath: Where to.
-            block: Whether it is written at once.
-        """
-        is_file = block and "://" not in os.fspath(filepath) and self.strategy.state.holds_whole
-        return "lightning" if is_file else "drivetrain"
-
-    @property
-    def pickles(self) -> bool:
-        """Whether objects that hooks add to a checkpoint are pickled into the file."""
-        return True
-
-    @property
-    def unpickles(self) -> bool:
-        """Whether the verb under way unpickles the objects in its checkpoint."""
-        return self._unpickles
 
     @property
     def spawning(self) -> Spawning | None:
@@ -257,14 +226,14 @@ class Trainer(LightningConventions):
             stage: What the verb is for.
             weights_only: What the verb was given: whether the objects in its checkpoint are refused.
         """
-        self._running, self._unpickles = stage, is_asked_for(weights_only)
+        self._running, self._weights_only = stage, weights_only
         if stage is Stage.TRAIN:
             self._was_cut_short = False
         try:
-            with warn_by_warnings():
+            with warn_by_warnings(), self.closing_checkpoints():
                 yield
         finally:
-            self._running = None
+            self._running = self._weights_only = None
         if stage is Stage.TRAIN:
             self._was_cut_short = self.progress.batches_in_epoch > 0
 
