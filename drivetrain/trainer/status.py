@@ -202,6 +202,11 @@ class TrainerStatus:
         return False
 
     @property
+    def counts_steps_without_loss(self) -> bool:
+        """Whether a step counts, and schedulers step, whose batches have all been left out by `training_step`."""
+        return False
+
+    @property
     def repeats_epoch_start(self) -> bool:
         """Whether `on_train_epoch_start` is called once more for an epoch that a checkpoint was written within."""
         return True
