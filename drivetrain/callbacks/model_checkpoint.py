@@ -303,6 +303,8 @@ class ModelCheckpoint(Callback):
         self._waits_for_validation = number(state_dict, "waits_for_validation", bool)
         self._elapsed = number(state_dict, "elapsed", float, optional=True) or 0.0
         self._is_resumed = True
+        if not state.saved_in:
+            return  # that of a callback that no run has used yet
         if not self._dirpath_is_given and self._root:
             self.dirpath = decide_on_main_process(
                 lambda: folder.continued(self.dirpath, state, self._root, self._own_places)

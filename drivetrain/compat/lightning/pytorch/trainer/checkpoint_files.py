@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import Any
 
 from drivetrain.checkpoint import CheckpointFiles, is_checkpoint
@@ -41,7 +42,9 @@ class PluginFiles(CheckpointFiles):
     def remove(self, path: str) -> None:
         if os.path.islink(path):
             os.unlink(path)
-        else:
+            return
+        # A resumed run removes once more what was about to be removed when its checkpoint was written.
+        with suppress(FileNotFoundError):
             self._plugin.remove_checkpoint(path)
 
     def may_replace(self, path: str, as_file: bool) -> bool:
