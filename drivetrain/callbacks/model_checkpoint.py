@@ -303,8 +303,6 @@ class ModelCheckpoint(Callback):
         self._waits_for_validation = number(state_dict, "waits_for_validation", bool)
         self._elapsed = number(state_dict, "elapsed", float, optional=True) or 0.0
         self._is_resumed = True
-        if not state.saved_in:
-            return  # that of a callback that no run has used yet
         if not self._dirpath_is_given and self._root:
             self.dirpath = decide_on_main_process(
                 lambda: folder.continued(self.dirpath, state, self._root, self._own_places)
@@ -439,8 +437,7 @@ class ModelCheckpoint(Callback):
         text = self.name_of().format(trainer.current_epoch, trainer.global_step, trainer.callback_metrics)
         if not self.enable_version_counter:
             return text
-        path = os.path.join(self.dirpath, text)
-        path = folder.free_path(path, self.FILE_EXTENSION, (), trainer.checkpoint_files, first=self.STARTING_VERSION)
+        path = folder.free_path(os.path.join(self.dirpath, text), self.FILE_EXTENSION, first=self.STARTING_VERSION)
         return os.path.relpath(path, self.dirpath).removesuffix(self.FILE_EXTENSION)
 
     def _epoch_is_due(self, trainer: Trainer) -> bool:

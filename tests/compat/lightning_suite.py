@@ -72,6 +72,7 @@ HOOK_ALONE = "calls a hook by itself, for a check that is made here before a run
 MOCK_CALLBACK = "puts a mock in the place of a callback, whose class attributes are then mocks"
 PEERS = "pretends to be one of several processes, whose peers a Trainer waits for when it is made"
 
+LOCAL = "expects logs at a URL; a run's report and logs are files of this machine, which a warning names"
 BEFORE = "expects a hook to get the batch before its own, whose batch it gets here"
 
 LEFT_OUT = {
@@ -182,6 +183,10 @@ LEFT_OUT = {
     "test_fsdp.py::test_use_orig_params": "reads an option of torch's older FSDP, in whose place is fully_shard here",
     "test_multiprocessing.py::test_fit_twice_raises": WORKS,
     "test_deepspeed.py::test_deepspeed_only_compatible_with_cuda": WORKS,
+    "test_deepspeed.py::test_deepspeed_strategy_string[deepspeed]": "expects no variable that the import of DeepSpeed "
+    "sets, which the import of Lightning has set before",
+    "test_model_parallel.py::test_device_mesh_access": "makes the strategy under which a module shards itself in "
+    "configure_model; here Parallel shards it by a plan",
     "test_deepspeed.py::test_deepspeed_save_checkpoint_exclude_frozen_parameters": OWN_STRATEGY,
     "test_deepspeed.py::test_deepspeed_save_checkpoint_warn_colliding_keys": OWN_STRATEGY,
     "test_deepspeed.py::test_deepspeed_engine_is_steppable": "is about the class of another package",
@@ -196,6 +201,7 @@ LEFT_OUT = {
     "test_all.py::test_loggers_pickle_all[CometLogger]": "leaves Comet's archive, where that package is installed",
     "test_cuda.py::test_force_nvml_based_cuda_check": "expects a variable that the import of Lightning sets",
     "test_csv.py::test_log_metrics_column_order_sorted": "compares the order of columns; the step comes first here",
+    "test_csv.py::test_csv_logger_remotefs": LOCAL,
     "test_csv.py::test_log_hyperparams": "expects an error for what works here",
     "test_csv.py::test_manual_versioning_file_exists": "expects the table of an earlier run to be removed",
     "test_model_checkpoint.py::test_model_checkpoint_no_extraneous_invocations": "counts the calls of state_dict, of "
@@ -209,8 +215,7 @@ LEFT_OUT = {
     "plugins/precision/test_transformer_engine.py::test_configure_model": INSTALLED,
     "test_model_helpers.py::test_restricted_classmethod": "calls a private decorator of Lightning's",
     "test_prediction_writer.py::test_batch_level_batch_indices": "reads what Lightning's loop of predictions keeps",
-    "test_checkpoint_connector.py::test_local_cross_device_checkpoint": "expects logs in a place in memory; a run's "
-    "report and logs are files",
+    "test_checkpoint_connector.py::test_local_cross_device_checkpoint": LOCAL,
     "test_evaluation_loop.py::test_evaluation_loop_dataloader_iter_multiple_dataloaders": BEFORE,
     "test_prediction_loop.py::test_prediction_loop_with_iterable_dataset": BEFORE,
     "test_training_epoch_loop.py::test_training_loop_dataloader_iter_multiple_dataloaders": BEFORE,

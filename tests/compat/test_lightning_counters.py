@@ -94,6 +94,7 @@ def test_predicted_batches_are_counted(keeps: bool, tmp_path: Path) -> None:
     trainer = Trainer(default_root_dir=tmp_path, **QUIET)
     data = torch.utils.data.DataLoader(torch.ones(6, 32), batch_size=2)
     trainer.predict(BoringModel(), data, return_predictions=keeps)
+    assert trainer.predict_loop.return_predictions is keeps
     progress = trainer.predict_loop.batch_progress
     assert (progress.current.completed, progress.total.completed) == (3, 3)
     trainer.predict(BoringModel(), data, return_predictions=keeps)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import uuid
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 
 from drivetrain import checkpoint
@@ -41,25 +41,18 @@ def is_taken(path: str) -> bool:
 
 
 def free_path(
-    path: str,
-    extension: str,
-    own: Sequence[str],
-    files: checkpoint.CheckpointFiles,
-    as_file: bool = False,
-    first: int = 1,
+    path: str, extension: str, may_replace: Callable[[str], bool] = lambda candidate: False, first: int = 1
 ) -> str:
-    """The path for a name: a free one, with a number where the name is taken, or one of `own`, to be replaced.
+    """The path for a name: a free one, with a number where the name is taken, or one that may be replaced.
 
     Args:
         path: The path without its extension.
         extension: What it ends in.
-        own: Those of this run that may be replaced, by what is of the same kind.
-        files: How the run keeps its checkpoints.
-        as_file: Whether a file is to be written, in Lightning's format, rather than a directory.
+        may_replace: Whether what has a path may be replaced.
         first: The first number.
     """
     candidate, version = path + extension, first - 1
-    while is_taken(candidate) and not (candidate in own and files.may_replace(candidate, as_file)):
+    while is_taken(candidate) and not may_replace(candidate):
         version += 1
         candidate = f"{path}-v{version}{extension}"
     return candidate

@@ -66,18 +66,29 @@ class StrategyMembers:
             self.precision_plugin, self.given_precision = plugin, plugin.precision
         self.cluster_environment = _checked(given.get("cluster_environment"))
         if given.get("checkpoint_io") is not None:
-            self.checkpoint_io = given["checkpoint_io"]
+            self.take_checkpoint_io(given["checkpoint_io"])
 
     @property
     def checkpoint_io(self) -> CheckpointIO:
         """What writes checkpoints as files, reads and removes them; it can be set between two runs."""
         found: CheckpointIO | None = self.given_checkpoint_io
         if found is None:
-            self.checkpoint_io = found = TorchCheckpointIO()
+            self.take_checkpoint_io(found := TorchCheckpointIO())
         return found
 
     @checkpoint_io.setter
     def checkpoint_io(self, checkpoint_io: CheckpointIO) -> None:
+        self.take_checkpoint_io(checkpoint_io)
+
+    def take_checkpoint_io(self, checkpoint_io: CheckpointIO) -> None:
+        """Keep what writes checkpoints.
+
+        Args:
+            checkpoint_io: That.
+
+        Raises:
+            ConfigurationError: It is something else.
+        """
         if not isinstance(checkpoint_io, CheckpointIO):
             raise ConfigurationError(
                 f"checkpoint_io={checkpoint_io!r} writes no checkpoints. Give an object of a class derived from "
@@ -88,7 +99,8 @@ class StrategyMembers:
     @property
     def given_checkpoint_io(self) -> CheckpointIO | None:
         """The same; None where none was given."""
-        return vars(self.holder).get(_CHECKPOINT_IO)
+        found: CheckpointIO | None = vars(self.holder).get(_CHECKPOINT_IO)
+        return found
 
     @property
     def holder(self) -> Any:

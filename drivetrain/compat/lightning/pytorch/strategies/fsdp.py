@@ -30,7 +30,7 @@ class FSDPStrategy(StrategyMembers, FSDP, metaclass=StandsFor, original=FSDP):
         auto_wrap_policy: Classes of modules to wrap, a set of them; or None for the blocks that are found.
         activation_checkpointing_policy: Classes of modules whose activations are computed again in the backward.
         sharding_strategy: `"FULL_SHARD"`, `"SHARD_GRAD_OP"`, or `"NO_SHARD"` for a whole copy on each process; hybrid
-            ones have a copy on each machine, or as many as `device_mesh` says.
+            ones have a copy on each machine, or those of `device_mesh`.
         state_dict_type: Taken for Lightning's sake; checkpoints are sharded, and hold the names of the whole model.
         process_group_backend: Taken for Lightning's sake.
         timeout: Taken for Lightning's sake.

@@ -58,24 +58,26 @@ def taken_from(plugins: Any, precision: Any, options: dict[str, Any]) -> Any:
     return precision
 
 
-def checkpoint_io_of(plugins: Any, strategy: Any) -> CheckpointIO | None:
-    """What writes the checkpoints of a run, where the script gave it.
+def give_checkpoint_io(plugins: Any, strategy: Any) -> None:
+    """Let a strategy keep what writes checkpoints, where it is among the plugins.
 
     Args:
         plugins: The plugins of a Trainer.
-        strategy: Its strategy.
+        strategy: Its strategy, with Lightning's members.
 
     Raises:
-        ConfigurationError: Both have one.
+        ConfigurationError: The strategy has one of its own.
     """
     found = next((plugin for plugin in _several(plugins) if isinstance(plugin, CheckpointIO)), None)
-    given = strategy.given_checkpoint_io if isinstance(strategy, StrategyMembers) else None
-    if found is not None and given is not None:
+    given = strategy.given_checkpoint_io
+    if found is None or given is found:
+        return
+    if given is not None:
         raise ConfigurationError(
             "checkpoint_io set through both strategy class and plugins, choose one: "
             f"{type(strategy).__name__}(checkpoint_io={type(given).__name__}()) and plugins={type(found).__name__}()."
         )
-    return given if found is None else found
+    strategy.take_checkpoint_io(found)
 
 
 def _several(plugins: Any) -> list[Any]:

@@ -90,14 +90,15 @@ class LightningSaving(LightningConventions):
 
         What it raises is raised on all processes, unless the body has raised: then it is logged.
         """
+        strategy: Any = self.strategy
         try:
             yield
         except BaseException:
             try:
-                self.strategy.checkpoint_io.teardown()
+                strategy.checkpoint_io.teardown()
             except Exception as error:
                 logger.error(f"The checkpoints of this run may not be whole: {error!r}")
             raise
-        decide_on_main_process(lambda: self.strategy.checkpoint_io.teardown())
+        decide_on_main_process(lambda: strategy.checkpoint_io.teardown())
         if not self.is_global_zero:
-            self.strategy.checkpoint_io.teardown()
+            strategy.checkpoint_io.teardown()

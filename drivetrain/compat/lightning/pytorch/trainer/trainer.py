@@ -31,7 +31,7 @@ from drivetrain.compat.lightning.pytorch.trainer.loader_checks import warn_of_lo
 from drivetrain.compat.lightning.pytorch.trainer.loop_views import EvaluationLoopView, FitLoopView
 from drivetrain.compat.lightning.pytorch.trainer.metric_views import CallbackMetrics, LightningTrackerLog, as_tensor
 from drivetrain.compat.lightning.pytorch.trainer.order import interleaved
-from drivetrain.compat.lightning.pytorch.trainer.plugins import checkpoint_io_of, spell, taken_from
+from drivetrain.compat.lightning.pytorch.trainer.plugins import give_checkpoint_io, spell, taken_from
 from drivetrain.compat.lightning.pytorch.trainer.saving import LightningSaving
 from drivetrain.compat.lightning.pytorch.trainer.spawning import Spawning, SpawnsDDP
 from drivetrain.compat.lightning.pytorch.trainer.states import TrainerState, state_of
@@ -112,7 +112,6 @@ class Trainer(LightningSaving):
             raise ConfigurationError(f"Trainer(model_registry={model_registry!r}): there is no registry. Leave it out.")
         spell(options)
         precision = taken_from(plugins, precision, options)
-        checkpoint_io = checkpoint_io_of(plugins, options["strategy"])
         if logger is None or logger is True:
             logger = _default_logger(default_root_dir) if not options.get("barebones") else None
         accelerator = kind_of(accelerator)
@@ -120,11 +119,7 @@ class Trainer(LightningSaving):
         check_precision(precision)
         self._spawns = str(options.get("strategy")).startswith("ddp_spawn")
         callbacks = options["callbacks"] = with_external(options.get("callbacks"))
-        spawning = Spawning.asked_for(options.get("strategy"), options.get("devices", "auto"), accelerator)
-        if spawning is not None:
-            options["strategy"] = spawning.strategy
-            if spawning.num_processes > 1:
-                options.update(strategy=SpawnsDDP(), devices=1)
+        spawning = _spawning_of(options, accelerator)
         super().__init__(
             accelerator=accelerator,
             precision=precision,
@@ -133,14 +128,13 @@ class Trainer(LightningSaving):
             profiler=_profiler_of(profiler),
             **options,
         )
-        if checkpoint_io is not None:
-            self.strategy.checkpoint_io = checkpoint_io
+        give_checkpoint_io(plugins, self.strategy)
         self.callbacks = as_there(self.callbacks, callbacks)
         # Augmentation and streams draw from the generators of the process, or of the loader's workers.
         self.accelerator.dataloader_config.seed_samples = False
         self._running: Stage | None = None
         self._was_cut_short = False
-        self._spawning = None if spawning is None or spawning.num_processes == 1 else spawning
+        self._spawning = spawning
         self.logged.separate_moments()
         if options.get("barebones"):
             vars(self.logged)["log"] = log_nothing
@@ -150,6 +144,7 @@ class Trainer(LightningSaving):
         if self.fast_dev_run and given["logger"] is not False:
             self.logger = DummyLogger()
         self.predictions: list[Any] = []
+        self.keeps_predictions = False
         self._leaves_epochs_open = options.get("max_epochs") is None and not self.fast_dev_run
         self._fit_loop = FitLoopView(self)
 
@@ -244,7 +239,7 @@ class Trainer(LightningSaving):
             predictions: The predictions.
             keeps: Whether they were asked for.
         """
-        self.predictions = predictions
+        self.predictions, self.keeps_predictions = predictions, keeps
         return predictions if keeps else None
 
     # values
@@ -451,6 +446,18 @@ class Trainer(LightningSaving):
         if self.task_run.stage is not Stage.TRAIN:
             return []
         return [min(batches, self.num_sanity_val_steps) for batches in self.num_val_batches]
+
+
+def _spawning_of(options: dict[str, Any], accelerator: Any) -> Spawning | None:
+    """What starts processes for each verb, where the strategy asks for that; the options are then those around it."""
+    spawning = Spawning.asked_for(options.get("strategy"), options.get("devices", "auto"), accelerator)
+    if spawning is None:
+        return None
+    options["strategy"] = spawning.strategy
+    if spawning.num_processes == 1:
+        return None
+    options.update(strategy=SpawnsDDP(), devices=1)
+    return spawning
 
 
 def _profiler_of(given: Any) -> Any:
