@@ -228,7 +228,7 @@ class PlainStep:
         """Whether a step without any loss counts: where there were batches, and the Trainer counts it."""
         if not self._counts_without_loss:
             return False
-        # One of several processes does not know whether another one had a batch, and all must count alike.
+        # Another process may have had a batch, and all must count alike.
         return self._stand_in is not None or any(micro_batch.batch is not None for micro_batch in window)
 
     def _finish(self, window: list[MicroBatch], output: Any, steps: int) -> bool:
