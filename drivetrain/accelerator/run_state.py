@@ -214,15 +214,22 @@ class RunState:
 
     # loading
 
-    def open(self, directory: str | os.PathLike[str], whole: bool = False, objects: bool = False) -> SavedEngine:
+    def open(
+        self,
+        directory: str | os.PathLike[str],
+        whole: bool = False,
+        objects: bool = False,
+        content: Mapping[str, Any] | None = None,
+    ) -> SavedEngine:
         """Open a checkpoint; call it on all processes.
 
         Args:
             directory: The checkpoint's directory, or a URL.
             whole: Read all tensors at once, rather than each process its shards where the strategy can.
             objects: Whether objects in a file of Lightning's are unpickled, which runs whatever code it holds.
+            content: What a file of Lightning's holds, where it has been read already.
         """
-        return SavedEngine(self, self._state, directory, whole, objects)
+        return SavedEngine(self, self._state, directory, whole, objects, content)
 
     def keep(self, entries: Mapping[str, Any]) -> None:
         """Write a checkpoint's driver entries again with each save, unless the driver writes them itself."""

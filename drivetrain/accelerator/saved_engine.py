@@ -35,6 +35,7 @@ class SavedEngine:
         directory: The checkpoint's directory, or a URL.
         whole: Read all tensors at once.
         objects: Whether objects in a file of Lightning's are unpickled, which runs whatever code it holds.
+        content: What a file of Lightning's holds, where it has been read already.
 
     Attributes:
         directory: The checkpoint's directory, or a URL.
@@ -54,12 +55,14 @@ class SavedEngine:
         directory: str | os.PathLike[str],
         whole: bool = False,
         objects: bool = False,
+        content: Mapping[str, Any] | None = None,
     ) -> None:
         self.directory = os.fspath(directory)
         self._run, self._state = run, state
         strategy = run.strategy
         self._in_shards = strategy.state.reads_shards and not strategy.schedules_microbatches and not whole
-        foreign = checkpoint.read_foreign(directory, state.process_index, state.num_processes, objects)
+        source = directory if content is None else content
+        foreign = checkpoint.read_foreign(source, state.process_index, state.num_processes, objects)
         if foreign is not None:
             self._in_shards = False
             shared, own = foreign

@@ -437,7 +437,7 @@ class ModelCheckpoint(Callback):
         text = self.name_of().format(trainer.current_epoch, trainer.global_step, trainer.callback_metrics)
         if not self.enable_version_counter:
             return text
-        path = folder.free_path(os.path.join(self.dirpath, text), self.FILE_EXTENSION, (), first=self.STARTING_VERSION)
+        path = folder.free_path(os.path.join(self.dirpath, text), self.FILE_EXTENSION, first=self.STARTING_VERSION)
         return os.path.relpath(path, self.dirpath).removesuffix(self.FILE_EXTENSION)
 
     def _epoch_is_due(self, trainer: Trainer) -> bool:

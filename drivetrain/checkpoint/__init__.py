@@ -39,11 +39,11 @@ from drivetrain.runtime.exports import load_export
 # most of a second to import, and most of what a run does needs none of them
 _EXPORTS = {
     "Checkpoint": "drivetrain.checkpoint.load",
+    "CheckpointFiles": "drivetrain.checkpoint.files",
     "FoundCheckpoint": "drivetrain.checkpoint.discovery",
     "LoadReport": "drivetrain.checkpoint.load",
     "PendingSave": "drivetrain.checkpoint.queue",
     "SaveQueue": "drivetrain.checkpoint.queue",
-    "check_lightning_file": "drivetrain.checkpoint.lightning_file",
     "clean_stale": "drivetrain.checkpoint.writer_record",
     "compare_states": "drivetrain.checkpoint.load",
     "consolidate": "drivetrain.checkpoint.export",
@@ -55,6 +55,7 @@ _EXPORTS = {
     "is_accelerate_state": "drivetrain.checkpoint.accelerate_format",
     "is_checkpoint": "drivetrain.checkpoint.entry_points",
     "key_here": "drivetrain.checkpoint.lightning_keys",
+    "lightning_content": "drivetrain.checkpoint.lightning_file",
     "is_sharded": "drivetrain.checkpoint.distributed_weights",
     "list_checkpoints": "drivetrain.checkpoint.discovery",
     "load_over_processes": "drivetrain.checkpoint.distributed_weights",
@@ -75,16 +76,16 @@ _EXPORTS = {
     "save_safetensors": "drivetrain.checkpoint.export",
     "sharded_model": "drivetrain.checkpoint.accelerate_format",
     "with_tied": "drivetrain.checkpoint.weight_files",
-    "write_lightning_file": "drivetrain.checkpoint.lightning_file",
+    "write_lightning_content": "drivetrain.checkpoint.lightning_file",
 }
 
 __all__ = [
     "Checkpoint",
+    "CheckpointFiles",
     "FoundCheckpoint",
     "LoadReport",
     "PendingSave",
     "SaveQueue",
-    "check_lightning_file",
     "clean_stale",
     "compare_states",
     "consolidate",
@@ -97,6 +98,7 @@ __all__ = [
     "is_checkpoint",
     "is_sharded",
     "key_here",
+    "lightning_content",
     "list_checkpoints",
     "load_over_processes",
     "load_run_state",
@@ -116,7 +118,7 @@ __all__ = [
     "save_safetensors",
     "sharded_model",
     "with_tied",
-    "write_lightning_file",
+    "write_lightning_content",
 ]
 
 
@@ -142,13 +144,14 @@ if TYPE_CHECKING:
     from drivetrain.checkpoint.export import consolidate as consolidate
     from drivetrain.checkpoint.export import consolidate_shards as consolidate_shards
     from drivetrain.checkpoint.export import save_safetensors as save_safetensors
+    from drivetrain.checkpoint.files import CheckpointFiles as CheckpointFiles
     from drivetrain.checkpoint.foreign import read_foreign as read_foreign
     from drivetrain.checkpoint.foreign import read_processes as read_processes
     from drivetrain.checkpoint.foreign import read_shared as read_shared
     from drivetrain.checkpoint.import_state import import_checkpoint as import_checkpoint
     from drivetrain.checkpoint.lightning_extras import packed as packed
-    from drivetrain.checkpoint.lightning_file import check_lightning_file as check_lightning_file
-    from drivetrain.checkpoint.lightning_file import write_lightning_file as write_lightning_file
+    from drivetrain.checkpoint.lightning_file import lightning_content as lightning_content
+    from drivetrain.checkpoint.lightning_file import write_lightning_content as write_lightning_content
     from drivetrain.checkpoint.lightning_keys import key_here as key_here
     from drivetrain.checkpoint.load import Checkpoint as Checkpoint
     from drivetrain.checkpoint.load import LoadReport as LoadReport

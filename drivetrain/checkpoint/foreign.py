@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from typing import Any, BinaryIO
 
 from drivetrain.checkpoint.accelerate_format import is_accelerate_state, read_accelerate_state
@@ -17,12 +17,15 @@ from drivetrain.checkpoint.storage import LocalStorage
 
 
 def read_foreign(
-    path: str | os.PathLike[str] | BinaryIO, rank: int = 0, count: int | None = None, objects: bool = False
+    path: str | os.PathLike[str] | BinaryIO | Mapping[str, Any],
+    rank: int = 0,
+    count: int | None = None,
+    objects: bool = False,
 ) -> tuple[dict[str, Any], dict[str, Any] | None] | None:
     """Read a checkpoint of Hugging Face Accelerate's or of Lightning's, alone. Nothing in it is executed by default.
 
     Args:
-        path: A local file or directory; or an opened file of Lightning's.
+        path: A local file or directory; or an opened file of Lightning's, or what one holds.
         rank: Whose random state to read, where there is one.
         count: How many processes read it; as many as wrote it if None.
         objects: Whether objects in a file of Lightning's are unpickled, which runs whatever code it holds.
@@ -35,7 +38,7 @@ def read_foreign(
     Raises:
         CheckpointError: It cannot be read, or holds what would have to be unpickled.
     """
-    if hasattr(path, "read") or is_lightning_checkpoint(path):
+    if not isinstance(path, str | os.PathLike) or is_lightning_checkpoint(path):
         return read_lightning_state(path, rank, count, objects)
     if is_accelerate_state(path):
         return read_accelerate_state(path, rank)

@@ -37,7 +37,7 @@ _PATIENCE = 3600.0
 """Seconds after which a file without a write counts as left by a dead run."""
 
 
-def write_lightning_file(
+def lightning_content(
     path: str | os.PathLike[str],
     shared: Mapping[str, Any],
     processes: Sequence[Mapping[str, Any]],
@@ -46,36 +46,46 @@ def write_lightning_file(
     callbacks: Mapping[str, Any] | None = None,
     epoch_length: float = float("inf"),
     objects: bool = False,
-) -> str:
-    """Write the state of a Trainer's run as a `.ckpt` file that Lightning opens, on one process.
-
-    The file appears complete or not at all.
+) -> dict[str, Any]:
+    """What a `.ckpt` file that Lightning opens holds of the state of a Trainer's run.
 
     Args:
-        path: The file, which is replaced where there is one.
+        path: The file, for messages.
         shared: The shared state, whole, in the schema of `drivetrain.checkpoint.schema`.
         processes: What each process keeps of its own, by rank, packed.
         datamodule: The name of the data module's class, under which Lightning looks for its state.
         callbacks: States of callbacks that differ in Lightning, by their keys.
         epoch_length: Batches of a process in an epoch, where it is known.
-        objects: Whether objects among the hyper-parameters and in what hooks have added are pickled, with a warning, as
-            Lightning does it; else they are refused.
-
-    Returns:
-        `path`.
+        objects: Whether objects among the hyper-parameters and in what hooks have added stay, to be pickled with a
+            warning, as Lightning does it; else they are refused.
 
     Raises:
-        CheckpointError: It is not the state of a Trainer, holds an object, or cannot be written.
-        ConfigurationError: `path` is a URL or a directory.
+        CheckpointError: It is not the state of a Trainer, or holds an object.
     """
-    target = check_lightning_file(path)
     if "progress" not in shared["driver"] or len(shared["engine"].get("models", ())) != 1:
         raise CheckpointError(
-            f"{target} would not be the state of a Trainer with one model, so Lightning could not open it."
+            f"{os.fspath(path)} would not be the state of a Trainer with one model, so Lightning could not open it."
         )
     plain = {name: value for name, value in shared["driver"].items() if not (objects and name in _PICKLED)}
     pack({**shared, "driver": plain})  # refuses objects, by their place
-    content = lightning_state(shared, processes, datamodule, callbacks, epoch_length)
+    return lightning_state(shared, processes, datamodule, callbacks, epoch_length)
+
+
+def write_lightning_content(path: str | os.PathLike[str], content: Mapping[str, Any], objects: bool = False) -> None:
+    """Write what a checkpoint of Lightning's holds to a local file, on one process.
+
+    The file appears complete or not at all.
+
+    Args:
+        path: The file, which is replaced where there is one.
+        content: The checkpoint.
+        objects: Whether it may hold objects, which are pickled with a warning.
+
+    Raises:
+        CheckpointError: It cannot be written.
+        ConfigurationError: `path` is a URL or a directory.
+    """
+    target = check_lightning_file(path)
     folder, name = os.path.split(target)
     place = os.path.join(folder, f".{name}.{uuid.uuid4().hex[:12]}.writing")
     try:
@@ -85,7 +95,8 @@ def write_lightning_file(
             torch.save(content, file)
             file.flush()
             if objects and (classes := refused_classes(place)):
-                _add_record(file, content[KEY])
+                if KEY in content:
+                    _add_record(file, content[KEY])
                 _warn_of(classes)
             file.flush()
             os.fsync(file.fileno())
@@ -94,7 +105,6 @@ def write_lightning_file(
         if os.path.lexists(place):
             os.unlink(place)
         raise CheckpointError(f"{target} could not be written: {error}.") from error
-    return os.fspath(path)
 
 
 def check_lightning_file(path: str | os.PathLike[str]) -> str:

@@ -43,12 +43,15 @@ def is_lightning_checkpoint(path: str | os.PathLike[str]) -> bool:
 
 
 def read_lightning_state(
-    source: str | os.PathLike[str] | BinaryIO, rank: int = 0, count: int | None = None, objects: bool = False
+    source: str | os.PathLike[str] | BinaryIO | Mapping[str, Any],
+    rank: int = 0,
+    count: int | None = None,
+    objects: bool = False,
 ) -> tuple[dict[str, Any], dict[str, Any] | None]:
     """Read a checkpoint of Lightning's, of `Trainer.save_checkpoint` or `ModelCheckpoint`.
 
     Args:
-        source: The local file, opened or not, or the folder that a sharded strategy wrote.
+        source: The local file, opened or not, or the folder that a sharded strategy wrote; or what it holds.
         rank: Whose own state to read.
         count: How many processes read it; as many as wrote it if None.
         objects: Whether objects in it are unpickled, which runs whatever code it holds; else it is refused then.
@@ -62,10 +65,12 @@ def read_lightning_state(
     Raises:
         CheckpointError: It cannot be read, needs classes that only unpickling makes, or is something else.
     """
-    name = "The checkpoint" if hasattr(source, "read") else os.fspath(source)
-    if not hasattr(source, "read") and os.path.isdir(source):
-        found = _sharded(Path(source), objects)
-    else:
+    path = os.fspath(source) if isinstance(source, str | os.PathLike) else None
+    name = path or "The checkpoint"
+    found: Any = source
+    if path is not None and os.path.isdir(path):
+        found = _sharded(Path(path), objects)
+    elif not isinstance(source, Mapping):
         found = _read(source, name, objects)
     if not isinstance(found, Mapping) or not isinstance(found.get("state_dict"), Mapping):
         what = "a dict of tensors" if _is_weights(found) else type(found).__name__
@@ -78,8 +83,8 @@ def read_lightning_state(
     shared = _from_lightning(found, name)
     if extras is None:
         return shared, {"engine": {"random": None}, "driver": {}}
-    if not hasattr(source, "read"):
-        check_parts(source)
+    if path is not None:
+        check_parts(path)
     return extras.added_to(shared, found), None if count not in (None, extras.world_size) else extras.own(rank)
 
 

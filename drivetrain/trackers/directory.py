@@ -102,6 +102,11 @@ class RunDirectory:
         path.mkdir(parents=True, exist_ok=True)
         if not self._is_listed:
             self._is_listed = True
+            if "://" in self.save_dir:
+                logger.warning(
+                    f"{self.save_dir} is a URL, and trackers write files: they are in {path.absolute()}. Give the "
+                    "tracker a local save_dir; checkpoints go to the URL of ModelCheckpoint(dirpath=...)."
+                )
             record_run(self.save_dir, path)
         return path
 

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from drivetrain.accelerator import Accelerator
 from drivetrain.callbacks import Callback, EarlyStopping, ModelCheckpoint
 from drivetrain.callbacks.stage import Stage
+from drivetrain.checkpoint import CheckpointFiles
 from drivetrain.data import BatchInfo
 from drivetrain.runtime.keywords import made_again
 from drivetrain.strategies import Strategy
@@ -181,6 +182,11 @@ class TrainerStatus:
         return "drivetrain"
 
     @property
+    def checkpoint_files(self) -> CheckpointFiles:
+        """How checkpoints in Lightning's format are written, read and removed."""
+        return CheckpointFiles()
+
+    @property
     def refuses_unknown_keys(self) -> bool:
         """Whether a key that a scheduler's dict cannot have is an error; else a warning."""
         return True
@@ -193,6 +199,11 @@ class TrainerStatus:
     @property
     def leaves_out_missing_batches(self) -> bool:
         """Whether a training batch that is None is left out; else the step gets it."""
+        return False
+
+    @property
+    def counts_steps_without_loss(self) -> bool:
+        """Whether a step counts, and schedulers step, whose batches have all been left out by `training_step`."""
         return False
 
     @property

@@ -72,8 +72,8 @@ HOOK_ALONE = "calls a hook by itself, for a check that is made here before a run
 MOCK_CALLBACK = "puts a mock in the place of a callback, whose class attributes are then mocks"
 PEERS = "pretends to be one of several processes, whose peers a Trainer waits for when it is made"
 
+LOCAL = "expects logs at a URL; a run's report and logs are files of this machine, which a warning names"
 BEFORE = "expects a hook to get the batch before its own, whose batch it gets here"
-PLUGINS = "gives a Trainer plugins that replace machinery, which it does not take"
 
 LEFT_OUT = {
     "test_val_check_interval.py::test_time_and_epoch_gated_val_check": "counts the calls of time.monotonic",
@@ -92,13 +92,11 @@ LEFT_OUT = {
     "test_accelerator_connector.py::test_check_fsdp_strategy_and_fallback": "expects an error for what works here",
     "test_accelerator_connector.py::test_custom_accelerator": PEERS,
     "test_accelerator_connector.py::test_custom_cluster_environment_in_slurm_environment": PEERS,
-    "test_accelerator_connector.py::test_accelerator_specific_checkpoint_io": PLUGINS,
     "test_accelerator_connector.py::test_parallel_devices_in_strategy_confilict_with_accelerator": "gives a strategy "
     "its devices, which it does not take",
-    "test_accelerator_connector.py::test_plugin_only_one_instance_for_one_type": PLUGINS,
     "test_accelerator_connector.py::test_strategy_choice_ddp_cpu_kubeflow": PEERS,
     "test_accelerator_connector.py::test_strategy_choice_ddp_cpu_slurm": PEERS,
-    "test_accelerator_connector.py::test_sync_batchnorm_invalid_choice": PLUGINS,
+    "test_accelerator_connector.py::test_sync_batchnorm_invalid_choice": "replaces how layers are synchronised",
     "test_accelerator_connector.py::test_sync_batchnorm_set_in_custom_strategy": "reads the private _layer_sync",
     "test_callback_connector.py::test_configure_external_callbacks": "expects no callback beside; a run has its report",
     "test_data_connector.py::test_replace_distributed_sampler": "expects a sampler of torch's in the loader",
@@ -111,7 +109,6 @@ LEFT_OUT = {
     "test_tuning.py::test_tuner_with_distributed_strategies": SEARCHES,
     "test_scale_batch_size.py::test_batch_size_finder_with_distributed_strategies": SEARCHES,
     "test_scale_batch_size.py::test_auto_scale_batch_size_duplicate_attribute_warning": WORDING,
-    "test_lr_finder.py::test_lr_finder_training_step_none_output": "counts batches that are left out as steps",
     "test_lr_finder.py::test_lr_finder_callback_restarting": "expects max_steps to be another while it searches",
     "test_lr_finder.py::test_trainer_reset_correctly": "reads a method of Lightning's own strategies",
     "test_scale_batch_size.py::test_dataloader_batch_size_updated_on_failure": "replaces what knows errors of memory",
@@ -134,8 +131,11 @@ LEFT_OUT = {
     "test_cli.py::test_lightning_cli_jsonnet": "needs the package jsonnet, and does not skip itself without it",
     "test_cli.py::test_pytorch_profiler_init_args": "expects what is found in the source of Lightning's class",
     "test_lightning_module.py::test_toggle_untoggle_optimizer_are_compiler_disabled": "is about torch's compiler",
-    "test_automatic_loop.py::test_skip_training_step_not_allowed": "ends by a count of batches that are left out, "
-    "which are no steps here; and several processes may leave batches out",
+    "test_automatic_loop.py::test_skip_training_step_not_allowed[2]": "expects that several processes may not leave "
+    "batches out, which they may here",
+    "test_loops.py::test_validation_during_gradient_accumulation_window": WITHIN,
+    "test_loops.py::test_fit_loop_save_and_restore_dataloaders": "reads where Lightning's loops keep the states of "
+    "loaders; here loaders without one continue too, and one without batches is refused",
     "test_closure.py::test_optimizer_step_no_closure_raises": "expects an optimizer that ignores its closure to be "
     "refused; here its gradients are there before it steps",
     "test_fabric.py::test_launch_and_cli_not_allowed": "is about the processes of Lightning's own launcher",
@@ -183,6 +183,10 @@ LEFT_OUT = {
     "test_fsdp.py::test_use_orig_params": "reads an option of torch's older FSDP, in whose place is fully_shard here",
     "test_multiprocessing.py::test_fit_twice_raises": WORKS,
     "test_deepspeed.py::test_deepspeed_only_compatible_with_cuda": WORKS,
+    "test_deepspeed.py::test_deepspeed_strategy_string[deepspeed]": "expects no variable that the import of DeepSpeed "
+    "sets, which the import of Lightning has set before",
+    "test_model_parallel.py::test_device_mesh_access": "makes the strategy under which a module shards itself in "
+    "configure_model; here Parallel shards it by a plan",
     "test_deepspeed.py::test_deepspeed_save_checkpoint_exclude_frozen_parameters": OWN_STRATEGY,
     "test_deepspeed.py::test_deepspeed_save_checkpoint_warn_colliding_keys": OWN_STRATEGY,
     "test_deepspeed.py::test_deepspeed_engine_is_steppable": "is about the class of another package",
@@ -197,6 +201,7 @@ LEFT_OUT = {
     "test_all.py::test_loggers_pickle_all[CometLogger]": "leaves Comet's archive, where that package is installed",
     "test_cuda.py::test_force_nvml_based_cuda_check": "expects a variable that the import of Lightning sets",
     "test_csv.py::test_log_metrics_column_order_sorted": "compares the order of columns; the step comes first here",
+    "test_csv.py::test_csv_logger_remotefs": LOCAL,
     "test_csv.py::test_log_hyperparams": "expects an error for what works here",
     "test_csv.py::test_manual_versioning_file_exists": "expects the table of an earlier run to be removed",
     "test_model_checkpoint.py::test_model_checkpoint_no_extraneous_invocations": "counts the calls of state_dict, of "
@@ -208,12 +213,9 @@ LEFT_OUT = {
         for name in ("backward", "optimizer_step_with_scaler", "optimizer_step_without_scaler")
     },
     "plugins/precision/test_transformer_engine.py::test_configure_model": INSTALLED,
-    "test_checkpoint_io_plugin.py::test_async_checkpoint_plugin": PLUGINS,
-    "test_checkpoint_io_plugin.py::test_checkpoint_plugin_called": PLUGINS,
     "test_model_helpers.py::test_restricted_classmethod": "calls a private decorator of Lightning's",
     "test_prediction_writer.py::test_batch_level_batch_indices": "reads what Lightning's loop of predictions keeps",
-    "test_checkpoint_connector.py::test_local_cross_device_checkpoint": "expects logs in a place in memory; a run's "
-    "report and logs are files",
+    "test_checkpoint_connector.py::test_local_cross_device_checkpoint": LOCAL,
     "test_evaluation_loop.py::test_evaluation_loop_dataloader_iter_multiple_dataloaders": BEFORE,
     "test_prediction_loop.py::test_prediction_loop_with_iterable_dataset": BEFORE,
     "test_training_epoch_loop.py::test_training_loop_dataloader_iter_multiple_dataloaders": BEFORE,
@@ -520,17 +522,37 @@ class Connector(ModuleType):
         super().__setattr__(name, value)
 
 
-def make_importable(folder: Path) -> None:
-    """Let every test of a folder import what it names, with stand-ins for what the mirror does not have."""
-    for path in sorted(folder.rglob("*.py")):
-        tree = ast.parse(path.read_text())
-        for node in ast.walk(tree):
+def make_importable(tests: Path, given: list[Path]) -> None:
+    """Let tests, and the helpers that they import, import what they name; stand-ins are for what the mirror lacks.
+
+    Args:
+        tests: The folder of the suites.
+        given: Files and folders of tests.
+    """
+    left = [path for each in given for path in (sorted(each.rglob("*.py")) if each.is_dir() else [each])]
+    left += [path for each in given for folder in each.parents for path in folder.glob("conftest.py")]
+    seen: set[Path] = set()
+    while left:
+        path = left.pop()
+        if path in seen:
+            continue
+        seen.add(path)
+        for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.Import):
-                names = [alias.name for alias in node.names if alias.name.split(".")[0] == "lightning"]
-                for name in names:
-                    _module(name)
-            elif isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "lightning":
-                _provide(_module(node.module or ""), node.module or "", [alias.name for alias in node.names])
+                names, imported = [alias.name for alias in node.names], []
+            elif isinstance(node, ast.ImportFrom):
+                names, imported = [node.module or ""], [alias.name for alias in node.names]
+            else:
+                continue
+            for name in names:
+                if name.split(".")[0] == "lightning":
+                    _provide(_module(name), name, imported)
+                elif name.startswith("tests_"):
+                    place = tests.joinpath(*name.split("."))
+                    inner = [place / f"{each}.py" for each in imported]
+                    left += [
+                        each for each in (place.with_suffix(".py"), place / "__init__.py", *inner) if each.is_file()
+                    ]
 
 
 def _provide(module: ModuleType, path: str, names: list[str]) -> None:
@@ -712,7 +734,8 @@ class Outcomes:
             print(f"{file:62}" + "".join(f"{counts[outcome]:10}" for outcome in OUTCOMES))
 
 
-FOLDERS = "LIGHTNING_SUITE_FOLDERS"
+GIVEN = "LIGHTNING_SUITE_GIVEN"
+"""The folder of the suites and the tests that are run, for processes that a test starts."""
 
 
 def _reading(name: str) -> property:
@@ -731,8 +754,8 @@ def take_place() -> None:
     drivetrain.compat.install("lightning", "pytorch_lightning", "lightning_fabric")
     paths = [str(STAND_INS / "lightning"), *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
     os.environ["PYTHONPATH"] = os.pathsep.join(dict.fromkeys(each for each in paths if each))
-    for folder in os.environ.get(FOLDERS, "").split(os.pathsep):
-        make_importable(Path(folder))
+    tests, *given = map(Path, os.environ.get(GIVEN, "").split(os.pathsep))
+    make_importable(tests, given)
     for path, flags in FLAGS.items():
         _provide(_module(path), path, flags.split())
     _module("lightning.pytorch.trainer.connectors.callback_connector").__class__ = Connector
@@ -758,15 +781,14 @@ def main() -> int:
     own, _, others = " ".join(sys.argv[1:]).partition(" -- ")
     given = parser.parse_args(own.split())
     tests = given.checkout.resolve() / "tests"
-    suites = {"fabric" if name.startswith("fabric:") else "pytorch" for name in given.files}
-    os.environ[FOLDERS] = os.pathsep.join(str(tests / f"tests_{suite}") for suite in suites)
-    take_place()
-    os.chdir(tests)
-    sys.path.insert(0, str(tests))
     paths = [
         f"tests_fabric/{name.removeprefix('fabric:')}" if name.startswith("fabric:") else f"tests_pytorch/{name}"
         for name in given.files
     ]
+    os.environ[GIVEN] = os.pathsep.join([str(tests), *(str(tests / path.partition("::")[0]) for path in paths)])
+    take_place()
+    os.chdir(tests)
+    sys.path.insert(0, str(tests))
     outcomes = Outcomes()
     options = ["-q", "-p", "no:cacheprovider", "-o", "addopts=", "--no-header", "--tb=short"]
     pytest.main([*options, "--continue-on-collection-errors", *paths, *others.split()], [outcomes])

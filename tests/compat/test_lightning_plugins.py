@@ -31,6 +31,7 @@ from drivetrain.compat.lightning.fabric.plugins.environments import (
     mpi,
 )
 from drivetrain.compat.lightning.pytorch import Trainer
+from drivetrain.compat.lightning.pytorch.demos.boring_classes import BoringModel
 from drivetrain.compat.lightning.pytorch.strategies import (
     DDPStrategy,
     FSDPStrategy,
@@ -39,6 +40,7 @@ from drivetrain.compat.lightning.pytorch.strategies import (
 )
 from drivetrain.runtime.environment import ProcessEnvironment
 from drivetrain.runtime.errors import ConfigurationError, LaunchError
+from tests.pool import run_in_processes
 
 STATED = (
     "RANK",
@@ -284,8 +286,40 @@ def test_a_sharded_strategy_takes_torchs_options() -> None:
     assert (found.replicate_size, found.cpu_offload, found.gather_dtype) == (2, True, torch.bfloat16)
     assert strategy.sharding_strategy is ShardingStrategy.HYBRID_SHARD
     assert strategy.cpu_offload.offload_params
-    with pytest.raises(ConfigurationError, match="the number of copies"):
+    with pytest.raises(ConfigurationError, match="what is sharded"):
         FSDPStrategy(sharding_strategy="HYBRID_SHARD")
+    assert FSDPStrategy(sharding_strategy="no_shard").sharding_strategy is ShardingStrategy.NO_SHARD
+    with pytest.raises(ConfigurationError, match="Did you mean 'NO_SHARD'"):
+        FSDPStrategy(sharding_strategy="NOSHARD")
+
+
+def copies_of_a_sharded_model(sharding: str) -> tuple[int, tuple[int, ...]]:
+    strategy = FSDPStrategy(sharding_strategy=sharding, auto_wrap_policy={nn.Linear})
+    settings = {"accelerator": "cpu", "logger": False, "enable_progress_bar": False, "enable_checkpointing": False}
+    trainer = Trainer(strategy=strategy, devices=2, max_steps=1, limit_val_batches=0, **settings)
+    trainer.fit(task := BoringModel())
+    return strategy.options.replicate_size, tuple(task.layer.weight.to_local().shape)
+
+
+@pytest.mark.sharded
+@pytest.mark.parametrize(("sharding", "copies", "rows"), [("NO_SHARD", 2, 2), ("HYBRID_SHARD", 1, 1)])
+def test_copies_of_a_sharded_model_follow_from_the_processes(sharding: str, copies: int, rows: int) -> None:
+    found = run_in_processes(copies_of_a_sharded_model, 2, args=[sharding], timeout=60)
+    assert found == [(copies, (rows, 32))] * 2
+
+
+@pytest.mark.sharded
+def test_a_deepspeed_configuration_counts_as_it_was_given() -> None:
+    from drivetrain.compat.lightning.pytorch.strategies import DeepSpeedStrategy
+
+    plain = {"optimizer": {"type": "SGD", "params": {"lr": 0.1}}}
+    strategy = DeepSpeedStrategy(config=plain)
+    assert (strategy.config, strategy.stage) == (plain, 0)
+    partial = {**plain, "zero_optimization": {"overlap_comm": True}}
+    assert (DeepSpeedStrategy(config=partial).config, DeepSpeedStrategy(config=partial).stage) == (partial, 0)
+    whole = {**plain, "zero_optimization": {"stage": 3}}
+    assert (DeepSpeedStrategy(config=whole).config, DeepSpeedStrategy(config=whole).stage) == (whole, 3)
+    assert DeepSpeedStrategy().stage == 2
 
 
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import warnings
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -246,3 +247,12 @@ def test_the_core_refuses_objects(tmp_path: Path) -> None:
     trainer = drivetrain.Trainer(accelerator="cpu", max_steps=1, default_root_dir=tmp_path, **settings)
     with pytest.raises(CheckpointError, match="Scaler, which a checkpoint cannot hold"):
         trainer.fit(SavesObject())
+
+
+def test_the_state_of_a_callback_that_no_run_has_used_is_taken_silently(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING), warnings.catch_warnings():
+        warnings.simplefilter("error")
+        saving = ModelCheckpoint()
+        saving.load_state_dict(ModelCheckpoint().state_dict())
+    assert not caplog.text
+    assert saving.best_model_path == ""

@@ -197,3 +197,12 @@ def test_a_row_that_grows_after_it_was_written_is_written_anew(tmp_path):
     logger.finish()
     with logger.tracker.open(newline="") as file:
         assert [row["val_loss"] for row in csv.DictReader(file)] == ["2.0", ""]
+
+
+def test_a_url_is_warned_of_since_logs_are_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    CSVLogger("memory://runs").start()
+    assert f"they are in {tmp_path}/memory:/runs/drivetrain_logs/version_0" in caplog.text
+    assert (tmp_path / "memory:/runs/drivetrain_logs/version_0/metrics.csv").exists()

@@ -105,7 +105,12 @@ def _path(options: ModelCheckpoint, trainer: Trainer, name: str, own: Sequence[s
     if not options.enable_version_counter:
         return path + options.FILE_EXTENSION
     as_file = trainer.format_of_checkpoint(path, block=not options.async_save) == "lightning"
-    return folder.free_path(path, options.FILE_EXTENSION, own, as_file, options.STARTING_VERSION)
+    files = trainer.checkpoint_files
+
+    def may_replace(candidate: str) -> bool:
+        return candidate in own and files.may_replace(candidate, as_file)
+
+    return folder.free_path(path, options.FILE_EXTENSION, may_replace, options.STARTING_VERSION)
 
 
 def _score(options: ModelCheckpoint, trainer: Trainer, was_validated: bool) -> float | None:

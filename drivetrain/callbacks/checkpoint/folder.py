@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import uuid
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 
 from drivetrain import checkpoint
@@ -40,29 +40,22 @@ def is_taken(path: str) -> bool:
     return os.path.lexists(place) if isinstance(storage, LocalStorage) else storage.is_directory(place)
 
 
-def free_path(path: str, extension: str, own: Sequence[str], as_file: bool = False, first: int = 1) -> str:
-    """The path for a name: a free one, with a number where the name is taken, or one of `own`, to be replaced.
+def free_path(
+    path: str, extension: str, may_replace: Callable[[str], bool] = lambda candidate: False, first: int = 1
+) -> str:
+    """The path for a name: a free one, with a number where the name is taken, or one that may be replaced.
 
     Args:
         path: The path without its extension.
         extension: What it ends in.
-        own: Those of this run that may be replaced, by what is of the same kind.
-        as_file: Whether a file is to be written, in Lightning's format, rather than a directory.
+        may_replace: Whether what has a path may be replaced.
         first: The first number.
     """
     candidate, version = path + extension, first - 1
-    while is_taken(candidate) and not (candidate in own and _may_replace(candidate, as_file)):
+    while is_taken(candidate) and not may_replace(candidate):
         version += 1
         candidate = f"{path}-v{version}{extension}"
     return candidate
-
-
-def _may_replace(path: str, as_file: bool) -> bool:
-    """Whether one of this run's own paths may be written again, which Lightning's own files never are."""
-    if os.path.islink(path):
-        target = os.path.realpath(path)
-        return not os.path.isfile(target) or checkpoint.is_checkpoint(target)
-    return checkpoint.is_checkpoint(path) if as_file else not os.path.isfile(path)
 
 
 def relative(path: str | None, root: str) -> str | None:
@@ -201,13 +194,15 @@ def _put_back(path: str, replaced: str) -> None:
         logger.warning(f"{path} could not be given back what it was before: {error}.")
 
 
-def remove(path: str) -> None:
-    """Remove a checkpoint, or a link to one; what cannot be removed stays, with a warning."""
+def remove(path: str, files: checkpoint.CheckpointFiles) -> None:
+    """Remove a checkpoint, or a link to one; what cannot be removed stays, with a warning.
+
+    Args:
+        path: The path.
+        files: How the run keeps its checkpoints.
+    """
     try:
-        if os.path.islink(path):
-            os.unlink(path)
-        else:
-            checkpoint.remove_checkpoint(path)
+        files.remove(path)
     except (OSError, CheckpointError) as error:
         logger.warning(f"A checkpoint that nobody needs any more stays: {error}")
 

@@ -103,9 +103,12 @@ class CheckpointWriter:
         if decision.last is not None:
             self.kept.last = decision.last
             self.kept.doomed += [decision.gone] if decision.gone else []
-        after = _Once(lambda: self._follow_up(directory, decision))
-        targets = [path for path in (decision.path, decision.last) if path is not None]
-        if folder.is_local(directory):
+        files = trainer.checkpoint_files
+        names = (decision.path, decision.last)
+        named_twice = None not in names and (self._links or files.has_second_names(directory))
+        after = _Once(lambda: self._follow_up(directory, decision, named_twice, files))
+        targets = [path for path in names if path is not None]
+        if named_twice:
             del targets[1:]  # the other one is a link or a copy
         try:
             if self._in_background:
@@ -214,9 +217,11 @@ class CheckpointWriter:
         for path in removed:
             self.kept.forget(path)
 
-    def _follow_up(self, directory: str, decision: Decision) -> list[str]:
+    def _follow_up(
+        self, directory: str, decision: Decision, named_twice: bool, files: checkpoint.CheckpointFiles
+    ) -> list[str]:
         """Do what can be done once the checkpoint is durable; returns what was removed."""
-        if decision.path is not None and decision.last is not None and folder.is_local(directory):
+        if named_twice and decision.path is not None and decision.last is not None:
             if self._links:
                 folder.link(decision.last, decision.path)
             else:
@@ -224,11 +229,11 @@ class CheckpointWriter:
         gone = list(self.kept.doomed)
         for path in gone:
             if path not in self._protected:
-                folder.remove(path)
+                folder.remove(path, files)
         if self._limit is not None:
             beyond = folder.surplus(directory, self._limit, self.kept.indispensable() | self._protected)
             for path in beyond:
-                folder.remove(path)
+                folder.remove(path, files)
             gone += beyond
         return gone
 

@@ -8,14 +8,14 @@ from typing import Any
 from drivetrain.compat.lightning.reasons import PLUGIN
 from drivetrain.runtime.errors import ConfigurationError
 
-_MACHINERY = ("accelerator", "parallel_devices", "checkpoint_io")
-_TAKEN_BY_TRAINER = ("cluster_environment", "precision_plugin", "precision")
+_MACHINERY = ("accelerator", "parallel_devices")
+_TAKEN_BY_TRAINER = ("checkpoint_io", "cluster_environment", "precision_plugin", "precision")
 
 
 def refuse_machinery(given: Mapping[str, Any], owner: str, others: Sequence[str] = ()) -> dict[str, Any]:
     """Leave out arguments that are None and stand for parts of Lightning's machinery; refuse them otherwise.
 
-    What the Trainer asks the strategy for, its number format and its environment, is left out too.
+    What the Trainer asks the strategy for, its plugins, is left out too.
 
     Args:
         given: Arguments by name.

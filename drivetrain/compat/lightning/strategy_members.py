@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
@@ -9,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from drivetrain.compat.lightning.checkpoint_io import CheckpointIO, TorchCheckpointIO
 from drivetrain.compat.lightning.plugins import Precision, plugin_of, shown_as
 from drivetrain.runtime.collectives import broadcast, broadcast_object_list, gather, reduce
 from drivetrain.runtime.errors import ConfigurationError
@@ -21,6 +23,7 @@ if TYPE_CHECKING:
     from drivetrain.compat.lightning.fabric.plugins.environments import ClusterEnvironment
     from drivetrain.strategies import Strategy
 
+_CHECKPOINT_IO = "_drivetrain_checkpoint_io"
 _REDUCTIONS = {"avg": "mean"}
 
 
@@ -50,18 +53,68 @@ class StrategyMembers:
     _given_device: torch.device | None = None
 
     def take_plugins(self, given: Mapping[str, Any]) -> None:
-        """Keep the number format and the cluster environment that the strategy was made with.
+        """Keep the plugins that the strategy was made with.
 
         Args:
             given: The arguments of the strategy.
 
         Raises:
-            ConfigurationError: The cluster environment is something else.
+            ConfigurationError: The cluster environment, or what writes checkpoints, is something else.
         """
         plugin = given.get("precision_plugin") or given.get("precision")
         if plugin is not None:
             self.precision_plugin, self.given_precision = plugin, plugin.precision
         self.cluster_environment = _checked(given.get("cluster_environment"))
+        if given.get("checkpoint_io") is not None:
+            self.take_checkpoint_io(given["checkpoint_io"])
+
+    @property
+    def checkpoint_io(self) -> CheckpointIO:
+        """What writes checkpoints as files, reads and removes them; it can be set between two runs."""
+        found: CheckpointIO | None = self.given_checkpoint_io
+        if found is None:
+            self.take_checkpoint_io(found := TorchCheckpointIO())
+        return found
+
+    @checkpoint_io.setter
+    def checkpoint_io(self, checkpoint_io: CheckpointIO) -> None:
+        self.take_checkpoint_io(checkpoint_io)
+
+    def take_checkpoint_io(self, checkpoint_io: CheckpointIO) -> None:
+        """Keep what writes checkpoints.
+
+        Args:
+            checkpoint_io: That.
+
+        Raises:
+            ConfigurationError: It is something else.
+        """
+        if not isinstance(checkpoint_io, CheckpointIO):
+            raise ConfigurationError(
+                f"checkpoint_io={checkpoint_io!r} writes no checkpoints. Give an object of a class derived from "
+                "lightning.pytorch.plugins.CheckpointIO, or leave it out."
+            )
+        vars(self.holder)[_CHECKPOINT_IO] = checkpoint_io
+
+    @property
+    def given_checkpoint_io(self) -> CheckpointIO | None:
+        """The same; None where none was given."""
+        found: CheckpointIO | None = vars(self.holder).get(_CHECKPOINT_IO)
+        return found
+
+    @property
+    def holder(self) -> Any:
+        """The strategy that keeps what it was given."""
+        return self
+
+    def remove_checkpoint(self, filepath: str | os.PathLike[str]) -> None:
+        """Remove a checkpoint; only the main process does.
+
+        Args:
+            filepath: Which.
+        """
+        if self.is_global_zero:
+            self.checkpoint_io.remove_checkpoint(filepath)
 
     @property
     def root_device(self) -> torch.device:
@@ -224,6 +277,11 @@ class StrategyView(StrategyMembers):
     def precision_plugin(self) -> Precision:  # type: ignore[override]
         """The number format of the run."""
         return plugin_of(shown_as(self._precision), self.root_device.type, None)
+
+    @property
+    def holder(self) -> Any:
+        """The strategy itself."""
+        return self._viewed
 
     @property  # type: ignore[misc]
     def __class__(self) -> type:

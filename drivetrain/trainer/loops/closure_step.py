@@ -17,6 +17,10 @@ class StepVetoed(Exception):
     """The step is left out, although an optimizer has begun it."""
 
 
+class StepWithoutLoss(StepVetoed):
+    """The same, where all batches were left out."""
+
+
 class ClosureStep(PlainStep):
     """Lets the task's own `optimizer_step`, or an optimizer such as L-BFGS, decide when gradients are computed."""
 
@@ -57,6 +61,8 @@ class ClosureStep(PlainStep):
                 self._task.optimizer_step(
                     self._trainer.current_epoch, window[-1].batch_idx, optimizer, compute_gradients
                 )
+            except StepWithoutLoss:
+                return stepped or self._counts_anyway(window)
             except StepVetoed:
                 return stepped
             stepped = stepped or self._engine.steps_taken > 0
@@ -66,8 +72,8 @@ class ClosureStep(PlainStep):
         self._begin(window)
         self._repeats = bool(outputs)
         outputs[:] = self._forward_backward(self._model, self.run_micro_batch, window)
-        if not (self._has_gradients and self._counts()):
-            raise StepVetoed
+        if not self._has_loss():
+            raise StepWithoutLoss
         self._engine.finish_gradients()
         if self._engine.is_vetoed():
             raise StepVetoed

@@ -117,6 +117,7 @@ class PredictionLoop:
                     logger.warning_once("predict returned None for a batch: nothing is kept of it.")
                 for hook in on_end:
                     hook(output, feed.batch, feed.index)
+                trainer.logged.evaluated.count(Stage.PREDICT, dataloader_idx or 0)
                 if self._keep:
                     outputs.append(_real_rows(send_to_device(output, torch.device("cpu")), current.batch_info))
                 if feed.index + 1 >= limit:

@@ -105,7 +105,7 @@ class SplitStep(PlainStep):
             if self._on_batch_end and micro_batch is not window[-1]:
                 self._end_batch(outputs[number], micro_batch)
         self._held_back.clear()
-        stepped = self._has_gradients and self._counts() and self._engine.step_all()
+        stepped = self._engine.step_all() if self._has_loss() else self._counts_anyway(window)
         if decides and self._is_weighted:
             self._engine.weights.decide(self._own_weight)
         return self._finish(window, outputs[-1], stepped)

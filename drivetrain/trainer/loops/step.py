@@ -83,6 +83,7 @@ class PlainStep:
         self._engine.drive(actions.watch_step(self._step_hooks(hooks)))
         self._counters = counters(trainer, task)
         self._remaining = 1
+        self._counts_without_loss = trainer.counts_steps_without_loss
         self._has_gradients = self._took_part = False
 
     def _step_hooks(self, hooks: Hooks) -> StepHooks:
@@ -115,14 +116,15 @@ class PlainStep:
             window: Its micro-batches.
 
         Returns:
-            Whether the optimizers stepped: not where all micro-batches were left out, or gradients overflowed.
+            Whether there was a step: not where gradients overflowed, nor, unless the Trainer counts that too, where all
+            micro-batches were left out.
 
         Raises:
             EpochSkipped: A hook asked to leave out the rest of the epoch.
         """
         self._begin(window)
         outputs = self._forward_backward(self._model, self.run_micro_batch, window)
-        stepped = self._has_gradients and self._counts() and self._engine.step_all()
+        stepped = self._engine.step_all() if self._has_loss() else self._counts_anyway(window)
         return self._finish(window, outputs[-1], stepped)
 
     def try_gradients(self, window: Sequence[MicroBatch]) -> None:
@@ -216,9 +218,18 @@ class PlainStep:
         """Whether losses come with weights. All processes find out together, since a window ends with a collective."""
         return self._engine.weights.decide(output["weight"] if self._output.has_weight(output) else None)
 
-    def _counts(self) -> bool:
+    def _has_loss(self) -> bool:
         """Whether any process had a batch that was not left out."""
+        if not self._has_gradients:
+            return False
         return self._took_part or (self._stand_in is not None and self._stand_in.anyone_took_part())
+
+    def _counts_anyway(self, window: Sequence[MicroBatch]) -> bool:
+        """Whether a step without any loss counts: where there were batches, and the Trainer counts it."""
+        if not self._counts_without_loss:
+            return False
+        # Another process may have had a batch, and all must count alike.
+        return self._stand_in is not None or any(micro_batch.batch is not None for micro_batch in window)
 
     def _finish(self, window: list[MicroBatch], output: Any, steps: int) -> bool:
         """Count the step, schedule, and end its last batch. Returns whether there was a step."""

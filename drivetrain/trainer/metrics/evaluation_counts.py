@@ -16,7 +16,7 @@ class EvaluationCounts(dict[str, int]):
         """Count a batch. Returns how many there were before.
 
         Args:
-            stage: `"validate"` or `"test"`.
+            stage: `"validate"`, `"test"` or `"predict"`.
             loader: The number of its loader.
         """
         key = f"{_kind(stage, self.alone)}/{loader}"
@@ -28,7 +28,7 @@ class EvaluationCounts(dict[str, int]):
         """Batches of a kind of evaluation so far, of all loaders.
 
         Args:
-            stage: `"validate"` or `"test"`.
+            stage: `"validate"`, `"test"` or `"predict"`.
             alone: Of the verb, rather than within `fit`.
         """
         return sum(count for key, count in self.items() if key.startswith(f"{_kind(stage, alone)}/"))

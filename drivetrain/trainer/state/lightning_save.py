@@ -51,10 +51,11 @@ def save_in_format(
         raise ConfigurationError(
             "save_checkpoint(format='lightning', block=False): it is written at once. Leave block out."
         )
-    target = decide_on_main_process(lambda: checkpoint.check_lightning_file(path))
+    files = trainer.checkpoint_files
+    target = decide_on_main_process(lambda: files.place_of(path))
     if trainer.strategy.state.holds_whole:
         return save_run(trainer, target, weights_only, write=partial(_write_whole, trainer))
-    beside = os.path.join(os.path.dirname(target), f".{os.path.basename(target)}.whole")
+    beside = files.place_beside(target, trainer.default_root_dir)
     save_run(trainer, beside, weights_only)
 
     def write() -> None:
@@ -66,12 +67,12 @@ def save_in_format(
             checkpoint.remove_checkpoint(beside)
 
     decide_on_main_process(write)
-    return checkpoint.PendingSave.finished(target)
+    return checkpoint.PendingSave.finished(os.fspath(target))
 
 
 def _write_whole(
     trainer: Trainer,
-    target: str,
+    target: str | os.PathLike[str],
     engine: dict[str, Any],
     driver: Mapping[str, Any],
     own: Mapping[str, Any],
@@ -96,7 +97,7 @@ def _write_whole(
         _write(trainer, target, {**shared, "driver": _settled(shared["driver"])}, processes)
 
     decide_on_main_process(write)
-    return checkpoint.PendingSave.finished(target)
+    return checkpoint.PendingSave.finished(os.fspath(target))
 
 
 def _settled(driver: Mapping[str, Any]) -> dict[str, Any]:
@@ -116,10 +117,15 @@ def _is_plain(state: Mapping[str, Any]) -> bool:
     return True
 
 
-def _write(trainer: Trainer, target: str, shared: Mapping[str, Any], processes: list[dict[str, Any]]) -> None:
+def _write(
+    trainer: Trainer,
+    target: str | os.PathLike[str],
+    shared: Mapping[str, Any],
+    processes: list[dict[str, Any]],
+) -> None:
     data = trainer.datamodule
     is_whole = "optimizers" in shared["engine"]
-    checkpoint.write_lightning_file(
+    content = checkpoint.lightning_content(
         target,
         shared,
         processes,
@@ -128,3 +134,4 @@ def _write(trainer: Trainer, target: str, shared: Mapping[str, Any], processes: 
         epoch_length=trainer.num_training_batches,
         objects=trainer.pickles,
     )
+    trainer.checkpoint_files.write(target, content, trainer.pickles)

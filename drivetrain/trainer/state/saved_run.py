@@ -127,7 +127,8 @@ class SavedRun:
         run = trainer.accelerator.run_state
         self._strict: bool = trainer.task is None or trainer.task.strict_loading
         whole = self._hooks_see_weights() or not self._strict
-        self._saved = run.open(directory, whole=whole, objects=trainer.unpickles)
+        content = trainer.checkpoint_files.read(directory)
+        self._saved = run.open(directory, whole=whole, objects=trainer.unpickles, content=content)
         self._entries = self._saved.driver
         run.keep({name: value for name, value in self._entries.items() if name not in ENTRIES})
         layout = layout_of(trainer.strategy)

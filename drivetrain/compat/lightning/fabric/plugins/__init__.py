@@ -1,8 +1,10 @@
-"""Plugins: number formats are here, what replaces machinery is not."""
+"""Plugins: number formats, cluster environments and what writes checkpoints; what replaces machinery is not here."""
 
 from __future__ import annotations
 
 from drivetrain.compat.absent import absent_names
+from drivetrain.compat.lightning.checkpoint_io import CheckpointIO as CheckpointIO
+from drivetrain.compat.lightning.checkpoint_io import TorchCheckpointIO as TorchCheckpointIO
 from drivetrain.compat.lightning.fabric.plugins.environments import ClusterEnvironment as ClusterEnvironment
 from drivetrain.compat.lightning.plugins import DeepSpeedPrecision as DeepSpeedPrecision
 from drivetrain.compat.lightning.plugins import DoublePrecision as DoublePrecision
@@ -10,15 +12,12 @@ from drivetrain.compat.lightning.plugins import FSDPPrecision as FSDPPrecision
 from drivetrain.compat.lightning.plugins import HalfPrecision as HalfPrecision
 from drivetrain.compat.lightning.plugins import MixedPrecision as MixedPrecision
 from drivetrain.compat.lightning.plugins import Precision as Precision
-from drivetrain.compat.lightning.reasons import PLUGIN
+from drivetrain.compat.lightning.reasons import PLUGIN, XLA_FILES
 
 _ABSENT = (
     "BitsandbytesPrecision",
-    "CheckpointIO",
-    "TorchCheckpointIO",
     "TransformerEnginePrecision",
-    "XLACheckpointIO",
     "XLAPrecision",
 )
 
-__getattr__ = absent_names(__name__, (PLUGIN, _ABSENT))
+__getattr__ = absent_names(__name__, (PLUGIN, _ABSENT), (XLA_FILES, ("XLACheckpointIO",)))

@@ -231,8 +231,10 @@ class ModelCheckpoint(CoreModelCheckpoint, Checkpoint):
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        before, self.set_by_hand = self.dirpath, {}
         saved_in = state_dict.get("dirpath")
+        if not saved_in:
+            return  # no run has used that callback yet
+        before, self.set_by_hand = self.dirpath, {}
         super().load_state_dict(state_dict.get(_OURS, state_dict))
         if saved_in != self.dirpath:
             rank_zero_warn(

@@ -14,7 +14,7 @@ from drivetrain.compat.absent import AbsentNameError
 from drivetrain.compat.lightning.fabric.utilities.rank_zero import rank_zero_deprecation, rank_zero_warn
 from drivetrain.compat.lightning.fabric.utilities.warnings import warn_by_warnings
 from drivetrain.compat.lightning.pytorch.core.mixins import HyperparametersMixin
-from drivetrain.compat.lightning.pytorch.unpickling import UnpicklesWhereAsked
+from drivetrain.compat.lightning.unpickling import UnpicklesWhereAsked
 from drivetrain.runtime.errors import ConfigurationError
 from drivetrain.trainer import Task
 

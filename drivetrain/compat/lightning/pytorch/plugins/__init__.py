@@ -1,4 +1,4 @@
-"""Plugins: number formats are here, what replaces machinery is not."""
+"""Plugins: number formats, cluster environments and what writes checkpoints; what replaces machinery is not here."""
 
 from __future__ import annotations
 
@@ -13,9 +13,12 @@ from drivetrain.compat.lightning.plugins import (
     Precision,
     TorchSyncBatchNorm,
 )
-from drivetrain.compat.lightning.reasons import PLUGIN
+from drivetrain.compat.lightning.pytorch.plugins.io import AsyncCheckpointIO, CheckpointIO, TorchCheckpointIO
+from drivetrain.compat.lightning.reasons import PLUGIN, XLA_FILES
 
 __all__ = [
+    "AsyncCheckpointIO",
+    "CheckpointIO",
     "ClusterEnvironment",
     "DeepSpeedPrecision",
     "DoublePrecision",
@@ -23,18 +26,15 @@ __all__ = [
     "HalfPrecision",
     "MixedPrecision",
     "Precision",
+    "TorchCheckpointIO",
     "TorchSyncBatchNorm",
 ]
 
 _ABSENT = (
-    "AsyncCheckpointIO",
     "BitsandbytesPrecision",
-    "CheckpointIO",
     "LayerSync",
-    "TorchCheckpointIO",
     "TransformerEnginePrecision",
-    "XLACheckpointIO",
     "XLAPrecision",
 )
 
-__getattr__ = absent_names(__name__, (PLUGIN, _ABSENT))
+__getattr__ = absent_names(__name__, (PLUGIN, _ABSENT), (XLA_FILES, ("XLACheckpointIO",)))

@@ -11,8 +11,11 @@ from drivetrain.compat.lightning.options import refuse_machinery
 from drivetrain.compat.lightning.registry import CONFIG_VARIABLE
 from drivetrain.compat.lightning.strategy_members import StrategyMembers
 from drivetrain.strategies.deepspeed import DeepSpeed
+from drivetrain.strategies.deepspeed.config import Config, read_config, stage_of
 
 __all__ = ["DeepSpeedStrategy"]
+
+_ZERO = "zero_optimization"
 
 
 class DeepSpeedStrategy(StrategyMembers, DeepSpeed, metaclass=StandsFor, original=DeepSpeed):
@@ -22,8 +25,8 @@ class DeepSpeedStrategy(StrategyMembers, DeepSpeed, metaclass=StandsFor, origina
         stage: The stage of ZeRO; of a configuration, the one in it.
         offload_optimizer: Whether optimizer states are on the CPU.
         offload_parameters: Whether parameters are, in stage 3.
-        config: DeepSpeed's configuration, or a path to it, which then counts alone; that of the variable
-            `PL_DEEPSPEED_CONFIG_PATH` if None.
+        config: DeepSpeed's configuration, or a path to it, which then counts alone, at stage 0 where it names none;
+            that of the variable `PL_DEEPSPEED_CONFIG_PATH` if None.
         partition_activations: Of `deepspeed.checkpointing`: whether activations are sharded over processes.
         cpu_checkpointing: The same: whether they are kept on the CPU.
         contiguous_memory_optimization: The same: whether they are copied into one piece of memory.
@@ -46,8 +49,11 @@ class DeepSpeedStrategy(StrategyMembers, DeepSpeed, metaclass=StandsFor, origina
         self.take_plugins(kwargs)
         options = refuse_machinery(kwargs, "DeepSpeedStrategy")
         config = os.environ.get(CONFIG_VARIABLE) if config is None else config
+        self._names_stage = config is None
         if config is not None:
-            super().__init__(config=config, **options)
+            whole = read_config(config)
+            self._names_stage = stage_of(whole) is not None
+            super().__init__(None if self._names_stage else 0, config=whole, **options)
             return
         recomputed = {
             "partition_activations": partition_activations,
@@ -62,3 +68,13 @@ class DeepSpeedStrategy(StrategyMembers, DeepSpeed, metaclass=StandsFor, origina
             config={"activation_checkpointing": recomputed} if any(recomputed.values()) else None,
             **options,
         )
+
+    @property
+    def config(self) -> Config:
+        """The configuration; it names a stage where the given one does."""
+        config = super().config
+        if self._names_stage:
+            return config
+        zero = {key: value for key, value in config[_ZERO].items() if key != "stage"}
+        rest = {key: value for key, value in config.items() if key != _ZERO}
+        return {**rest, _ZERO: zero} if zero else rest

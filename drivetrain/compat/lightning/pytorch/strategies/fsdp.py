@@ -1,17 +1,25 @@
 """`FSDPStrategy`, with annotations that are objects rather than text, as command lines are made of them."""
 
+from dataclasses import replace
 from datetime import timedelta
 from typing import Any
 
 from drivetrain.compat.lightning.instances import StandsFor
 from drivetrain.compat.lightning.options import refuse_machinery
 from drivetrain.compat.lightning.strategy_members import StrategyMembers
-from drivetrain.runtime.errors import ConfigurationError
+from drivetrain.runtime.errors import ConfigurationError, nearest
+from drivetrain.runtime.state import PartialState
 from drivetrain.strategies.fsdp import FSDP
 
 __all__ = ["FSDPStrategy"]
 
-_RESHARDS = {"FULL_SHARD": True, "SHARD_GRAD_OP": False, "HYBRID_SHARD": True, "_HYBRID_SHARD_ZERO2": False}
+_RESHARDS = {
+    "FULL_SHARD": True,
+    "SHARD_GRAD_OP": False,
+    "HYBRID_SHARD": True,
+    "_HYBRID_SHARD_ZERO2": False,
+    "NO_SHARD": False,
+}
 
 
 class FSDPStrategy(StrategyMembers, FSDP, metaclass=StandsFor, original=FSDP):
@@ -21,7 +29,8 @@ class FSDPStrategy(StrategyMembers, FSDP, metaclass=StandsFor, original=FSDP):
         cpu_offload: Whether what is sharded stays on the CPU.
         auto_wrap_policy: Classes of modules to wrap, a set of them; or None for the blocks that are found.
         activation_checkpointing_policy: Classes of modules whose activations are computed again in the backward.
-        sharding_strategy: `"FULL_SHARD"` or `"SHARD_GRAD_OP"`; hybrid ones need `device_mesh`.
+        sharding_strategy: `"FULL_SHARD"`, `"SHARD_GRAD_OP"`, or `"NO_SHARD"` for a whole copy on each process; hybrid
+            ones have a copy on each machine, or those of `device_mesh`.
         state_dict_type: Taken for Lightning's sake; checkpoints are sharded, and hold the names of the whole model.
         process_group_backend: Taken for Lightning's sake.
         timeout: Taken for Lightning's sake.
@@ -49,19 +58,21 @@ class FSDPStrategy(StrategyMembers, FSDP, metaclass=StandsFor, original=FSDP):
         self.take_plugins(kwargs)
         options = refuse_machinery(kwargs, "FSDPStrategy")
         name = getattr(sharding_strategy, "name", sharding_strategy)
+        name = name.upper() if isinstance(name, str) else name
         if name not in _RESHARDS:
             raise ConfigurationError(
-                f"FSDPStrategy(sharding_strategy={sharding_strategy!r}): allowed are {', '.join(_RESHARDS)}. For none "
-                "give DDPStrategy()."
+                f"FSDPStrategy(sharding_strategy={sharding_strategy!r}): allowed are {', '.join(_RESHARDS)}."
+                f"{nearest(str(name), _RESHARDS)}"
             )
         self._sharding = name
         if device_mesh is not None:
             options["replicate_size"] = device_mesh[0]
-        elif "HYBRID" in name:
+        elif "HYBRID" in name and auto_wrap_policy is None:
             raise ConfigurationError(
-                f"FSDPStrategy(sharding_strategy={name!r}) needs the number of copies. Give "
-                "device_mesh=(copies, processes of each)."
+                f"FSDPStrategy(sharding_strategy={name!r}) needs to know what is sharded. Give auto_wrap_policy, which "
+                "has a copy on each machine, or device_mesh=(copies, processes of each)."
             )
+        self._counts_copies = device_mesh is None and name not in ("FULL_SHARD", "SHARD_GRAD_OP")
         if mixed_precision is not None:
             options["gather_dtype"], options["reduce_dtype"] = mixed_precision.param_dtype, mixed_precision.reduce_dtype
         self.mixed_precision_config = mixed_precision
@@ -79,6 +90,14 @@ class FSDPStrategy(StrategyMembers, FSDP, metaclass=StandsFor, original=FSDP):
             cpu_offload=bool(getattr(cpu_offload, "offload_params", cpu_offload)),
             **{"reshard_after_forward": _RESHARDS[name] or False, **options},
         )
+
+    def setup(self, state: PartialState) -> None:
+        """Take this process's place among its peers, and find how many copies there are where only that decides it."""
+        if self._counts_copies:
+            environment = state.environment
+            within = 1 if self._sharding == "NO_SHARD" else environment.local_world_size
+            self.options = replace(self.options, replicate_size=max(1, state.num_processes // within))
+        super().setup(state)
 
     @property
     def sharding_strategy(self) -> Any:

@@ -7,7 +7,6 @@ from typing import Any
 import torch
 
 from drivetrain.compat.lightning.instances import StandsFor
-from drivetrain.compat.lightning.options import refuse_machinery
 from drivetrain.compat.lightning.strategy_members import StrategyMembers
 from drivetrain.strategies import Single, Strategy
 
@@ -20,12 +19,12 @@ class SingleDeviceStrategy(StrategyMembers, Single, metaclass=StandsFor, origina
     Args:
         device: Its device until it runs; `Trainer(accelerator=...)` chooses that of the run.
         accelerator: Taken for Lightning's sake.
-        checkpoint_io: Not taken.
+        checkpoint_io: What writes checkpoints as files, reads and removes them.
         precision_plugin: The number format of a run that is given none.
         precision: The same, for Fabric.
 
     Raises:
-        ConfigurationError: A part was given that has one implementation here.
+        ConfigurationError: A plugin is something else.
     """
 
     def __init__(
@@ -36,7 +35,7 @@ class SingleDeviceStrategy(StrategyMembers, Single, metaclass=StandsFor, origina
         precision_plugin: Any = None,
         precision: Any = None,
     ) -> None:
-        refuse_machinery({"checkpoint_io": checkpoint_io}, "SingleDeviceStrategy")
         super().__init__()
-        self.take_plugins({"precision_plugin": precision_plugin, "precision": precision})
+        given = {"precision_plugin": precision_plugin, "precision": precision, "checkpoint_io": checkpoint_io}
+        self.take_plugins(given)
         self._given_device = torch.device(device)

@@ -53,6 +53,11 @@ class LightningConventions(CoreTrainer):
         return True
 
     @property
+    def counts_steps_without_loss(self) -> bool:
+        """Yes."""
+        return True
+
+    @property
     def repeats_epoch_start(self) -> bool:
         """No: only drivetrain's own callbacks get ready again within an epoch."""
         return False

@@ -129,6 +129,11 @@ class EvaluationLoopView:
         return self._trainer.predictions
 
     @property
+    def return_predictions(self) -> bool:
+        """Whether the last `predict` has returned them."""
+        return self._trainer.keeps_predictions
+
+    @property
     def inference_mode(self) -> bool:
         """Whether it runs under `torch.inference_mode`."""
         return self._trainer.inference_mode

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch.multiprocessing.spawn import ProcessRaisedException
 
+from drivetrain.callbacks import ModelCheckpoint
 from drivetrain.compat.lightning.pytorch.strategies.ddp import DDPStrategy
 from drivetrain.compat.lightning.spawning import SpawnedProcesses
 from drivetrain.runtime.errors import LaunchError
@@ -133,6 +134,8 @@ def _take_over(trainer: Trainer, stage: Stage, model: Any, outcome: Outcome, giv
     trainer.task_run.attach(model, data, stage, {})
     model.load_state_dict(outcome.weights)
     for callback, state in zip(trainer.callbacks, outcome.callbacks, strict=False):
+        if isinstance(callback, ModelCheckpoint) and callback.dirpath is None:
+            callback.dirpath = state["dirpath"]
         if state:
             callback.load_state_dict(state)
     trainer.progress.load_state_dict(outcome.progress)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from functools import wraps
 from typing import Any
 
 from torch.utils.data import IterableDataset
@@ -28,17 +27,16 @@ from drivetrain.compat.lightning.pytorch.trainer.arguments import (
     from_environment,
     log_nothing,
 )
-from drivetrain.compat.lightning.pytorch.trainer.conventions import LightningConventions
 from drivetrain.compat.lightning.pytorch.trainer.hardware import check_hardware, check_precision, kind_of
 from drivetrain.compat.lightning.pytorch.trainer.loader_checks import warn_of_loader
 from drivetrain.compat.lightning.pytorch.trainer.loop_views import EvaluationLoopView, FitLoopView
 from drivetrain.compat.lightning.pytorch.trainer.metric_views import CallbackMetrics, LightningTrackerLog, as_tensor
 from drivetrain.compat.lightning.pytorch.trainer.order import interleaved
-from drivetrain.compat.lightning.pytorch.trainer.plugins import spell, taken_from
+from drivetrain.compat.lightning.pytorch.trainer.plugins import give_checkpoint_io, spell, taken_from
+from drivetrain.compat.lightning.pytorch.trainer.saving import LightningSaving
 from drivetrain.compat.lightning.pytorch.trainer.spawning import Spawning, SpawnsDDP
 from drivetrain.compat.lightning.pytorch.trainer.states import TrainerState, state_of
 from drivetrain.compat.lightning.pytorch.trainer.verbs import lightning_verb
-from drivetrain.compat.lightning.pytorch.unpickling import is_asked_for
 from drivetrain.compat.lightning.strategy_members import with_members
 from drivetrain.data import CombinedLoader, DataShard
 from drivetrain.runtime.errors import ConfigurationError
@@ -61,7 +59,7 @@ _WORDS = {
 }
 
 
-class Trainer(LightningConventions):
+class Trainer(LightningSaving):
     """`drivetrain.Trainer` as Lightning's scripts make and read it.
 
     Args:
@@ -70,7 +68,7 @@ class Trainer(LightningConventions):
         logger: As there; TensorBoard if None or True, where it is installed, else a `CSVLogger`, in `lightning_logs`.
         default_root_dir: As there.
         profiler: As there.
-        plugins: Number formats, cluster environments, and `TorchSyncBatchNorm()`.
+        plugins: Number formats, cluster environments, what writes checkpoints, and `TorchSyncBatchNorm()`.
         enable_autolog_hparams: Whether trackers get the hyper-parameters.
         model_registry: None: checkpoints are in directories.
         suggest_integrations: Taken for Lightning's sake; nothing is suggested.
@@ -90,7 +88,6 @@ class Trainer(LightningConventions):
     _spawning: Spawning | None = None
     _was_cut_short = False
     _chosen_path: Any = None
-    _unpickles = False
 
     @from_environment
     def __init__(
@@ -125,11 +122,7 @@ class Trainer(LightningConventions):
         check_precision(precision)
         self._spawns = str(options.get("strategy")).startswith("ddp_spawn")
         callbacks = options["callbacks"] = with_external(options.get("callbacks"))
-        spawning = Spawning.asked_for(options.get("strategy"), options.get("devices", "auto"), accelerator)
-        if spawning is not None:
-            options["strategy"] = spawning.strategy
-            if spawning.num_processes > 1:
-                options.update(strategy=SpawnsDDP(), devices=1)
+        spawning = _spawning_of(options, accelerator)
         super().__init__(
             accelerator=accelerator,
             precision=precision,
@@ -138,12 +131,13 @@ class Trainer(LightningConventions):
             profiler=_profiler_of(profiler),
             **options,
         )
+        give_checkpoint_io(plugins, self.strategy)
         self.callbacks = as_there(self.callbacks, callbacks)
         # Augmentation and streams draw from the generators of the process, or of the loader's workers.
         self.accelerator.dataloader_config.seed_samples = False
         self._running: Stage | None = None
         self._was_cut_short = False
-        self._spawning = None if spawning is None or spawning.num_processes == 1 else spawning
+        self._spawning = spawning
         self.logged.separate_moments()
         if options.get("barebones"):
             vars(self.logged)["log"] = log_nothing
@@ -153,6 +147,7 @@ class Trainer(LightningConventions):
         if self.fast_dev_run and given["logger"] is not False:
             self.logger = DummyLogger()
         self.predictions: list[Any] = []
+        self.keeps_predictions = False
         self._leaves_epochs_open = options.get("max_epochs") is None and not self.fast_dev_run
         self._fit_loop = FitLoopView(self)
 
@@ -162,14 +157,6 @@ class Trainer(LightningConventions):
     validate = lightning_verb(CoreTrainer.validate)
     test = lightning_verb(CoreTrainer.test)
     predict = lightning_verb(CoreTrainer.predict)
-
-    @wraps(CoreTrainer.save_checkpoint)
-    def save_checkpoint(self, filepath: Any, *args: Any, **kwargs: Any) -> Any:  # type: ignore[override]
-        if self.task is None:
-            raise AttributeError(
-                "Saving a checkpoint is only possible if a model is attached: call fit or another verb first."
-            )
-        return super().save_checkpoint(filepath, *args, **kwargs)
 
     def adapt_training_loader(self, loader: Any) -> Any:
         """Let processes take every n-th sample, unless `use_distributed_sampler` is off."""
@@ -185,29 +172,6 @@ class Trainer(LightningConventions):
     def check_loader(self, loader: Any, stage: Stage) -> None:
         """Warn of a loader that is slow, or evaluates in a random order."""
         warn_of_loader(loader, stage, self.num_devices, self._spawns)
-
-    def format_of_checkpoint(self, filepath: str | os.PathLike[str], block: bool = True) -> str:
-        """The format in which `save_checkpoint` writes where none is given.
-
-        `"lightning"`, one file, where each process holds the whole state; `"drivetrain"`, a directory, where the state
-        is sharded, is written in the background, or goes to a URL.
-
-        Args:
-            filepath: Where to.
-            block: Whether it is written at once.
-        """
-        is_file = block and "://" not in os.fspath(filepath) and self.strategy.state.holds_whole
-        return "lightning" if is_file else "drivetrain"
-
-    @property
-    def pickles(self) -> bool:
-        """Whether objects that hooks add to a checkpoint are pickled into the file."""
-        return True
-
-    @property
-    def unpickles(self) -> bool:
-        """Whether the verb under way unpickles the objects in its checkpoint."""
-        return self._unpickles
 
     @property
     def spawning(self) -> Spawning | None:
@@ -260,14 +224,14 @@ class Trainer(LightningConventions):
             stage: What the verb is for.
             weights_only: What the verb was given: whether the objects in its checkpoint are refused.
         """
-        self._running, self._unpickles = stage, is_asked_for(weights_only)
+        self._running, self._weights_only = stage, weights_only
         if stage is Stage.TRAIN:
             self._was_cut_short = False
         try:
-            with warn_by_warnings():
+            with warn_by_warnings(), self.closing_checkpoints():
                 yield
         finally:
-            self._running = None
+            self._running = self._weights_only = None
         if stage is Stage.TRAIN:
             self._was_cut_short = self.progress.batches_in_epoch > 0
 
@@ -278,7 +242,7 @@ class Trainer(LightningConventions):
             predictions: The predictions.
             keeps: Whether they were asked for.
         """
-        self.predictions = predictions
+        self.predictions, self.keeps_predictions = predictions, keeps
         return predictions if keeps else None
 
     # values
@@ -485,6 +449,18 @@ class Trainer(LightningConventions):
         if self.task_run.stage is not Stage.TRAIN:
             return []
         return [min(batches, self.num_sanity_val_steps) for batches in self.num_val_batches]
+
+
+def _spawning_of(options: dict[str, Any], accelerator: Any) -> Spawning | None:
+    """What starts processes for each verb, where the strategy asks for that; the options are then those around it."""
+    spawning = Spawning.asked_for(options.get("strategy"), options.get("devices", "auto"), accelerator)
+    if spawning is None:
+        return None
+    options["strategy"] = spawning.strategy
+    if spawning.num_processes == 1:
+        return None
+    options.update(strategy=SpawnsDDP(), devices=1)
+    return spawning
 
 
 def _profiler_of(given: Any) -> Any:

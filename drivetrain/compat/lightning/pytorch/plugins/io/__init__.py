@@ -1,15 +1,12 @@
-"""Other ways of writing checkpoints, which are not here."""
+"""What writes checkpoints as files, reads and removes them."""
 
 from __future__ import annotations
 
 from drivetrain.compat.absent import absent_names
-from drivetrain.compat.lightning.reasons import PLUGIN
+from drivetrain.compat.lightning.checkpoint_io import CheckpointIO, TorchCheckpointIO
+from drivetrain.compat.lightning.pytorch.plugins.io.async_plugin import AsyncCheckpointIO
+from drivetrain.compat.lightning.reasons import XLA_FILES
 
-_ABSENT = (
-    "AsyncCheckpointIO",
-    "CheckpointIO",
-    "TorchCheckpointIO",
-    "XLACheckpointIO",
-)
+__all__ = ["AsyncCheckpointIO", "CheckpointIO", "TorchCheckpointIO"]
 
-__getattr__ = absent_names(__name__, (PLUGIN, _ABSENT))
+__getattr__ = absent_names(__name__, (XLA_FILES, ("XLACheckpointIO",)))

@@ -1,0 +1,101 @@
+"""What counts as a step or a batch of a run, as scripts written for Lightning read it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from drivetrain import Trainer as CoreTrainer
+from drivetrain.compat.lightning.pytorch import Trainer
+from drivetrain.compat.lightning.pytorch.demos.boring_classes import BoringModel
+from tests.pool import run_in_processes
+
+QUIET: dict[str, Any] = {
+    "accelerator": "cpu",
+    "logger": False,
+    "enable_progress_bar": False,
+    "enable_model_summary": False,
+    "enable_checkpointing": False,
+    "limit_val_batches": 0,
+}
+
+
+class LeavesOut(BoringModel):
+    """Returns no loss for some batches."""
+
+    def __init__(self, *left_out: int) -> None:
+        super().__init__()
+        self.left_out, self.scheduled = left_out, 0
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return None if batch_idx in self.left_out else super().training_step(batch, batch_idx)
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
+        scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
+
+    def lr_scheduler_step(self, scheduler: Any, metric: Any) -> None:
+        self.scheduled += 1
+        super().lr_scheduler_step(scheduler, metric)
+
+
+def test_a_step_without_a_loss_counts(tmp_path: Path) -> None:
+    task = LeavesOut(0, 2)
+    trainer = Trainer(default_root_dir=tmp_path, max_epochs=1, limit_train_batches=4, **QUIET)
+    trainer.fit(task)
+    assert (trainer.global_step, task.scheduled) == (4, 4)
+
+
+def test_a_run_of_so_many_steps_ends_where_none_has_a_loss(tmp_path: Path) -> None:
+    task = LeavesOut(*range(64))
+    before = task.layer.weight.detach().clone()
+    trainer = Trainer(default_root_dir=tmp_path, max_steps=3, **QUIET)
+    trainer.fit(task)
+    assert (trainer.global_step, trainer.current_epoch) == (3, 1)
+    assert torch.equal(task.layer.weight, before)
+
+
+def test_a_step_without_a_batch_does_not_count(tmp_path: Path) -> None:
+    trainer = Trainer(default_root_dir=tmp_path, max_epochs=1, **QUIET)
+    data = torch.utils.data.DataLoader(range(3), collate_fn=lambda one: torch.ones(1, 32) if one != [1] else None)
+    trainer.fit(BoringModel(), data)
+    assert trainer.global_step == 2
+
+
+def test_the_core_counts_steps_of_optimizers_alone(tmp_path: Path) -> None:
+    task = LeavesOut(0, 2)
+    trainer = CoreTrainer(default_root_dir=tmp_path, max_epochs=1, limit_train_batches=4, **QUIET)
+    trainer.fit(task)
+    assert (trainer.global_step, task.scheduled) == (2, 2)
+
+
+def steps_of_a_process(root: str) -> tuple[int, int]:
+    class LeavesOutHere(LeavesOut):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            is_left_out = batch_idx == 1 or (batch_idx == 0 and self.global_rank == 1)
+            return None if is_left_out else super().training_step(batch, batch_idx)
+
+    trainer = Trainer(default_root_dir=root, max_epochs=1, limit_train_batches=3, strategy="ddp", devices=2, **QUIET)
+    task = LeavesOutHere()
+    trainer.fit(task)
+    return trainer.global_step, task.scheduled
+
+
+def test_all_processes_count_alike(tmp_path: Path) -> None:
+    assert run_in_processes(steps_of_a_process, 2, args=[str(tmp_path)], timeout=60) == [(3, 3)] * 2
+
+
+@pytest.mark.parametrize("keeps", [True, False])
+def test_predicted_batches_are_counted(keeps: bool, tmp_path: Path) -> None:
+    trainer = Trainer(default_root_dir=tmp_path, **QUIET)
+    data = torch.utils.data.DataLoader(torch.ones(6, 32), batch_size=2)
+    trainer.predict(BoringModel(), data, return_predictions=keeps)
+    assert trainer.predict_loop.return_predictions is keeps
+    progress = trainer.predict_loop.batch_progress
+    assert (progress.current.completed, progress.total.completed) == (3, 3)
+    trainer.predict(BoringModel(), data, return_predictions=keeps)
+    assert (progress.current.completed, progress.total.completed) == (3, 6)
