@@ -24,10 +24,9 @@ from drivetrain.checkpoint.stream import read_ranges
 from drivetrain.checkpoint.tensor_file import BLOCK, Entry, bytes_of, layout, write_file
 from drivetrain.checkpoint.torch_shards import TorchShards, bare_name
 from drivetrain.checkpoint.tree import pack
-from drivetrain.runtime.errors import CheckpointError, nearest
+from drivetrain.runtime.byte_sizes import parse_bytes
+from drivetrain.runtime.errors import CheckpointError, ConfigurationError, nearest
 
-_UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
-_UNITS |= {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
 _DTYPES = {
     "float32": torch.float32,
     "fp32": torch.float32,
@@ -87,6 +86,7 @@ def consolidate(
     Raises:
         CheckpointError: There is no complete checkpoint, it has no such model or module, or the output cannot be
             written.
+        ConfigurationError: `max_shard_size` is no size.
 
     Example:
         ```python
@@ -318,7 +318,7 @@ def _write(
     progress: bool,
 ) -> list[str]:
     """Write files under other names first, and give them theirs when all are whole."""
-    limit = parse_size(max_shard_size)
+    limit = shard_limit(max_shard_size)
     directory = os.path.abspath(os.fspath(output))
     if os.path.isdir(directory) and os.listdir(directory) and not overwrite:
         raise CheckpointError(
@@ -410,22 +410,16 @@ def _remove_others(directory: str, names: set[str]) -> None:
             os.unlink(os.path.join(directory, name))
 
 
-def parse_size(size: int | str) -> int:
-    """Bytes, from a number or text such as `"5GB"` or `"500 MiB"`.
+def shard_limit(max_shard_size: int | str) -> int:
+    """Bytes in a file at most, from a number or text such as `"5GB"` or `"500 MiB"`.
 
     Raises:
-        CheckpointError: It is neither, or not positive.
+        ConfigurationError: It is neither, or not positive.
     """
-    if isinstance(size, int) and not isinstance(size, bool):
-        parsed = size
-    else:
-        match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", str(size))
-        if match is None or match[2].upper() not in _UNITS:
-            raise CheckpointError(f"{size!r} is not a size. Give bytes, or such as '5GB' or '500MiB'.")
-        parsed = int(float(match[1]) * _UNITS[match[2].upper()])
-    if parsed <= 0:
-        raise CheckpointError(f"{size!r}: a file has to be larger than nothing.")
-    return parsed
+    limit = parse_bytes(max_shard_size)
+    if limit <= 0:
+        raise ConfigurationError(f"max_shard_size={max_shard_size!r}: a file has to be larger than nothing.")
+    return limit
 
 
 def parse_dtype(dtype: torch.dtype | str | None) -> torch.dtype | None:
