@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import drivetrain
+from drivetrain.runtime.byte_sizes import as_bytes
 from drivetrain.trackers.report.charts import (
     SPENT,
     Chart,
@@ -21,7 +22,6 @@ from drivetrain.trackers.report.charts import (
     sampled_charts,
     stage_of,
 )
-from drivetrain.runtime.byte_sizes import as_bytes
 from drivetrain.trackers.report.files import write_whole
 from drivetrain.trackers.report.lanes import Sample, read_lanes
 from drivetrain.trackers.report.record import FAILED, PAGE, RUNNING, read_record, seconds_of
