@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 import uuid
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
@@ -195,6 +195,32 @@ def save_safetensors(
     return _write(sources, aliases, output, max_shard_size, overwrite, progress)
 
 
+def write_safetensors(
+    sources: Iterable[tuple[Entry, Callable[[], Iterable[Tensor]]]],
+    aliases: Mapping[str, str],
+    output: str | os.PathLike[str],
+    max_shard_size: int | str = "5GB",
+    *,
+    overwrite: bool = True,
+    progress: bool = False,
+) -> list[str]:
+    """Write tensors that are computed as they are written, in the files that `consolidate` writes.
+
+    Args:
+        sources: What describes each tensor, and a function that gives its values in order, in tensors of any size.
+        aliases: Further names of tensors, and the names that these are written under.
+        output: The directory to write to.
+        max_shard_size: Bytes in a file at most.
+        overwrite: Whether to write into a directory that holds something already.
+        progress: Whether to show a progress bar.
+
+    Returns:
+        The paths of the safetensors files.
+    """
+    found = [_Source(entry, partial(_give_blocks, blocks)) for entry, blocks in sources]
+    return _write(found, dict(aliases), output, max_shard_size, overwrite, progress)
+
+
 def weights_below(weights: Mapping[str, T], module: str | None, source: str) -> dict[str, T]:
     """The weights of one module, under the names that they have in it.
 
@@ -307,6 +333,11 @@ def _give(tensor: Tensor, take: Take) -> None:
     data = bytes_of(tensor)
     for start in range(0, len(data), BLOCK):
         take(data[start : start + BLOCK])
+
+
+def _give_blocks(blocks: Callable[[], Iterable[Tensor]], take: Take) -> None:
+    for block in blocks():
+        _give(block, take)
 
 
 def _write(

@@ -24,7 +24,7 @@ from drivetrain import (
 )
 from drivetrain.checkpoint.weight_files import open_weights
 from drivetrain.cli.merge_weights import merge_weights
-from drivetrain.inference.adapters import adapters_in
+from drivetrain.inference.merging import adapters_in
 from tests.pool import run_in_processes
 
 WIDTH, STEPS = 128, 4

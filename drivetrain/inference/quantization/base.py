@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any, ClassVar
 
 import torch
@@ -87,12 +87,79 @@ class Quantizer(ABC):
         """
         return False
 
+    def settle(self, layer: nn.Module) -> None:
+        """Let a quantised layer compute alike in training and in evaluation, so that gradients pass it in both.
+
+        Args:
+            layer: The layer.
+        """
+
+    def parts(self, layer: nn.Module) -> dict[str, Tensor]:
+        """The plain tensors that take most of a quantised layer's memory.
+
+        Args:
+            layer: The layer.
+
+        Returns:
+            The tensors, by names that `bind` takes.
+        """
+        return weight_parts(layer)
+
+    def bind(self, layer: nn.Module, parts: Mapping[str, Tensor]) -> None:
+        """Let a quantised layer compute with other tensors; what a forward before has kept for backward stays.
+
+        Args:
+            layer: The layer.
+            parts: The tensors, by the names of `parts`.
+        """
+        bind_weight(layer, parts)
+
     @abstractmethod
     def as_dict(self) -> dict[str, Any]:
         """Its options as plain values: `type(self)(**options)` is the same quantizer."""
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({', '.join(f'{name}={value!r}' for name, value in self.as_dict().items())})"
+
+
+def weight_parts(layer: nn.Module) -> dict[str, Tensor]:
+    """The plain tensors that a layer's weight consists of, by names.
+
+    Args:
+        layer: The layer.
+    """
+    weight: Any = layer.weight
+    return dict(_plain(weight.detach(), "weight"))
+
+
+def _plain(tensor: Tensor, name: str) -> Iterator[tuple[str, Tensor]]:
+    flatten = getattr(tensor, "__tensor_flatten__", None)
+    if flatten is None:
+        yield name, tensor
+    else:
+        for inner in flatten()[0]:
+            yield from _plain(getattr(tensor, inner), f"{name}.{inner}")
+
+
+def bind_weight(layer: nn.Module, parts: Mapping[str, Tensor]) -> None:
+    """Let a layer's weight consist of other tensors.
+
+    Args:
+        layer: The layer.
+        parts: The tensors, by the names of `weight_parts`.
+    """
+    weight: Any = layer.weight
+    layer.weight = nn.Parameter(_rebuilt(weight.detach(), parts, "weight"), requires_grad=False)
+
+
+def _rebuilt(like: Any, parts: Mapping[str, Tensor], name: str) -> Tensor:
+    flatten = getattr(like, "__tensor_flatten__", None)
+    if flatten is None:
+        return parts[name]
+    names, context = flatten()
+    inner = {each: _rebuilt(getattr(like, each), parts, f"{name}.{each}") for each in names}
+    made: Tensor = type(like).__tensor_unflatten__(inner, context, like.size(), like.stride())
+    return made
 
 
 def linear_like(layer: nn.Linear, kind: type[nn.Linear], **options: Any) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -101,6 +102,31 @@ class BitsAndBytes(Quantizer):
             weight, scale = tensors["weight"].to(device), tensors["SCB"].to(device)
             made.weight = layers.Int8Params(weight, requires_grad=False, has_fp16_weights=False, CB=weight, SCB=scale)
         return made  # type: ignore[no-any-return]
+
+    def settle(self, layer: nn.Module) -> None:
+        # Its first forward in evaluation packs 4 bits for a kernel that computes in bfloat16 and has no backward
+        # (0.50.2, processors with AVX-512 BF16).
+        layer.__dict__["support_avx512bf16_for_cpu"] = False
+
+    def parts(self, layer: Any) -> dict[str, Tensor]:
+        if self.bits == 4:
+            return {"weight": layer.weight.data, "absmax": layer.quant_state.absmax}
+        if layer.weight.CB is not None:
+            layer.init_8bit_state()
+        return {"weight": layer.state.CB, "SCB": layer.state.SCB}
+
+    def bind(self, layer: Any, parts: Mapping[str, Tensor]) -> None:
+        layer.weight.data = parts["weight"]
+        if self.bits == 4:
+            # A forward before keeps the state that was there.
+            state = copy.copy(layer.quant_state)
+            state.absmax = parts["absmax"]
+            layer.quant_state = layer.weight.quant_state = state
+        else:
+            state = copy.copy(layer.state)
+            state.CB, state.SCB = parts["weight"], parts["SCB"]
+            layer.state = state
+            layer.weight.CB = layer.weight.SCB = None
 
     def as_dict(self) -> dict[str, Any]:
         options: dict[str, Any] = {"bits": self.bits}
