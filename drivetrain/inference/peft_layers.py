@@ -16,7 +16,7 @@ from drivetrain.runtime.errors import ConfigurationError, PackageMissingError, n
 
 _OURS = ("r", "lora_alpha", "lora_dropout", "target_modules")
 # What begins without looking at the weight of the layer below.
-_BEGINNINGS = (True, False, "gaussian", "orthogonal")
+_BEGINNINGS = (True, False, "gaussian")
 _NAME = "default"
 
 
@@ -36,9 +36,13 @@ class FrozenForPeft(FrozenLinear, nn.Linear):
 
     def __init__(self, base: Any, quantizer: Quantizer | None = None, sharded: bool = False) -> None:
         super().__init__(base, quantizer, sharded)
-        self.register_parameter("weight", None)
         self.register_parameter("bias", None)
         self.register_buffer("scaling", torch.tensor(0.0, device=self._base_device))
+
+    @property
+    def weight(self) -> Tensor:  # type: ignore[override]
+        """Nothing, on the layer's device: peft places adapters where this is."""
+        return torch.empty(0, dtype=torch.uint8, device=self.scaling.device)
 
 
 class PeftLayers:
@@ -108,7 +112,4 @@ class PeftLayers:
             adapter: Any = model.get_submodule(name)
             frozen: Any = adapter.get_base_layer()
             frozen.scaling.fill_(adapter.scaling[_NAME])  # which a checkpoint of peft's does not hold
-            device = frozen.scaling.device
-            adapter.lora_A.to(device)
-            adapter.lora_B.to(device)
             adapter.train(training[name])
