@@ -108,7 +108,9 @@ def merge_adapters(
         if name in tied:
             continue
         written = target if target is not None and entry.dtype.is_floating_point else entry.dtype
-        blocks = partial(_blocks, base, base.same[name] if name in apart else name, written, trained, by_weight.get(name))
+        blocks = partial(
+            _blocks, base, base.same[name] if name in apart else name, written, trained, by_weight.get(name)
+        )
         sources.append((Entry(name, written, entry.shape), blocks))
     return write_safetensors(sources, tied, output, max_shard_size, overwrite=overwrite, progress=progress)
 
