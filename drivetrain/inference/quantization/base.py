@@ -9,6 +9,8 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
+_PIECE = 1 << 17  # values that are quantised at once
+
 
 class Quantizer(ABC):
     """A way of storing the weights of linear layers in fewer bits. Each is a file; `register_quantizer` adds one.
@@ -39,11 +41,11 @@ class Quantizer(ABC):
 
     @abstractmethod
     def quantize(self, layer: nn.Linear, weight: Tensor, device: torch.device) -> nn.Module:
-        """Make the layer that is to be in the place of one.
+        """Make the layer that is to be in the place of one, best from `pieces_of` its weight.
 
         Args:
             layer: The layer; its bias, if it has one, is given to the new one as it is.
-            weight: Its weight, on the CPU or the device.
+            weight: Its weight, on the CPU or the device. It may be in a file, and in another dtype than `layer.weight`.
             device: Where the new layer is to be.
         """
 
@@ -122,6 +124,25 @@ class Quantizer(ABC):
         return f"{type(self).__name__}({', '.join(f'{name}={value!r}' for name, value in self.as_dict().items())})"
 
 
+def pieces_of(layer: nn.Linear, weight: Tensor, device: torch.device) -> Iterator[tuple[slice, Tensor]]:
+    """Some rows of a weight after the other, on a device and in the layer's dtype.
+
+    What quantises takes several times the memory of what it is given, which is little that way.
+
+    Args:
+        layer: The layer.
+        weight: Its weight, anywhere.
+        device: The device.
+
+    Yields:
+        Which rows, and their values.
+    """
+    step = max(1, _PIECE // max(1, weight.shape[1]))
+    for start in range(0, len(weight), step):
+        rows = slice(start, min(start + step, len(weight)))
+        yield rows, weight[rows].to(device, layer.weight.dtype)
+
+
 def weight_parts(layer: nn.Module) -> dict[str, Tensor]:
     """The plain tensors that a layer's weight consists of, by names.
 
@@ -129,16 +150,38 @@ def weight_parts(layer: nn.Module) -> dict[str, Tensor]:
         layer: The layer.
     """
     weight: Any = layer.weight
-    return dict(_plain(weight.detach(), "weight"))
+    return dict(plain_parts(weight.detach()))
 
 
-def _plain(tensor: Tensor, name: str) -> Iterator[tuple[str, Tensor]]:
+def plain_parts(tensor: Tensor, name: str = "weight") -> Iterator[tuple[str, Tensor]]:
+    """The plain tensors that a tensor of any class consists of.
+
+    Args:
+        tensor: The tensor.
+        name: What their names begin with.
+
+    Yields:
+        The name and the tensor.
+    """
     flatten = getattr(tensor, "__tensor_flatten__", None)
     if flatten is None:
         yield name, tensor
     else:
         for inner in flatten()[0]:
-            yield from _plain(getattr(tensor, inner), f"{name}.{inner}")
+            yield from plain_parts(getattr(tensor, inner), f"{name}.{inner}")
+
+
+def contexts_of(tensor: Tensor) -> list[str]:
+    """What a tensor of any class has beside its plain tensors, as text.
+
+    Args:
+        tensor: The tensor.
+    """
+    flatten = getattr(tensor, "__tensor_flatten__", None)
+    if flatten is None:
+        return []
+    names, context = flatten()
+    return [repr(context), *(text for inner in names for text in contexts_of(getattr(tensor, inner)))]
 
 
 def bind_weight(layer: nn.Module, parts: Mapping[str, Tensor]) -> None:
@@ -149,16 +192,24 @@ def bind_weight(layer: nn.Module, parts: Mapping[str, Tensor]) -> None:
         parts: The tensors, by the names of `weight_parts`.
     """
     weight: Any = layer.weight
-    layer.weight = nn.Parameter(_rebuilt(weight.detach(), parts, "weight"), requires_grad=False)
+    layer.weight = nn.Parameter(rebuilt(weight.detach(), parts, weight.shape), requires_grad=False)
 
 
-def _rebuilt(like: Any, parts: Mapping[str, Tensor], name: str) -> Tensor:
+def rebuilt(like: Any, parts: Mapping[str, Tensor], shape: torch.Size, name: str = "weight") -> Tensor:
+    """A tensor of the class of another one, of other plain tensors.
+
+    Args:
+        like: The other one.
+        parts: The plain tensors, by the names of `plain_parts`.
+        shape: Of the tensor, which is contiguous.
+        name: What their names begin with.
+    """
     flatten = getattr(like, "__tensor_flatten__", None)
     if flatten is None:
         return parts[name]
     names, context = flatten()
-    inner = {each: _rebuilt(getattr(like, each), parts, f"{name}.{each}") for each in names}
-    made: Tensor = type(like).__tensor_unflatten__(inner, context, like.size(), like.stride())
+    inner = {each: rebuilt(getattr(like, each), parts, shape, f"{name}.{each}") for each in names}
+    made: Tensor = type(like).__tensor_unflatten__(inner, context, shape, (shape[1], 1))
     return made
 
 
