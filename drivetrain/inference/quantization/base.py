@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-_PIECE = 1 << 17  # values that are quantised at once
+_PIECES = 16  # that a weight is quantised in; each takes up to seven times its memory
 
 
 class Quantizer(ABC):
@@ -137,7 +137,7 @@ def pieces_of(layer: nn.Linear, weight: Tensor, device: torch.device) -> Iterato
     Yields:
         Which rows, and their values.
     """
-    step = max(1, _PIECE // max(1, weight.shape[1]))
+    step = max(1, -(-len(weight) // _PIECES))
     for start in range(0, len(weight), step):
         rows = slice(start, min(start + step, len(weight)))
         yield rows, weight[rows].to(device, layer.weight.dtype)
