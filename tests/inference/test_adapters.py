@@ -196,11 +196,21 @@ def test_the_frozen_layers_follow_the_model_to_its_dtype_and_device_without_losi
         ({"rank": 0}, r"QLoRA\(rank=0\): give 1 or more"),
         ({"dropout": 1.0}, r"give a share from 0 to below 1"),
         ({"quantizer": "nf5"}, r"no quantizer 'nf5'.*'nf4'"),
+        ({"backend": "pefft"}, r"QLoRA\(backend='pefft'\): give 'drivetrain' or 'peft'.*'peft'"),
+        ({"peft_options": {"use_rslora": True}}, r"are those of backend='peft'. Ask for it, or drop them"),
     ],
 )
 def test_options_that_cannot_be_are_refused(options: dict[str, Any], words: str) -> None:
     with pytest.raises(ConfigurationError, match=words):
         QLoRA(**options)
+
+
+def test_peft_that_is_not_installed_is_refused_before_anything_is_changed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("drivetrain.inference.peft_layers.find_spec", lambda name: None)
+    model = made()
+    with pytest.raises(ConfigurationError, match=r"needs peft, which is not installed: pip install peft"):
+        QLoRA(backend="peft").apply(model)
+    assert type(model.up) is nn.Linear
 
 
 def test_a_target_that_is_not_there_is_refused_with_the_nearest() -> None:

@@ -33,18 +33,26 @@ QUANTIZERS = {
 runs = SharedRuns(__name__, world_size=2)
 
 
-def adapted(base: str, quantizer: Any = "nf4") -> nn.Module:
+def made_with(**options: Any) -> nn.Module:
     model = made()
     torch.manual_seed(1)
-    return QLoRA(rank=4, quantizer=quantizer, base=base).apply(model)
+    return QLoRA(rank=4, **options).apply(model)
 
 
 def trained(
-    strategy: Any, base: str, path: Path, first: int = 0, last: int = STEPS, start: Path | None = None, **options: Any
+    strategy: Any,
+    base: str,
+    path: Path,
+    first: int = 0,
+    last: int = STEPS,
+    start: Path | None = None,
+    qlora: dict[str, Any] | None = None,
+    **options: Any,
 ) -> nn.Module:
     """Steps of a run in a loop of one's own, with an evaluation before each, and the checkpoint of the last."""
     accelerator = Accelerator(cpu=True, strategy=strategy, **options)
-    model = adapted(base, BitsAndBytes(4, quant_storage=torch.float32))
+    quantizer = BitsAndBytes(4, quant_storage=torch.float32)
+    model = made_with(base=base, **(qlora or {"quantizer": quantizer}))
     optimizer = torch.optim.AdamW((each for each in model.parameters() if each.requires_grad), lr=1e-2)
     loader = DataLoader(samples(), 8 // accelerator.num_processes)
     model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
@@ -62,6 +70,10 @@ def trained(
         optimizer.step()
     accelerator.save_state(str(path))
     return accelerator.unwrap_model(model)
+
+
+def adapted(base: str, quantizer: Any = "nf4") -> nn.Module:
+    return made_with(base=base, quantizer=quantizer)
 
 
 def in_one_process(base: str, path: str, first: int = 0, last: int = STEPS, start: str | None = None) -> None:
