@@ -129,8 +129,8 @@ def _blocks(
         return
     first, second, scale = (trained[each].float() for each in adapter)
     for start in range(0, len(weight), step):
-        update = scale * (second[start : start + step] @ first)
-        yield (weight[start : start + step].float() + update).to(dtype)
+        rows = (second[start : start + step] @ first).mul_(scale).add_(weight[start : start + step])
+        yield rows.to(dtype)
 
 
 def _prefix(adapters: Mapping[str, Any], weights: Mapping[str, Any], trained: str, base: str) -> str:

@@ -15,6 +15,7 @@ from drivetrain.inference.quantization.base import Quantizer, linear_like, piece
 from drivetrain.runtime.errors import ConfigurationError, PackageMissingError, nearest
 
 _TYPES = ("nf4", "fp4")
+_PACKS, _MADE_OF, _ROWS_TOGETHER = "support_avx512bf16_for_cpu", "_made_of", 32
 _SHORT = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 
 
@@ -98,7 +99,20 @@ class BitsAndBytes(Quantizer):
             **self._of_parameter(),
         )
         made.quant_state = state
+        self._keep_scales(made)
         return made  # type: ignore[no-any-return]
+
+    def _keep_scales(self, made: Any) -> None:
+        """Let a layer be written as it was made, and compute whatever its size.
+
+        On processors with AVX-512 BF16 its first forward in evaluation packs it for another kernel, which rounds the
+        scales to bfloat16, and fails where rows or columns are not whole blocks (0.50.2).
+        """
+        rows, columns = made.weight.quant_state.shape
+        if rows % _ROWS_TOGETHER or columns % made.weight.blocksize:
+            self.settle(made)
+        elif made.weight.device.type == "cpu" and getattr(made, _PACKS, False):
+            made.__dict__[_MADE_OF] = copy.copy(made.quant_state)
 
     def _of_int8(self, layer: nn.Linear, weight: Tensor, scale: Tensor) -> nn.Module:
         from bitsandbytes.nn import modules as layers
@@ -111,8 +125,13 @@ class BitsAndBytes(Quantizer):
         return type(module).__name__ == ("Linear4bit" if self.bits == 4 else "Linear8bitLt")
 
     def saved(self, layer: nn.Module) -> tuple[dict[str, Tensor], dict[str, str]]:
-        state = {name: value for name, value in layer.state_dict().items() if name != "bias"}
-        return state, {}
+        state = layer.state_dict()  # which takes the layer out of what it was packed for
+        kept = layer.__dict__.get(_MADE_OF)
+        if kept is not None:
+            weight: Any = layer.weight
+            weight.quant_state = layer.quant_state = copy.copy(kept)
+            state = layer.state_dict()
+        return {name: value for name, value in state.items() if name != "bias"}, {}
 
     def finds(self, names: Collection[str]) -> bool:
         return any(name == "SCB" or name.startswith("weight.quant_state") for name in names)
@@ -130,12 +149,13 @@ class BitsAndBytes(Quantizer):
             tensors["weight"].to(device), stats, requires_grad=False, device=device, module=made
         )
         made.quant_state = made.weight.quant_state
+        self._keep_scales(made)
         return made  # type: ignore[no-any-return]
 
     def settle(self, layer: nn.Module) -> None:
-        # Its first forward in evaluation packs 4 bits for a kernel that computes in bfloat16 and has no backward
-        # (0.50.2, processors with AVX-512 BF16).
-        layer.__dict__["support_avx512bf16_for_cpu"] = False
+        # What its first forward in evaluation packs it for (see _keep_scales) computes in bfloat16, without a backward.
+        layer.__dict__[_PACKS] = False
+        layer.__dict__.pop(_MADE_OF, None)
 
     def parts(self, layer: Any) -> dict[str, Tensor]:
         if self.bits == 4:
