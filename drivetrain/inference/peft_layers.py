@@ -1,4 +1,4 @@
-"""peft's LoRA layers over frozen ones of ours."""
+"""LoRA layers of peft over frozen ones of ours."""
 
 from __future__ import annotations
 
@@ -76,10 +76,10 @@ class PeftLayers:
         self._options |= {"r": rank, "lora_alpha": 2 * rank if alpha is None else alpha, "lora_dropout": dropout}
 
     def check(self) -> None:
-        """See that peft is installed and knows the options.
+        """See that peft is installed and has the options.
 
         Raises:
-            ConfigurationError: It is not, or does not.
+            ConfigurationError: It is not, or has not.
         """
         if find_spec("peft") is None:
             raise PackageMissingError(
