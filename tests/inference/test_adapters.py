@@ -59,9 +59,9 @@ def samples() -> TensorDataset:
 
 
 class Tuned(Task):
-    def __init__(self) -> None:
+    def __init__(self, base: str) -> None:
         super().__init__()
-        self.model = adapted()
+        self.model = adapted(base=base)
         self.losses: list[float] = []
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
@@ -72,11 +72,13 @@ class Tuned(Task):
         return torch.optim.AdamW((each for each in self.model.parameters() if each.requires_grad), lr=1e-2)
 
 
-def trained(strategy: str, path: str, resume: str | None, max_steps: int, batch: int = 8) -> None:
+def trained(
+    strategy: str, path: str, resume: str | None, max_steps: int, batch: int = 8, base: str = "replicated"
+) -> None:
     """A run of the Trainer from a start or a checkpoint to a number of steps, and its checkpoint."""
     options: dict[str, Any] = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
     trainer = Trainer(accelerator="cpu", strategy=strategy, max_steps=max_steps, **options)
-    trainer.fit(Tuned(), DataLoader(samples(), batch), resume=resume)
+    trainer.fit(Tuned(base), DataLoader(samples(), batch), resume=resume)
     trainer.save_checkpoint(path)
 
 
@@ -119,9 +121,9 @@ def test_training_changes_the_adapters_alone(alone: Path) -> None:
     assert held == {*layers, "model.base_sha256"}
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
-def test_two_processes_train_what_one_does(strategy: str, alone: Path, tmp_path: Path) -> None:
-    run_in_processes(trained, 2, args=(strategy, str(tmp_path / "end"), None, STEPS, 4), timeout=120)
+@pytest.mark.parametrize(("strategy", "base"), [("ddp", "replicated"), ("fsdp", "replicated"), ("fsdp", "sharded")])
+def test_two_processes_train_what_one_does(strategy: str, base: str, alone: Path, tmp_path: Path) -> None:
+    run_in_processes(trained, 2, args=(strategy, str(tmp_path / "end"), None, STEPS, 4, base), timeout=120)
     assert difference(alone, tmp_path / "end") <= 5e-6
 
 

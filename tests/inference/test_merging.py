@@ -100,6 +100,7 @@ def test_a_weight_that_is_tied_to_one_with_an_adapter_stays_without_it(held: boo
     assert torch.allclose(found["up.weight"], expected()["up.weight"], atol=1e-6)
 
 
+@pytest.mark.slow
 def test_no_weight_is_whole_in_memory(tmp_path: Path) -> None:
     # A process of its own, since what others of this one hold would be counted. The limit is of memory that is taken,
     # not of the file, which is mapped.

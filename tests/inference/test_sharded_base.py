@@ -80,11 +80,15 @@ def in_one_process(base: str, path: str, first: int = 0, last: int = STEPS, star
     trained("single", base, Path(path), first, last, None if start is None else Path(start))
 
 
+def whole_and_half_alone(path: str) -> None:
+    in_one_process("replicated", f"{path}/end")
+    in_one_process("replicated", f"{path}/middle", 0, 2)
+
+
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("alone")
-    run_in_processes(in_one_process, 1, args=("replicated", str(path / "end")), timeout=90)
-    run_in_processes(in_one_process, 1, args=("replicated", str(path / "middle"), 0, 2), timeout=90)
+    run_in_processes(whole_and_half_alone, 1, args=(str(path),), timeout=90)
     return path
 
 
