@@ -107,7 +107,7 @@ test-compat: $(COMPAT_ENV) ## what was written for Accelerate and Lightning, bes
 	$(COMPAT_PYTHON) -m pytest $(IN_PARALLEL) -o faulthandler_timeout=600 \
 		-m "compat and not gpu" $(or $(TESTS),tests/compat \
 		tests/accelerator/test_accelerate_beside.py tests/launch/test_other_launchers.py \
-		tests/launch/test_real_notebook.py tests/data/test_datasets.py)
+		tests/launch/test_real_notebook.py tests/data/test_datasets.py tests/inference/test_peft_adapters.py)
 
 TRACKERS := wandb mlflow aim dvclive trackio swanlab
 test-trackers: $(TRACKERS_ENV) ## the tests of trackers beside those of the default lane (an environment of its own)
@@ -215,7 +215,7 @@ $(MEGATRON_VENV)/.made-for-megatron: pyproject.toml constraints.txt | $(VENV)/.h
 $(COMPAT_ENV): pyproject.toml constraints.txt constraints-compat.txt | $(VENV)/.has-torch $(COMPAT_VENV)/bin/python
 	$(call link-torch,$(COMPAT_VENV))
 	$(COMPAT_PYTHON) -m pip $(PIP_OF_LANES) torch -c constraints.txt
-	$(COMPAT_PYTHON) -m pip $(PIP_OF_LANES) -e ".[deepspeed]" accelerate transformers trl peft diffusers datasets \
+	$(COMPAT_PYTHON) -m pip $(PIP_OF_LANES) -e ".[deepspeed,quantization]" accelerate transformers trl peft diffusers datasets \
 		evaluate scikit-learn schedulefree pytest pytest-timeout pytest-xdist hypothesis nbclient ipykernel \
 		ipywidgets "jsonargparse[signatures]" -c constraints.txt -c constraints-compat.txt
 	$(COMPAT_PYTHON) -m pip $(PIP_OF_LANES) --no-deps denoising-diffusion-pytorch ema-pytorch einops pytorch-fid scipy \

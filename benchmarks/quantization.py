@@ -23,9 +23,10 @@ from drivetrain import ConfigurationError, quantize_model
 NAMES = ("nf4", "fp4", "int8", "int8wo", "int8dq", "int4wo", "float8wo", "float8dq")
 
 
-def held(module: nn.Module) -> int:
-    """Bytes of what a layer holds, also of what is not in its parameters but beside them."""
-    state = module.state_dict()
+def held(model: nn.Module) -> int:
+    """Bytes of what a model's layer holds, also of what is not in its parameters but beside them."""
+    layer = model.get_submodule("0")
+    state = model.quantization.quantizer.saved(layer)[0] if hasattr(model, "quantization") else layer.state_dict()  # type: ignore[union-attr, operator]
     return sum(_bytes(value) for value in state.values() if isinstance(value, Tensor))
 
 
@@ -76,7 +77,7 @@ def main(width: int, batch: int, rounds: int, calls: int, device: str) -> None:
     for result in compare(lambda: seconds_of(plain, x, calls), measures, rounds):
         model = models[result.name]
         off = float((model(inputs[result.name]).float() - right).norm() / right.norm())
-        share = held(model[0]) / held(plain[0])  # type: ignore[index]
+        share = held(model) / held(plain)
         rows.append([result.name, f"{share:.2f}", f"{off:.3f}", f"{result.ratio:.2f}"])
     conditions = f"batches of {batch}, {device}, {torch.get_num_threads()} threads, torch {torch.__version__}"
     print(f"Linear({width}, {width}), {conditions}\n")

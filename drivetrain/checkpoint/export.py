@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 import uuid
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
@@ -24,10 +24,9 @@ from drivetrain.checkpoint.stream import read_ranges
 from drivetrain.checkpoint.tensor_file import BLOCK, Entry, bytes_of, layout, write_file
 from drivetrain.checkpoint.torch_shards import TorchShards, bare_name
 from drivetrain.checkpoint.tree import pack
-from drivetrain.runtime.errors import CheckpointError, nearest
+from drivetrain.runtime.byte_sizes import parse_bytes
+from drivetrain.runtime.errors import CheckpointError, ConfigurationError, nearest
 
-_UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
-_UNITS |= {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
 _DTYPES = {
     "float32": torch.float32,
     "fp32": torch.float32,
@@ -87,6 +86,7 @@ def consolidate(
     Raises:
         CheckpointError: There is no complete checkpoint, it has no such model or module, or the output cannot be
             written.
+        ConfigurationError: `max_shard_size` is no size.
 
     Example:
         ```python
@@ -193,6 +193,32 @@ def save_safetensors(
         tensor = tensors[key]
         sources.append(_Source(Entry(name, tensor.dtype, tuple(tensor.shape)), partial(_give, tensor)))
     return _write(sources, aliases, output, max_shard_size, overwrite, progress)
+
+
+def write_safetensors(
+    sources: Iterable[tuple[Entry, Callable[[], Iterable[Tensor]]]],
+    aliases: Mapping[str, str],
+    output: str | os.PathLike[str],
+    max_shard_size: int | str = "5GB",
+    *,
+    overwrite: bool = True,
+    progress: bool = False,
+) -> list[str]:
+    """Write tensors that are computed as they are written, in the files that `consolidate` writes.
+
+    Args:
+        sources: What describes each tensor, and a function that gives its values in order, in tensors of any size.
+        aliases: Further names of tensors, and the names that these are written under.
+        output: The directory to write to.
+        max_shard_size: Bytes in a file at most.
+        overwrite: Whether to write into a directory that holds something already.
+        progress: Whether to show a progress bar.
+
+    Returns:
+        The paths of the safetensors files.
+    """
+    found = [_Source(entry, partial(_give_blocks, blocks)) for entry, blocks in sources]
+    return _write(found, dict(aliases), output, max_shard_size, overwrite, progress)
 
 
 def weights_below(weights: Mapping[str, T], module: str | None, source: str) -> dict[str, T]:
@@ -309,6 +335,11 @@ def _give(tensor: Tensor, take: Take) -> None:
         take(data[start : start + BLOCK])
 
 
+def _give_blocks(blocks: Callable[[], Iterable[Tensor]], take: Take) -> None:
+    for block in blocks():
+        _give(block, take)
+
+
 def _write(
     sources: Sequence[_Source],
     aliases: dict[str, str],
@@ -318,7 +349,7 @@ def _write(
     progress: bool,
 ) -> list[str]:
     """Write files under other names first, and give them theirs when all are whole."""
-    limit = parse_size(max_shard_size)
+    limit = shard_limit(max_shard_size)
     directory = os.path.abspath(os.fspath(output))
     if os.path.isdir(directory) and os.listdir(directory) and not overwrite:
         raise CheckpointError(
@@ -410,22 +441,16 @@ def _remove_others(directory: str, names: set[str]) -> None:
             os.unlink(os.path.join(directory, name))
 
 
-def parse_size(size: int | str) -> int:
-    """Bytes, from a number or text such as `"5GB"` or `"500 MiB"`.
+def shard_limit(max_shard_size: int | str) -> int:
+    """Bytes in a file at most, from a number or text such as `"5GB"` or `"500 MiB"`.
 
     Raises:
-        CheckpointError: It is neither, or not positive.
+        ConfigurationError: It is neither, or not positive.
     """
-    if isinstance(size, int) and not isinstance(size, bool):
-        parsed = size
-    else:
-        match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", str(size))
-        if match is None or match[2].upper() not in _UNITS:
-            raise CheckpointError(f"{size!r} is not a size. Give bytes, or such as '5GB' or '500MiB'.")
-        parsed = int(float(match[1]) * _UNITS[match[2].upper()])
-    if parsed <= 0:
-        raise CheckpointError(f"{size!r}: a file has to be larger than nothing.")
-    return parsed
+    limit = parse_bytes(max_shard_size)
+    if limit <= 0:
+        raise ConfigurationError(f"max_shard_size={max_shard_size!r}: a file has to be larger than nothing.")
+    return limit
 
 
 def parse_dtype(dtype: torch.dtype | str | None) -> torch.dtype | None:

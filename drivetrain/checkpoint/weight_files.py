@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from drivetrain.checkpoint.entry_points import is_checkpoint
-from drivetrain.checkpoint.export import parse_size
+from drivetrain.checkpoint.export import shard_limit
 from drivetrain.checkpoint.locations import storage_of
 from drivetrain.checkpoint.mapped_file import MappedFile
 from drivetrain.checkpoint.pickled import read_pickled
@@ -167,7 +167,7 @@ def save_pickled_weights(
     Returns:
         The paths of the files.
     """
-    limit, total = parse_size(max_shard_size), 0
+    limit, total = shard_limit(max_shard_size), 0
     shards: list[dict[str, torch.Tensor]] = [{}]
     size = 0
     for name, tensor in weights.items():

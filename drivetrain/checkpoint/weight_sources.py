@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from abc import abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Hashable, Iterator, Mapping
 from functools import partial
 
 import torch
@@ -62,6 +62,10 @@ class Weights(Mapping[str, Tensor]):
         """The file that a weight can be used from without a copy, and its name there; None where there is none."""
         return None
 
+    def tied(self) -> dict[str, str]:
+        """Names, also among the entries, that stand for the tensor of another name, and those names."""
+        return dict(self.same)
+
 
 class HeldWeights(Weights):
     """Weights that are tensors already.
@@ -77,6 +81,10 @@ class HeldWeights(Weights):
 
     def __getitem__(self, name: str) -> Tensor:
         return self._tensors[name]
+
+    def tied(self) -> dict[str, str]:
+        """As above, by the memory that the tensors are in."""
+        return _later_names({n: (t.data_ptr(), t.dtype, t.shape, t.stride()) for n, t in self._tensors.items()})
 
 
 class FileWeights(Weights):
@@ -158,6 +166,10 @@ class CheckpointWeights(Weights):
         self._quick.read_tensors({self._keys[name]: whole})
         return whole
 
+    def tied(self) -> dict[str, str]:
+        """As above, by the tensors that the checkpoint's names lead to."""
+        return _later_names(self._keys)
+
     def fill(self, targets: Mapping[str, Tensor]) -> None:
         """As above, with the files' hashes checked."""
         aliases: dict[str, list[Tensor]] = {}
@@ -232,6 +244,13 @@ class RemoteWeights(Weights):
         whole = torch.empty(place.entry.shape, dtype=place.entry.dtype)
         self._fill(self.where, place.start, bytes_of(whole))
         return whole
+
+
+def _later_names(tensors: Mapping[str, Hashable]) -> dict[str, str]:
+    """Names whose tensor has been under another one before, and that one."""
+    first: dict[Hashable, str] = {}
+    found = {name: first.setdefault(tensor, name) for name, tensor in tensors.items()}
+    return {name: other for name, other in found.items() if name != other}
 
 
 def _aliases(metadata: Mapping[str, str], entries: Mapping[str, Entry]) -> dict[str, str]:

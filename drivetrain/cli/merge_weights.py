@@ -57,7 +57,7 @@ def merge_weights(
     options: dict[str, Any] = {"module": module, "overwrite": overwrite, "progress": True}
     shards = None if is_checkpoint(checkpoint) else sharded_model(checkpoint, model)
     if base is not None:
-        files = _with_adapters(checkpoint, base, output, max_shard_size, overwrite)
+        files = _with_adapters(checkpoint, base, output, max_shard_size, dtype, model=model, **options)
     elif deepspeed_folder(checkpoint) is not None:
         files = merge_native(checkpoint, output, max_shard_size, dtype, **options)
     elif shards is not None:
@@ -80,10 +80,15 @@ def merge_weights(
         shutil.rmtree(checkpoint)
 
 
-def _with_adapters(checkpoint: str, base: str, output: str, max_shard_size: str, overwrite: bool) -> list[str]:
-    from drivetrain.inference.adapters import merge_adapters
+def _with_adapters(
+    checkpoint: str, base: str, output: str, max_shard_size: str, dtype: str | None, module: str | None, **options: Any
+) -> list[str]:
+    from drivetrain.inference.merging import merge_adapters
+    from drivetrain.runtime.errors import ConfigurationError
 
-    return merge_adapters(checkpoint, base, output, max_shard_size, overwrite)
+    if module is not None:
+        raise ConfigurationError("--base writes all weights of the base under its own names. Leave out --module.")
+    return merge_adapters(checkpoint, base, output, max_shard_size, dtype=dtype, **options)
 
 
 def _check_removable(checkpoint: str, output: str) -> None:

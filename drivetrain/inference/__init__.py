@@ -63,7 +63,7 @@ _EXPORTS = {
     "load_offloaded_weights": "drivetrain.inference.offloaded",
     "load_quantized": "drivetrain.inference.quantization",
     "load_state_dict": "drivetrain.inference.loading",
-    "merge_adapters": "drivetrain.inference.adapters",
+    "merge_adapters": "drivetrain.inference.merging",
     "meta_leftovers": "drivetrain.inference.meta",
     "named_module_tensors": "drivetrain.inference.sizes",
     "offload_state_dict": "drivetrain.inference.offloaded",
@@ -157,7 +157,6 @@ __all__ = [
 if TYPE_CHECKING:
     from drivetrain.inference.adapters import LoRALinear as LoRALinear
     from drivetrain.inference.adapters import QLoRA as QLoRA
-    from drivetrain.inference.adapters import merge_adapters as merge_adapters
     from drivetrain.inference.aligning import AlignDevicesHook as AlignDevicesHook
     from drivetrain.inference.aligning import align_module_device as align_module_device
     from drivetrain.inference.aligning import get_state_dict_offloaded_model as get_state_dict_offloaded_model
@@ -185,6 +184,7 @@ if TYPE_CHECKING:
     from drivetrain.inference.hooks import remove_hook_from_submodules as remove_hook_from_submodules
     from drivetrain.inference.loading import load_checkpoint_in_model as load_checkpoint_in_model
     from drivetrain.inference.loading import load_state_dict as load_state_dict
+    from drivetrain.inference.merging import merge_adapters as merge_adapters
     from drivetrain.inference.meta import init_empty_weights as init_empty_weights
     from drivetrain.inference.meta import init_on_device as init_on_device
     from drivetrain.inference.meta import meta_leftovers as meta_leftovers

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import math
-import os
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -12,21 +11,21 @@ import torch
 from torch import Tensor, nn
 
 from drivetrain.checkpoint.tensor_file import bytes_of
+from drivetrain.inference.frozen_layers import FrozenLinear
 from drivetrain.inference.loading import Checkpoint
+from drivetrain.inference.peft_layers import FrozenForPeft, PeftLayers
 from drivetrain.inference.quantization.base import Quantizer
 from drivetrain.inference.quantization.models import is_within, quantize_model
 from drivetrain.inference.quantization.registry import get_quantizer
 from drivetrain.runtime.errors import CheckpointError, ConfigurationError, nearest
 
+_BASES, _BACKENDS = ("replicated", "sharded"), ("drivetrain", "peft")
 HASH = "base_sha256"
 """The name, in the state of a model with adapters, of the digest of all that is frozen in it."""
 
 
-class LoRALinear(nn.Module):
+class LoRALinear(FrozenLinear):
     """A frozen layer, and two small matrices whose product is added to what it computes.
-
-    The frozen layer is no submodule: strategies do not shard or send it, a state dict does not hold it, and changes of
-    dtype leave what is packed in it alone. It follows the inputs to their device.
 
     Source: Hu et al., "LoRA: Low-Rank Adaptation of Large Language Models" (2021).
 
@@ -35,20 +34,26 @@ class LoRALinear(nn.Module):
         rank: Rows of the first matrix; 0 for none of both.
         alpha: The product is scaled by `alpha / rank`.
         dropout: Share of the inputs that the matrices do not see in training.
+        quantizer: What has quantised the layer; None for one that is not quantised.
+        sharded: Whether strategies may shard the frozen layer's weight.
 
     Attributes:
         base: The frozen layer.
     """
 
-    base: nn.Module
     scaling: Tensor
 
-    def __init__(self, base: Any, rank: int, alpha: float, dropout: float = 0.0) -> None:
-        super().__init__()
-        self.__dict__["base"] = base
-        self.in_features, self.out_features, self.rank = base.in_features, base.out_features, rank
-        device = next(tensor for tensor in _tensors(base)).device
-        self._base_device = device
+    def __init__(
+        self,
+        base: Any,
+        rank: int,
+        alpha: float,
+        dropout: float = 0.0,
+        quantizer: Quantizer | None = None,
+        sharded: bool = False,
+    ) -> None:
+        super().__init__(base, quantizer, sharded)
+        self.rank, device = rank, self._base_device
         self.register_buffer("scaling", torch.tensor(alpha / rank if rank else 0.0, device=device))
         if rank:
             self.lora_A = nn.Parameter(torch.empty(rank, base.in_features, device=device))
@@ -62,10 +67,7 @@ class LoRALinear(nn.Module):
         Args:
             x: Shape `(..., in_features)`.
         """
-        if x.device != self._base_device:
-            self.base.to(x.device)
-            self._base_device = x.device
-        output: Tensor = self.base(x)
+        output = super().forward(x)
         if self.rank:
             low = nn.functional.linear(self.dropout(x).to(self.lora_A.dtype), self.lora_A)
             output = output + (nn.functional.linear(low, self.lora_B) * self.scaling).to(output.dtype)
@@ -77,18 +79,8 @@ class LoRALinear(nn.Module):
             return torch.zeros((), device=self.scaling.device)
         return self.scaling * (self.lora_B.detach() @ self.lora_A.detach())
 
-    def train(self, mode: bool = True) -> LoRALinear:
-        """Switch to training or evaluation, the frozen layer too."""
-        self.base.train(mode)
-        return super().train(mode)
-
     def extra_repr(self) -> str:
-        return f"{type(self.base).__name__}({self.in_features}, {self.out_features}), rank={self.rank}"
-
-
-def _tensors(module: nn.Module) -> Iterator[Tensor]:
-    yield from module.parameters()
-    yield from module.buffers()
+        return f"{super().extra_repr()}, rank={self.rank}"
 
 
 class QLoRA:
@@ -105,6 +97,13 @@ class QLoRA:
             None.
         dropout: Share of the inputs that adapters do not see in training.
         quantizer: How the frozen layers are stored: a quantizer or the name of one; None leaves them as they are.
+        base: `"replicated"`, where every process holds the frozen layers whole, or `"sharded"`, where FSDP shards their
+            packed weights among the processes as it does parameters. The numbers and the checkpoints are the same.
+        backend: `"drivetrain"`, or `"peft"` for peft's LoRA layers over the same frozen ones.
+        peft_options: Further arguments of `peft.LoraConfig`, such as `{"use_rslora": True}`.
+
+    Raises:
+        ConfigurationError: An option cannot be.
 
     Example:
         ```python
@@ -126,11 +125,24 @@ class QLoRA:
         targets: Sequence[str] | None = None,
         dropout: float = 0.0,
         quantizer: Quantizer | str | None = "nf4",
+        *,
+        base: str = "replicated",
+        backend: str = "drivetrain",
+        peft_options: Mapping[str, Any] | None = None,
     ) -> None:
         if rank < 1:
             raise ConfigurationError(f"QLoRA(rank={rank}): give 1 or more.")
         if not 0.0 <= dropout < 1.0:
             raise ConfigurationError(f"QLoRA(dropout={dropout}): give a share from 0 to below 1.")
+        for name, given, allowed in (("base", base, _BASES), ("backend", backend, _BACKENDS)):
+            if given not in allowed:
+                raise ConfigurationError(
+                    f"QLoRA({name}={given!r}): give {' or '.join(map(repr, allowed))}.{nearest(str(given), allowed)}"
+                )
+        self.base, self.backend = base, backend
+        self._peft = PeftLayers(rank, alpha, dropout, peft_options) if backend == "peft" else None
+        if peft_options is not None and self._peft is None:
+            raise ConfigurationError("QLoRA(peft_options=...) are those of backend='peft'. Ask for it, or drop them.")
         self.rank, self.alpha = rank, 2.0 * rank if alpha is None else float(alpha)
         self.targets = None if targets is None else tuple(targets)
         self.dropout = dropout
@@ -157,6 +169,8 @@ class QLoRA:
         Raises:
             ConfigurationError: A target is not in the model.
         """
+        if self._peft is not None:
+            self._peft.check()
         if self.quantizer is None:
             stored = [name for name, module in model.named_modules() if type(module) is nn.Linear and name]
         else:
@@ -167,10 +181,18 @@ class QLoRA:
         digest = digest_of(model)
         for name in dict.fromkeys((*stored, *adapted)):
             parent, _, last = name.rpartition(".")
-            layer = LoRALinear(model.get_submodule(name), self.rank if name in adapted else 0, self.alpha, self.dropout)
+            layer = self._frozen(model.get_submodule(name), self.quantizer if name in stored else None, name in adapted)
             setattr(model.get_submodule(parent), last, layer.train(model.training))
+        if self._peft is not None:
+            self._peft.add(model, adapted)
         _save_adapters_alone(model, digest)
         return model
+
+    def _frozen(self, layer: nn.Module, quantizer: Quantizer | None, adapted: bool) -> FrozenLinear:
+        sharded = self.base == "sharded"
+        if self._peft is not None:
+            return FrozenForPeft(layer, quantizer, sharded)
+        return LoRALinear(layer, self.rank if adapted else 0, self.alpha, self.dropout, quantizer, sharded)
 
     def _adapted(self, model: nn.Module, stored: Sequence[str]) -> list[str]:
         if self.targets is None:
@@ -248,73 +270,3 @@ class _WithFrozen:
         for name in self._frozen:
             if name in held:
                 state.setdefault(prefix + name, held[name].detach())
-
-
-def adapters_in(weights: Mapping[str, Any]) -> dict[str, tuple[str, str, str]]:
-    """The adapters among weights: by the name of their layer, the names of both matrices and of their scale.
-
-    Args:
-        weights: Weights, or anything else by their names.
-    """
-    found = {}
-    for name in weights:
-        if name.endswith(".lora_A"):
-            layer = name.removesuffix(".lora_A")
-            names = (name, f"{layer}.lora_B", f"{layer}.scaling")
-            if all(each in weights for each in names):
-                found[layer] = names
-    return found
-
-
-def merge_adapters(
-    checkpoint: Checkpoint,
-    weights: Checkpoint,
-    output: str | os.PathLike[str],
-    max_shard_size: int | str = "5GB",
-    overwrite: bool = True,
-) -> list[str]:
-    """Add adapters to the weights that they were trained over, and write the sum as plain safetensors.
-
-    Args:
-        checkpoint: A checkpoint of a run with adapters, or any other file of theirs.
-        weights: The unquantised weights.
-        output: The directory to write to.
-        max_shard_size: Bytes in a file at most.
-        overwrite: Whether to write into a directory that holds something already.
-
-    Returns:
-        The paths of the safetensors files.
-
-    Raises:
-        CheckpointError: There are no adapters, or the weights are not those of their layers.
-    """
-    from drivetrain.checkpoint.export import save_safetensors
-    from drivetrain.checkpoint.weight_files import open_weights
-
-    trained, base = open_weights(checkpoint), open_weights(weights)
-    adapters = adapters_in(trained)
-    if not adapters:
-        raise CheckpointError(f"{trained.where} holds no adapters: no names such as 'layer.lora_A'.")
-    merged: dict[str, Tensor] = {name: base[name] for name in base}
-    prefix = _prefix(adapters, merged, trained.where, base.where)
-    for layer, (first, second, scale) in adapters.items():
-        name = f"{layer.removeprefix(prefix)}.weight"
-        update = trained[scale].float() * (trained[second].float() @ trained[first].float())
-        if update.shape != merged[name].shape:
-            raise CheckpointError(
-                f"The adapter of {layer} is for a weight of {tuple(update.shape)}, and {name} is "
-                f"{tuple(merged[name].shape)} in {base.where}."
-            )
-        merged[name] = (merged[name].float() + update).to(merged[name].dtype)
-    return save_safetensors(merged, output, max_shard_size, overwrite=overwrite)
-
-
-def _prefix(adapters: Mapping[str, Any], weights: Mapping[str, Any], trained: str, base: str) -> str:
-    """What a task puts before the names of its model's layers."""
-    first = next(iter(adapters))
-    parts = first.split(".")
-    for count in range(len(parts)):
-        prefix = ".".join(parts[:count]) + "." if count else ""
-        if all(f"{layer.removeprefix(prefix)}.weight" in weights for layer in adapters):
-            return prefix
-    raise CheckpointError(f"{base} has no {first}.weight, for which {trained} has an adapter.")

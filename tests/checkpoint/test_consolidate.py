@@ -17,9 +17,9 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from drivetrain import Accelerator, CheckpointError, consolidate
+from drivetrain import Accelerator, CheckpointError, ConfigurationError, consolidate
 from drivetrain.checkpoint import save_run_state, save_safetensors
-from drivetrain.checkpoint.export import parse_size
+from drivetrain.checkpoint.export import shard_limit
 from drivetrain.cli.main import cli
 from drivetrain.runtime.state import PartialState
 from tests.checkpoint.states import alone, assert_same, run_state, write
@@ -253,16 +253,18 @@ def test_transformers_opens_what_an_accelerator_and_a_trainer_saved(tmp_path: Pa
 
 
 @pytest.mark.parametrize(
-    ("text", "size"), [("5GB", 5 * 10**9), ("1.5 MiB", 3 << 19), (7, 7), ("10kb", 10**4), ("9", 9)], ids=str
+    ("text", "size"),
+    [("5GB", 5 * 10**9), ("1.5 MiB", 3 << 19), (7, 7), ("10kb", 10**4), ("9", 9), ("24G", 24 * 10**9)],
+    ids=str,
 )
 def test_sizes_are_read(text: str | int, size: int) -> None:
-    assert parse_size(text) == size
+    assert shard_limit(text) == size
 
 
 @pytest.mark.parametrize("text", ["", "GB", "5 parsecs", "-1", 0, True, "0GB"])
 def test_what_is_no_size_is_refused(text: Any) -> None:
-    with pytest.raises(CheckpointError, match=r"size|larger"):
-        parse_size(text)
+    with pytest.raises(ConfigurationError, match=r"is no size|larger than nothing"):
+        shard_limit(text)
 
 
 def test_the_command_writes_the_files_and_says_which(tmp_path: Path) -> None:

@@ -222,6 +222,6 @@ def test_a_broken_file_is_refused(tmp_path: Path) -> None:
         read_model(str(tmp_path), {})
 
 
-@pytest.mark.parametrize(("count", "text"), [(0, "0 B"), (1536, "1.5 KB"), (3 * 2**40, "3 TB"), (2**52, "4096 TB")])
+@pytest.mark.parametrize(("count", "text"), [(0, "0 B"), (1536, "1.5 KiB"), (3 * 2**40, "3 TiB"), (2**52, "4096 TiB")])
 def test_bytes_are_written_with_their_unit(count: int, text: str) -> None:
     assert as_bytes(count) == text

@@ -24,7 +24,7 @@ from drivetrain import (
 )
 from drivetrain.checkpoint.weight_files import open_weights
 from drivetrain.cli.merge_weights import merge_weights
-from drivetrain.inference.adapters import adapters_in
+from drivetrain.inference.merging import adapters_in
 from tests.pool import run_in_processes
 
 WIDTH, STEPS = 128, 4
@@ -59,9 +59,9 @@ def samples() -> TensorDataset:
 
 
 class Tuned(Task):
-    def __init__(self) -> None:
+    def __init__(self, base: str) -> None:
         super().__init__()
-        self.model = adapted()
+        self.model = adapted(base=base)
         self.losses: list[float] = []
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
@@ -72,11 +72,13 @@ class Tuned(Task):
         return torch.optim.AdamW((each for each in self.model.parameters() if each.requires_grad), lr=1e-2)
 
 
-def trained(strategy: str, path: str, resume: str | None, max_steps: int, batch: int = 8) -> None:
+def trained(
+    strategy: str, path: str, resume: str | None, max_steps: int, batch: int = 8, base: str = "replicated"
+) -> None:
     """A run of the Trainer from a start or a checkpoint to a number of steps, and its checkpoint."""
     options: dict[str, Any] = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
     trainer = Trainer(accelerator="cpu", strategy=strategy, max_steps=max_steps, **options)
-    trainer.fit(Tuned(), DataLoader(samples(), batch), resume=resume)
+    trainer.fit(Tuned(base), DataLoader(samples(), batch), resume=resume)
     trainer.save_checkpoint(path)
 
 
@@ -119,9 +121,9 @@ def test_training_changes_the_adapters_alone(alone: Path) -> None:
     assert held == {*layers, "model.base_sha256"}
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
-def test_two_processes_train_what_one_does(strategy: str, alone: Path, tmp_path: Path) -> None:
-    run_in_processes(trained, 2, args=(strategy, str(tmp_path / "end"), None, STEPS, 4), timeout=120)
+@pytest.mark.parametrize(("strategy", "base"), [("ddp", "replicated"), ("fsdp", "replicated"), ("fsdp", "sharded")])
+def test_two_processes_train_what_one_does(strategy: str, base: str, alone: Path, tmp_path: Path) -> None:
+    run_in_processes(trained, 2, args=(strategy, str(tmp_path / "end"), None, STEPS, 4, base), timeout=120)
     assert difference(alone, tmp_path / "end") <= 5e-6
 
 
@@ -196,11 +198,21 @@ def test_the_frozen_layers_follow_the_model_to_its_dtype_and_device_without_losi
         ({"rank": 0}, r"QLoRA\(rank=0\): give 1 or more"),
         ({"dropout": 1.0}, r"give a share from 0 to below 1"),
         ({"quantizer": "nf5"}, r"no quantizer 'nf5'.*'nf4'"),
+        ({"backend": "pefft"}, r"QLoRA\(backend='pefft'\): give 'drivetrain' or 'peft'.*'peft'"),
+        ({"peft_options": {"use_rslora": True}}, r"are those of backend='peft'. Ask for it, or drop them"),
     ],
 )
 def test_options_that_cannot_be_are_refused(options: dict[str, Any], words: str) -> None:
     with pytest.raises(ConfigurationError, match=words):
         QLoRA(**options)
+
+
+def test_peft_that_is_not_installed_is_refused_before_anything_is_changed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("drivetrain.inference.peft_layers.find_spec", lambda name: None)
+    model = made()
+    with pytest.raises(ConfigurationError, match=r"needs peft, which is not installed: pip install peft"):
+        QLoRA(backend="peft").apply(model)
+    assert type(model.up) is nn.Linear
 
 
 def test_a_target_that_is_not_there_is_refused_with_the_nearest() -> None:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
+
+_PIECES = 16  # that a weight is quantised in; each takes up to seven times its memory
 
 
 class Quantizer(ABC):
@@ -39,11 +41,11 @@ class Quantizer(ABC):
 
     @abstractmethod
     def quantize(self, layer: nn.Linear, weight: Tensor, device: torch.device) -> nn.Module:
-        """Make the layer that is to be in the place of one.
+        """Make the layer that is to be in the place of one, best from `pieces_of` its weight.
 
         Args:
             layer: The layer; its bias, if it has one, is given to the new one as it is.
-            weight: Its weight, on the CPU or the device.
+            weight: Its weight, on the CPU or the device. It may be in a file, and in another dtype than `layer.weight`.
             device: Where the new layer is to be.
         """
 
@@ -87,12 +89,128 @@ class Quantizer(ABC):
         """
         return False
 
+    def settle(self, layer: nn.Module) -> None:
+        """Let a quantised layer compute alike in training and in evaluation, so that gradients pass it in both.
+
+        Args:
+            layer: The layer.
+        """
+
+    def parts(self, layer: nn.Module) -> dict[str, Tensor]:
+        """The plain tensors that take most of a quantised layer's memory.
+
+        Args:
+            layer: The layer.
+
+        Returns:
+            The tensors, by names that `bind` takes.
+        """
+        return weight_parts(layer)
+
+    def bind(self, layer: nn.Module, parts: Mapping[str, Tensor]) -> None:
+        """Let a quantised layer compute with other tensors; what a forward before has kept for backward stays.
+
+        Args:
+            layer: The layer.
+            parts: The tensors, by the names of `parts`.
+        """
+        bind_weight(layer, parts)
+
     @abstractmethod
     def as_dict(self) -> dict[str, Any]:
         """Its options as plain values: `type(self)(**options)` is the same quantizer."""
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({', '.join(f'{name}={value!r}' for name, value in self.as_dict().items())})"
+
+
+def pieces_of(layer: nn.Linear, weight: Tensor, device: torch.device) -> Iterator[tuple[slice, Tensor]]:
+    """Some rows of a weight after the other, on a device and in the layer's dtype.
+
+    What quantises takes several times the memory of what it is given, which is little that way.
+
+    Args:
+        layer: The layer.
+        weight: Its weight, anywhere.
+        device: The device.
+
+    Yields:
+        Which rows, and their values.
+    """
+    step = max(1, -(-len(weight) // _PIECES))
+    for start in range(0, len(weight), step):
+        rows = slice(start, min(start + step, len(weight)))
+        yield rows, weight[rows].to(device, layer.weight.dtype)
+
+
+def weight_parts(layer: nn.Module) -> dict[str, Tensor]:
+    """The plain tensors that a layer's weight consists of, by names.
+
+    Args:
+        layer: The layer.
+    """
+    weight: Any = layer.weight
+    return dict(plain_parts(weight.detach()))
+
+
+def plain_parts(tensor: Tensor, name: str = "weight") -> Iterator[tuple[str, Tensor]]:
+    """The plain tensors that a tensor of any class consists of.
+
+    Args:
+        tensor: The tensor.
+        name: What their names begin with.
+
+    Yields:
+        The name and the tensor.
+    """
+    flatten = getattr(tensor, "__tensor_flatten__", None)
+    if flatten is None:
+        yield name, tensor
+    else:
+        for inner in flatten()[0]:
+            yield from plain_parts(getattr(tensor, inner), f"{name}.{inner}")
+
+
+def contexts_of(tensor: Tensor) -> list[str]:
+    """What a tensor of any class has beside its plain tensors, as text.
+
+    Args:
+        tensor: The tensor.
+    """
+    flatten = getattr(tensor, "__tensor_flatten__", None)
+    if flatten is None:
+        return []
+    names, context = flatten()
+    return [repr(context), *(text for inner in names for text in contexts_of(getattr(tensor, inner)))]
+
+
+def bind_weight(layer: nn.Module, parts: Mapping[str, Tensor]) -> None:
+    """Let a layer's weight consist of other tensors.
+
+    Args:
+        layer: The layer.
+        parts: The tensors, by the names of `weight_parts`.
+    """
+    weight: Any = layer.weight
+    layer.weight = nn.Parameter(rebuilt(weight.detach(), parts, weight.shape), requires_grad=False)
+
+
+def rebuilt(like: Any, parts: Mapping[str, Tensor], shape: torch.Size, name: str = "weight") -> Tensor:
+    """A tensor of the class of another one, of other plain tensors.
+
+    Args:
+        like: The other one.
+        parts: The plain tensors, by the names of `plain_parts`.
+        shape: Of the tensor, which is contiguous.
+        name: What their names begin with.
+    """
+    flatten = getattr(like, "__tensor_flatten__", None)
+    if flatten is None:
+        return parts[name]
+    names, context = flatten()
+    inner = {each: rebuilt(getattr(like, each), parts, shape, f"{name}.{each}") for each in names}
+    made: Tensor = type(like).__tensor_unflatten__(inner, context, shape, (shape[1], 1))
+    return made
 
 
 def linear_like(layer: nn.Linear, kind: type[nn.Linear], **options: Any) -> Any:

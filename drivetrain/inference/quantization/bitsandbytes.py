@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+import copy
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import Any
@@ -10,10 +11,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from drivetrain.inference.quantization.base import Quantizer, linear_like
+from drivetrain.inference.quantization.base import Quantizer, linear_like, pieces_of
 from drivetrain.runtime.errors import ConfigurationError, PackageMissingError, nearest
 
 _TYPES = ("nf4", "fp4")
+_PACKS, _MADE_OF, _ROWS_TOGETHER = "support_avx512bf16_for_cpu", "_made_of", 32
 _SHORT = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 
 
@@ -60,27 +62,76 @@ class BitsAndBytes(Quantizer):
             )
 
     def quantize(self, layer: nn.Linear, weight: Tensor, device: torch.device) -> nn.Module:
+        if self.bits == 4:
+            return self._in_4_bits(layer, weight, device)
+        from bitsandbytes.functional import int8_vectorwise_quant
+
+        stored = torch.empty(weight.shape, dtype=torch.int8, device=device)
+        scales = torch.empty(len(weight), dtype=torch.float32, device=device)
+        for rows, piece in pieces_of(layer, weight, device):
+            stored[rows], scales[rows], _ = int8_vectorwise_quant(piece.to(torch.float16))
+        return self._of_int8(layer, stored, scales)
+
+    def _in_4_bits(self, layer: nn.Linear, weight: Tensor, device: torch.device) -> nn.Module:
+        from bitsandbytes import functional
         from bitsandbytes.nn import modules as layers
 
         made = self._empty(layer)
-        # What quantises is the move to a device, also from the CPU to the CPU.
-        if self.bits == 4:
-            parameter: Any = layers.Params4bit(
-                weight.contiguous(), requires_grad=False, module=made, **self._of_parameter()
-            )
-        else:
-            half = weight.to(torch.float16).contiguous()
-            parameter = layers.Int8Params(half, requires_grad=False, has_fp16_weights=False)
-        made.weight = parameter
-        made.weight = made.weight.to(device)
+        size = made.weight.blocksize
+        stored = torch.empty((weight.numel() + 1) // 2, 1, dtype=torch.uint8, device=device)
+        scales = torch.empty(-(-weight.numel() // size), dtype=torch.float32, device=device)
+        state: Any = None
+        for start, piece in _whole_blocks(pieces_of(layer, weight, device), size):
+            packed, state = functional.quantize_4bit(piece, blocksize=size, quant_type=self.quant_type)
+            stored[start // 2 :][: len(packed)] = packed
+            scales[start // size :][: len(state.absmax)] = state.absmax
+        state.shape, state.absmax = weight.shape, scales
+        if self.double_quant:
+            state.offset, state.nested = scales.mean(), True
+            state.absmax, state.state2 = functional.quantize_blockwise(scales - state.offset, blocksize=256)
+        made.weight = layers.Params4bit(
+            stored.view(-1).view(dtype_of("quant_storage", self.quant_storage)).unsqueeze(1),
+            requires_grad=False,
+            quant_state=state,
+            blocksize=size,
+            module=made,
+            bnb_quantized=True,
+            **self._of_parameter(),
+        )
+        made.quant_state = state
+        self._keep_scales(made)
+        return made  # type: ignore[no-any-return]
+
+    def _keep_scales(self, made: Any) -> None:
+        """Let a layer be written as it was made, and compute whatever its size.
+
+        On processors with AVX-512 BF16 its first forward in evaluation packs it for another kernel, which rounds the
+        scales to bfloat16, and fails where rows or columns are not whole blocks (0.50.2).
+        """
+        rows, columns = made.weight.quant_state.shape
+        if rows % _ROWS_TOGETHER or columns % made.weight.blocksize:
+            self.settle(made)
+        elif made.weight.device.type == "cpu" and getattr(made, _PACKS, False):
+            made.__dict__[_MADE_OF] = copy.copy(made.quant_state)
+
+    def _of_int8(self, layer: nn.Linear, weight: Tensor, scale: Tensor) -> nn.Module:
+        from bitsandbytes.nn import modules as layers
+
+        made = self._empty(layer)
+        made.weight = layers.Int8Params(weight, requires_grad=False, has_fp16_weights=False, CB=weight, SCB=scale)
         return made  # type: ignore[no-any-return]
 
     def made(self, module: nn.Module) -> bool:
         return type(module).__name__ == ("Linear4bit" if self.bits == 4 else "Linear8bitLt")
 
     def saved(self, layer: nn.Module) -> tuple[dict[str, Tensor], dict[str, str]]:
-        state = {name: value for name, value in layer.state_dict().items() if name != "bias"}
-        return state, {}
+        state = layer.state_dict()  # which takes the layer out of what it was packed for
+        kept = layer.__dict__.get(_MADE_OF)
+        if kept is not None:
+            weight: Any = layer.weight
+            weight.quant_state = layer.quant_state = copy.copy(kept)
+            state = layer.state_dict()
+        return {name: value for name, value in state.items() if name != "bias"}, {}
 
     def finds(self, names: Collection[str]) -> bool:
         return any(name == "SCB" or name.startswith("weight.quant_state") for name in names)
@@ -88,19 +139,43 @@ class BitsAndBytes(Quantizer):
     def opened(
         self, layer: nn.Linear, tensors: Mapping[str, Tensor], texts: Mapping[str, str], device: torch.device
     ) -> nn.Module:
+        if self.bits == 8:
+            return self._of_int8(layer, tensors["weight"].to(device), tensors["SCB"].to(device))
         from bitsandbytes.nn import modules as layers
 
         made = self._empty(layer)
-        if self.bits == 4:
-            stats = {name.removeprefix("weight."): value for name, value in tensors.items() if name != "weight"}
-            made.weight = layers.Params4bit.from_prequantized(
-                tensors["weight"].to(device), stats, requires_grad=False, device=device, module=made
-            )
-            made.quant_state = made.weight.quant_state
-        else:
-            weight, scale = tensors["weight"].to(device), tensors["SCB"].to(device)
-            made.weight = layers.Int8Params(weight, requires_grad=False, has_fp16_weights=False, CB=weight, SCB=scale)
+        stats = {name.removeprefix("weight."): value for name, value in tensors.items() if name != "weight"}
+        made.weight = layers.Params4bit.from_prequantized(
+            tensors["weight"].to(device), stats, requires_grad=False, device=device, module=made
+        )
+        made.quant_state = made.weight.quant_state
+        self._keep_scales(made)
         return made  # type: ignore[no-any-return]
+
+    def settle(self, layer: nn.Module) -> None:
+        # What its first forward in evaluation packs it for (see _keep_scales) computes in bfloat16, without a backward.
+        layer.__dict__[_PACKS] = False
+        layer.__dict__.pop(_MADE_OF, None)
+
+    def parts(self, layer: Any) -> dict[str, Tensor]:
+        if self.bits == 4:
+            return {"weight": layer.weight.data, "absmax": layer.quant_state.absmax}
+        if layer.weight.CB is not None:
+            layer.init_8bit_state()
+        return {"weight": layer.state.CB, "SCB": layer.state.SCB}
+
+    def bind(self, layer: Any, parts: Mapping[str, Tensor]) -> None:
+        layer.weight.data = parts["weight"]
+        if self.bits == 4:
+            # A forward before keeps the state that was there.
+            state = copy.copy(layer.quant_state)
+            state.absmax = parts["absmax"]
+            layer.quant_state = layer.weight.quant_state = state
+        else:
+            state = copy.copy(layer.state)
+            state.CB, state.SCB = parts["weight"], parts["SCB"]
+            layer.state = state
+            layer.weight.CB = layer.weight.SCB = None
 
     def as_dict(self) -> dict[str, Any]:
         options: dict[str, Any] = {"bits": self.bits}
@@ -182,6 +257,19 @@ class BnbQuantizationConfig:
     def target_dtype(self) -> Any:
         """What weights are stored in: a dtype, or the name of one that torch has no tensors of."""
         return torch.int8 if self.load_in_8bit else "int4"
+
+
+def _whole_blocks(pieces: Iterable[tuple[slice, Tensor]], size: int) -> Iterator[tuple[int, Tensor]]:
+    """The values of rows in order, some whole blocks at a time but for the last, and where each begins."""
+    start, left = 0, None
+    for _, piece in pieces:
+        flat = piece.reshape(-1) if left is None else torch.cat([left, piece.reshape(-1)])
+        whole = flat.numel() // size * size
+        if whole:
+            yield start, flat[:whole]
+        start, left = start + whole, flat[whole:]
+    if left is not None and left.numel():
+        yield start, left
 
 
 def dtype_of(argument: str, given: torch.dtype | str) -> torch.dtype:

@@ -232,7 +232,7 @@ def _weight(name: str, layer: nn.Linear, source: Weights) -> Tensor:
             f"{full} is {tuple(entry.shape)} of {entry.dtype} in {source.where}, and {tuple(layer.weight.shape)} of a "
             "floating-point dtype in the model."
         )
-    return source[full].to(layer.weight.dtype)
+    return source[full]
 
 
 def _convert(

@@ -11,12 +11,17 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from drivetrain.inference.quantization.base import Quantizer, linear_like
+from drivetrain.inference.quantization.base import Quantizer, contexts_of, linear_like, pieces_of, plain_parts, rebuilt
 from drivetrain.runtime.errors import CheckpointError, ConfigurationError, PackageMissingError, nearest
 
 # torchao takes names apart at their last dot.
 _PREFIX = "layer."
 _NAME = f"{_PREFIX}weight"
+
+# Schemes with a scale for each row. Older classes of torchao have the shape of the whole among what they are made of,
+# which two numbers of rows show.
+_BY_ROWS = ("int8wo", "int8dq", "float8wo")
+_PROBED = (2, 3)
 
 # name -> (torchao's configuration, its arguments)
 _SCHEMES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -71,18 +76,41 @@ class TorchAO(Quantizer):
             ) from error
 
     def quantize(self, layer: nn.Linear, weight: Tensor, device: torch.device) -> nn.Module:
+        made = linear_like(layer, nn.Linear)
+        by_rows = self.scheme in _BY_ROWS and len(weight) >= max(_PROBED)
+        if by_rows and _is_by_rows(*(self._stored(weight[:rows].to(device, layer.weight.dtype)) for rows in _PROBED)):
+            found = self._in_pieces(layer, weight, device)
+        else:
+            found = self._stored(weight.to(device, layer.weight.dtype))
+        made.weight = nn.Parameter(found, requires_grad=False)
+        return made  # type: ignore[no-any-return]
+
+    def _in_pieces(self, layer: nn.Linear, weight: Tensor, device: torch.device) -> Tensor:
+        """A weight of which each row is stored by itself."""
+        whole: dict[str, Tensor] = {}
+        like: Any = None
+        for rows, piece in pieces_of(layer, weight, device):
+            like = self._stored(piece)
+            for name, part in plain_parts(like):
+                if name not in whole:
+                    whole[name] = torch.empty(len(weight), *part.shape[1:], dtype=part.dtype, device=device)
+                whole[name][rows] = part
+        return rebuilt(like, whole, weight.shape)
+
+    def _stored(self, weight: Tensor) -> Tensor:
+        """A weight as torchao stores it."""
         import torchao.quantization as ao
 
         kind, options = _SCHEMES[self.scheme]
         if self.group_size is not None:
             options = {**options, "group_size": self.group_size}
-        made = linear_like(layer, nn.Linear)
-        bias, made.bias = made.bias, None
-        made.weight = nn.Parameter(weight.to(device), requires_grad=False)
-        ao.quantize_(made, getattr(ao, kind)(**options))
-        made.weight.requires_grad_(False)
-        made.bias = bias
-        return made  # type: ignore[no-any-return]
+        with torch.device("meta"):
+            layer = nn.Linear(weight.shape[1], len(weight), bias=False)
+        layer.weight = nn.Parameter(weight, requires_grad=False)
+        ao.quantize_(layer, getattr(ao, kind)(**options))
+        found = layer.weight.detach()
+        del layer.weight  # torchao has made the layer a cycle, which would keep it for a while
+        return found
 
     def made(self, module: nn.Module) -> bool:
         weight = getattr(module, "weight", None)
@@ -113,6 +141,15 @@ class TorchAO(Quantizer):
 
     def as_dict(self) -> dict[str, Any]:
         return {"scheme": self.scheme} | ({} if self.group_size is None else {"group_size": self.group_size})
+
+
+def _is_by_rows(first: Tensor, second: Tensor) -> bool:
+    """Whether each row of a weight is stored by itself, as stored weights of different numbers of rows show."""
+    parts = [dict(plain_parts(each)) for each in (first, second)]
+    alike = all(
+        part.dim() and len(part) == rows for rows, found in zip(_PROBED, parts, strict=True) for part in found.values()
+    )
+    return alike and parts[0].keys() == parts[1].keys() and contexts_of(first) == contexts_of(second)
 
 
 def _of_files(name: str) -> Callable[..., Any]:

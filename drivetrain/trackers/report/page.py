@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import drivetrain
+from drivetrain.runtime.byte_sizes import as_bytes
 from drivetrain.trackers.report.charts import (
     SPENT,
     Chart,
@@ -25,7 +26,7 @@ from drivetrain.trackers.report.files import write_whole
 from drivetrain.trackers.report.lanes import Sample, read_lanes
 from drivetrain.trackers.report.record import FAILED, PAGE, RUNNING, read_record, seconds_of
 from drivetrain.trackers.report.values import RunValues, has_values, read_values
-from drivetrain.trackers.report.words import duration, moment, number, plain_text, size
+from drivetrain.trackers.report.words import duration, moment, number, plain_text
 
 Rows = list[tuple[str, str]]
 
@@ -206,7 +207,7 @@ def _figures(run: RunPage) -> Rows:
         found.append(("samples per second", number(float(f"{rate:.3g}"))))
     used = [each.memory for _, lane in run.lanes.values() for each in lane if each.memory > 0]
     if used:
-        found.append(("most memory seen", size(max(used))))
+        found.append(("most memory seen", as_bytes(max(used))))
     return found
 
 

@@ -35,15 +35,6 @@ def moment(seconds: float) -> str:
     return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(seconds))
 
 
-def size(count: float) -> str:
-    """A number of bytes."""
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if count < 1024:
-            return f"{count:.3g} {unit}"
-        count /= 1024
-    return f"{count:.3g} TiB"
-
-
 def plain_text(value: Any) -> str:
     """A value of a configuration."""
     if isinstance(value, float):

@@ -145,6 +145,31 @@ def test_what_is_saved_opens_without_the_original_to_the_last_bit(name: str, wei
     assert len(first) < 0.5 * weights.stat().st_size
 
 
+@pytest.mark.parametrize(
+    "quantizer",
+    [BitsAndBytes(4), BitsAndBytes(4, double_quant=True), BitsAndBytes(4, quant_storage=torch.float32)],
+    ids=["nf4", "in two steps", "in floats"],
+)
+def test_forwards_change_nothing_of_what_is_saved(quantizer: Quantizer, weights: Path, tmp_path: Path) -> None:
+    model = quantize_model(empty(), quantizer, weights)
+    save_quantized(model, tmp_path / "first")
+    outputs = []
+    for folder in ("second", "third"):
+        outputs.append(model(TOKENS))
+        save_quantized(model, tmp_path / folder)
+    assert torch.equal(*outputs)
+    files = [(tmp_path / folder / "model.safetensors").read_bytes() for folder in ("first", "second", "third")]
+    assert files[0] == files[1] == files[2]
+
+
+@pytest.mark.parametrize("shape", [(40, 128), (128, 96), (33, 50)], ids=str)
+def test_layers_of_any_size_compute_in_evaluation(shape: tuple[int, int]) -> None:
+    model = nn.Sequential(nn.Linear(*shape), nn.ReLU(), nn.Linear(shape[1], 4)).eval()
+    x = torch.randn(3, shape[0])
+    expected = model[0](x)
+    assert error(quantize_model(model, "nf4")[0](x), expected) < 0.2
+
+
 def test_no_more_than_one_weight_is_in_memory_unquantised(weights: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     read: list[str] = []
     quantised: list[int] = []

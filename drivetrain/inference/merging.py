@@ -1,0 +1,144 @@
+"""Adapters added to the weights that they were trained over, a few rows at a time."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from drivetrain.checkpoint.export import parse_dtype, write_safetensors
+from drivetrain.checkpoint.tensor_file import BLOCK, Entry
+from drivetrain.checkpoint.weight_files import open_weights
+from drivetrain.checkpoint.weight_sources import Weights
+from drivetrain.inference.loading import Checkpoint
+from drivetrain.runtime.errors import CheckpointError
+
+# What ends the names of an adapter's matrices and of its scale: our own layers, and peft's over ours.
+_ENDINGS = (
+    (".lora_A", ".lora_B", ".scaling"),
+    (".lora_A.default.weight", ".lora_B.default.weight", ".base_layer.scaling"),
+)
+
+
+class Adapter(NamedTuple):
+    """The names of the tensors of one adapter.
+
+    Attributes:
+        first: The matrix of shape `(rank, in_features)`.
+        second: The matrix of shape `(out_features, rank)`.
+        scale: What their product is multiplied by.
+    """
+
+    first: str
+    second: str
+    scale: str
+
+
+def adapters_in(weights: Mapping[str, Any]) -> dict[str, Adapter]:
+    """The adapters among weights, by the names of their layers.
+
+    Args:
+        weights: Weights, or anything else by their names.
+    """
+    found = {}
+    for name in weights:
+        for first, second, scale in _ENDINGS:
+            layer = name.removesuffix(first)
+            adapter = Adapter(name, layer + second, layer + scale)
+            if layer != name and all(each in weights for each in adapter):
+                found[layer] = adapter
+    return found
+
+
+def merge_adapters(
+    checkpoint: Checkpoint,
+    weights: Checkpoint,
+    output: str | os.PathLike[str],
+    max_shard_size: int | str = "5GB",
+    overwrite: bool = True,
+    *,
+    dtype: torch.dtype | str | None = None,
+    model: int | None = None,
+    progress: bool = False,
+) -> list[str]:
+    """Add adapters to the weights that they were trained over, and write the sum as plain safetensors.
+
+    Weights are read and written a block at a time: none is whole in memory, and a file is written as it fills.
+
+    Args:
+        checkpoint: A checkpoint of a run with adapters, or any other file of theirs.
+        weights: The unquantised weights.
+        output: The directory to write to.
+        max_shard_size: Bytes in a file at most.
+        overwrite: Whether to write into a directory that holds something already.
+        dtype: What floating-point weights are converted to, such as `"bfloat16"`; unchanged if None.
+        model: Which model of the checkpoint, where it has several, from 0.
+        progress: Whether to show a progress bar.
+
+    Returns:
+        The paths of the safetensors files.
+
+    Raises:
+        CheckpointError: There are no adapters, or the weights are not those of their layers.
+        ConfigurationError: `max_shard_size` is no size.
+    """
+    trained, base = open_weights(checkpoint, model), open_weights(weights)
+    adapters = adapters_in(trained)
+    if not adapters:
+        raise CheckpointError(f"{trained.where} holds no adapters: no names such as 'layer.lora_A'.")
+    prefix = _prefix(adapters, base, trained.where, base.where)
+    by_weight = {f"{layer.removeprefix(prefix)}.weight": adapter for layer, adapter in adapters.items()}
+    for name, (first, second, _) in by_weight.items():
+        shape = (trained.entries[second].shape[0], trained.entries[first].shape[1])
+        if shape != base.entries[name].shape:
+            raise CheckpointError(
+                f"The adapter of {name.removesuffix('.weight')} is for a weight of {shape}, and {name} is "
+                f"{base.entries[name].shape} in {base.where}."
+            )
+    target = parse_dtype(dtype)
+    tied = {name: other for name, other in base.tied().items() if name not in by_weight and other not in by_weight}
+    # A name that is tied to a weight with an adapter is written apart, without it.
+    apart = {name: base.entries[other] for name, other in base.same.items() if name not in tied}
+    sources = []
+    for name, entry in {**base.entries, **apart}.items():
+        if name in tied:
+            continue
+        written = target if target is not None and entry.dtype.is_floating_point else entry.dtype
+        blocks = partial(
+            _blocks, base, base.same[name] if name in apart else name, written, trained, by_weight.get(name)
+        )
+        sources.append((Entry(name, written, entry.shape), blocks))
+    return write_safetensors(sources, tied, output, max_shard_size, overwrite=overwrite, progress=progress)
+
+
+def _blocks(
+    base: Weights, name: str, dtype: torch.dtype, trained: Weights, adapter: Adapter | None
+) -> Iterator[Tensor]:
+    """A weight with its adapter added, some rows at a time."""
+    weight = base[name]
+    if weight.dim() == 0:
+        yield weight.to(dtype)
+        return
+    step = max(1, BLOCK // max(1, weight[:1].numel() * 4))
+    if adapter is None:
+        yield from (weight[start : start + step].to(dtype) for start in range(0, len(weight), step))
+        return
+    first, second, scale = (trained[each].float() for each in adapter)
+    for start in range(0, len(weight), step):
+        rows = (second[start : start + step] @ first).mul_(scale).add_(weight[start : start + step])
+        yield rows.to(dtype)
+
+
+def _prefix(adapters: Mapping[str, Any], weights: Mapping[str, Any], trained: str, base: str) -> str:
+    """What a task puts before the names of its model's layers."""
+    first = next(iter(adapters))
+    parts = first.split(".")
+    for count in range(len(parts)):
+        prefix = ".".join(parts[:count]) + "." if count else ""
+        if all(f"{layer.removeprefix(prefix)}.weight" in weights for layer in adapters):
+            return prefix
+    raise CheckpointError(f"{base} has no {first}.weight, for which {trained} has an adapter.")
