@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from drivetrain import checkpoint
 from drivetrain.accelerator import Accelerator
 from drivetrain.callbacks import Callback, EarlyStopping, ModelCheckpoint
 from drivetrain.callbacks.stage import Stage
-from drivetrain.checkpoint import CheckpointFiles
 from drivetrain.data import BatchInfo
 from drivetrain.runtime.keywords import made_again
 from drivetrain.strategies import Strategy
@@ -182,9 +182,9 @@ class TrainerStatus:
         return "drivetrain"
 
     @property
-    def checkpoint_files(self) -> CheckpointFiles:
+    def checkpoint_files(self) -> checkpoint.CheckpointFiles:
         """How checkpoints in Lightning's format are written, read and removed."""
-        return CheckpointFiles()
+        return checkpoint.CheckpointFiles()
 
     @property
     def refuses_unknown_keys(self) -> bool:
