@@ -168,14 +168,10 @@ class Accelerator(KnownKeywords, EngineStatus, ProcessControl, Collectives, Mode
         self.project_configuration = make_project(project_dir, project_config)
         self.rng_types = list(rng_types or ["generator"])
         self.profile_handler = find_handler(handlers, ProfileKwargs)
-        options = PreparationOptions(
-            device_placement,
-            make_dataloader_config(split_batches, dataloader_config),
-            step_scheduler_with_optimizer,
-            step_scheduler_per_process,
-            fused_optimizer,
-            make_dynamo_plugin(dynamo_backend, dynamo_plugin),
-        )
+        loading = make_dataloader_config(split_batches, dataloader_config)
+        stepping = (step_scheduler_with_optimizer, step_scheduler_per_process, fused_optimizer)
+        compilation = make_dynamo_plugin(dynamo_backend, dynamo_plugin)
+        options = PreparationOptions(device_placement, loading, *stepping, compilation)
         plugins = Plugins.given(
             fsdp_plugin, deepspeed_plugin, deepspeed_plugins, parallelism_config, megatron_lm_plugin, torch_tp_plugin
         )
@@ -186,16 +182,16 @@ class Accelerator(KnownKeywords, EngineStatus, ProcessControl, Collectives, Mode
         self.strategy.check(RunOptions(self.precision, Given(_ACCUMULATION, accumulation.num_steps)))
 
         self.active_loaders, self.prepared = ActiveLoaders(), Prepared()
-        held, active = HeldGradients(self.prepared, self.strategy), self.active_loaders
-        self.accumulation = AccumulationWindow(accumulation, active, held)
-        self.gradient_state = GradientState(window=self.accumulation, active=active)
+        held = HeldGradients(self.prepared, self.strategy)
+        self.accumulation = AccumulationWindow(accumulation, self.active_loaders, held)
+        self.gradient_state = GradientState(window=self.accumulation, active=self.active_loaders)
         self.step = OptimizerStep(self.strategy, self.precision, self.prepared, self.accumulation)
         self.precision.hold_scale_while(lambda: self.accumulation.holds_gradients)
-        parts = (self.strategy, self.precision, self.step, self.prepared)
-        self.preparation = Preparation(self.state, *parts, active, options)
-        numbered = NumberedCheckpoints(self.project_configuration, self.state)
+        engine = (self.state, self.strategy, self.precision)
+        self.preparation = Preparation(*engine, self.step, self.prepared, self.active_loaders, options)
         self.trigger, self.tracking = Trigger(self.state), RunTracking(self.state, log_with, self.project_configuration)
-        self.run_state = RunState(self.state, self.strategy, self.precision, numbered, self.prepared, self.tracking)
+        numbered = NumberedCheckpoints(self.project_configuration, self.state)
+        self.run_state = RunState(*engine, numbered, self.prepared, self.tracking)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Accelerator:
         # It stands for this process's run, of which there is one.

@@ -146,7 +146,7 @@ class SeededBatches(Dataset[Any]):
         return samples
 
     def _read_first(self, epoch: int, indices: Any) -> Any:
-        """Samples, with all generators seeded for each, and a look at what each has drawn from."""
+        """Samples, with all generators seeded for each, and note which of them they draw from."""
         drawn: list[str] = []
         samples = []
         for index in indices:

@@ -46,7 +46,7 @@ class MappedPages:
                     each.file.will_need(each.start, each.end)
 
     def enter(self, number: int) -> None:
-        """Check that a group's files are as they were, and read it if nobody has asked for it yet."""
+        """Check that a group's files are as they were, and read it unless it is on its way."""
         for file in self._files[number]:
             file.check_unchanged()
         self.prefetch([number])

@@ -15,7 +15,7 @@ _MERSENNE_TWISTER = 625 * 4  # bytes of NumPy's: 624 words and a position
 class KeptGenerators:
     """A context that puts Python's, NumPy's and torch's CPU generator back to where they were; it can be entered again.
 
-    NumPy takes longest: it copies its state word by word. Where nobody has drawn from it since the context was left,
+    NumPy takes longest: it copies its state word by word. Where nothing was drawn from it since the context was left,
     the copy taken before is good, which its memory shows (`BitGenerator.ctypes.state_address`).
     """
 

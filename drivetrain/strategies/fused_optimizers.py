@@ -1,4 +1,4 @@
-"""torch's fused optimizers, where a script has left the choice open.
+"""Optimizers of torch step by its fused implementations where a script has left the choice open.
 
 A fused optimizer updates all parameters in one call instead of a dozen calls for each. Its results are those of the
 other implementations but for the rounding of a parameter's last bit.
