@@ -183,8 +183,6 @@ LEFT_OUT = {
     "test_fsdp.py::test_use_orig_params": "reads an option of torch's older FSDP, in whose place is fully_shard here",
     "test_multiprocessing.py::test_fit_twice_raises": WORKS,
     "test_deepspeed.py::test_deepspeed_only_compatible_with_cuda": WORKS,
-    "test_deepspeed.py::test_deepspeed_strategy_string[deepspeed]": "expects no variable that the import of DeepSpeed "
-    "sets, which the import of Lightning has set before",
     "test_model_parallel.py::test_device_mesh_access": "makes the strategy under which a module shards itself in "
     "configure_model; here Parallel shards it by a plan",
     "test_deepspeed.py::test_deepspeed_save_checkpoint_exclude_frozen_parameters": OWN_STRATEGY,
@@ -753,6 +751,7 @@ def take_place() -> None:
     """Put our names in the place of Lightning's, also in processes that a test starts."""
     drivetrain.compat.install("lightning", "pytorch_lightning", "lightning_fabric")
     paths = [str(STAND_INS / "lightning"), *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
+    os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")  # as Lightning's import does, and DeepSpeed's again
     os.environ["PYTHONPATH"] = os.pathsep.join(dict.fromkeys(each for each in paths if each))
     tests, *given = map(Path, os.environ.get(GIVEN, "").split(os.pathsep))
     make_importable(tests, given)
