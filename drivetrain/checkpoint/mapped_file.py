@@ -196,6 +196,7 @@ class MappedFile:
             target: As many bytes as it has.
         """
         position = self.placed[name].start
+        self.will_need(position, position + len(target))
         try:
             with open(self.path, "rb", buffering=0) as file:
                 file.seek(position)
