@@ -1,4 +1,4 @@
-"""Device maps as a page: a bar for each device, as long as what it has, and the blocks in it."""
+"""Device maps as a page: a bar for each device, as long as what it has or as the model, and the blocks in it."""
 
 from __future__ import annotations
 
@@ -25,6 +25,7 @@ p { margin: 0 0 .2rem; color: var(--soft); overflow-wrap: anywhere; }
 details { margin-top: .2rem; }
 .bar { display: flex; height: 2.25rem; min-width: 4px; overflow: hidden; background: var(--room);
   border: 1px solid var(--line); border-radius: 4px; }
+.bar.cut { border-right: 3px dotted var(--soft); }
 .bar div { height: 100%; flex: none; }
 .block { background: var(--block); } .other { background: var(--other); }
 .stream { background: var(--stream); } .work { background: var(--work); }
@@ -53,27 +54,35 @@ def as_page(problem: Problem, placement: Placement) -> str:
         placement: Where the blocks go.
     """
     shares = problem.shares(placement)
-    widest = max(1, *map(_length, shares))
-    devices = "".join(_device(problem, placement, place, share, widest) for place, share in enumerate(shares))
+    # A disk has so much more than all others that they would not be seen beside it.
+    most = max(1, problem.size, *map(_used, shares))
+    widest = max(1, *(_length(share, most) for share in shares))
+    devices = "".join(_device(problem, placement, place, share, most, widest) for place, share in enumerate(shares))
     key = "".join(f'<li><i class="{kind}"></i>{text}</li>' for kind, text in _KEY)
     return (
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><title>Device map</title>'
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
         f"<style>{_STYLE}</style></head><body><h1>Device map</h1><p>{as_bytes(problem.size)} in all, "
-        f"{problem.boundaries(placement)} boundaries between devices. Bars are as long as what devices have.</p>"
+        f"{problem.boundaries(placement)} boundaries between devices. Bars are as long as what devices have; one "
+        "with a dotted end has more than the whole model takes.</p>"
         f'<ul class="key">{key}</ul>{devices}</body></html>\n'
     )
 
 
-def _length(share: Share) -> float:
-    """The bytes that a bar stands for: what the device has, or holds where that has no limit."""
-    return share.weights + share.streamed + share.activations if math.isinf(share.limit) else share.limit
+def _used(share: Share) -> float:
+    return share.weights + share.streamed + share.activations
 
 
-def _device(problem: Problem, placement: Placement, place: int, share: Share, widest: float) -> str:
+def _length(share: Share, most: float) -> float:
+    """The bytes that a bar stands for: what the device has, as far as it is drawn."""
+    return min(share.limit, most)
+
+
+def _device(problem: Problem, placement: Placement, place: int, share: Share, most: float, widest: float) -> str:
     """The bar of one device, what it has, and a list of its blocks."""
     budget = problem.budgets[place]
-    whole = max(_length(share), 1)
+    whole = max(_length(share, most), 1)
+    kind = "bar cut" if share.limit > whole else "bar"
     blocks = [
         (", ".join(block.names) or "(all)", block.size)
         for block, its in zip(problem.blocks, placement.places, strict=True)
@@ -94,7 +103,7 @@ def _device(problem: Problem, placement: Placement, place: int, share: Share, wi
     label = escape(f"{name}: {text}", quote=True)
     return (
         f"<h2>{escape(name)}</h2><p>{escape(modules) or 'nothing'}</p><p>{text}</p>"
-        f'<div class="bar" role="img" aria-label="{label}" style="width:{100 * whole / widest:.3f}%">'
+        f'<div class="{kind}" role="img" aria-label="{label}" style="width:{100 * whole / widest:.3f}%">'
         f"{''.join(parts)}</div>{listing}"
     )
 

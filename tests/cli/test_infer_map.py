@@ -34,7 +34,7 @@ def test_what_does_not_fit_goes_to_the_cpu_then_to_the_disk(tmp_path: Path) -> N
     page = tmp_path / "map.html"
     printed = run(*MODEL, "--device", "300KB", "--cpu", "300KB", "--html", str(page))
     assert [line.split()[0] for line in printed.splitlines()[2:-1]] == ["0", "cpu", "disk"]
-    assert page.read_text().count('class="bar"') == 3
+    assert page.read_text().count('role="img"') == 3
 
 
 def test_a_dtype_and_a_named_map_count() -> None:

@@ -383,8 +383,14 @@ def test_the_table_and_the_page_show_devices_modules_and_bytes():
     assert "2 - 3" in lines[4]
     assert lines[-1] == "2 boundaries between devices, 400 B in all"
     page = found.html()
-    assert page.count('class="bar"') == 4
+    assert page.count('role="img"') == 4
     assert 'title="3: 100 B"' in page
+
+
+def test_a_bar_is_as_long_as_its_device_and_no_longer_than_the_model():
+    page = infer_auto_device_map(linears(100, 100), {0: 100, "cpu": 150, "disk": 10_000}).html()
+    bars = re.findall(r'class="(bar(?: cut)?)" role="img" aria-label="([^:]*):[^"]*" style="width:([\d.]+)%"', page)
+    assert bars == [("bar", "device 0", "50.000"), ("bar", "cpu", "75.000"), ("bar cut", "disk", "100.000")]
 
 
 def test_a_module_is_explained():
