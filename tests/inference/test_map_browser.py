@@ -32,7 +32,7 @@ def test_bars_are_as_long_as_what_devices_have_and_nothing_is_fetched(tmp_path: 
     found = infer_auto_device_map(model, {0: "16MiB", 1: "8MiB", "cpu": "8MiB"})
     page = tmp_path / "map.html"
     page.write_text(found.html())
-    pixels, asked_for = opened(page, tmp_path, dark=scheme == "dark", size=(500, 900))
+    pixels, asked_for = opened(page, tmp_path, dark=scheme == "dark", size=(500, 1000))
     paper, block, other, stream = COLORS[scheme]
     assert tuple(pixels[2, 2]) == paper
     assert tuple(pixels[2, -3]) == paper
