@@ -1,4 +1,4 @@
-"""Device maps as a page: a bar for each device, as long as what it has or as the model, and the blocks in it."""
+"""Device maps as a page: a bar for each device, as long as what it has, and the blocks in it."""
 
 from __future__ import annotations
 
@@ -55,16 +55,16 @@ def as_page(problem: Problem, placement: Placement) -> str:
     """
     shares = problem.shares(placement)
     # A disk has so much more than all others that they would not be seen beside it.
-    most = max(1, problem.size, *map(_used, shares))
-    widest = max(1, *(_length(share, most) for share in shares))
-    devices = "".join(_device(problem, placement, place, share, most, widest) for place, share in enumerate(shares))
+    limits = [share.limit for share in shares if share.limit <= problem.size] or [problem.size]
+    widest = max(1, *limits, *map(_used, shares))
+    devices = "".join(_device(problem, placement, place, share, widest) for place, share in enumerate(shares))
     key = "".join(f'<li><i class="{kind}"></i>{text}</li>' for kind, text in _KEY)
     return (
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><title>Device map</title>'
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
         f"<style>{_STYLE}</style></head><body><h1>Device map</h1><p>{as_bytes(problem.size)} in all, "
-        f"{problem.boundaries(placement)} boundaries between devices. Bars are as long as what devices have; one "
-        "with a dotted end has more than the whole model takes.</p>"
+        f"{problem.boundaries(placement)} boundaries between devices. Bars are as long as what devices have; a "
+        "dotted end says that there is more.</p>"
         f'<ul class="key">{key}</ul>{devices}</body></html>\n'
     )
 
@@ -73,15 +73,10 @@ def _used(share: Share) -> float:
     return share.weights + share.streamed + share.activations
 
 
-def _length(share: Share, most: float) -> float:
-    """The bytes that a bar stands for: what the device has, as far as it is drawn."""
-    return min(share.limit, most)
-
-
-def _device(problem: Problem, placement: Placement, place: int, share: Share, most: float, widest: float) -> str:
+def _device(problem: Problem, placement: Placement, place: int, share: Share, widest: float) -> str:
     """The bar of one device, what it has, and a list of its blocks."""
     budget = problem.budgets[place]
-    whole = max(_length(share, most), 1)
+    whole = max(min(share.limit, widest), 1)
     kind = "bar cut" if share.limit > whole else "bar"
     blocks = [
         (", ".join(block.names) or "(all)", block.size)

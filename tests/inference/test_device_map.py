@@ -387,10 +387,10 @@ def test_the_table_and_the_page_show_devices_modules_and_bytes():
     assert 'title="3: 100 B"' in page
 
 
-def test_a_bar_is_as_long_as_its_device_and_no_longer_than_the_model():
+def test_a_bar_is_as_long_as_its_device_unless_that_has_room_for_more_than_the_model():
     page = infer_auto_device_map(linears(100, 100), {0: 100, "cpu": 150, "disk": 10_000}).html()
     bars = re.findall(r'class="(bar(?: cut)?)" role="img" aria-label="([^:]*):[^"]*" style="width:([\d.]+)%"', page)
-    assert bars == [("bar", "device 0", "50.000"), ("bar", "cpu", "75.000"), ("bar cut", "disk", "100.000")]
+    assert bars == [("bar", "device 0", "66.667"), ("bar", "cpu", "100.000"), ("bar cut", "disk", "100.000")]
 
 
 def test_a_module_is_explained():
