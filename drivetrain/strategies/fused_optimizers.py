@@ -16,6 +16,8 @@ from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer
 IMPLEMENTATION = ("fused", "foreach")
 """The options of a group that say how a run steps; they are no part of what it has trained."""
 
+_CHOSEN = "_fused_by_drivetrain"
+
 # The devices that each has a kernel for; torch's own list is of all of its fused kernels together.
 _ANYWHERE = ("cpu", "cuda", "xpu", "mps")
 _DEVICES: dict[type[Optimizer], tuple[str, ...]] = {
@@ -46,7 +48,17 @@ def use_fused(optimizer: Optimizer, models: Iterable[nn.Module]) -> bool:
         return False
     for group in optimizer.param_groups:
         group["fused"] = True
+    optimizer.__dict__[_CHOSEN] = True
     return True
+
+
+def options_given(optimizer: Optimizer) -> dict[str, None]:
+    """The options of an optimizer's groups that were changed here, as the script gave them.
+
+    Args:
+        optimizer: The bare optimizer.
+    """
+    return {"fused": None} if _CHOSEN in optimizer.__dict__ else {}
 
 
 def _takes_fused(group: dict[str, Any], devices: tuple[str, ...]) -> bool:

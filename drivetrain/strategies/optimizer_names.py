@@ -10,7 +10,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from drivetrain.runtime.errors import CheckpointError
-from drivetrain.strategies.fused_optimizers import IMPLEMENTATION
+from drivetrain.strategies.fused_optimizers import IMPLEMENTATION, options_given
 
 
 def named_optimizer_state(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
@@ -33,8 +33,10 @@ def named_optimizer_state(model: nn.Module, optimizer: Optimizer) -> dict[str, A
             )
         return names[id(parameter)]
 
+    given = options_given(optimizer)
     groups = [
-        {**group, "params": [name_of(parameter) for parameter in group["params"]]} for group in optimizer.param_groups
+        {**group, **given, "params": [name_of(parameter) for parameter in group["params"]]}
+        for group in optimizer.param_groups
     ]
     state = {name_of(parameter): dict(value) for parameter, value in optimizer.state.items()}
     return {"state": state, "param_groups": groups}

@@ -9,6 +9,7 @@ from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer, RMSprop
 
 from drivetrain import Task, Trainer
 from drivetrain.strategies.fused_optimizers import use_fused
+from drivetrain.strategies.optimizer_names import named_optimizer_state
 
 
 class Regression(Task):
@@ -58,6 +59,15 @@ def test_what_the_script_chose_stays(option):
     before = dict(optimizer.param_groups[0])
     assert not use_fused(optimizer, [])
     assert optimizer.param_groups[0] == before
+
+
+def test_a_checkpoint_holds_what_the_script_gave():
+    model = nn.Linear(2, 1)
+    for given in ({}, {"fused": True}):
+        optimizer = Adam(model.parameters(), **given)
+        use_fused(optimizer, [model])
+        saved = named_optimizer_state(model, optimizer)["param_groups"][0]
+        assert (saved["fused"], optimizer.param_groups[0]["fused"]) == (given.get("fused"), True)
 
 
 class OwnAdam(Adam):
