@@ -6,6 +6,7 @@ import importlib
 import os
 import subprocess
 import sys
+import types
 from pathlib import Path
 
 import pytest
@@ -135,3 +136,12 @@ def test_utils_are_those_of_accelerate_under_the_name_of_drivetrain() -> None:
     assert set(dir(accelerate.utils)) <= set(dir(utils))
     with pytest.raises(AttributeError, match=r"module 'drivetrain.utils' has no attribute 'set_sed'"):
         utils.set_sed  # noqa: B018
+
+
+def test_the_notebook_launcher_refuses_where_bitsandbytes_may_have_started_cuda(monkeypatch):
+    from drivetrain.compat.accelerate.launchers import notebook_launcher
+
+    monkeypatch.setitem(sys.modules, "bitsandbytes", types.ModuleType("bitsandbytes"))
+    with pytest.raises(RuntimeError, match="Please keep these imports inside the function"):
+        notebook_launcher(print, num_processes=2)
+    notebook_launcher(print, num_processes=1)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -41,6 +42,7 @@ def notebook_launcher(
 
     Raises:
         ConfigurationError: There is no such option.
+        LaunchError: bitsandbytes was imported already, which Accelerate refuses too.
         ProcessesFailed: A process failed, which is torch's `ChildFailedError` too.
     """
     known = {
@@ -55,6 +57,12 @@ def notebook_launcher(
     unknown = set(options) - known
     if unknown:
         raise ConfigurationError(f"notebook_launcher has no {', '.join(sorted(unknown))}; it has {', '.join(known)}.")
+    if num_processes is not None and num_processes > 1 and "bitsandbytes" in sys.modules:
+        raise LaunchError(
+            "bitsandbytes was imported in this process and may have started CUDA, whose state does not survive a fork. "
+            "Please keep these imports inside the function given to notebook_launcher, and restart the kernel. "
+            "drivetrain.notebook_launcher refuses only where a device is in use."
+        )
     port = 0 if num_nodes == 1 and str(use_port) == "29500" else use_port
     for restarts_left in range(options.get("max_restarts", 0), -1, -1):
         try:
