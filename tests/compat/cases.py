@@ -163,7 +163,7 @@ SCRIPTS = (
     Script("test_distributed_data_loop.py", 2),
     Script("test_ddp_comm_hook.py", 2, before="on_cpu.py"),
     Script("test_merge_weights.py", 2, before="whole_tensors.py"),
-    Script("test_notebook.py", 1, starts=2),
+    Script("test_notebook.py", 1, starts=2, before="not_yet_imported.py"),
     Script("test_cli.py", 1),
     Script("external_deps/test_metrics.py", 1),
     Script("external_deps/test_metrics.py", 2),
