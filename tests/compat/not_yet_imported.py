@@ -1,4 +1,4 @@
-"""For a script that sees whether bitsandbytes was imported: the process that programs are forked from has, through peft."""
+"""For a script that sees whether bitsandbytes was imported: peft imports it in the process that programs share."""
 
 from __future__ import annotations
 
