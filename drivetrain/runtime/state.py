@@ -359,7 +359,9 @@ class PartialState:
                 "is not known. Leave one of them out."
             )
         store = (self.store or group_store()) if self.use_distributed else HashStore()
-        return WorkQueue(inputs, store, self.process_index, self.num_processes, self.heartbeat.beat)
+        queue = WorkQueue(inputs, store, self.process_index, self.num_processes, self.heartbeat.beat)
+        queue.wait_for_all()
+        return queue
 
     # only on some processes
 

@@ -12,6 +12,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 from torch.distributed import Store  # type: ignore[attr-defined]
@@ -71,6 +72,22 @@ class WorkQueue:
         self._has_new, self._is_open = True, False
         self._ended = threading.Event()
         self._signs: threading.Thread | None = None
+
+    def wait_for_all(self) -> None:
+        """Return once every process has a queue, so that none dies within it while others still connect to it.
+
+        Raises:
+            CollectiveError: A process did not ask for one in the store's time.
+        """
+        keys = [f"{_PREFIX}/{rank}" for rank in range(self._world_size)]
+        try:
+            self._store.wait(keys)
+        except RuntimeError as error:
+            missing = [rank for rank, key in enumerate(keys) if not self._asked(partial(self._store.check, [key]))]
+            raise CollectiveError(
+                f"split_between_processes(dynamic=True): rank {', '.join(map(str, missing))} did not come to it. All "
+                f"processes must call it. ({error})"
+            ) from error
 
     # taking items
 

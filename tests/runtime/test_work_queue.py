@@ -6,6 +6,7 @@ import multiprocessing
 import os
 import signal
 from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
 from multiprocessing.connection import Connection
 from threading import Event
 from typing import Any
@@ -206,3 +207,10 @@ def test_a_store_that_is_gone_is_named():
     del store
     with pytest.raises(CollectiveError, match="cannot reach the store"):
         all_of(queue)
+
+
+def test_a_process_that_does_not_come_is_named():
+    store = HashStore()
+    store.set_timeout(timedelta(seconds=0.2))
+    with pytest.raises(CollectiveError, match=r"rank 1, 2 did not come to it. All processes must call it"):
+        WorkQueue([1, 2], store, 0, 3).wait_for_all()

@@ -42,7 +42,7 @@ def notebook_launcher(
 
     Raises:
         ConfigurationError: There is no such option.
-        LaunchError: bitsandbytes was imported already, which Accelerate refuses too.
+        LaunchError: It would fork after bitsandbytes was imported, which Accelerate refuses too.
         ProcessesFailed: A process failed, which is torch's `ChildFailedError` too.
     """
     known = {
