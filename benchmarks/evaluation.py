@@ -33,7 +33,7 @@ SIZES = {"tiny": (32, 32, 4), "mlp": (784, 512, 128)}
 
 
 class Model(nn.Module):
-    """A perceptron, which tells the clock of each forward."""
+    """A perceptron, which ticks the clock at each forward."""
 
     size = SIZES["mlp"]
 

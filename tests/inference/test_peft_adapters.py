@@ -21,8 +21,8 @@ from tests.pool import run_in_processes
 from tests.shared_runs import SharedRuns
 
 pytestmark = pytest.mark.compat
-peft = pytest.importorskip("peft")
-pytest.importorskip("bitsandbytes")
+peft = pytest.importorskip("peft", reason="peft is missing: pip install peft")
+pytest.importorskip("bitsandbytes", reason="bitsandbytes is missing: pip install bitsandbytes")
 
 OVER_NF4: dict[str, Any] = {"quantizer": "nf4", "backend": "peft"}
 
