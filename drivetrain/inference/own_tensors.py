@@ -26,7 +26,7 @@ class _OneDevice(TorchFunctionMode):
             return func(*args, **kwargs)
         except torch.OutOfMemoryError:
             raise
-        except (RuntimeError, NotImplementedError):
+        except RuntimeError:
             tensors = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
             if len({tensor.device for tensor in tensors}) < 2:
                 raise
