@@ -176,6 +176,7 @@ SCRIPTS = (
 GIVEN = {
     "on_cpu.py": "torch's DDP ignores the devices that it names, since there is no GPU",
     "whole_tensors.py": "`torch.allclose` gathers what FSDP2 has sharded, on a GPU as well",
+    "not_yet_imported.py": "bitsandbytes counts as not imported: peft imports it where programs share a process",
     "without_hub.py": "data, metric and model are made in place, since no hub is asked",
 }
 
