@@ -120,12 +120,14 @@ def train_plain(data: str, make_optimizer: Any = models.adamw) -> tuple[Outcome,
         optimizer.step()
         optimizer.zero_grad()
     outcome.parameters = {f"model.{name}": value.detach() for name, value in weights_of(model).items()}
-    batch = next(iter(DataLoader(Texts(samples=9, seed=4), batch_size=9)))
+    batch = next(iter(DataLoader(models.evaluation_texts(), batch_size=9)))
     model.eval()
     with torch.no_grad():
         outcome.evaluation_loss = losses_of(batch).mean().item()
         logits = model(batch["tokens"], torch.arange(models.LENGTH).expand_as(batch["tokens"]), None)
         outcome.predictions = logits.argmax(-1)
+        likeliest, next_likely = logits.topk(2, -1).values.unbind(-1)
+        assert (likeliest - next_likely).min() > 20 * FP32, "rounding would choose between tokens"
     return outcome, initial
 
 
