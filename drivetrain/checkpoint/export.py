@@ -21,7 +21,7 @@ from drivetrain.checkpoint.manifest import encoded
 from drivetrain.checkpoint.schema import in_schema
 from drivetrain.checkpoint.storage import LocalStorage
 from drivetrain.checkpoint.stream import read_ranges
-from drivetrain.checkpoint.tensor_file import BLOCK, Entry, bytes_of, layout, write_file
+from drivetrain.checkpoint.tensor_file import BLOCK, Entry, aligned, bytes_of, layout, write_file
 from drivetrain.checkpoint.torch_shards import TorchShards, bare_name
 from drivetrain.checkpoint.tree import pack
 from drivetrain.runtime.byte_sizes import parse_bytes
@@ -393,7 +393,7 @@ _OURS = re.compile(r"^model(-\d{5}-of-\d{5})?\.safetensors$|^model\.safetensors\
 def _write_shard(
     storage: LocalStorage, path: str, shard: Sequence[_Source], metadata: dict[str, str], bar: tqdm[Any]
 ) -> None:
-    ordered = sorted(shard, key=lambda source: -source.entry.dtype.itemsize)
+    ordered = [shard[position] for position in aligned(source.entry for source in shard)]
     header, _ = layout([source.entry for source in ordered], metadata)
     sink = storage.create(path)
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -21,6 +22,9 @@ from drivetrain.checkpoint.direct import aligned_block, copy_bytes
 
 BLOCK = 8 << 20
 """Bytes that are written, read and hashed at once."""
+
+_ALIGNMENT = 64
+"""Bytes of a line of a CPU's cache. torch's own memory begins at one, and kernels may round otherwise elsewhere."""
 
 _GATHER_FROM = 16 << 20
 _GATHER_BLOCKS = 4
@@ -121,7 +125,7 @@ def layout(entries: Sequence[Entry], metadata: dict[str, str] | None = None) -> 
     """Make a file's header.
 
     Args:
-        entries: What the file will hold, in order; large items first keep every tensor aligned.
+        entries: What the file will hold, in the order that `aligned` gives where the file may be mapped.
         metadata: Text for the header.
 
     Returns:
@@ -134,15 +138,19 @@ def layout(entries: Sequence[Entry], metadata: dict[str, str] | None = None) -> 
         starts.append(position)
         position += entry.nbytes
     text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
-    text += b" " * (-len(text) % 8)
+    text += b" " * (-(8 + len(text)) % _ALIGNMENT)
     begin = 8 + len(text)
     return len(text).to_bytes(8, "little") + text, [begin + start for start in starts]
 
 
 def aligned(entries: Iterable[Entry]) -> list[int]:
-    """The order in which entries lie so that each is aligned: positions, the widest dtype first."""
+    """The order in which entries lie so that each is aligned: positions.
+
+    Those that fill whole lines of a cache are first, and begin with one each; then those whose length is a multiple of
+    32 bytes, of 16, and so on, so that each begins at a multiple of its items' size.
+    """
     listed = list(entries)
-    return sorted(range(len(listed)), key=lambda index: -listed[index].dtype.itemsize)
+    return sorted(range(len(listed)), key=lambda index: -math.gcd(listed[index].nbytes, _ALIGNMENT))
 
 
 def bytes_of(tensor: Tensor) -> memoryview:
