@@ -78,8 +78,8 @@ _ON_CPU = (
 )
 _SHARDED_NORM = (
     "The original trains with DDP where FSDP or DeepSpeed is asked for on a CPU; ours shards there too. The norm that "
-    "gradients are clipped by is then summed shard by shard, so its last bit may be another; without clipping the losses "
-    "are equal."
+    "gradients are clipped by is then summed shard by shard, so its last bit may be another; without clipping the "
+    "losses are equal."
 )
 _NUMBERED = (
     "On two processes denoising-diffusion-pytorch does not flip pictures at random: with the original, the workers of "
