@@ -31,6 +31,7 @@ from drivetrain.strategies.parallel.pipeline.stage import CALL
 logger = get_logger(__name__)
 
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
+_SPLITS = "split_points"
 Weights = str | os.PathLike[str] | Mapping[str, Tensor]
 
 
@@ -228,7 +229,7 @@ def _lay_out(
     """The stages of a model; a tie between two of them is undone, since neither is trained."""
     if isinstance(split_points, str) and split_points != "auto":
         raise ConfigurationError(f"split_points must be 'auto' or a list of module names, got {split_points!r}.")
-    splits = choose_splits(model, count, classes) if isinstance(split_points, str) else tuple(split_points)
+    splits = choose_splits(model, count, classes, _SPLITS) if isinstance(split_points, str) else tuple(split_points)
     if len(splits) != count - 1:
         raise ConfigurationError(
             f"split_points={list(splits)} makes {len(splits) + 1} stages, but there are {count} processes; name "
@@ -239,7 +240,7 @@ def _lay_out(
         path, _, last = name.rpartition(".")
         parameter = model.get_parameter(name)
         model.get_submodule(path)._parameters[last] = nn.Parameter(parameter.data, parameter.requires_grad)
-    layout = lay_out(model, splits, placed)
+    layout = lay_out(model, splits, placed, _SPLITS)
     for group in ties:
         for stage in range(count):
             own = [name for name in group if layout.owners[name] == stage]

@@ -21,11 +21,13 @@ class StageLayout:
         splits: Names of the modules that stages 1, 2, ... begin with.
         owners: Stage of each parameter and buffer, by name.
         modules: Stage of each submodule that has parameters of one stage only, by name.
+        argument: What users name `splits` with, for errors.
     """
 
     splits: tuple[str, ...]
     owners: Mapping[str, int]
     modules: Mapping[str, int]
+    argument: str = "pp_split"
 
     @property
     def count(self) -> int:
@@ -65,7 +67,9 @@ def find_pipelined(model: nn.Module, name: str | None) -> str:
     )
 
 
-def choose_splits(module: nn.Module, count: int, classes: Sequence[str] = ()) -> tuple[str, ...]:
+def choose_splits(
+    module: nn.Module, count: int, classes: Sequence[str] = (), argument: str = "pp_split"
+) -> tuple[str, ...]:
     """Where stages begin so that they hold about equally many parameters of the blocks that repeat.
 
     Args:
@@ -73,6 +77,7 @@ def choose_splits(module: nn.Module, count: int, classes: Sequence[str] = ()) ->
             transformers with an encoder and a decoder, the largest of each does.
         count: Number of stages.
         classes: Names of the blocks' classes, where they are known.
+        argument: What the caller's users name modules with.
 
     Raises:
         ConfigurationError: It has too few blocks.
@@ -87,7 +92,7 @@ def choose_splits(module: nn.Module, count: int, classes: Sequence[str] = ()) ->
     if not lists:
         raise ConfigurationError(
             f"{type(module).__name__} holds no ModuleList or Sequential of blocks to spread over {count} stages. Name "
-            "the modules that stages begin with: pp_split=[...]."
+            f"the modules that stages begin with: {argument}=[...]."
         )
     path = max(lists, key=lambda name: (_size(lists[name]), -len(name)))
     if getattr(getattr(module, "config", None), "is_encoder_decoder", False):
@@ -97,7 +102,7 @@ def choose_splits(module: nn.Module, count: int, classes: Sequence[str] = ()) ->
     if len(blocks) < count:
         raise ConfigurationError(
             f"{path or type(module).__name__} has {len(blocks)} blocks, too few for {count} stages (processes along "
-            "pp x pp_stages_per_rank). Use fewer stages, or name their first modules with pp_split=[...]."
+            f"pp x pp_stages_per_rank). Use fewer stages, or name their first modules with {argument}=[...]."
         )
     begins = _even_begins([_size(block) for _, block in blocks], count)
     return tuple(f"{path}.{blocks[begin][0]}" if path else blocks[begin][0] for begin in begins)
@@ -131,19 +136,22 @@ def _splits_between(
     return tuple(names[begin] for begin in _even_begins(sizes, count))
 
 
-def lay_out(module: nn.Module, splits: Sequence[str], placed: Mapping[str, int] | None = None) -> StageLayout:
+def lay_out(
+    module: nn.Module, splits: Sequence[str], placed: Mapping[str, int] | None = None, argument: str = "pp_split"
+) -> StageLayout:
     """Assign every parameter, buffer and submodule to a stage.
 
     Args:
         module: The module to split.
         splits: Names of the modules that stages 1, 2, ... begin with, in the order of the forward.
         placed: Stages of modules or parameters that the order of registration has wrong; negative from the end.
+        argument: What the caller's users name `splits` with.
 
     Raises:
         ConfigurationError: A name is unknown, their order is not that of the model, or stages share a parameter.
     """
     count = len(splits) + 1
-    _check_splits(module, splits)
+    _check_splits(module, splits, argument)
     owners = {name: stage for name, stage, _ in _walk(module, splits)}
     for prefix, stage in (placed or {}).items():
         fits = [name for name in owners if name == prefix or name.startswith(f"{prefix}.")]
@@ -154,7 +162,7 @@ def lay_out(module: nn.Module, splits: Sequence[str], placed: Mapping[str, int] 
             )
         owners.update(dict.fromkeys(fits, stage % count))
     _refuse_shared(module, owners)
-    return StageLayout(tuple(splits), owners, _stages_of_modules(module, splits, owners))
+    return StageLayout(tuple(splits), owners, _stages_of_modules(module, splits, owners), argument)
 
 
 def is_within(name: str, path: str) -> bool:
@@ -162,23 +170,23 @@ def is_within(name: str, path: str) -> bool:
     return not path or name == path or name.startswith(f"{path}.")
 
 
-def _check_splits(module: nn.Module, splits: Sequence[str]) -> None:
+def _check_splits(module: nn.Module, splits: Sequence[str], argument: str) -> None:
     known = [name for name, _ in module.named_modules(remove_duplicate=False)]
     for name in splits:
         if name not in known or not name:
             raise ConfigurationError(
-                f"pp_split names {name!r}, which is no module of {type(module).__name__}.{nearest(name, known)} Names "
-                "are relative to the module that is split."
+                f"{argument} names {name!r}, which is no module of {type(module).__name__}.{nearest(name, known)} "
+                "Names are relative to the module that is split."
             )
         if isinstance(module.get_submodule(name), nn.ModuleList | nn.ModuleDict):
             raise ConfigurationError(
-                f"pp_split names {name!r}, a container that is never called. Name the block in it that a stage begins "
-                f"with, such as {name}.0."
+                f"{argument} names {name!r}, a container that is never called. Name the block in it that a stage "
+                f"begins with, such as {name}.0."
             )
     order = [known.index(name) for name in splits]
     if order != sorted(set(order)):
         raise ConfigurationError(
-            f"pp_split={list(splits)} must name different modules in the order in which they are registered."
+            f"{argument}={list(splits)} must name different modules in the order in which they are registered."
         )
 
 

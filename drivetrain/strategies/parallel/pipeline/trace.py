@@ -265,7 +265,8 @@ class _Trace(TorchDispatchMode):
         raise ConfigurationError(
             f"{self._name} uses a value of stage {made_in} in stage {used_in} ({where}) that {why}. A stage hands over "
             f"arguments of {self._layout.splits[used_in - 1]}, the first module of the next one, and what modules "
-            "return: pass it through the blocks, compute it in a module, or split elsewhere with pp_split=[...]."
+            "return: pass it through the blocks, compute it in a module, or split elsewhere with "
+            f"{self._layout.argument}=[...]."
         )
 
     def entry_hook(self, stage: int, name: str) -> Callable[..., Any]:
@@ -302,7 +303,7 @@ class _Trace(TorchDispatchMode):
             order = list(self._layout.splits)
             raise ConfigurationError(
                 f"{self._name} must call the first modules of its stages once each and in this order: {order}; "
-                f"{name} was called in stage {self._stage}. Split elsewhere with pp_split=[...]."
+                f"{name} was called in stage {self._stage}. Split elsewhere with {self._layout.argument}=[...]."
             )
         if _is_checkpointed():
             raise ConfigurationError(
@@ -345,7 +346,7 @@ class _Trace(TorchDispatchMode):
         if self._stage != self._layout.count - 1:
             raise ConfigurationError(
                 f"{self._name} never called {self._layout.splits[self._stage]}, which a stage begins with. "
-                "Split elsewhere with pp_split=[...]."
+                f"Split elsewhere with {self._layout.argument}=[...]."
             )
         for leaf in pytree.tree_leaves(output):
             if isinstance(leaf, Tensor) and leaf in self._made_in:
