@@ -42,7 +42,7 @@ class ClosureStep(PlainStep):
                 "optimizer_closure, so no loss was computed. Call optimizer.step(closure=optimizer_closure), or "
                 "optimizer_closure() yourself."
             )
-        self._repeats = False
+        self._announced, self._repeats = None, False
         return self._finish(window, outputs[-1], stepped)
 
     def _run_optimizers(self, window: Sequence[MicroBatch], outputs: list[Any]) -> bool:
