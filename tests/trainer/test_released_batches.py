@@ -188,3 +188,28 @@ def test_a_tensor_that_is_held_would_be_found() -> None:
     task = Remember()
     quiet(Holds()).fit(task, rows([1.0] * 2), rows([1.0]))
     assert task.alive == [["batch 0", "batch 1"]]
+
+
+class Window(Remember):
+    """Notes what of its step's earlier micro-batches is alive, and whether gradients are, where a forward begins."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gradients: list[bool] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.alive.append([name for name, reference in self.made if reference() is not None])
+        self.gradients.append(self.layer.weight.grad is not None)
+        return super().training_step(batch, batch_idx)
+
+
+def test_micro_batches_hold_nothing_of_what_those_before_them_returned() -> None:
+    task = Window()
+    quiet(accumulate_grad_batches=4).fit(task, rows([1.0] * 8, 2))
+    assert [[name for name in names if "batch" not in name] for names in task.alive] == [[]] * 4
+
+
+def test_the_gradients_of_a_step_are_gone_before_the_next_forward() -> None:
+    task = Window()
+    quiet(accumulate_grad_batches=2).fit(task, rows([1.0] * 12, 2))
+    assert task.gradients == [False, True] * 3
