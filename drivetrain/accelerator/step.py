@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from drivetrain.accelerator.accumulation import AccumulationWindow
+from drivetrain.accelerator.in_backward import InBackward
 from drivetrain.accelerator.optimizer import PreparedOptimizer, unwrap_optimizer
 from drivetrain.accelerator.prepared import Prepared
 from drivetrain.accelerator.weighted_mean import WeightedMean
@@ -36,6 +37,7 @@ class StepHooks:
         before_step: Called with each bare optimizer before it steps, its gradients unscaled.
         clip: Called with each bare optimizer after `before_step`.
         optimizer_step: Takes the place of the strategy's, with its arguments.
+        in_backward: Steps parameters within backwards, so that `optimizer_step` finds no gradients.
     """
 
     run_backward: Callable[..., Any] | None = None
@@ -46,6 +48,7 @@ class StepHooks:
     before_step: tuple[Callable[[Optimizer], Any], ...] = ()
     clip: Callable[[Optimizer], Any] | None = None
     optimizer_step: Callable[..., bool] | None = None
+    in_backward: InBackward | None = None
 
 
 class OptimizerStep:
@@ -75,10 +78,20 @@ class OptimizerStep:
         self._strategy, self._precision, self._prepared = strategy, precision, prepared
         self._scale = precision.scale if overrides(precision, "scale") else None
         self._unscale = precision.unscale if overrides(precision, "unscale") else None
-        self.drive(StepHooks())
+        self._hooks = StepHooks()
+        self.drive(self._hooks)
+
+    @property
+    def is_torn(self) -> bool:
+        """Whether a backward has stepped some parameters and not yet the others."""
+        return self._hooks.in_backward is not None and self._hooks.in_backward.is_torn
 
     def drive(self, hooks: StepHooks) -> None:
         """Run a driver's hooks in every step from now on; `StepHooks()` ends that."""
+        if self._hooks.in_backward is not None:
+            self._hooks.in_backward.detach()
+        if hooks.in_backward is not None:
+            hooks.in_backward.attach()
         self._hooks = hooks
         strategy, precision = self._strategy, self._precision
         self._run_backward = hooks.run_backward or strategy.backward

@@ -37,6 +37,7 @@ def ending_together(pairs: Iterator[Pair]) -> Iterator[Pair]:
         DataError: Some processes have no batch left, and others have.
     """
     given, world = 0, PartialState().num_processes
+    held: list[Pair] = []  # nothing while this waits to be asked for the next
     for batch, info in chain(pairs, repeat(_NONE_LEFT)):
         has_one = info is not None
         has_more = has_one and not info.last
@@ -44,7 +45,9 @@ def ending_together(pairs: Iterator[Pair]) -> Iterator[Pair]:
         if any(0 < count < world for count in sum_over_processes([has_one, has_more])):
             raise DataError(_different_ends(gather_object([(given, has_more)])))
         if has_one:
-            yield batch, info
+            held.append((batch, info))
+            del batch
+            yield held.pop()
         if not has_more:
             return
 
@@ -71,7 +74,9 @@ def with_rows_of_all(pairs: Iterator[Pair], shards: int) -> Iterator[Pair]:
         shards: How many parts the data is read in; processes may read the same part.
     """
     copies = PartialState().num_processes // shards
-    for batch, info in pairs:
+
+    def exchange(pair: Pair) -> Pair:
+        _, info = pair
         is_real = int(not info.is_padding)
         rows = info.real_rows
         unknown, real, total = sum_over_processes([int(rows is None), is_real, rows or 0])
@@ -79,4 +84,6 @@ def with_rows_of_all(pairs: Iterator[Pair], shards: int) -> Iterator[Pair]:
             info.weights = is_real, real // copies
         else:
             info.global_rows = total // copies
-        yield batch, info
+        return pair
+
+    return map(exchange, pairs)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from itertools import islice
+from itertools import count, islice
 from typing import Any
 
 from drivetrain.data.batch_info import BatchInfo
@@ -68,18 +68,25 @@ class ReadyBatchesReader:
     def _pairs(self, batches: Iterator[Any], skipped: int, length: int | None) -> Iterator[Pair]:
         """All batches, each with what is known about it."""
         consumed: int | None = 0
-        for number, (batch, last) in enumerate(with_last(batches, length)):
+
+        def describe(given: tuple[Any, bool], number: int) -> Pair:
+            nonlocal consumed
+            batch, last = given
             rows = batch_size_or_none(batch)
             consumed = None if rows is None or consumed is None else consumed + rows
-            if number >= skipped:
-                yield batch, BatchInfo(number, rows, 0, rows, last, consumed)
+            return batch, BatchInfo(number, rows, 0, rows, last, consumed)
+
+        return islice(map(describe, with_last(batches, length), count()), skipped, None)
 
 
 def _uncounted(batches: Iterator[Any], skipped: int, length: int | None) -> Iterator[Pair]:
     """All batches, for one process alone: nothing is padded, so their rows need not be counted."""
-    for number, (batch, last) in enumerate(with_last(batches, length)):
-        if number >= skipped:
-            yield batch, BatchInfo(number, None, 0, None, last, None)
+
+    def describe(given: tuple[Any, bool], number: int) -> Pair:
+        batch, last = given
+        return batch, BatchInfo(number, None, 0, None, last, None)
+
+    return islice(map(describe, with_last(batches, length), count()), skipped, None)
 
 
 def own_pairs(steps: Iterator[list[Pair | None]], index: int) -> Iterator[Pair]:

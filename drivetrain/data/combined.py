@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from functools import partial
+from itertools import count
 from typing import Any
 
 from drivetrain.data.batch_info import BatchInfo
 from drivetrain.data.loader import PreparedLoader
 from drivetrain.data.reading import least, up_to
+from drivetrain.data.sharding import with_last
 from drivetrain.runtime.errors import CheckpointError, ConfigurationError, DataError, nearest
 from drivetrain.runtime.nested import honor_type
 
@@ -107,11 +110,14 @@ class CombinedLoader:
     def _given(self, batches: _Pairs, length: int | None) -> Iterator[Any]:
         """The batches up to the limit, each with what is known about it in `current`."""
         before = self._index
+        held: list[Any] = []  # nothing while this waits to be asked for the next
         try:
             for batch, known, last in _with_last(up_to(batches, self._limit, before), before, length):
+                held.append(batch)
+                del batch
                 self.current = _info_of(known, self._index, last)
                 self._index += 1
-                yield batch
+                yield held.pop()
             self._begun = False
         finally:
             self.current = None
@@ -166,8 +172,7 @@ class CombinedLoader:
         for position, loader in enumerate(self.loaders):
             if self._ended[position]:
                 continue
-            for batch in self.begin(loader):
-                yield batch, [_current(loader)]
+            yield from map(partial(_with_known, loader), self.begin(loader))
             self._ended[position] = True
 
     def begin_together(self) -> list[Any]:
@@ -178,27 +183,30 @@ class CombinedLoader:
         return [None] * len(self.loaders)
 
     def _side_by_side(self, iterators: list[Any]) -> _Pairs:
-        ended = self._ended
         try:
-            while True:
-                batches: list[Any] = []
-                for position, loader in enumerate(self.loaders):
-                    batch, over = self._next(iterators, position, loader, ended)
-                    if over:
-                        return
-                    batches.append(batch)
-                if all(ended):
-                    return
-                known = [
-                    _current(loader)
-                    for loader, over in zip(self.loaders, ended, strict=True)
-                    if not over or self.mode == "max_size_cycle"
-                ]
-                yield self.in_structure(batches), known
+            yield from iter(lambda: self._row(iterators), None)
         finally:
             for iterator in iterators:
                 if hasattr(iterator, "close"):
                     iterator.close()
+
+    def _row(self, iterators: list[Any]) -> tuple[Any, _Known] | None:
+        """The next batch of every loader, and what is known about each; None at the end."""
+        ended = self._ended
+        batches: list[Any] = []
+        for position, loader in enumerate(self.loaders):
+            batch, over = self._next(iterators, position, loader, ended)
+            if over:
+                return None
+            batches.append(batch)
+        if all(ended):
+            return None
+        known = [
+            _current(loader)
+            for loader, over in zip(self.loaders, ended, strict=True)
+            if not over or self.mode == "max_size_cycle"
+        ]
+        return self.in_structure(batches), known
 
     def _next(self, iterators: list[Any], position: int, loader: Any, ended: list[bool]) -> tuple[Any, bool]:
         """The next batch of one loader, and whether the whole combination is over."""
@@ -288,17 +296,17 @@ def _with_last(
 ) -> Iterator[tuple[Any, _Known, bool]]:
     """Each batch, what is known about it, and whether it is the last; one is read ahead where the length is unknown."""
     if length is not None:
-        for batch, known in pairs:
-            index += 1
-            yield batch, known, index == length
-        return
-    ahead: tuple[Any, _Known] | None = None
-    for pair in pairs:
-        if ahead is not None:
-            yield *ahead, False
-        ahead = pair
-    if ahead is not None:
-        yield *ahead, True
+        return map(lambda pair, number: (*pair, number == length), pairs, count(index + 1))
+    return map(_flat, with_last(pairs))
+
+
+def _flat(given: tuple[tuple[Any, _Known], bool]) -> tuple[Any, _Known, bool]:
+    (batch, known), last = given
+    return batch, known, last
+
+
+def _with_known(loader: Any, batch: Any) -> tuple[Any, _Known]:
+    return batch, [_current(loader)]
 
 
 def _current(loader: Any) -> BatchInfo | None:

@@ -17,11 +17,14 @@ def filled(pairs: Iterable[tuple[Any, BatchInfo]], size: int | None) -> Iterator
         pairs: Batches, each with what is known about it, which is changed.
         size: Rows of a full batch; those of the largest one so far if None.
 
-    Yields:
+    Returns:
         The batches.
     """
     full = size or 0
-    for batch, info in pairs:
+
+    def fill(pair: tuple[Any, BatchInfo]) -> tuple[Any, BatchInfo]:
+        nonlocal full
+        batch, info = pair
         rows = batch_size_or_none(batch) if info.rows is None else info.rows
         if rows:
             full = max(full, rows)
@@ -30,4 +33,6 @@ def filled(pairs: Iterable[tuple[Any, BatchInfo]], size: int | None) -> Iterator
                 batch = pick_rows([batch], [rows], picks)
                 info.padding += full - rows
                 info.rows = full
-        yield batch, info
+        return batch, info
+
+    return map(fill, pairs)

@@ -109,12 +109,12 @@ def _seeded(samples: Iterator[Any], seed: int) -> Iterator[Any]:
 
 def _isolated(records: Iterator[Record]) -> Iterator[Record]:
     """The same records; reading them leaves the global generators where they were."""
-    while True:
+
+    def draw() -> Record | None:
         with isolated_random_state():
-            record = next(records, None)
-        if record is None:
-            return
-        yield record
+            return next(records, None)
+
+    return iter(draw, None)
 
 
 def _chunks(samples: Iterator[Any], size: int, drop_last: bool) -> Iterator[Sequence[Any]]:
@@ -213,7 +213,10 @@ class StreamReader:
         """The batches, each with its record; one is read ahead, to recognise the last."""
         consumed = sum(record.global_rows for record in islice(records, skipped))
         index = skipped
+        held: list[Any] = []  # nothing while this waits to be asked for the next
         for (batch, rows, padding, global_rows), last in with_last(records):
+            held.append(batch)
+            del batch
             consumed += global_rows
-            yield batch, BatchInfo(index, rows, padding, global_rows, last, consumed)
+            yield held.pop(), BatchInfo(index, rows, padding, global_rows, last, consumed)
             index += 1

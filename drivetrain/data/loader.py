@@ -152,21 +152,17 @@ class PreparedLoader(DataLoader[Any]):
         return batches
 
     def _batches(self, opened: Opened) -> Iterator[Any]:
-        """The loop that every batch goes through."""
+        """The loop that every batch goes through; it holds none while it waits to be asked for the next."""
         place, tick = self._place, PartialState().heartbeat.beating(self.active.tick)
+        held: list[Any] = []
         self.active.enter(self)
         try:
-            if place is None:
-                for batch, info in opened.pairs:
-                    self.current = info
-                    self.advanced = tick()
-                    yield batch
-            else:
-                for batch, info in opened.pairs:
-                    batch = place(batch)
-                    self.current = info
-                    self.advanced = tick()
-                    yield batch
+            for batch, info in opened.pairs:
+                held.append(batch if place is None else place(batch))
+                del batch
+                self.current = info
+                self.advanced = tick()
+                yield held.pop()
             self._exhausted = True
         finally:
             self._reached, self.current = self.current, None

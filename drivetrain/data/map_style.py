@@ -178,7 +178,8 @@ class MapReader:
         batches = iter(self._inner)
         self._stream.begin = _nothing
         self._workers_are_there = self._workers_stay
-        pairs: Iterator[tuple[Any, BatchInfo]] = zip(batches, iter(infos.popleft, None), strict=False)
+        # Not zip, which keeps what it gave last.
+        pairs: Iterator[tuple[Any, BatchInfo]] = map(_as_pair, batches, iter(infos.popleft, None))
         if self.finds_rows:
             pairs = with_rows_found(pairs, alone=not sharded and self._replicas == 1)
         return Opened(pairs, start, close)
@@ -295,6 +296,10 @@ class _Requests(NamedTuple):
 
 def _nothing() -> Iterator[Any]:
     return iter(())
+
+
+def _as_pair(batch: Any, info: BatchInfo) -> tuple[Any, BatchInfo]:
+    return batch, info
 
 
 def _begun(items: Iterator[Any]) -> Iterator[Any]:

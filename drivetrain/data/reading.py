@@ -108,10 +108,14 @@ def with_rows_found(pairs: Iterator[tuple[Any, BatchInfo]], alone: bool) -> Iter
         pairs: The batches, each with what is known about it.
         alone: Whether no other process has a batch in the same step; else the rows of all are not known.
     """
-    for batch, info in pairs:
+
+    def find(pair: tuple[Any, BatchInfo]) -> tuple[Any, BatchInfo]:
+        batch, info = pair
         is_padding = info.is_padding
         info.rows = batch_size_or_none(batch)
         if is_padding:
             info.rows = info.padding = info.rows or 1
         info.global_rows = info.rows if alone else None
-        yield batch, info
+        return pair
+
+    return map(find, pairs)

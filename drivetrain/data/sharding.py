@@ -155,15 +155,14 @@ def with_last(items: Iterable[Item], length: int | None = None) -> Iterator[tupl
     """
     iterator = iter(items)
     number = 1
-    item = next(iterator, _END)
-    while item is not _END:
+    ahead = [next(iterator, _END)]  # never what was given last: a batch is freed with its step
+    while ahead[0] is not _END:
         if length is not None and number < length:
-            yield item, False
-            item = next(iterator, _END)
+            yield ahead.pop(), False
+            ahead.append(next(iterator, _END))
         else:
-            following = next(iterator, _END)
-            yield item, following is _END
-            item = following
+            ahead.append(next(iterator, _END))
+            yield ahead.pop(0), ahead[0] is _END
         number += 1
 
 

@@ -105,6 +105,10 @@ class RepeatableStep:
         """
 
 
+class StepInBackward:
+    """Leaves a parameter's gradient complete, over all processes too, where its post-accumulate hooks are called."""
+
+
 class BatchPlacement:
     """Brings batches onto the devices in a way of its own, for devices that compile a graph for each shape.
 

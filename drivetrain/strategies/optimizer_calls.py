@@ -15,6 +15,7 @@ from torch.optim import optimizer as torch_optimizer
 
 _profiles = torch._C._autograd._profiler_enabled
 _ZERO_GRAD = Optimizer.zero_grad
+_ABSENT = object()
 # The hooks that torch runs around the steps of all optimizers.
 _before, _after = torch_optimizer._global_optimizer_pre_hooks, torch_optimizer._global_optimizer_post_hooks
 
@@ -40,6 +41,30 @@ def step(optimizer: Optimizer) -> None:
         optimizer.step()
     else:
         function.__wrapped__(optimizer)
+
+
+def step_parameter(optimizer: Optimizer, number: int, parameter: Tensor) -> list[str]:
+    """Step one parameter of an optimizer as `step` would, without the hooks of its steps.
+
+    Args:
+        optimizer: The optimizer.
+        number: Of the parameter's group.
+        parameter: The parameter.
+
+    Returns:
+        The options of the group that the optimizer has changed, and which are unchanged in the group itself.
+    """
+    groups = optimizer.param_groups
+    group = groups[number]
+    alone = {**group, "params": [parameter]}
+    function: Any = type(optimizer).step
+    inner = function.__wrapped__ if "hooked" in function.__dict__ else function
+    optimizer.param_groups = [alone]
+    try:
+        inner(optimizer)
+    finally:
+        optimizer.param_groups = groups
+    return [name for name, value in alone.items() if name != "params" and value is not group.get(name, _ABSENT)]
 
 
 def zero_grad(optimizer: Optimizer, set_to_none: bool = True) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from drivetrain.runtime.errors import ConfigurationError
 from drivetrain.runtime.state import PartialState
 from drivetrain.strategies.base import Capability, Strategy
-from drivetrain.strategies.capabilities import RepeatableStep
+from drivetrain.strategies.capabilities import RepeatableStep, StepInBackward
 
 
 class Single(Strategy):
@@ -25,5 +25,5 @@ class Single(Strategy):
         super().setup(state)
 
     def capability(self, kind: type[Capability]) -> Capability | None:
-        """A step that lacked memory can be computed again."""
-        return RepeatableStep() if kind is RepeatableStep else None  # type: ignore[return-value]
+        """A step that lacked memory can be computed again; a backward can step."""
+        return kind() if kind in (RepeatableStep, StepInBackward) else None

@@ -22,8 +22,8 @@ from drivetrain.runtime.logging import get_logger
 from drivetrain.runtime.seeds import make_deterministic, set_seed
 from drivetrain.strategies import Strategy, resolve_ddp
 from drivetrain.strategies.base import Given, RunOptions
-from drivetrain.strategies.capabilities import RepeatableStep
-from drivetrain.strategies.precision import Precision
+from drivetrain.strategies.capabilities import RepeatableStep, StepInBackward
+from drivetrain.strategies.precision import Precision, overrides
 from drivetrain.trackers import Tracker, TrackerGroup, resolve_trackers
 from drivetrain.trackers.directory import DirectoryTracker
 from drivetrain.trainer.options import TrainerOptions
@@ -163,12 +163,29 @@ def check_strategy(engine: Accelerator, options: TrainerOptions) -> None:
             Given("Trainer(gradient_clip_val)", options.gradient_clip_val),
         )
     )
+    if options.optimizer_in_backward:
+        _check_in_backward(engine)
     if options.auto_micro_batch and strategy.capability(RepeatableStep) is None:
         raise ConfigurationError(
             f"Trainer(auto_micro_batch=True) does not work with {strategy!r}: its forwards and backwards exchange "
             "tensors, and a process that has no memory in the middle of that cannot call the others back. It works "
             "with strategy='single', and 'ddp' without comm_hook and sync_batchnorm. Else give a smaller batch size "
             "and a larger accumulate_grad_batches; Tuner(trainer).scale_batch_size finds one."
+        )
+
+
+def _check_in_backward(engine: Accelerator) -> None:
+    """Refuse a strategy or a precision under which a gradient is not what the optimizer takes once it is there."""
+    if engine.strategy.capability(StepInBackward) is None:
+        raise ConfigurationError(
+            f"Trainer(optimizer_in_backward=True) does not work with {engine.strategy!r}, where gradients are complete "
+            "only once the whole backward is over. It works with strategy='single' and 'fsdp'."
+        )
+    if overrides(engine.precision, "scale"):
+        raise ConfigurationError(
+            f"Trainer(optimizer_in_backward=True) does not work with precision={engine.precision.name!r}: its loss "
+            "scale leaves out a step where any gradient overflows, which is known only when all are there. Use 'bf16' "
+            "or '32'."
         )
 
 

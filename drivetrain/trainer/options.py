@@ -53,6 +53,7 @@ class TrainerOptions:
     fast_dev_run: int | bool = False
     reload_dataloaders_every_n_epochs: int = 0
     auto_micro_batch: bool = False
+    optimizer_in_backward: bool = False
     default_root_dir: str = "."
     on_interrupt: str = "raise"
 
@@ -63,6 +64,8 @@ class TrainerOptions:
             _check_count(name, getattr(self, name), least)
         check_clipping(self.gradient_clip_val, self.gradient_clip_algorithm)
         check_validation_interval(self.val_check_interval)
+        if self.optimizer_in_backward:
+            self._check_in_backward()
         if isinstance(self.val_check_interval, float) and self.check_val_every_n_epoch is None:
             raise ConfigurationError(
                 f"val_check_interval={self.val_check_interval!r} is a fraction of an epoch. `val_check_interval` "
@@ -73,6 +76,24 @@ class TrainerOptions:
             raise ConfigurationError(
                 f"on_interrupt={self.on_interrupt!r}: give 'raise' to end the script at Ctrl-C once the run has saved, "
                 f"or 'return' to return from fit().{nearest(str(self.on_interrupt), ON_INTERRUPT)}"
+            )
+
+    def _check_in_backward(self) -> None:
+        """Raise for options that need the gradients of a step together, or of several."""
+        other = ""
+        if self.accumulate_grad_batches > 1:
+            other = f"accumulate_grad_batches={self.accumulate_grad_batches} adds up those of several batches"
+        elif self.auto_micro_batch:
+            other = "auto_micro_batch=True computes them again where memory lacks"
+        elif self.gradient_clip_val and self.gradient_clip_algorithm != "value":
+            other = (
+                f"gradient_clip_val={self.gradient_clip_val} bounds the norm of all of them together "
+                "(gradient_clip_algorithm='value' bounds each by itself, and works)"
+            )
+        if other:
+            raise ConfigurationError(
+                "Trainer(optimizer_in_backward=True) steps with each gradient as it is ready and frees it, but "
+                f"{other}. Leave one of the two out."
             )
 
     @classmethod
@@ -187,6 +208,7 @@ class OptionAttributes:
     fast_dev_run = Option["int | bool"]()
     reload_dataloaders_every_n_epochs = Option[int]()
     auto_micro_batch = Option[bool]()
+    optimizer_in_backward = Option[bool]()
     default_root_dir = Option[str]()
     on_interrupt = Option[str]()
 

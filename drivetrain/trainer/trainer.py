@@ -19,7 +19,7 @@ from drivetrain.callbacks import Callback
 from drivetrain.callbacks.stage import Stage
 from drivetrain.data import DataShard
 from drivetrain.runtime.durations import Duration
-from drivetrain.runtime.errors import ConfigurationError
+from drivetrain.runtime.errors import CheckpointError, ConfigurationError
 from drivetrain.runtime.exit_codes import RESUME_EXIT_CODE
 from drivetrain.runtime.keywords import KnownKeywords, refuse_unknown
 from drivetrain.strategies import Strategy
@@ -111,6 +111,9 @@ class Trainer(KnownKeywords, OptionAttributes, TrainerStatus):
         reload_dataloaders_every_n_epochs: Make the loaders again every so many epochs.
         auto_micro_batch: Where memory lacks for a step, run it again in parts of its batches, with the same numbers;
             with the strategies `single` and `ddp`.
+        optimizer_in_backward: Step each parameter within the backward, as its gradient is ready, and free the gradient:
+            gradients then take the memory of one of them, with the same numbers. With the strategies `single` and
+            `fsdp`, without accumulation, clipping by norm and whatever reads gradients.
         fused_optimizer: Whether optimizers of torch that were made without `fused` and `foreach` step by torch's fused
             implementation, where it has one for their parameters: faster, and the same but for rounding. False keeps
             what was given.
@@ -169,6 +172,7 @@ class Trainer(KnownKeywords, OptionAttributes, TrainerStatus):
         sync_batchnorm: bool = False,
         reload_dataloaders_every_n_epochs: int = 0,
         auto_micro_batch: bool = False,
+        optimizer_in_backward: bool = False,
         fused_optimizer: bool = True,
         default_root_dir: str | os.PathLike[str] | None = None,
         compile: bool | str | Mapping[str, Any] | None = None,
@@ -481,6 +485,11 @@ class Trainer(KnownKeywords, OptionAttributes, TrainerStatus):
             CheckpointError: A process could not write; what was there before is intact.
         """
         refuse_unknown(_unknown, self.save_checkpoint)
+        if self.accelerator.step.is_torn:
+            raise CheckpointError(
+                "This run ended within a backward that steps parameters (optimizer_in_backward=True): some of them are "
+                "stepped and others are not, which is no state to save. Resume from the last checkpoint."
+            )
         if self.loop is not None and self.stage in (Stage.TRAIN, Stage.VALIDATE):
             self.tracker_log.write_due_values()
         with self.logged.forbidden(SAVING):

@@ -15,7 +15,7 @@ from drivetrain.runtime.collectives import broadcast, reduce
 from drivetrain.runtime.errors import ConfigurationError
 from drivetrain.runtime.state import PartialState
 from drivetrain.strategies.base import Capability, MicroBatch, Output, Strategy, View
-from drivetrain.strategies.capabilities import Join
+from drivetrain.strategies.capabilities import Join, StepInBackward
 from drivetrain.strategies.fsdp.gradients import ShardedGradients
 from drivetrain.strategies.fsdp.model_sharding import ModelSharder
 from drivetrain.strategies.fsdp.options import FSDPOptions
@@ -169,7 +169,9 @@ class FSDP(Strategy):
         self.state = ShardedState(topology, self.unwrap)
 
     def capability(self, kind: type[Capability]) -> Capability | None:
-        """Refuse `Join` by name, since every forward gathers over all processes."""
+        """Refuse `Join` by name, since every forward gathers over all processes; a backward can step."""
+        if kind is StepInBackward:
+            return StepInBackward()  # type: ignore[return-value]
         return _NoJoin(self.topology) if kind is Join else None  # type: ignore[return-value]
 
     # model

@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 from drivetrain.runtime.errors import ConfigurationError, nearest
 from drivetrain.runtime.state import PartialState
 from drivetrain.strategies.base import Capability, MicroBatch, Output, Strategy, View
-from drivetrain.strategies.capabilities import ContextParallel
+from drivetrain.strategies.capabilities import ContextParallel, StepInBackward
 from drivetrain.strategies.fsdp import FSDP
 from drivetrain.strategies.fsdp.sharded_state import ShardedState
 from drivetrain.strategies.parallel.composition import GridOptions, compose
@@ -137,6 +137,8 @@ class Parallel(Strategy):
         """What the strategy inside can do, and `ContextParallel` where sequences are split."""
         if kind is ContextParallel:
             return self.sequences.capability  # type: ignore[return-value]
+        if kind is StepInBackward:  # what copies of a parameter have is added up after the backward
+            return None
         return self.inner.capability(kind)
 
     # model

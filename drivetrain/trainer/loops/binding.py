@@ -121,6 +121,11 @@ class Feed:
             return batch, self.index, self._position
         return None
 
+    def leave(self) -> None:
+        """Let the last batch go, and record that none is under way."""
+        self.batch = None
+        self._current.leave_batch()
+
 
 @contextmanager
 def muted_logging(logged: LoggedValues, task: Task) -> Iterator[None]:

@@ -9,6 +9,7 @@ from torch import nn
 from drivetrain.runtime.errors import ConfigurationError
 from drivetrain.trainer.hooks import is_overridden
 from drivetrain.trainer.loops.closure_step import ClosureStep
+from drivetrain.trainer.loops.in_backward_step import InBackwardStep, refuse_in_backward
 from drivetrain.trainer.loops.named_losses import NamedLossesStep, refuse_named
 from drivetrain.trainer.loops.scheduled_step import ScheduledStep, refuse_unscheduled
 from drivetrain.trainer.loops.split_step import SplitStep
@@ -41,6 +42,9 @@ def choose_step(trainer: Trainer, task: Task, model: nn.Module, splits: bool = T
             "by itself: it optimizes by hand, steps its optimizer itself, has one that evaluates the loss several "
             "times, or returns a loss for each of several. Leave auto_micro_batch out, and give a smaller batch size."
         )
+    if trainer.optimizer_in_backward:
+        refuse_in_backward(trainer, task, by_closure)
+        return InBackwardStep(trainer, task, model, trainer.hooks)
     if trainer.task_run.optimizer_names and task.automatic_optimization:
         refuse_named(trainer, task, by_closure)
         return NamedLossesStep(trainer, task, model, trainer.hooks)

@@ -24,6 +24,7 @@ class StepWithoutLoss(StepVetoed):
 class ClosureStep(PlainStep):
     """Lets the task's own `optimizer_step`, or an optimizer such as L-BFGS, decide when gradients are computed."""
 
+    _keeps_outputs = True
     _announced: MicroBatch | None = None
     _repeats = False  # whether the closure runs the window's micro-batches once more
 
@@ -42,7 +43,7 @@ class ClosureStep(PlainStep):
                 "optimizer_closure, so no loss was computed. Call optimizer.step(closure=optimizer_closure), or "
                 "optimizer_closure() yourself."
             )
-        self._repeats = False
+        self._announced, self._repeats = None, False
         return self._finish(window, outputs[-1], stepped)
 
     def _run_optimizers(self, window: Sequence[MicroBatch], outputs: list[Any]) -> bool:

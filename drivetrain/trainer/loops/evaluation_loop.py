@@ -196,7 +196,7 @@ class EvaluationLoop:
                         trainer.tracker_log.write_evaluation_step()
                 if feed.index + 1 >= limit:
                     break
-        current.leave_batch()
+        feed.leave()
 
     def _run_padding(self, batch: Any, index: int, extra: tuple[int, ...]) -> None:
         """Run a batch made of padding, so that peers' collectives have their partner; nothing of it counts."""

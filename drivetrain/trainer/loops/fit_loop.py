@@ -11,7 +11,7 @@ from drivetrain.trainer.loops.binding import DataEnded
 from drivetrain.trainer.loops.consumption import validation_interval
 from drivetrain.trainer.loops.evaluation_loop import EvaluationLoop
 from drivetrain.trainer.loops.health import EpochHealth
-from drivetrain.trainer.loops.step import EpochSkipped, PlainStep
+from drivetrain.trainer.loops.step import EpochSkipped, MicroBatch, PlainStep
 from drivetrain.trainer.loops.training_batches import TrainingBatches
 from drivetrain.trainer.loops.validation_schedule import ValidationSchedule
 from drivetrain.trainer.metrics.log_scopes import MONITORING, TRAIN_END, TRAIN_EPOCH, TRAIN_STEP
@@ -118,10 +118,12 @@ class FitLoop:
         windows = batches.windows()
         next_validation = self._schedule.next_batch()
         finished = skipped = False
+        window: list[MicroBatch] = []
         try:
             for window in windows:
                 self._run_step(window)
                 batches.finished = window[-1].info
+                window.clear()  # what follows must not hold the tensors of its batches
                 if trainer.saves is not None and trainer.world_size == 1 and not control.preempted:
                     trainer.saves.check()  # several processes agree on it first
                 if control.rollback_path is not None:
@@ -131,9 +133,9 @@ class FitLoop:
                 if progress.batches_in_epoch >= next_validation:
                     next_validation = self._schedule.next_batch()
                     if self._schedule.is_due:
-                        self._validate(at_end=batches.is_last(window))
+                        self._validate(at_end=batches.are_done)
                 if control.stop_requested and control.may_stop(batches.limit):
-                    finished = batches.is_last(window)
+                    finished = batches.are_done
                     if not finished and control.stops_by_request and trainer.validates_when_stopped:
                         self._validate_before_stop()
                     break
@@ -144,6 +146,7 @@ class FitLoop:
             batches.committed.release()
         finally:
             windows.close()
+            window.clear()
             trainer.current.leave_epoch(progress.batches_in_epoch)
             trainer.logged.skips = False
         if progress.batches_in_epoch == 0 and not (skipped or control.preempted):
@@ -228,6 +231,7 @@ class FitLoop:
             end_epoch_of_schedulers(trainer)
         self._batches.mark()
         trainer.task.on_validation_model_zero_grad()
+        trainer.current.batch = None  # nor is a validation to hold the last one's
         with trainer.current.within(Stage.VALIDATE):
             self._run_validation(on_results=self._schedule.record_validation)
         self._schedule.restart_clock()

@@ -122,7 +122,7 @@ class PredictionLoop:
                     outputs.append(_real_rows(send_to_device(output, torch.device("cpu")), current.batch_info))
                 if feed.index + 1 >= limit:
                     break
-        current.leave_batch()
+        feed.leave()
         if trainer.world_size == 1 or not self._keep:
             return outputs
         if not trainer.gathers_predictions:

@@ -50,7 +50,8 @@ class ScheduledStep(PlainStep):
             self._enter(micro_batch)
             self._announce(micro_batch)
         self._has_gradients = self._took_part = True
-        self._zero_grad()
+        if not self._clears_first:
+            self._zero_grad()
         with logged.recorded() as calls:
             own = self._forward_backward(self._model, self.run_micro_batch, window)
         outputs: list[Any]

@@ -93,7 +93,8 @@ class SplitStep(PlainStep):
         for micro_batch in window:
             self._show(micro_batch)
             self._announce(micro_batch)
-        self._zero_grad()
+        if not self._clears_first:
+            self._zero_grad()
         decides = self._trainer.world_size > 1 and self._engine.weights.in_use is None
         outputs = self._compute(window)
         self._repeatable.reduce(self._whole_model)

@@ -56,6 +56,8 @@ class PlainStep:
         hooks: The overridden hooks.
     """
 
+    _keeps_outputs = False  # of other micro-batches than the last, for as long as the window lasts
+
     def __init__(self, trainer: Trainer, task: Task, model: nn.Module, hooks: Hooks) -> None:
         accelerator, actions = trainer.accelerator, trainer.actions
         strategy = accelerator.strategy
@@ -74,7 +76,7 @@ class PlainStep:
         bound = bind_step(model, step, accelerator.precision)
         self._training_step = actions.watch(actions.of_strategy("training_step"), bound)
         self._output = StepOutput(type(task).__name__)
-        self._zero_grad = choose_zero_grad(trainer, task, self._optimizers, hooks)
+        self._zero_grad, self._clears_first = choose_zero_grad(trainer, task, self._optimizers, hooks)
         self._shards = 1
         self._is_weighted: bool | None = None
         self._on_batch_start = hooks.find("on_train_batch_start")
@@ -142,6 +144,8 @@ class PlainStep:
     def _begin(self, window: Sequence[MicroBatch]) -> None:
         self._remaining = size = len(window)
         self._has_gradients = self._took_part = False
+        if self._clears_first:
+            self._zero_grad()
         self._engine.window.begin(size)
         if self._is_weighted:
             self._engine.weights.expect()
@@ -168,7 +172,7 @@ class PlainStep:
         self._remaining -= 1
         if self._on_batch_end and self._remaining:
             self._end_batch(output, micro_batch)
-        return output
+        return None if self._remaining and not self._keeps_outputs else output
 
     def _take_following(self) -> tuple[Any, int, int] | None:
         """Take the epoch's next batch into the step under way."""
@@ -190,7 +194,8 @@ class PlainStep:
         stands_in = self._stand_in is not None and self._stand_in.stood_in
         if not self._has_gradients:
             self._has_gradients = True
-            self._zero_grad()
+            if not self._clears_first:
+                self._zero_grad()
         if not stands_in and share:
             self._took_part = True
         self._run_backward(loss, output, share, stands_in)
@@ -305,7 +310,9 @@ class ManualStep(PlainStep):
         """Nothing: the task did it."""
 
 
-def choose_zero_grad(trainer: Trainer, task: Task, optimizers: list[Optimizer], hooks: Hooks) -> Callable[[], None]:
+def choose_zero_grad(
+    trainer: Trainer, task: Task, optimizers: list[Optimizer], hooks: Hooks
+) -> tuple[Callable[[], None], bool]:
     """The cheapest way of clearing gradients that does all that was asked for.
 
     Args:
@@ -313,15 +320,19 @@ def choose_zero_grad(trainer: Trainer, task: Task, optimizers: list[Optimizer], 
         task: Its task.
         optimizers: The bare optimizers.
         hooks: The overridden hooks.
+
+    Returns:
+        What clears them, and whether it is called before the forward, so that gradients and activations are not held
+        at once. Hooks and methods of the task that see it are called after it.
     """
     if not optimizers and task.automatic_optimization:
-        return task.zero_grad
+        return task.zero_grad, type(task).zero_grad is nn.Module.zero_grad
     before = hooks.find("on_before_zero_grad")
     own = is_overridden(task, Task, "optimizer_zero_grad")
     special = any(type(optimizer).zero_grad is not Optimizer.zero_grad for optimizer in optimizers)
     beside = presence_of(trainer.task_run.model)
     if not (before or own or special):
-        return partial(drop_gradients, *optimizers, beside=beside)
+        return partial(drop_gradients, *optimizers, beside=beside), task.automatic_optimization
 
     def zero_grad() -> None:
         drop_gradients(beside=beside)
@@ -330,4 +341,4 @@ def choose_zero_grad(trainer: Trainer, task: Task, optimizers: list[Optimizer], 
                 hook(optimizer)
             task.optimizer_zero_grad(trainer.current_epoch, trainer.progress.batches_in_epoch, optimizer)
 
-    return zero_grad
+    return zero_grad, False

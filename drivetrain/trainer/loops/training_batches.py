@@ -148,6 +148,7 @@ class TrainingBatches:
                 progress.total_batches += 1
                 continue
             window.append(MicroBatch(batch, index, info))
+            del batch  # the window alone holds it, and is cleared with its step
             index += 1
             if len(window) == size or info.last or index == limit:
                 yield window
@@ -173,9 +174,10 @@ class TrainingBatches:
             return MicroBatch(batch, index + 1, self.loader.current)
         return None
 
-    def is_last(self, window: list[MicroBatch]) -> bool:
-        """Whether an epoch ends with these micro-batches."""
-        return window[-1].info.last or self._progress.batches_in_epoch >= self.limit
+    @property
+    def are_done(self) -> bool:
+        """Whether the epoch ends with the window that was finished last."""
+        return (self.finished is not None and self.finished.last) or self._progress.batches_in_epoch >= self.limit
 
     def positions(self) -> list[dict[str, Any]]:
         """Where in the data the last finished step left each loader that the training data consist of."""

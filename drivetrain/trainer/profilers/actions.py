@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from functools import wraps
+from itertools import islice
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from drivetrain.accelerator.step import StepHooks
@@ -120,19 +121,23 @@ class Actions:
 
     def _count_samples(self, values: Iterator[T], loader: PreparedLoader | CombinedLoader) -> Iterator[T]:
         self._workers = getattr(loader, "num_workers", None)
-        for value in values:
+
+        def add(value: T) -> T:
             rows = None if loader.current is None else loader.current.real_rows
             self._samples = None if rows is None or self._samples is None else self._samples + rows
-            yield value
+            return value
+
+        return map(add, values)
 
     def _iterate(self, action: str, values: Iterator[T]) -> Iterator[T]:
-        profile, ended = self.profiler.profile, object()
+        profile = self.profiler.profile
+        held: list[T] = []  # nothing while this waits to be asked for the next
         while True:
             with profile(action):
-                value = next(values, ended)
-            if value is ended:
+                held.extend(islice(values, 1))
+            if not held:
                 return
-            yield value  # type: ignore[misc]
+            yield held.pop()
 
     def watch_step(self, hooks: StepHooks) -> StepHooks:
         """What the engine runs in a step, measured.

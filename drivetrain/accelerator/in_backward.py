@@ -1,0 +1,150 @@
+"""Steps each parameter within the backward, as its gradient is ready, and frees the gradient."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from threading import Lock
+from typing import Any
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from drivetrain.runtime.errors import ConfigurationError
+from drivetrain.strategies.optimizer_calls import step_parameter
+
+
+class InBackward:
+    """Lets a backward step the parameters of some optimizers, so that their gradients are never held together.
+
+    An optimizer steps one parameter as it steps all: by its own `step`, over its own state, with the options of the
+    parameter's group as they are then. Its state and its groups are those that they are without.
+
+    Args:
+        optimizers: The bare optimizers.
+        clip: What is done to each gradient before its step; nothing if None.
+        beside: A parameter that no optimizer has, whose gradient is cleared with each step.
+
+    Raises:
+        ConfigurationError: Two of the optimizers have the same parameter, or `step` of one is another function than
+            that of its class.
+    """
+
+    def __init__(
+        self,
+        optimizers: Sequence[Optimizer],
+        clip: Callable[[list[Tensor]], Any] | None = None,
+        beside: nn.Parameter | None = None,
+    ) -> None:
+        self._optimizers, self._clip, self._beside = list(optimizers), clip, beside
+        self._places: dict[Tensor, tuple[Optimizer, int]] = {}  # each one's optimizer, and the number of its group
+        self._hooks: list[Any] = []
+        self._checked: set[tuple[int, int]] = set()  # groups of which a parameter has been stepped
+        self._stepped: set[Tensor] = set()
+        self._locks = {id(optimizer): Lock() for optimizer in optimizers}  # there is a thread for each device
+        self._steps, self._is_attached = True, False
+        _refuse_shared(optimizers)
+        for optimizer in optimizers:
+            _refuse_own_step(optimizer)
+
+    @property
+    def is_torn(self) -> bool:
+        """Whether some parameters are those of a step that others are yet to take."""
+        return bool(self._stepped)
+
+    def attach(self) -> None:
+        """Step within backwards from now on."""
+        self._is_attached = True
+        self._find()
+
+    def detach(self) -> None:
+        """End that."""
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks.clear()
+        self._places.clear()
+        self._stepped.clear()
+        self._is_attached = False
+
+    def begin(self) -> None:
+        """Get ready for the backward of a step: nothing is left of gradients that were not stepped with."""
+        self._stepped.clear()
+        if self._beside is not None:
+            self._beside.grad = None
+        if self._is_attached:
+            self._find()
+
+    def end(self) -> None:
+        """Record that all of a step's parameters are stepped."""
+        self._stepped.clear()
+
+    @contextmanager
+    def only_freeing(self) -> Iterator[None]:
+        """Free gradients in the body without stepping."""
+        self._steps = False
+        try:
+            yield
+        finally:
+            self._steps = True
+
+    def _find(self) -> None:
+        """Watch the parameters that are trained now, among them what groups were added for and what is unfrozen."""
+        for optimizer in self._optimizers:
+            for number, group in enumerate(optimizer.param_groups):
+                for parameter in group["params"]:
+                    parameter.grad = None
+                    if parameter not in self._places and parameter.requires_grad:
+                        self._places[parameter] = optimizer, number
+                        self._hooks.append(parameter.register_post_accumulate_grad_hook(self._step))
+
+    def _step(self, parameter: Tensor) -> None:
+        if not self._steps:
+            parameter.grad = None
+            return
+        if parameter in self._stepped:
+            raise ConfigurationError(
+                f"optimizer_in_backward=True: a parameter of shape {tuple(parameter.shape)} got a second gradient in "
+                "the same step, after it was stepped with the first. It is used in several parts of the model that run "
+                "backwards of their own (reentrant checkpoints, or a sharded block that is called twice), or the "
+                "backward ran twice. Use torch.utils.checkpoint with use_reentrant=False, or leave "
+                "optimizer_in_backward out."
+            )
+        self._stepped.add(parameter)
+        if self._clip is not None:
+            self._clip([parameter])
+        optimizer, number = self._places[parameter]
+        with self._locks[id(optimizer)]:
+            changed = step_parameter(optimizer, number, parameter)
+        parameter.grad = None
+        if (id(optimizer), number) not in self._checked:
+            self._checked.add((id(optimizer), number))
+            if changed:
+                raise ConfigurationError(
+                    f"optimizer_in_backward=True: {type(optimizer).__name__} keeps {', '.join(map(repr, changed))} "
+                    "over all parameters of a group, which a step of one parameter alone would change. Leave "
+                    "optimizer_in_backward out, or use an optimizer that treats each parameter by itself, such as "
+                    "AdamW."
+                )
+
+
+def _refuse_shared(optimizers: Sequence[Optimizer]) -> None:
+    seen: dict[Tensor, Optimizer] = {}
+    for optimizer in optimizers:
+        for parameter in (each for group in optimizer.param_groups for each in group["params"]):
+            other = seen.setdefault(parameter, optimizer)
+            if other is not optimizer:
+                raise ConfigurationError(
+                    f"optimizer_in_backward=True: a parameter of shape {tuple(parameter.shape)} is in two optimizers "
+                    f"({type(other).__name__} and {type(optimizer).__name__}), and its gradient is freed once one of "
+                    "them has stepped. Give it to one of them, or leave optimizer_in_backward out."
+                )
+
+
+def _refuse_own_step(optimizer: Optimizer) -> None:
+    own = optimizer.__dict__.get("step")
+    # A learning-rate scheduler of torch puts a function in the place of `step` that counts its calls.
+    if own is not None and not hasattr(own, "_wrapped_by_lr_sched"):
+        raise ConfigurationError(
+            f"optimizer_in_backward=True: something has replaced step() of this {type(optimizer).__name__}, so it "
+            "cannot step a parameter alone. Leave that, or optimizer_in_backward, out."
+        )
