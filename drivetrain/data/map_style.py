@@ -144,6 +144,11 @@ class MapReader:
         return self.layout.steps(len(self.order))
 
     @property
+    def reads_ahead(self) -> bool:
+        """Whether workers read, in an order that is drawn in one go."""
+        return self._inner.num_workers > 0 and self.order.draws_at_once
+
+    @property
     def ends_alike(self) -> bool:
         """Whether the sampler has a length."""
         try:
