@@ -237,8 +237,9 @@ class Preparation:
             return cast("PreparedLoader", data_loader)
         config = self.options.dataloader_config
         moves = self._moves(device_placement)
-        place = place or (self.default_placement() if moves else None)
         own = self.batch_placement
+        copies = place is None and own is None
+        place = place or (self.default_placement() if moves else None)
         if own is not None and place is not None:
             place = own.around(place)
         prepared = prepare_loader(
@@ -246,6 +247,7 @@ class Preparation:
             shard=shard or self._strategy.topology.data_shard,
             place=place,
             device=(self._state.kind, self._state.device) if moves else None,
+            sends_ahead=copies,
             config=config,
             tail=_tail(config.even_batches) if tail is None else tail,
             seed=recorded_seed(),

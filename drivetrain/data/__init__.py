@@ -8,6 +8,7 @@ from drivetrain.data.configuration import DataLoaderConfiguration, DataShard, Ta
 from drivetrain.data.loader import PreparedLoader
 from drivetrain.data.order import InterleavingSampler
 from drivetrain.data.permutation import PermutationSampler
+from drivetrain.data.placement import PendingBatch
 from drivetrain.data.preparation import SkippingLoader, prepare_loader, skip_first_batches
 from drivetrain.data.reading import rebuilt
 
@@ -18,6 +19,7 @@ __all__ = [
     "DataLoaderConfiguration",
     "DataShard",
     "InterleavingSampler",
+    "PendingBatch",
     "PermutationSampler",
     "PreparedLoader",
     "SkippingLoader",

@@ -30,7 +30,7 @@ class ReadyBatchesReader:
         counted: Whether rows are counted also where there is one process, since its batches are shared later.
     """
 
-    finds_rows = False
+    finds_rows = reads_ahead = False
 
     @property
     def ends_alike(self) -> bool:

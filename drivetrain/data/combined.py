@@ -10,6 +10,7 @@ from typing import Any
 
 from drivetrain.data.batch_info import BatchInfo
 from drivetrain.data.loader import PreparedLoader
+from drivetrain.data.placement import PendingBatch, PendingParts
 from drivetrain.data.reading import least, up_to
 from drivetrain.data.sharding import with_last
 from drivetrain.runtime.errors import CheckpointError, ConfigurationError, DataError, nearest
@@ -60,7 +61,7 @@ class CombinedLoader:
         self._resumes = False
         self._index = 0
         self._limit: int | None = None
-        self._together = False
+        self._together = self._pends = False
 
     def map(self, prepare: Callable[[Any], Any]) -> CombinedLoader:
         """The same combination of what `prepare` makes of each loader."""
@@ -92,13 +93,29 @@ class CombinedLoader:
             limit: Combined batches, counted from the start of the epoch, after which the iteration ends.
             together: All processes iterate, each with as many batches; see `PreparedLoader.iterate`.
         """
+        return self._begin(limit, together, pend=False)
+
+    def iterate_pending(self, limit: float | None = None, together: bool = False) -> Iterator[Any]:
+        """The same, of batches whose parts are brought to the device when they are used.
+
+        Args:
+            limit: As for `iterate`.
+            together: As for `iterate`.
+
+        Returns:
+            The iterator.
+        """
+        return self._begin(limit, together, pend=True)
+
+    def _begin(self, limit: float | None, together: bool, pend: bool) -> Iterator[Any]:
+        """Begin an iteration, of pending batches or of those on the device."""
         if not self._resumes:
             self._ended = [False] * len(self.loaders)
             self._index = 0
         self._resumes = False
         self._begun = True
         self._limit = None if limit is None or limit == float("inf") else int(limit)
-        self._together = together
+        self._together, self._pends = together, pend
         is_sequential = self.mode == "sequential"
         batches = self._one_after_the_other() if is_sequential else self._side_by_side(self.begin_together())
         try:
@@ -172,7 +189,7 @@ class CombinedLoader:
         for position, loader in enumerate(self.loaders):
             if self._ended[position]:
                 continue
-            yield from map(partial(_with_known, loader), self.begin(loader))
+            yield from map(partial(_with_known, loader, self._pends), self.begin(loader))
             self._ended[position] = True
 
     def begin_together(self) -> list[Any]:
@@ -206,7 +223,7 @@ class CombinedLoader:
             for loader, over in zip(self.loaders, ended, strict=True)
             if not over or self.mode == "max_size_cycle"
         ]
-        return self.in_structure(batches), known
+        return PendingParts(batches, self.in_structure) if self._pends else self.in_structure(batches), known
 
     def _next(self, iterators: list[Any], position: int, loader: Any, ended: list[bool]) -> tuple[Any, bool]:
         """The next batch of one loader, and whether the whole combination is over."""
@@ -239,7 +256,7 @@ class CombinedLoader:
         limit = self._limit
         if limit is not None:
             limit += (loader.consumed_batches if loader.resumes else 0) - self._index
-        return loader.iterate(limit, self._together)
+        return (loader.iterate_pending if self._pends else loader.iterate)(limit, self._together)
 
     def in_structure(self, batches: list[Any]) -> Any:
         """Values in the structure that the loaders were given in.
@@ -305,8 +322,9 @@ def _flat(given: tuple[tuple[Any, _Known], bool]) -> tuple[Any, _Known, bool]:
     return batch, known, last
 
 
-def _with_known(loader: Any, batch: Any) -> tuple[Any, _Known]:
-    return batch, [_current(loader)]
+def _with_known(loader: Any, pends: bool, batch: Any) -> tuple[Any, _Known]:
+    is_ready = pends and not isinstance(batch, PendingBatch)
+    return PendingBatch(batch) if is_ready else batch, [_current(loader)]
 
 
 def _current(loader: Any) -> BatchInfo | None:

@@ -48,7 +48,7 @@ class DispatchReader:
         batches: How many batches there are; called for the length.
     """
 
-    finds_rows = False
+    finds_rows = reads_ahead = False
     ends_alike = True
 
     def __init__(self, make_reader: Callable[[], Reader], layout: Layout, batches: Callable[[], int]) -> None:

@@ -169,6 +169,11 @@ class StreamReader:
 
     ends_alike = False
 
+    @property
+    def reads_ahead(self) -> bool:
+        """Whether workers read."""
+        return self._inner.num_workers > 0
+
     def restart(self) -> None:
         """Let the next iteration be as the first one: with new workers, where these stay."""
         if self._loader.persistent_workers:

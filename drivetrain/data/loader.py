@@ -13,6 +13,7 @@ from drivetrain.data.batch_info import ActiveLoaders, BatchInfo
 from drivetrain.data.configuration import TailPolicy
 from drivetrain.data.filling import filled
 from drivetrain.data.order import Position, SeedableSampler
+from drivetrain.data.placement import PendingBatch, Place, one_ahead, pending, sends_ahead
 from drivetrain.data.randomness import (
     EpochStart,
     find_generators,
@@ -25,8 +26,6 @@ from drivetrain.data.reading import Opened, Reader
 from drivetrain.data.sharding import Layout
 from drivetrain.runtime.errors import CheckpointError, ConfigurationError
 from drivetrain.runtime.state import PartialState
-
-Place = Callable[[Any], Any]
 
 
 class PreparedLoader(DataLoader[Any]):
@@ -106,6 +105,23 @@ class PreparedLoader(DataLoader[Any]):
         Raises:
             DataError: While iterating, with `together`: the batches of some processes ended before those of others.
         """
+        batches = self._begin(limit, together, pend=self._place is not None)
+        return batches if self._place is None else _placed(batches)
+
+    def iterate_pending(self, limit: float | None = None, together: bool = False) -> Iterator[PendingBatch]:
+        """The same, of batches that were read and are brought to the device when they are used.
+
+        Args:
+            limit: As for `iterate`.
+            together: As for `iterate`.
+
+        Returns:
+            The iterator.
+        """
+        return self._begin(limit, together, pend=True)
+
+    def _begin(self, limit: float | None, together: bool, pend: bool) -> Iterator[Any]:
+        """Begin an iteration, of pending batches or of those that are read."""
         self._begin_epoch()
         position = self._resume or Position()
         self._resume = self._reached = None
@@ -122,7 +138,7 @@ class PreparedLoader(DataLoader[Any]):
         if self._fill:
             opened = opened._replace(pairs=filled(opened.pairs, getattr(self.loader, "batch_size", None)))
         self._start = opened.start
-        return self._batches(opened)
+        return self._batches(opened, pend)
 
     @contextmanager
     def undone(self) -> Iterator[None]:
@@ -151,14 +167,19 @@ class PreparedLoader(DataLoader[Any]):
             pass
         return batches
 
-    def _batches(self, opened: Opened) -> Iterator[Any]:
+    def _batches(self, opened: Opened, pend: bool) -> Iterator[Any]:
         """The loop that every batch goes through; it holds none while it waits to be asked for the next."""
         place, tick = self._place, PartialState().heartbeat.beating(self.active.tick)
+        batches: Iterator[tuple[Any, BatchInfo]] = opened.pairs
+        if pend:
+            batches = pending(batches, place)
+            if sends_ahead(place) and self._reader.reads_ahead:
+                batches = one_ahead(batches)
         held: list[Any] = []
         self.active.enter(self)
         try:
-            for batch, info in opened.pairs:
-                held.append(batch if place is None else place(batch))
+            for batch, info in batches:
+                held.append(batch)
                 del batch
                 self.current = info
                 self.advanced = tick()
@@ -410,6 +431,19 @@ class PreparedLoader(DataLoader[Any]):
     def __repr__(self) -> str:
         shard = self._layout.shard
         return f"PreparedLoader({type(self.loader).__name__}, part {shard.index} of {shard.count}, epoch {self._epoch})"
+
+
+def _placed(batches: Iterator[PendingBatch]) -> Iterator[Any]:
+    """Batches on the device, each handed out with the one after it on the way."""
+    held: list[Any] = []
+    try:
+        for batch in batches:
+            held.append(batch.take())
+            batch.send_following()
+            del batch
+            yield held.pop()
+    finally:
+        batches.close()  # type: ignore[attr-defined]
 
 
 def checked_count(num_batches: int) -> int:

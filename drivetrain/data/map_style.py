@@ -30,7 +30,15 @@ from drivetrain.data.seeding import (
     is_deterministic_collate,
 )
 from drivetrain.data.sharding import Head, Layout, shard_batches
-from drivetrain.data.whole_batches import Read, WholeBatches, bytes_of, reads_at_once
+from drivetrain.data.whole_batches import (
+    Read,
+    WholeBatches,
+    bytes_of,
+    can_pin,
+    gathered,
+    gathered_pinned,
+    reads_at_once,
+)
 from drivetrain.runtime.collectives import gather_object
 from drivetrain.runtime.errors import ConfigurationError, DataError
 from drivetrain.runtime.logging import get_logger
@@ -115,7 +123,9 @@ class MapReader:
             changes: dict[str, Any] = {"worker_init_fn": ShowUsersDataset(loader.worker_init_fn)}
             if self._needs_no_workers(read):
                 changes = WITHOUT_WORKERS
-            whole = WholeBatches(loader.dataset, read)
+            alone = changes is WITHOUT_WORKERS or not loader.num_workers
+            pins = alone and loader.pin_memory and can_pin()
+            whole = WholeBatches(loader.dataset, read, gathered_pinned if pins else gathered)
             return rebuilt(loader, whole, batch_sampler=self._stream, collate_fn=as_is, **changes)
         if batched:
             return rebuilt(loader, loader.dataset, batch_sampler=self._stream)
@@ -126,7 +136,7 @@ class MapReader:
         loader, order = self._loader, self.order
         if not loader.num_workers or not order.draws_at_once or loader.worker_init_fn is not None:
             return False
-        if not len(loader.dataset) or bytes_of(read([0])) * (order.batch_size or 0) > HANDED_OVER:  # type: ignore[arg-type]
+        if not len(loader.dataset) or bytes_of(read([0], gathered)) * (order.batch_size or 0) > HANDED_OVER:  # type: ignore[arg-type]
             return False
         logger.info_once(
             "num_workers=%d starts none for a loader whose samples are in memory: a batch of them is read at once, "
@@ -142,6 +152,11 @@ class MapReader:
 
     def __len__(self) -> int:
         return self.layout.steps(len(self.order))
+
+    @property
+    def reads_ahead(self) -> bool:
+        """Whether workers read, in an order that is drawn in one go."""
+        return self._inner.num_workers > 0 and self.order.draws_at_once
 
     @property
     def ends_alike(self) -> bool:

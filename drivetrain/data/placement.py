@@ -1,9 +1,10 @@
-"""Copies batches to the device on a stream of its own, beside what the device computes."""
+"""Brings batches to the device: when they are used, or on a stream of their own while the one before is computed on."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, TypeVar
+from weakref import ref
 
 import torch
 from torch import Tensor
@@ -11,31 +12,52 @@ from torch import Tensor
 from drivetrain.runtime.devices import DeviceKind
 from drivetrain.runtime.nested import recursively_apply
 
+Item = TypeVar("Item")
+Place = Callable[[Any], Any]
+
 
 class SideStreamPlacement:
     """Places each batch on a stream of its own, so that the copy overlaps with compute that is still queued.
 
-    Nothing is read ahead and nothing waits on the host: the copy begins at once, beside the kernels of the step
-    before, which the device still runs when the host comes for the next batch; kernels queued from then on wait for
-    the copy. It pays where host memory is pinned and the placing callable copies with `non_blocking=True`.
+    Nothing waits on the host: the copy begins at once, beside the kernels of the batch before; kernels queued once the
+    batch is received wait for the copy. It pays where host memory is pinned and the placing callable copies with
+    `non_blocking=True`.
 
     Args:
         place: Puts a batch on the device.
         kind: The kind of device, which must support streams.
         device: The device.
+        sends_ahead: Whether `place` only copies, so that a batch may be sent while the one before is computed on. False
+            where it runs code of the user's, or of a strategy's, whose turn is when the batch is used.
     """
 
-    def __init__(self, place: Callable[[Any], Any], kind: DeviceKind, device: torch.device) -> None:
+    def __init__(self, place: Place, kind: DeviceKind, device: torch.device, sends_ahead: bool = False) -> None:
         self._place = place
         self._kind = kind
         self._device = device
         self._stream: Any = None
+        self.sends_ahead = sends_ahead
 
     def __call__(self, batch: Any) -> Any:
+        return self.receive(self.send(batch))
+
+    def send(self, batch: Any) -> Any:
+        """Begin to copy a batch. What is returned may be used once it was received.
+
+        Args:
+            batch: The batch on the host.
+        """
         if self._stream is None:
             self._stream = self._kind.make_stream(self._device)
         with self._kind.stream_context(self._stream):
-            placed = self._place(batch)
+            return self._place(batch)
+
+    def receive(self, sent: Any) -> Any:
+        """Let the kernels that are queued from now on wait for a batch that was sent.
+
+        Args:
+            sent: What `send` returned.
+        """
         current = self._kind.current_stream()
         if current is not None:
             current.wait_stream(self._stream)
@@ -47,14 +69,157 @@ class SideStreamPlacement:
                     tensor.record_stream(current)
                 return tensor
 
-            recursively_apply(keep, placed)
-        return placed
+            recursively_apply(keep, sent)
+        return sent
 
 
 def overlapped(
-    place: Callable[[Any], Any] | None, device: tuple[DeviceKind, torch.device] | None
-) -> Callable[[Any], Any] | None:
+    place: Place | None, device: tuple[DeviceKind, torch.device] | None, ahead: bool = False
+) -> Place | None:
     """`place`, on a side stream where the device has streams; None stays None."""
     if place is None or device is None or not device[0].supports_streams:
         return place
-    return SideStreamPlacement(place, *device)
+    return SideStreamPlacement(place, *device, ahead)
+
+
+def sends_ahead(place: Place | None) -> bool:
+    """Whether batches may be placed while the ones before are computed on."""
+    return isinstance(place, SideStreamPlacement) and place.sends_ahead
+
+
+_ON_HOST, _SENT, _PLACED, _RELEASED = range(4)
+
+
+class PendingBatch:
+    """A batch that was read and is brought to the device when it is used, or was sent before.
+
+    Args:
+        batch: The batch on the host.
+        place: Puts it on the device; None leaves it as it is.
+    """
+
+    __slots__ = ("__weakref__", "_batch", "_following", "_place", "_state")
+
+    def __init__(self, batch: Any, place: Place | None = None) -> None:
+        self._batch = batch
+        self._place = place
+        self._state = _PLACED if place is None else _ON_HOST
+        self._following: PendingBatch | None = None
+
+    @property
+    def is_missing(self) -> bool:
+        """Whether there is None in the place of a batch."""
+        return self._batch is None
+
+    def take(self) -> Any:
+        """The batch, on the device."""
+        state = self._state
+        if state != _PLACED:
+            assert state != _RELEASED, "a batch that was released is used again"
+            place: Any = self._place
+            self._batch = place(self._batch) if state == _ON_HOST else place.receive(self._batch)
+            self._state = _PLACED
+        return self._batch
+
+    def send(self) -> None:
+        """Begin to copy the batch, if that has not begun."""
+        if self._state == _ON_HOST:
+            self._batch = self._place.send(self._batch)  # type: ignore[union-attr]
+            self._state = _SENT
+
+    def precede(self, following: PendingBatch) -> None:
+        """Note which batch is sent while this one is computed on.
+
+        Args:
+            following: The batch that was read after this one.
+        """
+        self._following = following
+
+    def send_following(self) -> None:
+        """Begin to copy the batch after this one, where that has been read and only has to be copied."""
+        if self._following is not None:
+            self._following.send()
+            self._following = None
+
+    def release(self) -> None:
+        """Drop the batch, once it is computed on."""
+        if self._batch is not None:
+            self._batch = ...
+        self._state = _RELEASED
+
+
+class PendingParts:
+    """A batch of several loaders together; each part is brought to the device by its own loader.
+
+    Args:
+        parts: The batch of each loader, pending.
+        arranged: Puts them in the structure that the loaders have.
+    """
+
+    __slots__ = ("_arranged", "_batch", "_is_taken", "_parts")
+
+    def __init__(self, parts: Sequence[Any], arranged: Callable[[list[Any]], Any]) -> None:
+        self._parts, self._arranged = parts, arranged
+        self._batch: Any = None
+        self._is_taken = False
+
+    @property
+    def is_missing(self) -> bool:
+        """False: there is a structure, whatever is in it."""
+        return False
+
+    def take(self) -> Any:
+        """The batch, on the device."""
+        if not self._is_taken:
+            batches = [each.take() if isinstance(each, PendingBatch) else each for each in self._parts]
+            self._batch, self._is_taken = self._arranged(batches), True
+        return self._batch
+
+    def send_following(self) -> None:
+        """Begin to copy the parts of the batch after this one; see `PendingBatch.send_following`."""
+        for each in self._parts:
+            if isinstance(each, PendingBatch):
+                each.send_following()
+
+    def release(self) -> None:
+        """Drop the batch, once it is computed on."""
+        self._batch, self._parts = None, ()
+
+
+def pending(batches: Iterator[tuple[Any, Item]], place: Place | None) -> Iterator[tuple[PendingBatch, Item]]:
+    """Batches that are placed when they are used, each with what comes with it.
+
+    Args:
+        batches: The batches as they are read.
+        place: Puts one on the device.
+    """
+    links = sends_ahead(place)
+    before: Callable[[], PendingBatch | None] = _nothing
+
+    def pend(pair: tuple[Any, Item]) -> tuple[PendingBatch, Item]:
+        nonlocal before
+        current = PendingBatch(pair[0], place)
+        if links:
+            earlier = before()  # weak: a batch is freed with its step
+            if earlier is not None:
+                earlier.precede(current)
+            before = ref(current)
+        return current, pair[1]
+
+    return map(pend, batches)
+
+
+def _nothing() -> None:
+    return None
+
+
+def one_ahead(items: Iterator[Item]) -> Iterator[Item]:
+    """The same items, each once the one after it has been read."""
+    held: list[Item] = []  # never what was given last
+    for item in items:
+        held.append(item)
+        del item
+        if len(held) > 1:
+            yield held.pop(0)
+    while held:
+        yield held.pop()

@@ -14,10 +14,10 @@ from drivetrain.data.batches import ReadyBatchesReader
 from drivetrain.data.configuration import DataLoaderConfiguration, DataShard, TailPolicy
 from drivetrain.data.dispatch import DispatchReader
 from drivetrain.data.iterable import StreamReader
-from drivetrain.data.loader import Place, PreparedLoader, checked_count
+from drivetrain.data.loader import PreparedLoader, checked_count
 from drivetrain.data.map_style import MapReader
 from drivetrain.data.order import SeedableSampler
-from drivetrain.data.placement import overlapped
+from drivetrain.data.placement import Place, overlapped
 from drivetrain.data.reading import Reader
 from drivetrain.data.sharding import Layout
 from drivetrain.runtime.devices import DeviceKind
@@ -79,6 +79,7 @@ def prepare_loader(
     seed: int | None = None,
     active: ActiveLoaders | None = None,
     fill: bool = False,
+    sends_ahead: bool = False,
 ) -> PreparedLoader:
     """Make a loader that gives this process its share of a user's loader.
 
@@ -92,6 +93,8 @@ def prepare_loader(
         seed: The run's seed, which each sample's random state derives from. None leaves randomness to the loader.
         active: Where the loader is listed while it is iterated.
         fill: Fill a short batch up to the size of the others, also in a world of one; its rows are counted as padding.
+        sends_ahead: Whether `place` only copies, so that a batch may be sent while the one before is computed on, where
+            it was read by then: a micro-batch of a step, and what workers have ready.
 
     Returns:
         The prepared loader; `loader` itself if it is one already.
@@ -121,10 +124,9 @@ def prepare_loader(
     reader = _make_reader(loader, layout, config, _sample_seed_of(config, seed))
     if active is None:  # not `or`: a list of loaders that is empty is still the caller's
         active = ActiveLoaders()
-    recipe = partial(
-        prepare_loader, shard=shard, place=place, device=device, config=config, tail=tail, seed=seed, fill=fill
-    )
-    placement, stateful = overlapped(place, device), config.use_stateful_dataloader
+    moving: dict[str, Any] = {"place": place, "device": device, "sends_ahead": sends_ahead}
+    recipe = partial(prepare_loader, shard=shard, config=config, tail=tail, seed=seed, fill=fill, **moving)
+    placement, stateful = overlapped(place, device, sends_ahead), config.use_stateful_dataloader
     return PreparedLoader(loader, reader, layout, placement, active, seedable, fill, stateful, recipe)
 
 

@@ -47,6 +47,14 @@ class Reader(Protocol):
         """Whether processes whose loaders have the same length surely have as many batches."""
         ...
 
+    @property
+    def reads_ahead(self) -> bool:
+        """Whether a batch may be read before the one before it is computed on, and nothing shows it.
+
+        So it is where workers read, who read ahead anyway, and where the order was drawn before.
+        """
+        ...
+
     def open(self, epoch: int, position: Position, limit: int | None = None) -> Opened:
         """Begin an iteration over an epoch, at a position of it.
 

@@ -11,12 +11,49 @@ import torch
 from torch import Tensor
 from torch.utils.data import ConcatDataset, Dataset, StackDataset, Subset, TensorDataset, default_collate
 
-Read = Callable[[Sequence[int]], Any]
-"""Returns what collating the samples of some indices gives."""
+Gather = Callable[[Tensor, Tensor], Tensor]
+"""Returns some rows of a tensor: those of the indices that it is given second."""
+
+Read = Callable[[Sequence[int], Gather], Any]
+"""Returns what collating the samples of some indices gives, whose rows it gathers with what it is given second."""
 
 
 class NotAtOnce(Exception):
     """These samples have to be read one by one."""
+
+
+def gathered(tensor: Tensor, index: Tensor) -> Tensor:
+    """Rows of a tensor, in memory of their own.
+
+    Args:
+        tensor: The tensor.
+        index: The rows' indices.
+    """
+    return tensor.index_select(0, index)
+
+
+def gathered_pinned(tensor: Tensor, index: Tensor) -> Tensor:
+    """The same in page-locked memory, where the tensor is on the host.
+
+    Torch keeps page-locked memory that was freed for later tensors, but hands it out only once the copies to a device
+    that were begun from it are done, so a buffer is never overwritten while it is copied.
+
+    Args:
+        tensor: The tensor.
+        index: The rows' indices.
+    """
+    if tensor.device.type != "cpu":
+        return gathered(tensor, index)
+    rows = torch.empty((len(index), *tensor.shape[1:]), dtype=tensor.dtype, pin_memory=True)
+    return torch.index_select(tensor, 0, index, out=rows)
+
+
+def can_pin() -> bool:
+    """Whether torch has page-locked memory here: there is an accelerator, which is not one without it."""
+    if not torch.accelerator.is_available():
+        return False
+    device = torch.accelerator.current_accelerator()
+    return device is not None and device.type != "mps"
 
 
 class WholeBatches(Dataset[Any]):
@@ -25,17 +62,18 @@ class WholeBatches(Dataset[Any]):
     Args:
         dataset: The user's dataset.
         read: What `reads_at_once` found for it.
+        gather: What takes rows out of tensors: `gathered_pinned` where no worker reads and batches are to be pinned.
     """
 
-    def __init__(self, dataset: Any, read: Read) -> None:
-        self.dataset, self._read = dataset, read
+    def __init__(self, dataset: Any, read: Read, gather: Gather = gathered) -> None:
+        self.dataset, self._read, self._gather = dataset, read, gather
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _again, (self.dataset,)  # to a worker that is spawned
 
     def __getitems__(self, indices: Sequence[int]) -> Any:
         try:
-            return self._read(indices)
+            return self._read(indices, self._gather)
         except (NotAtOnce, IndexError, TypeError, ValueError, RuntimeError):
             # Read as torch's loader does; where the indices are wrong, with the error that it raises.
             return default_collate(self._samples(indices))
@@ -71,7 +109,7 @@ def reads_at_once(dataset: Any) -> Read | None:
     if find is not None:
         return find(dataset)
     if type(dataset).__module__ == "datasets.arrow_dataset" and dataset.format["type"] == "torch":
-        return lambda indices: _columns(dataset, indices)
+        return lambda indices, gather: _columns(dataset, indices)
     return None
 
 
@@ -87,13 +125,13 @@ def bytes_of(batch: Any) -> int:
 
 
 def _of_tensor(tensor: Tensor) -> Read | None:
-    return lambda indices: _rows(tensor, _as_index(indices))
+    return lambda indices, gather: _rows(tensor, _as_index(indices), gather)
 
 
 def _of_tensors(dataset: Any) -> Read | None:
-    def read(indices: Sequence[int]) -> list[Tensor]:
+    def read(indices: Sequence[int], gather: Gather) -> list[Tensor]:
         index = _as_index(indices)
-        return [_rows(tensor, index) for tensor in dataset.tensors]
+        return [_rows(tensor, index, gather) for tensor in dataset.tensors]
 
     return read
 
@@ -102,7 +140,7 @@ def _of_array(array: Any) -> Read | None:
     if array.dtype.kind not in "biuf" or array.ndim == 0:
         return None
 
-    def read(indices: Sequence[int]) -> Tensor:
+    def read(indices: Sequence[int], gather: Gather) -> Tensor:
         # Numbers by themselves take another way through collate, which settles their dtype.
         return torch.as_tensor(array[np.asarray(_checked(indices))]) if array.ndim > 1 else _numbers(array, indices)
 
@@ -118,7 +156,7 @@ def _of_subset(dataset: Any) -> Read | None:
     read = reads_at_once(dataset.dataset)
     if read is None:
         return None
-    return lambda indices: read([dataset.indices[index] for index in indices])
+    return lambda indices, gather: read([dataset.indices[index] for index in indices], gather)
 
 
 def _of_stack(dataset: Any) -> Read | None:
@@ -128,15 +166,15 @@ def _of_stack(dataset: Any) -> Read | None:
     if reads is None:
         return None
     if named:
-        return lambda indices: {name: read(indices) for name, read in zip(parts, reads, strict=True)}
-    return lambda indices: [read(indices) for read in reads]
+        return lambda indices, gather: {name: read(indices, gather) for name, read in zip(parts, reads, strict=True)}
+    return lambda indices, gather: [read(indices, gather) for read in reads]
 
 
 def _of_concatenation(dataset: Any) -> Read | None:
     reads = _reads_of(dataset.datasets)
     if reads is None:
         return None
-    return lambda indices: _concatenated(reads, dataset.cumulative_sizes, indices)
+    return lambda indices, gather: _concatenated(reads, dataset.cumulative_sizes, indices, gather)
 
 
 def _reads_of(parts: Iterable[Any]) -> list[Read] | None:
@@ -146,7 +184,7 @@ def _reads_of(parts: Iterable[Any]) -> list[Read] | None:
     return known if len(known) == len(reads) else None
 
 
-def _concatenated(reads: Sequence[Any], ends: Sequence[int], indices: Sequence[int]) -> Any:
+def _concatenated(reads: Sequence[Read], ends: Sequence[int], indices: Sequence[int], gather: Gather) -> Any:
     """The rows of several datasets, in the order of their indices in the whole."""
     wanted: dict[int, tuple[list[int], list[int]]] = {}
     for position, index in enumerate(_checked(indices)):
@@ -154,24 +192,25 @@ def _concatenated(reads: Sequence[Any], ends: Sequence[int], indices: Sequence[i
         places, within = wanted.setdefault(part, ([], []))
         places.append(position)
         within.append(index - (ends[part - 1] if part else 0))
-    read = [reads[part](within) for part, (_, within) in wanted.items()]
-    if len(read) == 1:
-        return read[0]
+    if len(wanted) == 1:
+        [(part, (_, within))] = wanted.items()
+        return reads[part](within, gather)
+    read = [reads[part](within, gathered) for part, (_, within) in wanted.items()]
     order = [position for places, _ in wanted.values() for position in places]
-    return _joined(read, torch.tensor(order).argsort())
+    return _joined(read, torch.tensor(order).argsort(), gather)
 
 
-def _joined(parts: list[Any], order: Tensor) -> Any:
+def _joined(parts: list[Any], order: Tensor, gather: Gather) -> Any:
     first = parts[0]
     if isinstance(first, Tensor):
         if any(part.dtype != first.dtype or part.shape[1:] != first.shape[1:] for part in parts):
             raise NotAtOnce
-        return torch.cat(parts).index_select(0, order)
+        return gather(torch.cat(parts), order)
     if any(type(part) is not type(first) or len(part) != len(first) for part in parts):
         raise NotAtOnce
     if isinstance(first, dict):
-        return {name: _joined([part[name] for part in parts], order) for name in first}
-    return [_joined(list(each), order) for each in zip(*parts, strict=True)]
+        return {name: _joined([part[name] for part in parts], order, gather) for name in first}
+    return [_joined(list(each), order, gather) for each in zip(*parts, strict=True)]
 
 
 def _columns(dataset: Any, indices: Sequence[int]) -> dict[str, Any]:
@@ -181,10 +220,10 @@ def _columns(dataset: Any, indices: Sequence[int]) -> dict[str, Any]:
     return dict(columns)
 
 
-def _rows(tensor: Tensor, index: Tensor) -> Tensor:
+def _rows(tensor: Tensor, index: Tensor, gather: Gather) -> Tensor:
     if tensor.layout is not torch.strided or type(tensor) is not Tensor:
         raise NotAtOnce
-    return tensor.index_select(0, index if tensor.device.type == "cpu" else index.to(tensor.device))
+    return gather(tensor, index if tensor.device.type == "cpu" else index.to(tensor.device))
 
 
 def _as_index(indices: Sequence[int]) -> Tensor:

@@ -86,3 +86,30 @@ def test_copies_overlap_with_compute_on_a_gpu() -> None:
     for number, (batch,) in enumerate(loader):
         torch.cuda._sleep(10**7)
         assert torch.equal(batch.cpu(), samples[number * 8 : number * 8 + 8])
+
+
+@pytest.mark.gpu
+def test_a_batch_that_was_read_is_sent_before_a_gpu_is_waited_for() -> None:
+    device = torch.device("cuda", 0)
+    batches = [torch.full((2**24,), float(number)).pin_memory() for number in range(6)]
+    loader = prepare_loader(
+        batches,
+        shard=DataShard(),
+        place=lambda batch: batch.to(device, non_blocking=True),
+        device=(get_device_kind("cuda"), device),
+        sends_ahead=True,
+    )
+    for _ in range(2):  # the second time with memory that is allocated
+        window = list(loader.iterate_pending())
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+            for number, pending in enumerate(window):
+                batch = pending.take()
+                pending.send_following()
+                torch.cuda._sleep(10**8)
+                assert float((batch - number).abs().max()) == 0.0  # waits for the device
+                pending.release()
+            torch.cuda.synchronize()
+    events = [event for event in profile.events() if event.device_type == torch.autograd.DeviceType.CUDA]
+    copies = [event.time_range for event in events if "Memcpy HtoD" in event.name]
+    kernels = [event.time_range for event in events if "Mem" not in event.name]
+    assert sum(any(k.start < c.end and c.start < k.end for k in kernels) for c in copies) >= 5  # all but the first

@@ -10,6 +10,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.utils._pytree import tree_leaves
 from torch.utils.data import (
     ConcatDataset,
     DataLoader,
@@ -23,6 +24,11 @@ from torch.utils.data import (
 
 from drivetrain.data import DataShard, prepare_loader
 from drivetrain.data.whole_batches import WholeBatches, reads_at_once
+from tests.shared_runs import SharedRuns
+from tests.simulated.devices import simulated as simulated
+from tests.simulated.devices import start
+
+runs = SharedRuns(__name__, world_size=1)
 
 ROWS = 23
 
@@ -181,3 +187,43 @@ def test_workers_read_batches_too(context: str) -> None:
     large = Subset(TensorDataset(torch.rand(6, 1 << 19)), [5, 0, 3, 1])
     loader = DataLoader(large, 3, num_workers=1, multiprocessing_context=context)
     assert_same(list(prepare_loader(loader, shard=DataShard())), list(loader))
+
+
+@runs
+def pinned() -> dict[str, tuple[bool, ...]]:
+    start(1)
+    found = {}
+    for name, make in DATASETS.items():
+        dataset = make()
+        indices = [len(dataset) - 1, 0, 3, 0]
+        loader = prepare_loader(DataLoader(dataset, 4, pin_memory=True), shard=DataShard())
+        batch = loader._reader._inner.dataset.__getitems__(indices)  # type: ignore[attr-defined]
+        assert_same(batch, default_collate([dataset[each] for each in indices]))
+        found[name] = tuple(part.is_pinned() for part in tree_leaves(batch))
+    return found
+
+
+@pytest.mark.usefixtures("simulated")
+def test_rows_of_tensors_are_gathered_into_page_locked_memory() -> None:
+    (found,) = runs.of(pinned)
+    of_arrays = {"an array": (False,), "numbers in an array": (False,)}  # torch's loader copies these
+    mixed = {"two side by side": (True, True, True, False), "two by name": (False, True)}
+    mixed |= {"stacks one after the other": (True, True)}
+    assert found == {**{name: (True,) * len(parts) for name, parts in found.items()}, **of_arrays, **mixed}
+
+
+@pytest.mark.gpu
+def test_page_locked_batches_are_not_overwritten_while_a_gpu_copies_them() -> None:
+    device = torch.device("cuda", 0)
+    rows = torch.arange(64, dtype=torch.float32)[:, None].expand(64, 2**20).contiguous()
+    loader = prepare_loader(DataLoader(TensorDataset(rows), 4, pin_memory=True), shard=DataShard())
+    assert loader._reader._inner.dataset.__getitems__([0, 1])[0].is_pinned()  # type: ignore[attr-defined]
+    side = torch.cuda.Stream(device)
+    copies = []
+    with torch.cuda.stream(side):
+        torch.cuda._sleep(10**9)  # all copies wait, and all batches are freed before
+        for (batch,) in loader:
+            copies.append(batch.to(device, non_blocking=True))
+            del batch
+    torch.cuda.synchronize()
+    assert torch.equal(torch.cat(copies).cpu(), rows)

@@ -24,7 +24,7 @@ class StepWithoutLoss(StepVetoed):
 class ClosureStep(PlainStep):
     """Lets the task's own `optimizer_step`, or an optimizer such as L-BFGS, decide when gradients are computed."""
 
-    _keeps_outputs = True
+    _keeps_window = True
     _announced: MicroBatch | None = None
     _repeats = False  # whether the closure runs the window's micro-batches once more
 

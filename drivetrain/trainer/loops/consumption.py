@@ -59,7 +59,7 @@ def validation_interval(trainer: Trainer) -> int | float | timedelta | Duration 
     return settled.timedelta if settled.unit is Unit.SECONDS else settled
 
 
-def counters(trainer: Trainer, task: Task) -> tuple[Callable[[Sequence[MicroBatch]], None], ...]:
+def counters(trainer: Trainer, task: Task) -> list[_Samples | _Tokens]:
     """What counts the samples and tokens of each window, where anything of the run is measured in them.
 
     Args:
@@ -72,7 +72,7 @@ def counters(trainer: Trainer, task: Task) -> tuple[Callable[[Sequence[MicroBatc
     given = [trainer.max_duration, trainer.val_check_interval, *(each.rhythm for each in trainer.callbacks)]
     units = {each.unit for each in given if isinstance(each, Duration)}
     progress = trainer.progress
-    found: list[Callable[[Sequence[MicroBatch]], None]] = []
+    found: list[_Samples | _Tokens] = []
     kinds: tuple[tuple[Unit, type[_Samples | _Tokens]], ...] = ((Unit.SAMPLES, _Samples), (Unit.TOKENS, _Tokens))
     for unit, kind in kinds:
         if unit not in units:
@@ -83,8 +83,8 @@ def counters(trainer: Trainer, task: Task) -> tuple[Callable[[Sequence[MicroBatc
                 f"counted any: nothing was measured in {unit} then. Measure in steps, epochs or time."
             )
         else:
-            found.append(kind(trainer, task).count)
-    return tuple(found)
+            found.append(kind(trainer, task))
+    return found
 
 
 class _Samples:
@@ -93,7 +93,12 @@ class _Samples:
     Args:
         trainer: The trainer.
         task: Its task.
+
+    Attributes:
+        note: None: nothing is counted in a batch itself.
     """
+
+    note: None = None
 
     def __init__(self, trainer: Trainer, task: Task) -> None:
         self._progress = trainer.progress
@@ -137,10 +142,19 @@ class _Tokens:
         if self._num_tokens is None:
             self._progress.tokens += self._weighed()
             return
-        real = [each for each in window if not each.info.is_padding]
-        own = sum(int(self._num_tokens(_real_rows(each.batch, each.info))) for each in real)
+        for each in window:
+            if each.tokens is None:
+                self.note(each)
+        own = sum(int(each.tokens) for each in window)  # type: ignore[misc, arg-type]
         total = torch.tensor(own, device=self._topology.device)
         self._progress.tokens += int(self._topology.sum(total))
+
+    def note(self, micro_batch: MicroBatch) -> None:
+        """Count the tokens of a micro-batch, whose batch may be released then."""
+        if self._num_tokens is not None:
+            info = micro_batch.info
+            is_real = not info.is_padding
+            micro_batch.tokens = self._num_tokens(_real_rows(micro_batch.batch, info)) if is_real else 0
 
     def _weighed(self) -> int:
         if self._weights.in_use is False:

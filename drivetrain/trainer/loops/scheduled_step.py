@@ -49,6 +49,7 @@ class ScheduledStep(PlainStep):
         for micro_batch in window:
             self._enter(micro_batch)
             self._announce(micro_batch)
+        window[-1].send_following()
         self._has_gradients = self._took_part = True
         if not self._clears_first:
             self._zero_grad()
@@ -87,7 +88,7 @@ class ScheduledStep(PlainStep):
             probe: Run the step only for the strategy to see what it calls the model with; nothing of it counts.
         """
         self._enter(micro_batch)
-        batch, index, info = micro_batch
+        batch, index, info = micro_batch.batch, micro_batch.batch_idx, micro_batch.info
         if probe:
             with muted_logging(self._logged, self._task):
                 return self._training_step(batch, index)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from drivetrain.data import BatchInfo
+from drivetrain.data import BatchInfo, PendingBatch
 from drivetrain.data.rows import pick_rows
 from drivetrain.runtime.errors import ConfigurationError
 from drivetrain.runtime.memory import Attempt, attempt_together
@@ -236,7 +236,7 @@ def _taken(micro_batch: MicroBatch, part: _Part) -> MicroBatch:
     padding = max(0, min(rows, part.end - (part.of - info.padding)))
     cut = BatchInfo(info.index, rows, padding, info.global_rows, info.last, info.consumed)
     batch = pick_rows([micro_batch.batch], [part.of], range(part.first, part.end))
-    return MicroBatch(batch, micro_batch.batch_idx, cut)
+    return MicroBatch(PendingBatch(batch), micro_batch.batch_idx, cut)
 
 
 def _together(outputs: Sequence[tuple[float, Any]], sums: bool) -> Any:

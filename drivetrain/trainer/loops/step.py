@@ -5,13 +5,13 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from drivetrain.accelerator.step import StepHooks
-from drivetrain.data import BatchInfo
+from drivetrain.data import BatchInfo, PendingBatch
 from drivetrain.strategies.optimizer_calls import drop_gradients
 from drivetrain.trainer.hooks import Hooks, is_overridden
 from drivetrain.trainer.loops.binding import as_taken, bind_step, without_missing
@@ -28,18 +28,45 @@ if TYPE_CHECKING:
 SKIP_EPOCH = -1
 
 
-class MicroBatch(NamedTuple):
+class MicroBatch:
     """One batch on its way into a step.
 
-    Attributes:
-        batch: What the loader gave.
+    Args:
+        pending: What the loader gave: the batch, which is brought to the device when it is used.
         batch_idx: Its number in the epoch.
         info: What the loader recorded about it.
+
+    Attributes:
+        batch_idx: Its number in the epoch.
+        info: What the loader recorded about it.
+        tokens: How many tokens the task counts in it, where these are counted before it is released.
     """
 
-    batch: Any
-    batch_idx: int
-    info: BatchInfo
+    __slots__ = ("_pending", "batch_idx", "info", "tokens")
+
+    def __init__(self, pending: PendingBatch, batch_idx: int, info: BatchInfo) -> None:
+        self._pending = pending
+        self.batch_idx = batch_idx
+        self.info = info
+        self.tokens: int | Tensor | None = None
+
+    @property
+    def batch(self) -> Any:
+        """The batch, on the device."""
+        return self._pending.take()
+
+    @property
+    def is_missing(self) -> bool:
+        """Whether the loader gave None in the place of a batch."""
+        return self._pending.is_missing
+
+    def send_following(self) -> None:
+        """Send the batch after this one to the device, where it has been read, while this one is computed on."""
+        self._pending.send_following()
+
+    def release(self) -> None:
+        """Drop the batch, which is not used any more."""
+        self._pending.release()
 
 
 class EpochSkipped(Exception):
@@ -56,7 +83,7 @@ class PlainStep:
         hooks: The overridden hooks.
     """
 
-    _keeps_outputs = False  # of other micro-batches than the last, for as long as the window lasts
+    _keeps_window = False  # whether micro-batches and their outputs last as long as the window, to be used again
 
     def __init__(self, trainer: Trainer, task: Task, model: nn.Module, hooks: Hooks) -> None:
         accelerator, actions = trainer.accelerator, trainer.actions
@@ -83,7 +110,9 @@ class PlainStep:
         self._on_batch_end = hooks.find("on_train_batch_end")
         self._engine.weights.in_use = None
         self._engine.drive(actions.watch_step(self._step_hooks(hooks)))
-        self._counters = counters(trainer, task)
+        counts = counters(trainer, task)
+        self._counters = [each.count for each in counts]
+        self._before_release = [each.note for each in counts if each.note is not None]
         self._remaining = 1
         self._counts_without_loss = trainer.counts_steps_without_loss
         self._has_gradients = self._took_part = False
@@ -152,9 +181,10 @@ class PlainStep:
 
     def run_micro_batch(self, micro_batch: MicroBatch) -> Any:
         """Forward and backward of one micro-batch, with the hooks around them."""
-        batch, index, info = micro_batch
+        batch, index, info = micro_batch.batch, micro_batch.batch_idx, micro_batch.info
         self._current.batch_info = info
         self._current.batch = batch
+        micro_batch.send_following()  # once nothing holds the batch before: no more than two are on the device
         share = 1.0 if self._shards == 1 else info.share(self._shards)
         self._logged.skips = share == 0.0  # also in the hooks around a batch that only stands in
         if self._on_batch_start:
@@ -170,9 +200,18 @@ class PlainStep:
         if loss is not None:
             self._differentiate(loss, output, share)
         self._remaining -= 1
-        if self._on_batch_end and self._remaining:
-            self._end_batch(output, micro_batch)
-        return None if self._remaining and not self._keeps_outputs else output
+        if self._remaining:
+            if self._on_batch_end:
+                self._end_batch(output, micro_batch)
+            if not self._keeps_window:
+                self._release(micro_batch)
+                return None
+        return output
+
+    def _release(self, micro_batch: MicroBatch) -> None:
+        for note in self._before_release:
+            note(micro_batch)
+        micro_batch.release()
 
     def _take_following(self) -> tuple[Any, int, int] | None:
         """Take the epoch's next batch into the step under way."""
@@ -234,7 +273,7 @@ class PlainStep:
         if not self._counts_without_loss:
             return False
         # Another process may have had a batch, and all must count alike.
-        return self._stand_in is not None or any(micro_batch.batch is not None for micro_batch in window)
+        return self._stand_in is not None or not all(micro_batch.is_missing for micro_batch in window)
 
     def _finish(self, window: list[MicroBatch], output: Any, steps: int) -> bool:
         """Count the step, schedule, and end its last batch. Returns whether there was a step."""

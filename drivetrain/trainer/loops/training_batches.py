@@ -6,7 +6,7 @@ from collections.abc import Generator, Iterator
 from typing import TYPE_CHECKING, Any, cast
 
 from drivetrain.callbacks import GradientAccumulationScheduler
-from drivetrain.data import BatchInfo, CombinedLoader, PreparedLoader
+from drivetrain.data import BatchInfo, CombinedLoader, PendingBatch, PreparedLoader
 from drivetrain.trainer.loops.loader_source import LoaderSource, batches_to_run, check_equal_lengths, length_of
 from drivetrain.trainer.loops.step import MicroBatch
 from drivetrain.trainer.state.committed import Committed, saves_within_steps
@@ -67,7 +67,7 @@ class TrainingBatches:
         self._marked: dict[str, Any] | None = None  # where the open step began, of loaders that cannot look back
         self._saves_within_steps = saves_within_steps(trainer)
         self.committed = Committed(cast("Task", trainer.task), trainer.logged, trainer.progress)
-        self._feed: Iterator[Any] = iter(())  # the batches of the epoch under way
+        self._feed: Iterator[PendingBatch] = iter(())  # the batches of the epoch under way
         self.limit: float = FOREVER
         self.loader: PreparedLoader | CombinedLoader
         self._take(source.prepare_training())
@@ -120,13 +120,17 @@ class TrainingBatches:
         self._marked = self.loader.state_dict() if isinstance(self.loader, CombinedLoader) else None
 
     def windows(self) -> Generator[list[MicroBatch], None, None]:
-        """The epoch's micro-batches, as many as make one optimizer step at a time."""
+        """The epoch's micro-batches, as many as make one optimizer step at a time.
+
+        All of a window are read before its first is computed on, which shows how many there are; each is brought to the
+        device when its turn comes.
+        """
         limit, progress = self.limit, self._progress
         if progress.batches_in_epoch >= limit or progress.batches_are_done:
             return
         self.mark()
         self._feed = iter(
-            self._trainer.actions.iterate_training(self.loader.iterate(limit, together=True), self.loader)
+            self._trainer.actions.iterate_training(self.loader.iterate_pending(limit, together=True), self.loader)
         )
         try:
             yield from self._windows()

@@ -114,7 +114,7 @@ class TrainingRehearsal:
         size, index = self._trainer.accumulate_grad_batches, 0
         window: list[MicroBatch] = []
         loader.set_epoch(self._trainer.progress.epoch)
-        for batch in loader.iterate(limit, together=True):
+        for batch in loader.iterate_pending(limit, together=True):
             info = loader.current
             assert info is not None
             window.append(MicroBatch(batch, index, info))
