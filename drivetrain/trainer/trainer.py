@@ -22,6 +22,7 @@ from drivetrain.runtime.durations import Duration
 from drivetrain.runtime.errors import ConfigurationError
 from drivetrain.runtime.exit_codes import RESUME_EXIT_CODE
 from drivetrain.runtime.keywords import KnownKeywords, refuse_unknown
+from drivetrain.runtime.timing import CHECKPOINT
 from drivetrain.strategies import Strategy
 from drivetrain.strategies.precision import Precision
 from drivetrain.trackers import Tracker
@@ -306,9 +307,11 @@ class Trainer(KnownKeywords, OptionAttributes, TrainerStatus):
         self.accelerator.run_state.moment = partial(moment_of, self)
         if saved is not None:
             self.loop.resume_from(saved)
-        self.loop.run()
-        if self.saves is not None:
-            self.saves.finish()
+        with self.timing.run(sees_sync=self.world_size > 1):
+            self.loop.run()
+            if self.saves is not None:
+                with self.timing.span(CHECKPOINT):
+                    self.saves.finish()
         if not self.preempted:
             self.hooks.call("on_fit_end")
 
@@ -483,7 +486,7 @@ class Trainer(KnownKeywords, OptionAttributes, TrainerStatus):
         refuse_unknown(_unknown, self.save_checkpoint)
         if self.loop is not None and self.stage in (Stage.TRAIN, Stage.VALIDATE):
             self.tracker_log.write_due_values()
-        with self.logged.forbidden(SAVING):
+        with self.timing.span(CHECKPOINT), self.logged.forbidden(SAVING):
             if not block:
                 self.saves = self.accelerator.save_queue
             return self.actions.watch(SAVE, save_in_format)(self, filepath, weights_only, block, format)

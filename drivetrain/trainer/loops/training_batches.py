@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from drivetrain.callbacks import GradientAccumulationScheduler
 from drivetrain.data import BatchInfo, CombinedLoader, PreparedLoader
+from drivetrain.runtime.timing import DATA, IDLE
 from drivetrain.trainer.loops.loader_source import LoaderSource, batches_to_run, check_equal_lengths, length_of
 from drivetrain.trainer.loops.step import MicroBatch
 from drivetrain.trainer.state.committed import Committed, saves_within_steps
@@ -139,6 +140,9 @@ class TrainingBatches:
         index = progress.batches_in_epoch
         marks_steps = size > 1 or self._saves_within_steps
         window: list[MicroBatch] = []
+        timing = self._trainer.timing
+        if timing.on:
+            timing.enter(DATA)
         for batch in self._feed:
             info = loader.current
             assert info is not None  # a batch is always known to its loader
@@ -150,6 +154,8 @@ class TrainingBatches:
             window.append(MicroBatch(batch, index, info))
             index += 1
             if len(window) == size or info.last or index == limit:
+                if timing.on:
+                    timing.enter(IDLE)
                 yield window
                 index = max(index, progress.batches_in_epoch)  # a step may have taken more
                 window = []
@@ -157,6 +163,8 @@ class TrainingBatches:
                     return
                 if marks_steps:
                     self.mark()
+                if timing.on:
+                    timing.enter(DATA)
         if window:
             yield window
 
