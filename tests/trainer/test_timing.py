@@ -249,7 +249,7 @@ class ByClosure(Parts):
 def test_other_kinds_of_steps_have_the_same_parts(kind: type[Parts]) -> None:
     trainer = Trainer(max_epochs=1, logger=False, enable_checkpointing=False, accelerator="cpu", **QUIET)
     trainer.fit(kind(1e-3, **GIVEN), DataLoader(SlowData(30, 3e-3), batch_size=1))
-    assert set(SPENT) == {"data", "forward", "backward", "optimizer"}
+    assert {"data", "forward", "backward", "optimizer"} <= set(SPENT)
     check(trainer.timing)
 
 
