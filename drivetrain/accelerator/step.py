@@ -18,6 +18,7 @@ from drivetrain.accelerator.optimizer import PreparedOptimizer, unwrap_optimizer
 from drivetrain.accelerator.prepared import Prepared
 from drivetrain.accelerator.weighted_mean import WeightedMean
 from drivetrain.runtime.errors import ConfigurationError
+from drivetrain.runtime.timing import BACKWARD, CALLBACKS, OPTIMIZER, SYNC, Timing
 from drivetrain.strategies import Strategy
 from drivetrain.strategies.precision import Precision, overrides
 
@@ -66,6 +67,7 @@ class OptimizerStep:
     Attributes:
         window: The accumulation window.
         weights: What the losses of the window weigh, where that was given.
+        timing: What the thread spends its time with; a driver begins it.
         steps_taken: Steps of single optimizers since a driver set this to 0; one skipped on overflow is none.
     """
 
@@ -74,6 +76,7 @@ class OptimizerStep:
     ) -> None:
         self.window = window
         self.weights = WeightedMean(strategy)
+        self.timing = Timing()
         self.steps_taken = 0
         self._strategy, self._precision, self._prepared = strategy, precision, prepared
         self._scale = precision.scale if overrides(precision, "scale") else None
@@ -143,13 +146,27 @@ class OptimizerStep:
             loss = self._scale(loss)
         if size > 1 or weight is not None:
             self.window.mark_backward()
-        for hook in self._before_backward:
-            hook(loss)
+        if self._before_backward:
+            self._call(self._before_backward, loss)
+        timing = self.timing
+        outer = timing.enter(BACKWARD) if timing.on else None
+        if outer is not None and timing.sees_sync:
+            timing.mark_end_of_gradients(loss)
         if self._prepare_backward is not None:
             self._prepare_backward(loss)
         self._run_backward(loss, **kwargs)
-        for after in self._after_backward:
-            after()
+        if outer is not None:
+            timing.enter(outer)
+        if self._after_backward:
+            self._call(self._after_backward)
+
+    def _call(self, hooks: Iterable[Callable[..., Any]], *args: Any) -> list[Any]:
+        """What hooks of the driver return."""
+        outer = self.timing.enter(CALLBACKS) if self.timing.on else None
+        found = [hook(*args) for hook in hooks]
+        if outer is not None:
+            self.timing.enter(outer)
+        return found
 
     def backward_each(self, losses: Sequence[tuple[Tensor, Sequence[Tensor]]], share: float = 1.0) -> None:
         """Compute the gradients of several losses of one micro-batch, each for some parameters alone.
@@ -179,19 +196,20 @@ class OptimizerStep:
         """Turn the gradients of a window's sums into those of their weighted mean, where it ends; else nothing."""
         if self.weights.pending and self.window.sync_gradients:
             prepared = self._prepared
+            outer = self.timing.enter(SYNC) if self.timing.on else None
             self.weights.finish([(model, prepared.optimizers_of(model)) for model in prepared.models])
+            if outer is not None:
+                self.timing.enter(outer)
 
     def is_vetoed(self) -> bool:
         """Whether a driver's hook wants the step left out. All are called: they may run collectives."""
-        verdicts = [hook() for hook in self._hooks.gradients_ready]
-        return any(verdict is False for verdict in verdicts)
+        return any(verdict is False for verdict in self._call(self._hooks.gradients_ready))
 
     def prepare_step(self, optimizer: Optimizer) -> None:
         """Unscale the gradients of a bare optimizer, and run what the driver wants before the step."""
         if self._unscale is not None:
             self._unscale(optimizer)
-        for hook in self._hooks.before_step:
-            hook(optimizer)
+        self._call(self._hooks.before_step, optimizer)
         if self._hooks.clip is not None:
             self._hooks.clip(optimizer)
 
@@ -205,7 +223,8 @@ class OptimizerStep:
             self.finish_gradients()
         if self._hooks.gradients_ready and self.is_vetoed():
             return False
-        stepped = True
+        stepped, timing = True, self.timing
+        outer = timing.enter(OPTIMIZER) if timing.on else None
         for prepared in self._prepared.optimizers:
             optimizer = prepared.optimizer
             if self._prepares:
@@ -214,6 +233,8 @@ class OptimizerStep:
             prepared.step_was_skipped = not done
             prepared.spent = True
             stepped = stepped and done
+        if outer is not None:
+            timing.enter(outer)
         return stepped
 
     def step(self, prepared: PreparedOptimizer, closure: Callable[[], Any] | None = None) -> Any:
@@ -229,8 +250,9 @@ class OptimizerStep:
         """
         if not self.window.sync_gradients:
             return None
-        optimizer = prepared.optimizer
+        optimizer, timing = prepared.optimizer, self.timing
         result: Any = None
+        outer = timing.enter(OPTIMIZER) if timing.on else None
         if closure is not None and prepared.needs_closure:
             done = self._step_one(optimizer, closure=self._prepared_closure(optimizer, closure))
         else:
@@ -246,6 +268,8 @@ class OptimizerStep:
         prepared.spent = True
         prepared.holds_abandoned = False
         self.steps_taken += done
+        if outer is not None:
+            timing.enter(outer)
         return result
 
     def _prepared_closure(self, optimizer: Optimizer, closure: Callable[[], Any]) -> Callable[[], Any]:

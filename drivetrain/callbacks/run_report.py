@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import threading
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -34,7 +33,7 @@ class RunReport(Callback):
     what each of them spent its time with.
 
     A Trainer adds it by itself where a tracker writes files, see `enable_run_report`. It works in a thread of its own,
-    in which it also reads where the training thread is, and takes less than a thousandth of the time of a run of two
+    in which it also reads `trainer.timing`, and takes less than a thousandth of the time of a run of two
     minutes and more: after each page it waits a thousand times as long as the page took. Steps are not touched. A run
     that is killed leaves its last page, which is always whole.
 
@@ -85,7 +84,7 @@ class RunReport(Callback):
         self._folder = folder
         about = {"host": os.uname().nodename, "device": str(trainer.strategy.topology.device)}
         self._lane = Lane(folder, trainer.global_rank, about)
-        self._sampler = RunSampler(trainer, threading.get_ident())
+        self._sampler = RunSampler(trainer)
         if trainer.is_global_zero:
             from drivetrain.callbacks.support.report_writer import ReportWriter
 

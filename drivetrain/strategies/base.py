@@ -12,6 +12,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from drivetrain.runtime.keywords import KnownKeywords
 from drivetrain.runtime.state import PartialState
 from drivetrain.strategies.gradients import Gradients
 from drivetrain.strategies.model_state import ModelState
@@ -53,7 +54,7 @@ class RunOptions:
     gradient_clipping: Given | None = None
 
 
-class Strategy(ABC):
+class Strategy(KnownKeywords, ABC):
     """Places one model on a set of processes and runs optimizer steps there.
 
     The base class is the whole behaviour of one process on one device; a strategy overrides what

@@ -15,6 +15,7 @@ from drivetrain.callbacks import Callback, EarlyStopping, ModelCheckpoint
 from drivetrain.callbacks.stage import Stage
 from drivetrain.data import BatchInfo
 from drivetrain.runtime.keywords import made_again
+from drivetrain.runtime.timing import Timing
 from drivetrain.strategies import Strategy
 from drivetrain.trackers import Tracker, TrackerGroup
 from drivetrain.trainer.metrics.logged_value import Value
@@ -79,6 +80,11 @@ class TrainerStatus:
     def profiler(self) -> Profiler:
         """What measures where the time goes; a `PassThroughProfiler` where none was given."""
         return self.actions.profiler
+
+    @property
+    def timing(self) -> Timing:
+        """What `fit` spends its time with, so far, or has spent: of this process, in parts; `print` shows a table."""
+        return self.accelerator.step.timing
 
     # the task
 

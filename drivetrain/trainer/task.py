@@ -17,6 +17,7 @@ from drivetrain.runtime.errors import ConfigurationError
 from drivetrain.runtime.keywords import refuse_unknown
 from drivetrain.runtime.nested import recursively_apply
 from drivetrain.runtime.state import PartialState
+from drivetrain.runtime.timing import LOGGING
 from drivetrain.trainer.data_hooks import DataHooks
 from drivetrain.trainer.hyper_parameters import HoldsHyperParameters
 from drivetrain.trainer.profilers.base import TaskProfiler
@@ -170,6 +171,8 @@ class Task(HoldsHyperParameters, TaskFiles, DataHooks, TaskHooks):
             return
         if metric_attribute is None and isinstance(value, nn.Module):
             metric_attribute = self._path_of(value)
+        timing = trainer.accelerator.step.timing
+        outer = timing.enter(LOGGING) if timing.on else None
         trainer.logged.log(
             name,
             value,
@@ -186,6 +189,8 @@ class Task(HoldsHyperParameters, TaskFiles, DataHooks, TaskHooks):
             ),
             batch_size,
         )
+        if outer is not None:
+            timing.enter(outer)
 
     def log_dict(self, dictionary: Mapping[str, Any], *args: Any, **kwargs: Any) -> None:
         """Log several values with the same arguments; also a torchmetrics `MetricCollection`."""

@@ -22,6 +22,7 @@ from drivetrain.runtime.durations import Duration
 from drivetrain.runtime.errors import CheckpointError, ConfigurationError
 from drivetrain.runtime.exit_codes import RESUME_EXIT_CODE
 from drivetrain.runtime.keywords import KnownKeywords, refuse_unknown
+from drivetrain.runtime.timing import CHECKPOINT
 from drivetrain.strategies import Strategy
 from drivetrain.strategies.precision import Precision
 from drivetrain.trackers import Tracker
@@ -55,6 +56,7 @@ from drivetrain.trainer.state.saved_run import SavedRun, moment_of
 from drivetrain.trainer.status import TrainerStatus
 from drivetrain.trainer.task import Task
 from drivetrain.trainer.task_run import TaskRun
+from drivetrain.trainer.tuning.advice import Advice, check_advising
 from drivetrain.trainer.tuning.tuning import Tuning
 
 R = TypeVar("R")
@@ -124,6 +126,8 @@ class Trainer(KnownKeywords, OptionAttributes, TrainerStatus):
         on_interrupt: What `fit` does at Ctrl-C once it has finished the step and saved: `"raise"` a
             `KeyboardInterrupt`, so that the script ends too, or `"return"`.
         seed: Seed everything with this, samples included, before anything else.
+        advise: Whether `fit` first tries changes of single arguments, such as `num_workers` and `precision`, on a copy
+            of the task, and prints those that make steps shorter, each with what it gained; see `advice`.
 
     Raises:
         ConfigurationError: An argument cannot be; the message names what can.
@@ -178,8 +182,10 @@ class Trainer(KnownKeywords, OptionAttributes, TrainerStatus):
         compile: bool | str | Mapping[str, Any] | None = None,
         on_interrupt: str = "raise",
         seed: int | None = None,
+        advise: bool = False,
     ) -> None:
         given = dict(locals())
+        check_advising(given)
         self.options = TrainerOptions.from_arguments(given)
         self.accelerator = building.accelerator_for(given, compile_plugin(compile))
         self.options = building.settle_accumulation(accumulate_grad_batches, self.accelerator, self.options)
@@ -187,6 +193,7 @@ class Trainer(KnownKeywords, OptionAttributes, TrainerStatus):
         building.set_randomness(seed, deterministic, benchmark)
         self.tracker_group = building.make_trackers(logger, self.accelerator, self.options)
         self.callbacks = building.make_callbacks(callbacks, given, self.options, self.loggers)
+        self._advises = advise
         self._start(Actions(self, profiler, barebones))
 
     def _start(self, actions: Actions) -> None:
@@ -202,6 +209,7 @@ class Trainer(KnownKeywords, OptionAttributes, TrainerStatus):
         self.loop: FitLoop | None = None
         self.saves: checkpoint.SaveQueue | None = None
         self.tuning = Tuning(self)
+        self.advice: list[Advice] = []
 
     def change_options(self, **changed: Any) -> None:
         super().change_options(**changed)
@@ -248,6 +256,8 @@ class Trainer(KnownKeywords, OptionAttributes, TrainerStatus):
         task_checks.check_task(model, train_dataloaders, val_dataloaders, datamodule)
         if resume is not None and ckpt_path is not None:
             raise ConfigurationError(f"resume={resume!r} and ckpt_path={ckpt_path!r} mean the same; give one.")
+        if self._advises:
+            self.advice = self.tuning.advise(model, train_dataloaders, datamodule)
         loaders = {Stage.TRAIN: train_dataloaders, Stage.VALIDATE: val_dataloaders}
         self.task_run.attach(model, datamodule, Stage.TRAIN, loaders)
         self.control.begin()
@@ -310,9 +320,11 @@ class Trainer(KnownKeywords, OptionAttributes, TrainerStatus):
         self.accelerator.run_state.moment = partial(moment_of, self)
         if saved is not None:
             self.loop.resume_from(saved)
-        self.loop.run()
-        if self.saves is not None:
-            self.saves.finish()
+        with self.timing.run(sees_sync=self.world_size > 1):
+            self.loop.run()
+            if self.saves is not None:
+                with self.timing.span(CHECKPOINT):
+                    self.saves.finish()
         if not self.preempted:
             self.hooks.call("on_fit_end")
 
@@ -492,7 +504,7 @@ class Trainer(KnownKeywords, OptionAttributes, TrainerStatus):
             )
         if self.loop is not None and self.stage in (Stage.TRAIN, Stage.VALIDATE):
             self.tracker_log.write_due_values()
-        with self.logged.forbidden(SAVING):
+        with self.timing.span(CHECKPOINT), self.logged.forbidden(SAVING):
             if not block:
                 self.saves = self.accelerator.save_queue
             return self.actions.watch(SAVE, save_in_format)(self, filepath, weights_only, block, format)

@@ -25,7 +25,7 @@ HOSTILE = "</script><script>alert(1)</script><img src=x onerror=alert(2)>"
 
 
 def sample(step: int, **changed: float) -> Sample:
-    values = dict.fromkeys(COLUMNS, 0.0) | {"time": 1e9 + step, "seconds": 1.0, "step": step, "train": 1.0} | changed
+    values = dict.fromkeys(COLUMNS, 0.0) | {"time": 1e9 + step, "seconds": 1.0, "step": step, "forward": 1.0} | changed
     return Sample(**values)
 
 
@@ -39,7 +39,9 @@ def run_in(folder: Path, lr: float = 0.1, loss: float = 1.0, **changed: Any) -> 
     logger.finish()
     lane = Lane(folder, 0, {"host": "here"})
     for step in (10, 20, 30):
-        lane.write(sample(step, steps_per_sec=10.0, samples_per_sec=40.0, memory=2.0**20, train=0.75, data=0.25, lr=lr))
+        lane.write(
+            sample(step, steps_per_sec=10.0, samples_per_sec=40.0, memory=2.0**20, forward=0.75, data=0.25, lr=lr)
+        )
     lane.close()
     record = {
         "state": "finished",
@@ -75,7 +77,7 @@ def test_a_page_has_everything_about_the_run(tmp_path: Path) -> None:
         "finished",
         "python train.py",
         "1 min 30 s",
-        "training 75.0 %",
+        "forward 75.0 %",
         "waiting for data 25.0 %",
         "Net.load_from_checkpoint(&#39;best.ckpt&#39;)",
         "Finished: max_epochs=3 is reached.",
@@ -131,7 +133,7 @@ def test_a_lane_for_each_rank_where_there_are_several(tmp_path: Path) -> None:
     folder = run_in(tmp_path / "digits")
     assert not any(chart["stacked"] for chart in charts_in(page_of(RunPage.read(folder))))
     lane = Lane(folder, 1, {"host": "there"})
-    lane.write(sample(30, train=0.5, data=0.5, steps_per_sec=5.0))
+    lane.write(sample(30, forward=0.5, data=0.5, steps_per_sec=5.0))
     lane.close()
     charts = charts_in(page_of(RunPage.read(folder)))
     lanes = [chart for chart in charts if chart["stacked"]]

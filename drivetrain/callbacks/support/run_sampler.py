@@ -1,18 +1,13 @@
-"""What a process spends its time with, seen from another thread, so that no step pays for it."""
+"""How a process is doing, read from another thread."""
 
 from __future__ import annotations
 
 import math
-import os
-import sys
 import threading
 import time
-from collections import Counter
 from collections.abc import Callable
-from types import CodeType, FrameType
 from typing import TYPE_CHECKING, Any
 
-from drivetrain import checkpoint
 from drivetrain.callbacks.stage import Stage
 from drivetrain.runtime.devices import get_device_kind
 from drivetrain.runtime.memory import MemoryUse
@@ -21,31 +16,26 @@ from drivetrain.trackers.report.lanes import Sample
 if TYPE_CHECKING:
     from drivetrain.trainer.trainer import Trainer
 
-_SAVING = os.path.dirname(checkpoint.__file__) + os.sep
 _SHORTEST = 0.5
 _PER_RUN = 200
 """A sample covers at least this part of the run before it, so that long runs have a few thousand in all."""
 
 
 class RunSampler:
-    """Reads on a clock where a thread is: in a step, at its loader, in a validation or in a checkpoint.
+    """Reads on a clock what a trainer's `timing` has measured, and how far the trainer is.
 
     Args:
         trainer: The trainer.
-        thread: The number of the thread that trains.
     """
 
-    def __init__(self, trainer: Trainer, thread: int) -> None:
-        self._trainer, self._thread = trainer, thread
-        self._frames: Callable[[], dict[int, FrameType]] = getattr(sys, "_current_frames", dict)
-        assert trainer.loop is not None
-        self._loading: CodeType = type(trainer.loop.batches).windows.__code__
+    def __init__(self, trainer: Trainer) -> None:
+        self._trainer = trainer
         self._device = trainer.strategy.topology.device
         self._kind = get_device_kind(self._device.type)
         self._begun = self._since = time.monotonic()
-        self._seen: Counter[str] = Counter()
         self._rows: int | None = None  # of a batch that was trained on
         self._at = self._counters()
+        self._spent = trainer.timing.seconds
 
     @property
     def seconds(self) -> float:
@@ -53,11 +43,9 @@ class RunSampler:
         return time.monotonic() - self._begun
 
     def observe(self) -> None:
-        """Count what the thread does now."""
-        doing = self._doing()
-        self._seen[doing] += 1
+        """See how many rows a batch has."""
         info = self._trainer.batch_info
-        if doing == "train" and info is not None:
+        if self._trainer.stage is Stage.TRAIN and info is not None:
             self._rows = info.real_rows
 
     def is_due(self) -> bool:
@@ -67,28 +55,24 @@ class RunSampler:
 
     def take(self) -> Sample:
         """What the process did since the last sample."""
-        now, counters = time.monotonic(), self._counters()
+        now, counters, spent = time.monotonic(), self._counters(), self._trainer.timing.seconds
         seconds = max(now - self._since, 1e-9)
         steps, batches = (after - before for before, after in zip(self._at, counters, strict=True))
-        total = sum(self._seen.values()) or 1
-        shares = {name: count / total for name, count in self._seen.items()}
-        if not self._seen:
-            shares = {"train": 1.0}
-        training = seconds * (shares.get("train", 0.0) + shares.get("data", 0.0))
+        # What steps without marks are split by changes a little with each that has some.
+        own = {name: max(0.0, value - self._spent[name]) for name, value in spent.items()}
+        total = sum(own.values())
+        shares = {name: value / total if total > 0 else float(name == "idle") for name, value in own.items()}
+        training = seconds * (1.0 - shares["evaluation"] - shares["checkpoint"])
         is_training = training > 0 and batches > 0
         rows = self._rows
-        self._since, self._at = now, counters
-        self._seen.clear()
+        self._since, self._at, self._spent = now, counters, spent
         return Sample(
             time=time.time(),
             seconds=seconds,
             step=counters[0],
             steps_per_sec=steps / training if is_training else math.nan,
             samples_per_sec=batches * rows / training if is_training and rows else math.nan,
-            train=shares.get("train", 0.0),
-            data=shares.get("data", 0.0),
-            validation=shares.get("validation", 0.0),
-            saving=shares.get("saving", 0.0),
+            **shares,
             memory=float(MemoryUse.read(self._kind, self._device).current),
             lr=self._rate(),
         )
@@ -96,23 +80,6 @@ class RunSampler:
     def _counters(self) -> tuple[int, int]:
         progress = self._trainer.progress
         return progress.global_step, progress.total_batches
-
-    def _doing(self) -> str:
-        stage = self._trainer.stage
-        frame = self._frames().get(self._thread)
-        is_loading = False
-        while frame is not None:
-            code = frame.f_code
-            if code is self._loading:
-                is_loading = True
-            elif code.co_filename.startswith(_SAVING):
-                return "saving"
-            frame = frame.f_back
-        if stage is Stage.VALIDATE:
-            return "validation"
-        if is_loading:
-            return "data"
-        return "train" if stage is Stage.TRAIN else "rest"
 
     def _rate(self) -> float:
         """The learning rate, unless reading it would wait for the device."""

@@ -40,7 +40,7 @@ class Series:
     Attributes:
         name: What the legend shows.
         curve: The points.
-        run: The number of the run that it is of, which decides its colour where several are compared.
+        run: The number of its colour: that of its run where several are compared, that of its share in a whole.
         is_dashed: Whether it is drawn dashed.
     """
 
@@ -188,13 +188,27 @@ def lane_charts(lanes: Mapping[int, tuple[str, Sequence[Sample]]]) -> list[Chart
     for rank, (about, samples) in lanes.items() if len(lanes) > 1 else ():
         times = times_of(samples)
         chart = Chart(f"rank {rank} {about}".strip(), "Ranks", x="seconds", unit="%", is_stacked=True)
-        for column, label in SPENT:
-            chart.series.append(Series(label, Curve(list(times), [getattr(each, column) for each in samples])))
+        for column, label, color in SPENT:
+            values = [getattr(each, column) for each in samples]
+            if any(values):
+                chart.series.append(Series(label, Curve(list(times), values), color))
         charts.append(chart)
     return charts
 
 
-SPENT = (("train", "training"), ("data", "waiting for data"), ("validation", "validating"), ("saving", "saving"))
+SPENT = (
+    ("data", "waiting for data", 1),
+    ("forward", "forward", 0),
+    ("backward", "backward", 6),
+    ("optimizer", "optimizer", 4),
+    ("sync", "waiting for other processes", 7),
+    ("logging", "logging", 5),
+    ("callbacks", "callbacks", 8),
+    ("checkpoint", "saving", 3),
+    ("evaluation", "validating", 2),
+    ("idle", "everything else", 9),
+)
+"""The shares of a sample, what the page calls them, and their colours."""
 
 
 def times_of(samples: Sequence[Sample]) -> list[float]:

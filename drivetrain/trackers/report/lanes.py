@@ -23,10 +23,16 @@ class Sample:
         step: Optimizer steps taken when it ended.
         steps_per_sec: Optimizer steps in a second of training.
         samples_per_sec: Samples of this process in a second of training; nan where they are not counted.
-        train: The share of the time in which it trained.
-        data: The share in which it waited for its loader.
-        validation: The share in which it validated.
-        saving: The share in which it wrote checkpoints.
+        data: The share of the time in which it waited for its loader; see `Timing` for this and the following.
+        forward: The share of forwards.
+        backward: The share of backwards.
+        optimizer: The share of optimizers.
+        sync: The share in which it waited for other processes.
+        logging: The share of logging.
+        callbacks: The share of callbacks.
+        checkpoint: The share in which it wrote checkpoints.
+        evaluation: The share in which it validated.
+        idle: The share of everything else.
         memory: Bytes in use: of the device, or of the process where the device is the CPU.
         lr: The learning rate of the first optimizer's first group.
     """
@@ -36,12 +42,23 @@ class Sample:
     step: float
     steps_per_sec: float
     samples_per_sec: float
-    train: float
     data: float
-    validation: float
-    saving: float
+    forward: float
+    backward: float
+    optimizer: float
+    sync: float
+    logging: float
+    callbacks: float
+    checkpoint: float
+    evaluation: float
+    idle: float
     memory: float
     lr: float
+
+    @property
+    def busy(self) -> float:
+        """The share of the time in which it trained, without waiting for its loader."""
+        return 1.0 - self.data - self.checkpoint - self.evaluation
 
 
 COLUMNS = tuple(each.name for each in fields(Sample))

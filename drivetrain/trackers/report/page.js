@@ -2,7 +2,7 @@
 (() => {
   const charts = JSON.parse(document.getElementById("charts").textContent);
   const color = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
-  const colors = 8;
+  const colors = 10;
   // Distances between ticks: of steps, of seconds, and of bytes.
   const steps = Array.from({ length: 10 }, (_, power) => [1, 2, 5].map((digit) => digit * 10 ** power)).flat();
   const times = [1, 2, 5, 10, 15, 30, 60, 120, 300, 600, 900, 1800, ...Array.from({ length: 12 }, (_, power) => 3600 * 2 ** power)];
@@ -104,7 +104,7 @@
     const perRun = {};
     const series = names.map((label, index) => {
       const turn = (perRun[chart.runs[index]] = (perRun[chart.runs[index]] ?? -1) + 1);
-      const number = chart.stacked ? names.length - 1 - index : several ? chart.runs[index] : index;
+      const number = chart.stacked ? chart.runs[names.length - 1 - index] : several ? chart.runs[index] : index;
       const stroke = () => color(`--c${number % colors}`);
       const dash = chart.dashed[index] ? [6, 4] : several && turn > 0 && !chart.dashed.includes(true) ? [2, 3] : undefined;
       return chart.stacked

@@ -32,7 +32,6 @@ Rows = list[tuple[str, str]]
 
 _HERE = Path(__file__).parent
 _MOST_ROWS = 200
-_COLORS = {"train": "c0", "data": "c1", "validation": "c2", "saving": "c3"}
 
 
 @dataclass
@@ -200,7 +199,7 @@ def _figures(run: RunPage) -> Rows:
     if best.get("monitor") and best.get("value") is not None:
         found.append((f"best {best['monitor']}", number(best["value"])))
     samples = run.samples
-    busy = [(each.samples_per_sec, each.seconds * each.train) for each in samples if each.samples_per_sec > 0]
+    busy = [(each.samples_per_sec, each.seconds * each.busy) for each in samples if each.samples_per_sec > 0]
     weight = sum(seconds for _, seconds in busy)
     if weight > 0:
         rate = len(run.lanes) * sum(rate * seconds for rate, seconds in busy) / weight
@@ -216,14 +215,11 @@ def _spent(samples: Sequence[Sample]) -> list[tuple[str, str, str]]:
     whole = sum(each.seconds for each in samples)
     if whole <= 0:
         return []
-    found, rest = [], 100.0
-    for column, label in SPENT:
+    found = []
+    for column, label, color in SPENT:
         share = 100 * sum(each.seconds * getattr(each, column) for each in samples) / whole
-        rest -= share
         if share >= 0.05:
-            found.append((label, f"{share:.1f}", _COLORS[column]))
-    if rest >= 0.05:
-        found.append(("everything else", f"{rest:.1f}", "rest"))
+            found.append((label, f"{share:.1f}", f"c{color}"))
     return found
 
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, Any
 
 from drivetrain.callbacks.stage import Stage
 from drivetrain.data import CombinedLoader, PreparedLoader
 from drivetrain.runtime.errors import DataError
+from drivetrain.runtime.timing import CALLBACKS, EVALUATION, SYNC
 from drivetrain.trainer.loops.binding import DataEnded
 from drivetrain.trainer.loops.consumption import validation_interval
 from drivetrain.trainer.loops.evaluation_loop import EvaluationLoop
@@ -48,6 +50,7 @@ class FitLoop:
     ) -> None:
         self._trainer, self._batches, self._health = trainer, batches, health
         self._hooks, self._progress, self._control = trainer.hooks, trainer.progress, trainer.control
+        self._timing = trainer.timing
         self._schedule = ValidationSchedule(
             trainer.progress, validation_interval(trainer), trainer.check_val_every_n_epoch, validation is not None
         )
@@ -58,6 +61,7 @@ class FitLoop:
         self._run_validation = watch(VALIDATION, validation.run) if validation is not None else None
         self._next_poll: float = 0
         self._next_agreement: float = 0
+        self._next_turn = 0
         self._restored: SavedRun | None = None
         self._has_trained = self._is_saved = False
 
@@ -95,8 +99,10 @@ class FitLoop:
         trainer, control = self._trainer, self._control
         control.start_clock()
         self._schedule.restart_clock()
+        self._next_turn = self._timing.first_turn(self._progress.total_batches)
         trainer.logged.enter(TRAIN_EPOCH)
-        self._hooks.call("on_train_start")
+        with self._timing.span(CALLBACKS):
+            self._hooks.call("on_train_start")
         while not control.is_done(self._batches.limit, is_resuming=self.is_resuming):
             self._run_epoch()
             if control.rollback_path is not None:
@@ -107,7 +113,8 @@ class FitLoop:
         if control.preempted:
             return
         trainer.logged.enter(TRAIN_END)
-        self._hooks.call("on_train_end")
+        with self._timing.span(CALLBACKS):
+            self._hooks.call("on_train_end")
 
     def run_epoch(self) -> None:
         """One pass over the training data, or what a resumed run has left of it."""
@@ -119,11 +126,14 @@ class FitLoop:
         next_validation = self._schedule.next_batch()
         finished = skipped = False
         window: list[MicroBatch] = []
+        self._timing.begin_steps()
         try:
             for window in windows:
                 self._run_step(window)
                 batches.finished = window[-1].info
                 window.clear()  # what follows must not hold the tensors of its batches
+                if progress.total_batches >= self._next_turn:
+                    self._next_turn = self._timing.turn(progress.total_batches)
                 if trainer.saves is not None and trainer.world_size == 1 and not control.preempted:
                     trainer.saves.check()  # several processes agree on it first
                 if control.rollback_path is not None:
@@ -147,6 +157,7 @@ class FitLoop:
         finally:
             windows.close()
             window.clear()
+            self._timing.end_steps()
             trainer.current.leave_epoch(progress.batches_in_epoch)
             trainer.logged.skips = False
         if progress.batches_in_epoch == 0 and not (skipped or control.preempted):
@@ -164,8 +175,7 @@ class FitLoop:
         if progress.phase is not Phase.CLOSING:
             is_again = saved is not None and progress.batches_in_epoch > 0
             find = self._hooks.find if trainer.repeats_epoch_start or not is_again else self._hooks.find_own
-            for hook in find("on_train_epoch_start"):
-                hook()
+            self._call(find("on_train_epoch_start"))
             if self._batches.is_stale and self._batches.reload():
                 self._schedule.set_epoch_length(self._batches.limit)
                 self._batches.begin_epoch(None)
@@ -215,7 +225,8 @@ class FitLoop:
         if self._progress.global_step >= trainer.tracker_log.next_step:
             trainer.tracker_log.write_due_values()
         if self._progress.total_batches >= self._next_agreement:
-            [is_due] = control.agree(trainer.saves, self._schedule.is_overdue)
+            with self._timing.span(SYNC):
+                [is_due] = control.agree(trainer.saves, self._schedule.is_overdue)
             if is_due and self._schedule.is_this_epoch:
                 self._schedule.record_due()
                 self._validate()
@@ -230,10 +241,11 @@ class FitLoop:
         if at_end:
             end_epoch_of_schedulers(trainer)
         self._batches.mark()
-        trainer.task.on_validation_model_zero_grad()
-        trainer.current.batch = None  # nor is a validation to hold the last one's
-        with trainer.current.within(Stage.VALIDATE):
-            self._run_validation(on_results=self._schedule.record_validation)
+        with self._timing.span(EVALUATION):
+            trainer.task.on_validation_model_zero_grad()
+            trainer.current.batch = None  # nor is a validation to hold the last one's
+            with trainer.current.within(Stage.VALIDATE):
+                self._run_validation(on_results=self._schedule.record_validation)
         self._schedule.restart_clock()
         trainer.logged.enter(TRAIN_STEP)
         self._agree()
@@ -244,7 +256,8 @@ class FitLoop:
 
     def _agree(self) -> None:
         """Let what a callback asked for hold for all processes, where all are at the same place anyway."""
-        self._control.agree(self._trainer.saves)
+        with self._timing.span(SYNC):
+            self._control.agree(self._trainer.saves)
         self._plan()
 
     # the end of an epoch
@@ -262,8 +275,7 @@ class FitLoop:
             return
         trainer.logged.enter(TRAIN_EPOCH)
         trainer.tracker_log.finish_epoch(Stage.TRAIN)
-        for hook in self._hooks.find_early("on_train_epoch_end"):
-            hook()
+        self._call(self._hooks.find_early("on_train_epoch_end"))
         trainer.tracker_log.finish_epoch(Stage.TRAIN)
         trainer.logged.reset_finished()
         self._health.end_epoch()
@@ -271,12 +283,16 @@ class FitLoop:
             step_epoch_schedulers(trainer, plateau=True)
             progress.phase = Phase.CLOSING
         trainer.logged.enter(MONITORING)
-        for hook in self._hooks.find_late("on_train_epoch_end"):
-            hook()
+        self._call(self._hooks.find_late("on_train_epoch_end"))
         if finished:
             self._close_epoch()
         else:
             self._agree()
+
+    def _call(self, hooks: Iterable[Callable[[], Any]]) -> None:
+        with self._timing.span(CALLBACKS):
+            for hook in hooks:
+                hook()
 
     def _save_for_resume(self) -> None:
         self._is_saved = True

@@ -11,6 +11,7 @@ from torch import nn
 from drivetrain.accelerator.step import StepHooks
 from drivetrain.runtime.errors import ConfigurationError
 from drivetrain.runtime.nested import send_to_device
+from drivetrain.runtime.timing import FORWARD
 from drivetrain.trainer.hooks import Hooks
 from drivetrain.trainer.loops.binding import muted_logging
 from drivetrain.trainer.loops.stand_in import StandIn
@@ -95,11 +96,14 @@ class ScheduledStep(PlainStep):
         if self._engine.window.size > 1:
             self._engine.window.advance_planned()
         share = 1.0 if self._shards == 1 else info.share(self._shards)
+        outer = self._timing.enter(FORWARD) if self._timing.on else None
         if share:
             output = self._training_step(batch, index)
         else:
             with muted_logging(self._logged, self._task):
                 output = self._training_step(batch, index)
+        if outer is not None:
+            self._timing.enter(outer)
         loss = self._output.loss_of(output)
         if loss is not None:
             self._differentiate(loss, output, share)

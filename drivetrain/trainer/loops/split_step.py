@@ -17,6 +17,7 @@ from drivetrain.runtime.errors import ConfigurationError
 from drivetrain.runtime.memory import Attempt, attempt_together
 from drivetrain.runtime.nested import batch_size_or_none
 from drivetrain.runtime.seeds import RandomState
+from drivetrain.runtime.timing import FORWARD
 from drivetrain.strategies.capabilities import RepeatableStep
 from drivetrain.strategies.optimizer_calls import drop_gradients
 from drivetrain.trainer.hooks import Hooks
@@ -178,11 +179,14 @@ class SplitStep(PlainStep):
         self._logged.skips = share == 0.0
         if self._engine.window.size > 1:
             self._engine.window.advance_planned()
+        outer = self._timing.enter(FORWARD) if self._timing.on else None
         if share:
             output = self._training_step(taken.batch, taken.batch_idx)
         else:
             with untouched_metrics(self._task):
                 output = self._training_step(taken.batch, taken.batch_idx)
+        if outer is not None:
+            self._timing.enter(outer)
         loss = output if isinstance(output, Tensor) else self._output.loss_of(output)
         if loss is not None:
             self._has_gradients = True  # they were cleared before

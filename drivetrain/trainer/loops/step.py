@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 
 from drivetrain.accelerator.step import StepHooks
 from drivetrain.data import BatchInfo, PendingBatch
+from drivetrain.runtime.timing import CALLBACKS, DATA, FORWARD, OPTIMIZER, SYNC
 from drivetrain.strategies.optimizer_calls import drop_gradients
 from drivetrain.trainer.hooks import Hooks, is_overridden
 from drivetrain.trainer.loops.binding import as_taken, bind_step, without_missing
@@ -92,7 +93,7 @@ class PlainStep:
         self._progress, self._logged, self._current = trainer.progress, trainer.logged, trainer.current
         self._steps_schedulers = trainer.task_run.steps_schedulers
         self._ends_epochs = trainer.task_run.ends_epochs_of_schedulers
-        self._engine = accelerator.step
+        self._engine, self._timing = accelerator.step, accelerator.step.timing
         self._optimizers = [optimizer.optimizer for optimizer in trainer.task_optimizers]
         self._forward_backward = strategy.forward_backward
         self._stand_in = self._choose_stand_in(model)
@@ -174,28 +175,38 @@ class PlainStep:
         self._remaining = size = len(window)
         self._has_gradients = self._took_part = False
         if self._clears_first:
+            outer = self._timing.enter(OPTIMIZER) if self._timing.on else None
             self._zero_grad()
+            if outer is not None:
+                self._timing.enter(outer)
         self._engine.window.begin(size)
         if self._is_weighted:
             self._engine.weights.expect()
 
     def run_micro_batch(self, micro_batch: MicroBatch) -> Any:
         """Forward and backward of one micro-batch, with the hooks around them."""
+        timing = self._timing
+        outer = timing.enter(DATA) if timing.on else None
         batch, index, info = micro_batch.batch, micro_batch.batch_idx, micro_batch.info
         self._current.batch_info = info
         self._current.batch = batch
         micro_batch.send_following()  # once nothing holds the batch before: no more than two are on the device
+        if outer is not None:
+            timing.enter(outer)
         share = 1.0 if self._shards == 1 else info.share(self._shards)
         self._logged.skips = share == 0.0  # also in the hooks around a batch that only stands in
         if self._on_batch_start:
             self._announce(micro_batch)
         if self._engine.window.size > 1:
             self._engine.window.advance_planned()
+        outer = timing.enter(FORWARD) if timing.on else None
         if share:
             output = self._training_step(batch, index)
         else:
             with untouched_metrics(self._task):
                 output = self._training_step(batch, index)
+        if outer is not None:
+            timing.enter(outer)
         loss = output if isinstance(output, Tensor) else self._loss_of(output)
         if loss is not None:
             self._differentiate(loss, output, share)
@@ -216,7 +227,10 @@ class PlainStep:
     def _take_following(self) -> tuple[Any, int, int] | None:
         """Take the epoch's next batch into the step under way."""
         loop, info = self._trainer.loop, self._current.batch_info
+        outer = self._timing.enter(DATA) if self._timing.on else None
         taken = None if loop is None or info is None else loop.batches.following(info.index)
+        if outer is not None:
+            self._timing.enter(outer)
         if taken is None:
             return None
         self._taken.append(taken)
@@ -224,9 +238,13 @@ class PlainStep:
         return taken.batch, taken.batch_idx, 0
 
     def _announce(self, micro_batch: MicroBatch) -> None:
+        timing = self._timing
+        outer = timing.enter(CALLBACKS) if timing.on else None
         for hook in self._on_batch_start:
             if hook(micro_batch.batch, micro_batch.batch_idx) == SKIP_EPOCH:
                 raise EpochSkipped
+        if outer is not None:
+            timing.enter(outer)
 
     def _differentiate(self, loss: Tensor, output: Any, share: float) -> None:
         """Compute the gradients of a batch, once those of the step before are cleared."""
@@ -234,7 +252,10 @@ class PlainStep:
         if not self._has_gradients:
             self._has_gradients = True
             if not self._clears_first:
+                outer = self._timing.enter(OPTIMIZER) if self._timing.on else None
                 self._zero_grad()
+                if outer is not None:
+                    self._timing.enter(outer)
         if not stands_in and share:
             self._took_part = True
         self._run_backward(loss, output, share, stands_in)
@@ -266,7 +287,13 @@ class PlainStep:
         """Whether any process had a batch that was not left out."""
         if not self._has_gradients:
             return False
-        return self._took_part or (self._stand_in is not None and self._stand_in.anyone_took_part())
+        if self._took_part or self._stand_in is None:
+            return self._took_part
+        outer = self._timing.enter(SYNC) if self._timing.on else None
+        took_part = self._stand_in.anyone_took_part()
+        if outer is not None:
+            self._timing.enter(outer)
+        return took_part
 
     def _counts_anyway(self, window: Sequence[MicroBatch]) -> bool:
         """Whether a step without any loss counts: where there were batches, and the Trainer counts it."""
@@ -297,9 +324,13 @@ class PlainStep:
         return steps > 0
 
     def _end_batch(self, output: Any, micro_batch: MicroBatch) -> None:
+        timing = self._timing
+        outer = timing.enter(CALLBACKS) if timing.on else None
         outputs = detached(output)
         for hook in self._on_batch_end:
             hook(outputs, micro_batch.batch, micro_batch.batch_idx)
+        if outer is not None:
+            timing.enter(outer)
 
     def _clipping(self) -> Callable[[Optimizer], None]:
         """The task's clipping with the Trainer's arguments, by their names where an override has them."""

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from drivetrain.callbacks import GradientAccumulationScheduler
 from drivetrain.data import BatchInfo, CombinedLoader, PendingBatch, PreparedLoader
+from drivetrain.runtime.timing import DATA, IDLE
 from drivetrain.trainer.loops.loader_source import LoaderSource, batches_to_run, check_equal_lengths, length_of
 from drivetrain.trainer.loops.step import MicroBatch
 from drivetrain.trainer.state.committed import Committed, saves_within_steps
@@ -143,6 +144,9 @@ class TrainingBatches:
         index = progress.batches_in_epoch
         marks_steps = size > 1 or self._saves_within_steps
         window: list[MicroBatch] = []
+        timing = self._trainer.timing
+        if timing.on:
+            timing.enter(DATA)
         for batch in self._feed:
             info = loader.current
             assert info is not None  # a batch is always known to its loader
@@ -155,6 +159,8 @@ class TrainingBatches:
             del batch  # the window alone holds it, and is cleared with its step
             index += 1
             if len(window) == size or info.last or index == limit:
+                if timing.on:
+                    timing.enter(IDLE)
                 yield window
                 index = max(index, progress.batches_in_epoch)  # a step may have taken more
                 window = []
@@ -162,6 +168,8 @@ class TrainingBatches:
                     return
                 if marks_steps:
                     self.mark()
+                if timing.on:
+                    timing.enter(DATA)
         if window:
             yield window
 

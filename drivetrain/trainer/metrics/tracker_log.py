@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from drivetrain.callbacks.stage import Stage
+from drivetrain.runtime.timing import LOGGING
 from drivetrain.trackers.base import COMPLETED
 from drivetrain.trackers.losses import outcome_of
 from drivetrain.trainer.given_hyper_parameters import CLASS_PATH
@@ -55,11 +56,12 @@ class TrackerLog:
         if step < self.next_step or self._written_at == step:
             return
         self._written_at = step
-        values = trainer.logged.synced_step_values()
-        if values and trainer.tracker_group.writes_here:
-            numbers = to_numbers(values)
-            trainer.finiteness.check_values(numbers.items(), f"at step {step}")
-            self.write(numbers, step)
+        with trainer.timing.span(LOGGING):
+            values = trainer.logged.synced_step_values()
+            if values and trainer.tracker_group.writes_here:
+                numbers = to_numbers(values)
+                trainer.finiteness.check_values(numbers.items(), f"at step {step}")
+                self.write(numbers, step)
 
     def write_evaluation_step(self) -> None:
         """Write what an evaluation step logged with `on_step`, against the number of batches evaluated before."""
@@ -78,11 +80,12 @@ class TrackerLog:
         """
         trainer = self._trainer
         assert trainer.task is not None
-        results = trainer.logged.finish_epoch(stage, trainer.task, keep)
-        if stage is Stage.TRAIN and keep:
-            numbers = ((result.name, float(result.value)) for result in results)
-            trainer.finiteness.check_values(numbers, f"in epoch {trainer.current_epoch}")
-            self.write_epoch_values(results)
+        with trainer.timing.span(LOGGING):
+            results = trainer.logged.finish_epoch(stage, trainer.task, keep)
+            if stage is Stage.TRAIN and keep:
+                numbers = ((result.name, float(result.value)) for result in results)
+                trainer.finiteness.check_values(numbers, f"in epoch {trainer.current_epoch}")
+                self.write_epoch_values(results)
         return results
 
     def write_epoch_values(self, results: list[EpochValue]) -> None:

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import warnings
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from drivetrain.callbacks.support.batch_size_range import BatchSizeRange
 from drivetrain.callbacks.support.lr_range import LRRange
+from drivetrain.trainer.tuning.advice import Advice, advise
 from drivetrain.trainer.tuning.batch_size_search import check_batch_size_search, search_batch_size
 from drivetrain.trainer.tuning.lr_search import search_learning_rate
 
 if TYPE_CHECKING:
+    from drivetrain.trainer.data_module import DataModule
     from drivetrain.trainer.task import Task
     from drivetrain.trainer.trainer import Trainer
     from drivetrain.trainer.tuning.lr_finder import LRFinder
@@ -72,6 +74,19 @@ class Tuning:
         if stage is None or self._is_skipped("batch size scaler"):
             return None
         return search_batch_size(self._trainer, task, stage, tried)
+
+    def advise(self, task: Task, loaders: Any, datamodule: DataModule | None) -> list[Advice]:
+        """Try changes before anything is placed, and print those that pay; call it on all processes.
+
+        Args:
+            task: The task that is to be trained.
+            loaders: Its training loaders; None where a method makes them.
+            datamodule: Its data module, if there is one.
+
+        Returns:
+            At most three; none with `fast_dev_run`.
+        """
+        return [] if self._is_skipped("advice") else advise(self._trainer, task, loaders, datamodule)
 
     def _is_skipped(self, what: str) -> bool:
         if self._trainer.fast_dev_run:

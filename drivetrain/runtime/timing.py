@@ -1,0 +1,264 @@
+"""`Timing`: what a thread spends its time with, from marks that some steps make and the others pass by."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from random import Random
+from time import perf_counter
+from typing import Any
+
+import torch
+from torch import Tensor
+
+PARTS = (
+    "data",
+    "forward",
+    "backward",
+    "optimizer",
+    "sync",
+    "logging",
+    "callbacks",
+    "checkpoint",
+    "evaluation",
+    "idle",
+)
+DATA, FORWARD, BACKWARD, OPTIMIZER, SYNC, LOGGING, CALLBACKS, CHECKPOINT, EVALUATION, IDLE = range(len(PARTS))
+# What spans take is apart from what marks do: it is always measured, so it must not stand for steps without marks.
+_SPANS = len(PARTS)
+_UNMARKED = 2 * len(PARTS)
+
+_MARKED_EVERY = 2e-3
+"""Seconds of training for which one marked step is enough: the marks of a step take some microseconds."""
+_FIRST = 10
+"""Batches at the beginning whose steps all have marks; their length decides how many of the following do."""
+_MOST = 1000
+"""Batches of which at least one has marks, however short steps are."""
+_RECHECKED = 16
+"""Batches of marked steps after which their length is looked at again."""
+
+
+class Timing:
+    """What the thread that trains spends its time with, so far.
+
+    Every moment of `fit` from the first epoch's beginning counts for one of `PARTS`. Validations, checkpoints, the
+    ends of epochs and what is written to trackers are always measured. Within steps, marks separate the parts: in every
+    step where steps take a millisecond or more; of shorter ones in one of so many that a marked one comes each
+    millisecond, drawn at random. Their shares then hold for the steps between them.
+
+    It can be read at any time, also from another thread.
+
+    Attributes:
+        on: Whether marks count now. What makes one asks this first, so that a step without marks pays only for asking.
+        sees_sync: Whether gradients are exchanged in the backward, and its end waits for other processes.
+    """
+
+    def __init__(self) -> None:
+        self.on = self.sees_sync = False
+        self._runs = False
+        self._random = Random(0)  # not the one that seeds are set for
+        self._reset()
+
+    def _reset(self) -> None:
+        self._times = [0.0] * (_UNMARKED + 1)  # of marks, of spans, and of steps without marks
+        self._drawn = [0.0] * _SPANS  # of steps that stand for others
+        self._at, self._since = IDLE, perf_counter()
+        self._marks, self._is_first = True, True
+        self._before_marks = self._times[:_SPANS]
+        self._steps_before, self._batches_before = 0.0, 0
+        self._left = 0  # batches of a stretch after its marked step
+
+    # reading
+
+    @property
+    def seconds(self) -> dict[str, float]:
+        """The seconds of each part, by its name."""
+        times, drawn = self._read()
+        marked = drawn if sum(drawn) > 0 else times[:_SPANS]
+        whole = sum(marked)
+        rest = times[_UNMARKED]
+        found = {}
+        for number, name in enumerate(PARTS):
+            share = marked[number] / whole if whole > 0 else float(number == IDLE)
+            found[name] = times[number] + times[_SPANS + number] + rest * share
+        return found
+
+    @property
+    def total_seconds(self) -> float:
+        """The seconds of all parts together."""
+        return sum(self._read()[0])
+
+    @property
+    def shares(self) -> dict[str, float]:
+        """The share of each part in the time, from 0 to 1, by its name; all are 0 before a run."""
+        seconds = self.seconds
+        total = sum(seconds.values())
+        return {name: value / total if total > 0 else 0.0 for name, value in seconds.items()}
+
+    @property
+    def inferred(self) -> float:
+        """The share of the time that was in steps without marks, and is split as in those with marks."""
+        times, _ = self._read()
+        total = sum(times)
+        return times[_UNMARKED] / total if total > 0 else 0.0
+
+    def to_dict(self) -> dict[str, Any]:
+        """All of it in numbers: `seconds`, `shares`, `total_seconds` and `inferred`."""
+        return {
+            "total_seconds": self.total_seconds,
+            "inferred": self.inferred,
+            "seconds": self.seconds,
+            "shares": self.shares,
+        }
+
+    def __str__(self) -> str:
+        seconds, shares = self.seconds, self.shares
+        total = sum(seconds.values())
+        if total <= 0:
+            return "No training has been measured yet."
+        rows = [f"{name:<12}{shares[name]:>8.1%}{value:>12.3f} s" for name, value in seconds.items()]
+        lines = [*rows, f"{'all':<12}{1:>8.1%}{total:>12.3f} s"]
+        if self.inferred >= 0.005:
+            lines.append(f"{self.inferred:.0%} is of steps without marks, split as in those with marks.")
+        return "\n".join(lines)
+
+    # what is measured
+
+    @contextmanager
+    def run(self, sees_sync: bool) -> Iterator[None]:
+        """Measure the body from the start.
+
+        Args:
+            sees_sync: See the attribute.
+        """
+        self._reset()
+        self.sees_sync = sees_sync
+        self._runs = True
+        try:
+            yield
+        finally:
+            self.enter(IDLE)
+            self.on = self._runs = False
+
+    def enter(self, part: int) -> int:
+        """Let the time from now on count for a part. Returns the one before.
+
+        Args:
+            part: `FORWARD` or another.
+        """
+        now = perf_counter()
+        before = self._at
+        self._times[before] += now - self._since
+        self._since = now
+        self._at = part
+        return before
+
+    @contextmanager
+    def span(self, part: int) -> Iterator[None]:
+        """Let all of the body count for a part, in steps with and without marks; other spans in it are not its own.
+
+        Args:
+            part: `CHECKPOINT` or another.
+        """
+        if not self._runs:
+            yield
+            return
+        before, on = self.enter(_SPANS + part), self.on
+        self.on = False
+        try:
+            yield
+        finally:
+            self.enter(before)
+            self.on = on
+
+    # which steps have marks
+
+    def begin_steps(self) -> None:
+        """Begin with the steps of an epoch."""
+        self.on = self._marks
+        self.enter(IDLE if self._marks else _UNMARKED)
+
+    def end_steps(self) -> None:
+        """End what `begin_steps` began."""
+        self.on = False
+        self.enter(IDLE)
+
+    def turn(self, batches: int) -> int:
+        """Decide between two steps whether the following ones have marks.
+
+        Args:
+            batches: How many batches the run has trained on.
+
+        Returns:
+            How many there are to be at the next call.
+        """
+        self.enter(IDLE)
+        if not self._marks:
+            self._mark(True)
+            return batches + 1
+        if not self._is_first:
+            for number, before in enumerate(self._before_marks):
+                self._drawn[number] += self._times[number] - before
+        self._is_first = False
+        stretch = self._stretch(batches)
+        if stretch == 1:
+            self._mark(True)
+            return batches + _RECHECKED
+        # One batch of each stretch, wherever in it: what comes every so many steps must not meet it each time.
+        ahead = self._random.randrange(stretch)
+        pause, self._left = self._left + ahead, stretch - 1 - ahead
+        self._mark(pause == 0)
+        return batches + max(pause, 1)
+
+    def first_turn(self, batches: int) -> int:
+        """Begin with steps that all have marks.
+
+        Args:
+            batches: How many batches the run has trained on, such as before it was resumed.
+
+        Returns:
+            How many there are to be when `turn` is called.
+        """
+        self._batches_before = batches
+        return batches + _FIRST
+
+    def _mark(self, marks: bool) -> None:
+        self._marks = self.on = marks
+        self._before_marks = self._times[:_SPANS]
+        self._at = IDLE if marks else _UNMARKED
+
+    def _stretch(self, batches: int) -> int:
+        """Of how many batches one has marks, by how long steps have been of late."""
+        steps = sum(self._times[:_SPANS]) + self._times[_UNMARKED]
+        per_batch = (steps - self._steps_before) / max(1, batches - self._batches_before)
+        self._steps_before, self._batches_before = steps, batches
+        return min(_MOST, max(1, math.ceil(_MARKED_EVERY / max(per_batch, 1e-9))))
+
+    def mark_end_of_gradients(self, loss: Tensor) -> None:
+        """Let what a backward does once its own gradients are computed count as waiting for other processes.
+
+        Args:
+            loss: What is differentiated.
+        """
+        if loss.requires_grad:
+            loss.register_hook(self._await_end)  # type: ignore[no-untyped-call]
+
+    def _await_end(self, _: Tensor) -> None:
+        # Callbacks run in the order in which they are queued: before those that wait for gradients to be reduced.
+        torch.autograd.Variable._execution_engine.queue_callback(self._enter_sync)
+
+    def _enter_sync(self) -> None:
+        if self.on and self._at == BACKWARD:
+            self.enter(SYNC)
+
+    def _read(self) -> tuple[list[float], list[float]]:
+        """The seconds so far, and those of drawn steps."""
+        while True:
+            since, at = self._since, self._at
+            times, drawn = list(self._times), list(self._drawn)
+            if since == self._since and at == self._at:  # else a mark was made meanwhile
+                break
+        if self._runs:
+            times[at] += max(0.0, perf_counter() - since)
+        return times, drawn
