@@ -129,6 +129,24 @@ def test_each_process_holds_its_share_under_fsdp_and_everything_under_ddp() -> N
             assert sum(counts.values()) == pytest.approx(share * sum(alone.values()), rel=0.05), (name, counts)
 
 
+def measure_peak(name: str, rows: int) -> float:
+    sys.path.insert(0, str(BENCHMARKS))
+    return importlib.import_module("peak").measure(name, width=128, rows=rows)
+
+
+@pytest.mark.parametrize("rows", [16, 2048], ids=["gradients count", "activations count"])
+def test_a_run_takes_no_more_memory_than_the_bare_loop_and_less_where_the_backward_steps(rows: int) -> None:
+    def peak(name: str) -> float:
+        return run_in_processes(measure_peak, 1, args=(name, rows), timeout=120)[0]
+
+    bare = peak("bare loop")
+    for name in ("drivetrain Trainer", "drivetrain Trainer, validation every 3 steps", "drivetrain Accelerator"):
+        assert peak(name) <= 1.01 * bare, name
+    gradients = 8 * 128 * (128 + 1) * 4 / 1e6
+    saved = 0.7 * gradients if rows == 16 else -0.01 * bare
+    assert peak("drivetrain Trainer, optimizer_in_backward") <= bare - saved
+
+
 @pytest.mark.slow
 def test_strategies_measures_both_loops_and_sees_that_they_compute_the_same(tmp_path: Path) -> None:
     file = tmp_path / "strategies.json"

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from drivetrain import Callback, CSVLogger, Task, TQDMProgressBar, Trainer
+from drivetrain import Accelerator, Callback, CSVLogger, Task, TQDMProgressBar, Trainer
 from tests.pool import run_in_processes
 from tests.trainer.tasks import quiet, rows
 
@@ -130,7 +130,15 @@ def steps_with_reads(task: Task, root: Path, **options: Any) -> list[int]:
 
 @pytest.mark.parametrize(
     "options",
-    [{}, {"accumulate_grad_batches": 4}, {"gradient_clip_val": 1.0}, {"max_steps": 150}, {"precision": "bf16"}],
+    [
+        {},
+        {"accumulate_grad_batches": 4},
+        {"gradient_clip_val": 1.0},
+        {"gradient_clip_val": 1.0, "gradient_clip_algorithm": "value"},
+        {"max_steps": 150},
+        {"precision": "bf16"},
+        {"optimizer_in_backward": True},
+    ],
     ids=lambda options: " ".join(f"{key}={value}" for key, value in options.items()) or "plain",
 )
 def test_steps_in_which_nothing_is_shown_or_written_read_nothing(options: dict[str, Any], tmp_path: Path) -> None:
@@ -169,11 +177,40 @@ def test_a_copy_to_the_host_would_be_found() -> None:
     assert not is_copy_to_host("_to_copy", (torch.empty(2),), {"device": "cpu"})
 
 
-def reads_under_ddp(root: str) -> tuple[list[int], float]:
+def reads_in_processes(root: str, options: dict[str, Any]) -> tuple[list[int], float]:
     started = time.monotonic()
-    return steps_with_reads(Busy(), Path(root)), time.monotonic() - started
+    return steps_with_reads(Busy(), Path(root), **options), time.monotonic() - started
 
 
-def test_processes_exchange_nothing_in_a_step_but_gradients_and_once_a_second_whether_to_stop(tmp_path: Path) -> None:
-    for steps, seconds in run_in_processes(reads_under_ddp, 2, args=(str(tmp_path),)):
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"strategy": "ddp"},
+        {"strategy": "fsdp", "gradient_clip_val": 1.0},
+        {"strategy": "fsdp", "gradient_clip_val": 1.0, "gradient_clip_algorithm": "value"},
+    ],
+    ids=lambda options: " ".join(map(str, options.values())),
+)
+def test_processes_exchange_nothing_in_a_step_but_gradients_and_once_a_second_whether_to_stop(
+    options: dict[str, Any], tmp_path: Path
+) -> None:
+    for steps, seconds in run_in_processes(reads_in_processes, 2, args=(str(tmp_path), options)):
         assert len(steps) <= 2 + seconds, steps
+
+
+@pytest.mark.parametrize("precision", ["no", "fp16"])
+def test_clipping_in_a_raw_loop_reads_nothing_also_within_a_window(precision: str) -> None:
+    accelerator = Accelerator(cpu=True, mixed_precision=precision, gradient_accumulation_steps=2)
+    layer = nn.Linear(1, 1)
+    model, optimizer = accelerator.prepare(layer, torch.optim.SGD(layer.parameters(), lr=0.01))
+    norms = []
+    for _ in range(2):
+        with accelerator.accumulate(model):
+            accelerator.backward(model(torch.ones(1, 1)).sum())
+            with HostReads() as reads:
+                norms.append(accelerator.clip_grad_norm_(model.parameters(), 1e-3))
+                if precision == "no":
+                    accelerator.clip_grad_value_(model.parameters(), 1e-3)
+            assert reads.counts == {}
+            optimizer.step()
+    assert [round(float(norm), 4) for norm in norms] == [0.7071, 1.4142]  # half of it, and all

@@ -61,22 +61,26 @@ def scale_by_norm_(gradients: list[Tensor], total: Tensor, max_norm: float) -> N
     if not gradients or math.isinf(max_norm):
         return
     factor = (max_norm / (total + 1e-6)).clamp(max=1.0)
-    by_device: dict[torch.device, list[Tensor]] = {}
-    for gradient in gradients:
-        local = gradient.to_local() if isinstance(gradient, DTensor) else gradient
-        by_device.setdefault(local.device, []).append(local)
-    for device, locals_ in by_device.items():
+    for device, locals_ in _local_parts(gradients).items():
         torch._foreach_mul_(locals_, factor.to(device))
 
 
 @torch.no_grad()
 def clip_grad_value_locally_(parameters: Iterable[Tensor], clip_value: float) -> None:
     """Clamp every gradient to [-clip_value, clip_value], each process its own shards."""
-    for parameter in parameters:
-        if parameter.grad is not None:
-            gradient = parameter.grad
-            local = gradient.to_local() if isinstance(gradient, DTensor) else gradient
-            local.clamp_(-clip_value, clip_value)
+    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+    for locals_ in _local_parts(gradients).values():
+        torch._foreach_clamp_min_(locals_, -clip_value)
+        torch._foreach_clamp_max_(locals_, clip_value)
+
+
+def _local_parts(gradients: Iterable[Tensor]) -> dict[torch.device, list[Tensor]]:
+    """What this process holds of gradients, by device."""
+    by_device: dict[torch.device, list[Tensor]] = {}
+    for gradient in gradients:
+        local = gradient.to_local() if isinstance(gradient, DTensor) else gradient
+        by_device.setdefault(local.device, []).append(local)
+    return by_device
 
 
 def _locally(gradient: Tensor) -> tuple[tuple[DeviceMesh, tuple[int, ...]] | None, Tensor]:
