@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
@@ -13,45 +12,6 @@ from drivetrain.callbacks.support.verdict import TimeSpent, cores_of_process
 if TYPE_CHECKING:
     from drivetrain.trainer.task import Task
     from drivetrain.trainer.trainer import Trainer
-
-
-@dataclass
-class Totals:
-    """What a run has taken so far, in seconds.
-
-    Attributes:
-        since: When training began.
-        until: When it ended.
-        waiting: Waiting for the loader.
-        validating: Validating.
-        saving: Saving checkpoints.
-        samples: Samples of this process; None where the loader does not count them.
-    """
-
-    since: float = 0.0
-    until: float = 0.0
-    waiting: float = 0.0
-    validating: float = 0.0
-    saving: float = 0.0
-    samples: int | None = 0
-
-    def count(self, rows: int | None) -> None:
-        """Add the rows of a batch."""
-        self.samples = None if rows is None or self.samples is None else self.samples + rows
-
-    def spent(self, trainer: Trainer) -> TimeSpent:
-        """The same, for a verdict."""
-        total = self.until - self.since
-        return TimeSpent(
-            total,
-            waiting=self.waiting,
-            model=total - self.waiting - self.validating - self.saving,
-            validating=self.validating,
-            saving=self.saving,
-            samples=self.samples,
-            workers=getattr(trainer.train_dataloader, "num_workers", None),
-            cores=cores_of_process(trainer.num_devices),
-        )
 
 
 class SpeedMonitor(Callback):
@@ -82,12 +42,12 @@ class SpeedMonitor(Callback):
         self._samples: int | None = 0
         self._step = 0
         self._saving_since: float | None = None
-        self._in_all = Totals()
+        self._samples_in_all: int | None = 0
 
     def on_train_start(self, trainer: Trainer, task: Task) -> None:
         self._log = StepLog("SpeedMonitor", trainer)
         self._ended, self._saving_since = 0.0, None
-        self._in_all = Totals(since=perf_counter())
+        self._samples_in_all = 0
 
     def on_train_epoch_start(self, trainer: Trainer, task: Task) -> None:
         if not self._ended:
@@ -100,9 +60,7 @@ class SpeedMonitor(Callback):
         if self._saving_since is not None:
             self._paused_at = self._saving_since
             self._resume(now)
-        waited = now - self._ended - self._paused
-        self._waited += waited
-        self._in_all.waiting += waited
+        self._waited += now - self._ended - self._paused
         self._paused_in_all += self._paused
         self._paused = 0.0
 
@@ -111,7 +69,8 @@ class SpeedMonitor(Callback):
         info = trainer.batch_info
         rows = None if info is None else info.real_rows
         self._samples = None if rows is None or self._samples is None else self._samples + rows
-        self._in_all.count(rows)
+        in_all = self._samples_in_all
+        self._samples_in_all = None if rows is None or in_all is None else in_all + rows
         step = trainer.global_step
         if self._log is not None and self._log.is_due(step):
             self._log.write(self._values(step, now), step)
@@ -121,7 +80,6 @@ class SpeedMonitor(Callback):
         self._paused_at = perf_counter()
 
     def on_validation_end(self, trainer: Trainer, task: Task) -> None:
-        self._in_all.validating += perf_counter() - self._paused_at
         self._resume(perf_counter())
 
     def on_train_epoch_end(self, trainer: Trainer, task: Task) -> None:
@@ -133,11 +91,12 @@ class SpeedMonitor(Callback):
 
     def on_train_end(self, trainer: Trainer, task: Task) -> None:
         self._resume(perf_counter())
-        self._in_all.until = perf_counter()
 
     def on_fit_end(self, trainer: Trainer, task: Task) -> None:
         if trainer.is_global_zero and not trainer.profiler.gives_verdict:
-            verdict = self._in_all.spent(trainer).verdict()
+            workers = getattr(trainer.train_dataloader, "num_workers", None)
+            cores = cores_of_process(trainer.num_devices)
+            verdict = TimeSpent.of(trainer.timing, self._samples_in_all, workers, cores).verdict()
             if verdict:
                 trainer.print(verdict)
 
@@ -145,7 +104,6 @@ class SpeedMonitor(Callback):
         """End a pause, in which a checkpoint may have been saved."""
         self._paused += now - self._paused_at
         if self._saving_since is not None:
-            self._in_all.saving += now - self._saving_since
             self._saving_since = None
 
     def _begin(self, trainer: Trainer, now: float) -> None:

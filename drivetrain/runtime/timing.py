@@ -29,8 +29,10 @@ DATA, FORWARD, BACKWARD, OPTIMIZER, SYNC, LOGGING, CALLBACKS, CHECKPOINT, EVALUA
 _SPANS = len(PARTS)
 _UNMARKED = 2 * len(PARTS)
 
-_MARKED_EVERY = 2e-3
-"""Seconds of training for which one marked step is enough: the marks of a step take some microseconds."""
+_COST = 2e-3
+"""The share of the time that marks may take."""
+_PER_STEP = 24
+"""How many marks a step has, with what begins and ends it."""
 _FIRST = 10
 """Batches at the beginning whose steps all have marks; their length decides how many of the following do."""
 _MOST = 1000
@@ -44,8 +46,8 @@ class Timing:
 
     Every moment of `fit` from the first epoch's beginning counts for one of `PARTS`. Validations, checkpoints, the
     ends of epochs and what is written to trackers are always measured. Within steps, marks separate the parts: in every
-    step where steps take a millisecond or more; of shorter ones in one of so many that a marked one comes each
-    millisecond, drawn at random. Their shares then hold for the steps between them.
+    step where steps are so long that marks take less than 0.2 % of them, from about two milliseconds on; of shorter
+    ones in as many as that allows, drawn at random. The shares of those then hold for the steps between them.
 
     It can be read at any time, also from another thread.
 
@@ -67,6 +69,7 @@ class Timing:
         self._marks, self._is_first = True, True
         self._before_marks = self._times[:_SPANS]
         self._steps_before, self._batches_before = 0.0, 0
+        self._marked_every = 0.0  # seconds of training for which one marked step is enough
         self._left = 0  # batches of a stretch after its marked step
 
     # reading
@@ -134,6 +137,7 @@ class Timing:
         """
         self._reset()
         self.sees_sync = sees_sync
+        self._marked_every = _PER_STEP * self._seconds_of_a_mark() / _COST
         self._runs = True
         try:
             yield
@@ -223,6 +227,17 @@ class Timing:
         self._batches_before = batches
         return batches + _FIRST
 
+    def _seconds_of_a_mark(self) -> float:
+        """How long a mark takes on this machine: the best of some tries, in which nothing else ran."""
+        tries = []
+        for _ in range(8):
+            begun = perf_counter()
+            for _ in range(8):
+                self.enter(IDLE)
+            tries.append((perf_counter() - begun) / 8)
+        self._times[IDLE] = 0.0
+        return min(tries)
+
     def _mark(self, marks: bool) -> None:
         self._marks = self.on = marks
         self._before_marks = self._times[:_SPANS]
@@ -233,7 +248,7 @@ class Timing:
         steps = sum(self._times[:_SPANS]) + self._times[_UNMARKED]
         per_batch = (steps - self._steps_before) / max(1, batches - self._batches_before)
         self._steps_before, self._batches_before = steps, batches
-        return min(_MOST, max(1, math.ceil(_MARKED_EVERY / max(per_batch, 1e-9))))
+        return min(_MOST, max(1, math.ceil(self._marked_every / max(per_batch, 1e-9))))
 
     def mark_end_of_gradients(self, loss: Tensor) -> None:
         """Let what a backward does once its own gradients are computed count as waiting for other processes.

@@ -59,6 +59,11 @@ MANY = 64  # cores
             "beside training (async_save=True).",
         ),
         (
+            TimeSpent(100, model=60, syncing=40),
+            "40 % of the time waits for other processes: see which is slow (StragglerMonitor), or exchange gradients "
+            "less often (accumulate_grad_batches).",
+        ),
+        (
             TimeSpent(100, model=60, callbacks={"Fast": 5, "Slow": 35}),
             "35 % of the time is in Slow: make it cheaper, or let it act less often.",
         ),

@@ -7,6 +7,8 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from drivetrain.runtime.timing import Timing
+
 NOTICEABLE = 0.2  # the share of the time from which something around the model is worth changing
 
 
@@ -20,6 +22,7 @@ class TimeSpent:
         model: Forward, backward and the optimizers.
         validating: Validations, with their loaders.
         saving: Saving checkpoints.
+        syncing: Waiting for other processes.
         callbacks: The hooks of each callback, or of the task, by its name.
         samples: Samples that this process trained on in that time; None where the loader does not count them.
         workers: The loader's worker processes; None where it has none to set.
@@ -31,10 +34,44 @@ class TimeSpent:
     model: float = 0.0
     validating: float = 0.0
     saving: float = 0.0
+    syncing: float = 0.0
     callbacks: Mapping[str, float] = field(default_factory=dict)
     samples: int | None = None
     workers: int | None = None
     cores: int = 1
+
+    @classmethod
+    def of(
+        cls,
+        timing: Timing,
+        samples: int | None,
+        workers: int | None,
+        cores: int,
+        callbacks: Mapping[str, float] | None = None,
+    ) -> TimeSpent:
+        """What a `Timing` has measured.
+
+        Args:
+            timing: The timing.
+            samples: See the attribute, as the following.
+            workers: The loader's.
+            cores: Of the processor.
+            callbacks: By name, where something else has measured each; all together if None.
+        """
+        seconds = timing.seconds
+        named = {"callbacks, which profiler='simple' names": seconds["callbacks"]} if callbacks is None else callbacks
+        return cls(
+            timing.total_seconds,
+            waiting=seconds["data"],
+            model=seconds["forward"] + seconds["backward"] + seconds["optimizer"],
+            validating=seconds["evaluation"],
+            saving=seconds["checkpoint"],
+            syncing=seconds["sync"],
+            callbacks=named,
+            samples=samples,
+            workers=workers,
+            cores=cores,
+        )
 
     def verdict(self) -> str:
         """What takes the time, in one line; empty where nothing was measured."""
@@ -54,6 +91,11 @@ class TimeSpent:
                 self.saving / self.total,
                 f"{_percent(self.saving / self.total)} of the time is saving checkpoints: save less often "
                 "(ModelCheckpoint(every_n_train_steps=...)), or beside training (async_save=True).",
+            ),
+            (
+                self.syncing / self.total,
+                f"{_percent(self.syncing / self.total)} of the time waits for other processes: see which is slow "
+                "(StragglerMonitor), or exchange gradients less often (accumulate_grad_batches).",
             ),
             (
                 most / self.total,

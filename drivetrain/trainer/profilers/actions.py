@@ -189,7 +189,7 @@ class Actions:
 
         trainer = self._trainer
         if isinstance(self.profiler, SimpleProfiler):
-            spent = time_spent(self.profiler, self._samples, self._workers, trainer.num_devices)
+            spent = time_spent(trainer.timing, self.profiler, self._samples, self._workers, trainer.num_devices)
             trainer.print(spent.verdict())
 
     def _count_steps(self, kind: str) -> float:
