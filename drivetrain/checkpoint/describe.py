@@ -9,9 +9,9 @@ import torch
 
 from drivetrain.checkpoint.discovery import whole_beside
 from drivetrain.checkpoint.errors import DamagedCheckpointError
+from drivetrain.checkpoint.index import INDEX
 from drivetrain.checkpoint.load import Checkpoint
 from drivetrain.checkpoint.save import SHARED_FILE
-from drivetrain.checkpoint.shards import INDEX
 from drivetrain.checkpoint.tree import unpack
 
 

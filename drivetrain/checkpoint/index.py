@@ -23,11 +23,17 @@ from torch.distributed.checkpoint.metadata import (
     TensorProperties,
     TensorStorageMetadata,
 )
+from torch.distributed.checkpoint.planner import WriteItem
 
 from drivetrain.checkpoint.errors import DamagedCheckpointError
 from drivetrain.checkpoint.manifest import Manifest
 from drivetrain.checkpoint.tensor_file import Entry
 from drivetrain.checkpoint.tree import DTYPES
+
+FOLDER = "tensors"
+"""The folder of a checkpoint that its tensors and their index are in."""
+
+INDEX = f"{FOLDER}/index.json"
 
 _STORED = {name: dtype for name, dtype in DTYPES.items() if not re.fullmatch(r"u?int[1-7]", name)}
 _LONGEST = 2**63 - 1
@@ -156,6 +162,14 @@ class TensorIndex:
 def entry_name(key: str, size: Sequence[int], offsets: Sequence[int], sizes: Sequence[int]) -> str:
     """The name that a part of a tensor has in its file."""
     return key if tuple(sizes) == tuple(size) else f"{key}@{','.join(map(str, offsets))}"
+
+
+def entry_of(item: WriteItem) -> Entry:
+    """The part of a tensor that an item of a plan asks to write."""
+    data = item.tensor_data
+    assert data is not None
+    name = entry_name(item.index.fqn, data.size, data.chunk.offsets, data.chunk.sizes)
+    return Entry(name, data.properties.dtype, tuple(data.chunk.sizes))
 
 
 def _entry(key: str, dtype: torch.dtype, size: list[int], offsets: list[int], sizes: list[int]) -> Entry:

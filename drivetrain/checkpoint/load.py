@@ -13,10 +13,11 @@ from torch import Tensor
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 
 from drivetrain.checkpoint.errors import DamagedCheckpointError
+from drivetrain.checkpoint.index import INDEX
 from drivetrain.checkpoint.locations import storage_of
 from drivetrain.checkpoint.manifest import Manifest, decoded, read_manifest, verified_bytes
 from drivetrain.checkpoint.save import SHARED_FILE, process_file
-from drivetrain.checkpoint.shards import INDEX, SafetensorsReader
+from drivetrain.checkpoint.shards import SafetensorsReader
 from drivetrain.checkpoint.storage import LocalStorage, Storage
 from drivetrain.checkpoint.stream import verify_file
 from drivetrain.checkpoint.tensor_file import run_parallel

@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 from drivetrain.checkpoint.copying import Copying
 from drivetrain.checkpoint.global_plan import GlobalPlan
 from drivetrain.checkpoint.save import Save
-from drivetrain.checkpoint.staging import ALIGNMENT, StagingBuffer, address_of
+from drivetrain.checkpoint.staging import ALIGNMENT, StagingBuffer, addresses_of
 from drivetrain.checkpoint.storage import Storage
 from drivetrain.runtime.logging import get_logger
 from drivetrain.runtime.state import PartialState
@@ -180,13 +180,16 @@ class SaveQueue:
             CheckpointError: It cannot be written, or the one before could not be; raised on all processes.
         """
         self.finish()
-        save = Save(directory, shared, own, self._state, step, storage, extra, self._plan)
+        optimizers = list(optimizers)
+        parameters, states = _changed_by(optimizers)
+        changing = parameters | states
+        save = Save(directory, shared, own, self._state, step, storage, extra, self._plan, changing)
         self._plan = save.plan
         if block:
             save.run()
             return PendingSave.finished(save.directory)
         pending = PendingSave(save.directory)
-        self._late = save.stage(self._buffer, self._watch(optimizers))
+        self._late = save.stage(self._buffer, self._watch(optimizers, states))
         self._running = pending
         # Not a daemon: the interpreter waits for it at the end. Not a process: a spawned one imports the script again.
         threading.Thread(target=self._work, args=(save, pending), name="drivetrain-save").start()
@@ -214,22 +217,18 @@ class SaveQueue:
         if late is not None:
             late.finish(torch.get_num_threads())
 
-    def _watch(self, optimizers: Iterable[Optimizer]) -> set[int]:
-        """Have steps wait for copies, and return the addresses of what they alone change."""
-        addresses: set[int] = set()
-        parameters: set[int] = set()
+    def _watch(self, optimizers: Iterable[Optimizer], states: set[int]) -> set[int]:
+        """Have steps wait for copies, and return which of the states may so be copied late."""
+        unwatched: list[Optimizer] = []
         for optimizer in optimizers:
             if optimizer not in self._watched:
                 try:
                     optimizer.register_step_pre_hook(self._before_step)
                 except AttributeError:  # it never called Optimizer.__init__
+                    unwatched.append(optimizer)
                     continue
                 self._watched.add(optimizer)
-            for state in optimizer.state.values():
-                addresses |= _addresses(state.values() if isinstance(state, dict) else ())
-            for group in optimizer.param_groups:
-                parameters |= _addresses(parameter.detach() for parameter in group["params"])
-        return addresses - parameters
+        return states - _changed_by(unwatched)[1]
 
     def _before_step(self, *step: Any) -> None:
         if self._late is not None:
@@ -288,9 +287,18 @@ class SaveQueue:
 vars(SaveQueue)["settle"]._torchdynamo_disable = True
 
 
-def _addresses(values: Iterable[Any]) -> set[int]:
-    local = (value.to_local() if isinstance(value, DTensor) else value for value in values)
-    return {address_of(tensor) for tensor in local if type(tensor) is Tensor and not tensor.is_meta}
+def _changed_by(optimizers: Iterable[Optimizer]) -> tuple[set[int], set[int]]:
+    """Addresses of the parameters and of the states that optimizers change; the two have none in common."""
+    parameters: set[int] = set()
+    fixed: set[int] = set()
+    states: set[int] = set()
+    for optimizer in optimizers:
+        for state in optimizer.state.values():
+            states |= addresses_of(state.values() if isinstance(state, dict) else ())
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                (parameters if parameter.requires_grad else fixed).update(addresses_of([parameter.detach()]))
+    return parameters, states - parameters - fixed
 
 
 def _report(reference: weakref.ref[SaveQueue]) -> None:

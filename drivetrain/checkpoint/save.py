@@ -5,20 +5,24 @@ from __future__ import annotations
 import os
 import time
 import uuid
-from collections.abc import Collection, Hashable
+from collections.abc import Collection, Hashable, Set
 from dataclasses import dataclass
 from typing import Any
 
+from torch import Tensor
+from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.storage import WriteResult
 
 from drivetrain.checkpoint.copying import Copying
+from drivetrain.checkpoint.earlier import Earlier
 from drivetrain.checkpoint.global_plan import GlobalPlan, check_values, outline_of, plan_globally
+from drivetrain.checkpoint.index import FOLDER
 from drivetrain.checkpoint.locations import storage_of
 from drivetrain.checkpoint.manifest import WRITER_FILE, Manifest, check_replaceable, encoded
 from drivetrain.checkpoint.peers import Failure, Peers
 from drivetrain.checkpoint.schema import LOSS_IS_FINITE
-from drivetrain.checkpoint.shards import FOLDER, SafetensorsWriter, SnapshotPlanner
-from drivetrain.checkpoint.staging import StagingBuffer
+from drivetrain.checkpoint.shards import SafetensorsWriter, SnapshotPlanner
+from drivetrain.checkpoint.staging import StagingBuffer, addresses_of
 from drivetrain.checkpoint.storage import NO_FILE, LocalStorage, Storage
 from drivetrain.checkpoint.tensor_file import FileDigest, write_file
 from drivetrain.checkpoint.tree import pack
@@ -57,6 +61,7 @@ class Save:
         storage: Where to; found from `directory` if None.
         extra: A local directory whose content becomes part of the checkpoint, and which goes; from `extra_place`.
         known: The `plan` of an earlier save, to be used again where the tensors are of the same shapes.
+        changing: Addresses of tensors that change from save to save; others may be linked from the checkpoint before.
 
     Attributes:
         plan: Who writes which tensor.
@@ -75,6 +80,7 @@ class Save:
         storage: Storage | None = None,
         extra: str | None = None,
         known: GlobalPlan | None = None,
+        changing: Set[int] = frozenset(),
     ) -> None:
         self._state = state
         self._extra = extra
@@ -92,6 +98,7 @@ class Save:
                 LocalStorage().discard(self._extra)
             self._peers.fail(plan, f"The checkpoint {self.directory} was not written")
         self.plan = plan
+        self._changing = {index for index, tensor in self._sources().items() if addresses_of([tensor]) & changing}
 
     def _prepare(self, shared: Any, own: Any, storage: Storage | None) -> Hashable:
         """Take the trees apart and outline which tensors there are here."""
@@ -128,8 +135,7 @@ class Save:
         Returns:
             What `run` copies first, and the caller must finish before those tensors change; None after a failure.
         """
-        sources = {item.index: self.planner.resolve_data(item) for item in self.plan.local.items}
-        staged = self._peers.attempt(lambda: buffer.copy(sources, self._state.kind, may_wait))
+        staged = self._peers.attempt(lambda: buffer.copy(self._sources(), self._state.kind, may_wait))
         # What the copies stand for may change or go now.
         self.planner.state_dict = {}
         if isinstance(staged, Failure):
@@ -137,6 +143,10 @@ class Save:
             return None
         self.planner.copies, self._late = staged.copies, staged.late
         return staged.late
+
+    def _sources(self) -> dict[MetadataIndex, Tensor]:
+        """What this process writes, as it is now."""
+        return {item.index: self.planner.resolve_data(item) for item in self.plan.local.items}
 
     def run(self) -> None:
         """Write, and publish once all processes have written.
@@ -177,7 +187,8 @@ class Save:
             files[SHARED_FILE] = self._write_json(place, SHARED_FILE, self._shared)
         name = process_file(self._peers.rank)
         files[name] = self._write_json(place, name, self._own)
-        writer = SafetensorsWriter(self._storage, place, self._peers.rank)
+        earlier = Earlier(self._storage, self.directory, self._changing)
+        writer = SafetensorsWriter(self._storage, place, self._peers.rank, earlier)
         results = writer.write_data(self.plan.local, self.planner).wait()
         self._storage.touch(self._storage.join(place, WRITER_FILE))
         return _Written({**files, **writer.files}, results)

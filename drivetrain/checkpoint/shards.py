@@ -24,25 +24,23 @@ from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
 from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, WriteResult
 from torch.futures import Future
 
+from drivetrain.checkpoint.earlier import Earlier
 from drivetrain.checkpoint.errors import DamagedCheckpointError
-from drivetrain.checkpoint.index import Part, Place, TensorIndex, check_header, entry_name
+from drivetrain.checkpoint.index import FOLDER, INDEX, Part, Place, TensorIndex, check_header, entry_of
 from drivetrain.checkpoint.manifest import Manifest, decoded, encoded, verified_bytes
 from drivetrain.checkpoint.storage import Storage
 from drivetrain.checkpoint.stream import FileStream
 from drivetrain.checkpoint.tensor_file import (
-    Entry,
     FileDigest,
     aligned,
     bytes_of,
+    digest_of,
     dtype_name,
     layout,
     run_parallel,
     takes_bytes,
     write_file,
 )
-
-FOLDER = "tensors"
-INDEX = f"{FOLDER}/index.json"
 
 # Several files on one process let it hash on several cores; small ones only cost.
 _SMALLEST_SPLIT = 64 << 20
@@ -71,18 +69,26 @@ class SafetensorsWriter(StorageWriter):
         storage: Where to.
         place: The directory that the checkpoint is written in.
         rank: This process's rank, which its files are named after.
+        earlier: The checkpoint before, from which files are linked that did not change; None to write all.
     """
 
-    def __init__(self, storage: Storage, place: str, rank: int) -> None:
-        self._storage, self._place, self._rank = storage, place, rank
+    def __init__(self, storage: Storage, place: str, rank: int, earlier: Earlier | None = None) -> None:
+        self._storage, self._place, self._rank, self._earlier = storage, place, rank, earlier
         self.files: dict[str, FileDigest] = {}
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         """Write the items of a plan, in several files at once where there is much."""
         results: list[WriteResult] = []
+        changing: Sequence[WriteItem] = plan.items
+        still: Sequence[WriteItem] = []
+        if self._earlier is not None:
+            changing, still = self._earlier.split(plan.items, planner.resolve_data)
+        # Small files of what stays, since one tensor that does change has all of its file written.
+        files = [(items, False) for items in _files_of(changing, _LARGEST_FILE)]
+        files += [(items, True) for items in _files_of(still, _SMALLEST_SPLIT)]
         jobs = [
-            partial(self._write_file, f"{FOLDER}/rank_{self._rank}_{number}.safetensors", items, planner, results)
-            for number, items in enumerate(_files_of(plan.items))
+            partial(self._write_file, f"{FOLDER}/rank_{self._rank}_{number}.safetensors", *file, planner, results)
+            for number, file in enumerate(files)
         ]
         run_parallel(jobs, workers=_workers())
         future: Future[list[WriteResult]] = Future()
@@ -90,9 +96,9 @@ class SafetensorsWriter(StorageWriter):
         return future
 
     def _write_file(
-        self, name: str, items: Sequence[WriteItem], planner: SavePlanner, results: list[WriteResult]
+        self, name: str, items: Sequence[WriteItem], still: bool, planner: SavePlanner, results: list[WriteResult]
     ) -> None:
-        entries = [_entry_of(item) for item in items]
+        entries = [entry_of(item) for item in items]
         order = aligned(entries)
         header, starts = layout([entries[position] for position in order])
 
@@ -104,8 +110,13 @@ class SafetensorsWriter(StorageWriter):
                 assert isinstance(tensor, Tensor)
                 yield bytes_of(tensor)
 
-        sink = self._storage.create(self._storage.join(self._place, name))
-        self.files[name] = write_file(sink, parts(), sum(entry.nbytes for entry in entries))
+        path, size = self._storage.join(self._place, name), sum(entry.nbytes for entry in entries)
+        known: FileDigest | None = None
+        if still and self._earlier is not None and self._earlier.may_have(len(header) + size):
+            known = digest_of(parts())
+        if known is None or self._earlier is None or not self._earlier.link(known, path):
+            known = write_file(self._storage.create(path), parts(), size, known)
+        self.files[name] = known
         for position, start in zip(order, starts, strict=True):
             size = entries[position].nbytes
             results.append(WriteResult(items[position].index, size, Place(name, start, size)))
@@ -275,17 +286,10 @@ class SafetensorsReader(StorageReader):
         return True
 
 
-def _entry_of(item: WriteItem) -> Entry:
-    data = item.tensor_data
-    assert data is not None
-    name = entry_name(item.index.fqn, data.size, data.chunk.offsets, data.chunk.sizes)
-    return Entry(name, data.properties.dtype, tuple(data.chunk.sizes))
-
-
-def _files_of(items: Sequence[WriteItem]) -> list[list[WriteItem]]:
+def _files_of(items: Sequence[WriteItem], largest: int) -> list[list[WriteItem]]:
     """Spread a process's items over files of about the same size."""
-    sizes = [_entry_of(item).nbytes for item in items]
-    limit = min(_LARGEST_FILE, max(_SMALLEST_SPLIT, -(-sum(sizes) // _FILES_AT_ONCE)))
+    sizes = [entry_of(item).nbytes for item in items]
+    limit = min(largest, max(_SMALLEST_SPLIT, -(-sum(sizes) // _FILES_AT_ONCE)))
     files: list[list[WriteItem]] = []
     room = 0
     for item, size in zip(items, sizes, strict=True):

@@ -11,12 +11,14 @@ from __future__ import annotations
 import contextlib
 import mmap
 import threading
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import MetadataIndex
+from torch.distributed.tensor import DTensor
 
 from drivetrain.checkpoint.copying import Copying, Pair
 from drivetrain.checkpoint.direct import HUGE_PAGE, huge_memory
@@ -168,6 +170,12 @@ def _host_memory(size: int, pinned: bool) -> Tensor:
 def _is_plain(tensor: Tensor) -> bool:
     """Whether a tensor's bytes lie on the CPU in one piece, as they are."""
     return tensor.device.type == "cpu" and tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
+
+
+def addresses_of(values: Iterable[Any]) -> set[int]:
+    """`address_of` those values that are tensors in memory, or of this process's part of them."""
+    local = (value.to_local() if isinstance(value, DTensor) else value for value in values)
+    return {address_of(tensor) for tensor in local if type(tensor) is Tensor and not tensor.is_meta}
 
 
 def address_of(tensor: Tensor) -> int:

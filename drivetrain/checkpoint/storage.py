@@ -12,6 +12,9 @@ from typing import Protocol, cast
 
 from drivetrain.checkpoint.direct import DirectReader, DirectSwitch
 from drivetrain.checkpoint.tensor_file import BLOCK, FileDigest, Sink
+from drivetrain.runtime.logging import get_logger
+
+logger = get_logger(__name__)
 
 MANIFEST = "MANIFEST.json"
 DATA_FOLDER = "data-"
@@ -35,7 +38,13 @@ class Reader(Protocol):
 
 
 class Storage(ABC):
-    """A file system that checkpoints are written to. Paths are text."""
+    """A file system that checkpoints are written to. Paths are text.
+
+    Attributes:
+        has_links: Whether `link` can give a file a second name.
+    """
+
+    has_links = False
 
     # reading
 
@@ -121,6 +130,20 @@ class Storage(ABC):
     def touch(self, path: str) -> None:
         """Mark a write as alive, where the storage keeps times."""
 
+    def link(self, source: str, target: str, size: int, manifest: str) -> bool:
+        """Give a file of a complete checkpoint a second name, so that it stays when either goes.
+
+        Args:
+            source: The file.
+            target: Its second name.
+            size: How many bytes it should have.
+            manifest: That of its checkpoint; a file written to later is not linked.
+
+        Returns:
+            Whether it has the name now. Where it has not, there is nothing of that name.
+        """
+        return False
+
     # names
 
     def join(self, *parts: str) -> str:
@@ -141,6 +164,8 @@ class LocalStorage(Storage):
 
     All that can fail goes through the methods that begin with an underscore.
     """
+
+    has_links = True
 
     def sizes(self, directory: str) -> dict[str, int]:
         found = {}
@@ -257,6 +282,25 @@ class LocalStorage(Storage):
         except OSError:
             pass  # it is a hint to other machines only
 
+    def link(self, source: str, target: str, size: int, manifest: str) -> bool:
+        try:
+            latest = os.stat(manifest).st_mtime_ns
+            self._link(source, target)
+        except FileNotFoundError:
+            return False  # the checkpoint was removed meanwhile
+        except OSError as error:
+            # Another device, no permission, no such thing as links; where writing fails too, that is the error.
+            logger.warning_once(
+                f"What did not change since the checkpoint before is written again, as files of "
+                f"{os.path.dirname(manifest)} cannot be linked: {error.strerror}."
+            )
+            return False
+        status = os.lstat(target)
+        if stat.S_ISREG(status.st_mode) and status.st_size == size and status.st_mtime_ns <= latest:
+            return True
+        os.unlink(target)
+        return False
+
     def parent(self, path: str) -> str:
         return os.path.dirname(path.rstrip("/"))
 
@@ -298,6 +342,9 @@ class LocalStorage(Storage):
 
     def _fsync(self, descriptor: int, path: str) -> None:
         os.fsync(descriptor)
+
+    def _link(self, source: str, target: str) -> None:
+        os.link(source, target, follow_symlinks=False)
 
     def _rename(self, source: str, target: str) -> None:
         os.rename(source, target)

@@ -204,26 +204,41 @@ class Hasher:
                 done()
 
 
-def write_file(sink: Sink, parts: Iterable[memoryview], size: int = 0) -> FileDigest:
+def digest_of(parts: Iterable[memoryview]) -> FileDigest:
+    """The size and hash of a file of these parts, without writing it."""
+    digest, size = hashlib.sha256(), 0
+    for part in parts:
+        digest.update(part)
+        size += len(part)
+    return FileDigest(size, digest.hexdigest())
+
+
+def write_file(sink: Sink, parts: Iterable[memoryview], size: int = 0, known: FileDigest | None = None) -> FileDigest:
     """Write parts one after another, hashing each while it is written, and make the file durable.
 
     Args:
         sink: The file.
         parts: What it is to hold.
         size: How much that is about; 0 for little.
+        known: What `digest_of` gave for the parts; they are not hashed again then.
     """
-    hasher = Hasher()
+    hasher = Hasher() if known is None else None
     try:
         for block, done in _gathered(parts) if sink.likes_blocks and size >= _GATHER_FROM else _cut(parts):
-            hasher.add(block, done)
+            if hasher is not None:
+                hasher.add(block, done)
             sink.write(block)
+            if hasher is None and done is not None:
+                done()
         sink.finish()
     except BaseException:
         sink.abandon()
         raise
     finally:
-        digest = hasher.close()
-    return digest
+        if hasher is not None:
+            known = hasher.close()
+    assert known is not None
+    return known
 
 
 _Blocks = Iterator[tuple[memoryview, Callable[[], None] | None]]
