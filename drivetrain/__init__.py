@@ -60,6 +60,7 @@ _EXPORTS: dict[str, str] = {
     "ModelSummary": "drivetrain.callbacks",
     "NaNGuard": "drivetrain.callbacks",
     "Timer": "drivetrain.callbacks",
+    "Timing": "drivetrain.runtime.timing",
     "TQDMProgressBar": "drivetrain.callbacks",
     "RichModelSummary": "drivetrain.callbacks",
     "RichProgressBar": "drivetrain.callbacks",
@@ -88,6 +89,7 @@ _EXPORTS: dict[str, str] = {
     "LearningRateFinder": "drivetrain.callbacks",
     "LRFinder": "drivetrain.trainer.tuning.lr_finder",
     "Tuner": "drivetrain.trainer.tuning.tuner",
+    "Advice": "drivetrain.trainer.tuning.advice",
     "Strategy": "drivetrain.strategies",
     "DDP": "drivetrain.strategies",
     "FSDP": "drivetrain.strategies.fsdp",
@@ -281,6 +283,7 @@ if TYPE_CHECKING:
     from drivetrain.runtime.seeds import set_seed as set_seed
     from drivetrain.runtime.state import DistributedType as DistributedType
     from drivetrain.runtime.state import PartialState as PartialState
+    from drivetrain.runtime.timing import Timing as Timing
     from drivetrain.runtime.work_queue import WorkQueue as WorkQueue
     from drivetrain.strategies import DDP as DDP
     from drivetrain.strategies import Single as Single
@@ -332,5 +335,6 @@ if TYPE_CHECKING:
     from drivetrain.trainer.profilers import PyTorchProfiler as PyTorchProfiler
     from drivetrain.trainer.profilers import SimpleProfiler as SimpleProfiler
     from drivetrain.trainer.profilers import XLAProfiler as XLAProfiler
+    from drivetrain.trainer.tuning.advice import Advice as Advice
     from drivetrain.trainer.tuning.lr_finder import LRFinder as LRFinder
     from drivetrain.trainer.tuning.tuner import Tuner as Tuner
