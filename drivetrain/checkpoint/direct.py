@@ -18,11 +18,14 @@ import numpy as np
 BLOCK = 4 << 20
 """Bytes that are written or read past the cache at once."""
 
+ALIGNMENT = 4096
+"""Of memory, offset and length in direct transfers; some devices would take less."""
+
 HUGE_PAGE = 2 << 20
-_ALIGNMENT = 4096  # of memory, offset and length; some devices would take less
 _O_DIRECT: int = getattr(os, "O_DIRECT", 0)
 _KNOWN = sys.platform == "linux" and _O_DIRECT != 0
-_REFUSED = (errno.EINVAL, errno.EOPNOTSUPP, errno.ENOSYS)
+# EFAULT: memory that a driver has mapped, from which the kernel copies but a device may not.
+_REFUSED = (errno.EINVAL, errno.EOPNOTSUPP, errno.ENOSYS, errno.EFAULT)
 
 
 def aligned_block() -> memoryview:
@@ -56,6 +59,11 @@ def address_of(data: memoryview | mmap.mmap) -> int:
     return int(np.frombuffer(data, np.uint8).__array_interface__["data"][0])
 
 
+def is_direct(data: memoryview, position: int) -> bool:
+    """Whether data can be written directly from where it lies, at a position of a file."""
+    return _KNOWN and position % ALIGNMENT == 0 and address_of(data) % ALIGNMENT == 0
+
+
 class DirectSwitch:
     """Turns direct transfers of an open file on and off, as each transfer allows it."""
 
@@ -66,8 +74,8 @@ class DirectSwitch:
 
     def fit(self, data: memoryview, position: int) -> memoryview:
         """Set the file up for transferring `data` at a position; returns how much of it to transfer first."""
-        length = len(data) // _ALIGNMENT * _ALIGNMENT
-        fits = self._possible and length > 0 and position % _ALIGNMENT == 0 and address_of(data) % _ALIGNMENT == 0
+        length = len(data) // ALIGNMENT * ALIGNMENT
+        fits = self._possible and length > 0 and position % ALIGNMENT == 0 and address_of(data) % ALIGNMENT == 0
         self._turn(fits)
         return data[:length] if self.on else data
 

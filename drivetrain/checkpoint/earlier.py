@@ -47,22 +47,35 @@ class Earlier:
         self._index: TensorIndex | None = None
         self._names: dict[FileDigest, str] = {}
 
-    def split(
-        self, items: Sequence[WriteItem], resolve: Callable[[WriteItem], Any]
-    ) -> tuple[list[WriteItem], list[WriteItem]]:
-        """Part what is to be written into what changes from save to save and what likely does not.
+    def part(self, items: Sequence[WriteItem]) -> tuple[list[WriteItem], list[WriteItem]]:
+        """Part what is to be written into what is written in any case, and what is likely there already.
 
         Args:
             items: What is to be written.
+        """
+        others: list[WriteItem] = []
+        likely: list[WriteItem] = []
+        for item in items:
+            fits = self._storage.has_links and item.index not in self._changing and entry_of(item).nbytes >= SMALLEST
+            (likely if fits else others).append(item)
+        return others, likely
+
+    def compare(
+        self, likely: Sequence[WriteItem], resolve: Callable[[WriteItem], Any]
+    ) -> tuple[list[WriteItem], list[WriteItem]]:
+        """Find the earlier checkpoint, and part what is likely there into what differs and what seems the same.
+
+        Args:
+            likely: From `part`.
             resolve: Gives the tensor of each.
         """
-        likely: set[MetadataIndex] = set()
-        if self._storage.has_links:
-            likely = {i.index for i in items if i.index not in self._changing and entry_of(i).nbytes >= SMALLEST}
         if likely:
             self._open()
-            likely = {i.index for i in items if i.index in likely and not self._differs(i, resolve)}
-        return [i for i in items if i.index not in likely], [i for i in items if i.index in likely]
+        differing: list[WriteItem] = []
+        same: list[WriteItem] = []
+        for item in likely:
+            (differing if self._differs(item, resolve) else same).append(item)
+        return differing, same
 
     def may_have(self, size: int) -> bool:
         """Whether it is worth hashing a file of this size before it is written."""

@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 from drivetrain.checkpoint.copying import Copying
 from drivetrain.checkpoint.global_plan import GlobalPlan
 from drivetrain.checkpoint.save import Save
-from drivetrain.checkpoint.staging import ALIGNMENT, StagingBuffer, addresses_of
+from drivetrain.checkpoint.staging import StagingBuffer, addresses_of
 from drivetrain.checkpoint.storage import Storage
 from drivetrain.runtime.logging import get_logger
 from drivetrain.runtime.state import PartialState
@@ -25,7 +25,8 @@ from drivetrain.runtime.state import PartialState
 logger = get_logger(__name__)
 
 _SHARED_NAME = "save_queue"
-_SMALL_STATES = 64 << 20  # of generators, metrics and the like; what is not used of it is never touched
+# Of generators, metrics and the like, and the room between files; what is not used of it is never touched.
+_SMALL_STATES = 64 << 20
 
 
 class PendingSave:
@@ -208,7 +209,7 @@ class SaveQueue:
                 likely += tensor.numel() * tensor.itemsize
             else:
                 likely += tensor.numel() * tensor.itemsize // self._state.num_processes
-            limit += tensor.numel() * tensor.itemsize + ALIGNMENT
+            limit += tensor.numel() * tensor.itemsize
         self._buffer.prepare(likely, limit + _SMALL_STATES, self._state.kind)
 
     def settle(self) -> None:

@@ -9,12 +9,11 @@ from collections.abc import Collection, Hashable, Set
 from dataclasses import dataclass
 from typing import Any
 
-from torch import Tensor
-from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.storage import WriteResult
 
 from drivetrain.checkpoint.copying import Copying
 from drivetrain.checkpoint.earlier import Earlier
+from drivetrain.checkpoint.file_plan import LARGEST_LINKED, files_of
 from drivetrain.checkpoint.global_plan import GlobalPlan, check_values, outline_of, plan_globally
 from drivetrain.checkpoint.index import FOLDER
 from drivetrain.checkpoint.locations import storage_of
@@ -98,7 +97,9 @@ class Save:
                 LocalStorage().discard(self._extra)
             self._peers.fail(plan, f"The checkpoint {self.directory} was not written")
         self.plan = plan
-        self._changing = {index for index, tensor in self._sources().items() if addresses_of([tensor]) & changing}
+        items, resolve = plan.local.items, self.planner.resolve_data
+        changed = {item.index for item in items if addresses_of([resolve(item)]) & changing}
+        self._earlier = Earlier(self._storage, self.directory, changed)
 
     def _prepare(self, shared: Any, own: Any, storage: Storage | None) -> Hashable:
         """Take the trees apart and outline which tensors there are here."""
@@ -135,7 +136,12 @@ class Save:
         Returns:
             What `run` copies first, and the caller must finish before those tensors change; None after a failure.
         """
-        staged = self._peers.attempt(lambda: buffer.copy(self._sources(), self._state.kind, may_wait))
+        others, likely = self._earlier.part(self.plan.local.items)
+        files = [
+            {item.index: self.planner.resolve_data(item) for item in file}
+            for file in files_of(others) + files_of(likely, LARGEST_LINKED)
+        ]
+        staged = self._peers.attempt(lambda: buffer.copy(files, self._state.kind, may_wait))
         # What the copies stand for may change or go now.
         self.planner.state_dict = {}
         if isinstance(staged, Failure):
@@ -143,10 +149,6 @@ class Save:
             return None
         self.planner.copies, self._late = staged.copies, staged.late
         return staged.late
-
-    def _sources(self) -> dict[MetadataIndex, Tensor]:
-        """What this process writes, as it is now."""
-        return {item.index: self.planner.resolve_data(item) for item in self.plan.local.items}
 
     def run(self) -> None:
         """Write, and publish once all processes have written.
@@ -187,8 +189,7 @@ class Save:
             files[SHARED_FILE] = self._write_json(place, SHARED_FILE, self._shared)
         name = process_file(self._peers.rank)
         files[name] = self._write_json(place, name, self._own)
-        earlier = Earlier(self._storage, self.directory, self._changing)
-        writer = SafetensorsWriter(self._storage, place, self._peers.rank, earlier)
+        writer = SafetensorsWriter(self._storage, place, self._peers.rank, self._earlier)
         results = writer.write_data(self.plan.local, self.planner).wait()
         self._storage.touch(self._storage.join(place, WRITER_FILE))
         return _Written({**files, **writer.files}, results)

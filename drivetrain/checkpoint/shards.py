@@ -10,7 +10,7 @@ import os
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -24,28 +24,27 @@ from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
 from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, WriteResult
 from torch.futures import Future
 
+from drivetrain.checkpoint.direct import ALIGNMENT
 from drivetrain.checkpoint.earlier import Earlier
 from drivetrain.checkpoint.errors import DamagedCheckpointError
+from drivetrain.checkpoint.file_plan import LARGEST_LINKED, files_of, workers
 from drivetrain.checkpoint.index import FOLDER, INDEX, Part, Place, TensorIndex, check_header, entry_of
 from drivetrain.checkpoint.manifest import Manifest, decoded, encoded, verified_bytes
 from drivetrain.checkpoint.storage import Storage
 from drivetrain.checkpoint.stream import FileStream
 from drivetrain.checkpoint.tensor_file import (
+    CACHE_LINE,
+    GATHER_FROM,
     FileDigest,
-    aligned,
     bytes_of,
     digest_of,
     dtype_name,
+    joined_bytes,
     layout,
     run_parallel,
     takes_bytes,
     write_file,
 )
-
-# Several files on one process let it hash on several cores; small ones only cost.
-_SMALLEST_SPLIT = 64 << 20
-_LARGEST_FILE = 2 << 30
-_FILES_AT_ONCE = 4
 
 _HEADER_START = 8  # bytes that hold the length of a file's header
 
@@ -79,47 +78,44 @@ class SafetensorsWriter(StorageWriter):
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         """Write the items of a plan, in several files at once where there is much."""
         results: list[WriteResult] = []
-        changing: Sequence[WriteItem] = plan.items
-        still: Sequence[WriteItem] = []
-        if self._earlier is not None:
-            changing, still = self._earlier.split(plan.items, planner.resolve_data)
-        # Small files of what stays, since one tensor that does change has all of its file written.
-        files = [(items, False) for items in _files_of(changing, _LARGEST_FILE)]
-        files += [(items, True) for items in _files_of(still, _SMALLEST_SPLIT)]
+        if self._earlier is None:
+            files = [(items, False) for items in files_of(plan.items)]
+        else:
+            others, likely = self._earlier.part(plan.items)
+            differing, same = self._earlier.compare(likely, planner.resolve_data)
+            files = [(items, False) for items in files_of(others) + files_of(differing, LARGEST_LINKED)]
+            files += [(items, True) for items in files_of(same, LARGEST_LINKED)]
         jobs = [
             partial(self._write_file, f"{FOLDER}/rank_{self._rank}_{number}.safetensors", *file, planner, results)
             for number, file in enumerate(files)
         ]
-        run_parallel(jobs, workers=_workers())
+        run_parallel(jobs, workers=workers())
         future: Future[list[WriteResult]] = Future()
         future.set_result(results)
         return future
 
     def _write_file(
-        self, name: str, items: Sequence[WriteItem], still: bool, planner: SavePlanner, results: list[WriteResult]
+        self, name: str, items: Sequence[WriteItem], same: bool, planner: SavePlanner, results: list[WriteResult]
     ) -> None:
         entries = [entry_of(item) for item in items]
-        order = aligned(entries)
-        header, starts = layout([entries[position] for position in order])
+        size = sum(entry.nbytes for entry in entries)
+        # Staged copies begin at such a multiple too, so they are written from where they are.
+        header, starts = layout(entries, multiple=ALIGNMENT if size >= GATHER_FROM else CACHE_LINE)
+        path = self._storage.join(self._place, name)
 
         def parts() -> Iterator[memoryview]:
             yield memoryview(header)
-            for position in order:
-                # The strategy's local shard, or the whole tensor; on the CPU by now or one at a time.
-                tensor = planner.resolve_data(items[position])
-                assert isinstance(tensor, Tensor)
-                yield bytes_of(tensor)
+            # The strategy's local shards, or whole tensors; on the CPU by now or one at a time.
+            yield from joined_bytes(cast(Tensor, planner.resolve_data(item)) for item in items)
 
-        path, size = self._storage.join(self._place, name), sum(entry.nbytes for entry in entries)
         known: FileDigest | None = None
-        if still and self._earlier is not None and self._earlier.may_have(len(header) + size):
+        if same and self._earlier is not None and self._earlier.may_have(len(header) + size):
             known = digest_of(parts())
         if known is None or self._earlier is None or not self._earlier.link(known, path):
             known = write_file(self._storage.create(path), parts(), size, known)
         self.files[name] = known
-        for position, start in zip(order, starts, strict=True):
-            size = entries[position].nbytes
-            results.append(WriteResult(items[position].index, size, Place(name, start, size)))
+        for item, entry, start in zip(items, entries, starts, strict=True):
+            results.append(WriteResult(item.index, entry.nbytes, Place(name, start, entry.nbytes)))
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """Write the index: for each tensor its dtype, its size, and where its parts lie."""
@@ -215,7 +211,7 @@ class SafetensorsReader(StorageReader):
                 wanted[part.place.file][part].append(item)
         self._read_files.update(wanted)
         jobs = [partial(self._read_file, name, parts, planner) for name, parts in sorted(wanted.items())]
-        run_parallel(jobs, workers=_workers())
+        run_parallel(jobs, workers=workers())
         future: Future[None] = Future()
         future.set_result(None)
         return future
@@ -284,22 +280,3 @@ class SafetensorsReader(StorageReader):
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
         return True
-
-
-def _files_of(items: Sequence[WriteItem], largest: int) -> list[list[WriteItem]]:
-    """Spread a process's items over files of about the same size."""
-    sizes = [entry_of(item).nbytes for item in items]
-    limit = min(largest, max(_SMALLEST_SPLIT, -(-sum(sizes) // _FILES_AT_ONCE)))
-    files: list[list[WriteItem]] = []
-    room = 0
-    for item, size in zip(items, sizes, strict=True):
-        if not files or (size > room and room < limit):
-            files.append([])
-            room = limit
-        files[-1].append(item)
-        room -= size
-    return files
-
-
-def _workers() -> int:
-    return min(_FILES_AT_ONCE, os.cpu_count() or 1)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import mmap
 import threading
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,12 +21,10 @@ from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.tensor import DTensor
 
 from drivetrain.checkpoint.copying import Copying, Pair
-from drivetrain.checkpoint.direct import HUGE_PAGE, huge_memory
+from drivetrain.checkpoint.direct import ALIGNMENT, HUGE_PAGE, huge_memory
 from drivetrain.runtime.devices import DeviceKind
 
-ALIGNMENT = 64
-"""Bytes that each copy begins at a multiple of."""
-
+_SMALLEST_LATE = 64  # bytes; step counts are less
 _TOUCHED_AT_ONCE = 64 << 20
 # Into huge pages 23 GB/s, against 21 in pieces of 8 MB and 20 into small pages (glibc 2.36, EPYC, two cores): pieces
 # below the size of the second cache are moved by one instruction, which need not read the target first.
@@ -86,31 +84,38 @@ class StagingBuffer:
         self._memory = self._preparation = None
         self._used = 0
 
-    def copy(self, tensors: Mapping[MetadataIndex, Tensor], kind: DeviceKind, may_wait: Collection[int] = ()) -> Staged:
-        """Copy tensors into the buffer.
+    def copy(
+        self, files: Sequence[Mapping[MetadataIndex, Tensor]], kind: DeviceKind, may_wait: Collection[int] = ()
+    ) -> Staged:
+        """Copy tensors into the buffer, as files have them: one behind the other, and a file where a page begins.
+
+        They are then written from there as they lie.
 
         Args:
-            tensors: What to copy.
+            files: What to copy, for each file in its order.
             kind: The kind of device that they are on, or the CPU.
             may_wait: `address_of` of tensors that do not change before `late` of the result has finished.
 
         Returns:
             The copies, valid until the next call.
         """
-        starts, total = [], 0
-        for tensor in tensors.values():
-            starts.append(total)
-            total += -(-tensor.numel() * tensor.itemsize // ALIGNMENT) * ALIGNMENT
+        placed: list[tuple[MetadataIndex, Tensor, int]] = []
+        total = 0
+        for file in files:
+            total = -(-total // ALIGNMENT) * ALIGNMENT
+            for index, tensor in file.items():
+                placed.append((index, tensor, total))
+                total += tensor.numel() * tensor.itemsize
         memory = self._reserve(total, _is_pinned(kind))
         copies: dict[MetadataIndex, Tensor] = {}
         now: list[Pair] = []
         late: list[Pair] = []
-        for start, (index, tensor) in zip(starts, tensors.items(), strict=True):
+        for index, tensor, start in placed:
             size = tensor.numel() * tensor.itemsize
             copy = memory[start : start + size].view(tensor.dtype).view(tensor.shape)
             if not _is_plain(tensor):
                 copy.copy_(tensor, non_blocking=memory.is_pinned())
-            elif size >= ALIGNMENT and address_of(tensor) in may_wait:  # not step counts
+            elif size >= _SMALLEST_LATE and address_of(tensor) in may_wait:
                 late.append((index.fqn, copy, tensor))
             else:
                 now.append((index.fqn, copy, tensor))

@@ -18,16 +18,20 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from drivetrain.checkpoint.direct import aligned_block, copy_bytes
+from drivetrain.checkpoint.direct import ALIGNMENT, aligned_block, copy_bytes, is_direct
 
 BLOCK = 8 << 20
 """Bytes that are written, read and hashed at once."""
 
-_ALIGNMENT = 64
-"""Bytes of a line of a CPU's cache. torch's own memory begins at one, and kernels may round otherwise elsewhere."""
+CACHE_LINE = 64
+"""Bytes. torch's own memory begins at one, and kernels may round otherwise elsewhere."""
 
-_GATHER_FROM = 16 << 20
+GATHER_FROM = 16 << 20
+"""Bytes from which on a file is written in large aligned pieces."""
+
 _GATHER_BLOCKS = 4
+# Each costs a turn at the interpreter beside training, and what is left of the last is hashed after it is written.
+_DIRECT_BLOCK = 32 << 20
 
 _NAMES = {
     "float64": "F64",
@@ -121,12 +125,15 @@ def dtype_named(name: str) -> torch.dtype:
     return getattr(torch, found)  # type: ignore[no-any-return]
 
 
-def layout(entries: Sequence[Entry], metadata: dict[str, str] | None = None) -> tuple[bytes, list[int]]:
+def layout(
+    entries: Sequence[Entry], metadata: dict[str, str] | None = None, multiple: int = CACHE_LINE
+) -> tuple[bytes, list[int]]:
     """Make a file's header.
 
     Args:
         entries: What the file will hold, in the order that `aligned` gives where the file may be mapped.
         metadata: Text for the header.
+        multiple: Bytes of which the tensors begin at a multiple in the file.
 
     Returns:
         The header's bytes, and where in the file each entry begins.
@@ -138,7 +145,7 @@ def layout(entries: Sequence[Entry], metadata: dict[str, str] | None = None) -> 
         starts.append(position)
         position += entry.nbytes
     text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
-    text += b" " * (-(8 + len(text)) % _ALIGNMENT)
+    text += b" " * (-(8 + len(text)) % multiple)
     begin = 8 + len(text)
     return len(text).to_bytes(8, "little") + text, [begin + start for start in starts]
 
@@ -150,7 +157,7 @@ def aligned(entries: Iterable[Entry]) -> list[int]:
     32 bytes, of 16, and so on, so that each begins at a multiple of its items' size.
     """
     listed = list(entries)
-    return sorted(range(len(listed)), key=lambda index: -math.gcd(listed[index].nbytes, _ALIGNMENT))
+    return sorted(range(len(listed)), key=lambda index: -math.gcd(listed[index].nbytes, CACHE_LINE))
 
 
 def bytes_of(tensor: Tensor) -> memoryview:
@@ -159,6 +166,37 @@ def bytes_of(tensor: Tensor) -> memoryview:
     if plain.numel() == 0:
         return memoryview(b"")
     return memoryview(plain.reshape(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]
+
+
+def joined_bytes(tensors: Iterable[Tensor]) -> Iterator[memoryview]:
+    """The bytes of tensors one after another, in one piece of those that lie behind each other in one memory."""
+    run: list[Tensor] = []
+    for tensor in tensors:
+        if run and not _continues(run[-1], tensor):
+            yield _bytes_of_run(run)
+            run = []
+        run.append(tensor)
+    if run:
+        yield _bytes_of_run(run)
+
+
+def _continues(one: Tensor, other: Tensor) -> bool:
+    """Whether a tensor begins where another ends; neither has to be copied first."""
+    both = (one, other)
+    if not all(type(each) is Tensor and each.numel() > 0 and takes_bytes(each, each.dtype) for each in both):
+        return False
+    if one.untyped_storage().data_ptr() != other.untyped_storage().data_ptr():
+        return False
+    return one.data_ptr() + one.numel() * one.itemsize == other.data_ptr()
+
+
+def _bytes_of_run(run: Sequence[Tensor]) -> memoryview:
+    if len(run) == 1:
+        return bytes_of(run[0])
+    storage = run[0].untyped_storage()
+    start = run[0].data_ptr() - storage.data_ptr()
+    size = sum(tensor.numel() * tensor.itemsize for tensor in run)
+    return bytes_of(torch.empty(0, dtype=torch.uint8).set_(storage, start, (size,), (1,)))
 
 
 def takes_bytes(target: Tensor, dtype: torch.dtype) -> bool:
@@ -224,7 +262,7 @@ def write_file(sink: Sink, parts: Iterable[memoryview], size: int = 0, known: Fi
     """
     hasher = Hasher() if known is None else None
     try:
-        for block, done in _gathered(parts) if sink.likes_blocks and size >= _GATHER_FROM else _cut(parts):
+        for block, done in _gathered(parts) if sink.likes_blocks and size >= GATHER_FROM else _cut(parts):
             if hasher is not None:
                 hasher.add(block, done)
             sink.write(block)
@@ -251,19 +289,32 @@ def _cut(parts: Iterable[memoryview]) -> _Blocks:
 
 
 def _gathered(parts: Iterable[memoryview]) -> _Blocks:
-    """Copy parts into a few aligned blocks, each used again once it is hashed and the next one is asked for."""
+    """Parts in aligned pieces: as they are where they lie so that a device can take them, else copied.
+
+    There are a few blocks to copy to, each used again once it is hashed and the next one is asked for.
+    """
+    position = 0
     free: SimpleQueue[memoryview] = SimpleQueue()
     for _ in range(_GATHER_BLOCKS):
         free.put(aligned_block())
     block, used = free.get(), 0
     for part in parts:
         while len(part):
+            if len(part) >= ALIGNMENT and is_direct(part, position + used):
+                if used:
+                    yield block[:used], partial(free.put, block)
+                    position, block, used = position + used, free.get(), 0
+                whole = part[: len(part) // ALIGNMENT * ALIGNMENT]
+                for piece in blocks_of(whole, _DIRECT_BLOCK):
+                    yield piece, None
+                part, position = part[len(whole) :], position + len(whole)
+                continue
             count = min(len(part), len(block) - used)
             copy_bytes(block[used : used + count], part[:count])
             part, used = part[count:], used + count
             if used == len(block):
                 yield block, partial(free.put, block)
-                block, used = free.get(), 0
+                position, block, used = position + used, free.get(), 0
     if used:
         yield block[:used], None
 

@@ -13,12 +13,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
-from drivetrain.checkpoint import direct
-from drivetrain.checkpoint.direct import address_of, aligned_block, huge_memory
+from drivetrain.checkpoint import direct, load_run_state, save_run_state, tensor_file
+from drivetrain.checkpoint.direct import address_of, aligned_block, copy_bytes, huge_memory
 from drivetrain.checkpoint.storage import LocalStorage
-from drivetrain.checkpoint.tensor_file import write_file
-from tests.checkpoint.states import CountingStorage
+from drivetrain.checkpoint.tensor_file import joined_bytes, write_file
+from tests.checkpoint.states import CountingStorage, alone, assert_same
 
 CONTENT = os.urandom((17 << 20) + 4099)
 
@@ -63,6 +64,51 @@ def evict(path: Path) -> None:
 def test_what_is_written_in_blocks_is_what_was_given(storage: LocalStorage, tmp_path: Path) -> None:
     written(tmp_path / "file", storage)
     assert (tmp_path / "file").read_bytes() == CONTENT
+
+
+@pytest.mark.parametrize("storage", [LocalStorage(), CountingStorage()], ids=["whole writes", "short writes"])
+@pytest.mark.parametrize("header", [4096, 8192, 4000], ids=["a page", "two pages", "no whole page"])
+def test_what_lies_at_pages_already_is_written_as_it_is(header: int, storage: LocalStorage, tmp_path: Path) -> None:
+    memory = huge_memory(9 << 20)
+    memory[:] = CONTENT[: len(memory)]
+    parts = [memoryview(CONTENT)[:header], memory[: (5 << 20) + 77], memory[4096 : 4 << 20], memory[: 3 << 20]]
+    content = b"".join(parts)
+    digest = write_file(storage.create(str(tmp_path / "file")), parts, 16 << 20)
+    assert (digest.size, digest.sha256) == (len(content), hashlib.sha256(content).hexdigest())
+    assert (tmp_path / "file").read_bytes() == content
+
+
+def test_tensors_behind_each_other_in_memory_are_one_piece_and_others_are_not() -> None:
+    memory = torch.arange(64, dtype=torch.uint8)
+    first, second = memory[:16].view(torch.float32).view(2, 2), memory[16:24].view(torch.int16)
+    beyond, across, empty = memory[32:40], torch.arange(6).view(2, 3).t(), torch.empty(0)
+    pieces = list(joined_bytes([first, second, beyond, across, empty, first]))
+    assert [len(piece) for piece in pieces] == [24, 8, 48, 0, 16]
+    assert [bytes(piece) for piece in pieces[:2]] == [bytes(range(24)), bytes(range(32, 40))]
+    assert bytes(pieces[2]) == across.contiguous().numpy().tobytes()
+
+
+def test_staged_copies_are_written_from_where_they_lie(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    copied: list[int] = []
+
+    def counted(target: memoryview, source: memoryview) -> None:
+        copied.append(len(source))
+        copy_bytes(target, source)
+
+    monkeypatch.setattr(tensor_file, "copy_bytes", counted)
+    generator = torch.Generator().manual_seed(0)
+    sizes = [(1500, 1500), (7,), (2000, 1999), (3, 5)]
+    state = {str(size): torch.randn(size, generator=generator) for size in sizes} | {"half": torch.ones(3).half()}
+    parameters = [torch.nn.Parameter(tensor) for tensor in state.values()]
+    state = {name: parameter.detach() for name, parameter in zip(state, parameters, strict=True)}
+    optimizers = [torch.optim.SGD(parameters)]
+    save_run_state(tmp_path / "one", state, {}, alone(), block=False, optimizers=optimizers).wait(60)
+    assert (tmp_path / "one/tensors/rank_0_0.safetensors").stat().st_size > 16 << 20
+    assert sum(copied) < 3 * 4096  # the header, and what ends within a page
+    loaded, _ = load_run_state(tmp_path / "one", alone())
+    assert_same(loaded, state)
+    save_run_state(tmp_path / "two", state, {}, alone(), optimizers=optimizers)
+    assert sum(copied) > 16 << 20  # not staged
 
 
 STARTS = [0, 4096, (4 << 20) - 1, (9 << 20) + 5, len(CONTENT) - 3, len(CONTENT)]
