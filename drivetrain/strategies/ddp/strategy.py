@@ -34,8 +34,10 @@ class DDP(Strategy):
     """A copy of the model on every process; gradients are averaged during backward.
 
     Args:
-        find_unused_parameters: Look in each forward for parameters that take no part in it.
-        static_graph: The same parameters are used in every step, which lets more overlap and checkpointing.
+        find_unused_parameters: Look in each forward for parameters that take no part in it. After ten steps in which
+            there was none on any process, a warning says so, and what the search costs.
+        static_graph: The same parameters are used in every step, which lets some take no part without a search, and
+            allows reentrant activation checkpointing.
         bucket_cap_mb: Size of the gradient buckets, in MiB.
         gradient_as_bucket_view: Let gradients be views of the buckets, which saves a copy and its memory.
         broadcast_buffers: Send rank 0's buffers to all before each training forward.
@@ -122,6 +124,8 @@ class DDP(Strategy):
             first = next(parameter for parameter in model.parameters() if parameter.requires_grad)
             model.presence = nn.Parameter(torch.zeros((), dtype=first.dtype, device=first.device))
         wrapped = DistributedDataParallel(model, **options)
+        if self.wrapper_options["find_unused_parameters"] and not options["static_graph"]:
+            wrapped.watch_search()
         if isinstance(self.comm_hook, str):
             register_communication_hook(wrapped, self.comm_hook, self.comm_hook_options, self.comm_wrapper)
         elif self.comm_hook is not None:
@@ -193,8 +197,8 @@ class DDP(Strategy):
         which that thread needs: about one two-process run in 40 hung at exit so (torch 2.13).
         """
         for wrapped in self._wrapped:
-            wrapped.__dict__.pop("reducer", None)
-            wrapped.__dict__.pop("logger", None)
+            for name in ("reducer", "logger", "_search"):
+                wrapped.__dict__.pop(name, None)
         self._wrapped.clear()
         self._stepped.clear()
 

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import inspect
 import re
+from collections.abc import Sequence
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn import parallel
 
 from drivetrain.runtime.errors import ConfigurationError
+from drivetrain.strategies.ddp.unused_search import UnusedSearch, some_of
 from drivetrain.strategies.step_module import StepModule
 
 # Torch 2.13 warns at the old name.
@@ -22,17 +25,37 @@ BROADCAST_BUFFERS = (
 
 _UNFINISHED = "Expected to have finished reduction in the prior iteration"
 _INDICES = re.compile(r"did not receive grad for rank \d+:((?: ?\d+)+)")
-_MOST_NAMES = 8
 
 
 class DistributedDataParallel(parallel.DistributedDataParallel):
     """Torch's, which raises errors of ours where a reduction waits for gradients that no backward computes."""
 
+    _search: UnusedSearch | None = None
+
+    def watch_search(self) -> None:
+        """Watch in the first steps whether the search for unused parameters finds any."""
+        self._search = UnusedSearch(self.reducer, self._get_ddp_logging_data, self._names_of)
+
     def _pre_forward(self, *inputs: Any, **kwargs: Any) -> Any:
         try:
-            return super()._pre_forward(*inputs, **kwargs)  # type: ignore[no-untyped-call]
+            prepared = super()._pre_forward(*inputs, **kwargs)  # type: ignore[no-untyped-call]
         except RuntimeError as error:
             raise self._explained(error) from error
+        search = self._search
+        if search is not None and self._reduces() and search.note():
+            self._search = None
+            search.finish()
+        return prepared
+
+    def _post_forward(self, output: Any) -> Any:
+        handle = super()._post_forward
+        if self._search is None or not self._reduces():
+            return handle(output)  # type: ignore[no-untyped-call]
+        return self._search.search(handle, output)
+
+    def _reduces(self) -> bool:
+        """Whether the backward of the forward that runs exchanges gradients."""
+        return torch.is_grad_enabled() and self.require_backward_grad_sync and not torch.compiler.is_compiling()
 
     def require_reduced(self) -> None:
         """Raise where the last backward has left out parameters, whose gradients the peers wait for.
@@ -51,10 +74,7 @@ class DistributedDataParallel(parallel.DistributedDataParallel):
     def _explained(self, error: RuntimeError) -> Exception:
         if _UNFINISHED not in str(error):
             return error
-        names = self._names_without_gradients(str(error))
-        shown = ", ".join(names[:_MOST_NAMES]) + (
-            f" and {len(names) - _MOST_NAMES} more" if names[_MOST_NAMES:] else ""
-        )
+        shown = some_of(self._names_without_gradients(str(error)))
         return ConfigurationError(
             f"On rank {dist.get_rank()} no gradient was computed for {shown or 'some parameters'}: the loss does not "
             'depend on them, and DDP waits for the gradients of all. Use strategy="ddp_find_unused_parameters_true", '
@@ -63,9 +83,13 @@ class DistributedDataParallel(parallel.DistributedDataParallel):
         )
 
     def _names_without_gradients(self, message: str) -> list[str]:
-        parameters = self._build_params_for_reducer()[0]  # type: ignore[no-untyped-call]
         found = _INDICES.search(message)
-        chosen = [parameters[int(index)] for index in found[1].split()] if found else []
+        return self._names_of([int(index) for index in found[1].split()] if found else [])
+
+    def _names_of(self, places: Sequence[int]) -> list[str]:
+        """The names that the user's module has for parameters, by their places in the reducer."""
+        parameters = self._build_params_for_reducer()[0]  # type: ignore[no-untyped-call]
+        chosen = [parameters[place] for place in places]
         module: nn.Module = self.module
         bare = module.task if isinstance(module, StepModule) else module
         names = {id(parameter): name for name, parameter in bare.named_parameters()}
