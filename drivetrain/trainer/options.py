@@ -55,6 +55,7 @@ class TrainerOptions:
     auto_micro_batch: bool = False
     default_root_dir: str = "."
     on_interrupt: str = "raise"
+    advise: bool = False
 
     def __post_init__(self) -> None:
         for name in _LIMITS:
@@ -189,6 +190,7 @@ class OptionAttributes:
     auto_micro_batch = Option[bool]()
     default_root_dir = Option[str]()
     on_interrupt = Option[str]()
+    advise = Option[bool]()
 
     def change_options(self, **changed: Any) -> None:
         """Change options as writing the attribute of that name does; each is checked, and holds at once.
