@@ -42,7 +42,11 @@ def accelerator_for(given: Mapping[str, Any], compilation: TorchDynamoPlugin | N
     Args:
         given: The arguments by name, others among them.
         compilation: What to compile, and how.
+
+    Raises:
+        ConfigurationError: An argument cannot be.
     """
+    check_advising(given)
     names = (
         "accelerator",
         "strategy",
@@ -54,6 +58,29 @@ def accelerator_for(given: Mapping[str, Any], compilation: TorchDynamoPlugin | N
         "fused_optimizer",
     )
     return make_accelerator(**{name: given[name] for name in names}, compilation=compilation)
+
+
+def check_advising(given: Mapping[str, Any]) -> None:
+    """Refuse what advice cannot be given for.
+
+    Args:
+        given: The Trainer's arguments.
+
+    Raises:
+        ConfigurationError: Nothing may be around the loop, or the engine is one that cannot be made in another way.
+    """
+    if not given["advise"]:
+        return
+    if given["barebones"]:
+        raise ConfigurationError(
+            "Trainer(barebones=True, advise=True): trying changes is something around the loop. Leave one of them out."
+        )
+    if isinstance(given["accelerator"], Accelerator):
+        raise ConfigurationError(
+            "Trainer(accelerator=<Accelerator>, advise=True): a change of precision or of what is compiled needs an "
+            "engine of its own, and the one given is there already. Give the Trainer the Accelerator's options "
+            "instead, such as Trainer(strategy='ddp', precision='bf16-mixed')."
+        )
 
 
 def make_accelerator(

@@ -56,6 +56,7 @@ class TrainerOptions:
     optimizer_in_backward: bool = False
     default_root_dir: str = "."
     on_interrupt: str = "raise"
+    advise: bool = False
 
     def __post_init__(self) -> None:
         for name in _LIMITS:
@@ -211,6 +212,7 @@ class OptionAttributes:
     optimizer_in_backward = Option[bool]()
     default_root_dir = Option[str]()
     on_interrupt = Option[str]()
+    advise = Option[bool]()
 
     def change_options(self, **changed: Any) -> None:
         """Change options as writing the attribute of that name does; each is checked, and holds at once.

@@ -56,7 +56,7 @@ from drivetrain.trainer.state.saved_run import SavedRun, moment_of
 from drivetrain.trainer.status import TrainerStatus
 from drivetrain.trainer.task import Task
 from drivetrain.trainer.task_run import TaskRun
-from drivetrain.trainer.tuning.advice import Advice, check_advising
+from drivetrain.trainer.tuning.advice import Advice
 from drivetrain.trainer.tuning.tuning import Tuning
 
 R = TypeVar("R")
@@ -185,7 +185,6 @@ class Trainer(KnownKeywords, OptionAttributes, TrainerStatus):
         advise: bool = False,
     ) -> None:
         given = dict(locals())
-        check_advising(given)
         self.options = TrainerOptions.from_arguments(given)
         self.accelerator = building.accelerator_for(given, compile_plugin(compile))
         self.options = building.settle_accumulation(accumulate_grad_batches, self.accelerator, self.options)
@@ -193,7 +192,6 @@ class Trainer(KnownKeywords, OptionAttributes, TrainerStatus):
         building.set_randomness(seed, deterministic, benchmark)
         self.tracker_group = building.make_trackers(logger, self.accelerator, self.options)
         self.callbacks = building.make_callbacks(callbacks, given, self.options, self.loggers)
-        self._advises = advise
         self._start(Actions(self, profiler, barebones))
 
     def _start(self, actions: Actions) -> None:
@@ -256,7 +254,7 @@ class Trainer(KnownKeywords, OptionAttributes, TrainerStatus):
         task_checks.check_task(model, train_dataloaders, val_dataloaders, datamodule)
         if resume is not None and ckpt_path is not None:
             raise ConfigurationError(f"resume={resume!r} and ckpt_path={ckpt_path!r} mean the same; give one.")
-        if self._advises:
+        if self.advise:
             self.advice = self.tuning.advise(model, train_dataloaders, datamodule)
         loaders = {Stage.TRAIN: train_dataloaders, Stage.VALIDATE: val_dataloaders}
         self.task_run.attach(model, datamodule, Stage.TRAIN, loaders)

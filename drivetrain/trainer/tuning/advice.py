@@ -17,7 +17,6 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, IterableDataset
 
-from drivetrain.accelerator import Accelerator
 from drivetrain.callbacks import Callback
 from drivetrain.callbacks.support.verdict import cores_of_process
 from drivetrain.data import CombinedLoader
@@ -92,29 +91,6 @@ class _Outcome:
     seconds: float
     shares: Mapping[str, float]
     problem: str = ""
-
-
-def check_advising(given: Mapping[str, Any]) -> None:
-    """Refuse what advice cannot be given for.
-
-    Args:
-        given: The Trainer's arguments.
-
-    Raises:
-        ConfigurationError: Nothing may be around the loop, or the engine is one that cannot be made in another way.
-    """
-    if not given["advise"]:
-        return
-    if given["barebones"]:
-        raise ConfigurationError(
-            "Trainer(barebones=True, advise=True): trying changes is something around the loop. Leave one of them out."
-        )
-    if isinstance(given["accelerator"], Accelerator):
-        raise ConfigurationError(
-            "Trainer(accelerator=<Accelerator>, advise=True): a change of precision or of what is compiled needs an "
-            "engine of its own, and the one given is there already. Give the Trainer the Accelerator's options "
-            "instead, such as Trainer(strategy='ddp', precision='bf16-mixed')."
-        )
 
 
 def advise(trainer: Trainer, task: Task, loaders: Any, datamodule: DataModule | None) -> list[Advice]:
@@ -279,9 +255,9 @@ class _Trials:
             options["strategy"] = made_again(type(options["strategy"]), *options["strategy"].made_with)
         if isinstance(options.get("precision"), Precision):
             options["precision"] = deepcopy(options["precision"])
-        from drivetrain.trainer.trainer import Trainer
-
-        trial = Trainer(
+        # A subclass may have another constructor.
+        kind = next(each for each in type(self._trainer).__mro__ if each.__module__.startswith("drivetrain.trainer."))
+        trial: Trainer = kind(
             **options,
             barebones=True,
             callbacks=[pace],
