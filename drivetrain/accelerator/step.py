@@ -354,9 +354,8 @@ class OptimizerStep:
         held = [parameters] if isinstance(parameters, Tensor) else list(parameters)
         norm = self._strategy.gradients.clip_norm(held, float("inf"), norm_type)
         scaler = getattr(self._precision, "scaler", None)  # nothing is unscaled before the window ends
-        return (
-            norm if scaler is None else norm / scaler.scale(torch.ones_like(norm))
-        )  # get_scale() waits for the device
+        # Not get_scale(), which waits for the device.
+        return norm if scaler is None else norm / scaler.scale(torch.ones_like(norm))
 
     def clip_value(self, parameters: Iterable[Tensor], clip_value: float) -> None:
         """Clamp every gradient to [-clip_value, clip_value], where a window ends."""

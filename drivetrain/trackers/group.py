@@ -142,7 +142,7 @@ class TrackerGroup:
             status: How it ended; see `Tracker.finalize`.
             message: The first line of the error that ended it.
         """
-        text = self.secrets.in_text(message)
+        text = self.secrets.in_text(message) if message else ""
         self._each(lambda target: target.record_end(STATUS_WORDS.get(status, status), text))
         for _, _, losses in self._targets.values():
             losses.report()
