@@ -6,7 +6,8 @@ import re
 import time
 from collections import defaultdict
 
-from drivetrain.callbacks.support.verdict import TimeSpent, cores_of_process
+from drivetrain.callbacks.support.verdict import TimeSpent
+from drivetrain.runtime.cores import cores_of_process
 from drivetrain.trainer.profilers.base import EPOCH, SAVE, TRAIN_DATA, VALIDATION
 from drivetrain.trainer.profilers.simple import SimpleProfiler
 
