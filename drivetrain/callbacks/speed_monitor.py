@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 from drivetrain.callbacks.base import Callback
 from drivetrain.callbacks.support.step_log import StepLog
-from drivetrain.callbacks.support.verdict import TimeSpent, cores_of_process
+from drivetrain.callbacks.support.verdict import TimeSpent
+from drivetrain.runtime.cores import cores_of_process
 
 if TYPE_CHECKING:
     from drivetrain.trainer.task import Task

@@ -72,6 +72,11 @@ class DataLoaderConfiguration:
             `load_state_dict`, so torchdata is not needed.
         seed_samples: In a seeded run, derive each sample's random state from the seed, the epoch and the sample's
             index. None means yes where the run is seeded; False switches it off; True insists on a seed.
+        num_workers: `"auto"` measures the loader and the step in the first 50 batches and settles on a number of
+            workers, in place of the loader's own. None keeps that of each loader.
+
+    Raises:
+        ConfigurationError: If `num_workers` is anything else.
 
     Example:
         ```python
@@ -89,3 +94,11 @@ class DataLoaderConfiguration:
     non_blocking: bool = False
     use_stateful_dataloader: bool = False
     seed_samples: bool | None = None
+    num_workers: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.num_workers not in (None, "auto"):
+            raise ConfigurationError(
+                f"num_workers={self.num_workers!r}: give 'auto', which settles a number for each loader by measuring "
+                "its first batches, or leave it out. A number belongs to the loader: DataLoader(num_workers=...)."
+            )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from functools import cache
 from itertools import chain, islice
 from typing import Any, NamedTuple
 
@@ -39,6 +40,7 @@ from drivetrain.data.whole_batches import (
     gathered_pinned,
     reads_at_once,
 )
+from drivetrain.data.worker_count import WorkerCount
 from drivetrain.runtime.collectives import gather_object
 from drivetrain.runtime.errors import ConfigurationError, DataError
 from drivetrain.runtime.logging import get_logger
@@ -74,13 +76,21 @@ class MapReader:
         layout: How its batches are shared. The batch size in it is not used but found.
         seed: The seed that samples' random states derive from; None leaves randomness to torch's loader.
         alone: Only this process reads, so no agreement about the order is needed.
+        count: Finds how many workers read; None leaves that to the loader.
 
     Raises:
         ConfigurationError: If the loader gives batches out of order to several processes, or its batches cannot be
             split.
     """
 
-    def __init__(self, loader: DataLoader[Any], layout: Layout, seed: int | None, alone: bool = False) -> None:
+    def __init__(
+        self,
+        loader: DataLoader[Any],
+        layout: Layout,
+        seed: int | None,
+        alone: bool = False,
+        count: WorkerCount | None = None,
+    ) -> None:
         self._loader = loader
         self.order = IndexOrder(loader)
         self._alone = alone
@@ -99,56 +109,65 @@ class MapReader:
                 "processes cannot agree about it. Leave in_order at True where there are several processes."
             )
         self._stream = IndexStream()
-        self._workers_stay = loader.num_workers > 0 and loader.persistent_workers
+        self._count = count
+        self._workers = loader.num_workers if count is None else 0
         self._workers_are_there = False
         self._seeded = seed is not None and not (
             is_deterministic(loader.dataset) and is_deterministic_collate(loader.collate_fn)
         )
         self._seed = seed
-        self._inner = self._make_inner()
+        read = None if count is None else self._read_at_once()
+        if count is not None and read is not None and self._needs_no_workers(read):
+            count.settle(0, "the samples are in memory, and a batch of them is read at once")
+        self._inner = self._make_inner(self._stream, self._workers)
 
-    def _make_inner(self) -> DataLoader[Any]:
+    def _make_inner(self, stream: IndexStream, workers: int, stay: bool = True) -> DataLoader[Any]:
         loader, batched = self._loader, self.order.batched
+        changes: dict[str, Any] = {} if stay else {"persistent_workers": False}
+        if workers != loader.num_workers:
+            changes |= {"num_workers": workers} if workers else WITHOUT_WORKERS
         if self._seed is not None and self._seeded:
             return rebuilt(
                 loader,
                 SeededBatches(loader.dataset, loader.collate_fn, self._seed, batched),
                 batch_size=None,
-                sampler=self._stream,
+                sampler=stream,
                 collate_fn=as_is,
                 worker_init_fn=ShowUsersDataset(loader.worker_init_fn),
+                **changes,
             )
-        read = reads_at_once(loader.dataset) if batched and loader.collate_fn is default_collate else None
+        read = self._read_at_once()
         if read is not None:
-            changes: dict[str, Any] = {"worker_init_fn": ShowUsersDataset(loader.worker_init_fn)}
-            if self._needs_no_workers(read):
-                changes = WITHOUT_WORKERS
-            alone = changes is WITHOUT_WORKERS or not loader.num_workers
-            pins = alone and loader.pin_memory and can_pin()
-            whole = WholeBatches(loader.dataset, read, gathered_pinned if pins else gathered)
-            return rebuilt(loader, whole, batch_sampler=self._stream, collate_fn=as_is, **changes)
+            if workers and self._needs_no_workers(read):
+                logger.info_once(
+                    "num_workers=%d starts none for a loader whose samples are in memory: a batch of them is read at "
+                    "once, in less time than it takes to get one from a worker.",
+                    workers,
+                )
+                workers, changes = 0, WITHOUT_WORKERS
+            gather = gathered_pinned if not workers and loader.pin_memory and can_pin() else gathered
+            whole, init = WholeBatches(loader.dataset, read, gather), ShowUsersDataset(loader.worker_init_fn)
+            return rebuilt(loader, whole, batch_sampler=stream, collate_fn=as_is, worker_init_fn=init, **changes)
         if batched:
-            return rebuilt(loader, loader.dataset, batch_sampler=self._stream)
-        return rebuilt(loader, loader.dataset, batch_size=None, sampler=self._stream)
+            return rebuilt(loader, loader.dataset, batch_sampler=stream, **changes)
+        return rebuilt(loader, loader.dataset, batch_size=None, sampler=stream, **changes)
+
+    def _read_at_once(self) -> Read | None:
+        """What reads a whole batch, where samples need not be read one by one."""
+        plain = self.order.batched and self._loader.collate_fn is default_collate
+        return reads_at_once(self._loader.dataset) if plain and not (self._seed is not None and self._seeded) else None
 
     def _needs_no_workers(self, read: Read) -> bool:
         """Whether workers could only take time: a batch is read faster than it is handed over."""
         loader, order = self._loader, self.order
-        if not loader.num_workers or not order.draws_at_once or loader.worker_init_fn is not None:
+        if not order.draws_at_once or loader.worker_init_fn is not None or not len(loader.dataset):  # type: ignore[arg-type]
             return False
-        if not len(loader.dataset) or bytes_of(read([0], gathered)) * (order.batch_size or 0) > HANDED_OVER:  # type: ignore[arg-type]
-            return False
-        logger.info_once(
-            "num_workers=%d starts none for a loader whose samples are in memory: a batch of them is read at once, "
-            "in less time than it takes to get one from a worker.",
-            loader.num_workers,
-        )
-        return True
+        return bytes_of(read([0], gathered)) * (order.batch_size or 0) <= HANDED_OVER
 
     def restart(self) -> None:
         """Let the next iteration be as the first one: with new workers, where these stay."""
         if self._workers_are_there:
-            self._inner, self._workers_are_there = self._make_inner(), False
+            self._inner, self._workers_are_there = self._make_inner(self._stream, self._workers), False
 
     def __len__(self) -> int:
         return self.layout.steps(len(self.order))
@@ -168,6 +187,7 @@ class MapReader:
 
     def open(self, epoch: int, position: Position, limit: int | None = None) -> Opened:
         """Begin an iteration over an epoch, at a position of it; on all processes together."""
+        self._take_count()
         infos: deque[BatchInfo] = deque()
         requests = _Requests(self.order, self.layout, self._replicas, self._seeded)
         generators = find_generators(self._loader, self.order.source, self.order.sampler)
@@ -178,9 +198,12 @@ class MapReader:
         if not sharded and not together and position == Position():
             # As in plain torch, down to when which random number is drawn.
             order, length = self.order, least(self.order.said_length(), limit)
-            self._stream.begin = lambda: requests.made_from(
-                up_to(order.batches(order.plain_iterator()), limit), infos, epoch, length=length
-            )
+
+            def begin() -> Iterator[Any]:
+                batches = up_to(order.batches(order.plain_iterator()), limit)
+                return requests.made_from(batches, infos, epoch, length=length)
+
+            self._stream.begin = begin if self._count is None else cache(begin)
             # Torch draws a seed for workers when it starts them.
             self._inner.generator = torch.Generator() if self._workers_are_there else self._loader.generator
         else:
@@ -190,14 +213,39 @@ class MapReader:
                 set_generator_state(generator, state)
             follow, check = sharded or together, together and sharded
             close = self._open_apart(requests, infos, epoch, position, start, limit, follow=follow, check=check)
-        batches = iter(self._inner)
+        batches = self._begin()
         self._stream.begin = _nothing
-        self._workers_are_there = self._workers_stay
+        self._workers_are_there = self._workers > 0 and self._loader.persistent_workers
         # Not zip, which keeps what it gave last.
         pairs: Iterator[tuple[Any, BatchInfo]] = map(_as_pair, batches, iter(infos.popleft, None))
         if self.finds_rows:
             pairs = with_rows_found(pairs, alone=not sharded and self._replicas == 1)
         return Opened(pairs, start, close)
+
+    def _take_count(self) -> None:
+        """Read with as many workers as were found to be needed."""
+        if self._count is not None and self._count.settled not in (None, self._workers):
+            self._workers = self._count.settled or 0
+            self._inner = self._make_inner(self._stream, self._workers)
+
+    def _begin(self) -> Iterator[Any]:
+        """Begin to read what the stream of indices gives."""
+        if self._count is None or self._count.settled is not None:
+            return iter(self._inner)
+        generators = iter([self._inner.generator])
+        later = torch.Generator()
+        # For the seeds of workers that are started later, which must not move what else is drawn.
+        later.set_state((self._inner.generator or torch.default_generator).get_state())
+        later.manual_seed(int(torch.empty((), dtype=torch.int64).random_(generator=later)))
+
+        def begin(workers: int, some: Iterator[Any]) -> Iterator[Any]:
+            stream = IndexStream()
+            stream.begin = lambda: some
+            inner = self._make_inner(stream, workers, stay=False)
+            inner.generator = next(generators, later)
+            return iter(inner)
+
+        return self._count.batches(self._stream.begin(), begin)
 
     def _open_apart(
         self,

@@ -18,11 +18,17 @@ from drivetrain.data.loader import PreparedLoader, checked_count
 from drivetrain.data.map_style import MapReader
 from drivetrain.data.order import SeedableSampler
 from drivetrain.data.placement import Place, overlapped
-from drivetrain.data.reading import Reader
+from drivetrain.data.reading import Reader, do_nothing
 from drivetrain.data.sharding import Layout
+from drivetrain.data.worker_count import WorkerCount
+from drivetrain.runtime.cores import cores_of_process
 from drivetrain.runtime.devices import DeviceKind
+from drivetrain.runtime.environment import ProcessEnvironment
 from drivetrain.runtime.errors import ConfigurationError
+from drivetrain.runtime.logging import get_logger
 from drivetrain.runtime.seeds import recorded_seed
+
+logger = get_logger(__name__)
 
 
 class SkippingLoader(DataLoader[Any]):
@@ -121,7 +127,8 @@ def prepare_loader(
         tail = TailPolicy.UNEVEN
     layout = Layout(shard, TailPolicy(tail), config.split_batches)
     seedable = _seedable_sampler(loader, config)
-    reader = _make_reader(loader, layout, config, _sample_seed_of(config, seed))
+    count = _worker_count(loader, device) if config.num_workers == "auto" else None
+    reader = _make_reader(loader, layout, config, _sample_seed_of(config, seed), count)
     if active is None:  # not `or`: a list of loaders that is empty is still the caller's
         active = ActiveLoaders()
     moving: dict[str, Any] = {"place": place, "device": device, "sends_ahead": sends_ahead}
@@ -155,11 +162,36 @@ def skip_first_batches(dataloader: Iterable[Any], num_batches: int = 0) -> Skipp
     return SkippingLoader(prepare_loader(dataloader, shard=DataShard()), count)
 
 
-def _make_reader(loader: Any, layout: Layout, config: DataLoaderConfiguration, seed: int | None) -> Reader:
+def _worker_count(loader: Any, device: tuple[DeviceKind, torch.device] | None) -> WorkerCount | None:
+    """What finds the number of workers of a loader; None, with a warning, where its own number has to stay."""
+    why = ""
+    if not is_plain(loader):
+        why = "is no plain torch.utils.data.DataLoader"
+    elif isinstance(loader.dataset, IterableDataset):
+        why = "reads an iterable dataset, which may give other batches to another number of workers"
+    elif loader.worker_init_fn is not None:
+        why = "has a worker_init_fn, which its dataset may need"
+    elif not loader.in_order:
+        why = "has in_order=False, so that its batches depend on the number of workers"
+    if why:
+        logger.warning_once('num_workers="auto" leaves a %s as it is, since it %s.', type(loader).__name__, why)
+        return None
+    environment = ProcessEnvironment.detect()
+    wait = partial(device[0].synchronize, device[1]) if device is not None else do_nothing
+    return WorkerCount(cores_of_process(environment.local_world_size), wait)
+
+
+def is_plain(loader: Any) -> bool:
+    """Whether a loader is torch's own: a subclass with an iteration of its own is more than its dataset and sampler."""
+    return isinstance(loader, DataLoader) and type(loader).__iter__ is DataLoader.__iter__
+
+
+def _make_reader(
+    loader: Any, layout: Layout, config: DataLoaderConfiguration, seed: int | None, count: WorkerCount | None
+) -> Reader:
     """The way to read this kind of loader."""
     sharded = layout.shard.count > 1
-    # A subclass with an iteration of its own, or a data pipe, is more than its dataset and sampler.
-    plain = isinstance(loader, DataLoader) and type(loader).__iter__ is DataLoader.__iter__
+    plain = is_plain(loader)
     if plain and isinstance(loader.dataset, IterDataPipe):
         if sharded:
             raise ConfigurationError(
@@ -175,7 +207,7 @@ def _make_reader(loader: Any, layout: Layout, config: DataLoaderConfiguration, s
     def make(layout: Layout, alone: bool) -> Reader:
         if not plain:
             return ReadyBatchesReader(loader, layout, counted=alone)
-        return StreamReader(loader, layout, seed) if streams else MapReader(loader, layout, seed, alone)
+        return StreamReader(loader, layout, seed) if streams else MapReader(loader, layout, seed, alone, count)
 
     if not (dispatch and sharded):
         return make(layout, alone=False)

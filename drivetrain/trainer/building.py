@@ -14,6 +14,7 @@ from drivetrain.accelerator import Accelerator
 from drivetrain.accelerator.dynamo_plugin import TorchDynamoPlugin
 from drivetrain.accelerator.launched import Launched
 from drivetrain.callbacks import Callback, ModelCheckpoint, ModelSummary, RunReport, TQDMProgressBar
+from drivetrain.data import DataLoaderConfiguration
 from drivetrain.launch import already_launched, relaunch_script
 from drivetrain.runtime.devices import detect_device_kind, get_device_kind
 from drivetrain.runtime.environment import ProcessEnvironment
@@ -56,6 +57,7 @@ def accelerator_for(given: Mapping[str, Any], compilation: TorchDynamoPlugin | N
         "accumulate_grad_batches",
         "sync_batchnorm",
         "fused_optimizer",
+        "num_workers",
     )
     return make_accelerator(**{name: given[name] for name in names}, compilation=compilation)
 
@@ -92,6 +94,7 @@ def make_accelerator(
     accumulate_grad_batches: int | None,
     sync_batchnorm: bool,
     fused_optimizer: bool,
+    num_workers: str | None = None,
     compilation: TorchDynamoPlugin | None = None,
 ) -> Accelerator:
     """The engine to run on: the one given, or a new one, once missing processes are started."""
@@ -104,6 +107,7 @@ def make_accelerator(
                 ("precision", precision, None),
                 ("sync_batchnorm", sync_batchnorm, False),
                 ("fused_optimizer", fused_optimizer, True),
+                ("num_workers", num_workers, None),
                 ("compile", compilation, None),
             )
             if value != default
@@ -126,6 +130,7 @@ def make_accelerator(
         device=kind.name if kind else None,
         dynamo_plugin=compilation,
         fused_optimizer=fused_optimizer,
+        dataloader_config=None if num_workers is None else DataLoaderConfiguration(num_workers=num_workers),
     )
 
 

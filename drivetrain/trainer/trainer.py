@@ -106,6 +106,8 @@ class Trainer(KnownKeywords, OptionAttributes, TrainerStatus):
         benchmark: Let cuDNN try algorithms.
         inference_mode: Evaluate under `torch.inference_mode` rather than `torch.no_grad`.
         use_distributed_sampler: Whether loaders are sharded over processes; else each process takes all of its own.
+        num_workers: `"auto"` measures each loader and the step in the first 50 batches, and settles on a number of
+            workers in place of the loader's own, with the same batches. None keeps that of each loader.
         profiler: What measures where the time goes: `"simple"`, `"advanced"`, `"pytorch"`, `"xla"`, or a `Profiler`.
         detect_anomaly: Raise where a backward computes NaN, naming the forward that led to it.
         barebones: Nothing around the loop: no logger, checkpoint, bar, summary or sanity check.
@@ -170,6 +172,7 @@ class Trainer(KnownKeywords, OptionAttributes, TrainerStatus):
         benchmark: bool | None = None,
         inference_mode: bool = True,
         use_distributed_sampler: bool = True,
+        num_workers: str | None = None,
         profiler: Profiler | str | None = None,
         detect_anomaly: bool = False,
         barebones: bool = False,

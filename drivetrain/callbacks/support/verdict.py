@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
@@ -138,16 +137,6 @@ class TimeSpent:
             f"{sentence}. This process has {self.cores} core{'s' * (self.cores != 1)}: where loading computes rather "
             f"than waits for files, {advice}."
         )
-
-
-def cores_of_process(processes_here: int = 1) -> int:
-    """The processor's cores for each process of this machine.
-
-    Args:
-        processes_here: Processes of the run on this machine.
-    """
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return max(1, cores // processes_here)
 
 
 def _percent(share: float) -> str:

@@ -6,7 +6,8 @@ import re
 from collections import defaultdict
 from dataclasses import replace
 
-from drivetrain.callbacks.support.verdict import TimeSpent, cores_of_process
+from drivetrain.callbacks.support.verdict import TimeSpent
+from drivetrain.runtime.cores import cores_of_process
 from drivetrain.runtime.timing import Timing
 from drivetrain.trainer.profilers.simple import SimpleProfiler
 

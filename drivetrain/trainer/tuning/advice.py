@@ -18,10 +18,10 @@ from torch import nn
 from torch.utils.data import DataLoader, IterableDataset
 
 from drivetrain.callbacks import Callback
-from drivetrain.callbacks.support.verdict import cores_of_process
 from drivetrain.data import CombinedLoader
 from drivetrain.data.randomness import kept_generators
 from drivetrain.runtime.collectives import broadcast_object_list, gather_object
+from drivetrain.runtime.cores import cores_of_process
 from drivetrain.runtime.devices import get_device_kind
 from drivetrain.runtime.environment import RESUME_VARIABLE
 from drivetrain.runtime.errors import ConfigurationError
