@@ -209,7 +209,8 @@ class OptimizerStep:
         """Unscale the gradients of a bare optimizer, and run what the driver wants before the step."""
         if self._unscale is not None:
             self._unscale(optimizer)
-        self._call(self._hooks.before_step, optimizer)
+        if self._hooks.before_step:
+            self._call(self._hooks.before_step, optimizer)
         if self._hooks.clip is not None:
             self._hooks.clip(optimizer)
 
