@@ -20,6 +20,7 @@ HEAVY = {
     "torch.distributed.fsdp",
     "torch.distributed.pipelining",
     "torch.distributed.tensor",
+    "torch.utils.flop_counter",
     "torchao",
     "torchmetrics",
     "torchvision",
@@ -45,3 +46,32 @@ def test_the_first_import_brings_nothing_heavy_beside_torch() -> None:
     loaded = imported_by("from drivetrain import Accelerator, Trainer")
     assert "drivetrain.accelerator.accelerator" in loaded
     assert loaded & HEAVY == set()
+
+
+FIT = """
+import torch
+from drivetrain import Task, Trainer
+class First(Task):
+    def __init__(self):
+        super().__init__()
+        self.layer = torch.nn.Linear(1, 1)
+    def training_step(self, batch, batch_idx):
+        loss = self.layer(batch).mean()
+        self.log("loss", loss, prog_bar=True)
+        return loss
+    def validation_step(self, batch, batch_idx):
+        self.log("val_loss", self.layer(batch).mean())
+    def configure_optimizers(self):
+        return torch.optim.AdamW(self.parameters())
+batches = torch.utils.data.DataLoader(torch.ones(4, 1), batch_size=2)
+trainer = Trainer(accelerator="cpu", max_steps=2, logger=False, enable_checkpointing=False)
+trainer.fit(First(), batches, batches)
+assert trainer.global_step == 2
+"""
+UNUSED = {"matplotlib", "pandas", "rich", "sklearn", "tensorboard", "torchmetrics", "torchvision", "transformers"}
+
+
+def test_a_run_imports_none_of_the_packages_that_it_does_not_use() -> None:
+    loaded = imported_by(FIT)
+    assert "drivetrain.trainer.loops.fit_loop" in loaded
+    assert loaded & UNUSED == set()

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 from torch.nn.parameter import UninitializedParameter
-from torch.utils.flop_counter import FlopCounterMode
 
 from drivetrain.runtime.errors import ConfigurationError
 from drivetrain.runtime.logging import get_logger
@@ -161,6 +160,8 @@ class ModuleTable:
         context: AbstractContextManager[Any] = nullcontext()
         if self._precision is not None:
             context, given = self._precision.forward_context(), self._precision.convert_batch(given)
+        from torch.utils.flop_counter import FlopCounterMode  # not imported before it is used: it takes long
+
         counter = FlopCounterMode(display=False)
         modes = [(module, module.training) for module in self._model.modules()]
         with ExitStack() as stack:
