@@ -24,7 +24,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from time import perf_counter
+from time import perf_counter, process_time
 from typing import Any
 
 import click
@@ -61,11 +61,13 @@ class Training:
         model: the model.
         optimizer: its AdamW.
         settle: what the optimizer's step does first where a save goes on.
+        is_saving: whether a save goes on.
     """
 
     model: nn.Module
     optimizer: torch.optim.Optimizer
     settle: Callable[[], None] = lambda: None
+    is_saving: Callable[[], bool] = lambda: False
 
     def state(self) -> dict[str, Any]:
         return {"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict()}
@@ -77,6 +79,10 @@ class Training:
 
     def step(self) -> None:
         self.optimizer.step()
+
+    def whole_step(self) -> None:
+        self.backward()
+        self.step()
 
 
 def adamw(model: nn.Module) -> torch.optim.Optimizer:
@@ -190,7 +196,7 @@ def with_drivetrain(params: int) -> tuple[Training, dict[str, Variant]]:
             lambda path: load_run_state(path, accelerator.state),
         ),
     }
-    return Training(model, optimizer, queue.settle), variants
+    return Training(model, optimizer, queue.settle, lambda: queue.pending is not None), variants
 
 
 def with_accelerate(params: int) -> tuple[Training, dict[str, Variant]]:
@@ -259,8 +265,7 @@ def measure(name: str, params: int, rounds: int, folder: Path, kind: str | None)
     training, variants = CONTENDERS[name](params)
     if kind is not None and len(variants) > 1:
         variants = {variant: one for variant, one in variants.items() if variant.endswith(VARIANTS[kind])}
-    training.backward()
-    training.step()
+    training.whole_step()
     base = with_torch_save(training)
     results: dict[str, dict[str, list[float]]] = {variant: {} for variant in variants}
     for number in range(-1, rounds):
@@ -289,13 +294,13 @@ def measure_saving(variant: Variant, path: Path) -> dict[str, float]:
     os.sync()
     result: dict[str, float] = {}
     with peak_memory() as memory:
-        start = perf_counter()
+        start, cpu = perf_counter(), process_time()
         started = save(path)
         result["called"] = perf_counter() - start
         wait(started)
         if not (path / "MANIFEST.json").exists():  # whose writer does it itself
             make_durable(path)
-        result["durable"] = perf_counter() - start
+        result |= {"durable": perf_counter() - start, "cpu": process_time() - cpu}
     result["memory"] = memory["peak"]
     result["bytes"] = sum(one.stat().st_size for one in files_of(path))
     if load is not None:
@@ -305,13 +310,10 @@ def measure_saving(variant: Variant, path: Path) -> dict[str, float]:
 
 
 def measure_training(variant: Variant, path: Path, training: Training) -> dict[str, float]:
-    """A step of training, without a save and with one before it."""
+    """Steps of training, without a save and with one before the first of them."""
     save, wait, _ = variant
     os.sync()
-    start = perf_counter()
-    training.backward()
-    training.step()
-    alone = perf_counter() - start
+    alone = timed(training.whole_step)
     start = perf_counter()
     started = save(path)
     blocked = perf_counter() - start
@@ -319,9 +321,14 @@ def measure_training(variant: Variant, path: Path, training: Training) -> dict[s
     blocked += timed(training.settle)
     training.step()
     longer = perf_counter() - start - alone
+    steps = 1
+    while training.is_saving():
+        training.whole_step()
+        steps += 1
+    in_all = perf_counter() - start - steps * alone
     wait(started)
     remove(path)
-    return {"blocked": blocked, "longer": longer}
+    return {"blocked": blocked, "longer": longer, "in_all": in_all}
 
 
 def measure_loading(load: Callable[[Path], Any], path: Path) -> dict[str, float]:
@@ -363,8 +370,10 @@ def show(results: list[dict[str, Any]]) -> None:
         "blocked s",
         "of torch.save",
         "step longer s",
+        "in all s",
         "the first s",
         "durable s",
+        "CPU s",
         "of it + fsync",
         "GB",
         "memory",
@@ -372,13 +381,16 @@ def show(results: list[dict[str, Any]]) -> None:
     rows = []
     for one in results:
         for prefix, name in (("base_", "torch.save + fsync, beside it"), ("", one["name"])):
-            median = {key: statistics.median(one[prefix + key]) for key in ("blocked", "longer", "durable", "bytes")}
+            keys = ("blocked", "longer", "in_all", "durable", "cpu", "bytes")
+            median = {key: statistics.median(one[prefix + key]) for key in keys}
             cells = (
                 f"{median['blocked']:.3f}",
                 f"{ratio(one, prefix + 'blocked', 'base_blocked'):.1%}",
                 f"{median['longer']:.2f}",
+                f"{median['in_all']:.2f}",
                 f"{one[prefix + 'first'][0]:.2f}",
                 f"{median['durable']:.2f}",
+                f"{median['cpu']:.2f}",
                 f"{ratio(one, prefix + 'durable', 'base_durable'):.2f}x",
                 f"{median['bytes'] / 1e9:.3f}",
                 f"{max(one[prefix + 'memory']) / one['state']:.2f}x",

@@ -24,6 +24,9 @@ from drivetrain.checkpoint.copying import Copying, Pair
 from drivetrain.checkpoint.direct import ALIGNMENT, HUGE_PAGE, huge_memory
 from drivetrain.runtime.devices import DeviceKind
 
+# Page-locked memory is in small pages, and a device takes only so many pieces at once: `aligned_block`. What begins
+# where no page does is gathered into such blocks when it is written.
+_OFF_PAGE = 64
 _SMALLEST_LATE = 64  # bytes; step counts are less
 _TOUCHED_AT_ONCE = 64 << 20
 # Into huge pages 23 GB/s, against 21 in pieces of 8 MB and 20 into small pages (glibc 2.36, EPYC, two cores): pieces
@@ -89,7 +92,7 @@ class StagingBuffer:
     ) -> Staged:
         """Copy tensors into the buffer, as files have them: one behind the other, and a file where a page begins.
 
-        They are then written from there as they lie.
+        They are then written from where they lie, but for memory that is page-locked.
 
         Args:
             files: What to copy, for each file in its order.
@@ -99,14 +102,15 @@ class StagingBuffer:
         Returns:
             The copies, valid until the next call.
         """
+        pinned = _is_pinned(kind)
         placed: list[tuple[MetadataIndex, Tensor, int]] = []
         total = 0
         for file in files:
-            total = -(-total // ALIGNMENT) * ALIGNMENT
+            total = -(-total // ALIGNMENT) * ALIGNMENT + (_OFF_PAGE if pinned else 0)
             for index, tensor in file.items():
                 placed.append((index, tensor, total))
                 total += tensor.numel() * tensor.itemsize
-        memory = self._reserve(total, _is_pinned(kind))
+        memory = self._reserve(total, pinned)
         copies: dict[MetadataIndex, Tensor] = {}
         now: list[Pair] = []
         late: list[Pair] = []

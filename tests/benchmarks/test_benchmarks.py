@@ -107,7 +107,8 @@ def test_checkpoint_measures_both_ways_of_saving(tmp_path: Path, capsys: pytest.
         assert each["bytes"] == pytest.approx(each["base_bytes"], rel=0.01)
         assert 0 < each["called"][0] <= each["durable"][0]
         assert each["blocked"][0] > 0
-        assert len(each["longer"]) == 1
+        assert len(each["longer"]) == len(each["in_all"]) == 1
+        assert each["cpu"][0] > 0
     assert list(tmp_path.iterdir()) == [file]
     assert "torch.save + fsync" in capsys.readouterr().out
 

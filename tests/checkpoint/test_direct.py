@@ -14,8 +14,9 @@ from typing import Any
 
 import pytest
 import torch
+from torch.distributed.checkpoint.metadata import MetadataIndex
 
-from drivetrain.checkpoint import direct, load_run_state, save_run_state, tensor_file
+from drivetrain.checkpoint import direct, load_run_state, save_run_state, staging, tensor_file
 from drivetrain.checkpoint.direct import address_of, aligned_block, copy_bytes, huge_memory
 from drivetrain.checkpoint.storage import LocalStorage
 from drivetrain.checkpoint.tensor_file import joined_bytes, write_file
@@ -111,6 +112,20 @@ def test_staged_copies_are_written_from_where_they_lie(tmp_path: Path, monkeypat
     assert sum(copied) > 16 << 20  # not staged
 
 
+def test_copies_in_page_locked_memory_begin_where_no_page_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(staging, "_is_pinned", lambda kind: True)
+    monkeypatch.setattr(
+        staging, "_host_memory", lambda size, pinned: torch.frombuffer(huge_memory(size), dtype=torch.uint8)
+    )
+    files = [
+        {MetadataIndex("a"): torch.ones(5), MetadataIndex("b"): torch.zeros(3)},
+        {MetadataIndex("c"): torch.ones(2)},
+    ]
+    copies = staging.StagingBuffer().copy(files, alone().kind).copies
+    assert [copies[MetadataIndex(name)].data_ptr() % 4096 for name in "abc"] == [64, 84, 64]
+    assert [copies[MetadataIndex(name)].tolist() for name in "abc"] == [[1.0] * 5, [0.0] * 3, [1.0] * 2]
+
+
 STARTS = [0, 4096, (4 << 20) - 1, (9 << 20) + 5, len(CONTENT) - 3, len(CONTENT)]
 
 
@@ -150,18 +165,19 @@ def is_direct(descriptor: int) -> bool:
 class RefusesDirectWrites(LocalStorage):
     """Takes the flag and fails at the first transfer, as some file systems do."""
 
-    def __init__(self) -> None:
-        self.refused = 0
+    def __init__(self, reason: int) -> None:
+        self.reason, self.refused = reason, 0
 
     def _write(self, descriptor: int, data: memoryview, path: str) -> int:
         if is_direct(descriptor):
             self.refused += 1
-            raise OSError(errno.EINVAL, "Invalid argument")
+            raise OSError(self.reason, os.strerror(self.reason))
         return super()._write(descriptor, data, path)
 
 
-def test_a_file_system_that_refuses_direct_writes_with_einval_is_written_through_the_cache(tmp_path: Path) -> None:
-    storage = RefusesDirectWrites()
+@pytest.mark.parametrize("reason", [errno.EINVAL, errno.EFAULT], ids=["the file system", "the memory"])
+def test_where_direct_writes_are_refused_the_file_is_written_through_the_cache(reason: int, tmp_path: Path) -> None:
+    storage = RefusesDirectWrites(reason)
     written(tmp_path / "file", storage)
     assert storage.refused == 1
     assert (tmp_path / "file").read_bytes() == CONTENT
