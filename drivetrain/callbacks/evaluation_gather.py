@@ -14,13 +14,14 @@ from drivetrain.callbacks.base import Callback
 from drivetrain.callbacks.support.agreement import decide_on_main_process
 from drivetrain.callbacks.support.sample_store import (
     Part,
+    SampleGather,
     Samples,
-    collect,
-    real_rows_on_cpu,
+    real_rows,
     write_samples,
     writer_for,
 )
 from drivetrain.runtime.errors import ConfigurationError, DataError, nearest
+from drivetrain.runtime.state import PartialState
 
 if TYPE_CHECKING:
     from drivetrain.trainer.task import Task
@@ -34,8 +35,9 @@ _STAGES = {"validate": "val", "test": "test", "predict": "predict"}
 class EvaluationGather(Callback):
     """Gathers predictions and targets of every process, each sample once and in the order of the data set.
 
-    What the evaluation steps return is kept on the CPU, without the rows that only pad a batch. At the end of
-    the pass the main process brings it all together, computes metrics over all samples and writes a file. The
+    What the evaluation steps return leaves the device some batches at a time, without the rows that only pad a
+    batch, and is sent to the main process while further batches are computed. At the end of the pass it computes
+    metrics over all samples and writes a file. The
     results are those of a run on one process, also for metrics that are no means, such as AUROC.
 
     Args:
@@ -108,7 +110,7 @@ class EvaluationGather(Callback):
         self.select = select
         self.stages = tuple(stages)
         self.prog_bar = prog_bar
-        self._parts: list[Part] = []
+        self._gather: SampleGather | None = None
 
     @property
     def state_key(self) -> str:
@@ -117,7 +119,7 @@ class EvaluationGather(Callback):
     # the same three moments in each stage
 
     def on_validation_epoch_start(self, trainer: Trainer, task: Task) -> None:
-        self._parts = []
+        self._begin("validate")
 
     def on_validation_batch_end(
         self, trainer: Trainer, task: Task, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
@@ -128,7 +130,7 @@ class EvaluationGather(Callback):
         self._finish(trainer, task, "validate")
 
     def on_test_epoch_start(self, trainer: Trainer, task: Task) -> None:
-        self._parts = []
+        self._begin("test")
 
     def on_test_batch_end(
         self, trainer: Trainer, task: Task, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
@@ -139,7 +141,7 @@ class EvaluationGather(Callback):
         self._finish(trainer, task, "test")
 
     def on_predict_epoch_start(self, trainer: Trainer, task: Task) -> None:
-        self._parts = []
+        self._begin("predict")
 
     def on_predict_batch_end(
         self, trainer: Trainer, task: Task, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
@@ -149,21 +151,35 @@ class EvaluationGather(Callback):
     def on_predict_epoch_end(self, trainer: Trainer, task: Task) -> None:
         self._finish(trainer, task, "predict")
 
+    def on_exception(self, trainer: Trainer, task: Task, exception: BaseException) -> None:
+        self._leave()
+
+    def _begin(self, stage: str) -> None:
+        self._leave()
+        if stage in self.stages:
+            self._gather = SampleGather(PartialState())
+
+    def _leave(self) -> None:
+        """Let the other processes not wait for the samples of a pass that was interrupted."""
+        if self._gather is not None:
+            self._gather.abandon()
+            self._gather = None
+
     def _keep(
         self, trainer: Trainer, stage: str, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int
     ) -> None:
         """Keep the real rows of one batch."""
-        if stage not in self.stages:
+        if self._gather is None:
             return
         info = trainer.batch_info
         rows, keep = (None, None) if info is None else (info.rows, info.real_rows)
         predictions, targets = self._pick(outputs, batch, stage)
         kept = (
-            real_rows_on_cpu(predictions, rows, keep, "predictions"),
-            None if targets is None else real_rows_on_cpu(targets, rows, keep, "targets"),
+            real_rows(predictions, rows, keep, "predictions"),
+            None if targets is None else real_rows(targets, rows, keep, "targets"),
         )
         shard = trainer.strategy.topology.data_shard.index
-        self._parts.append(Part(dataloader_idx, batch_idx, shard, kept))
+        self._gather.add(Part(dataloader_idx, batch_idx, shard, kept))
 
     def _pick(self, outputs: Any, batch: Any, stage: str) -> tuple[Any, Any]:
         """Return predictions and targets out of what a step returned."""
@@ -188,10 +204,10 @@ class EvaluationGather(Callback):
 
     def _finish(self, trainer: Trainer, task: Task, stage: str) -> None:
         """Bring the samples together, log the metrics and write the file."""
-        if stage not in self.stages:
+        if self._gather is None:
             return
-        parts, self._parts = self._parts, []
-        loaders = collect(parts, trainer.is_global_zero)
+        loaders = self._gather.finish()
+        self._gather = None
 
         def evaluate() -> dict[str, float]:
             values: dict[str, float] = {}

@@ -13,7 +13,9 @@ from torch import Tensor
 from drivetrain.callbacks.base import Callback
 from drivetrain.callbacks.support import prediction_files as files
 from drivetrain.runtime.errors import ConfigurationError, DataError, nearest
+from drivetrain.runtime.host_blocks import HostBlocks
 from drivetrain.runtime.nested import recursively_apply
+from drivetrain.runtime.state import PartialState
 
 if TYPE_CHECKING:
     from drivetrain.trainer.task import Task
@@ -56,6 +58,7 @@ class BasePredictionWriter(Callback):
         self.interval = write_interval
         self._predictions: list[list[Any]] = []  # of each loader
         self._indices: list[list[list[int] | None]] = []
+        self._leaving: HostBlocks | None = None
 
     def write_on_batch_end(
         self,
@@ -108,6 +111,7 @@ class BasePredictionWriter(Callback):
 
     def on_predict_epoch_start(self, trainer: Trainer, task: Task) -> None:
         self._predictions, self._indices = [], []
+        self._leaving = HostBlocks(PartialState())
 
     def on_predict_batch_end(
         self, trainer: Trainer, task: Task, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
@@ -121,19 +125,26 @@ class BasePredictionWriter(Callback):
         if self.interval != "epoch":
             self.write_on_batch_end(trainer, task, outputs, indices, batch, batch_idx, dataloader_idx)
         if self.interval != "batch":
-            while len(self._predictions) <= dataloader_idx:
+            kept = recursively_apply(lambda t: t.detach().clone() if t.device.type == "cpu" else t.detach(), outputs)
+            assert self._leaving is not None
+            self._keep(self._leaving.add((dataloader_idx, kept, indices)))
+
+    def _keep(self, block: Sequence[tuple[int, Any, list[int] | None]]) -> None:
+        """Take batches that have left the device: of each its loader, its predictions and their indices."""
+        for loader, prediction, indices in block:
+            while len(self._predictions) <= loader:
                 self._predictions.append([])
                 self._indices.append([])
-            self._predictions[dataloader_idx].append(
-                recursively_apply(lambda t: t.detach().to("cpu", copy=True), outputs)
-            )
-            self._indices[dataloader_idx].append(indices)
+            self._predictions[loader].append(prediction)
+            self._indices[loader].append(indices)
 
     def on_predict_epoch_end(self, trainer: Trainer, task: Task) -> None:
         if self.interval == "batch":
             return
+        assert self._leaving is not None
+        self._keep(self._leaving.take())
         predictions, indices = self._predictions, self._indices
-        self._predictions, self._indices = [], []
+        self._predictions, self._indices, self._leaving = [], [], None
         several = len(trainer.num_predict_batches) > 1
         given = predictions if several else [each for loader in predictions for each in loader]
         self.write_on_epoch_end(trainer, task, given, indices)

@@ -139,12 +139,23 @@ def gather_object(object: Any) -> list[Any]:
     try:
         call_collective("gather_object", state, dist.all_gather_object, collected, items)
     except (PicklingError, AttributeError, TypeError) as error:  # pickle raises all of them for what it cannot take
-        raise DataError(
-            f"gather_object on rank {state.process_index}: what it was given cannot be sent to other processes: "
-            f"{error}. Give tensors, numbers, strings and containers of them, or objects whose class is defined at "
-            "the top of a module."
-        ) from error
+        raise cannot_be_sent("gather_object", state, error) from error
     return [item for each in collected for item in each]
+
+
+def cannot_be_sent(operation: str, state: PartialState, error: Exception) -> DataError:
+    """The error for an object that other processes cannot be given.
+
+    Args:
+        operation: What was to send it.
+        state: This process.
+        error: What pickle raised.
+    """
+    return DataError(
+        f"{operation} on rank {state.process_index}: what it was given cannot be sent to other processes: "
+        f"{error}. Give tensors, numbers, strings and containers of them, or objects whose class is defined at "
+        "the top of a module."
+    )
 
 
 def reduce(tensor: Any, reduction: str = "mean", scale: float = 1.0) -> Any:

@@ -15,7 +15,7 @@ from drivetrain.callbacks import Callback, EvaluationGather, ModelCheckpoint
 from drivetrain.runtime.errors import ConfigurationError, DataError
 from drivetrain.trainer.trainer import Trainer
 from tests.callbacks.tasks import Scripted, fit, numbers
-from tests.pool import run_in_processes
+from tests.pool import ProcessesFailed, run_in_processes
 
 
 class Doubling(Scripted):
@@ -212,6 +212,65 @@ def broken_metric(root: str) -> None:
 
 def test_a_metric_that_fails_fails_on_all_processes(tmp_path: Path) -> None:
     run_in_processes(broken_metric, args=(str(tmp_path),))
+
+
+class FailingOnce(Doubling):
+    """Fails on one rank, in the third batch of the first pass."""
+
+    passes = 0
+
+    def __init__(self, rank: int | None) -> None:
+        super().__init__()
+        self.rank = rank
+
+    def validation_step(self, batch: list[Tensor], batch_idx: int, dataloader_idx: int = 0) -> dict[str, Tensor]:
+        if batch_idx == 2 and self.passes == 0 and self.trainer.global_rank == self.rank:
+            raise ValueError("this batch is broken")
+        return super().validation_step(batch, batch_idx)
+
+
+def validate_broken(root: str) -> None:
+    gather = EvaluationGather(path="{stage}.csv")
+    evaluator(root, gather).validate(FailingOnce(1), numbers(12, 2), verbose=False)
+
+
+def test_a_step_that_fails_on_one_process_does_not_leave_the_others_waiting(tmp_path: Path) -> None:
+    with pytest.raises(ProcessesFailed) as failed:
+        run_in_processes(validate_broken, args=(str(tmp_path),), timeout=60)
+    assert not failed.value.hung
+    assert "this batch is broken" in failed.value.tracebacks[1]
+    # Rank 1 sends that it leaves, unless it has ended before that is received.
+    assert "CollectiveError: gather of results" in failed.value.tracebacks[0]
+
+
+def validate_again(root: str) -> None:
+    """A pass that all processes leave, and one that they finish."""
+    gather = EvaluationGather(path="{stage}.csv")
+    trainer = evaluator(root, gather)
+
+    class Failing(FailingOnce):
+        def validation_step(self, batch: list[Tensor], batch_idx: int, dataloader_idx: int = 0) -> dict[str, Tensor]:
+            self.rank = self.trainer.global_rank
+            return super().validation_step(batch, batch_idx)
+
+    task = Failing(None)
+    with pytest.raises(ValueError, match="this batch is broken"):
+        trainer.validate(task, numbers(12, 2), verbose=False)
+    task.passes += 1
+    trainer.validate(task, numbers(13, 2), verbose=False)
+
+
+def test_a_pass_after_one_that_failed_has_its_own_samples(tmp_path: Path) -> None:
+    run_in_processes(validate_again, args=(str(tmp_path),))
+    assert read(tmp_path / "val.csv") == [(n, 2 * n, n) for n in range(13)]
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_more_batches_than_a_block_holds_come_complete(world_size: int, tmp_path: Path) -> None:
+    results = run_in_processes(evaluate, world_size, args=(str(tmp_path), [135], 1))
+    for result in results:
+        assert result["val_rows"] == 135
+    assert read(tmp_path / "val.csv") == [(n, 2 * n, n) for n in range(135)]
 
 
 def test_loaders_without_a_length_are_gathered_as_well(tmp_path: Path) -> None:

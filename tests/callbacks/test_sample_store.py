@@ -11,9 +11,9 @@ import torch
 
 from drivetrain.callbacks.support.sample_store import (
     Part,
+    SampleGather,
     Samples,
-    collect,
-    real_rows_on_cpu,
+    real_rows,
     write_samples,
     writer_for,
 )
@@ -35,9 +35,16 @@ def parts_of_rank(batches: list[list[list[int]]], rank: int, shard: int | None =
     ]
 
 
+def collect(parts: list[Part], state: PartialState) -> list[Samples]:
+    gather = SampleGather(state)
+    for part in parts:
+        gather.add(part)
+    return gather.finish()
+
+
 def gathered(batches: list[list[list[int]]]) -> list[tuple[list[int], list[str]]]:
     state = PartialState()
-    loaders = collect(parts_of_rank(batches, state.process_index), state.is_main_process)
+    loaders = collect(parts_of_rank(batches, state.process_index), state)
     return [(samples.predictions.tolist(), samples.targets) for samples in loaders]
 
 
@@ -60,7 +67,7 @@ def test_more_batches_than_one_exchange_takes_come_back_complete() -> None:
 def gathered_where_both_share_a_shard() -> list[int]:
     state = PartialState()
     parts = [Part(0, step, 0, (torch.tensor([step]), None)) for step in range(3)]
-    loaders = collect(parts, state.is_main_process)
+    loaders = collect(parts, state)
     return loaders[0].predictions.tolist() if loaders else []
 
 
@@ -69,21 +76,20 @@ def test_processes_that_share_a_shard_count_once() -> None:
 
 
 def test_rows_of_differing_shapes_stay_a_list() -> None:
-    PartialState()
     parts = [Part(0, step, 0, (torch.ones(2, step + 1), None)) for step in range(2)]
-    (samples,) = collect(parts, True)
+    (samples,) = collect(parts, PartialState())
     assert [tuple(row.shape) for row in samples.predictions] == [(1,), (1,), (2,), (2,)]
     assert samples.targets is None
 
 
 def test_only_real_rows_are_kept_without_the_batch_they_came_from() -> None:
     batch = torch.randn(8, 3, requires_grad=True)
-    kept = real_rows_on_cpu(batch, rows=8, keep=5, what="predictions")
+    kept = real_rows(batch, rows=8, keep=5, what="predictions")
     assert torch.equal(kept, batch[:5])
     assert not kept.requires_grad
     assert kept.untyped_storage().nbytes() == 5 * 3 * 4
-    assert real_rows_on_cpu(["a", "b"], 2, 1, "targets") == ["a"]
-    assert real_rows_on_cpu(np.arange(3), 3, 2, "targets").tolist() == [0, 1]
+    assert real_rows(["a", "b"], 2, 1, "targets") == ["a"]
+    assert real_rows(np.arange(3), 3, 2, "targets").tolist() == [0, 1]
 
 
 @pytest.mark.parametrize(
@@ -96,7 +102,7 @@ def test_only_real_rows_are_kept_without_the_batch_they_came_from() -> None:
 )
 def test_values_without_one_row_for_each_sample_are_refused(values: Any, message: str) -> None:
     with pytest.raises(DataError, match=message):
-        real_rows_on_cpu(values, rows=4, keep=4, what="predictions")
+        real_rows(values, rows=4, keep=4, what="predictions")
 
 
 SAMPLES = Samples(torch.tensor([[0.5, 0.25], [1.0, 0.0]]), torch.tensor([1, 0]))

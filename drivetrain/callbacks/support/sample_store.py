@@ -13,11 +13,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from drivetrain.runtime.collectives import gather_object
+from drivetrain.runtime.block_gather import BlockGather
 from drivetrain.runtime.errors import ConfigurationError, DataError
+from drivetrain.runtime.host_blocks import HostBlocks
 from drivetrain.runtime.nested import recursively_apply
-
-_BATCHES_PER_EXCHANGE = 32
+from drivetrain.runtime.state import PartialState
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,7 @@ class Part:
         loader: The number of the loader.
         step: The number of the batch in its loader, on this process.
         shard: Which of the data's shards this process has; several processes may have the same.
-        values: Predictions and targets of the batch's real rows, on the CPU; targets may be None.
+        values: Predictions and targets of the batch's real rows; targets may be None.
     """
 
     loader: int
@@ -50,8 +50,8 @@ class Samples:
     targets: Any
 
 
-def real_rows_on_cpu(values: Any, rows: int | None, keep: int | None, what: str) -> Any:
-    """Return the real rows of a batch's predictions or targets, detached and on the CPU.
+def real_rows(values: Any, rows: int | None, keep: int | None, what: str) -> Any:
+    """Return the real rows of a batch's predictions or targets, detached, where they are.
 
     Args:
         values: A tensor or array with a row for each sample, or a list with an item for each.
@@ -83,38 +83,58 @@ def real_rows_on_cpu(values: Any, rows: int | None, keep: int | None, what: str)
     if isinstance(kept, Tensor):
         kept = kept.detach()
         # A slice would keep the whole batch alive, and be sent as a whole.
-        return kept.cpu() if kept.device.type != "cpu" else kept.clone()
-    return recursively_apply(lambda leaf: leaf.detach().cpu(), list(kept))
+        return kept.clone() if kept.device.type == "cpu" else kept
+    return recursively_apply(lambda leaf: leaf.detach(), list(kept))
 
 
-def collect(parts: Sequence[Part], is_main_process: bool) -> list[Samples]:
-    """Bring the parts of all processes together; called by all processes.
+class SampleGather:
+    """Brings the parts of all processes to the main process, while they compute further batches.
 
-    Batches are exchanged a few at a time, and only the main process keeps those of the others.
+    Make it on all processes at once, and end it with `finish` or `abandon`.
 
     Args:
-        parts: What this process kept.
-        is_main_process: Whether this process keeps what comes in.
-
-    Returns:
-        The samples of each loader on the main process, nothing on the others.
+        state: This process among its peers.
     """
-    rounds = max(gather_object([-(-len(parts) // _BATCHES_PER_EXCHANGE)]))
-    kept: dict[tuple[int, int, int], tuple[Any, Any]] = {}
-    for number in range(rounds):
-        start = number * _BATCHES_PER_EXCHANGE
-        for part in gather_object(list(parts[start : start + _BATCHES_PER_EXCHANGE])):
-            if is_main_process:
-                # Processes that share a shard have the same samples: one of them counts.
-                kept.setdefault((part.loader, part.step, part.shard), part.values)
-    # Batch by batch the shards took turns in the order of the data set.
-    loaders: dict[int, list[tuple[Any, Any]]] = {}
-    for key in sorted(kept):
-        loaders.setdefault(key[0], []).append(kept[key])
-    return [
-        Samples(_joined([predictions for predictions, _ in values]), _joined([targets for _, targets in values]))
-        for values in loaders.values()
-    ]
+
+    def __init__(self, state: PartialState) -> None:
+        self._leaving, self._gather = HostBlocks(state), BlockGather(state)
+
+    def add(self, part: Part) -> None:
+        """Take what this process keeps of a batch.
+
+        Args:
+            part: Its values may be on the device.
+        """
+        block = self._leaving.add(part)
+        if block:
+            self._gather.add(block)
+
+    def finish(self) -> list[Samples]:
+        """Wait until all have come.
+
+        Returns:
+            The samples of each loader on the main process, nothing on the others.
+        """
+        block = self._leaving.take()
+        if block:
+            self._gather.add(block)
+        kept: dict[tuple[int, int, int], tuple[Any, Any]] = {}
+        parts: list[Part] = [part for block in self._gather.finish() for part in block]
+        for part in parts:
+            # Processes that share a shard have the same samples: one of them counts.
+            kept.setdefault((part.loader, part.step, part.shard), part.values)
+        # Batch by batch the shards took turns in the order of the data set.
+        loaders: dict[int, list[tuple[Any, Any]]] = {}
+        for key in sorted(kept):
+            loaders.setdefault(key[0], []).append(kept[key])
+        return [
+            Samples(_joined([predictions for predictions, _ in values]), _joined([targets for _, targets in values]))
+            for values in loaders.values()
+        ]
+
+    def abandon(self) -> None:
+        """Leave without waiting, after an error."""
+        self._gather.abandon()
 
 
 def _joined(values: Sequence[Any]) -> Any:

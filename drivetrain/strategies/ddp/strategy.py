@@ -35,7 +35,7 @@ class DDP(Strategy):
 
     Args:
         find_unused_parameters: Look in each forward for parameters that take no part in it. After ten steps in which
-            there was none on any process, a warning says so, and what the search costs.
+            there was none on any process, a warning names what the search costs.
         static_graph: The same parameters are used in every step, which lets some take no part without a search, and
             allows reentrant activation checkpointing.
         bucket_cap_mb: Size of the gradient buckets, in MiB.

@@ -29,7 +29,7 @@ def some_of(names: Sequence[str]) -> str:
 
 
 class UnusedSearch:
-    """Watches the search in the first steps, and says once where a run does without it.
+    """Watches the search in the first steps, and warns once where a run does without it.
 
     Nothing is exchanged for it: the reducer sums over processes which parameters were used, for its own sake.
 

@@ -13,8 +13,10 @@ from drivetrain.callbacks.stage import Stage
 from drivetrain.data import BatchInfo
 from drivetrain.runtime.collectives import gather_object
 from drivetrain.runtime.errors import DataError
+from drivetrain.runtime.host_blocks import HostBlocks
 from drivetrain.runtime.logging import get_logger
-from drivetrain.runtime.nested import recursively_apply, send_to_device
+from drivetrain.runtime.nested import recursively_apply
+from drivetrain.runtime.state import PartialState
 from drivetrain.strategies.capabilities import PlainEvaluation, evaluation_context
 from drivetrain.trainer.loops.binding import DataEnded, Feed, as_taken, bind_evaluation_step
 from drivetrain.trainer.loops.evaluation_loop import evaluating, loader_argument
@@ -105,6 +107,7 @@ class PredictionLoop:
         on_start = hooks.find_of_batch("on_predict_batch_start", dataloader_idx)
         on_end = hooks.find_of_batch("on_predict_batch_end", dataloader_idx)
         outputs: list[Any] = []
+        leaving = HostBlocks(PartialState())
         batches = loader.iterate(limit, together=self._strategy.needs_even_batches)
         watched = trainer.actions.iterate("predict_dataloader_next", batches)
         feed = self._feed = Feed(watched, loader, current, dataloader_idx or 0)
@@ -119,10 +122,11 @@ class PredictionLoop:
                     hook(output, feed.batch, feed.index)
                 trainer.logged.evaluated.count(Stage.PREDICT, dataloader_idx or 0)
                 if self._keep:
-                    outputs.append(_real_rows(send_to_device(output, torch.device("cpu")), current.batch_info))
+                    outputs += leaving.add(_real_rows(output, current.batch_info))
                 if feed.index + 1 >= limit:
                     break
         feed.leave()
+        outputs += leaving.take()
         if trainer.world_size == 1 or not self._keep:
             return outputs
         if not trainer.gathers_predictions:
