@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 from random import Random
@@ -29,8 +30,10 @@ DATA, FORWARD, BACKWARD, OPTIMIZER, SYNC, LOGGING, CALLBACKS, CHECKPOINT, EVALUA
 _SPANS = len(PARTS)
 _UNMARKED = 2 * len(PARTS)
 
-_COST = 2e-3
+_COST = 1e-3
 """The share of the time that marks may take."""
+_STRETCHES = 4
+"""How many stretches of steps are looked back on, so that a pause in one of them does not count."""
 _PER_STEP = 24
 """How many marks a step has, with what begins and ends it."""
 _FIRST = 10
@@ -46,7 +49,7 @@ class Timing:
 
     Every moment of `fit` from the first epoch's beginning counts for one of `PARTS`. Validations, checkpoints, the
     ends of epochs and what is written to trackers are always measured. Within steps, marks separate the parts: in every
-    step where steps are so long that marks take less than 0.2 % of them, from about two milliseconds on; of shorter
+    step where steps are so long that marks take less than 0.1 % of them, from about four milliseconds on; of shorter
     ones in as many as that allows, drawn at random. The shares of those then hold for the steps between them.
 
     It can be read at any time, also from another thread.
@@ -69,6 +72,7 @@ class Timing:
         self._marks, self._is_first = True, True
         self._before_marks = self._times[:_SPANS]
         self._steps_before, self._batches_before = 0.0, 0
+        self._per_batch: deque[float] = deque(maxlen=_STRETCHES)  # seconds, in the latest stretches
         self._marked_every = 0.0  # seconds of training for which one marked step is enough
         self._left = 0  # batches of a stretch after its marked step
 
@@ -246,9 +250,9 @@ class Timing:
     def _stretch(self, batches: int) -> int:
         """Of how many batches one has marks, by how long steps have been of late."""
         steps = sum(self._times[:_SPANS]) + self._times[_UNMARKED]
-        per_batch = (steps - self._steps_before) / max(1, batches - self._batches_before)
+        self._per_batch.append((steps - self._steps_before) / max(1, batches - self._batches_before))
         self._steps_before, self._batches_before = steps, batches
-        return min(_MOST, max(1, math.ceil(self._marked_every / max(per_batch, 1e-9))))
+        return min(_MOST, max(1, math.ceil(self._marked_every / max(min(self._per_batch), 1e-9))))
 
     def mark_end_of_gradients(self, loss: Tensor) -> None:
         """Let what a backward does once its own gradients are computed count as waiting for other processes.

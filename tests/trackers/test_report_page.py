@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from drivetrain.runtime.errors import ConfigurationError
+from drivetrain.runtime.timing import PARTS
 from drivetrain.trackers import CSVLogger, TensorBoardLogger
 from drivetrain.trackers.report.charts import is_higher_better, kind_of, subject_of
 from drivetrain.trackers.report.comparison import comparison_of, distinct_names
@@ -95,6 +96,24 @@ def test_a_page_has_everything_about_the_run(tmp_path: Path) -> None:
     assert loss["names"] == ["train_loss", "val_loss"]
     assert loss["data"][0] == list(range(1, 31))
     assert loss["data"][2][9] == 11
+
+
+def test_a_page_shows_the_share_of_each_part(tmp_path: Path) -> None:
+    folder = run_in(tmp_path / "digits")
+    (folder / "ranks" / "rank_0.csv").unlink()
+    lane = Lane(folder, 0, {"host": "here"})
+    shares = {name: 0.01 * (number + 1) for number, name in enumerate(PARTS[:-1])}
+    lane.write(sample(30, **(shares | {"idle": 1.0 - sum(shares.values())})))
+    lane.close()
+    page = page_of(RunPage.read(folder))
+    shown_shares = dict(re.findall(r"<li><i class=\"(c\d)\"></i>.*? ([\d.]+) %</li>", page.decode()))
+    assert len(shown_shares) == len(PARTS)
+    assert sum(map(float, shown_shares.values())) == pytest.approx(100.0)
+    text = shown(page)
+    for part in ("waiting for data 1.0 %", "waiting for other processes 5.0 %", "everything else 55.0 %"):
+        assert part in text
+    for color in shown_shares:  # in light and dark
+        assert page.decode().count(f"--{color}: #") == 2
 
 
 def test_nothing_outside_of_the_page_is_asked_for(tmp_path: Path) -> None:

@@ -151,7 +151,7 @@ def test_shares_are_those_of_parts_that_take_known_times(tmp_path: Path) -> None
 def test_of_short_steps_some_are_measured_and_stand_for_the_others(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(Timing, "_seconds_of_a_mark", lambda self: 4e-6)  # or nearly all would be measured
+    monkeypatch.setattr(Timing, "_seconds_of_a_mark", lambda self: 2e-6)  # or nearly all would be measured
     _, timing = timed(tmp_path, 1500, 1e-4, **GIVEN)
     assert timing.inferred > 0.5
     for name in GIVEN:
@@ -195,7 +195,7 @@ def simulated(clock: FakeClock, steps: int, seconds: Callable[[int], dict[int, f
 def clock(monkeypatch: pytest.MonkeyPatch) -> FakeClock:
     clock = FakeClock()
     monkeypatch.setattr(timing_module, "perf_counter", clock)
-    monkeypatch.setattr(Timing, "_seconds_of_a_mark", lambda self: 1.6e-7)
+    monkeypatch.setattr(Timing, "_seconds_of_a_mark", lambda self: 8e-8)
     return clock
 
 
