@@ -86,24 +86,26 @@ class BatchedStream(IterableDataset[Record]):
         if seed is not None:
             samples = _seeded(samples, seed)
         size = self.batch_size or 1
+        held: list[Any] = []  # nothing while this waits to be asked for the next
         chunks = _chunks(samples, size, self.drop_last)
         for chunk, info in shard_batches(chunks, self.layout, streaming=True):
             if seed is not None:
                 seed_all_generators(collate_seed(seed, 0, info.consumed or 0))
-            batch = self.collate_fn(chunk if self.batch_size is not None else chunk[0])
-            yield Record(batch, info.rows or 0, info.padding, info.global_rows or 0)
+            held.append(self.collate_fn(chunk if self.batch_size is not None else chunk[0]))
+            del chunk
+            yield Record(held.pop(), info.rows or 0, info.padding, info.global_rows or 0)
 
 
 def _seeded(samples: Iterator[Any], seed: int) -> Iterator[Any]:
     """The same samples, each read in the random state of its position."""
     position = 0
+    held: list[Any] = []  # nothing while this waits to be asked for the next
     while True:
         seed_all_generators(sample_seed(seed, position, 0))
-        try:
-            sample = next(samples)
-        except StopIteration:
+        held.extend(islice(samples, 1))
+        if not held:
             return
-        yield sample
+        yield held.pop()
         position += 1
 
 
@@ -119,13 +121,15 @@ def _isolated(records: Iterator[Record]) -> Iterator[Record]:
 
 def _chunks(samples: Iterator[Any], size: int, drop_last: bool) -> Iterator[Sequence[Any]]:
     """Samples in lists of `size`; a stream that has ended is not asked again."""
+    held: list[list[Any]] = []  # nothing while this waits to be asked for the next
     while chunk := list(islice(samples, size)):
-        if len(chunk) == size:
-            yield chunk
-            continue
-        if not drop_last:
-            yield chunk
-        return
+        is_full = len(chunk) == size
+        held.append(chunk)
+        del chunk
+        if is_full or not drop_last:
+            yield held.pop()
+        if not is_full:
+            return
 
 
 class StreamReader:

@@ -193,14 +193,17 @@ def shard_batches(
         The samples of this process's next batch, and what is known about it.
     """
     if layout.shard.count == 1:
-        for batch, last in ((batch, False) for batch in batches) if streaming else with_last(batches, length):
+        held: list[Sequence[Item]] = []  # nothing while this waits to be asked for the next
+        for batch, last in map(_not_last, batches) if streaming else with_last(batches, length):
             try:
                 rows = len(batch)
             except TypeError:  # torch takes any iterable of indices
                 batch = list(batch)
                 rows = len(batch)
+            held.append(batch)
+            del batch
             consumed += rows
-            yield batch, BatchInfo(index, rows, 0, rows, last, consumed)
+            yield held.pop(), BatchInfo(index, rows, 0, rows, last, consumed)
             index += 1
         return
     shares = _shares(batches, layout, index, consumed, head, streaming)
@@ -210,6 +213,10 @@ def shard_batches(
     for (samples, info), last in with_last(shares):
         info.last = last
         yield samples, info
+
+
+def _not_last(batch: Sequence[Item]) -> tuple[Sequence[Item], bool]:
+    return batch, False
 
 
 def _shares(

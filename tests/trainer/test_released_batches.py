@@ -70,6 +70,13 @@ class SeesItsBatch(Callback):
         self.seen += 1
 
 
+class Made(torch.utils.data.IterableDataset[Any]):
+    """Batches that are made as they are read."""
+
+    def __iter__(self) -> Any:
+        return (torch.ones(2, 1) for _ in range(4))
+
+
 class Whole(torch.utils.data.Dataset[Any]):
     """Samples that are made one by one."""
 
@@ -86,6 +93,7 @@ LOADERS: dict[str, Callable[[], Any]] = {
     "with workers": lambda: DataLoader(Whole(), batch_size=2, num_workers=1),
     "a sample at a time": lambda: DataLoader(Whole(), batch_size=None),
     "stream": lambda: DataLoader(Stream([1.0] * 8), batch_size=2),
+    "stream of batches": lambda: DataLoader(Made(), batch_size=None),
     "ready batches": lambda: _Ready(),
     "several, side by side": lambda: {"a": rows([1.0] * 8, 2), "b": rows([1.0] * 8, 2)},
     "several, to the longest": lambda: CombinedLoader(
