@@ -35,7 +35,7 @@ class KeptGenerators:
         """Those that are not as they were when they were noted: which have drawn, or were seeded.
 
         Args:
-            names: Which of `GENERATORS` to look at; all of them if None.
+            names: Which of `GENERATORS` to compare; all of them if None.
         """
         return [name for name in (self._kept if names is None else names) if self._kept[name].is_changed()]
 
