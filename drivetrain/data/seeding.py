@@ -25,6 +25,7 @@ from drivetrain.runtime.seeds import (
     GENERATORS,
     drawn_since,
     sample_seed,
+    sample_seeds,
     seed_all_generators,
 )
 
@@ -72,8 +73,8 @@ class SeededBatches(Dataset[Any]):
     that no `set_epoch` reaches. In the main process the global generators are left as they were.
 
     Seeding a generator takes longer than reading many a sample. So those that no sample of the first batch draws from
-    are seeded once for a batch from then on; where a batch has drawn from one nevertheless, its samples are read again,
-    each from its own state, and the generator is seeded for each sample for good.
+    are left as they are from then on; where a batch has drawn from one nevertheless, its samples are read again, each
+    from its own state, and the generator is seeded for each sample for good. So it is with what collates them.
 
     Args:
         dataset: The user's dataset.
@@ -90,15 +91,28 @@ class SeededBatches(Dataset[Any]):
         self.reads_many = bool(getattr(dataset, "__getitems__", None))
         self.seeds_samples = not is_deterministic(dataset)
         # The generators that samples draw from, as far as is known; None before the first batch.
-        self._drawn: list[str] | None = None
-        self._kept = KeptGenerators()
+        self._drawn: list[str] | None = None if self.seeds_samples else []
         self._collates_plainly = is_deterministic_collate(collate_fn)
+        self._collating_draws: bool | None = None  # from any of them; None before the first batch
+        self._kept = KeptGenerators()
 
     def __getitem__(self, request: tuple[int, Any]) -> Any:
-        if get_worker_info() is not None:
+        self._kept.take()
+        if self._drawn == [] and (self._collates_plainly or self._collating_draws is False) and self.batched:
+            try:
+                batch = self.collate_fn(self._read_seeded(*request, ()))
+            except Exception:
+                if not self._kept.changed():
+                    raise
+            else:
+                if not self._kept.changed():
+                    return batch
+            self._kept.put_back()
+        try:
             return self._read(*request)
-        with self._kept:
-            return self._read(*request)
+        finally:
+            if get_worker_info() is None:
+                self._kept.put_back()
 
     def _read(self, epoch: int, indices: Any) -> Any:
         if not self.batched:
@@ -107,8 +121,12 @@ class SeededBatches(Dataset[Any]):
         samples = self._samples(epoch, indices)
         if self._collates_plainly:
             return self.collate_fn(samples)
-        seed_all_generators(collate_seed(self.seed, epoch, key_of(indices[0]) if len(indices) else 0))
-        return self.collate_fn(samples)
+        seed = collate_seed(self.seed, epoch, key_of(indices[0]) if len(indices) else 0)
+        seed_all_generators(seed)
+        batch = self.collate_fn(samples)
+        if not (self._drawn or self._collating_draws):
+            self._collating_draws = bool(drawn_since(seed, GENERATORS))
+        return batch
 
     def _samples(self, epoch: int, indices: Any) -> Any:
         if not self.seeds_samples or not len(indices):
@@ -116,17 +134,14 @@ class SeededBatches(Dataset[Any]):
         if self._drawn is None:
             return self._read_first(epoch, indices)
         others = [name for name in GENERATORS if name not in self._drawn]
-        seed = sample_seed(self.seed, epoch, key_of(indices[0]))
-        for name in others:
-            GENERATORS[name].seed(seed)
         try:
             samples = self._read_seeded(epoch, indices, self._drawn)
         except Exception:
-            late = drawn_since(seed, others)
+            late = self._kept.changed(others)
             if not late:
                 raise
         else:
-            late = drawn_since(seed, others)
+            late = self._kept.changed(others)
             if not late:
                 return samples
         self._drawn = [*self._drawn, *late]
@@ -136,12 +151,13 @@ class SeededBatches(Dataset[Any]):
         """Samples, with these generators seeded for each."""
         if not drawn:
             return self.dataset.__getitems__(indices) if self.reads_many else [self.dataset[index] for index in indices]
-        generators = [GENERATORS[name] for name in drawn]
+        seeds = [GENERATORS[name].seed for name in drawn]
+        seed_of = sample_seeds(self.seed, epoch)
         samples = []
         for index in indices:
-            seed = sample_seed(self.seed, epoch, key_of(index))
-            for generator in generators:
-                generator.seed(seed)
+            seed = seed_of(key_of(index))
+            for seed_generator in seeds:
+                seed_generator(seed)
             samples.append(self._read_one(index))
         return samples
 

@@ -336,3 +336,29 @@ def test_a_dataset_that_draws_nothing_is_asked_for_whole_batches_after_the_first
     dataset = AtOnce({})
     samples_of(loader(dataset=dataset, shuffle=False), epochs=1)
     assert [-index for index in dataset.read if index < 0] == [1, 1, 1, 1, 4, 4, 2]
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_collating_that_draws_in_a_later_batch_does_so_from_its_own_state(fails: bool) -> None:
+    def batches(workers: int, order: list[int]) -> list[Any]:
+        failed: list[bool] = []
+
+        def collate(samples: list[int]) -> Tensor:
+            drawn = noise() if max(samples) > 3 else [0.0]
+            if fails and max(samples) > 3 and not failed:
+                failed.append(True)
+                raise ValueError("at the first draw only, which is made again")
+            return torch.tensor([*samples, *drawn], dtype=torch.float64)
+
+        loader = prepare_loader(
+            DataLoader(Numbers(8), 2, sampler=order, num_workers=workers, collate_fn=collate), shard=DataShard(), seed=7
+        )
+        return sorted(batch.tolist() for batch in loader)
+
+    late, early = [0, 1, 2, 3, 4, 5, 6, 7], [2, 3, 0, 1, 6, 7, 4, 5]
+    random.seed(1)
+    expected, following = batches(0, late), random.random()
+    assert len({len(batch) for batch in expected}) == 2
+    assert batches(1, early) == expected == batches(0, early)
+    random.seed(1)
+    assert following == random.random()

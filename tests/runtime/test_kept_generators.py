@@ -80,3 +80,30 @@ def test_it_goes_to_workers_without_the_state():
     assert len(pickle.dumps(kept)) < 200
     with pickle.loads(pickle.dumps(kept)):
         pass
+
+
+@pytest.mark.parametrize(
+    ("draw", "name"),
+    [
+        (random.random, "python"),
+        (lambda: random.gauss(0, 1), "python"),
+        (np.random.random, "numpy"),
+        (np.random.normal, "numpy"),
+        (lambda: torch.rand(()), "torch"),
+        (lambda: torch.manual_seed(3), "torch"),
+    ],
+)
+@pytest.mark.parametrize("waiting", [False, True], ids=["", "normal numbers wait"])
+def test_those_that_have_drawn_are_found(draw: Callable[[], object], name: str, waiting: bool):
+    seed_all_generators(1)
+    if waiting:
+        random.gauss(0, 1)
+        np.random.normal()
+    kept = KeptGenerators()
+    for _ in range(2):
+        with kept:
+            assert kept.changed() == []
+            draw()
+            assert kept.changed() == [name]
+            assert kept.changed({"python", "numpy", "torch"} - {name}) == []
+        assert kept.changed() == []
