@@ -6,7 +6,7 @@ import atexit
 import os
 import threading
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -294,9 +294,11 @@ def _changed_by(optimizers: Iterable[Optimizer]) -> tuple[set[int], set[int]]:
     fixed: set[int] = set()
     states: set[int] = set()
     for optimizer in optimizers:
-        for state in optimizer.state.values():
+        # Of another package, or of a class that never called Optimizer.__init__, it may have neither.
+        known = getattr(optimizer, "state", None)
+        for state in known.values() if isinstance(known, Mapping) else ():
             states |= addresses_of(state.values() if isinstance(state, dict) else ())
-        for group in optimizer.param_groups:
+        for group in getattr(optimizer, "param_groups", ()):
             for parameter in group["params"]:
                 (parameters if parameter.requires_grad else fixed).update(addresses_of([parameter.detach()]))
     return parameters, states - parameters - fixed

@@ -290,6 +290,7 @@ class LocalStorage(Storage):
             return False  # the checkpoint was removed meanwhile
         except OSError as error:
             # Another device, no permission, no such thing as links; where writing fails too, that is the error.
+            self.discard(target)  # a network's second attempt fails where the first one worked unheard
             logger.warning_once(
                 f"What did not change since the checkpoint before is written again, as files of "
                 f"{os.path.dirname(manifest)} cannot be linked: {error.strerror}."

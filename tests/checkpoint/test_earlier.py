@@ -53,11 +53,12 @@ class Run:
         self.optimizer = torch.optim.AdamW(self.model.parameters())
         self.shared: dict[str, Any] = {}
 
-    def save(self, name: str, storage: Storage | None = None) -> Path:
+    def save(self, name: str, storage: Storage | None = None, optimizer: torch.optim.Optimizer | None = None) -> Path:
         self.model(torch.randn(4, WIDTH)).square().mean().backward()
         self.optimizer.step()
+        shown = [optimizer or self.optimizer]
         save_run_state(
-            self.root / name, self.state(), {}, alone(), block=self.block, optimizers=[self.optimizer], storage=storage
+            self.root / name, self.state(), {}, alone(), block=self.block, optimizers=shown, storage=storage
         ).wait(60)
         return self.root / name
 
@@ -164,6 +165,21 @@ def test_averages_that_no_optimizer_knows_do_not_keep_the_rest_from_being_linked
     assert_whole(run.root / "three", run.state())
 
 
+@pytest.mark.parametrize("block", [True, False], ids=["at once", "in the background"])
+def test_an_optimizer_that_shows_neither_its_state_nor_its_parameters_hinders_no_save(
+    block: bool, tmp_path: Path
+) -> None:
+    class Bare(torch.optim.Optimizer):
+        def __init__(self) -> None:
+            pass
+
+    run = Run(tmp_path, block)
+    for name in ("one", "two", "three"):
+        run.save(name, optimizer=Bare())
+    assert shared_by(tmp_path / "two", tmp_path / "three") == UNCHANGED
+    assert_whole(tmp_path / "three", run.state())
+
+
 def test_weights_that_are_frozen_during_the_run_are_linked_from_then_on(run: Run) -> None:
     run.save("one")
     run.optimizer = torch.optim.AdamW(run.model.head.requires_grad_(False).parameters())
@@ -186,6 +202,22 @@ def test_where_nothing_can_be_linked_it_is_written_with_a_warning(
         two = run.save("two")
     assert shared_by(one, two) == set()
     assert os.strerror(reason) in caplog.text
+    assert_whole(two, run.state())
+
+
+def test_a_link_that_is_reported_as_failed_but_was_made_is_written_over(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    link = os.link
+
+    def unheard(*args: Any, **kwargs: Any) -> None:
+        link(*args, **kwargs)
+        raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST))
+
+    one = run.save("one")
+    monkeypatch.setattr(os, "link", unheard)
+    two = run.save("two")
+    assert shared_by(one, two) == set()
     assert_whole(two, run.state())
 
 
