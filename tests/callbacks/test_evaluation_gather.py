@@ -239,8 +239,7 @@ def test_a_step_that_fails_on_one_process_does_not_leave_the_others_waiting(tmp_
         run_in_processes(validate_broken, args=(str(tmp_path),), timeout=60)
     assert not failed.value.hung
     assert "this batch is broken" in failed.value.tracebacks[1]
-    # Rank 1 sends that it leaves, unless it has ended before that is received.
-    assert "CollectiveError: gather of results" in failed.value.tracebacks[0]
+    assert "CollectiveError" in failed.value.tracebacks[0]
 
 
 def validate_again(root: str) -> None:

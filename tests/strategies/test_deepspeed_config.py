@@ -143,6 +143,20 @@ def test_a_bucket_is_no_larger_than_the_model():
     assert done["reduce_bucket_size"] == 12
 
 
+@pytest.mark.parametrize(
+    ("stage", "millions", "bucket"),
+    [(2, 0.1, 10**5), (2, 1, 2**18), (2, 64, 2 * 10**6), (3, 10, 10**7), (3, 64, 2**24), (3, 640, 2 * 10**7)],
+)
+def test_a_bucket_is_chosen_by_the_size_of_the_model_and_the_stage(stage, millions, bucket):
+    model = nn.Linear(int(millions * 10**6), 1, bias=False, device="meta")
+    assert (
+        completed({"zero_optimization": {"stage": stage}}, model=model)["zero_optimization"]["reduce_bucket_size"]
+        == bucket
+    )
+    given = {"stage": stage, "reduce_bucket_size": 5000}
+    assert completed({"zero_optimization": given}, model=model)["zero_optimization"]["reduce_bucket_size"] == 5000
+
+
 def test_an_optimizer_of_the_configuration_is_filled_from_its_stand_in():
     section = {"type": "AdamW", "params": {"lr": "auto", "weight_decay": "auto", "betas": "auto", "eps": 1e-6}}
     optimizer = DummyOptim(parameters(), lr=0.02, weight_decay=0.1)

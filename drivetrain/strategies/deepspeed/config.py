@@ -24,7 +24,8 @@ STAGES = (0, 1, 2, 3)
 DEVICES = ("none", "cpu", "nvme")
 
 _BUCKET = 500_000_000  # elements
-_SMALL_BUCKET = 2**18
+# A model of fewer elements is reduced at once. ZeRO-3 has work for each bucket that a small one does not pay for.
+_SMALL_BUCKET, _SMALL_BUCKET_OF_3 = 2**18, 2**24
 
 # which precision asks for which part of a configuration
 _SECTIONS = {"bf16-true": "bf16", "fp16": "fp16", "fp16-true": "fp16"}
@@ -222,7 +223,8 @@ def _fill_zero(zero: Config, known: Known) -> None:
     if known.model is not None:
         # DeepSpeed allocates it whole on every process, 2 GB by default: as much as it spreads, for a small model.
         elements = sum(getattr(p, "ds_numel", p.numel()) for p in known.model.parameters())
-        zero.setdefault("reduce_bucket_size", max(1, min(_BUCKET, elements, max(_SMALL_BUCKET, elements // 32))))
+        least = _SMALL_BUCKET_OF_3 if zero.get("stage") == 3 else _SMALL_BUCKET
+        zero.setdefault("reduce_bucket_size", max(1, min(_BUCKET, elements, max(least, elements // 32))))
 
 
 def _hidden_size(model: nn.Module | None) -> int | None:
