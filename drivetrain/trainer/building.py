@@ -149,14 +149,23 @@ def _refuse_launched_sharding(strategy: str | Strategy) -> None:
         )
 
 
-def settle_accumulation(given: int | None, engine: Accelerator, options: TrainerOptions) -> TrainerOptions:
-    """The options with as many micro-batches for each step as were given; else with as many as the engine has.
+def settle(accumulate: int | None, engine: Accelerator, options: TrainerOptions) -> TrainerOptions:
+    """The options as the engine runs them: with as many micro-batches for each step as it has, where none were given.
 
     Args:
-        given: The Trainer's own argument.
+        accumulate: The Trainer's own argument.
         engine: What it runs on: of the launcher, unless its user has chosen.
         options: The Trainer's options.
+
+    Raises:
+        ConfigurationError: The strategy cannot run them; names what contradicts what, and what would work.
     """
+    settled = _with_accumulation(accumulate, engine, options)
+    _check_strategy(engine, settled)
+    return settled
+
+
+def _with_accumulation(given: int | None, engine: Accelerator, options: TrainerOptions) -> TrainerOptions:
     launched = Launched.here().settings.get("gradient_accumulation_steps")
     if given is None:
         chosen = engine.gradient_accumulation_steps
@@ -177,16 +186,7 @@ def settle_accumulation(given: int | None, engine: Accelerator, options: Trainer
     return options
 
 
-def check_strategy(engine: Accelerator, options: TrainerOptions) -> None:
-    """Refuse options that the strategy cannot run.
-
-    Args:
-        engine: What it runs on.
-        options: The Trainer's options.
-
-    Raises:
-        ConfigurationError: Names what contradicts what, and what would work.
-    """
+def _check_strategy(engine: Accelerator, options: TrainerOptions) -> None:
     strategy = engine.strategy
     strategy.check(
         RunOptions(
