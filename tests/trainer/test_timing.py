@@ -313,9 +313,15 @@ def seconds_of_rank(strategy: str) -> dict[str, float]:
     return trainer.timing.seconds
 
 
-@pytest.mark.parametrize("strategy", ["ddp", pytest.param("fsdp", marks=pytest.mark.sharded)])
-def test_waiting_for_the_gradients_of_others_is_sync(strategy: str) -> None:
-    fast, slow = run_in_processes(seconds_of_rank, 2, (strategy,))
+def test_waiting_for_the_gradients_of_others_is_sync() -> None:
+    fast, slow = run_in_processes(seconds_of_rank, 2, ("ddp",))
     assert fast["sync"] > 0.5 * 20 * 0.02
     assert slow["sync"] < 0.5 * fast["sync"]
     assert slow["backward"] > 0.99 * 20 * 0.02
+
+
+@pytest.mark.sharded
+def test_waiting_for_the_parameters_of_others_counts_to_what_needs_them() -> None:
+    fast, slow = run_in_processes(seconds_of_rank, 2, ("fsdp",))
+    assert min(fast["backward"], slow["backward"]) > 0.9 * 20 * 0.02
+    assert max(fast["sync"], slow["sync"]) < 0.5 * fast["backward"]
