@@ -17,9 +17,7 @@ HOOKS_TEXT = (
     "order, but for these:"
 )
 
-_WINDOW = (
-    "Under accumulation a window is moved to the device, and `optimizer_step` opened, before its first batch runs."
-)
+_WINDOW = "Under accumulation `optimizer_step` is opened before the first batch of its window runs."
 _ONCE = "`configure_model` is called once, not again for each verb."
 _MODES = "`predict` gives modules the mode back that they were in, as other verbs do."
 _RESUMED = "A resumed run has validated before, so its validation is not tried again."
@@ -27,8 +25,6 @@ _TORN_DOWN = "After an exception the task's `on_exception` and every `teardown` 
 
 UNLIKE: dict[str, dict[str, str]] = {
     "accumulated": {
-        "[-+] data *_batch_transfer": _WINDOW,
-        "[-+] data transfer_batch_to_device": _WINDOW,
         "[-+] task optimizer_step": _WINDOW,
     },
     "verbs": {"- task configure_model": _ONCE, "+ task on_predict_model_train": _MODES},
