@@ -9,6 +9,7 @@ from collections.abc import Collection, Hashable, Set
 from dataclasses import dataclass
 from typing import Any
 
+from torch import Tensor
 from torch.distributed.checkpoint.storage import WriteResult
 
 from drivetrain.checkpoint.copying import Copying
@@ -21,7 +22,7 @@ from drivetrain.checkpoint.manifest import WRITER_FILE, Manifest, check_replacea
 from drivetrain.checkpoint.peers import Failure, Peers
 from drivetrain.checkpoint.schema import LOSS_IS_FINITE
 from drivetrain.checkpoint.shards import SafetensorsWriter, SnapshotPlanner
-from drivetrain.checkpoint.staging import StagingBuffer, addresses_of
+from drivetrain.checkpoint.staging import StagingBuffer, addresses_of, has_address
 from drivetrain.checkpoint.storage import NO_FILE, LocalStorage, Storage
 from drivetrain.checkpoint.tensor_file import FileDigest, write_file
 from drivetrain.checkpoint.tree import pack
@@ -43,6 +44,11 @@ class _Written:
 
     files: dict[str, FileDigest]
     results: list[WriteResult]
+
+
+def _may_change(tensor: Tensor, changing: Set[int]) -> bool:
+    is_hidden = type(tensor) is Tensor and not has_address(tensor)
+    return is_hidden or bool(addresses_of([tensor]) & changing)
 
 
 class Save:
@@ -98,7 +104,8 @@ class Save:
             self._peers.fail(plan, f"The checkpoint {self.directory} was not written")
         self.plan = plan
         items, resolve = plan.local.items, self.planner.resolve_data
-        changed = {item.index for item in items if addresses_of([resolve(item)]) & changing}
+        # Of a plain tensor without an address it cannot be known.
+        changed = {item.index for item in items if _may_change(resolve(item), changing)}
         self._earlier = Earlier(self._storage, self.directory, changed)
 
     def _prepare(self, shared: Any, own: Any, storage: Storage | None) -> Hashable:

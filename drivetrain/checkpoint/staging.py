@@ -184,7 +184,16 @@ def _is_plain(tensor: Tensor) -> bool:
 def addresses_of(values: Iterable[Any]) -> set[int]:
     """`address_of` those values that are tensors in memory, or of this process's part of them."""
     local = (value.to_local() if isinstance(value, DTensor) else value for value in values)
-    return {address_of(tensor) for tensor in local if type(tensor) is Tensor and not tensor.is_meta}
+    return {address_of(tensor) for tensor in local if type(tensor) is Tensor and has_address(tensor)}
+
+
+def has_address(tensor: Tensor) -> bool:
+    """Whether a tensor lies in memory that has an address: not on the meta device, nor where graphs are compiled."""
+    try:
+        address_of(tensor)
+    except (RuntimeError, NotImplementedError):  # a subclass may have no storage of its own
+        return False
+    return not tensor.is_meta
 
 
 def address_of(tensor: Tensor) -> int:

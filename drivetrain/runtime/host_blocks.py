@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -29,15 +30,16 @@ class HostBlocks:
     def __init__(self, state: PartialState, most_items: int = MOST_ITEMS, most_bytes: int = MOST_BYTES) -> None:
         self._kind = state.kind
         self._most_items, self._most_bytes = most_items, most_bytes
-        self._items: list[Any] = []
+        self._items: list[tuple[Any, Callable[[Any], Any] | None]] = []
         self._devices: set[torch.device] = set()
         self._bytes = 0
 
-    def add(self, item: Any) -> list[Any]:
+    def add(self, item: Any, cut: Callable[[Any], Any] | None = None) -> list[Any]:
         """Take a nested structure of tensors.
 
         Args:
             item: The structure. Tensors that are in host memory stay the same ones.
+            cut: What is done to it in host memory, where a cut is no graph that has to be compiled.
 
         Returns:
             The items of the block that it completes, on the CPU; none where the block is not full yet.
@@ -53,17 +55,18 @@ class HostBlocks:
         recursively_apply(measure, item)
         # Of a device of another kind there is nothing to wait with.
         queued = own if all(device.type == self._kind.name for device in own) else set()
-        self._items.append(send_to_device(item, torch.device("cpu"), non_blocking=bool(queued)))
+        self._items.append((send_to_device(item, torch.device("cpu"), non_blocking=bool(queued)), cut))
         self._devices |= queued
         full = len(self._items) >= self._most_items or self._bytes >= self._most_bytes
         return self.take() if full else []
 
     def take(self) -> list[Any]:
         """The items that were added since the last block, on the CPU."""
-        items, self._items, self._bytes = self._items, [], 0
-        if not self._devices:
-            return items
+        given, self._items, self._bytes = self._items, [], 0
         for device in self._devices:
             self._kind.synchronize(device)
-        self._devices.clear()
-        return [recursively_apply(lambda leaf: leaf.clone() if leaf.is_pinned() else leaf, item) for item in items]
+        items = [item if cut is None else cut(item) for item, cut in given]
+        if self._devices:
+            self._devices.clear()
+            items = [recursively_apply(lambda leaf: leaf.clone() if leaf.is_pinned() else leaf, item) for item in items]
+        return items

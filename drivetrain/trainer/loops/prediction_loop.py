@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -122,7 +123,7 @@ class PredictionLoop:
                     hook(output, feed.batch, feed.index)
                 trainer.logged.evaluated.count(Stage.PREDICT, dataloader_idx or 0)
                 if self._keep:
-                    outputs += leaving.add(_real_rows(output, current.batch_info))
+                    outputs += leaving.add(output, partial(_real_rows, current.batch_info))
                 if feed.index + 1 >= limit:
                     break
         feed.leave()
@@ -149,7 +150,7 @@ class PredictionLoop:
             ) from error
 
 
-def _real_rows(output: Any, info: BatchInfo | None) -> Any:
+def _real_rows(info: BatchInfo | None, output: Any) -> Any:
     """An output without the rows that pad its batch; None where all do."""
     if info is None or not info.padding:
         return output
