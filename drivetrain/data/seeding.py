@@ -103,7 +103,7 @@ class SeededBatches(Dataset[Any]):
                 batch = self.collate_fn(self._read_seeded(*request, ()))
             except Exception:
                 if not self._kept.changed():
-                    raise
+                    raise  # else it may be due to what was drawn, and comes again below where it is not
             else:
                 if not self._kept.changed():
                     return batch

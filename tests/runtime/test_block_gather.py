@@ -161,7 +161,7 @@ def test_a_block_is_full_by_its_items_or_its_bytes():
     assert blocks.take() == []
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+@pytest.mark.gpu
 def test_what_leaves_a_device_is_what_was_there_when_it_was_added():
     blocks = HostBlocks(PartialState(), most_items=3)
     buffer, out = torch.zeros(2**20, device="cuda"), []
