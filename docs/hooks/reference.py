@@ -24,7 +24,7 @@ TITLES = {
     "trackers": "Trackers",
     "launch": "Launching",
     "inference": "Big models",
-    "runtime": "Processes and devices",
+    "runtime": "Distributed utilities",
 }
 
 # Torch's own classes under their own names: its manual documents them, and nothing here can be read about them.
