@@ -4,7 +4,7 @@
     python docs/hooks/start_curves.py lightning accelerate transformers --python .venv-compat/bin/python
 
 The scripts below are run twice, as they are and with `drivetrain.compat.install`, by a Python that has the frameworks.
-Needs matplotlib.
+Needs matplotlib, which brings Pillow.
 """
 
 from __future__ import annotations
@@ -187,6 +187,7 @@ def draw(name: str, curves: dict[str, list[float]]) -> None:
 
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
+    from PIL import Image
 
     figure, axes = plt.subplots(figsize=(7.2, 3.6), layout="constrained")
     looks = [
@@ -205,6 +206,7 @@ def draw(name: str, curves: dict[str, list[float]]) -> None:
     axes.legend(frameon=False)
     picture = PICTURES / f"{name}.png"
     figure.savefig(picture, dpi=110)
+    Image.open(picture).convert("RGB").quantize(48, dither=Image.Dither.NONE).save(picture, optimize=True)
     print(f"wrote {picture}: {picture.stat().st_size:,} bytes, largest difference {difference:.3g}")
 
 
@@ -228,7 +230,7 @@ def draw_digits() -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Draw the losses of one script under two frameworks.")
-    parser.add_argument("pictures", nargs="*", choices=["pytorch", "digits", *NAMES])
+    parser.add_argument("pictures", nargs="*", help=f"Any of pytorch, digits, {', '.join(NAMES)}.")
     parser.add_argument("--python", default=sys.executable, help="A Python that has the other frameworks.")
     parser.add_argument("--script", choices=SCRIPTS)
     parser.add_argument("--mirrored")
