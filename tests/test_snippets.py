@@ -2,9 +2,9 @@
 
 Python blocks run as scripts of their own, in an empty directory. A block marked `<!-- continues -->` above
 its fence goes on where the block before it on the page ended; one marked `<!-- needs: gpu -->`, `xla` or
-`pipelining` runs only where there is one, one marked with a package, `<!-- needs: transformers -->`, only where that is
-installed, and one marked `<!-- processes: 2 -->` in as many processes. In shell blocks, `drivetrain` commands are parsed
-by the command itself, and `make` targets, extras and scripts must exist.
+`pipelining` runs only where there is one, one marked with a package, `<!-- needs: transformers -->`, only where it is
+installed, and one marked `<!-- processes: 2 -->` in as many processes. In shell blocks, `drivetrain` commands are
+parsed by the command itself, and `make` targets, extras and scripts must exist.
 """
 
 from __future__ import annotations
