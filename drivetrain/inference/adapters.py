@@ -240,14 +240,16 @@ def _save_adapters_alone(model: nn.Module, digest: str) -> None:
 
 
 class _WithoutFrozen:
-    """Takes frozen parameters out of a state dict."""
+    """Takes frozen parameters out of a state dict, but for those that are trained after all."""
 
     def __init__(self, frozen: Sequence[str]) -> None:
         self._frozen = frozen
 
     def __call__(self, module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
+        held = dict(module.named_parameters(remove_duplicate=False))
         for name in self._frozen:
-            state.pop(prefix + name, None)
+            if name not in held or not held[name].requires_grad:
+                state.pop(prefix + name, None)
 
 
 class _WithFrozen:
