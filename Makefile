@@ -71,7 +71,7 @@ export PYTHONPATH := $(CURDIR)$(if $(PYTHONPATH),:$(PYTHONPATH))
 
 .DEFAULT_GOAL := help
 .PHONY: help env environments demo test test-slow test-sharded test-crash test-megatron test-compat test-trackers test-ray \
-	test-gpu test-xla test-oldest deepspeed-ops checks lint format types floors docs wheel bench bench-gpu clean
+	test-gpu test-xla test-oldest deepspeed-ops checks lint format types floors docs docs-version wheel bench bench-gpu clean
 
 help: ## list these commands
 	@awk 'BEGIN {FS = ":.*## "} /^[a-z-]+:.*## / {printf "  make %-14s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
@@ -130,9 +130,10 @@ deepspeed-ops: $(DEV_ENV) ## build DeepSpeed's shared-memory operator ahead of t
 
 checks: lint types floors docs wheel ## all that looks at the tree without running it
 
-lint: $(DEV_ENV) ## ruff: rules and format
+lint: $(DEV_ENV) ## ruff: rules and format; codespell: spelling
 	$(PYTHON) -m ruff check .
 	$(PYTHON) -m ruff format --check .
+	$(PYTHON) -m codespell_lib
 
 format: $(DEV_ENV) ## ruff: repair what it can
 	$(PYTHON) -m ruff check --fix .
@@ -146,6 +147,12 @@ floors: $(DEV_ENV) ## import-linter: a room imports only from the floors below
 
 docs: $(DEV_ENV) ## build the documentation into site/
 	NO_MKDOCS_2_WARNING=1 $(PYTHON) -m mkdocs build --strict
+
+# Commits to the branch gh-pages of this clone and pushes nothing: `git push origin gh-pages` publishes it.
+DOCS_VERSION ?= $(shell sed -n 's/^version = "\([0-9]*\.[0-9]*\).*/\1/p' pyproject.toml)
+docs-version: $(DEV_ENV) ## build the documentation of this version beside those before it, on the branch gh-pages
+	NO_MKDOCS_2_WARNING=1 $(PYTHON) -m mike deploy --update-aliases $(DOCS_VERSION) latest
+	NO_MKDOCS_2_WARNING=1 $(PYTHON) -m mike set-default latest
 
 wheel: $(DEV_ENV) ## build sdist and wheel, install the wheel in a clean environment and import all of it
 	rm -rf dist build/wheel-env

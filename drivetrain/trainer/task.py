@@ -70,6 +70,8 @@ class Task(HoldsHyperParameters, TaskFiles, DataHooks, TaskHooks):
     """
 
     automatic_optimization: bool = True
+    """Whether the trainer runs backward and steps the optimizers; see the class."""
+
     profiler = TaskProfiler()
 
     def __init__(self) -> None:

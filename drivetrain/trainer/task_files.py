@@ -30,6 +30,7 @@ class TaskFiles(nn.Module):
 
     __jit_unused_properties__: ClassVar[list[str]] = []
     example_input_array: Any = None
+    """What the forward can be called with: exports, summaries and graphs use it unless they are given something."""
 
     @property
     def strict_loading(self) -> bool:
