@@ -31,6 +31,7 @@ ROLES = ("parameters", "gradients", "optimizer", "other")
 DIVIDED = ("FSDP", "DeepSpeed ZeRO-3")
 """Those that promise each process a share of everything."""
 TOLERANCE = 0.05
+LARGEST_BUFFER = 2**24 * 4  # bytes: a bucket of ZeRO-3, which is not a share of anything
 SMALL = 4096  # bytes; smaller storages are steps, losses and the like
 
 
@@ -151,12 +152,17 @@ def measure(name: str, processes: int, layers: int) -> list[dict[str, int]]:
 
 
 def share_of(results: list[dict[str, Any]], result: dict[str, Any]) -> float | None:
-    """What one process holds, in terms of what it would with the strategy on one process; None if not measured."""
+    """What one process holds of the model's state, with the strategy on one process as 1; None if not measured."""
     alone = "FSDP" if result["name"] == "TP x FSDP" else result["name"]
     for other in results:
         if other["name"] == alone and other["processes"] == 1:
-            return float(result["total"] / other["total"])
+            return float(state_of(result) / state_of(other))
     return None
+
+
+def state_of(result: dict[str, Any]) -> int:
+    """Bytes of parameters, gradients and optimizer state."""
+    return int(result["total"] - result["other"])
 
 
 def rows_of(results: list[dict[str, Any]]) -> Iterator[list[str]]:
@@ -197,7 +203,7 @@ def main(
         f"{millions:.1f} M parameters in 32 bits, AdamW; MB on the process that holds most. "
         f"torch {torch.__version__}.\n"
     )
-    columns = ["", "processes:", *(f"{role}:" for role in ROLES), "sum, MB:", "of one process:"]
+    columns = ["", "processes:", *(f"{role}:" for role in ROLES), "sum, MB:", "state, of one process:"]
     print(as_table(columns, rows_of(results)))
     if json_file is not None:
         json_file.write_text(json.dumps({"torch": torch.__version__, "results": results}, indent=2))
@@ -205,7 +211,9 @@ def main(
     for each in results:
         share = share_of(results, each)
         if each["name"] in DIVIDED and share is not None and share * each["processes"] > 1 + TOLERANCE:
-            missed.append(f"{each['name']} on {each['processes']}: {share:.3f} of what one process holds")
+            missed.append(f"{each['name']} on {each['processes']}: {share:.3f} of the state that one process holds")
+        if each["other"] > LARGEST_BUFFER + 0.01 * state_of(each):
+            missed.append(f"{each['name']} on {each['processes']}: buffers of {each['other'] / 1e6:.1f} MB")
     if missed:
         raise click.ClickException(f"more than {TOLERANCE:.0%} above an equal share: " + "; ".join(missed))
 

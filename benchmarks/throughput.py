@@ -14,6 +14,7 @@ import importlib.util
 import io
 import json
 import logging
+import multiprocessing
 import tempfile
 import tokenize
 import warnings
@@ -32,6 +33,7 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 LEARNING_RATE, LARGEST_NORM = 1e-3, 1.0
 TOLERANCE = 5e-6
+BARE = "plain loop"
 FRAMEWORKS = ("lightning", "lightning.pytorch", "accelerate")
 
 
@@ -368,17 +370,47 @@ CONTENDERS: dict[str, tuple[str, Callable[[Workload], Epoch]]] = {
 }
 
 
-def measure_with(contender: Callable[[Workload], Epoch], work: Workload, losses: list[Tensor]) -> Callable[[], float]:
-    """What trains an epoch and returns its seconds; the losses of the last one are left in `losses`."""
+class Remote:
+    """Trains epochs in a process of its own: what a framework changes in its process reaches no other contender.
 
-    def measure() -> float:
+    Args:
+        workload: What is trained.
+        contender: What trains it.
+    """
+
+    def __init__(self, workload: str, contender: str) -> None:
+        context = multiprocessing.get_context("spawn")
+        self._connection, other = context.Pipe()
+        self._process = context.Process(target=train_on_demand, args=(other, workload, contender), daemon=True)
+        self._process.start()
+        other.close()
+        self.losses: list[Tensor] = []
+
+    def measure(self) -> float:
+        """Train an epoch: its seconds. The losses are left in `losses`."""
+        self._connection.send(True)
+        seconds, losses = self._connection.recv()
+        self.losses = [torch.tensor(loss) for loss in losses]
+        return float(seconds)
+
+    def end(self) -> None:
+        """End the process."""
+        self._connection.send(False)
+        self._process.join()
+
+
+def train_on_demand(connection: Any, workload: str, contender: str) -> None:
+    """Train an epoch for each True that comes, and send its seconds and losses back."""
+    torch.set_num_threads(1)
+    for framework in FRAMEWORKS:
+        logging.getLogger(framework).setLevel(logging.ERROR)
+    work, run = WORKLOADS[workload], bare_loop if contender == BARE else CONTENDERS[contender][1]
+    while connection.recv():
         torch.manual_seed(0)
         with quietly(), warnings.catch_warnings(), without_garbage_collection():
             warnings.simplefilter("ignore")
-            seconds, losses[:] = contender(work)
-        return seconds
-
-    return measure
+            seconds, losses = run(work)
+        connection.send((seconds, [loss.item() for loss in losses]))
 
 
 def largest_difference(losses: list[Tensor], expected: list[Tensor]) -> float:
@@ -388,16 +420,18 @@ def largest_difference(losses: list[Tensor], expected: list[Tensor]) -> float:
 
 def measure_workload(name: str, rounds: int) -> tuple[list[Comparison], dict[str, float]]:
     """Compare all contenders that are installed on a workload; returns that, and how far their losses are apart."""
-    work, expected = WORKLOADS[name], list[Tensor]()
-    losses: dict[str, list[Tensor]] = {}
-    chosen = {}
-    for contender, (module, run) in CONTENDERS.items():
-        applies = module != "transformers" or module in work.needs
+    chosen = [BARE]
+    for contender, (module, _) in CONTENDERS.items():
+        applies = module != "transformers" or module in WORKLOADS[name].needs
         if applies and importlib.util.find_spec(module) is not None:
-            losses[contender] = []
-            chosen[contender] = measure_with(run, work, losses[contender])
-    results = compare(measure_with(bare_loop, work, expected), chosen, rounds)
-    return results, {contender: largest_difference(found, expected) for contender, found in losses.items()}
+            chosen.append(contender)
+    remotes = {contender: Remote(name, contender) for contender in chosen}
+    base = remotes.pop(BARE)
+    results = compare(base.measure, {contender: remote.measure for contender, remote in remotes.items()}, rounds)
+    apart = {contender: largest_difference(remote.losses, base.losses) for contender, remote in remotes.items()}
+    for remote in (base, *remotes.values()):
+        remote.end()
+    return results, apart
 
 
 @click.command()
@@ -407,9 +441,6 @@ def measure_workload(name: str, rounds: int) -> tuple[list[Comparison], dict[str
 )
 @click.option("--json", "json_file", type=click.Path(path_type=Path), help="Write the figures there too.")
 def main(rounds: int, only: tuple[str, ...], json_file: Path | None) -> None:
-    torch.set_num_threads(1)
-    for framework in FRAMEWORKS:
-        logging.getLogger(framework).setLevel(logging.ERROR)
     figures, far = {}, io.StringIO()
     rows: dict[str, dict[str, str]] = {}
     for name in only or WORKLOADS:

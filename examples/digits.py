@@ -139,9 +139,9 @@ def draw_curves(metrics: Path, picture: Path, best_epoch: int, test_accuracy: fl
     figure, panels = plt.subplots(1, 2, figsize=(11, 4.6), layout="constrained")
     for axes, name in zip(panels, ("loss", "accuracy"), strict=True):
         for part, label, color in (("train", "train, shifted images", "#4c78a8"), ("val", "validation", "#f58518")):
-            values = {int(row["epoch"]) + 1: float(row[f"{part}_{name}"]) for row in rows if row.get(f"{part}_{name}")}
+            values = {int(row["epoch"]): float(row[f"{part}_{name}"]) for row in rows if row.get(f"{part}_{name}")}
             axes.plot(*zip(*values.items(), strict=True), color=color, label=label, marker="o", markersize=3.5)
-        axes.axvline(best_epoch, color="#9a9a9a", linestyle=":", label=f"best checkpoint, epoch {best_epoch}")
+        axes.axvline(best_epoch, color="#9a9a9a", linestyle=":", label=f"best checkpoint, epoch={best_epoch}")
         axes.set_xlabel("epoch")
         axes.xaxis.set_major_locator(MaxNLocator(integer=True))
         axes.grid(alpha=0.25)
@@ -183,14 +183,16 @@ def main(epochs: int, batch_size: int, lr: float, output: Path) -> None:
 
     if trainer.is_global_zero:
         csv_logger.save()
-        best_epoch = int(re.findall(r"epoch=(\d+)", best.best_model_path)[-1]) + 1
+        # From 0, as in the checkpoint's name, in the bar and in the table.
+        best_epoch = int(re.findall(r"epoch=(\d+)", best.best_model_path)[-1])
         accuracy = results["test_accuracy"]
         draw_curves(Path(csv_logger.log_dir) / "metrics.csv", output / "curves.png", best_epoch, accuracy)
         wall = time.time() - psutil.Process().create_time()
         seen = trainer.current_epoch * len(train)
-        print(f"test accuracy   {accuracy:.1%}, with the checkpoint of epoch {best_epoch}")
+        processes = "1 process" if trainer.world_size == 1 else f"{trainer.world_size} processes"
+        print(f"test accuracy   {accuracy:.1%}, with the best checkpoint, epoch={best_epoch}")
         print(f"wall time       {wall:.1f} s since the process started, {training:.1f} s of them training")
-        print(f"throughput      {seen / training:,.0f} samples/s, with {trainer.world_size} process(es)")
+        print(f"throughput      {seen / training:,.0f} samples/s, with {processes}")
         print(f"curves          {(output / 'curves.png').resolve()}")
 
 

@@ -5,7 +5,7 @@
 
 The names are those of accelerate_names.json and lightning_names.json, which `record.py` writes. A name, a member, an
 argument or a flag that is there under the same name is found by itself; explanations.yaml and
-lightning_explanations.yaml state the rest.
+lightning_explanations.yaml state the rest; accelerate_head.txt and lightning_head.txt are what the pages begin with.
 """
 
 from __future__ import annotations
@@ -265,63 +265,6 @@ def has_flag(command: str, flag: str) -> bool:
 
 # The page
 
-ACCELERATE_HEAD = """# Moving over from Accelerate
-
-<!-- Written by `python docs/migration/generate.py`: change docs/migration/explanations.yaml instead. -->
-
-Each public name of Accelerate {version}, with its members, arguments and flags, and its counterpart here. What behaves
-otherwise on purpose is listed under [Accelerator](accelerator.md#moving-over-from-accelerate). Names are importable
-from `drivetrain` unless another place is named; all of them, also under Accelerate's own paths, from
-`drivetrain.compat.accelerate`. The page compares names; `make test-compat` compares what scripts compute.
-"""
-
-
-LIGHTNING_HEAD = """# Moving over from Lightning
-
-<!-- Written by `python docs/migration/generate.py`: change docs/migration/lightning_explanations.yaml instead. -->
-
-What was written for Lightning runs with nothing changed:
-
-```bash
-drivetrain launch --as lightning --num_processes 2 train.py
-```
-
-In every process of the run, `lightning`, `pytorch_lightning` and `lightning_fabric` are then drivetrain's mirror of
-them, `drivetrain.compat.lightning`, whether Lightning is installed or not. Without the launcher, put this before the
-first import of Lightning:
-
-```python
-import drivetrain.compat
-
-drivetrain.compat.install("lightning", "pytorch_lightning")
-```
-
-Code that moves over for good imports from `drivetrain`: `Task` is the `LightningModule`, `DataModule` the
-`LightningDataModule`, and `Trainer` and the callbacks have Lightning's names. The order of hooks, where it is not
-Lightning's, is listed under [Trainer and Task](trainer.md).
-
-Where the behaviour differs on purpose:
-
-- The mirror's Trainer writes [Lightning's `.ckpt` files](checkpoints.md), and directories where the state is sharded;
-  `drivetrain.Trainer` writes directories. A file of the middle of an epoch continues with the next batch; Lightning
-  begins with the epoch's first data again. Objects in a checkpoint are refused when it is saved.
-- `test()`, `validate()` and `predict()` without a model, after a `fit` that has saved nothing, take the weights as they
-  are; Lightning raises.
-- Modules among hyper-parameters are left out of checkpoints, with a warning. Give them again to `load_from_checkpoint`.
-- `training_step` and the backward come before `optimizer.step()`, not within its closure, but for optimizers that need
-  one, such as L-BFGS, and for tasks that override `optimizer_step`.
-- Validation by a number of batches comes after the optimizer step that they are a part of.
-- `Trainer(devices=2)` starts the other processes where it is made, and the script runs in each of them. With
-  `strategy="ddp_spawn"` each verb runs in processes of its own instead: what is given to it is pickled, and the
-  weights, the callbacks' states and the metrics come back.
-- A step with `dataloader_iter` gets one batch; `accumulate_grad_batches` gives several.
-- A task that `torch.compile` has compiled logs outside of the compiled code.
-
-Below is each public name of Lightning {version}, with its members and arguments, and its counterpart here. A name that
-is "left out on purpose" or "not there yet" can be imported, inherited from and checked against where scripts do so;
-what is not here raises when it is called, with a message on what to do instead.
-"""
-
 
 def written(entries: list[Entry], version: str, framework: Framework) -> str:
     """The page."""
@@ -378,7 +321,7 @@ def note(entry: Entry) -> str:
 FRAMEWORKS = {
     "accelerate": Framework(
         "accelerate",
-        ACCELERATE_HEAD,
+        (FOLDER / "accelerate_head.txt").read_text(),
         ROOMS,
         FOLDER / "explanations.yaml",
         FOLDER.parent / "migrating-from-accelerate.md",
@@ -386,7 +329,7 @@ FRAMEWORKS = {
     ),
     "lightning": Framework(
         "lightning",
-        LIGHTNING_HEAD,
+        (FOLDER / "lightning_head.txt").read_text(),
         (),
         FOLDER / "lightning_explanations.yaml",
         FOLDER.parent / "migrating-from-lightning.md",

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from drivetrain.runtime import xla
+from drivetrain.runtime import host_allocator, xla
 from drivetrain.runtime.byte_sizes import host_memory
 from drivetrain.runtime.errors import ConfigurationError, DeviceNotAvailableError, nearest
 
@@ -234,7 +234,12 @@ class CPU(DeviceKind):
         return torch.device("cpu")
 
     def set_device(self, device: torch.device) -> None:
-        """Nothing to choose."""
+        """Nothing to choose; what tensors free on the host stays in the process, for those that follow."""
+        host_allocator.keep_freed_memory()
+
+    def empty_cache(self) -> None:
+        """Return what tensors have freed to the system."""
+        host_allocator.return_freed_memory()
 
     def is_started(self) -> bool:
         """False: nothing of the host's is lost in a fork."""

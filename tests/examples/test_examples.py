@@ -64,7 +64,7 @@ def test_digits_reports_and_leaves_curves_metrics_events_and_the_best_checkpoint
     accuracy = re.search(r"test accuracy +([\d.]+)%", printed)
     assert accuracy is not None
     assert float(accuracy[1]) > 90
-    assert f"with {processes} process(es)" in printed
+    assert {1: "with 1 process\n", 2: "with 2 processes\n"}[processes] in printed
     assert str(tmp_path / "curves.png") in printed
     assert (tmp_path / "curves.png").read_bytes().startswith(b"\x89PNG")
     [metrics] = tmp_path.glob("csv/version_0/metrics.csv")
@@ -74,6 +74,7 @@ def test_digits_reports_and_leaves_curves_metrics_events_and_the_best_checkpoint
     assert list(tmp_path.glob("tensorboard/version_0/events.out.tfevents.*"))
     [checkpoint] = tmp_path.glob("csv/version_0/checkpoints/epoch=*.ckpt")
     assert checkpoint.is_dir()
+    assert f"with the best checkpoint, {checkpoint.stem}\n" in printed
 
 
 @pytest.mark.parametrize("processes", [1, 2])
@@ -99,3 +100,14 @@ def test_gan_reaches_the_clusters_as_a_task_and_in_a_loop_alike(
     assert figures[0] == figures[1]
     assert float(figures[0][0]) > 30
     assert int(figures[0][1]) >= 4
+
+
+def test_the_quickstart_predicts_the_digits_and_leaves_its_curves(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    printed = output_of(capsys, "quickstart.py", 1)
+    predicted, labels = (re.findall(r"\d", line) for line in printed.splitlines()[-2:])
+    assert len(predicted) == len(labels) == 12
+    assert sum(map(str.__eq__, predicted, labels)) >= 10
+    assert (tmp_path / "drivetrain_logs" / "version_0" / "report.html").is_file()
