@@ -46,8 +46,8 @@ def is_inline(url: str) -> bool:
     return url.startswith("data:")
 
 
-# Types each question into the search of the page in the frame, as a reader would, and sends what it lists. The policy of
-# the server forbids other hosts; what the page asks of them nevertheless is sent too.
+# Types each question into the search of the page in the frame, as a reader would, and sends what it lists. The policy
+# of the server forbids other hosts; what the page asks of them nevertheless is sent too.
 ASKING = """<!doctype html>
 <iframe id="frame" src="index.html" width="1200" height="900"></iframe>
 <script type="module">
@@ -55,33 +55,39 @@ const frame = document.getElementById("frame");
 const questions = await (await fetch("questions.json")).json();
 const elsewhere = [], answers = {};
 const send = (found) => fetch("answers", {method: "POST", body: JSON.stringify(found)});
-addEventListener("unhandledrejection", (event) => send({ready: false, error: String(event.reason)}));
 
 async function until(holds, patience) {
   const end = performance.now() + patience;
   while (!holds() && performance.now() < end) await new Promise((resume) => setTimeout(resume, 15));
-  return holds();
+  return Boolean(holds());
 }
 
-await until(() => frame.contentDocument?.querySelector("[data-md-component=search-result] ol"), 30000);
-const page = frame.contentDocument;
-for (const host of [document, page])
-  host.addEventListener("securitypolicyviolation", (event) => elsewhere.push(event.blockedURI));
-const input = page.querySelector("[data-md-component=search-query]");
-const results = () => [...page.querySelectorAll("[data-md-component=search-result] ol > li")];
-const type = (text) => { input.value = text; input.dispatchEvent(new Event("keyup")); };
-page.querySelector("[data-md-toggle=search]").click();
-input.focus();
-type("training");
-const ready = await until(() => results().length, 30000);
-for (const question of ready ? questions : []) {
-  type("");
-  await until(() => !results().length, 5000);
-  type(question);
-  await until(() => results().length, 5000);
-  answers[question] = results().slice(0, 10).map((item) => item.querySelector("a").href);
+async function ask() {
+  const find = (name) => frame.contentDocument?.querySelector(name);
+  await until(() => find("[data-md-component=search-result] ol"), 30000);
+  for (const host of [document, frame.contentDocument])
+    host.addEventListener("securitypolicyviolation", (event) => elsewhere.push(event.blockedURI));
+  const input = find("[data-md-component=search-query]");
+  const results = () => [...frame.contentDocument.querySelectorAll("[data-md-component=search-result] ol > li")];
+  const type = (text) => { input.value = text; input.dispatchEvent(new Event("keyup")); };
+  const toggle = find("[data-md-toggle=search]");
+  // The scripts of the page listen from some moment on: what is typed earlier is typed once more.
+  const ready = await until(() => {
+    if (!toggle.checked) toggle.click();
+    if (!results().length) type(input.value === "training" ? "train" : "training");
+    return results().length;
+  }, 60000);
+  for (const question of ready ? questions : []) {
+    type("");
+    await until(() => !results().length, 5000);
+    type(question);
+    await until(() => results().length, 5000);
+    answers[question] = results().slice(0, 10).map((item) => item.querySelector("a").href);
+  }
+  return {ready, answers, elsewhere, error: find("[data-md-component=search-result]").innerText};
 }
-await send({ready: Boolean(ready), answers, elsewhere, error: page.querySelector("[data-md-component=search-result]").innerText});
+
+await send(await ask().catch((error) => ({ready: false, error: String(error), answers, elsewhere})));
 </script>
 """
 POLICY = "default-src 'self' 'unsafe-inline' data: blob:"

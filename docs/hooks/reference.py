@@ -1,7 +1,8 @@
 """Write the pages of the reference that hold classes and functions, from the names that `drivetrain` makes public.
 
 The pages exist only while the documentation is built, so a name that becomes public is documented at once. A class
-shows its own members, and those of its bases that have no entry of their own; `internal_members.yaml` lists what is left out.
+shows its own members, and those of its bases that have no entry of their own; `internal_members.yaml` lists what
+is left out.
 """
 
 from __future__ import annotations

@@ -122,7 +122,7 @@ def escaped(text: str) -> str:
 
 ONLY_IN_FILES = {
     "compute_environment": "Where: `LOCAL_MACHINE` or `CUSTOM_CLUSTER`, as Accelerate writes it.",
-    "distributed_type": "What the processes are for, as Accelerate writes it: `FSDP`, `DEEPSPEED`, `MULTI_GPU`, `NO` ...",
+    "distributed_type": "What the processes are for, as Accelerate writes it: `FSDP`, `MULTI_GPU`, `NO` ...",
     "fp16": "Older files: `true` is `mixed_precision: fp16`.",
     "ipex_config": "Older files: accepted; torch does by itself what the extension did.",
     "tp_config": "Older files: `tp_size` is that of `parallelism_config`.",
@@ -217,8 +217,8 @@ CODES = {
     "2": "The command line, a configuration file or an argument asks for what cannot be: `ConfigurationError`.",
     "RESUME_EXIT_CODE": "",
     "HANG_EXIT_CODE": "",
-    "128 + N": "Signal N ended a rank or the launcher: 130 for Ctrl-C, 137 for SIGKILL (often the kernel, out of memory), "
-    "143 for SIGTERM.",
+    "128 + N": "Signal N ended a rank or the launcher: 130 for Ctrl-C, 137 for SIGKILL (often the kernel, out of "
+    "memory), 143 for SIGTERM.",
     "any other": "That of the first rank that failed, or that the script gave to `sys.exit`.",
 }
 

@@ -166,8 +166,7 @@ def variables_read(tree: ast.AST) -> set[str]:
         elif isinstance(node, ast.Subscript) and is_environment(node.value):
             found.append(node.slice)
         elif isinstance(node, ast.Compare) and isinstance(node.ops[0], (ast.In, ast.NotIn)):
-            if is_environment(node.comparators[0]):
-                found.append(node.left)
+            found += [node.left] if is_environment(node.comparators[0]) else []
     names = [
         each.value if isinstance(each, ast.Constant) else CONSTANTS.get(each.id, "")
         for each in found

@@ -1,4 +1,4 @@
-"""The built manual as files: its links lead somewhere, it asks nothing of other hosts, and programs can read it whole."""
+"""The built manual as files: links lead somewhere, nothing is asked of other hosts, programs can read it whole."""
 
 from __future__ import annotations
 
