@@ -107,14 +107,15 @@ test-compat: $(COMPAT_ENV) ## what was written for Accelerate and Lightning, bes
 	$(COMPAT_PYTHON) -m pytest $(IN_PARALLEL) -o faulthandler_timeout=600 \
 		-m "compat and not gpu" $(or $(TESTS),tests/compat \
 		tests/accelerator/test_accelerate_beside.py tests/launch/test_other_launchers.py \
-		tests/launch/test_real_notebook.py tests/data/test_datasets.py tests/inference/test_peft_adapters.py)
+		tests/launch/test_real_notebook.py tests/data/test_datasets.py tests/inference/test_peft_adapters.py \
+		tests/test_snippets.py)
 
 TRACKERS := wandb mlflow aim dvclive trackio swanlab
 test-trackers: $(TRACKERS_ENV) ## the tests of trackers beside those of the default lane (an environment of its own)
 	$(TRACKERS_PYTHON) -m pytest $(IN_PARALLEL) -m "trackers and not slow" $(or $(TESTS),$(TRACKERS:%=tests/trackers/test_%.py) tests/compat/test_lightning_loggers.py)
 
 test-ray: $(RAY_ENV) ## the tests of the launcher on Ray, with a Ray on this machine (an environment of its own)
-	$(RAY_PYTHON) -m pytest -m "ray and not gpu" $(or $(TESTS),tests/launch/test_ray_launcher.py)
+	$(RAY_PYTHON) -m pytest -m "ray and not gpu" $(or $(TESTS),tests/launch/test_ray_launcher.py tests/test_snippets.py)
 
 test-gpu: $(DEV_ENV) ## the tests that need a GPU (PYTHON=python3: with a Python that holds torch)
 	$(PYTHON) -m pytest -m gpu $(TESTS)
@@ -242,6 +243,6 @@ $(TRACKERS_VENV)/.made-for-trackers: pyproject.toml constraints-trackers.txt | $
 $(RAY_VENV)/.made-for-ray: pyproject.toml constraints.txt constraints-ray.txt | $(VENV)/.has-torch $(RAY_VENV)/bin/python
 	$(call link-torch,$(RAY_VENV))
 	$(RAY_PYTHON) -m pip $(PIP_OF_LANES) torch -c constraints.txt
-	$(RAY_PYTHON) -m pip $(PIP_OF_LANES) -e ".[ray]" pytest pytest-timeout \
+	$(RAY_PYTHON) -m pip $(PIP_OF_LANES) -e ".[ray]" "ray[tune]" optuna pytest pytest-timeout \
 		-c constraints.txt -c constraints-ray.txt
 	@touch $@
