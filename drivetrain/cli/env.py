@@ -106,7 +106,7 @@ def _process() -> Iterator[tuple[str, str, str]]:
         place = ProcessEnvironment.detect()
         yield "Process", "rank", f"{place.rank} of {place.world_size} (from {place.source})"
     except ConfigurationError as error:
-        yield "Process", "rank", str(error)
+        yield "Process", "rank", error.message
 
 
 def _settings() -> Iterator[tuple[str, str, str]]:
@@ -130,7 +130,9 @@ def _configuration(named: str | None) -> Iterator[tuple[str, str, str]]:
     try:
         content = yaml.safe_load(file.read_text())
     except (OSError, yaml.YAMLError) as error:
-        raise ConfigurationError(f"The configuration file {str(file)!r} cannot be read: {error}") from error
+        raise ConfigurationError(
+            f"The configuration file {str(file)!r} cannot be read: {error}", code="DT-011"
+        ) from error
     for name, value in _flattened(content):
         yield "Configuration file", name, value
     yield "Configuration file", "read from", str(file)
