@@ -78,7 +78,7 @@ def entry(name: str) -> str:
 def on_config(config: MkDocsConfig) -> MkDocsConfig:
     """Put the pages into the navigation."""
     pages = [{TITLES.get(room, room.capitalize()): f"reference/{room}.md"} for room in public_names()]
-    config.nav = [*(config.nav or []), {"Reference": pages}]
+    config.nav = [*(config.nav or []), {"Reference": [*pages, {"Error codes": "errors.md"}]}]
     return config
 
 
