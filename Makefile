@@ -71,7 +71,8 @@ export PYTHONPATH := $(CURDIR)$(if $(PYTHONPATH),:$(PYTHONPATH))
 
 .DEFAULT_GOAL := help
 .PHONY: help env environments demo test test-slow test-sharded test-crash test-megatron test-compat test-trackers test-ray \
-	test-gpu test-xla test-oldest deepspeed-ops checks lint format types floors docs wheel bench bench-gpu clean
+	test-gpu test-xla test-oldest deepspeed-ops checks lint format types floors docs wheel release bench bench-gpu \
+	clean
 
 help: ## list these commands
 	@awk 'BEGIN {FS = ":.*## "} /^[a-z-]+:.*## / {printf "  make %-14s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
@@ -156,6 +157,10 @@ wheel: $(DEV_ENV) ## build sdist and wheel, install the wheel in a clean environ
 	build/wheel-env/bin/python -m pip install -q --disable-pip-version-check dist/*.whl -c constraints.txt
 	PYTHONPATH= build/wheel-env/bin/python .ci/check_wheel.py dist
 	rm -rf build/wheel-env
+
+# Uploads nothing. With FINAL=1 what is not ready for a release is an error, and the archives are left in dist/.
+release: $(DEV_ENV) ## a dry run of a release: version from the tag, archives, their checks, notes (FINAL=1: for real)
+	$(PYTHON) .ci/release.py $(if $(FINAL),--final)
 
 bench: $(BENCH_ENV) ## time per step and start-up, beside the other frameworks (an environment of its own)
 	$(BENCH_PYTHON) benchmarks/overhead.py

@@ -29,6 +29,7 @@ _SETTINGS = {
     "DRIVETRAIN_MIXED_PRECISION": "default number format",
     "DRIVETRAIN_GRADIENT_ACCUMULATION_STEPS": "default micro-batches in a step",
     "DRIVETRAIN_DEBUG": "processes compare their calls before each collective",
+    "DRIVETRAIN_FULL_TRACEBACK": "tracebacks have all frames",
     "DRIVETRAIN_HANG_TIMEOUT": "seconds without progress that are a hang",
     "OMP_NUM_THREADS": "threads of each process",
     "CUDA_VISIBLE_DEVICES": "accelerators that torch may see",

@@ -23,6 +23,7 @@ from drivetrain.launch.options import LaunchOptions
 from drivetrain.launch.plan import LaunchPlan
 from drivetrain.launch.report import RankFailure, describe, first_failure
 from drivetrain.runtime.errors import ConfigurationError, LaunchError
+from drivetrain.runtime.tracebacks import short_tracebacks
 
 _START_METHODS = ("fork", "spawn")
 _STOP_PATIENCE = 2.0  # seconds between SIGTERM and SIGKILL for the peers of a failed process
@@ -280,7 +281,9 @@ def _run_rank(call: Callable[[], Any], variables: dict[str, str], report: Connec
         now, trace = time.time(), error.__traceback__
         while trace is not None and trace.tb_frame.f_code.co_filename == __file__:
             trace = trace.tb_next
-        report.send(("error", "".join(traceback.format_exception(type(error), error, trace)), now))
+        with short_tracebacks(error, trace):
+            shown = "".join(traceback.format_exception(type(error), error, error.__traceback__))
+        report.send(("error", shown, now))
         sys.exit(1)
     if variables["LOCAL_RANK"] == "0":
         try:

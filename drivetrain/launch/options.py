@@ -82,6 +82,7 @@ class LaunchOptions:
         log_dir: Directory of these files.
         debug: Show what the launcher decides and torch's own messages, and let the processes compare their calls
             before each collective and barrier.
+        full_traceback: Show all frames of an error's traceback, also those inside drivetrain.
 
     Raises:
         ConfigurationError: A value that cannot be, or two that contradict each other.
@@ -125,6 +126,7 @@ class LaunchOptions:
     tee: str | None = None
     log_dir: str | None = None
     debug: bool = False
+    full_traceback: bool = False
     use_fsdp: bool = False
     use_deepspeed: bool = False
     use_parallelism_config: bool = False
