@@ -71,7 +71,7 @@ export PYTHONPATH := $(CURDIR)$(if $(PYTHONPATH),:$(PYTHONPATH))
 
 .DEFAULT_GOAL := help
 .PHONY: help env environments demo test test-slow test-sharded test-crash test-megatron test-compat test-trackers test-ray \
-	test-gpu test-xla test-oldest deepspeed-ops checks lint format types floors docs wheel release bench bench-gpu \
+	test-gpu test-xla test-oldest deepspeed-ops checks lint format types floors pythons docs wheel release bench bench-gpu \
 	clean
 
 help: ## list these commands
@@ -129,7 +129,7 @@ test-oldest: $(XLA_ENV) ## the default lane on the oldest torch supported (in th
 deepspeed-ops: $(DEV_ENV) ## build DeepSpeed's shared-memory operator ahead of time (1 min; nothing needs it)
 	$(PYTHON) -m drivetrain.strategies.deepspeed.build_ops
 
-checks: lint types floors docs wheel ## all that looks at the tree without running it
+checks: lint types floors pythons docs wheel ## all that looks at the tree without running it
 
 lint: $(DEV_ENV) ## ruff: rules and format
 	$(PYTHON) -m ruff check .
@@ -144,6 +144,9 @@ types: $(DEV_ENV) ## mypy --strict on the package
 
 floors: $(DEV_ENV) ## import-linter: a room imports only from the floors below
 	$(PYTHON) -c "from importlinter.cli import lint_imports_command as run; run()" --no-cache --no-logo
+
+pythons: $(DEV_ENV) ## each supported Python reads every file: by its own compiler where it is here, and by ruff's parser
+	$(PYTHON) .ci/check_pythons.py
 
 docs: $(DEV_ENV) ## build the documentation into site/
 	NO_MKDOCS_2_WARNING=1 $(PYTHON) -m mkdocs build --strict
