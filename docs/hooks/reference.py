@@ -14,7 +14,7 @@ import yaml
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
-from public_api import HOOKS, INTERNAL, PACKAGE, inherited, package, public_names
+from public_api import INTERNAL, PACKAGE, inherited, package, public_names
 
 # Where a search finds a guide and an entry of the reference, the guide comes first.
 BOOST = 0.3
@@ -161,8 +161,7 @@ def on_config(config: MkDocsConfig) -> MkDocsConfig:
     sections = [
         {section: [{titles[page]: f"reference/{page}.md"} for page in pages]} for section, pages in SECTIONS.items()
     ]
-    if (HOOKS / "errors.py").exists():  # it writes that page
-        sections[-1]["Command line and settings"].append({"Error codes": "errors.md"})
+    sections[-1]["Command line and settings"].append({"Error codes": "errors.md"})  # errors.py writes that page
     config.nav = [*(config.nav or []), {"Reference": [{"All names": "reference/index.md"}, *sections]}]
     return config
 
@@ -177,6 +176,6 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
     """Let the search rank pages of the reference behind guides."""
-    if page.file.src_uri.startswith("reference/"):
+    if page.file.src_uri.startswith(("reference/", "errors.md")):
         page.meta.setdefault("search", {}).setdefault("boost", BOOST)
     return markdown
