@@ -68,7 +68,7 @@ async function ask() {
   for (const host of [document, frame.contentDocument])
     host.addEventListener("securitypolicyviolation", (event) => elsewhere.push(event.blockedURI));
   const input = find("[data-md-component=search-query]");
-  const results = () => [...frame.contentDocument.querySelectorAll("[data-md-component=search-result] ol > li")];
+  const results = () => [...frame.contentDocument.querySelectorAll(".md-search-result__item")];
   const type = (text) => { input.value = text; input.dispatchEvent(new Event("keyup")); };
   const toggle = find("[data-md-toggle=search]");
   // The scripts of the page listen from some moment on: what is typed earlier is typed once more.

@@ -329,6 +329,8 @@ def hook_line(owner: str, method: ast.FunctionDef) -> str:
         for argument, default in zip(method.args.args, defaults, strict=True)
         if argument.arg != "self"
     ]
+    taken += [f"*{method.args.vararg.arg}"] if method.args.vararg else []
+    taken += [f"**{method.args.kwarg.arg}"] if method.args.kwarg else []
     summary = (ast.get_docstring(method) or "").split("\n")[0]
     return f"{owner}: [`({', '.join(taken)})`][drivetrain.{owner}.{method.name}] {escaped(summary)}"
 

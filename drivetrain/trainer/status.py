@@ -42,11 +42,7 @@ class TrainerStatus:
     """What can be read from a `Trainer`, in Lightning's words: properties over its parts, which hold all state."""
 
     accelerator: Accelerator
-    """The engine that the Trainer runs on: placement, precision, collectives and checkpoints of its run."""
-
     callbacks: list[Callback]
-    """The callbacks, in the order in which their hooks are called."""
-
     tracker_group: TrackerGroup
     logged: LoggedValues
     progress: Progress

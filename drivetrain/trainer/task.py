@@ -73,6 +73,7 @@ class Task(HoldsHyperParameters, TaskFiles, DataHooks, TaskHooks):
     """Whether the trainer runs backward and steps the optimizers; see the class."""
 
     profiler = TaskProfiler()
+    """The profiler of the Trainer that runs this task, or one that the task sets itself."""
 
     def __init__(self) -> None:
         super().__init__()
