@@ -85,7 +85,7 @@ def summary(markdown: str) -> str:
     for paragraph in paragraphs:
         if re.match(r"[A-Za-z`\[*]", paragraph):
             text = re.sub(r"\[([^\]]*)\](\([^)]*\)|\[[^\]]*\])", r"\1", " ".join(paragraph.split()))
-            return re.split(r"(?<=[.:])\s", text)[0]
+            return re.split(r"(?<=[.])\s", text)[0].rstrip(":")
     return ""
 
 

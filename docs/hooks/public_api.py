@@ -66,5 +66,7 @@ def inherited(path: str) -> list[str]:
         return []
     left_out = {*INTERNAL.get(target.name, ()), *target.members}
     bases = [base for base in target.mro() if base.canonical_path not in definitions()]
-    names = dict.fromkeys(name for base in bases for name in base.members if not name.startswith("_"))
+    names = dict.fromkeys(
+        name for base in bases for name, member in base.members.items() if member.docstring and not name.startswith("_")
+    )
     return [name for name in names if name not in left_out]

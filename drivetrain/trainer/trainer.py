@@ -135,6 +135,12 @@ class Trainer(KnownKeywords, OptionAttributes, TrainerStatus):
         ConfigurationError: An argument cannot be; the message names what can.
     """
 
+    accelerator: Accelerator
+    """The engine that the Trainer runs on: placement, precision, collectives and checkpoints of its run."""
+
+    callbacks: list[Callback]
+    """The callbacks, in the order in which their hooks are called."""
+
     def __init__(
         self,
         *,
@@ -190,12 +196,10 @@ class Trainer(KnownKeywords, OptionAttributes, TrainerStatus):
         given = dict(locals())
         self.options = TrainerOptions.from_arguments(given)
         self.accelerator = building.accelerator_for(given, compile_plugin(compile))
-        """The engine that the Trainer runs on: placement, precision, collectives and checkpoints of its run."""
         self.options = building.settle(accumulate_grad_batches, self.accelerator, self.options)
         building.set_randomness(seed, deterministic, benchmark)
         self.tracker_group = building.make_trackers(logger, self.accelerator, self.options)
         self.callbacks = building.make_callbacks(callbacks, given, self.options, self.loggers)
-        """The callbacks, in the order in which their hooks are called."""
         self._start(Actions(self, profiler, barebones))
 
     def _start(self, actions: Actions) -> None:
