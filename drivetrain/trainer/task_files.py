@@ -30,6 +30,7 @@ class TaskFiles(nn.Module):
 
     __jit_unused_properties__: ClassVar[list[str]] = []
     example_input_array: Any = None
+    """What the forward can be called with: exports, summaries and graphs use it unless they are given something."""
 
     @property
     def strict_loading(self) -> bool:
@@ -89,7 +90,8 @@ class TaskFiles(nn.Module):
         if None not in (strict, set_strict) and strict != set_strict:
             raise ConfigurationError(
                 f"load_from_checkpoint(strict={strict}) is in conflict with "
-                f"{cls.__name__}.strict_loading={set_strict}: leave strict out."
+                f"{cls.__name__}.strict_loading={set_strict}: leave strict out.",
+                code="DT-004",
             )
         task.configure_model()
         state = for_hooks(engine, 0, driver)
@@ -142,7 +144,7 @@ class TaskFiles(nn.Module):
         needed = ("onnx", "onnxscript") if kwargs.get("dynamo", True) else ("onnx",)
         for name in needed:
             if find_spec(name) is None:
-                raise ConfigurationError(f'to_onnx needs {name}: pip install "drivetrain[onnx]".')
+                raise ConfigurationError(f'to_onnx needs {name}: pip install "drivetrain[onnx]".', code="DT-013")
         if isinstance(file_path, Path):
             file_path = os.fspath(file_path)
         with _Exporting(self):
@@ -172,7 +174,9 @@ class TaskFiles(nn.Module):
             ConfigurationError: The method is another one, or there is nothing to trace with.
         """
         if method not in ("script", "trace"):
-            raise ConfigurationError(f"to_torchscript(method={method!r}): it only supports 'script' or 'trace'.")
+            raise ConfigurationError(
+                f"to_torchscript(method={method!r}): it only supports 'script' or 'trace'.", code="DT-001"
+            )
         inputs = None
         if method == "trace":
             inputs = self._sample("to_torchscript(method='trace')", "example_inputs", example_inputs)
@@ -219,7 +223,8 @@ class TaskFiles(nn.Module):
         if sample is None:
             raise ConfigurationError(
                 f"{method} requires either `{argument}` or `model.example_input_array`, to call {type(self).__name__} "
-                "with. Give one of the two."
+                "with. Give one of the two.",
+                code="DT-005",
             )
         task: Any = self
         prepared = task.on_before_batch_transfer(sample, 0)

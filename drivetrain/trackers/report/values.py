@@ -119,7 +119,8 @@ def read_values(place: str | os.PathLike[str]) -> RunValues:
         return read_table(tables[0])
     raise ConfigurationError(
         f"{os.fspath(place)!r} holds no values of a run. Give the folder of a run, with a {TABLE} or TensorBoard's "
-        "event files in it, or one such file."
+        "event files in it, or one such file.",
+        code="DT-121",
     )
 
 
@@ -180,7 +181,8 @@ def read_events(place: str | os.PathLike[str]) -> RunValues:
     except ImportError as error:
         raise ConfigurationError(
             f"{os.fspath(place)!r} holds TensorBoard's event files, and TensorBoard is not installed. Install it with "
-            '`pip install "drivetrain[tensorboard]"`.'
+            '`pip install "drivetrain[tensorboard]"`.',
+            code="DT-013",
         ) from error
     events = EventAccumulator(os.fspath(place), size_guidance={SCALARS: 0})
     events.Reload()
