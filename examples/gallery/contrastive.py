@@ -106,7 +106,7 @@ def main(small: bool, output: Path) -> None:
     images, labels = torch.tensor(data.images, dtype=torch.float32)[:, None] / 16, torch.tensor(data.target)
     train, val, test = torch.randperm(1797, generator=torch.Generator().manual_seed(0)).split([1257, 200, 340])
     trainer = Trainer(
-        max_epochs=3 if small else 40,
+        max_epochs=2 if small else 40,
         seed=0,
         logger=CSVLogger(output, name="run"),
         log_every_n_steps=10,

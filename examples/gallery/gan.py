@@ -116,7 +116,7 @@ class GAN(Task):
 @click.option("--output", default="gan", type=click.Path(path_type=Path), help="Where to write.")
 def main(small: bool, output: Path) -> None:
     trainer = Trainer(
-        max_epochs=25 if small else 80,
+        max_epochs=8 if small else 80,
         seed=0,
         logger=CSVLogger(output, name="run"),
         log_every_n_steps=28,

@@ -67,7 +67,7 @@ def main(small: bool, output: Path) -> None:
     for fold, (chosen, held_out) in enumerate(StratifiedKFold(5, shuffle=True, random_state=0).split(x, y)):
         best = ModelCheckpoint(monitor="val_loss", filename="{epoch}")
         trainer = Trainer(
-            max_epochs=6 if small else 60,
+            max_epochs=4 if small else 60,
             seed=fold,
             logger=CSVLogger(output, name="folds", version=f"fold_{fold}"),
             log_every_n_steps=9,

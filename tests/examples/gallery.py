@@ -186,8 +186,8 @@ def index(recorded: dict[str, Any]) -> str:
     versions = ", ".join(f"{name} {value}" for name, value in environment.items())
     return f"""# Gallery
 
-Complete examples to copy: each is one script of at most 150 lines in `examples/gallery/`, with its curves and numbers
-as run, and how long that took on one core of a CPU. The data are real and come with the packages that the
+Complete examples to copy: each is one script of at most 150 lines of code in `examples/gallery/`, with its curves and
+numbers as run, and how long that took on one core of a CPU. The data are real and come with the packages that the
 examples use, so nothing is downloaded; where data are made, the page states it.
 
 <div class="grid cards" markdown>

@@ -88,7 +88,8 @@ def test_a_recorded_run_took_less_than_a_minute(example: Example) -> None:
 
 @every_example
 def test_a_script_is_short_and_its_pictures_are_small(example: Example) -> None:
-    assert 60 <= (SCRIPTS / f"{example.name}.py").read_text().count("\n") <= 150
+    lines = (SCRIPTS / f"{example.name}.py").read_text().splitlines()
+    assert 60 <= sum(map(bool, lines)) <= 150
     assert (PICTURES / f"{example.name}.png").stat().st_size <= 40_000
     assert (PICTURES / f"{example.name}-card.png").stat().st_size <= 20_000
 
