@@ -3,7 +3,7 @@
     python -m tests.examples.gallery                        # writes the pages from the recorded results
     python -m tests.examples.gallery --run                  # first runs all examples, about five minutes on one core
     python -m tests.examples.gallery --run gan kfold        # or some of them
-    python -m tests.examples.gallery --draw gan --folder F  # draws and records again what was run in a folder
+    python -m tests.examples.gallery --draw gan --folder F  # draws and records what was run in a folder before
 
 Results are recorded in gallery.json beside this file; gallery_pages.py has what the pages state beyond them.
 """
@@ -74,6 +74,12 @@ def run(example: Example, folder: Path) -> None:
     processor = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
     taken = {"seconds": round(wall, 1), "processor_seconds": round(processor, 1)}
     (folder / example.name / "taken.json").write_text(json.dumps(taken))
+
+
+def is_outdated(example: Example, folder: Path) -> bool:
+    """Whether what is in the folder was not run by the script as it is now."""
+    taken = folder / example.name / "taken.json"
+    return not taken.exists() or taken.stat().st_mtime < (SCRIPTS / f"{example.name}.py").stat().st_mtime
 
 
 def draw(example: Example, finished: Finished) -> None:
@@ -234,7 +240,7 @@ def record(examples: Sequence[Example], folder: Path, again: bool) -> None:
     packages = {name: version(name) for name in ("torch", "scikit-learn", "torchmetrics")}
     recorded["environment"] = {"Python": platform.python_version(), **packages}
     for example in examples:
-        if again:
+        if again or is_outdated(example, folder):
             run(example, folder)
         finished = Finished(folder / example.name)
         draw(example, finished)
@@ -248,7 +254,7 @@ def record(examples: Sequence[Example], folder: Path, again: bool) -> None:
 @click.command()
 @click.argument("names", nargs=-1, type=click.Choice([example.name for example in EXAMPLES]))
 @click.option("--run", "again", is_flag=True, help="Run the examples, record their results, and draw.")
-@click.option("--draw", "redraw", is_flag=True, help="Record and draw what was run in the folder before.")
+@click.option("--draw", "redraw", is_flag=True, help="The same, but keep runs of the folder that are up to date.")
 @click.option("--folder", type=click.Path(path_type=Path, file_okay=False), help="Where the examples run.")
 def main(names: tuple[str, ...], again: bool, redraw: bool, folder: Path | None) -> None:
     if again or redraw:
