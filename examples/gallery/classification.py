@@ -119,7 +119,7 @@ class Classifier(Task):
 def main(small: bool, output: Path) -> None:
     train, val, test = load_parts()
     trainer = Trainer(
-        max_epochs=3 if small else 40,
+        max_epochs=2 if small else 40,
         seed=0,
         logger=CSVLogger(output, name="run"),
         log_every_n_steps=10,

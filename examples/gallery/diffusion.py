@@ -78,7 +78,7 @@ def draw(model: nn.Module, digits: Tensor, guidance: float = 1.0) -> Tensor:
 @click.option("--small", is_flag=True, help="Few epochs, to see that it runs.")
 @click.option("--output", default="diffusion", type=click.Path(path_type=Path), help="Where to write.")
 def main(small: bool, output: Path) -> None:
-    epochs, batch_size, lr = (15 if small else 100), 64, 1e-3
+    epochs, batch_size, lr = (10 if small else 100), 64, 1e-3
     accelerator = Accelerator(log_with="csv", project_dir=output, split_batches=True)
     set_seed(0)
     data = load_digits()

@@ -108,7 +108,7 @@ def main(small: bool, output: Path) -> None:
 
     def run(name: str, task: Classifier, rows: Tensor, batch_size: int) -> None:
         trainer = Trainer(
-            max_steps=60 if small else 1000,
+            max_steps=40 if small else 1000,
             val_check_interval=20 if small else 50,
             check_val_every_n_epoch=None,
             seed=0,

@@ -87,7 +87,7 @@ validation accuracy is tested, and its confusion matrix counted.
             "[Data loading](../data.md): workers, order, random state",
         ),
         learned=("test_accuracy", "above", 0.4),
-        small="three epochs",
+        small="two epochs",
         card=2,
         size=(10.5, 3.2),
     ),
@@ -154,10 +154,10 @@ intersection over union (IoU) with the true ones.
         text="""
 A causal transformer of 170,000 parameters learns to predict the next character of the standard library's top modules.
 Fine-tuning then has 60 snippets of 96 characters of each of four packages (`asyncio`, `email`, `unittest`, `xml`) and
-learns which package a snippet is of, which a person could not always name either. For three epochs only the new head
-is trained; then `BackboneFinetuning` unfreezes the transformer, at a fifth of the learning rate. The same network
-without pre-training is the reference. Both read the sources of the Python that runs them, so other versions give
-other numbers.
+learns which package a snippet is of. For three epochs only the new head is trained; then `BackboneFinetuning`
+unfreezes the transformer, at a fifth of the learning rate. The same network without pre-training is the reference.
+Half a minute of pre-training is little: with 400 test snippets, accuracies that differ by less than five points are
+equal within the error. Both read the sources of the Python that runs them, so other versions give other numbers.
 """,
         described="The loss of pre-training, validation accuracies with and without it, and the test accuracies",
         panels=(
@@ -250,7 +250,7 @@ digit that is asked for. A classifier by nearest neighbours, fitted to real digi
         ),
         learned=("read_as_asked", "above", 0.2),
         falls="run:loss",
-        small="15 epochs",
+        small="ten epochs",
         size=(10.5, 3.2),
     ),
     Example(
@@ -331,12 +331,13 @@ when its values are permuted.
         title="Forecasting with quantiles",
         summary="A recorded nerve cell, 16 milliseconds ahead, with an interval and its coverage.",
         text="""
-The series is `membrane.dat`, which comes with matplotlib: 12,000 samples of the potential of a nerve cell's membrane,
-one every half millisecond. From 64 milliseconds a network of dilated convolutions forecasts the next 16: for each
-sample the 10 %, 50 % and 90 % quantiles, by the pinball loss. The first 70 % of the series are to train on, the last
-15 % to test. The references are the last value, repeated, and a linear regression from all 128 samples. An interval
-of 10 % to 90 % should cover 80 % of what comes; the cell's state changes during the recording, so an interval learned
-on the first part need not hold in the last, and the page shows by how much.
+The series is `membrane.dat`, which comes with matplotlib: the potential of a nerve cell's membrane, one sample every
+half millisecond, of which the 9,900 are used during which the cell was stimulated. From 64 milliseconds a network of
+dilated convolutions forecasts the next 16: for each sample the 10 %, 50 % and 90 % quantiles, by the pinball loss.
+The first 70 % of the series are to train on, the last 15 % to test. The references are the last value, repeated, and
+a linear regression from all 128 samples. An interval of 10 % to 90 % should cover 80 % of what comes; the cell fires
+regularly at first and irregularly later, so an interval learned on the first part need not hold in the last, and the
+coverage shows by how much.
 """,
         described="Two test windows with their forecast, and the curves of the pinball loss",
         panels=(
@@ -355,7 +356,7 @@ on the first part need not hold in the last, and the page shows by how much.
             "[Data loading](../data.md): series too long for memory",
             "[Predictions in files](../callbacks.md#predictionwriter-and-basepredictionwriter)",
         ),
-        learned=("test_error", "below", 0.3),
+        learned=None,
         small="two short epochs",
         size=(10.5, 3.2),
     ),
@@ -477,9 +478,9 @@ outputs of the teacher for all 1257 training images, without a label. The three 
             "[Contrastive learning](contrastive.md): the same images without any label",
             "[Plain weights](../checkpoints.md#plain-weights): the student for use elsewhere",
         ),
-        learned=("student", "above", 0.2),
+        learned=("teacher", "above", 0.5),
         falls="teacher:train_loss",
-        small="60 steps each",
+        small="40 steps each",
         report="student",
         card=1,
     ),
