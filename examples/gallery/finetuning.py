@@ -129,11 +129,11 @@ def main(small: bool, output: Path) -> None:
     train, val, test = labelled_snippets()
     results = {"chance": 1 / len(PACKAGES)}
     for name, backbone, frozen in (("finetuned", language_model.backbone, True), ("from_scratch", Backbone(), False)):
-        length = {"max_epochs": 1, "limit_val_batches": 1, "limit_test_batches": 1} if small else {"max_epochs": 10}
+        limits = {f"limit_{part}_batches": 1 if small else 1.0 for part in ("train", "val", "test")}
         callbacks = [ModelCheckpoint(monitor="val_accuracy", mode="max", filename="{epoch}"), LearningRateMonitor()]
         if frozen:
             callbacks.append(BackboneFinetuning(3, lambda epoch: 1.0, backbone_initial_ratio_lr=0.2))
-        trainer = make_trainer(name, callbacks=callbacks, **length)
+        trainer = make_trainer(name, max_epochs=1 if small else 10, callbacks=callbacks, **limits)
         task = PackageClassifier(backbone, lr=2e-3 if frozen else 1e-3)
         trainer.fit(task, DataLoader(train, 20, shuffle=True), DataLoader(val, 100))
         [tested] = trainer.test(task, DataLoader(test, 100), ckpt_path="best", verbose=False)
