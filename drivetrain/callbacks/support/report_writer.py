@@ -69,7 +69,7 @@ class ReportWriter:
         began = time.thread_time()
         self._due = time.monotonic() + self._seconds  # also where this attempt fails
         record = self._record(RUNNING, "")
-        waited = 0.0 if is_first else self._look_for_changes(record)
+        waited = 0.0 if is_first else self._ask_for_changes(record)
         write_record(self._folder, record)
         write_page(self._folder, record, with_values=not is_first)
         cost = time.thread_time() - began + waited
@@ -78,7 +78,7 @@ class ReportWriter:
         self._due = max(time.monotonic() + self._seconds, self._begun + (self._spent + cost) / _SHARE)
 
     @staticmethod
-    def _look_for_changes(record: dict[str, Any]) -> float:
+    def _ask_for_changes(record: dict[str, Any]) -> float:
         """Ask git, once, whether files differ from the commit; returns the seconds that this took."""
         commit = record.get("commit")
         if commit is None or commit["changed"] is not None:

@@ -148,7 +148,7 @@ def read_table(path: str | os.PathLike[str]) -> RunValues:
     cells = dict(zip(header, columns, strict=False))
     named = next((name for name in _STEPS if name in cells), None)
     count = len(columns[0]) if columns else 0
-    steps = list(map(float, range(count))) if named is None else _numbers(cells[named])
+    steps: list[float | None] = [float(row) for row in range(count)] if named is None else _numbers(cells[named])
     found, first = RunValues(), {}
     if "epoch" in cells:
         epochs = _curve(steps, _numbers(cells["epoch"]))
@@ -163,13 +163,11 @@ def read_table(path: str | os.PathLike[str]) -> RunValues:
     return found.put_in_order()
 
 
-def _curve(steps: list[float | None], values: list[float | None]) -> Curve:
+def _curve(steps: Sequence[float | None], values: Sequence[float | None]) -> Curve:
     """The values that are there, at steps that are there."""
-    if None in steps or None in values:
-        pairs = zip(steps, values, strict=True)
-        kept = [(step, value) for step, value in pairs if step is not None and value is not None]
-        return Curve([step for step, _ in kept], [value for _, value in kept])
-    return Curve(list(steps), values)
+    pairs = zip(steps, values, strict=True)
+    kept = [(step, value) for step, value in pairs if step is not None and value is not None]
+    return Curve([step for step, _ in kept], [value for _, value in kept])
 
 
 def _numbers(cells: Sequence[str]) -> list[float | None]:
