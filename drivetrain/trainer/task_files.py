@@ -147,7 +147,7 @@ class TaskFiles(nn.Module):
                 raise ConfigurationError(f'to_onnx needs {name}: pip install "drivetrain[onnx]".', code="DT-013")
         if isinstance(file_path, Path):
             file_path = os.fspath(file_path)
-        with _Exporting(self):
+        with Exporting(self):
             args = sample if isinstance(sample, tuple) else (sample,)
             return torch.onnx.export(self, args, file_path, **kwargs)
 
@@ -180,7 +180,7 @@ class TaskFiles(nn.Module):
         inputs = None
         if method == "trace":
             inputs = self._sample("to_torchscript(method='trace')", "example_inputs", example_inputs)
-        with _Exporting(self):
+        with Exporting(self):
             if method == "script":
                 made = torch.jit.script(self, **kwargs)
             else:
@@ -212,7 +212,7 @@ class TaskFiles(nn.Module):
             ```
         """
         inputs = self._sample("to_exported_program", "example_inputs", example_inputs)
-        with _Exporting(self):
+        with Exporting(self):
             program = torch.export.export(self, inputs if isinstance(inputs, tuple) else (inputs,), **kwargs)
         if file_path is not None:
             torch.export.save(program, file_path)
@@ -232,10 +232,13 @@ class TaskFiles(nn.Module):
         return task.on_after_batch_transfer(prepared, 0)
 
 
-class _Exporting:
+class Exporting:
     """A context in which a task is in evaluation mode and holds no Trainer, which no exporter can read.
 
     Exporters ask for every attribute, so `task.trainer` must be something.
+
+    Args:
+        task: The task.
     """
 
     def __init__(self, task: Any) -> None:
