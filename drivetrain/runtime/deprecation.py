@@ -45,7 +45,7 @@ def deprecated(*, since: str, removed_in: str, use: str | None = None) -> Callab
     def mark(target: F) -> F:
         message = f"{target.__qualname__} is deprecated {until}.{f' Use {use}.' if use else ''}"
         if inspect.isclass(target):
-            target.__init__ = _warning(target.__init__, message)
+            target.__init__ = _warning(target.__init__, message)  # type: ignore[method-assign]
             return target
         return _warning(target, message)
 

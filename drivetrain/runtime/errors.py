@@ -20,6 +20,8 @@ class DrivetrainError(Exception):
     Uncaught, it is printed with a traceback that leaves out most of drivetrain's own frames.
     """
 
+    has_short_traceback = True
+
     def __new__(cls, *args: object, **kwargs: object) -> Self:
         install_hook()
         return super().__new__(cls, *args, **kwargs)

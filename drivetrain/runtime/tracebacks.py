@@ -78,13 +78,11 @@ def _links(error: BaseException) -> Iterator[BaseException]:
 
 
 def _shorten(links: list[BaseException]) -> None:
-    from drivetrain.runtime.errors import DrivetrainError
-
     is_below = False
     for link in links:
         if is_below:
             link.__traceback__ = _without(link.__traceback__, of_ours=0)
-        elif isinstance(link, DrivetrainError):
+        elif getattr(link, "has_short_traceback", False):
             link.__traceback__ = _without(link.__traceback__, of_ours=3)
             is_below = True
 
