@@ -3,8 +3,6 @@
 All start from one seed, and nothing is added to the program. `COMPAT_TRAINER` holds arguments of the Trainer that take
 the place of the program's own, where it has no options for them: how long to run, and on how many processes. With
 `COMPAT_AVERAGES_LATE` gradients of what is unfrozen during the run are averaged over processes, as Lightning does not.
-With `COMPAT_STEPS_FUSED` Adam steps by torch's fused implementation where the program leaves that open, as it does with
-ours: its results differ from those of the others in the last bit.
 """
 
 from __future__ import annotations
@@ -33,8 +31,6 @@ def prepare() -> None:
         seed(5)
     replaced = json.loads(os.environ.get("COMPAT_TRAINER", "{}"))
     let_torchvision_be_imported()
-    if os.environ.get("COMPAT_STEPS_FUSED"):
-        torch.optim.Adam.__init__ = functools.partialmethod(torch.optim.Adam.__init__, fused=True)  # type: ignore[method-assign]
     if importlib.util.find_spec("gymnasium") is not None:
         sys.modules["gym"] = old_gym()
     report: dict[str, float] = {}

@@ -40,8 +40,6 @@ class LightningProgram:
         slow: Whether it is apart from `make test-compat`.
         versions: What it was found to be equal with, for the table; empty where it is not yet.
         unfreezes: Whether it unfreezes parameters during the run, whose gradients Lightning does not average.
-        magnifies: Whether it magnifies the last bits of a step, in which a fused step differs from others: its Adam
-            then steps fused under Lightning too.
     """
 
     name: str
@@ -57,7 +55,6 @@ class LightningProgram:
     slow: bool = True
     versions: str = ""
     unfreezes: bool = False
-    magnifies: bool = False
 
     def __str__(self) -> str:
         return self.name
@@ -189,9 +186,7 @@ PROGRAMS = (
         ),
         _TWO,
         checkout=EXAMPLES,
-        versions="Lightning 2.6.6, torchvision 0.28.0",
         unfreezes=True,
-        magnifies=True,
     ),
     LightningProgram(
         "hydra_template",
@@ -253,8 +248,7 @@ PROGRAMS = (
 )
 
 
-_FUSED = ", with Adam's fused step under Lightning too"
-_AVERAGED = "; on 2 with the gradients of what is unfrozen averaged there too"
+_AVERAGED = "; on 2 with the gradients of what is unfrozen averaged under Lightning too"
 
 
 def table() -> str:
@@ -263,7 +257,7 @@ def table() -> str:
     for each in PROGRAMS:
         if each.versions:
             processes = "1" if each.alone else "1, 2"
-            equal = f"equal to {TOLERANCE:g}{_FUSED if each.magnifies else ''}{_AVERAGED if each.unfreezes else ''}"
+            equal = f"equal to {TOLERANCE:g}{_AVERAGED if each.unfreezes else ''}"
             lines.append(f"| {each.what} | {each.versions} | {processes} | {equal} | 0 |")
     return "\n".join(lines)
 

@@ -58,7 +58,6 @@ class Runs:
             "COMPAT_TRAINER": json.dumps(program.trainer(processes)),
             "COMPAT_PACKAGE": program.package,
             "COMPAT_AVERAGES_LATE": "1" if program.unfreezes and kind == "original" else "",
-            "COMPAT_STEPS_FUSED": "1" if program.magnifies and kind == "original" else "",
             **({"TORCH_HOME": str(self.data / "torch")} if program.checkout else {}),
             # Lightning itself does not read checkpoints with a program's own classes among the hyper-parameters.
             "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD": "1",
