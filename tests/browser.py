@@ -23,15 +23,31 @@ needs_chromium = pytest.mark.skipif(CHROMIUM is None, reason="there is no Chromi
 def opened(page: Path, folder: Path, dark: bool, size: tuple[int, int] = (1200, 1400)) -> tuple[Any, list[str]]:
     """A picture of a page, as an array of (height, width, 3) colours, and the addresses that it has asked for."""
     picture, net_log = folder / "page.png", folder / "net.json"
+    scheme = f"--blink-settings=preferredColorScheme={0 if dark else 1}"
+    _run(
+        page,
+        folder,
+        scheme,
+        f"--screenshot={picture}",
+        f"--window-size={size[0]},{size[1]}",
+        f"--log-net-log={net_log}",
+    )
+    pixels = np.round(matplotlib.image.imread(picture)[:, :, :3] * 255).astype(int)
+    return pixels, asked_for_by_pages(net_log)
+
+
+def document_of(page: Path, folder: Path) -> str:
+    """The HTML of a page after its scripts have run."""
+    return _run(page, folder, "--dump-dom")
+
+
+def _run(page: Path, folder: Path, *options: str) -> str:
     command = [
         *(str(CHROMIUM), "--headless=new", "--no-sandbox", "--disable-gpu", "--disable-background-networking"),
         *("--disable-component-update", "--no-first-run", f"--user-data-dir={folder / 'profile'}"),
-        *(f"--blink-settings=preferredColorScheme={0 if dark else 1}", "--virtual-time-budget=3000"),
-        *(f"--screenshot={picture}", f"--window-size={size[0]},{size[1]}", f"--log-net-log={net_log}", page.as_uri()),
+        *("--virtual-time-budget=3000", *options, page.as_uri()),
     ]
-    subprocess.run(command, check=True, capture_output=True, timeout=120)
-    pixels = np.round(matplotlib.image.imread(picture)[:, :, :3] * 255).astype(int)
-    return pixels, asked_for_by_pages(net_log)
+    return subprocess.run(command, check=True, capture_output=True, text=True, timeout=120).stdout
 
 
 def asked_for_by_pages(net_log: Path) -> list[str]:
