@@ -156,8 +156,8 @@ docs: $(DEV_ENV) ## build the documentation into site/
 # Commits to the branch gh-pages of this clone and pushes nothing: `git push origin gh-pages` publishes it.
 DOCS_VERSION ?= $(shell sed -n 's/^version = "\([0-9]*\.[0-9]*\).*/\1/p' pyproject.toml)
 docs-version: $(DEV_ENV) ## build the documentation of this version beside those before it, on the branch gh-pages
-	NO_MKDOCS_2_WARNING=1 $(PYTHON) -m mike deploy --update-aliases $(DOCS_VERSION) latest
-	NO_MKDOCS_2_WARNING=1 $(PYTHON) -m mike set-default latest
+	NO_MKDOCS_2_WARNING=1 PATH="$(abspath $(dir $(PYTHON))):$$PATH" mike deploy --update-aliases $(DOCS_VERSION) latest
+	PATH="$(abspath $(dir $(PYTHON))):$$PATH" mike set-default latest
 
 wheel: $(DEV_ENV) ## build sdist and wheel, install the wheel in a clean environment and import all of it
 	rm -rf dist build/wheel-env

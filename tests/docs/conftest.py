@@ -9,6 +9,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+from filelock import FileLock
 
 from tests.pool import ROOT
 
@@ -22,9 +23,13 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     missing = [name for name in NEEDED if find_spec(name) is None]
     if missing:
         pytest.skip(f"needs {', '.join(missing)}, which the extra `docs` installs")
-    folder = tmp_path_factory.mktemp("manual") / "site"
-    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(folder)]
-    environment = {**os.environ, "NO_MKDOCS_2_WARNING": "1"}
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=240)
-    assert done.returncode == 0, done.stdout + done.stderr
+    base = tmp_path_factory.getbasetemp()
+    shared = base.parent if "PYTEST_XDIST_WORKER" in os.environ else base  # workers have folders of their own below it
+    folder = shared / "manual"
+    with FileLock(f"{folder}.lock"):
+        if not (folder / "llms.txt").is_file():  # which is written last
+            command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(folder)]
+            environment = {**os.environ, "NO_MKDOCS_2_WARNING": "1"}
+            done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=240)
+            assert done.returncode == 0, done.stdout + done.stderr
     return folder

@@ -77,7 +77,7 @@ def test_what_a_class_has_from_bases_without_an_entry_is_among_its_own(name: str
             if member.startswith("_") or not described or member in INTERNAL.get(name, ()):
                 continue
             # An override without a docstring is documented where it is declared.
-            if member not in vars(kind) and inspect.getdoc(value):
+            if member not in vars(kind) and value.__doc__:
                 home = drivetrain._EXPORTS[name]
                 if not {f"drivetrain.{name}.{member}", f"{home}.{name}.{member}"} & entries:
                     missing.append(member)
