@@ -57,7 +57,8 @@ def in_browser(folder: Path, script: str, body: str = "") -> Any:
     command += [f"--user-data-dir={folder / 'profile'}", "--dump-dom", page.as_uri()]
     dom = subprocess.run(command, check=True, capture_output=True, text=True, timeout=120).stdout
     found = re.search(r'<pre id="result">(.*?)</pre>', dom, flags=re.DOTALL)
-    assert found is not None and found[1], dom[-2000:]
+    assert found is not None, dom[-2000:]
+    assert found[1], "the script on the page has failed"
     return json.loads(html.unescape(found[1]))
 
 
@@ -238,7 +239,8 @@ def test_the_formulas_give_the_state_that_the_memory_benchmark_measured() -> Non
 def hook(name: str) -> Any:
     """A script of docs/hooks as a module."""
     spec = importlib.util.spec_from_file_location(name, ROOT / "docs" / "hooks" / f"{name}.py")
-    assert spec is not None and spec.loader is not None
+    assert spec is not None
+    assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module

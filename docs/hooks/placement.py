@@ -2,7 +2,8 @@
 
     python docs/hooks/placement.py record          # trains a small model under each strategy, writes placement.json
     python docs/hooks/placement.py record zero-1   # under this one alone
-    python docs/hooks/placement.py draw            # draws docs/images/explanations/placement_*.svg from placement.json
+    python docs/hooks/placement.py losses          # compares losses with those of one process, writes exactness.json
+    python docs/hooks/placement.py draw            # draws docs/images/explanations/ placement_*.svg and exactness.svg
 
 A process reports the parts of tensors that it holds when its second optimizer step is about to begin, which is when
 gradients and optimizer state are there together. DeepSpeed must be installed for the three stages of ZeRO.
@@ -12,6 +13,7 @@ from __future__ import annotations
 
 import html
 import json
+import math
 import os
 import subprocess
 import sys
@@ -25,13 +27,32 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, Dataset
 
-from drivetrain import DDP, FSDP, Callback, Colwise, DeepSpeed, Parallel, Rowwise, Task, Trainer, gather_object
-from drivetrain import sequence_positions
+from drivetrain import (
+    DDP,
+    FSDP,
+    Callback,
+    Colwise,
+    DeepSpeed,
+    Parallel,
+    Rowwise,
+    Task,
+    Trainer,
+    gather_object,
+    sequence_positions,
+)
 
 RECORD = Path(__file__).with_name("placement.json")
+LOSSES = Path(__file__).with_name("exactness.json")
 PICTURES = Path(__file__).parent.parent / "images" / "explanations"
 WIDTH, WORDS, LENGTH, LAYERS, ROWS = 32, 48, 16, 2, 8
 ROLES = ("parameters", "gradients", "optimizer")
+QUIET = {
+    "accelerator": "cpu",
+    "logger": False,
+    "enable_checkpointing": False,
+    "enable_progress_bar": False,
+    "enable_model_summary": False,
+}
 
 Part = list[list[int]]  # [where it begins, how large it is], in each dimension; of a flat range [[start], [size]]
 
@@ -54,7 +75,7 @@ class Block(nn.Module):
 
 
 class Network(nn.Module):
-    """A language model with 10 tensors."""
+    """A language model of 11 matrices."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -93,7 +114,9 @@ class Predictor(Task):
     def training_step(self, batch: tuple[Tensor, Tensor, Tensor], batch_idx: int) -> Tensor:
         tokens, labels, numbers = batch
         self.samples += numbers.tolist()
-        return F.cross_entropy(self.model(tokens).flatten(0, 1), labels.flatten())
+        loss = F.cross_entropy(self.model(tokens).flatten(0, 1), labels.flatten())
+        self.log("loss", loss, on_step=False, on_epoch=True)
+        return loss
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.AdamW(self.parameters(), lr=1e-2)
@@ -150,7 +173,11 @@ def flat_parts(parameter: Any) -> dict[str, Part | None] | None:
         gradient = mapping.get_lp_grad_fragment(parameter._index_in_param_group)
         moment = mapping.get_optim_state_fragment("exp_avg")
         assert moment.numel() == address.numel
-        ranges = [[[0], [parameter.numel()]], [[address.start], [gradient.numel()]], [[address.start], [moment.numel()]]]
+        ranges = [
+            [[0], [parameter.numel()]],
+            [[address.start], [gradient.numel()]],
+            [[address.start], [moment.numel()]],
+        ]
         return dict(zip(ROLES, ranges, strict=True))
     return None
 
@@ -170,7 +197,9 @@ def held_by(trainer: Any) -> dict[str, Any]:
         if found is None:
             # With DeepSpeed's stages 1 and 2: whole here, and its gradient and state on another process.
             tensors = (parameter, None) if engine else (parameter, parameter.grad)
-            found = dict(zip(ROLES, map(part_of, (*tensors, inner.state.get(parameter, {}).get("exp_avg"))), strict=True))
+            found = dict(
+                zip(ROLES, map(part_of, (*tensors, inner.state.get(parameter, {}).get("exp_avg"))), strict=True)
+            )
         parts[name.removeprefix("model.")] = found
     return {"parts": parts}
 
@@ -200,31 +229,51 @@ class Recorder(Callback):
 
 def measure(name: str) -> list[dict[str, Any]]:
     """Train for two steps in this process, and return what each process held."""
-    _, make, _ = STRATEGIES[name]
-    torch.set_num_threads(1)
     recorder = Recorder()
-    windows = {"accumulate_grad_batches": 2} if name == "pp" else {}
-    trainer = Trainer(
-        accelerator="cpu", strategy=make(), callbacks=[recorder], max_steps=2, barebones=True, **windows
-    )
-    rows = ROWS // trainer.strategy.topology.data_shard.count // windows.get("accumulate_grad_batches", 1)
-    trainer.fit(Predictor(), DataLoader(Sentences(), rows))
+    train(name, recorder, max_steps=2)
     found: list[dict[str, Any]] = gather_object([recorder.held])
     return found
 
 
-def measured_in_processes(name: str) -> list[dict[str, Any]]:
-    """The same, in processes of a launch."""
+def train(name: str, callback: Callback, **length: int) -> None:
+    """Train under a strategy in this process, in steps of the same samples under each."""
+    _, make, _ = STRATEGIES[name]
+    torch.set_num_threads(1)
+    window = 2 if name == "pp" else 1  # micro-batches of a step
+    options: dict[str, Any] = {**QUIET, **length}
+    trainer = Trainer(strategy=make(), callbacks=[callback], accumulate_grad_batches=window, **options)
+    rows = ROWS // trainer.strategy.topology.data_shard.count // window
+    trainer.fit(Predictor(), DataLoader(Sentences(), rows))
+
+
+class Losses(Callback):
+    """Keeps the mean loss of each epoch."""
+
+    def __init__(self) -> None:
+        self.values: list[float] = []
+
+    def on_train_epoch_end(self, trainer: Any, task: Any) -> None:
+        self.values.append(trainer.callback_metrics["loss"].item())
+
+
+def losses(name: str) -> list[float]:
+    """Train for ten epochs of two steps in this process, and return their mean losses."""
+    kept = Losses()
+    train(name, kept, max_epochs=10)
+    return kept.values
+
+
+def measured_in_processes(name: str, command_here: str = "measure") -> Any:
+    """What `measure` or `losses` returns in the processes of a launch."""
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder, "held.json")
         command = [sys.executable, "-m", "drivetrain", "launch", "--cpu", "--num_processes", str(STRATEGIES[name][2])]
         environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-        command += [__file__, "measure", name, str(file)]
+        command += [__file__, f"{command_here}-here", name, str(file)]
         done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=300)
         if done.returncode:
             sys.exit(f"{name} failed:\n{done.stdout}{done.stderr}")
-        found: list[dict[str, Any]] = json.loads(file.read_text())
-        return found
+        return json.loads(file.read_text())
 
 
 # drawing
@@ -338,8 +387,13 @@ def picture(name: str, processes: list[dict[str, Any]]) -> str:
             drawn += lines
         bottom += height + 28
     columns = min(2, len(processes))
-    width, height = max(columns * PANEL + 2 * MARGIN * columns, 470), bottom
+    width = max(columns * PANEL + 2 * MARGIN * columns, 470)
     described = f"{title}. What each process holds of parameters, gradients, optimizer state and batch."
+    return svg(width, bottom, described, drawn)
+
+
+def svg(width: float, height: float, described: str, drawn: list[str]) -> str:
+    """A picture on white paper."""
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height:.0f}" width="{width}" '
         f'height="{height:.0f}" font-family="DejaVu Sans, Verdana, sans-serif" role="img">'
@@ -348,12 +402,49 @@ def picture(name: str, processes: list[dict[str, Any]]) -> str:
     )
 
 
+def difference(values: list[float], expected: list[float]) -> float:
+    """The largest difference of two lists of losses."""
+    return max(abs(one - other) for one, other in zip(values, expected, strict=True))
+
+
+BOUND = 5e-6  # within which the tests hold every strategy to one process
+
+
+def exactness_picture(values: dict[str, list[float]]) -> str:
+    """A bar for each strategy: how far its losses are from those of one process, on a logarithmic scale."""
+    left, wide, low, high = 170, 430, 1e-8, 1e-5
+
+    def at(value: float) -> float:
+        return left + wide * math.log(max(value, low) / low) / math.log(high / low)
+
+    drawn = [text(MARGIN, 30, "Largest difference of a loss from one process, 32 bits, 20 steps", 16, weight="bold")]
+    names = [name for name in values if name != "single"]
+    bottom = 52 + 30 * len(names)
+    for power in range(-8, -4):
+        x = at(10.0**power)
+        drawn.append(rectangle(x, 48, 1, bottom - 48, "#e4e8ec"))
+        drawn.append(text(x - 14, bottom + 18, f"1e{power}", 12, FAINT))
+    for number, name in enumerate(names):
+        y, found = 54 + 30 * number, difference(values[name], values["single"])
+        drawn.append(text(MARGIN, y + 15, f"{name}, {STRATEGIES[name][2]} processes"))
+        drawn.append(rectangle(left, y, max(2.0, at(found) - left), 20, COLOURS["parameters"]))
+        drawn.append(text(at(found) + 6, y + 15, f"{found:.1e}" if found else "0: bit for bit", 12))
+    drawn.append(rectangle(at(BOUND), 48, 2, bottom - 48, COLOURS["batch"]))
+    drawn.append(text(at(BOUND) - 92, bottom + 36, "bound of the tests", 12, COLOURS["batch"]))
+    described = "Bars of the largest difference of a loss from one process under each strategy, all below 5e-6"
+    return svg(680, bottom + 48, described, drawn)
+
+
 def main(arguments: list[str]) -> None:
     command, *names = arguments
-    if command == "measure":
-        found = measure(names[0])
+    if command.endswith("-here"):
+        found = {"measure-here": measure, "losses-here": losses}[command](names[0])
         if rank_here() == 0:
             Path(names[1]).write_text(json.dumps(found))
+    elif command == "losses":
+        values = {name: measured_in_processes(name, "losses") for name in STRATEGIES}
+        LOSSES.write_text(json.dumps(values) + "\n")
+        print({name: difference(each, values["single"]) for name, each in values.items()})
     elif command == "record":
         record = json.loads(RECORD.read_text()) if RECORD.exists() else {}
         for name in names or STRATEGIES:
@@ -366,6 +457,8 @@ def main(arguments: list[str]) -> None:
             file = PICTURES / f"placement_{name.replace('-', '_')}.svg"
             file.write_text(picture(name, processes))
             print(f"wrote {file}: {file.stat().st_size:,} bytes")
+        if LOSSES.exists():
+            (PICTURES / "exactness.svg").write_text(exactness_picture(json.loads(LOSSES.read_text())))
 
 
 if __name__ == "__main__":
