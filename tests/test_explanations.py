@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import html
 import importlib.util
 import json
@@ -21,6 +22,7 @@ from drivetrain.cli.memory_model import estimate_training
 from drivetrain.cli.model_size import ModelSize
 from tests.browser import CHROMIUM, needs_chromium
 from tests.pool import ROOT, run_in_processes
+from tests.test_snippets import run_script, scripts_of
 
 EXPLANATIONS = ROOT / "docs" / "explanations"
 PICTURES = ROOT / "docs" / "images" / "explanations"
@@ -265,7 +267,66 @@ def test_the_pictures_are_those_of_the_record() -> None:
         assert picture.read_text() == placement.picture(name, processes), name
 
 
+def test_strategies_train_as_one_process_within_the_bound_of_the_picture() -> None:
+    placement = hook("placement")
+    values = json.loads(placement.LOSSES.read_text())
+    assert values.keys() == placement.STRATEGIES.keys()
+    assert all(placement.difference(each, values["single"]) <= placement.BOUND for each in values.values())
+    assert values["single"][-1] < values["single"][0] - 0.5
+    assert (PICTURES / "exactness.svg").read_text() == placement.exactness_picture(values)
+    [now, _] = run_in_processes(losses_now, 2, timeout=120)
+    assert placement.difference(now, values["single"]) <= placement.BOUND
+
+
+def losses_now() -> Any:
+    return hook("placement").losses("ddp")
+
+
+# how data reaches processes, and what a step does
+
+
+def test_loaders_give_what_the_picture_shows() -> None:
+    pictures = hook("explanation_pictures")
+    recorded = json.loads(pictures.RECORD.read_text())
+    alone = pictures.data_order(workers=0)
+    assert [[each["samples"] for each in batches] for batches in alone] == [
+        [each["samples"] for each in batches] for batches in recorded
+    ]
+    assert [[each["workers"] for each in batches] for batches in recorded] == [[[0], [1], [0], [1]]] * 2
+    assert sum(each["real"] for batches in recorded for each in batches) == pictures.SAMPLES
+    assert (PICTURES / "data.svg").read_text() == pictures.data_picture(recorded)
+    assert (PICTURES / "step.svg").read_text() == pictures.step_picture()
+
+
+# the checkpoint format
+
+
+def test_the_listing_is_that_of_a_real_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    page = EXPLANATIONS / "checkpoint-format.md"
+    listing = re.search(r"<!-- listing: .*?-->\s+```text\n(.*?)```", page.read_text(), flags=re.DOTALL)
+    assert listing is not None
+    monkeypatch.chdir(tmp_path)
+    run_in_processes(run_script, 1, args=(first_script(page, tmp_path),), timeout=120)
+    folder = tmp_path / "run" / "step_3"
+    files = sorted(str(file.relative_to(folder)) for file in folder.rglob("*") if file.is_file())
+    assert files == listing[1].split()
+
+
+def first_script(page: Path, folder: Path) -> str:
+    path = folder / "script.py"
+    path.write_text(scripts_of(page, page.read_text())[0].text)
+    return str(path)
+
+
 # the pages
+
+
+def test_the_tests_that_pages_name_exist() -> None:
+    named = {pair for page in PAGES for pair in re.findall(r"`(tests/[\w/]+\.py)::(test_\w+)`", page.read_text())}
+    assert len(named) >= 12
+    for path, name in named:
+        defined = [node.name for node in ast.parse((ROOT / path).read_text()).body if isinstance(node, ast.FunctionDef)]
+        assert name in defined, (path, name)
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)

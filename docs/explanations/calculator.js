@@ -1,5 +1,6 @@
 // The calculator of the page "What to use where": what each process holds and sends under each strategy.
-// The formulas are those of docs/strategies.md; tests/test_explanations.py compares them with `drivetrain estimate-memory`.
+// The formulas are those of docs/strategies.md; tests/test_explanations.py compares them with what
+// `drivetrain estimate-memory` computes.
 "use strict";
 
 const PRECISIONS = {
@@ -53,7 +54,8 @@ function estimate(strategy, model, precision, optimizer, processes) {
       activations: strategy === "fsdp" ? kept : activations(model, precision, 1, true),
     };
     if (strategy === "fsdp_offload") { // shards, their gradients and the optimizer's state are in the host's memory
-      held = {...held, weights: 0, gradients: U * each.gradient, optimizer: 0, gathered: Math.min(2 * U, P) * each.gathered};
+      held = {...held, weights: 0, gradients: U * each.gradient, optimizer: 0};
+      held.gathered = Math.min(2 * U, P) * each.gathered;
     }
     sent = (2 * each.gathered + each.gradient) * P * apart;
   } else if (strategy.startsWith("deepspeed")) {
