@@ -100,7 +100,9 @@ def test_the_calculator_counts_what_collectives_send(tmp_path: Path) -> None:
 
 def raw_html() -> str:
     """The calculator as the page has it, without its script."""
-    found = re.search(r'<style>.*?</style>\s*<div id="calculator">.*?\n</div>\n', WHAT_TO_USE, flags=re.DOTALL)
+    found = re.search(
+        r'<style>.*?</style>\s*<div id="calculator">.*?\n</div>\n(?=\n<script)', WHAT_TO_USE, flags=re.DOTALL
+    )
     assert found is not None
     return found[0]
 

@@ -123,7 +123,7 @@ function fill(form) {
   const number = (name) => Math.max(0, Number(form.elements[name].value));
   const model = {
     parameters: number("parameters") * 1e9, layers: Math.max(1, number("layers")), width: number("width"),
-    vocabulary: number("vocabulary"), rows: number("rows"), length: number("length"),
+    vocabulary: number("vocabulary"), rows: number("rows"), length: number("tokens"),
   };
   const precision = form.elements.precision.value, optimizer = form.elements.optimizer.value;
   const devices = Math.max(1, Math.round(number("devices"))), memory = number("memory") * 1e9;
@@ -143,7 +143,7 @@ function fill(form) {
     return row;
   });
   document.querySelector("#calculator tbody").replaceChildren(...rows);
-  document.querySelector("#calculator code").textContent = best
+  document.querySelector("#calculator p code").textContent = best
     ? lineOf(best, precision, devices)
     : "Nothing fits: take more devices, a smaller micro-batch, shorter sequences, or Parallel over several dimensions.";
 }
@@ -155,7 +155,7 @@ function begin() {
   for (const name of Object.keys(PRESETS)) presets.add(new Option(name, name));
   presets.value = "7 B";
   const take = () => {
-    const names = ["parameters", "layers", "width", "vocabulary", "length"];
+    const names = ["parameters", "layers", "width", "vocabulary", "tokens"];
     names.forEach((name, place) => { form.elements[name].value = PRESETS[presets.value][place]; });
     fill(form);
   };

@@ -101,7 +101,7 @@ def step_picture() -> str:
         text(
             16,
             403,
-            "are shown. Batch 3 is copied while the optimizer steps, and belongs to the next window.",
+            "are shown. Batch 3 belongs to the next window, and is copied one batch ahead.",
             12,
             FAINT,
         )
