@@ -53,7 +53,9 @@ def in_browser(folder: Path, script: str, body: str = "") -> Any:
     page.write_text(
         f"<!DOCTYPE html><meta charset='utf-8'><body>{body}<pre id='result'></pre>"
         f"<script src='{CALCULATOR.as_uri()}'></script>"
-        f"<script>document.getElementById('result').textContent = JSON.stringify({script});</script></body>"
+        "<script>addEventListener('load', () => {"
+        f"document.getElementById('result').textContent = JSON.stringify({script});"
+        "});</script></body>"
     )
     command = [str(CHROMIUM), "--headless=new", "--no-sandbox", "--disable-gpu", "--virtual-time-budget=2000"]
     command += [f"--user-data-dir={folder / 'profile'}", "--dump-dom", page.as_uri()]
