@@ -146,7 +146,7 @@ class Setting:
     def compute(self, batch: int) -> float:
         """Seconds of a forward in memory. The model goes again: two of them may be more than memory holds."""
         model = self.in_memory()
-        forward(model, batch)
+        forward(model, 1)
         return forward(model, batch)
 
     def ours(self) -> nn.Module:
@@ -178,17 +178,16 @@ class Contender:
         self.figures: dict[str, list[float]] = {"made": [], "cold": [], "warm": [], "anonymous": []}
 
     def measure(self, batch: int) -> None:
-        """Seconds to make the model, of a cold and of a warm forward, and the most anonymous memory of one in MiB."""
+        """Seconds to make the model, of a cold and of a warm forward, and the most anonymous memory of both in MiB."""
         start = time.perf_counter()
         model = self._model or self._build()
         self.figures["made"].append(time.perf_counter() - start)
         drop(self._folder)
-        self.figures["cold"].append(forward(model, batch))
-        read(self._folder)
         with most_anonymous(model) as most:
-            forward(model, batch)
+            self.figures["cold"].append(forward(model, batch))
+            read(self._folder)
+            self.figures["warm"].append(forward(model, batch))
         self.figures["anonymous"].append(most[0] / MIB)
-        self.figures["warm"].append(forward(model, batch))
         self._model = None if self._again else model
         del model
         gc.collect()
@@ -281,7 +280,7 @@ def rows_of(found: Sequence[dict[str, Any]]) -> Iterator[list[str]]:
 @click.option("--prefetch", default=1, show_default=True, help="Blocks that are read ahead.")
 @click.option("--budget", default=None, type=int, help="MiB of the first blocks that stay in memory.")
 @click.option("--only", multiple=True, type=click.Choice(["drivetrain", "accelerate"]), help="Only these contenders.")
-@click.option("--loading/--no-loading", default=True, help="Whether loading is measured too.")
+@click.option("--measure", multiple=True, type=click.Choice(["forwards", "loading"]), help="Only one of them.")
 @click.option(
     "--folder",
     type=click.Path(path_type=Path),
@@ -297,7 +296,7 @@ def main(
     prefetch: int,
     budget: int | None,
     only: tuple[str, ...],
-    loading: bool,
+    measure: tuple[str, ...],
     folder: Path | None,
     json_file: Path | None,
 ) -> None:
@@ -306,12 +305,13 @@ def main(
     with nullcontext(folder) if folder is not None else tempfile.TemporaryDirectory() as place:
         options = StreamOptions(prefetch=prefetch, budget=None if budget is None else budget * MIB)
         setting = Setting(size, Path(place), options)
-        found = results(setting, batches, rounds, names)
-        loads = times_of_loading(setting, rounds) if loading else {}
+        found = results(setting, batches, rounds, names) if measure != ("loading",) else []
+        loads = times_of_loading(setting, rounds) if measure != ("forwards",) else {}
     versions = ", ".join(f"{name} {version_of(name)}" for name in names)
     print(f"{setting.nbytes / GIB:.2f} GiB in {size.layers} blocks of {setting.block / MIB:.0f} MiB. {versions}.")
     print(f"Medians in seconds; rounds: {rounds}. Two blocks and 100 MiB: {2 * setting.block / MIB + 100:.0f} MiB.\n")
-    print(as_table(COLUMNS, rows_of(found)))
+    if found:
+        print(as_table(COLUMNS, rows_of(found)))
     if loads:
         rows = [[name, f"{time:.2f}", shares_of_cat(name, loads)] for name, time in loads.items()]
         print("\n" + as_table(("", "s:", "cat / load:"), rows))
