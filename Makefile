@@ -71,7 +71,8 @@ export PYTHONPATH := $(CURDIR)$(if $(PYTHONPATH),:$(PYTHONPATH))
 
 .DEFAULT_GOAL := help
 .PHONY: help env environments demo test test-slow test-sharded test-crash test-megatron test-compat test-trackers test-ray \
-	test-gpu test-xla test-oldest deepspeed-ops checks lint format types floors docs wheel bench bench-gpu clean
+	test-gpu test-xla test-oldest deepspeed-ops checks lint format types floors pythons docs docs-version wheel release \
+	bench bench-gpu clean
 
 help: ## list these commands
 	@awk 'BEGIN {FS = ":.*## "} /^[a-z-]+:.*## / {printf "  make %-14s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
@@ -107,14 +108,15 @@ test-compat: $(COMPAT_ENV) ## what was written for Accelerate and Lightning, bes
 	$(COMPAT_PYTHON) -m pytest $(IN_PARALLEL) -o faulthandler_timeout=600 \
 		-m "compat and not gpu" $(or $(TESTS),tests/compat \
 		tests/accelerator/test_accelerate_beside.py tests/launch/test_other_launchers.py \
-		tests/launch/test_real_notebook.py tests/data/test_datasets.py tests/inference/test_peft_adapters.py)
+		tests/launch/test_real_notebook.py tests/data/test_datasets.py tests/inference/test_peft_adapters.py \
+		tests/test_snippets.py)
 
 TRACKERS := wandb mlflow aim dvclive trackio swanlab
 test-trackers: $(TRACKERS_ENV) ## the tests of trackers beside those of the default lane (an environment of its own)
 	$(TRACKERS_PYTHON) -m pytest $(IN_PARALLEL) -m "trackers and not slow" $(or $(TESTS),$(TRACKERS:%=tests/trackers/test_%.py) tests/compat/test_lightning_loggers.py)
 
 test-ray: $(RAY_ENV) ## the tests of the launcher on Ray, with a Ray on this machine (an environment of its own)
-	$(RAY_PYTHON) -m pytest -m "ray and not gpu" $(or $(TESTS),tests/launch/test_ray_launcher.py)
+	$(RAY_PYTHON) -m pytest -m "ray and not gpu" $(or $(TESTS),tests/launch/test_ray_launcher.py tests/test_snippets.py)
 
 test-gpu: $(DEV_ENV) ## the tests that need a GPU (PYTHON=python3: with a Python that holds torch)
 	$(PYTHON) -m pytest -m gpu $(TESTS)
@@ -128,11 +130,12 @@ test-oldest: $(XLA_ENV) ## the default lane on the oldest torch supported (in th
 deepspeed-ops: $(DEV_ENV) ## build DeepSpeed's shared-memory operator ahead of time (1 min; nothing needs it)
 	$(PYTHON) -m drivetrain.strategies.deepspeed.build_ops
 
-checks: lint types floors docs wheel ## all that looks at the tree without running it
+checks: lint types floors pythons docs wheel ## all that looks at the tree without running it
 
-lint: $(DEV_ENV) ## ruff: rules and format
+lint: $(DEV_ENV) ## ruff: rules and format; codespell: spelling
 	$(PYTHON) -m ruff check .
 	$(PYTHON) -m ruff format --check .
+	$(PYTHON) -m codespell_lib
 
 format: $(DEV_ENV) ## ruff: repair what it can
 	$(PYTHON) -m ruff check --fix .
@@ -144,8 +147,17 @@ types: $(DEV_ENV) ## mypy --strict on the package
 floors: $(DEV_ENV) ## import-linter: a room imports only from the floors below
 	$(PYTHON) -c "from importlinter.cli import lint_imports_command as run; run()" --no-cache --no-logo
 
+pythons: $(DEV_ENV) ## each supported Python reads every file: by its own compiler where it is here, and by ruff's parser
+	$(PYTHON) .ci/check_pythons.py
+
 docs: $(DEV_ENV) ## build the documentation into site/
 	NO_MKDOCS_2_WARNING=1 $(PYTHON) -m mkdocs build --strict
+
+# Commits to the branch gh-pages of this clone and pushes nothing: `git push origin gh-pages` publishes it.
+DOCS_VERSION ?= $(shell sed -n 's/^version = "\([0-9]*\.[0-9]*\).*/\1/p' pyproject.toml)
+docs-version: $(DEV_ENV) ## build the documentation of this version beside those before it, on the branch gh-pages
+	NO_MKDOCS_2_WARNING=1 PATH="$(abspath $(dir $(PYTHON))):$$PATH" mike deploy --update-aliases $(DOCS_VERSION) latest
+	PATH="$(abspath $(dir $(PYTHON))):$$PATH" mike set-default latest
 
 wheel: $(DEV_ENV) ## build sdist and wheel, install the wheel in a clean environment and import all of it
 	rm -rf dist build/wheel-env
@@ -156,6 +168,10 @@ wheel: $(DEV_ENV) ## build sdist and wheel, install the wheel in a clean environ
 	build/wheel-env/bin/python -m pip install -q --disable-pip-version-check dist/*.whl -c constraints.txt
 	PYTHONPATH= build/wheel-env/bin/python .ci/check_wheel.py dist
 	rm -rf build/wheel-env
+
+# Uploads nothing. With FINAL=1 what is not ready for a release is an error, and the archives are left in dist/.
+release: $(DEV_ENV) ## a dry run of a release: version from the tag, archives, their checks, notes (FINAL=1: for real)
+	$(PYTHON) .ci/release.py $(if $(FINAL),--final)
 
 bench: $(BENCH_ENV) ## time per step and start-up, beside the other frameworks (an environment of its own)
 	$(BENCH_PYTHON) benchmarks/overhead.py
@@ -235,6 +251,6 @@ $(TRACKERS_VENV)/.made-for-trackers: pyproject.toml constraints-trackers.txt | $
 $(RAY_VENV)/.made-for-ray: pyproject.toml constraints.txt constraints-ray.txt | $(VENV)/.has-torch $(RAY_VENV)/bin/python
 	$(call link-torch,$(RAY_VENV))
 	$(RAY_PYTHON) -m pip $(PIP_OF_LANES) torch -c constraints.txt
-	$(RAY_PYTHON) -m pip $(PIP_OF_LANES) -e ".[ray]" pytest pytest-timeout \
+	$(RAY_PYTHON) -m pip $(PIP_OF_LANES) -e ".[ray]" "ray[tune]" optuna pytest pytest-timeout \
 		-c constraints.txt -c constraints-ray.txt
 	@touch $@

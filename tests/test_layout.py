@@ -15,6 +15,7 @@ ROOMS = {path.parent.name for path in PACKAGE.glob("*/__init__.py")}
 ACROSS = {
     "conformance": "every strategy against one plain process",
     "crash": "runs that are killed",
+    "docs": "docs/, as it is built",
     "examples": "examples/",
     "benchmarks": "benchmarks/",
     "simulated": "devices that other tests use",

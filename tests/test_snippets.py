@@ -2,13 +2,15 @@
 
 Python blocks run as scripts of their own, in an empty directory. A block marked `<!-- continues -->` above
 its fence goes on where the block before it on the page ended; one marked `<!-- needs: gpu -->`, `xla` or
-`pipelining` runs only where there is one, and one marked `<!-- processes: 2 -->` in as many processes. In shell
-blocks, `drivetrain` commands are parsed by the command itself, and `make` targets, extras and scripts must exist.
+`pipelining` runs only where there is one, one marked with a package, `<!-- needs: transformers -->`, only where it is
+installed, and one marked `<!-- processes: 2 -->` in as many processes. In shell blocks, `drivetrain` commands are
+parsed by the command itself, and `make` targets, extras and scripts must exist.
 """
 
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import os
 import re
 import runpy
@@ -29,6 +31,10 @@ FENCE = re.compile(
     flags=re.MULTILINE | re.DOTALL,
 )
 SHELL = {"bash", "sh", "shell", "console"}
+ABILITIES = {"gpu", "xla", "megatron", "pipelining"}
+"""What a block may need that is no package by its name."""
+LANES = {"xla": "xla", "transformers": "compat", "peft": "compat", "ray": "ray", "optuna": "ray"}
+"""What a block may need, and the lane whose environment has it."""
 
 
 @dataclass
@@ -158,9 +164,16 @@ def pyproject() -> str:
     return (ROOT / "pyproject.toml").read_text()
 
 
-@pytest.mark.parametrize(
-    "script", [pytest.param(each, marks=[pytest.mark.xla] * ("xla" in each.needs)) for each in SCRIPTS], ids=str
-)
+def lanes_of(script: Script) -> list[pytest.MarkDecorator]:
+    """The marks of the lanes that run a block; none for the default lane."""
+    return [getattr(pytest.mark, lane) for lane in sorted({LANES[need] for need in script.needs & LANES.keys()})]
+
+
+def missing_packages(script: Script) -> list[str]:
+    return sorted(need for need in script.needs - ABILITIES if importlib.util.find_spec(need) is None)
+
+
+@pytest.mark.parametrize("script", [pytest.param(each, marks=lanes_of(each)) for each in SCRIPTS], ids=str)
 def test_python_block_runs(script: Script, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     if "gpu" in script.needs:
         import torch
@@ -174,6 +187,8 @@ def test_python_block_runs(script: Script, tmp_path: Path, monkeypatch: pytest.M
             importlib.import_module("drivetrain.strategies.parallel.pipeline.schedule")
         except ConfigurationError as error:  # of a torch that is too old
             pytest.skip(str(error))
+    if missing := missing_packages(script):
+        pytest.skip(f"needs {', '.join(missing)}, which this environment does not have")
     path = tmp_path / "snippet.py"
     path.write_text(script.text)
     monkeypatch.chdir(tmp_path)
@@ -231,6 +246,14 @@ def test_blocks_are_found_with_their_marks_and_lines() -> None:
     [(where, command)] = commands_of(ROOT / "page.md", PAGE)
     assert where == "page.md:21"
     assert command.split() == ["drivetrain", "launch", "--num_processes", "2", "train.py"]
+
+
+def test_a_block_that_needs_a_package_runs_in_its_lane_and_names_what_is_missing() -> None:
+    marks = "<!-- needs: transformers -->\n<!-- needs: no_such_package -->\n<!-- needs: torch -->\n"
+    [script] = scripts_of(ROOT / "page.md", f"{marks}```python\npass\n```\n")
+    assert script.needs == {"transformers", "no_such_package", "torch"}
+    assert [mark.name for mark in lanes_of(script)] == ["compat"]
+    assert set(missing_packages(script)) - {"transformers"} == {"no_such_package"}
 
 
 def test_a_block_that_fails_fails_at_its_line_on_the_page(tmp_path: Path) -> None:

@@ -45,7 +45,9 @@ def choose_strategy(spec: str | Strategy, plugin: Strategy | None) -> str | Stra
     if plugin is None:
         return spec
     if spec not in ("auto", plugin.name):
-        raise ConfigurationError(f"strategy={spec!r} contradicts a plugin, which asks for {plugin!r}. Give one.")
+        raise ConfigurationError(
+            f"strategy={spec!r} contradicts a plugin, which asks for {plugin!r}. Give one.", code="DT-004"
+        )
     return plugin
 
 
@@ -72,7 +74,8 @@ def _check_device(strategy: Strategy, state: PartialState) -> None:
     if allowed and not names & {*allowed}:
         raise ConfigurationError(
             f"strategy={strategy.name!r} cannot run on {state.kind.name!r} devices. Use "
-            f"{' or '.join(repr(name) for name in allowed)}, or another device: cpu=True, Trainer(accelerator='cpu')."
+            f"{' or '.join(repr(name) for name in allowed)}, or another device: cpu=True, Trainer(accelerator='cpu').",
+            code="DT-022",
         )
 
 
@@ -104,7 +107,8 @@ def _precision_of(spec: str | Precision | None, handlers: Sequence[Any]) -> Prec
             if handler is not None:
                 raise ConfigurationError(
                     f"{type(handler).__name__} are options of a precision given by its name, but mixed_precision is "
-                    f"{spec!r} already. Give them to it, as in Float16Mixed(init_scale=1024.0)."
+                    f"{spec!r} already. Give them to it, as in Float16Mixed(init_scale=1024.0).",
+                    code="DT-070",
                 )
         return spec
     precision = resolve_precision(spec)
@@ -174,7 +178,8 @@ def make_project(
         configuration.logging_dir = configuration.logging_dir or given
     elif given is not None and given != configuration.project_dir:
         raise ConfigurationError(
-            f"project_dir={given!r} contradicts project_config, which says {configuration.project_dir!r}. Give one."
+            f"project_dir={given!r} contradicts project_config, which says {configuration.project_dir!r}. Give one.",
+            code="DT-004",
         )
     return configuration
 
@@ -185,7 +190,8 @@ def make_dataloader_config(split_batches: bool, given: DataLoaderConfiguration |
         return DataLoaderConfiguration(split_batches=split_batches)
     if split_batches and not given.split_batches:
         raise ConfigurationError(
-            "split_batches=True contradicts dataloader_config, whose split_batches is False. Set it there."
+            "split_batches=True contradicts dataloader_config, whose split_batches is False. Set it there.",
+            code="DT-004",
         )
     return replace(given)  # the instance's own, which `even_batches` may change
 
@@ -195,7 +201,8 @@ def make_accumulation(steps: int | None, plugin: GradientAccumulationPlugin | No
     if plugin is not None and steps is not None and steps != plugin.num_steps:
         raise ConfigurationError(
             f"gradient_accumulation_steps={steps} contradicts gradient_accumulation_plugin, which says "
-            f"{plugin.num_steps}. Give one of the two."
+            f"{plugin.num_steps}. Give one of the two.",
+            code="DT-004",
         )
     if plugin is not None:
         return plugin

@@ -41,7 +41,8 @@ class NumberedCheckpoints:
         if number in self._from_main_process():
             raise ConfigurationError(
                 f"{self._path(number)} exists already, of an earlier run. Continue that run with load_state(), set "
-                "ProjectConfiguration(iteration=...) to the number to go on with, or choose another project_dir."
+                "ProjectConfiguration(iteration=...) to the number to go on with, or choose another project_dir.",
+                code="DT-009",
             )
         return self._path(number)
 
@@ -84,7 +85,8 @@ class NumberedCheckpoints:
         if not self.enabled:
             raise ConfigurationError(
                 "save_state() and load_state() without a directory need ProjectConfiguration(project_dir=..., "
-                "automatic_checkpoint_naming=True). Name one: save_state('checkpoints/latest')."
+                "automatic_checkpoint_naming=True). Name one: save_state('checkpoints/latest').",
+                code="DT-005",
             )
         return Path(str(self._configuration.project_dir)) / "checkpoints"
 

@@ -49,7 +49,8 @@ class Compilation:
         if self.backend not in from_torch:
             raise ConfigurationError(
                 f"dynamo_backend is {self.backend!r}, which torch {torch.__version__} does not have. It has: "
-                f"{', '.join(sorted({*from_torch}))}."
+                f"{', '.join(sorted({*from_torch}))}.",
+                code="DT-001",
             )
 
     def apply(self, model: nn.Module) -> None:

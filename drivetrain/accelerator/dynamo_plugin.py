@@ -69,7 +69,8 @@ class TorchDynamoPlugin:
             if known is None and given not in _registered():
                 names = [*(name.lower() for name in DynamoBackend.__members__), *_registered()]
                 raise ConfigurationError(
-                    f"Unknown dynamo_backend {given!r}. Allowed: {', '.join(names)}.{nearest(given, names)}"
+                    f"Unknown dynamo_backend {given!r}. Allowed: {', '.join(names)}.{nearest(given, names)}",
+                    code="DT-001",
                 )
             given = known or given
         self.backend = given
@@ -104,7 +105,7 @@ def make_dynamo_plugin(
         ConfigurationError: A backend and a plugin were given both.
     """
     if backend is not None and plugin is not None:
-        raise ConfigurationError("dynamo_backend and dynamo_plugin are given both; give one.")
+        raise ConfigurationError("dynamo_backend and dynamo_plugin are given both; give one.", code="DT-004")
     return plugin if backend is None else TorchDynamoPlugin(backend)
 
 

@@ -61,7 +61,8 @@ class AcceleratorState(PartialState):
         elif mixed_precision is not None and mixed_precision != record.mixed_precision:
             raise ConfigurationError(
                 f"The engine of this process computes in mixed_precision={record.mixed_precision!r}, so its state "
-                f"cannot be one in {mixed_precision!r}. Give it to Accelerator(mixed_precision=...)."
+                f"cannot be one in {mixed_precision!r}. Give it to Accelerator(mixed_precision=...).",
+                code="DT-070",
             )
         object.__setattr__(self, "engine_record", record)
         self.registry()[_KEY] = record
@@ -148,7 +149,8 @@ class AcceleratorState(PartialState):
             named = ", ".join(plugins) if isinstance(plugins, dict) else "none"
             raise ConfigurationError(
                 f"There is no DeepSpeed plugin {name!r}; named are: {named}. Give this Accelerator all of them: "
-                "Accelerator(deepspeed_plugins={name: plugin, ...})."
+                "Accelerator(deepspeed_plugins={name: plugin, ...}).",
+                code="DT-001",
             )
         return plugins[name]
 

@@ -42,14 +42,16 @@ class Plugins:
         if isinstance(deepspeed, Mapping) and any(map(is_dataclass, deepspeed.values())):
             several, deepspeed = deepspeed, None
         if several and deepspeed is not None:
-            raise ConfigurationError("deepspeed_plugin and deepspeed_plugins are given both; give one.")
+            raise ConfigurationError("deepspeed_plugin and deepspeed_plugins are given both; give one.", code="DT-004")
         if several:
             deepspeed = next(iter(several.values()))
         if isinstance(parallelism, Mapping):
             parallelism = ParallelismConfig(**parallelism)
         if tensor is not None:
             if parallelism is not None:
-                raise ConfigurationError("torch_tp_plugin and parallelism_config are given both; give one.")
+                raise ConfigurationError(
+                    "torch_tp_plugin and parallelism_config are given both; give one.", code="DT-004"
+                )
             parallelism = ParallelismConfig(tp_size=tensor.tp_size)
         return cls(fsdp, deepspeed, several, parallelism, megatron, tensor)
 
@@ -84,6 +86,6 @@ class Plugins:
         for name, plugin in (self.deepspeed_plugins or {}).items():
             strategy = launched.strategy_with(None, plugin, None, None)
             if strategy is None:
-                raise ConfigurationError(f"deepspeed_plugins[{name!r}] is None; give a DeepSpeedPlugin.")
+                raise ConfigurationError(f"deepspeed_plugins[{name!r}] is None; give a DeepSpeedPlugin.", code="DT-003")
             found[name] = strategy
         return found

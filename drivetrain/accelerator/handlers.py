@@ -107,7 +107,8 @@ class InitProcessGroupKwargs:
         if self.init_method not in (None, "env://"):
             raise ConfigurationError(
                 f"init_method={self.init_method!r}: the processes meet where the launcher says (MASTER_ADDR and "
-                "MASTER_PORT). Leave it out, or call torch.distributed.init_process_group before anything of this."
+                "MASTER_PORT). Leave it out, or call torch.distributed.init_process_group before anything of this.",
+                code="DT-008",
             )
 
 
@@ -154,7 +155,7 @@ class ProfileKwargs:
         known = {name.lower(): member for name, member in torch.profiler.ProfilerActivity.__members__.items()}
         unknown = [name for name in self.activities or [] if name not in known]
         if unknown:
-            raise ConfigurationError(f"Unknown activities {unknown}. Allowed: {', '.join(known)}.")
+            raise ConfigurationError(f"Unknown activities {unknown}. Allowed: {', '.join(known)}.", code="DT-001")
         return torch.profiler.profile(
             activities=None if self.activities is None else [known[name] for name in self.activities],
             schedule=None if self.schedule_option is None else torch.profiler.schedule(**self.schedule_option),
@@ -189,7 +190,8 @@ class GradientAccumulationPlugin:
     def __post_init__(self) -> None:
         if not isinstance(self.num_steps, int) or self.num_steps < 1:
             raise ConfigurationError(
-                f"gradient accumulation needs a whole number of micro-batches of at least 1, got {self.num_steps!r}."
+                f"gradient accumulation needs a whole number of micro-batches of at least 1, got {self.num_steps!r}.",
+                code="DT-002",
             )
 
 
@@ -215,7 +217,9 @@ class ProjectConfiguration:
 
     def __post_init__(self) -> None:
         if self.total_limit is not None and self.total_limit < 1:
-            raise ConfigurationError(f"total_limit={self.total_limit!r}: keep at least 1 checkpoint, or None for all.")
+            raise ConfigurationError(
+                f"total_limit={self.total_limit!r}: keep at least 1 checkpoint, or None for all.", code="DT-002"
+            )
         self.set_directories()
 
     def set_directories(self, project_dir: str | None = None) -> None:
@@ -244,13 +248,16 @@ def checked_handlers(given: Sequence[Any] | None) -> list[Any]:
         if not isinstance(handler, HANDLER_TYPES):
             raise ConfigurationError(
                 f"kwargs_handlers holds a {type(handler).__name__}; "
-                f"allowed: {', '.join(kind.__name__ for kind in HANDLER_TYPES)}."
+                f"allowed: {', '.join(kind.__name__ for kind in HANDLER_TYPES)}.",
+                code="DT-003",
             )
         if any(type(handler) is type(other) for other in handlers[:index]):
-            raise ConfigurationError(f"kwargs_handlers holds two {type(handler).__name__}; give one.")
+            raise ConfigurationError(f"kwargs_handlers holds two {type(handler).__name__}; give one.", code="DT-004")
     recipes = [type(handler).__name__ for handler in handlers if isinstance(handler, FP8Handler)]
     if len(recipes) > 1:
-        raise ConfigurationError(f"kwargs_handlers holds {' and '.join(recipes)}, recipes for 'fp8' both; give one.")
+        raise ConfigurationError(
+            f"kwargs_handlers holds {' and '.join(recipes)}, recipes for 'fp8' both; give one.", code="DT-004"
+        )
     return handlers
 
 

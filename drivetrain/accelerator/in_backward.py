@@ -107,7 +107,8 @@ class InBackward:
                 "the same step, after it was stepped with the first. It is used in several parts of the model that run "
                 "backwards of their own (reentrant checkpoints, or a sharded block that is called twice), or the "
                 "backward ran twice. Use torch.utils.checkpoint with use_reentrant=False, or leave "
-                "optimizer_in_backward out."
+                "optimizer_in_backward out.",
+                code="DT-093",
             )
         self._stepped.add(parameter)
         if self._clip is not None:
@@ -123,7 +124,8 @@ class InBackward:
                     f"optimizer_in_backward=True: {type(optimizer).__name__} keeps {', '.join(map(repr, changed))} "
                     "over all parameters of a group, which a step of one parameter alone would change. Leave "
                     "optimizer_in_backward out, or use an optimizer that treats each parameter by itself, such as "
-                    "AdamW."
+                    "AdamW.",
+                    code="DT-093",
                 )
 
 
@@ -136,7 +138,8 @@ def _refuse_shared(optimizers: Sequence[Optimizer]) -> None:
                 raise ConfigurationError(
                     f"optimizer_in_backward=True: a parameter of shape {tuple(parameter.shape)} is in two optimizers "
                     f"({type(other).__name__} and {type(optimizer).__name__}), and its gradient is freed once one of "
-                    "them has stepped. Give it to one of them, or leave optimizer_in_backward out."
+                    "them has stepped. Give it to one of them, or leave optimizer_in_backward out.",
+                    code="DT-088",
                 )
 
 
@@ -146,5 +149,6 @@ def _refuse_own_step(optimizer: Optimizer) -> None:
     if own is not None and not hasattr(own, "_wrapped_by_lr_sched"):
         raise ConfigurationError(
             f"optimizer_in_backward=True: something has replaced step() of this {type(optimizer).__name__}, so it "
-            "cannot step a parameter alone. Leave that, or optimizer_in_backward, out."
+            "cannot step a parameter alone. Leave that, or optimizer_in_backward, out.",
+            code="DT-093",
         )

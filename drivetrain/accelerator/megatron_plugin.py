@@ -75,7 +75,8 @@ class MegatronLMPlugin:
         for name in given:
             if name in _OF_THE_TASK:
                 raise ConfigurationError(
-                    f"MegatronLMPlugin({name}=...) is a method of the task here: override {_OF_THE_TASK[name]}."
+                    f"MegatronLMPlugin({name}=...) is a method of the task here: override {_OF_THE_TASK[name]}.",
+                    code="DT-082",
                 )
         further = given.pop("other_megatron_args", {})
         return Megatron.from_config({**given, **further})

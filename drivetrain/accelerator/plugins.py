@@ -79,7 +79,8 @@ class FullyShardedDataParallelPlugin:
         if self.param_init_fn is not None:
             raise ConfigurationError(
                 "param_init_fn is not needed: build the model under accelerator.init_context(), and its modules' "
-                "reset_parameters() make their values; or give FSDP(weights=...) a file to read them from."
+                "reset_parameters() make their values; or give FSDP(weights=...) a file to read them from.",
+                code="DT-008",
             )
         offload = self.cpu_offload
         if offload is not None and not isinstance(offload, bool | str):
@@ -175,12 +176,14 @@ class ParallelismConfig:
     def __post_init__(self) -> None:
         if (self.sp_size or 1) > 1:
             raise ConfigurationError(
-                f"sp_size={self.sp_size} asks for DeepSpeed's Ulysses. Split sequences with cp_size={self.sp_size}."
+                f"sp_size={self.sp_size} asks for DeepSpeed's Ulysses. Split sequences with cp_size={self.sp_size}.",
+                code="DT-008",
             )
         if self.cp_backend not in _CP_BACKENDS or self.sp_backend not in _SP_BACKENDS:
             raise ConfigurationError(
                 f"cp_backend={self.cp_backend!r}, sp_backend={self.sp_backend!r}: context parallelism here is torch's; "
-                "leave both out."
+                "leave both out.",
+                code="DT-008",
             )
 
     @property
@@ -260,7 +263,7 @@ def _cp_attention(exchange: str) -> str:
     known = {"allgather": "gather", "alltoall": "ring"}
     if exchange not in known:
         raise ConfigurationError(
-            f"cp_comm_strategy={exchange!r}: allowed are {', '.join(known)}.{nearest(exchange, known)}"
+            f"cp_comm_strategy={exchange!r}: allowed are {', '.join(known)}.{nearest(exchange, known)}", code="DT-001"
         )
     return known[exchange]
 
@@ -287,7 +290,7 @@ def strategy_of_plugins(
     if megatron is not None:
         if any(other is not None for other in (fsdp, deepspeed, parallelism)):
             raise ConfigurationError(
-                "megatron_lm_plugin goes with no other plugin, nor with parallelism_config; give one."
+                "megatron_lm_plugin goes with no other plugin, nor with parallelism_config; give one.", code="DT-004"
             )
         if isinstance(megatron, Mapping):
             from drivetrain.strategies.megatron import Megatron
@@ -295,7 +298,9 @@ def strategy_of_plugins(
             return Megatron.from_config(megatron)
         return megatron.strategy()
     if deepspeed is not None and (fsdp is not None or parallelism is not None):
-        raise ConfigurationError("deepspeed_plugin goes with neither fsdp_plugin nor parallelism_config; give one.")
+        raise ConfigurationError(
+            "deepspeed_plugin goes with neither fsdp_plugin nor parallelism_config; give one.", code="DT-004"
+        )
     if deepspeed is not None:
         if isinstance(deepspeed, Mapping):
             from drivetrain.strategies.deepspeed import DeepSpeed
@@ -329,7 +334,8 @@ def _wrap_of(policy: Callable[..., Any]) -> Any:
         return int(known["min_num_params"])
     raise ConfigurationError(
         f"auto_wrap_policy={policy!r} is a function that only FSDP1 could ask. Give "
-        "transformer_cls_names_to_wrap=[...] or min_num_params=..., or strategy=FSDP(wrap=function of a module)."
+        "transformer_cls_names_to_wrap=[...] or min_num_params=..., or strategy=FSDP(wrap=function of a module).",
+        code="DT-008",
     )
 
 
@@ -338,7 +344,9 @@ def _dtypes_of(policy: Any) -> dict[str, Any]:
         return {}
     if isinstance(policy, str):
         if policy not in _DTYPES:
-            raise ConfigurationError(f"mixed_precision_policy={policy!r}: allowed are {', '.join(_DTYPES)}.")
+            raise ConfigurationError(
+                f"mixed_precision_policy={policy!r}: allowed are {', '.join(_DTYPES)}.", code="DT-001"
+            )
         return {"gather_dtype": _DTYPES[policy], "reduce_dtype": _DTYPES[policy]}
     given = policy if isinstance(policy, Mapping) else vars(policy)
     return {"gather_dtype": given.get("param_dtype"), "reduce_dtype": given.get("reduce_dtype")}

@@ -102,7 +102,8 @@ class Preparation:
         """Prepare models, optimizers, loaders and schedulers, in any order; see `Accelerator.prepare`."""
         if device_placement is not None and len(device_placement) != len(objects):
             raise ConfigurationError(
-                f"device_placement has {len(device_placement)} entries for {len(objects)} objects; give one for each."
+                f"device_placement has {len(device_placement)} entries for {len(objects)} objects; give one for each.",
+                code="DT-018",
             )
         placement = list(device_placement or [None] * len(objects))
         prepared: list[Any] = list(objects)

@@ -84,7 +84,8 @@ class RunState:
             if not (hasattr(item, "state_dict") and hasattr(item, "load_state_dict")):
                 raise ConfigurationError(
                     f"{type(item).__name__} cannot be registered for checkpointing: it needs state_dict() and "
-                    "load_state_dict(state)."
+                    "load_state_dict(state).",
+                    code="DT-003",
                 )
         self.prepared.registered.extend(objects)
 

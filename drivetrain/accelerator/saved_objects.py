@@ -46,10 +46,13 @@ def _save_tensors(tensors: Any, path: Any) -> None:
     if not isinstance(tensors, Mapping) or not all(isinstance(value, torch.Tensor) for value in tensors.values()):
         raise ConfigurationError(
             f"safe_serialization=True writes a dict of tensors, but got a {type(tensors).__name__} of other values. "
-            "Leave it out for other objects."
+            "Leave it out for other objects.",
+            code="DT-003",
         )
     if not isinstance(path, str | os.PathLike):
-        raise ConfigurationError(f"safe_serialization=True writes to a path, but got a {type(path).__name__}.")
+        raise ConfigurationError(
+            f"safe_serialization=True writes to a path, but got a {type(path).__name__}.", code="DT-003"
+        )
     first: dict[tuple[Any, ...], str] = {}
     for name, tensor in tensors.items():
         memory = (tensor.device, tensor.data_ptr(), tensor.shape, tensor.stride()) if tensor.numel() else (name,)

@@ -185,7 +185,8 @@ class OptimizerStep:
         if weight is None:
             raise ConfigurationError(
                 "This window has losses with a weight and losses without. Give accelerator.backward(loss, weight=...) "
-                "one for every micro-batch."
+                "one for every micro-batch.",
+                code="DT-084",
             )
         if self.weights.in_use is None:
             self.weights.decide(weight)
@@ -323,7 +324,9 @@ class OptimizerStep:
         fused = [bare for one in self._prepared.optimizers if hasattr(bare := one.optimizer, "fused_backward")]
         if not fused:
             raise ConfigurationError(
-                "None of the prepared optimizers steps within its backward (fused_backward), as those of lomo-optim do."
+                "None of the prepared optimizers steps within its backward (fused_backward), as those of lomo-optim "
+                "do.",
+                code="DT-048",
             )
         for optimizer in fused:
             optimizer.fused_backward(loss / self.window.size, learning_rate)

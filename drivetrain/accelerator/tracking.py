@@ -105,6 +105,8 @@ def _checked(log_with: LogWith) -> LogWith:
     )
     for item in items:
         if isinstance(item, type) and issubclass(item, Tracker):
-            raise ConfigurationError(f"log_with holds the class {item.__name__}. Give an instance: {item.__name__}().")
+            raise ConfigurationError(
+                f"log_with holds the class {item.__name__}. Give an instance: {item.__name__}().", code="DT-003"
+            )
     resolve_trackers(items)  # raises on a name that is not known, and on a package that is not installed
     return items

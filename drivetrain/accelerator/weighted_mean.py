@@ -109,10 +109,11 @@ class WeightedMean:
         if not isinstance(weight, Tensor | int | float) or (isinstance(weight, Tensor) and weight.numel() != 1):
             given = f"a tensor of shape {tuple(weight.shape)}" if isinstance(weight, Tensor) else repr(weight)[:80]
             raise ConfigurationError(
-                f"The weight of a loss is one number, such as the number of tokens it is the sum of; got {given}."
+                f"The weight of a loss is one number, such as the number of tokens it is the sum of; got {given}.",
+                code="DT-084",
             )
         if isinstance(weight, Tensor) and weight.requires_grad:
-            raise ConfigurationError("The weight of a loss must not depend on parameters; detach() it.")
+            raise ConfigurationError("The weight of a loss must not depend on parameters; detach() it.", code="DT-084")
         return torch.as_tensor(weight).to(device=device, dtype=_wide(device)).reshape(())
 
 

@@ -105,7 +105,9 @@ class EarlyStopping(Callback):
     ) -> None:
         check_mode(mode, "EarlyStopping")
         if patience < 0:
-            raise ConfigurationError(f"EarlyStopping(patience={patience}): patience is a number of checks, 0 or more.")
+            raise ConfigurationError(
+                f"EarlyStopping(patience={patience}): patience is a number of checks, 0 or more.", code="DT-002"
+            )
         self.monitor = monitor
         self.min_delta = abs(min_delta)
         self.patience = patience
@@ -169,7 +171,7 @@ class EarlyStopping(Callback):
                 lambda: find_typo(trainer.logged.names("validate"), self.monitor, "EarlyStopping")
             )
             if typo is not None and self.strict:
-                raise ConfigurationError(typo)
+                raise ConfigurationError(typo, code="DT-089")
             if typo is not None:
                 logger.warning(typo)
 
@@ -200,7 +202,9 @@ class EarlyStopping(Callback):
         if value is None:
             message = missing_metric_message(metrics, self.monitor, "EarlyStopping")
             if self.strict:
-                raise ConfigurationError(f"{message} With strict=False checks without the metric are left out.")
+                raise ConfigurationError(
+                    f"{message} With strict=False checks without the metric are left out.", code="DT-089"
+                )
             logger.warning_once(message)
         return value
 

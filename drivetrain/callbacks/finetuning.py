@@ -328,7 +328,8 @@ class BackboneFinetuning(BaseFinetuning):
         if not isinstance(getattr(task, "backbone", None), nn.Module):
             raise ConfigurationError(
                 f"BackboneFinetuning: {type(task).__name__} has no module `backbone`. Name it so, or subclass "
-                "BaseFinetuning."
+                "BaseFinetuning.",
+                code="DT-081",
             )
         self.previous_backbone_lr = None
         self.freeze(task.backbone)

@@ -39,18 +39,21 @@ class GradientAccumulationScheduler(Callback):
         if not isinstance(scheduling, dict) or not scheduling:
             raise ConfigurationError(
                 f"GradientAccumulationScheduler(scheduling={scheduling!r}): give a dict of epochs and micro-batches "
-                "per step, such as {0: 1, 4: 2}."
+                "per step, such as {0: 1, 4: 2}.",
+                code="DT-003",
             )
         for epoch, factor in scheduling.items():
             if not _is_whole(epoch, 0):
                 raise ConfigurationError(
                     f"GradientAccumulationScheduler(scheduling={scheduling!r}): Epoch should be an int from 0 on, not "
-                    f"{epoch!r}."
+                    f"{epoch!r}.",
+                    code="DT-002",
                 )
             if not _is_whole(factor, 1):
                 raise ConfigurationError(
                     f"GradientAccumulationScheduler(scheduling={scheduling!r}): Accumulation factor should be an int "
-                    f"from 1 on, not {factor!r}."
+                    f"from 1 on, not {factor!r}.",
+                    code="DT-002",
                 )
         self.scheduling = {0: 1, **dict(sorted(scheduling.items()))}
         self._changed = False
@@ -73,12 +76,14 @@ class GradientAccumulationScheduler(Callback):
         if trainer.accumulate_grad_batches != 1:
             raise ConfigurationError(
                 f"You have set `accumulate_grad_batches` and are using the `GradientAccumulationScheduler`: leave out "
-                f"Trainer(accumulate_grad_batches={trainer.accumulate_grad_batches}), or the callback."
+                f"Trainer(accumulate_grad_batches={trainer.accumulate_grad_batches}), or the callback.",
+                code="DT-095",
             )
         if not task.automatic_optimization and self.going_to_accumulate_grad_batches():
             raise ConfigurationError(
                 f"GradientAccumulationScheduler has no effect on {type(task).__name__}, which optimizes by hand "
-                "(automatic_optimization = False). Step every so many batches in training_step."
+                "(automatic_optimization = False). Step every so many batches in training_step.",
+                code="DT-092",
             )
         for factor in set(self.scheduling.values()):
             given = Given(f"GradientAccumulationScheduler({self.scheduling})", factor)

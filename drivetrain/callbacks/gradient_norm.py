@@ -41,7 +41,9 @@ class GradientNorm(Callback):
 
     def __init__(self, norm_type: float = 2.0, by_parameter: bool = False) -> None:
         if not norm_type > 0:
-            raise ConfigurationError(f"GradientNorm(norm_type={norm_type}): give a number above 0, such as 2.0.")
+            raise ConfigurationError(
+                f"GradientNorm(norm_type={norm_type}): give a number above 0, such as 2.0.", code="DT-002"
+            )
         self.norm_type, self.by_parameter = float(norm_type), by_parameter
         self._logs: list[StepLog] = []
 

@@ -70,10 +70,12 @@ class LossSpikeGuard(Guard):
         super().__init__(monitor, action, max_rollbacks, max_skips, every_n_steps)
         if not isinstance(window, int) or window < 4:
             raise ConfigurationError(
-                f"LossSpikeGuard(window={window!r}): give how many values to compare with, 4 or more."
+                f"LossSpikeGuard(window={window!r}): give how many values to compare with, 4 or more.", code="DT-002"
             )
         if not threshold > 0:
-            raise ConfigurationError(f"LossSpikeGuard(threshold={threshold!r}): give a score above 0, such as 6.")
+            raise ConfigurationError(
+                f"LossSpikeGuard(threshold={threshold!r}): give a score above 0, such as 6.", code="DT-002"
+            )
         self.window = window
         self.threshold = threshold
         self._values: deque[float] = deque(maxlen=window)

@@ -64,7 +64,8 @@ class LearningRateMonitor(Callback):
         if logging_interval not in (None, "step", "epoch"):
             raise ConfigurationError(
                 f"LearningRateMonitor(logging_interval={logging_interval!r}): logging_interval should be `step`, "
-                f"`epoch` or `None`.{nearest(str(logging_interval), ('step', 'epoch'))}"
+                f"`epoch` or `None`.{nearest(str(logging_interval), ('step', 'epoch'))}",
+                code="DT-001",
             )
         self.logging_interval = logging_interval
         self.log_momentum = log_momentum
@@ -89,7 +90,8 @@ class LearningRateMonitor(Callback):
         if not trainer.loggers:
             raise ConfigurationError(
                 "Cannot use LearningRateMonitor with a `Trainer` that has no logger. Give it one, such as "
-                "Trainer(logger='csv'), or take this callback out."
+                "Trainer(logger='csv'), or take this callback out.",
+                code="DT-094",
             )
         self._forget()
         self._rates = self._find(trainer.optimizers, trainer.lr_scheduler_configs)
@@ -140,7 +142,8 @@ class LearningRateMonitor(Callback):
         if twice:
             raise ConfigurationError(
                 f"Two learning-rate schedulers have the name {twice[0]!r}. LearningRateMonitor logs under these "
-                "names: give each scheduler its own, or none."
+                "names: give each scheduler its own, or none.",
+                code="DT-016",
             )
         classes: Counter[str] = Counter()
         found = []
@@ -186,7 +189,8 @@ class _Rates:
         if twice:
             raise ConfigurationError(
                 "A single `Optimizer` cannot have multiple parameter groups with identical names, which rates are "
-                f"logged under: {twice[0]!r}. Give each group its own `name`, or none."
+                f"logged under: {twice[0]!r}. Give each group its own `name`, or none.",
+                code="DT-016",
             )
         moved = [monitor.lrs.pop(name, []) for name in self._known]
         for kept in (monitor.last_momentum_values, monitor.last_weight_decay_values):

@@ -337,7 +337,8 @@ class ModelCheckpoint(Callback):
         if self.save_last == "link" and not folder.is_local(self.dirpath):
             raise ConfigurationError(
                 f"ModelCheckpoint(save_last='link') is only supported for local file paths, not for {self.dirpath}. "
-                "Give save_last=True."
+                "Give save_last=True.",
+                code="DT-004",
             )
         self._fits += 1
         self._validations = self._judged = 0
@@ -356,7 +357,7 @@ class ModelCheckpoint(Callback):
                 lambda: find_typo(trainer.logged.names("validate"), str(self.monitor), "ModelCheckpoint")
             )
             if typo is not None:
-                raise ConfigurationError(typo)
+                raise ConfigurationError(typo, code="DT-089")
 
     def on_train_start(self, trainer: Trainer, task: Task) -> None:
         if not self._is_resumed:

@@ -83,36 +83,21 @@ class ModelPruning(Callback):
         verbose: int = 0,
         prune_on_train_epoch_end: bool = True,
     ) -> None:
-        if pruning_fn not in _METHODS if isinstance(pruning_fn, str) else not callable(pruning_fn):
-            raise ConfigurationError(
-                f"ModelPruning({pruning_fn!r}): pruning_fn is expected to be a str in {list(_METHODS)}, a pruning "
-                f"method of torch or a function.{nearest(str(pruning_fn), _METHODS)}"
-            )
-        method = _METHODS[pruning_fn] if isinstance(pruning_fn, str) else pruning_fn
-        is_method = self._is_pruning_method(method)
-        if use_global_unstructured and getattr(method, "PRUNING_TYPE", None) != "unstructured":
-            raise ConfigurationError(
-                f"ModelPruning({pruning_fn!r}): only an unstructured pruning method, which can choose among all "
-                "parameters, is supported with `use_global_unstructured=True`. Give use_global_unstructured=False."
-            )
-        if method in (prune.LnStructured, prune.RandomStructured) and pruning_dim is None:
-            raise ConfigurationError(f"ModelPruning({pruning_fn!r}) prunes slices: pruning_dim should be provided.")
-        if method is prune.LnStructured and pruning_norm is None:
-            raise ConfigurationError(
-                "ModelPruning: requesting `ln_structured` pruning, the `pruning_norm` by which slices are ordered "
-                "should be provided, such as 2."
-            )
+        method = _method_of(pruning_fn, use_global_unstructured, pruning_dim, pruning_norm)
         if not callable(amount) and (
             isinstance(amount, bool) or amount < 0 or (isinstance(amount, float) and amount > 1)
         ):
             raise ConfigurationError(
-                f"ModelPruning(amount={amount!r}): give a share from 0.0 to 1.0, or a number of elements."
+                f"ModelPruning(amount={amount!r}): give a share from 0.0 to 1.0, or a number of elements.",
+                code="DT-002",
             )
         if verbose not in (0, 1, 2):
-            raise ConfigurationError(f"ModelPruning(verbose={verbose!r}): verbose must be any of (0, 1, 2).")
+            raise ConfigurationError(
+                f"ModelPruning(verbose={verbose!r}): verbose must be any of (0, 1, 2).", code="DT-001"
+            )
         self._method: Any = method
         self._method_name = getattr(method, "__name__", type(method).__name__)
-        self._is_method = is_method
+        self._is_method = self._is_pruning_method(method)
         self._given = tuple(parameters_to_prune or ())
         self.parameter_names = ["weight", "bias"] if parameter_names is None else list(parameter_names)
         self._global, self._amount, self._applies = use_global_unstructured, amount, apply_pruning
@@ -192,7 +177,8 @@ class ModelPruning(Callback):
             kind = trainer.strategy.__class__.__name__  # not type(): it may be a view of the strategy
             raise ConfigurationError(
                 f"ModelPruning replaces parameters, which {kind} divides over processes. "
-                'Use strategy="ddp", where each process holds the model whole.'
+                'Use strategy="ddp", where each process holds the model whole.',
+                code="DT-068",
             )
 
     def on_train_epoch_start(self, trainer: Trainer, task: Task) -> None:
@@ -284,14 +270,17 @@ class ModelPruning(Callback):
                 if isinstance(module._parameters.get(name), nn.Parameter)
             ]
             if not found:
-                raise ConfigurationError(f"ModelPruning: no module has a parameter named {' or '.join(names)}.")
+                raise ConfigurationError(
+                    f"ModelPruning: no module has a parameter named {' or '.join(names)}.", code="DT-043"
+                )
             return found
         modules = {id(module) for module in task.modules()}
         for module, name in parameters_to_prune:
             if id(module) not in modules or not isinstance(module._parameters.get(name), nn.Parameter):
                 raise ConfigurationError(
                     f"ModelPruning(parameters_to_prune=...): {type(module).__name__}.{name} is no parameter of "
-                    f"{type(task).__name__}. Give (module, name) of its own modules."
+                    f"{type(task).__name__}. Give (module, name) of its own modules.",
+                    code="DT-043",
                 )
         return list(parameters_to_prune)
 
@@ -329,6 +318,34 @@ class ModelPruning(Callback):
     def _zeros(self) -> dict[str, int]:
         masks = {name: getattr(module, f"{own}_mask", None) for name, (module, own) in self._targets.items()}
         return {name: 0 if mask is None else int((mask == 0).sum()) for name, mask in masks.items()}
+
+
+def _method_of(given: Callable[..., Any] | str, is_global: bool, dim: int | None, norm: int | None) -> Any:
+    """The pruning method that was asked for, checked against the arguments that it needs."""
+    if given not in _METHODS if isinstance(given, str) else not callable(given):
+        raise ConfigurationError(
+            f"ModelPruning({given!r}): pruning_fn is expected to be a str in {list(_METHODS)}, a pruning "
+            f"method of torch or a function.{nearest(str(given), _METHODS)}",
+            code="DT-001",
+        )
+    method = _METHODS[given] if isinstance(given, str) else given
+    if is_global and getattr(method, "PRUNING_TYPE", None) != "unstructured":
+        raise ConfigurationError(
+            f"ModelPruning({given!r}): only an unstructured pruning method, which can choose among all "
+            "parameters, is supported with `use_global_unstructured=True`. Give use_global_unstructured=False.",
+            code="DT-004",
+        )
+    if method in (prune.LnStructured, prune.RandomStructured) and dim is None:
+        raise ConfigurationError(
+            f"ModelPruning({given!r}) prunes slices: pruning_dim should be provided.", code="DT-005"
+        )
+    if method is prune.LnStructured and norm is None:
+        raise ConfigurationError(
+            "ModelPruning: requesting `ln_structured` pruning, the `pruning_norm` by which slices are ordered "
+            "should be provided, such as 2.",
+            code="DT-005",
+        )
+    return method
 
 
 def _share(part: int, whole: int) -> str:

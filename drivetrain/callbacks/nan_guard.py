@@ -76,7 +76,8 @@ class NaNGuard(Guard):
         if self.check_gradients and self._is_manual:
             raise ConfigurationError(
                 f"NaNGuard(check_gradients=True): {type(task).__name__} steps its optimizers by hand, so there is no "
-                "moment to look at its gradients. Leave it False: the loss is watched."
+                "moment to look at its gradients. Leave it False: the loss is watched.",
+                code="DT-092",
             )
 
     def measure(self, trainer: Trainer, value: Tensor) -> Tensor:

@@ -46,7 +46,7 @@ class OnExceptionCheckpoint(Callback):
 
     def __init__(self, dirpath: str | os.PathLike[str], filename: str = "on_exception") -> None:
         if not filename:
-            raise ConfigurationError("OnExceptionCheckpoint(filename=''): give the checkpoint a name.")
+            raise ConfigurationError("OnExceptionCheckpoint(filename=''): give the checkpoint a name.", code="DT-002")
         self.dirpath = os.fspath(dirpath)
         self.filename = filename
         self._fits = 0

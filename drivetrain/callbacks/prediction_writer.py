@@ -53,7 +53,8 @@ class BasePredictionWriter(Callback):
         if write_interval not in INTERVALS:
             raise ConfigurationError(
                 f"{type(self).__name__}(write_interval={write_interval!r}): `write_interval` should be one of "
-                f"{list(INTERVALS)}.{nearest(str(write_interval), INTERVALS)}"
+                f"{list(INTERVALS)}.{nearest(str(write_interval), INTERVALS)}",
+                code="DT-001",
             )
         self.interval = write_interval
         self._predictions: list[list[Any]] = []  # of each loader

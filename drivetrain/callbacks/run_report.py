@@ -33,9 +33,9 @@ class RunReport(Callback):
     what each of them spent its time with.
 
     A Trainer adds it by itself where a tracker writes files, see `enable_run_report`. It works in a thread of its own,
-    in which it also reads `trainer.timing`, and takes less than a thousandth of the time of a run of two
-    minutes and more: after each page it waits a thousand times as long as the page took. Steps are not touched. A run
-    that is killed leaves its last page, which is always whole.
+    in which it also reads `trainer.timing`. A first page, without curves, is written a second after training has begun;
+    each later one waits until all pages together are a thousandth of the time. The last one is written when the run
+    ends. Steps are not touched. A run that is killed leaves its last page, which is always whole.
 
     Args:
         seconds: The time between two pages at least.
@@ -55,7 +55,7 @@ class RunReport(Callback):
 
     def __init__(self, seconds: float = 10.0) -> None:
         if not seconds > 0:
-            raise ConfigurationError(f"RunReport(seconds={seconds}): give a time above 0, such as 10.")
+            raise ConfigurationError(f"RunReport(seconds={seconds}): give a time above 0, such as 10.", code="DT-002")
         self.seconds = seconds
         self._clock: Clock | None = None
         self._sampler: RunSampler | None = None

@@ -80,15 +80,19 @@ class StochasticWeightAveraging(Callback):
             if isinstance(rate, bool) or not isinstance(rate, (int, float)) or rate <= 0:
                 raise ConfigurationError(
                     f"StochasticWeightAveraging(swa_lrs={swa_lrs!r}): the learning rates should be a positive "
-                    "float, or a list of positive floats, one for each parameter group."
+                    "float, or a list of positive floats, one for each parameter group.",
+                    code="DT-002",
                 )
         if annealing_strategy not in _ANNEALING:
             raise ConfigurationError(
                 f"StochasticWeightAveraging(annealing_strategy={annealing_strategy!r}): give 'cos' or 'linear'."
-                f"{nearest(str(annealing_strategy), _ANNEALING)}"
+                f"{nearest(str(annealing_strategy), _ANNEALING)}",
+                code="DT-001",
             )
         if annealing_epochs < 0:
-            raise ConfigurationError(f"StochasticWeightAveraging(annealing_epochs={annealing_epochs}): give 0 or more.")
+            raise ConfigurationError(
+                f"StochasticWeightAveraging(annealing_epochs={annealing_epochs}): give 0 or more.", code="DT-002"
+            )
         self.swa_lrs, self.swa_epoch_start = swa_lrs, swa_epoch_start
         self.annealing_epochs, self.annealing_strategy = annealing_epochs, annealing_strategy
         self.avg_fn, self.device = avg_fn, device
@@ -154,12 +158,14 @@ class StochasticWeightAveraging(Callback):
         if trainer.max_epochs == 0 or (is_endless and isinstance(self.swa_epoch_start, float)):
             raise ConfigurationError(
                 "StochasticWeightAveraging averages the last epochs, and this run has none. Give it max_epochs, or "
-                "swa_epoch_start as a whole number."
+                "swa_epoch_start as a whole number.",
+                code="DT-096",
             )
         if not task.automatic_optimization:
             raise ConfigurationError(
                 f"StochasticWeightAveraging cannot change when {type(task).__name__} steps its optimizer, which it "
-                "does by hand (automatic_optimization = False). Use WeightAveraging, or torch.optim.swa_utils."
+                "does by hand (automatic_optimization = False). Use WeightAveraging, or torch.optim.swa_utils.",
+                code="DT-092",
             )
         self._begin()
         self._epochs = ENDLESS if is_endless else trainer.max_epochs
@@ -169,13 +175,15 @@ class StochasticWeightAveraging(Callback):
         if len(trainer.optimizers) != 1:
             raise ConfigurationError(
                 f"StochasticWeightAveraging takes one optimizer, and {type(task).__name__} has "
-                f"{len(trainer.optimizers)}. Use WeightAveraging, which leaves learning rates alone."
+                f"{len(trainer.optimizers)}. Use WeightAveraging, which leaves learning rates alone.",
+                code="DT-092",
             )
         groups = len(trainer.optimizers[0].param_groups)
         if isinstance(self.swa_lrs, Sequence) and len(self.swa_lrs) != groups:
             raise ConfigurationError(
                 f"StochasticWeightAveraging(swa_lrs=...) has {len(self.swa_lrs)} learning rates, and the optimizer "
-                f"{groups} parameter group(s). Give as many, or one for all."
+                f"{groups} parameter group(s). Give as many, or one for all.",
+                code="DT-018",
             )
         self._average = AveragedTensors(
             trainer.strategy, trainer.model, use_buffers=False, device=self.device, avg_fn=self.avg_fn
@@ -265,5 +273,6 @@ def _check_start(start: Any) -> None:
     if not whole and not (isinstance(start, float) and 0.0 <= start <= 1.0):
         raise ConfigurationError(
             f"StochasticWeightAveraging(swa_epoch_start={start!r}): give a >0 integer or a float between 0 and 1: an "
-            "epoch from 1 on (60), or a share of all epochs (0.8)."
+            "epoch from 1 on (60), or a share of all epochs (0.8).",
+            code="DT-002",
         )

@@ -76,7 +76,8 @@ class StragglerMonitor(Callback):
         if every_n_steps < 1 or measured_steps < 1 or threshold <= 1:
             raise ConfigurationError(
                 f"StragglerMonitor(every_n_steps={every_n_steps}, threshold={threshold}, "
-                f"measured_steps={measured_steps}): give at least one step, and a threshold above 1."
+                f"measured_steps={measured_steps}): give at least one step, and a threshold above 1.",
+                code="DT-002",
             )
         self.every_n_steps, self.threshold = every_n_steps, threshold
         self.measured_steps = min(measured_steps, every_n_steps)

@@ -66,7 +66,9 @@ class WeightAveraging(Callback):
         multi_avg_fn: MultiAvgFn | None = None,
     ) -> None:
         if avg_fn is not None and multi_avg_fn is not None:
-            raise ConfigurationError(f"{type(self).__name__}(avg_fn=..., multi_avg_fn=...): give one of the two.")
+            raise ConfigurationError(
+                f"{type(self).__name__}(avg_fn=..., multi_avg_fn=...): give one of the two.", code="DT-004"
+            )
         self.device, self.use_buffers = device, use_buffers
         self.avg_fn, self.multi_avg_fn = avg_fn, multi_avg_fn
         self._average: AveragedTensors | None = None
@@ -200,10 +202,13 @@ class EMAWeightAveraging(WeightAveraging):
         update_starting_at_epoch: int | None = None,
     ) -> None:
         if not 0.0 <= decay <= 1.0:
-            raise ConfigurationError(f"EMAWeightAveraging(decay={decay}): give a number from 0 to 1, such as 0.999.")
+            raise ConfigurationError(
+                f"EMAWeightAveraging(decay={decay}): give a number from 0 to 1, such as 0.999.", code="DT-002"
+            )
         if update_every_n_steps < 1:
             raise ConfigurationError(
-                f"EMAWeightAveraging(update_every_n_steps={update_every_n_steps}): give a whole number from 1 on."
+                f"EMAWeightAveraging(update_every_n_steps={update_every_n_steps}): give a whole number from 1 on.",
+                code="DT-002",
             )
         super().__init__(device, use_buffers, multi_avg_fn=get_ema_multi_avg_fn(decay))  # type: ignore[no-untyped-call]
         self.decay = decay

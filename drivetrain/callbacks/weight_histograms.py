@@ -53,7 +53,8 @@ class WeightHistograms(Callback):
         if every_n_steps < 1 or max_values < 1 or not (weights or gradients):
             raise ConfigurationError(
                 f"WeightHistograms(every_n_steps={every_n_steps}, weights={weights}, gradients={gradients}, "
-                f"max_values={max_values}): give at least one step and one value, and leave one of the two kinds on."
+                f"max_values={max_values}): give at least one step and one value, and leave one of the two kinds on.",
+                code="DT-002",
             )
         self.every_n_steps, self.max_values = every_n_steps, max_values
         self.weights, self.gradients = weights, gradients
@@ -62,7 +63,8 @@ class WeightHistograms(Callback):
         if not trainer.loggers:
             raise ConfigurationError(
                 "WeightHistograms has nowhere to log to: the Trainer has no logger. Give it one, such as "
-                "Trainer(logger='tensorboard'), or take this callback out."
+                "Trainer(logger='tensorboard'), or take this callback out.",
+                code="DT-094",
             )
         assert trainer.model is not None
         trainer.strategy.state.parameters_in_place(trainer.model)  # raises where they are copies

@@ -45,7 +45,8 @@ def load_over_processes(
     """
     if broadcast and not dist.is_initialized():
         raise ConfigurationError(
-            "broadcast_from_rank0=True needs a process group. Build an Accelerator first, or leave it out."
+            "broadcast_from_rank0=True needs a process group. Build an Accelerator first, or leave it out.",
+            code="DT-017",
         )
     weights: dict[str, Any] = {}
     if not broadcast or dist.get_rank() == 0:

@@ -449,7 +449,9 @@ def shard_limit(max_shard_size: int | str) -> int:
     """
     limit = parse_bytes(max_shard_size)
     if limit <= 0:
-        raise ConfigurationError(f"max_shard_size={max_shard_size!r}: a file has to be larger than nothing.")
+        raise ConfigurationError(
+            f"max_shard_size={max_shard_size!r}: a file has to be larger than nothing.", code="DT-002"
+        )
     return limit
 
 

@@ -115,10 +115,14 @@ def check_lightning_file(path: str | os.PathLike[str]) -> str:
     """
     storage, target = storage_of(path)
     if not isinstance(storage, LocalStorage):
-        raise ConfigurationError(f"{os.fspath(path)} is a URL. Write a file of Lightning's locally, and copy it there.")
+        raise ConfigurationError(
+            f"{os.fspath(path)} is a URL. Write a file of Lightning's locally, and copy it there.", code="DT-003"
+        )
     if os.path.isdir(target) and not os.path.islink(target):
         what = "a checkpoint of drivetrain" if has_manifest(storage, target) else "a directory"
-        raise ConfigurationError(f"{target} is {what}. Name another file for Lightning's format, or remove it.")
+        raise ConfigurationError(
+            f"{target} is {what}. Name another file for Lightning's format, or remove it.", code="DT-009"
+        )
     return target
 
 

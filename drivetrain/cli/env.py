@@ -29,6 +29,7 @@ _SETTINGS = {
     "DRIVETRAIN_MIXED_PRECISION": "default number format",
     "DRIVETRAIN_GRADIENT_ACCUMULATION_STEPS": "default micro-batches in a step",
     "DRIVETRAIN_DEBUG": "processes compare their calls before each collective",
+    "DRIVETRAIN_FULL_TRACEBACK": "tracebacks have all frames",
     "DRIVETRAIN_HANG_TIMEOUT": "seconds without progress that are a hang",
     "OMP_NUM_THREADS": "threads of each process",
     "CUDA_VISIBLE_DEVICES": "accelerators that torch may see",
@@ -106,7 +107,7 @@ def _process() -> Iterator[tuple[str, str, str]]:
         place = ProcessEnvironment.detect()
         yield "Process", "rank", f"{place.rank} of {place.world_size} (from {place.source})"
     except ConfigurationError as error:
-        yield "Process", "rank", str(error)
+        yield "Process", "rank", error.message
 
 
 def _settings() -> Iterator[tuple[str, str, str]]:
@@ -130,7 +131,9 @@ def _configuration(named: str | None) -> Iterator[tuple[str, str, str]]:
     try:
         content = yaml.safe_load(file.read_text())
     except (OSError, yaml.YAMLError) as error:
-        raise ConfigurationError(f"The configuration file {str(file)!r} cannot be read: {error}") from error
+        raise ConfigurationError(
+            f"The configuration file {str(file)!r} cannot be read: {error}", code="DT-011"
+        ) from error
     for name, value in _flattened(content):
         yield "Configuration file", name, value
     yield "Configuration file", "read from", str(file)

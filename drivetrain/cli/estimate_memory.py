@@ -183,9 +183,13 @@ def parse_arguments(text: str) -> dict[str, Any]:
     try:
         value = json.loads(text)
     except ValueError as error:
-        raise ConfigurationError(f"--kwargs {text!r} is no JSON: {error}. Give an object, such as '{{}}'.") from error
+        raise ConfigurationError(
+            f"--kwargs {text!r} is no JSON: {error}. Give an object, such as '{{}}'.", code="DT-007"
+        ) from error
     if not isinstance(value, dict):
-        raise ConfigurationError(f"--kwargs {text!r} must be a JSON object, such as '{{\"width\": 64}}'.")
+        raise ConfigurationError(
+            f"--kwargs {text!r} must be a JSON object, such as '{{\"width\": 64}}'.", code="DT-003"
+        )
     return value
 
 
@@ -201,7 +205,9 @@ def _measured(
     if not inputs:
         return {}
     if isinstance(model, ModelSize):
-        raise ConfigurationError("--input needs a model that can run, but safetensors files hold weights alone.")
+        raise ConfigurationError(
+            "--input needs a model that can run, but safetensors files hold weights alone.", code="DT-004"
+        )
     found = {}
     for each in precisions:
         kept = estimate_training(size, "single", each, 1, optimizer).total

@@ -28,13 +28,15 @@ def read_config(source: str) -> Mapping[str, Any]:
     path = Path(source)
     config = path / "config.json" if path.is_dir() else path
     if config.suffix != ".json" or not config.is_file():
-        raise ConfigurationError(f"--seq needs the config.json of a transformers model or its folder; got {source!r}.")
+        raise ConfigurationError(
+            f"--seq needs the config.json of a transformers model or its folder; got {source!r}.", code="DT-131"
+        )
     try:
         found = json.loads(config.read_text(encoding="utf-8"))
     except ValueError as error:
-        raise ConfigurationError(f"{config} is no JSON: {error}.") from error
+        raise ConfigurationError(f"{config} is no JSON: {error}.", code="DT-011") from error
     if not isinstance(found, dict):
-        raise ConfigurationError(f"{config} holds no JSON object.")
+        raise ConfigurationError(f"{config} holds no JSON object.", code="DT-011")
     return found
 
 
@@ -83,6 +85,7 @@ def _given(config: Mapping[str, Any], what: str, required: bool = True) -> int:
             return int(config[name])
     if required:
         raise ConfigurationError(
-            f"The configuration gives none of {', '.join(_NAMES[what])}, so the key-value cache cannot be counted."
+            f"The configuration gives none of {', '.join(_NAMES[what])}, so the key-value cache cannot be counted.",
+            code="DT-011",
         )
     return 0

@@ -69,6 +69,10 @@ _COMMANDS = {
         "drivetrain.cli.env:env",
         "Show versions, devices and settings, and where each setting came from.",
     ),
+    "explain": (
+        "drivetrain.cli.explain:explain",
+        "Explain an error code: when it is raised, the cause and what to do.",
+    ),
 }
 
 

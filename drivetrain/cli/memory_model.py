@@ -215,7 +215,7 @@ def estimate_training(
     for what, given, allowed in choices:
         if given not in allowed:
             raise ConfigurationError(
-                f"{what} is {given!r}, but must be one of {', '.join(allowed)}.{nearest(given, allowed)}"
+                f"{what} is {given!r}, but must be one of {', '.join(allowed)}.{nearest(given, allowed)}", code="DT-001"
             )
     case = Case(
         size,

@@ -87,7 +87,9 @@ def _with_adapters(
     from drivetrain.runtime.errors import ConfigurationError
 
     if module is not None:
-        raise ConfigurationError("--base writes all weights of the base under its own names. Leave out --module.")
+        raise ConfigurationError(
+            "--base writes all weights of the base under its own names. Leave out --module.", code="DT-004"
+        )
     return merge_adapters(checkpoint, base, output, max_shard_size, dtype=dtype, **options)
 
 
@@ -98,12 +100,14 @@ def _check_removable(checkpoint: str, output: str) -> None:
     source = Path(checkpoint)
     if not source.is_dir():
         raise ConfigurationError(
-            f"--remove-checkpoint-dir removes a directory of this machine, but {checkpoint!r} is none. Leave it out."
+            f"--remove-checkpoint-dir removes a directory of this machine, but {checkpoint!r} is none. Leave it out.",
+            code="DT-010",
         )
     if Path(output).resolve().is_relative_to(source.resolve()):
         raise ConfigurationError(
             f"--remove-checkpoint-dir would remove the weights too: {output!r} is inside {checkpoint!r}. Give another "
-            "output."
+            "output.",
+            code="DT-004",
         )
 
 

@@ -80,7 +80,8 @@ def read_model(source: str, kwargs: Mapping[str, Any], trust_remote_code: bool =
         return _from_config(config, trust_remote_code)
     raise ConfigurationError(
         f"{source!r} is no model. Give package.module:Class (with --kwargs for its arguments), the config.json of a "
-        "transformers model or its folder, or a safetensors file or folder."
+        "transformers model or its folder, or a safetensors file or folder.",
+        code="DT-131",
     )
 
 
@@ -97,11 +98,14 @@ def _from_class(source: str, kwargs: Mapping[str, Any]) -> nn.Module:
     except ImportError as error:
         raise ConfigurationError(
             f"{source!r}: the module {module_name!r} cannot be imported ({error}). Modules are found from the current "
-            "folder and PYTHONPATH."
+            "folder and PYTHONPATH.",
+            code="DT-131",
         ) from error
     for name in path.split("."):
         if not hasattr(found, name):
-            raise ConfigurationError(f"{source!r}: there is no {name!r} in it.{nearest(name, dir(found))}")
+            raise ConfigurationError(
+                f"{source!r}: there is no {name!r} in it.{nearest(name, dir(found))}", code="DT-131"
+            )
         found = getattr(found, name)
     with torch.device("meta"):
         try:
@@ -109,13 +113,17 @@ def _from_class(source: str, kwargs: Mapping[str, Any]) -> nn.Module:
         except TypeError as error:
             raise ConfigurationError(
                 f"{source!r} cannot be built from the arguments {dict(kwargs)}: {error}. Give them as JSON, such as "
-                "--kwargs '{\"width\": 64}'."
+                "--kwargs '{\"width\": 64}'.",
+                code="DT-131",
             ) from error
     if not isinstance(model, nn.Module):
-        raise ConfigurationError(f"{source!r} gives a {type(model).__name__}, but must give a torch.nn.Module.")
+        raise ConfigurationError(
+            f"{source!r} gives a {type(model).__name__}, but must give a torch.nn.Module.", code="DT-131"
+        )
     if not any(True for _ in model.parameters()):
         raise ConfigurationError(
-            f"{source!r} has no parameters once it is built. Name the class of a module that makes them in __init__."
+            f"{source!r} has no parameters once it is built. Name the class of a module that makes them in __init__.",
+            code="DT-131",
         )
     return model
 
@@ -125,7 +133,7 @@ def _from_config(config: Path, trust_remote_code: bool) -> nn.Module:
         import transformers  # type: ignore[import-not-found,unused-ignore]
     except ImportError as error:
         raise ConfigurationError(
-            f"{config} needs transformers, which is not installed: pip install transformers"
+            f"{config} needs transformers, which is not installed: pip install transformers", code="DT-013"
         ) from error
     loaded = transformers.AutoConfig.from_pretrained(str(config), trust_remote_code=trust_remote_code)
     named = (getattr(loaded, "architectures", None) or [None])[0]
@@ -245,5 +253,5 @@ def read_header(path: Path) -> dict[str, Any]:
         except ValueError:
             header = None
     if not isinstance(header, dict):
-        raise ConfigurationError(f"{path} is no safetensors file: its header cannot be read.")
+        raise ConfigurationError(f"{path} is no safetensors file: its header cannot be read.", code="DT-011")
     return {name: entry for name, entry in header.items() if name != "__metadata__"}

@@ -36,7 +36,8 @@ def parse_inputs(given: Sequence[str]) -> Inputs:
         if found is None or not isinstance(dtype, torch.dtype):
             raise ConfigurationError(
                 f"--input {text!r} cannot be read. Give [NAME=]SHAPE[:DTYPE], such as 8x128:int64 or "
-                "input_ids=8x128:int64."
+                "input_ids=8x128:int64.",
+                code="DT-007",
             )
         entry = (tuple(map(int, found["shape"].split("x"))), dtype)
         if found["name"]:
@@ -124,5 +125,7 @@ def _loss_of(output: Any) -> torch.Tensor:
         if isinstance(leaf, torch.Tensor) and leaf.is_floating_point() and leaf.requires_grad
     ]
     if not floats:
-        raise ConfigurationError("The model returns nothing that depends on its parameters, so it cannot be trained.")
+        raise ConfigurationError(
+            "The model returns nothing that depends on its parameters, so it cannot be trained.", code="DT-085"
+        )
     return floats[0].float().mean()

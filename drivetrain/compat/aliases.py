@@ -58,7 +58,8 @@ def install(package: str, *others: str) -> ModuleType:
         install(other)
     if package not in PACKAGES:
         raise ConfigurationError(
-            f"install({package!r}): allowed are {', '.join(map(repr, PACKAGES))}.{nearest(package, PACKAGES)}"
+            f"install({package!r}): allowed are {', '.join(map(repr, PACKAGES))}.{nearest(package, PACKAGES)}",
+            code="DT-001",
         )
     target = PACKAGES[package]
     loaded = sys.modules.get(package)
@@ -67,7 +68,8 @@ def install(package: str, *others: str) -> ModuleType:
         raise ConfigurationError(
             f"{package} has been imported already, from {origin}, and what holds its names would keep them. Call "
             f"drivetrain.compat.install({package!r}) before anything imports {package}, or start the script with "
-            f"`drivetrain launch --as {_framework(package)}`."
+            f"`drivetrain launch --as {_framework(package)}`.",
+            code="DT-132",
         )
     finder = AliasFinder(package, target)
     if finder not in sys.meta_path:

@@ -48,13 +48,13 @@ class CombinedLoader:
     def __init__(self, iterables: Any, mode: str = "min_size") -> None:
         if mode not in MODES:
             raise ConfigurationError(
-                f"Unsupported mode {mode!r}: allowed are {', '.join(MODES)}.{nearest(str(mode), MODES)}"
+                f"Unsupported mode {mode!r}: allowed are {', '.join(MODES)}.{nearest(str(mode), MODES)}", code="DT-001"
             )
         self.iterables = iterables
         self.mode = mode
         self.loaders: list[Any] = list(_loaders_in(iterables))
         if not self.loaders:
-            raise ConfigurationError("CombinedLoader needs at least one loader.")
+            raise ConfigurationError("CombinedLoader needs at least one loader.", code="DT-097")
         self.current: BatchInfo | None = None
         self._ended = [False] * len(self.loaders)
         self._begun = False

@@ -29,7 +29,8 @@ class DataShard:
         if self.count < 1 or not 0 <= self.index < self.count:
             raise ConfigurationError(
                 f"DataShard(index={self.index}, count={self.count}): there must be at least one part, "
-                "and the index must be from 0 to count - 1."
+                "and the index must be from 0 to count - 1.",
+                code="DT-002",
             )
 
 
@@ -100,5 +101,6 @@ class DataLoaderConfiguration:
         if self.num_workers not in (None, "auto"):
             raise ConfigurationError(
                 f"num_workers={self.num_workers!r}: give 'auto', which settles a number for each loader by measuring "
-                "its first batches, or leave it out. A number belongs to the loader: DataLoader(num_workers=...)."
+                "its first batches, or leave it out. A number belongs to the loader: DataLoader(num_workers=...).",
+                code="DT-001",
             )

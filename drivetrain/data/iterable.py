@@ -154,7 +154,8 @@ class StreamReader:
         if not loader.in_order and self._sharded:
             raise ConfigurationError(
                 "This DataLoader has in_order=False, so the order of its batches differs from run to run and the "
-                "processes cannot agree about it. Leave in_order at True where there are several processes."
+                "processes cannot agree about it. Leave in_order at True where there are several processes.",
+                code="DT-101",
             )
         self._seeded = seed is not None
         self._dataset = BatchedStream(

@@ -106,7 +106,8 @@ class MapReader:
         if not loader.in_order and self.layout.shard.count > 1:
             raise ConfigurationError(
                 "This DataLoader has in_order=False, so the order of its batches differs from run to run and the "
-                "processes cannot agree about it. Leave in_order at True where there are several processes."
+                "processes cannot agree about it. Leave in_order at True where there are several processes.",
+                code="DT-101",
             )
         self._stream = IndexStream()
         self._count = count

@@ -120,7 +120,8 @@ def prepare_loader(
     if not hasattr(loader, "__iter__") and not hasattr(loader, "__getitem__"):
         raise ConfigurationError(
             f"Cannot prepare a {type(loader).__name__!r} as a loader: it cannot be iterated. Give a "
-            "torch.utils.data.DataLoader, or an iterable of batches."
+            "torch.utils.data.DataLoader, or an iterable of batches.",
+            code="DT-100",
         )
     config = config or DataLoaderConfiguration()
     if tail is TailPolicy.COMPLETE and not config.even_batches:
@@ -196,7 +197,8 @@ def _make_reader(
         if sharded:
             raise ConfigurationError(
                 f"The dataset {type(loader.dataset).__name__} is a data pipe, which torch has deprecated and shards "
-                "between processes by itself. Give a torch.utils.data.IterableDataset instead."
+                "between processes by itself. Give a torch.utils.data.IterableDataset instead.",
+                code="DT-100",
             )
         plain = False
     streams = plain and isinstance(loader.dataset, IterableDataset)
@@ -225,7 +227,8 @@ def _sample_seed_of(config: DataLoaderConfiguration, seed: int | None) -> int | 
         if seed is None:
             raise ConfigurationError(
                 "seed_samples=True derives each sample's random state from the run's seed, but the run has none. Call "
-                "set_seed(...) before the loader is prepared, or leave seed_samples out."
+                "set_seed(...) before the loader is prepared, or leave seed_samples out.",
+                code="DT-102",
             )
     return seed
 

@@ -131,18 +131,21 @@ class QLoRA:
         peft_options: Mapping[str, Any] | None = None,
     ) -> None:
         if rank < 1:
-            raise ConfigurationError(f"QLoRA(rank={rank}): give 1 or more.")
+            raise ConfigurationError(f"QLoRA(rank={rank}): give 1 or more.", code="DT-002")
         if not 0.0 <= dropout < 1.0:
-            raise ConfigurationError(f"QLoRA(dropout={dropout}): give a share from 0 to below 1.")
+            raise ConfigurationError(f"QLoRA(dropout={dropout}): give a share from 0 to below 1.", code="DT-002")
         for name, given, allowed in (("base", base, _BASES), ("backend", backend, _BACKENDS)):
             if given not in allowed:
                 raise ConfigurationError(
-                    f"QLoRA({name}={given!r}): give {' or '.join(map(repr, allowed))}.{nearest(str(given), allowed)}"
+                    f"QLoRA({name}={given!r}): give {' or '.join(map(repr, allowed))}.{nearest(str(given), allowed)}",
+                    code="DT-001",
                 )
         self.base, self.backend = base, backend
         self._peft = PeftLayers(rank, alpha, dropout, peft_options) if backend == "peft" else None
         if peft_options is not None and self._peft is None:
-            raise ConfigurationError("QLoRA(peft_options=...) are those of backend='peft'. Ask for it, or drop them.")
+            raise ConfigurationError(
+                "QLoRA(peft_options=...) are those of backend='peft'. Ask for it, or drop them.", code="DT-005"
+            )
         self.rank, self.alpha = rank, 2.0 * rank if alpha is None else float(alpha)
         self.targets = None if targets is None else tuple(targets)
         self.dropout = dropout
@@ -203,7 +206,8 @@ class QLoRA:
                 parts = {part for name in known for part in name.split(".")}
                 raise ConfigurationError(
                     f"QLoRA(targets=...) names {target!r}, and no linear layer of {type(model).__name__} is called so."
-                    f"{nearest(target, parts)}"
+                    f"{nearest(target, parts)}",
+                    code="DT-043",
                 )
         return [name for name in known if is_within(name, self.targets)]
 
@@ -240,14 +244,16 @@ def _save_adapters_alone(model: nn.Module, digest: str) -> None:
 
 
 class _WithoutFrozen:
-    """Takes frozen parameters out of a state dict."""
+    """Takes frozen parameters out of a state dict, but for those that are trained after all."""
 
     def __init__(self, frozen: Sequence[str]) -> None:
         self._frozen = frozen
 
     def __call__(self, module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
+        held = dict(module.named_parameters(remove_duplicate=False))
         for name in self._frozen:
-            state.pop(prefix + name, None)
+            if name not in held or not held[name].requires_grad:
+                state.pop(prefix + name, None)
 
 
 class _WithFrozen:

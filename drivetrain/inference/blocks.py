@@ -220,7 +220,8 @@ def activations_of(
     except (RuntimeError, NotImplementedError) as error:
         raise ConfigurationError(
             f"The activations cannot be measured: the forward does not run on tensors without values ({error}). "
-            "Leave the example inputs out, and keep room for activations in max_memory."
+            "Leave the example inputs out, and keep room for activations in max_memory.",
+            code="DT-112",
         ) from error
     finally:
         for handle in handles:

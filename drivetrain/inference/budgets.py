@@ -42,7 +42,9 @@ def get_max_memory(max_memory: Mapping[Any, int | str] | None = None) -> dict[De
     parsed = {as_device(device): parse_bytes(size) for device, size in max_memory.items()}
     negative = [device for device, size in parsed.items() if size < 0]
     if negative:
-        raise ConfigurationError(f"max_memory gives {negative[0]!r} {parsed[negative[0]]} bytes; give 0 or more.")
+        raise ConfigurationError(
+            f"max_memory gives {negative[0]!r} {parsed[negative[0]]} bytes; give 0 or more.", code="DT-002"
+        )
     absent = [device for device in parsed if device not in STORES and not is_there(device)]
     if absent:
         logger.info(f"max_memory names devices that this machine does not have: {', '.join(map(str, absent))}.")
@@ -82,10 +84,10 @@ def as_device(given: Any) -> Device:
         ConfigurationError: It is none.
     """
     if isinstance(given, bool) or not isinstance(given, (int, str, torch.device)):
-        raise ConfigurationError(f"{given!r} is no device. Give a number, a name, or a torch.device.")
+        raise ConfigurationError(f"{given!r} is no device. Give a number, a name, or a torch.device.", code="DT-020")
     if isinstance(given, int):
         if given < 0:
-            raise ConfigurationError(f"{given} is no device; accelerators are counted from 0.")
+            raise ConfigurationError(f"{given} is no device; accelerators are counted from 0.", code="DT-020")
         return given
     name = str(given)
     if name in STORES:
@@ -98,7 +100,8 @@ def as_device(given: Any) -> Device:
         known = ["cpu", "disk", *(kind.name for kind in available_device_kinds())]
         raise ConfigurationError(
             f"{name!r} is no device.{nearest(name, known)} Give a number for an accelerator, its name such as "
-            '"cuda:0", "cpu" or "disk".'
+            '"cuda:0", "cpu" or "disk".',
+            code="DT-020",
         ) from None
     return name
 

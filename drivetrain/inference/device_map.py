@@ -100,7 +100,7 @@ class DeviceMap(dict[str, Any]):
         found = found or [block for block in self._problem.blocks for unit in block.names if _is_within(unit, name)]
         if not found:
             names = {unit[:end] for block in self._problem.blocks for unit in block.names for end in _ends(unit)}
-            raise ConfigurationError(f"The model has no module {name!r}.{nearest(name, names)}")
+            raise ConfigurationError(f"The model has no module {name!r}.{nearest(name, names)}", code="DT-043")
         return "\n".join(explain(self._problem, self._placement, block) for block in dict.fromkeys(found))
 
     def html(self) -> str:
@@ -225,7 +225,8 @@ def _warn_of_buffers(model: nn.Module) -> None:
 def _policy(name: str) -> Policy:
     if name not in DEVICE_MAP_NAMES:
         raise ConfigurationError(
-            f"{name!r} is no device map.{nearest(name, DEVICE_MAP_NAMES)} Names: {', '.join(DEVICE_MAP_NAMES)}."
+            f"{name!r} is no device map.{nearest(name, DEVICE_MAP_NAMES)} Names: {', '.join(DEVICE_MAP_NAMES)}.",
+            code="DT-001",
         )
     policy: Any = "balanced" if name == "auto" else name
     assert policy in get_args(Policy)
@@ -312,21 +313,24 @@ def check_device_map(model: nn.Module, device_map: Mapping[str, Any]) -> None:
         hint = nearest(missing[0].rpartition(".")[0] or missing[0], unknown)
         raise ConfigurationError(
             f"The device map gives no device to {', '.join(missing[:3])}{more}.{hint} Add them, a module that they are "
-            'in, or "" for all that is not named.'
+            'in, or "" for all that is not named.',
+            code="DT-110",
         )
     for name in device_map:
         inside = next((each for each in device_map if each != name and name and _is_within(each, name)), None)
         if inside is not None and device_map[inside] != device_map[name]:
             raise ConfigurationError(
                 f"The device map names {inside!r} twice: {device_map[inside]!r} by its own name, and "
-                f"{device_map[name]!r} by {name!r}. Name the other modules of {name!r} one by one."
+                f"{device_map[name]!r} by {name!r}. Name the other modules of {name!r} one by one.",
+                code="DT-110",
             )
     for group in find_tied_parameters(model):
         apart = [name for name in group if devices[name] != devices[group[0]]]
         if apart:
             raise ConfigurationError(
                 f"{group[0]} and {apart[0]} are one weight, but the device map puts them on {devices[group[0]]!r} and "
-                f"{devices[apart[0]]!r}. Put both on one device."
+                f"{devices[apart[0]]!r}. Put both on one device.",
+                code="DT-054",
             )
 
 
@@ -377,7 +381,9 @@ def resolve_device_map(
             device_map = {"": as_device(device_map)}
         except ConfigurationError as error:
             hint = nearest(str(device_map), DEVICE_MAP_NAMES)
-            raise ConfigurationError(f"{error}{hint} Names of maps: {', '.join(DEVICE_MAP_NAMES)}.") from None
+            raise ConfigurationError(
+                f"{error.message}{hint} Names of maps: {', '.join(DEVICE_MAP_NAMES)}.", code="DT-110"
+            ) from None
     check_device_map(model, device_map)
     for name, device in device_map.items():
         if not is_there(as_device(device)):

@@ -41,13 +41,16 @@ def location(given: torch.device | str | int) -> Location:
         if not 0 <= given < count:
             raise ConfigurationError(
                 f"Device {given} was named, and there are {count} accelerators here. Available: "
-                f"{', '.join(each.name for each in available_device_kinds())}, disk."
+                f"{', '.join(each.name for each in available_device_kinds())}, disk.",
+                code="DT-020",
             )
         return kind.device(given)
     try:
         device = torch.device(given)
     except RuntimeError as error:
-        raise ConfigurationError(f"{given!r} names no device. Give such as 0, 'cuda:1', 'cpu' or 'disk'.") from error
+        raise ConfigurationError(
+            f"{given!r} names no device. Give such as 0, 'cuda:1', 'cpu' or 'disk'.", code="DT-020"
+        ) from error
     if device.type == "meta":
         return device
     kind = get_device_kind(device.type)
@@ -69,7 +72,9 @@ def execution_device(given: torch.device | str | int | None, others: Collection[
     if given is not None:
         found = location(given)
         if not isinstance(found, torch.device):
-            raise ConfigurationError("Nothing can be computed on disk. Give a device, such as 0 or 'cpu'.")
+            raise ConfigurationError(
+                "Nothing can be computed on disk. Give a device, such as 0 or 'cpu'.", code="DT-020"
+            )
         return found
     there = next((each for each in others if isinstance(each, torch.device) and each != CPU), None)
     if there is not None:
@@ -95,13 +100,15 @@ def locations(model: nn.Module, device_map: Mapping[str, torch.device | str | in
     known = {*(name for name, _ in model.named_modules(remove_duplicate=False)), *places}
     for name in device_map:
         if name not in known:
-            raise ConfigurationError(f"device_map names {name!r}, which is not in the model.{nearest(name, known)}")
+            raise ConfigurationError(
+                f"device_map names {name!r}, which is not in the model.{nearest(name, known)}", code="DT-043"
+            )
     parsed = {name: location(value) for name, value in device_map.items()}
     found = {name: longest(name, parsed) for name in places}
     missed = [name for name, place in places.items() if found[name] is None and place.is_parameter]
     if missed:
         near = nearest(missed[0].rpartition(".")[0], device_map)
-        raise ConfigurationError(f"device_map has no entry for {', '.join(missed[:8])}.{near}")
+        raise ConfigurationError(f"device_map has no entry for {', '.join(missed[:8])}.{near}", code="DT-110")
     rest = next(iter(parsed.values()), CPU)  # buffers of the model itself, which maps leave out
     return {name: rest if where is None else where for name, where in found.items()}
 
@@ -141,7 +148,9 @@ def as_dict(
         return dict(device_map.to_dict())
     if device_map not in DEVICE_MAP_NAMES:
         if isinstance(device_map, str) and device_map != DISK and nearest(device_map, DEVICE_MAP_NAMES):
-            raise ConfigurationError(f"device_map={device_map!r} is no map.{nearest(device_map, DEVICE_MAP_NAMES)}")
+            raise ConfigurationError(
+                f"device_map={device_map!r} is no map.{nearest(device_map, DEVICE_MAP_NAMES)}", code="DT-001"
+            )
         location(device_map)
         return {"": device_map}
     return resolve_device_map(

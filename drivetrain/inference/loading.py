@@ -288,7 +288,7 @@ class _Loading:
         if not written:
             return
         if folder is None:
-            raise ConfigurationError(self._why_written(written))
+            raise ConfigurationError(self._why_written(written), code="DT-005")
         sources = {item.names[0]: item for item in written}
         entries = [Entry(name, item.dtype, tuple(item.old.shape)) for name, item in sources.items()]
         file = write_offloaded(

@@ -67,7 +67,8 @@ def merge_adapters(
 ) -> list[str]:
     """Add adapters to the weights that they were trained over, and write the sum as plain safetensors.
 
-    Weights are read and written a block at a time: none is whole in memory, and a file is written as it fills.
+    A weight that was trained whole beside them, such as a norm's, takes the place of the one in `weights`. Weights
+    are read and written a block at a time: none is whole in memory, and a file is written as it fills.
 
     Args:
         checkpoint: A checkpoint of a run with adapters, or any other file of theirs.
@@ -83,7 +84,7 @@ def merge_adapters(
         The paths of the safetensors files.
 
     Raises:
-        CheckpointError: There are no adapters, or the weights are not those of their layers.
+        CheckpointError: There are no adapters, or the weights are not those of their layers, or of another shape.
         ConfigurationError: `max_shard_size` is no size.
     """
     trained, base = open_weights(checkpoint, model), open_weights(weights)
@@ -108,9 +109,13 @@ def merge_adapters(
         if name in tied:
             continue
         written = target if target is not None and entry.dtype.is_floating_point else entry.dtype
-        blocks = partial(
-            _blocks, base, base.same[name] if name in apart else name, written, trained, by_weight.get(name)
-        )
+        source, key = base, base.same[name] if name in apart else name
+        whole = None if name in by_weight else trained.entries.get(prefix + name)
+        if whole is not None:  # unfrozen, and trained as it is
+            source, key = trained, prefix + name
+            if whole.shape != entry.shape:
+                raise CheckpointError(f"{key} is {whole.shape} in {trained.where}, and {entry.shape} in {base.where}.")
+        blocks = partial(_blocks, source, key, written, trained, by_weight.get(name))
         sources.append((Entry(name, written, entry.shape), blocks))
     return write_safetensors(sources, tied, output, max_shard_size, overwrite=overwrite, progress=progress)
 

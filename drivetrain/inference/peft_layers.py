@@ -63,7 +63,8 @@ class PeftLayers:
         ours = [name for name in self._options if name in _OURS]
         if ours:
             raise ConfigurationError(
-                f"QLoRA(peft_options=...) has {ours[0]!r}. Give QLoRA's rank, alpha, dropout and targets instead."
+                f"QLoRA(peft_options=...) has {ours[0]!r}. Give QLoRA's rank, alpha, dropout and targets instead.",
+                code="DT-004",
             )
         beginning = self._options.get("init_lora_weights", True)
         reads = "use_dora" if self._options.get("use_dora") else ""
@@ -71,7 +72,8 @@ class PeftLayers:
         if reads:
             raise ConfigurationError(
                 f"QLoRA(backend='peft'): {reads} reads the weights below the adapters, which are packed. Use peft's "
-                "get_peft_model over quantize_model for it."
+                "get_peft_model over quantize_model for it.",
+                code="DT-004",
             )
         self._options |= {"r": rank, "lora_alpha": 2 * rank if alpha is None else alpha, "lora_dropout": dropout}
 
@@ -92,7 +94,8 @@ class PeftLayers:
         for name in self._options:
             if name not in known:
                 raise ConfigurationError(
-                    f"peft.LoraConfig has no option {name!r}.{nearest(name, known)} See QLoRA(peft_options=...)."
+                    f"peft.LoraConfig has no option {name!r}.{nearest(name, known)} See QLoRA(peft_options=...).",
+                    code="DT-006",
                 )
 
     def add(self, model: nn.Module, layers: Sequence[str]) -> None:

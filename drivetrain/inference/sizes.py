@@ -36,7 +36,7 @@ def dtype_byte_size(dtype: torch.dtype | str | Any) -> float:
         bits = dtype_byte_size(getattr(torch, name)) * 8
     if bits is None:
         raise ConfigurationError(
-            f"{dtype!r} is no dtype with a number of bits. Give one such as torch.bfloat16 or 'int4'."
+            f"{dtype!r} is no dtype with a number of bits. Give one such as torch.bfloat16 or 'int4'.", code="DT-007"
         )
     return bits / 8
 

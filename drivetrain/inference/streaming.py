@@ -43,7 +43,8 @@ class StreamOptions:
     def __post_init__(self) -> None:
         if self.prefetch < 0 or (self.budget is not None and self.budget < 0):
             raise ConfigurationError(
-                f"prefetch={self.prefetch}, budget={self.budget}: give a number of groups, and bytes; 0 for none."
+                f"prefetch={self.prefetch}, budget={self.budget}: give a number of groups, and bytes; 0 for none.",
+                code="DT-002",
             )
 
 

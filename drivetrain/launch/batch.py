@@ -20,12 +20,12 @@ _NAME = re.compile(r"[a-z]([-a-z0-9]{0,38}[a-z0-9])?")
 
 def _check(name: str, value: str | None, pattern: re.Pattern[str], allowed: str) -> None:
     if value is not None and not pattern.fullmatch(value):
-        raise ConfigurationError(f"{name} is {value!r}, but must be {allowed}.")
+        raise ConfigurationError(f"{name} is {value!r}, but must be {allowed}.", code="DT-001")
 
 
 def _check_count(name: str, value: int | None, minimum: int = 1) -> None:
     if value is not None and value < minimum:
-        raise ConfigurationError(f"{name} is {value}, but must be at least {minimum}.")
+        raise ConfigurationError(f"{name} is {value}, but must be at least {minimum}.", code="DT-002")
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,9 @@ class SbatchFile:
             _check_count(name, getattr(self, name))
         _check_count("signal_seconds", self.signal_seconds, minimum=30)
         if self.signal_seconds > 65535:
-            raise ConfigurationError(f"signal_seconds is {self.signal_seconds}, but SLURM takes 65535 at most.")
+            raise ConfigurationError(
+                f"signal_seconds is {self.signal_seconds}, but SLURM takes 65535 at most.", code="DT-002"
+            )
         _check("time", self.time, _TIME, "minutes, MM:SS, HH:MM:SS, or D-HH:MM:SS, such as 1-12:00:00")
         _check("memory", self.memory, _MEMORY, "a number with K, M, G or T, such as 64G; 0 for all")
         for name in ("partition", "account", "job_name", "output"):

@@ -289,7 +289,7 @@ def _log_directory(options: LaunchOptions) -> Iterator[str]:
     """The user's directory, or one that is gone afterwards."""
     if options.log_dir is not None:
         if os.path.isfile(options.log_dir):
-            raise ConfigurationError(f"log_dir {options.log_dir!r} is a file. Name a directory.")
+            raise ConfigurationError(f"log_dir {options.log_dir!r} is a file. Name a directory.", code="DT-009")
         yield options.log_dir
         return
     with tempfile.TemporaryDirectory(prefix="drivetrain_", ignore_cleanup_errors=True) as directory:

@@ -59,7 +59,8 @@ def mpi_command(options: LaunchOptions, script: str, args: Sequence[str] = ()) -
         )
     if options.min_machines != options.max_machines:
         raise ConfigurationError(
-            f"num_machines is {options.num_machines!r}, but mpirun starts a fixed number. Give a single one."
+            f"num_machines is {options.num_machines!r}, but mpirun starts a fixed number. Give a single one.",
+            code="DT-033",
         )
     plan = LaunchPlan.make(options)
     variables = {

@@ -23,6 +23,7 @@ from drivetrain.launch.options import LaunchOptions
 from drivetrain.launch.plan import LaunchPlan
 from drivetrain.launch.report import RankFailure, describe, first_failure
 from drivetrain.runtime.errors import ConfigurationError, LaunchError
+from drivetrain.runtime.tracebacks import short_tracebacks
 
 _START_METHODS = ("fork", "spawn")
 _STOP_PATIENCE = 2.0  # seconds between SIGTERM and SIGKILL for the peers of a failed process
@@ -280,7 +281,9 @@ def _run_rank(call: Callable[[], Any], variables: dict[str, str], report: Connec
         now, trace = time.time(), error.__traceback__
         while trace is not None and trace.tb_frame.f_code.co_filename == __file__:
             trace = trace.tb_next
-        report.send(("error", "".join(traceback.format_exception(type(error), error, trace)), now))
+        with short_tracebacks(error, trace):
+            shown = "".join(traceback.format_exception(type(error), error, error.__traceback__))
+        report.send(("error", shown, now))
         sys.exit(1)
     if variables["LOCAL_RANK"] == "0":
         try:
@@ -291,11 +294,14 @@ def _run_rank(call: Callable[[], Any], variables: dict[str, str], report: Connec
 
 def _check_start(method: str, restarts: int, machines: int) -> None:
     if method not in _START_METHODS:
-        raise ConfigurationError(f"start_method is {method!r}, but must be one of {', '.join(_START_METHODS)}.")
+        raise ConfigurationError(
+            f"start_method is {method!r}, but must be one of {', '.join(_START_METHODS)}.", code="DT-001"
+        )
     if restarts and machines > 1:
         raise ConfigurationError(
             f"max_restarts is {restarts} for {machines} machines, which would start again one by one. Leave it "
-            "out, or save the training as a file and run `drivetrain launch --max_restarts` on it."
+            "out, or save the training as a file and run `drivetrain launch --max_restarts` on it.",
+            code="DT-033",
         )
 
 
@@ -303,7 +309,11 @@ def _port(given: str | int, machines: int) -> int | None:
     try:
         port = int(given)
     except ValueError:
-        raise ConfigurationError(f"use_port is {given!r}, but must be a number; 0 takes a free port.") from None
+        raise ConfigurationError(
+            f"use_port is {given!r}, but must be a number; 0 takes a free port.", code="DT-003"
+        ) from None
     if port == 0 and machines > 1:
-        raise ConfigurationError("use_port is 0, but several machines must agree on one. Give the same port on each.")
+        raise ConfigurationError(
+            "use_port is 0, but several machines must agree on one. Give the same port on each.", code="DT-033"
+        )
     return port

@@ -46,7 +46,9 @@ def launch_on_xla(
     """
     if num_nodes > 1:
         raise ConfigurationError(
-            f"num_nodes={num_nodes}: on TPUs notebook_launcher runs on one host. Start the script on each host instead."
+            f"num_nodes={num_nodes}: on TPUs notebook_launcher runs on one host. Start the script on each host "
+            "instead.",
+            code="DT-034",
         )
     devices = xla.device_count()
     apart = xla.has_process_per_device()
@@ -59,17 +61,20 @@ def launch_on_xla(
     if xla.runs_on_cpu():
         raise ConfigurationError(
             f"num_processes={processes}: XLA on the CPU cannot join several processes; each would train alone and seem "
-            "to work. Give num_processes=1; CPU_NUM_DEVICES=4 gives it four devices."
+            "to work. Give num_processes=1; CPU_NUM_DEVICES=4 gives it four devices.",
+            code="DT-034",
         )
     if not apart:
         raise ConfigurationError(
             f"num_processes={processes}: on TPUs v2 and v3 a process drives two cores in threads, which share what "
-            "drivetrain keeps for each process. Give num_processes=1, which drives all cores."
+            "drivetrain keeps for each process. Give num_processes=1, which drives all cores.",
+            code="DT-030",
         )
     if processes != devices:
         raise ConfigurationError(
             f"num_processes={processes}, but this host has {devices} XLA devices. Allowed: 1, which drives all "
-            f"of them, or {devices}, one for each."
+            f"of them, or {devices}, one for each.",
+            code="DT-030",
         )
     refuse_what_a_fork_would_break("xla")
     variables = {**plan.variables, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}

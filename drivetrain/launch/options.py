@@ -82,6 +82,7 @@ class LaunchOptions:
         log_dir: Directory of these files.
         debug: Show what the launcher decides and torch's own messages, and let the processes compare their calls
             before each collective and barrier.
+        full_traceback: Show all frames of an error's traceback, also those inside drivetrain.
 
     Raises:
         ConfigurationError: A value that cannot be, or two that contradict each other.
@@ -125,6 +126,7 @@ class LaunchOptions:
     tee: str | None = None
     log_dir: str | None = None
     debug: bool = False
+    full_traceback: bool = False
     use_fsdp: bool = False
     use_deepspeed: bool = False
     use_parallelism_config: bool = False
@@ -217,13 +219,15 @@ class LaunchOptions:
             if shutil.which(script) is None:
                 raise ConfigurationError(
                     f"There is no program {script!r}. Give its path or a name on PATH, or leave no_python out if it "
-                    "is Python."
+                    "is Python.",
+                    code="DT-035",
                 )
         elif not os.path.exists(script):
             beside = glob.glob(os.path.join(glob.escape(os.path.dirname(script)), "*.py"))
             raise ConfigurationError(
                 f"There is no script {script!r} in {os.getcwd()}.{nearest(script, beside)} "
-                "Give the path of a Python file (or a module's name with -m)."
+                "Give the path of a Python file (or a module's name with -m).",
+                code="DT-035",
             )
 
     def _check_files(self) -> None:
@@ -231,7 +235,9 @@ class LaunchOptions:
         for name in ("deepspeed_config_file", "mpirun_hostfile"):
             file = self.values.get(name)
             if file is not None and not os.path.isfile(os.path.expanduser(file)):
-                raise ConfigurationError(f"{name} is {file!r}, but there is no such file. Give its path.")
+                raise ConfigurationError(
+                    f"{name} is {file!r}, but there is no such file. Give its path.", code="DT-010"
+                )
 
     @property
     def min_machines(self) -> int:
@@ -269,7 +275,8 @@ class LaunchOptions:
             limit = -1.0
         if not limit >= 0:
             raise ConfigurationError(
-                f"{HANG_TIMEOUT_VARIABLE}={given!r} is no number of seconds. Give one above 0, or 0 for no limit."
+                f"{HANG_TIMEOUT_VARIABLE}={given!r} is no number of seconds. Give one above 0, or 0 for no limit.",
+                code="DT-007",
             )
         return limit
 
@@ -279,7 +286,8 @@ class LaunchOptions:
         numbers = self.num_machines.split(":")
         if len(numbers) > 2 or not all(number.strip().isdigit() for number in numbers):
             raise ConfigurationError(
-                f'num_machines is {self.num_machines!r}, but must be a number, or "least:most", such as "1:2".'
+                f'num_machines is {self.num_machines!r}, but must be a number, or "least:most", such as "1:2".',
+                code="DT-007",
             )
         return int(numbers[0]), int(numbers[-1])
 
@@ -303,7 +311,8 @@ class LaunchOptions:
             for key, value in getattr(self, name).items():
                 if key not in keys:
                     raise ConfigurationError(
-                        f"Unknown key {key!r} in {name}. Allowed: {', '.join(sorted(keys))}.{nearest(str(key), keys)}"
+                        f"Unknown key {key!r} in {name}. Allowed: {', '.join(sorted(keys))}.{nearest(str(key), keys)}",
+                        code="DT-006",
                     )
                 parsed = keys[key].parse(value, f"{key} in {name}")
                 if parsed is not None:
@@ -313,11 +322,14 @@ class LaunchOptions:
         for names in ALTERNATIVES:
             asked = [name for name in names if getattr(self, name)]
             if len(asked) > 1:
-                raise ConfigurationError(f"{' and '.join(asked)} contradict each other. Give one of them.")
+                raise ConfigurationError(
+                    f"{' and '.join(asked)} contradict each other. Give one of them.", code="DT-004"
+                )
         if self.use_parallelism_config and (self.use_deepspeed or self.use_megatron_lm):
             other = "use_deepspeed" if self.use_deepspeed else "use_megatron_lm"
             raise ConfigurationError(
-                f"use_parallelism_config and {other} contradict each other: a grid goes with use_fsdp. Give one."
+                f"use_parallelism_config and {other} contradict each other: a grid goes with use_fsdp. Give one.",
+                code="DT-004",
             )
 
     def _check_counts(self) -> None:
@@ -336,67 +348,76 @@ class LaunchOptions:
                     if name == "num_processes"
                     else ""
                 )
-                raise ConfigurationError(f"{name} is {value}, but must be at least {minimum}.{hint}")
+                raise ConfigurationError(f"{name} is {value}, but must be at least {minimum}.{hint}", code="DT-002")
         for name in ("monitor_interval", "preemption_grace_period"):
             if getattr(self, name) <= 0:
-                raise ConfigurationError(f"{name} is {getattr(self, name)}, but must be more than 0 seconds.")
+                raise ConfigurationError(
+                    f"{name} is {getattr(self, name)}, but must be more than 0 seconds.", code="DT-002"
+                )
         if self.hang_timeout is not None and not self.hang_timeout >= 0:
             raise ConfigurationError(
-                f"hang_timeout is {self.hang_timeout}, but must be at least 0 seconds; 0 is no limit."
+                f"hang_timeout is {self.hang_timeout}, but must be at least 0 seconds; 0 is no limit.", code="DT-002"
             )
 
     def _check_machines(self) -> None:
         least, most = self.min_machines, self.max_machines
         if least < 1:
-            raise ConfigurationError(f"num_machines is {self.num_machines}, but must be at least 1.")
+            raise ConfigurationError(f"num_machines is {self.num_machines}, but must be at least 1.", code="DT-002")
         if most < least:
             raise ConfigurationError(
                 f"num_machines is {self.num_machines!r}, but the most cannot be fewer than the least. "
-                f'Give "{most}:{least}".'
+                f'Give "{most}:{least}".',
+                code="DT-033",
             )
         if self.machine_rank >= most:
             raise ConfigurationError(
                 f"machine_rank is {self.machine_rank}, but with num_machines={self.num_machines} it must be "
-                f"0 to {most - 1}. Give each machine its own rank, the first one 0."
+                f"0 to {most - 1}. Give each machine its own rank, the first one 0.",
+                code="DT-033",
             )
         if most > 1 and not self.main_process_ip:
             raise ConfigurationError(
                 f"num_machines is {self.num_machines}, but main_process_ip is not given. "
-                "Name the address of machine 0, the same on every machine."
+                "Name the address of machine 0, the same on every machine.",
+                code="DT-033",
             )
         if least != most and self.rdzv_backend == "static":
             raise ConfigurationError(
                 f"num_machines is {self.num_machines!r}, but with rdzv_backend='static' it cannot change. "
-                "Leave rdzv_backend out, or give a single number of machines."
+                "Leave rdzv_backend out, or give a single number of machines.",
+                code="DT-033",
             )
         if self.num_processes is not None and self.num_processes % most:
             raise ConfigurationError(
                 f"num_processes is {self.num_processes} over all machines, which {most} "
-                f"machines cannot share equally. Take a multiple of {most}."
+                f"machines cannot share equally. Take a multiple of {most}.",
+                code="DT-033",
             )
         lowest = 0 if most == 1 else 1
         port = self.main_process_port
         if port is not None and not lowest <= port <= 65535:
             raise ConfigurationError(
                 f"main_process_port is {port}, but must be {lowest} to 65535. "
-                "Leave it out for a free port on one machine."
+                "Leave it out for a free port on one machine.",
+                code="DT-002",
             )
 
     def _check_devices(self) -> None:
         asked = "gpu_ids" if self.gpu_ids is not None else "multi_gpu" if self.multi_gpu else None
         if self.cpu and asked is not None:
-            raise ConfigurationError(f"cpu and {asked} contradict each other. Give one of them.")
+            raise ConfigurationError(f"cpu and {asked} contradict each other. Give one of them.", code="DT-004")
         ids = self.device_ids
         if ids is None:
             return
         if any(not part.isdigit() for part in ids) or len(set(ids)) != len(ids):
             raise ConfigurationError(
-                f'gpu_ids is {self.gpu_ids!r}, but must be "all" or different numbers, such as "0,1".'
+                f'gpu_ids is {self.gpu_ids!r}, but must be "all" or different numbers, such as "0,1".', code="DT-007"
             )
         if self.num_processes is not None and self.num_processes // self.max_machines > len(ids):
             raise ConfigurationError(
                 f"gpu_ids names {len(ids)} device(s) for {self.num_processes // self.max_machines} processes "
-                "on this machine. Name one device for each process, or leave num_processes out."
+                "on this machine. Name one device for each process, or leave num_processes out.",
+                code="DT-018",
             )
 
     def _check_choices(self) -> None:
@@ -406,12 +427,14 @@ class LaunchOptions:
         self._check_choice("rdzv_backend", self.rdzv_backend, RENDEZVOUS_BACKENDS)
         if any("=" not in pair for pair in self.rdzv_conf.split(",") if pair.strip()):
             raise ConfigurationError(
-                f'rdzv_conf is {self.rdzv_conf!r}, but must be "key=value,key=value", such as "timeout=60".'
+                f'rdzv_conf is {self.rdzv_conf!r}, but must be "key=value,key=value", such as "timeout=60".',
+                code="DT-007",
             )
         if self.tee is not None and not re.fullmatch(r"[0-3]|\d+:[0-3](,\d+:[0-3])*", self.tee):
             raise ConfigurationError(
                 f"tee is {self.tee!r}, but must be 0 (none), 1 (stdout), 2 (stderr), 3 (both), "
-                'or these by local rank, such as "0:3,1:1".'
+                'or these by local rank, such as "0:3,1:1".',
+                code="DT-007",
             )
 
     def _check_ray(self) -> None:
@@ -426,12 +449,13 @@ class LaunchOptions:
         if asked:
             raise ConfigurationError(
                 f"{asked[0]} is {self.values[asked[0]]!r}, which has no effect with launcher='ray': Ray decides which "
-                "machines and devices the processes get. Leave one of the two out."
+                "machines and devices the processes get. Leave one of the two out.",
+                code="DT-005",
             )
 
     @staticmethod
     def _check_choice(name: str, value: str | None, allowed: tuple[str, ...]) -> None:
         if value is not None and value not in allowed:
             raise ConfigurationError(
-                f"{name} is {value!r}, but must be one of {', '.join(allowed)}.{nearest(value, allowed)}"
+                f"{name} is {value!r}, but must be one of {', '.join(allowed)}.{nearest(value, allowed)}", code="DT-001"
             )

@@ -49,12 +49,15 @@ class LaunchPlan:
             raise ConfigurationError(
                 f"{local_processes} processes were asked for on this machine, but it has {count} {kind.name} "
                 f"device(s). Ask for at most {count * options.max_machines} over all machines, or run on the "
-                "CPU with cpu (`--cpu`)."
+                "CPU with cpu (`--cpu`).",
+                code="DT-030",
             )
         if kind.drives_all and local_processes > 1:
             raise ConfigurationError(
                 f"{local_processes} processes were asked for on this machine, but one drives all of its {count} "
-                f"{kind.name} device(s). Leave the number out. In a notebook, notebook_launcher can start one for each."
+                f"{kind.name} device(s). Leave the number out. In a notebook, notebook_launcher can start one for "
+                "each.",
+                code="DT-030",
             )
         return cls(local_processes, kind.name, _run_variables(options, kind, local_processes))
 
@@ -94,12 +97,12 @@ def _run_variables(options: LaunchOptions, kind: DeviceKind, local_processes: in
     variables = variables_of_run(options)
     if options.enable_cpu_affinity:
         if not hasattr(os, "sched_setaffinity"):
-            raise ConfigurationError("enable_cpu_affinity needs Linux. Leave it out on this system.")
+            raise ConfigurationError("enable_cpu_affinity needs Linux. Leave it out on this system.", code="DT-015")
         variables[AFFINITY_VARIABLE] = "1"
     if options.device_ids is not None:
         name = kind.visible_variable
         if name is None:
-            raise ConfigurationError(f"gpu_ids cannot choose among {kind.name} devices. Leave it out.")
+            raise ConfigurationError(f"gpu_ids cannot choose among {kind.name} devices. Leave it out.", code="DT-024")
         variables[name] = ",".join(options.device_ids)
     threads = threads_per_process(options, local_processes)
     if threads is not None:

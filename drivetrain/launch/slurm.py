@@ -70,7 +70,7 @@ class SlurmJob:
             )
         except ValueError as error:
             raise ConfigurationError(
-                f"A variable of SLURM's is no number ({error}). Unset it, or SLURM_JOB_ID."
+                f"A variable of SLURM's is no number ({error}). Unset it, or SLURM_JOB_ID.", code="DT-032"
             ) from None
 
     @property
@@ -88,7 +88,8 @@ class SlurmJob:
         if self.tasks_here > 1:
             raise ConfigurationError(
                 f"srun has started {self.tasks_here} tasks on this machine, each of which would launch processes of "
-                "its own. Give srun --ntasks-per-node=1, or let it start the script itself: `srun python train.py`."
+                "its own. Give srun --ntasks-per-node=1, or let it start the script itself: `srun python train.py`.",
+                code="DT-037",
             )
         found: dict[str, Any] = {}
         if len(self.hosts) > 1:
@@ -140,7 +141,8 @@ def slurm_options(given: Mapping[str, Any], environ: Mapping[str, str] | None = 
         except FileNotFoundError:
             raise ConfigurationError(
                 f"This job has {len(job.hosts)} machines, but there is no srun on PATH to start the launcher on each. "
-                "Load SLURM's commands, or give --num_machines 1 to run on this machine alone."
+                "Load SLURM's commands, or give --num_machines 1 to run on this machine alone.",
+                code="DT-037",
             ) from None
     found = job.options()
     passed = (os.environ if environ is None else environ).get("DRIVETRAIN_SLURM_PROCESSES")

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from drivetrain.launch.options import LaunchOptions
 from drivetrain.runtime.environment import COMMAND_VARIABLE, LAUNCHED_VARIABLE
+from drivetrain.runtime.tracebacks import FULL_VARIABLE
 
 _STAND_INS = Path(__file__).parents[1] / "compat" / "stand_ins"
 
@@ -23,6 +24,8 @@ def variables_of_run(options: LaunchOptions) -> dict[str, str]:
     variables |= options.variables
     if options.debug:
         variables["DRIVETRAIN_DEBUG"] = "1"
+    if options.full_traceback:
+        variables[FULL_VARIABLE] = "1"
     if options.stand_in is not None:
         # Found before the original by every Python that a rank is or starts, also by one that is not ours.
         paths = [str(_STAND_INS / options.stand_in), os.environ.get("PYTHONPATH", "")]

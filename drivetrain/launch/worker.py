@@ -27,6 +27,7 @@ from typing import Any
 from drivetrain.launch.report import ERROR_FILE_VARIABLE, write_record
 from drivetrain.runtime.expendable import has_left_queue, set_expendable
 from drivetrain.runtime.heartbeat import answer_launcher
+from drivetrain.runtime.tracebacks import short_tracebacks
 
 AFFINITY_VARIABLE = "DRIVETRAIN_CPU_AFFINITY"
 _INTERRUPTED = 128 + signal.SIGINT
@@ -159,11 +160,15 @@ def _report(text: str, summary: str, *, report: bool, exit_code: int = 1) -> Non
 
 
 def _traceback(error: BaseException) -> str:
-    """The traceback as plain Python prints it: without the frames of this file and of the import system."""
+    """The traceback as plain Python prints it: without the frames of this file and of the import system.
+
+    That of a `DrivetrainError` is short.
+    """
     trace = error.__traceback__
     while trace is not None and _is_ours(trace.tb_frame.f_code.co_filename):
         trace = trace.tb_next
-    shown = traceback.TracebackException(type(error), error, trace, compact=True)
+    with short_tracebacks(error, trace):
+        shown = traceback.TracebackException(type(error), error, error.__traceback__, compact=True)
     return "".join(shown.format())
 
 

@@ -183,7 +183,8 @@ def reduce(tensor: Any, reduction: str = "mean", scale: float = 1.0) -> Any:
     if reduction not in _REDUCTIONS:
         raise ConfigurationError(
             f"Unknown reduction {reduction!r}. Allowed: {', '.join(_REDUCTIONS)}."
-            + nearest(str(reduction), _REDUCTIONS)
+            + nearest(str(reduction), _REDUCTIONS),
+            code="DT-001",
         )
     state = PartialState()
     if state.debug and state.use_distributed and reduction != "none":
@@ -376,5 +377,6 @@ def _on_wire(tensor: Tensor, state: PartialState) -> Tensor:
 def _check_rank(rank: int, state: PartialState) -> None:
     if not 0 <= rank < state.num_processes:
         raise ConfigurationError(
-            f"from_process={rank} is no rank of this run, which has ranks 0 to {state.num_processes - 1}."
+            f"from_process={rank} is no rank of this run, which has ranks 0 to {state.num_processes - 1}.",
+            code="DT-036",
         )

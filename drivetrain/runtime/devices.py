@@ -406,7 +406,7 @@ def register_device(kind: DeviceKind, *, replace: bool = False) -> None:
     taken = [name for name in names if name in _KINDS]
     if taken and not replace:
         raise ConfigurationError(
-            f"A device kind named {taken[0]!r} is registered already; pass replace=True to replace it."
+            f"A device kind named {taken[0]!r} is registered already; pass replace=True to replace it.", code="DT-016"
         )
     for name in taken:
         if name in _KINDS and _KINDS[name].name == name:
@@ -445,7 +445,8 @@ def get_device_kind(name: str) -> DeviceKind:
     if kind is None:
         raise ConfigurationError(
             f"Unknown device {name!r}. Known: {', '.join(sorted(_KINDS))}.{nearest(base, _KINDS)} "
-            "Another one can be added with drivetrain.register_device."
+            "Another one can be added with drivetrain.register_device.",
+            code="DT-020",
         )
     if not kind.is_available():
         raise DeviceNotAvailableError(

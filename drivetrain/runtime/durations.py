@@ -115,7 +115,7 @@ class Duration:
             return cls(value.total_seconds(), Unit.SECONDS)
         if isinstance(value, str):
             return cls._of_text(value.strip(), name)
-        raise ConfigurationError(f"{name}={value!r} is no duration. Give {_ALLOWED}.")
+        raise ConfigurationError(f"{name}={value!r} is no duration. Give {_ALLOWED}.", code="DT-007")
 
     @classmethod
     def _of_text(cls, text: str, name: str) -> Duration:
@@ -126,17 +126,18 @@ class Duration:
             return cls(float(seconds), Unit.SECONDS)
         if ":" in text:
             raise ConfigurationError(
-                f"{name}={text!r}: a time with colons has the format DD:HH:MM:SS, such as '00:06:00:00' for six hours."
+                f"{name}={text!r}: a time with colons has the format DD:HH:MM:SS, such as '00:06:00:00' for six hours.",
+                code="DT-007",
             )
         found = _TEXT.fullmatch(text)
         if found is None:
-            raise ConfigurationError(f"{name}={text!r} is no duration. Give {_ALLOWED}.")
+            raise ConfigurationError(f"{name}={text!r} is no duration. Give {_ALLOWED}.", code="DT-007")
         written = found["unit"] or ""
         spelling = written if len(written) == 1 else written.lower()  # an M alone is a million, not a minute
         if spelling not in _SPELLINGS:
             wrong = f"{written!r} is no unit" if written else "the unit is missing"
             raise ConfigurationError(
-                f"{name}={text!r}: {wrong}. The units are {_UNITS}.{nearest(spelling, _SPELLINGS)}"
+                f"{name}={text!r}: {wrong}. The units are {_UNITS}.{nearest(spelling, _SPELLINGS)}", code="DT-007"
             )
         unit, size = _SPELLINGS[spelling]
         amount = float(re.sub("[_,]", "", found["number"])) * _LARGE.get((found["large"] or "").upper(), 1) * size
@@ -148,10 +149,10 @@ class Duration:
             return amount
         if unit is Unit.RUN:
             if not 0 < amount <= 1:
-                raise ConfigurationError(f"{given}: give a part of the run, above 0 % and up to 100 %.")
+                raise ConfigurationError(f"{given}: give a part of the run, above 0 % and up to 100 %.", code="DT-002")
             return amount
         if round(amount, 6) != int(amount):
-            raise ConfigurationError(f"{given}: give a whole number of {unit}.")
+            raise ConfigurationError(f"{given}: give a whole number of {unit}.", code="DT-002")
         return int(amount)
 
     @property
@@ -187,6 +188,7 @@ def clock_time(value: Any, name: str, otherwise: str = "") -> timedelta | None:
     if duration.unit is not Unit.SECONDS:
         raise ConfigurationError(
             f"{name}={value!r} is no time: give one such as '10 min', a timedelta, a dict such as {{'hours': 2}}, or "
-            f"'DD:HH:MM:SS'.{otherwise}"
+            f"'DD:HH:MM:SS'.{otherwise}",
+            code="DT-007",
         )
     return duration.timedelta

@@ -4,22 +4,78 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+from drivetrain.runtime.tracebacks import install_hook, short_lines
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+NO_CODE = "DT-000"
 
 
 class DrivetrainError(Exception):
-    """Base class of every error raised on purpose by drivetrain."""
+    """Base class of every error raised on purpose by drivetrain.
+
+    Uncaught, it is printed with a traceback that leaves out most of drivetrain's own frames.
+    """
+
+    has_short_traceback = True
+
+    def __new__(cls, *args: object, **kwargs: object) -> Self:
+        install_hook()
+        return super().__new__(cls, *args, **kwargs)
+
+    def _render_traceback_(self) -> list[str]:
+        """What IPython shows in the cell."""
+        return short_lines(self)
+
+    @property
+    def message(self) -> str:
+        """The message alone, for a message that quotes it."""
+        return str(self)
 
 
 class ConfigurationError(DrivetrainError, ValueError):
-    """An argument, flag or file asks for something that cannot be; the message lists what can."""
+    """An argument, flag or file asks for something that cannot be; the message lists what can.
+
+    Args:
+        *args: The message.
+        code: Names the cause, such as `"DT-012"`: `drivetrain explain DT-012` and the page of error codes describe it
+            and what to do. The class's own if None.
+
+    Attributes:
+        code: The code; `"DT-000"` where none was given, as in errors that other packages raise.
+    """
+
+    code: str = NO_CODE
+
+    def __init__(self, *args: object, code: str | None = None) -> None:
+        super().__init__(*args)
+        if code is not None:
+            self.code = code
+
+    @property
+    def message(self) -> str:
+        """The message without the line that names its code."""
+        return super().__str__()
+
+    def __str__(self) -> str:
+        if self.code == NO_CODE:
+            return self.message
+        return f"{self.message}\n[{self.code}: drivetrain explain {self.code}]"
 
 
 class ArgumentTypeError(ConfigurationError, TypeError):
     """An argument is of a type that it cannot be."""
 
+    code = "DT-003"
+
 
 class PackageMissingError(ConfigurationError, ModuleNotFoundError):
     """A package is not installed; the message has the line that installs it."""
+
+    code = "DT-013"
 
 
 class DeviceNotAvailableError(DrivetrainError, RuntimeError):

@@ -1,21 +1,23 @@
-"""Which line of a stack is the user's: what is inside drivetrain, torch and the standard library is not."""
+"""Which line of a stack is the user's: what is inside drivetrain, torch and the standard library is not.
+
+Imports no torch.
+"""
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import sys
-
-import torch
+from functools import cache
 
 _PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
-_TORCH = os.path.dirname(os.path.abspath(torch.__file__)) + os.sep
 _STANDARD_LIBRARY = os.path.dirname(os.path.abspath(os.__file__)) + os.sep
 _INSTALLED = (f"{os.sep}site-packages{os.sep}", f"{os.sep}dist-packages{os.sep}")
 
 
 def is_library(filename: str) -> bool:
     """Whether a file belongs to drivetrain, torch, the standard library or the interpreter."""
-    if filename.startswith((_PACKAGE, _TORCH, "<frozen ")):
+    if filename.startswith((_PACKAGE, _torch(), "<frozen ")):
         return True
     return filename.startswith(_STANDARD_LIBRARY) and not any(part in filename for part in _INSTALLED)
 
@@ -27,7 +29,15 @@ def in_package(filename: str, folder: str = "") -> bool:
 
 def in_torch(filename: str, folder: str = "") -> bool:
     """Whether a file is in a folder of torch, such as `"distributed"`."""
-    return filename.startswith(os.path.join(_TORCH, folder))
+    return filename.startswith(os.path.join(_torch(), folder))
+
+
+@cache
+def _torch() -> str:
+    spec = importlib.util.find_spec("torch")
+    assert spec is not None
+    assert spec.origin is not None
+    return os.path.dirname(os.path.abspath(spec.origin)) + os.sep
 
 
 def user_line() -> str:

@@ -55,5 +55,5 @@ def _numbers(ranges: str, hosts: str) -> list[str]:
 
 def _unreadable(hosts: str) -> ConfigurationError:
     return ConfigurationError(
-        f"{hosts!r} is no list of hosts. One is like 'node[003-005,9],other', as in SLURM_JOB_NODELIST."
+        f"{hosts!r} is no list of hosts. One is like 'node[003-005,9],other', as in SLURM_JOB_NODELIST.", code="DT-007"
     )

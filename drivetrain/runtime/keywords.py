@@ -12,6 +12,8 @@ from drivetrain.runtime.errors import ConfigurationError, nearest
 class UnknownArgumentError(ConfigurationError, TypeError):
     """A function was given a keyword argument that it does not take."""
 
+    code = "DT-006"
+
 
 def refuse_unknown(given: Collection[str], function: Callable[..., Any], name: str | None = None) -> None:
     """Raise where a function was given keyword arguments that it does not take.

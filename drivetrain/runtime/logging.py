@@ -141,7 +141,8 @@ def _parse_level(level: str | int, source: str) -> int:
     name = level.upper()
     if name not in _LEVELS:
         raise ConfigurationError(
-            f"{source}={level!r} is not a log level. Allowed: {', '.join(_LEVELS)}.{nearest(name, _LEVELS)}"
+            f"{source}={level!r} is not a log level. Allowed: {', '.join(_LEVELS)}.{nearest(name, _LEVELS)}",
+            code="DT-001",
         )
     return int(getattr(logging, name))
 

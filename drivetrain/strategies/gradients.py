@@ -135,7 +135,8 @@ def refuse_several_losses(reason: str) -> NoReturn:
         ConfigurationError: Always.
     """
     raise ConfigurationError(
-        f'training_step returned a loss for each optimizer. {reason} Return one loss, or use strategy="ddp" or "fsdp".'
+        f'training_step returned a loss for each optimizer. {reason} Return one loss, or use strategy="ddp" or "fsdp".',
+        code="DT-068",
     )
 
 
@@ -148,5 +149,6 @@ def refuse_left_out_batch(task: nn.Module, rank: int) -> NoReturn:
     raise ConfigurationError(
         f"{type(task).__name__}.training_step returned None on rank {rank}. With a sharded model every process must "
         "run as many forwards and backwards. Return a loss that counts for nothing instead, such as loss * 0, or leave "
-        "the sample out of the dataset."
+        "the sample out of the dataset.",
+        code="DT-052",
     )

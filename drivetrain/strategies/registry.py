@@ -31,7 +31,9 @@ def register_strategy(name: str, factory: Callable[[], Strategy], *, replace: bo
         ConfigurationError: The name is taken and `replace` is False.
     """
     if (name == "auto" or name in _STRATEGIES) and not replace:
-        raise ConfigurationError(f"A strategy named {name!r} is registered already; pass replace=True to replace it.")
+        raise ConfigurationError(
+            f"A strategy named {name!r} is registered already; pass replace=True to replace it.", code="DT-016"
+        )
     _STRATEGIES[name] = factory
 
 
@@ -102,24 +104,28 @@ def resolve_strategy(spec: Any, environment: ProcessEnvironment, kind: DeviceKin
         return spec
     if isinstance(spec, type):
         raise ConfigurationError(
-            f"strategy must be a name or a Strategy, got the class {spec.__name__}. Make one: {spec.__name__}()."
+            f"strategy must be a name or a Strategy, got the class {spec.__name__}. Make one: {spec.__name__}().",
+            code="DT-003",
         )
     if not isinstance(spec, str):
         raise ConfigurationError(
             f"strategy must be a name or a Strategy, got {type(spec).__name__}. "
-            f"Names: {', '.join(available_strategies())}."
+            f"Names: {', '.join(available_strategies())}.",
+            code="DT-003",
         )
     usual = "ddp" if environment.is_distributed else "single"
     name = (kind.strategies[0] if kind is not None and kind.strategies else usual) if spec == "auto" else spec
     if name in _NEEDS_SIZES and name not in _STRATEGIES:
         raise ConfigurationError(
             f"strategy={spec!r} needs to know over how many processes: give strategy=Parallel(tp=2, tp_plan={{...}}), "
-            "Parallel(cp=2), Parallel(pp=2), or several of these sizes at once."
+            "Parallel(cp=2), Parallel(pp=2), or several of these sizes at once.",
+            code="DT-005",
         )
     if name not in _STRATEGIES:
         raise ConfigurationError(
             f"Unknown strategy {spec!r}. Allowed: {', '.join(available_strategies())}."
-            f"{nearest(name, available_strategies())} Another one can be added with drivetrain.register_strategy."
+            f"{nearest(name, available_strategies())} Another one can be added with drivetrain.register_strategy.",
+            code="DT-001",
         )
     return _STRATEGIES[name]()
 
@@ -141,6 +147,7 @@ def resolve_ddp(spec: Any, environment: ProcessEnvironment, given: str, **option
         return spec
     if spec not in ("auto", DDP.name):
         raise ConfigurationError(
-            f"{given}: options of strategy={DDP.name!r}, but strategy={spec!r} was given. Leave one of the two out."
+            f"{given}: options of strategy={DDP.name!r}, but strategy={spec!r} was given. Leave one of the two out.",
+            code="DT-004",
         )
     return DDP(**options) if environment.is_distributed else resolve_strategy("auto", environment)

@@ -20,7 +20,8 @@ class Single(Strategy):
             raise ConfigurationError(
                 f"strategy={self.name!r} runs one process, but this is rank {environment.rank} of "
                 f"{environment.world_size} (from {environment.source}). Use strategy='ddp' or 'auto', "
-                "or start one process."
+                "or start one process.",
+                code="DT-034",
             )
         super().setup(state)
 

@@ -289,7 +289,8 @@ def hyperparameters_of(params: Any) -> dict[str, Any]:
         return dataclasses.asdict(params)
     raise ConfigurationError(
         f"Hyper-parameters were given as {type(params).__name__}. "
-        "Give a dict, a dataclass instance or an argparse.Namespace."
+        "Give a dict, a dataclass instance or an argparse.Namespace.",
+        code="DT-003",
     )
 
 

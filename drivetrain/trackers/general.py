@@ -77,7 +77,8 @@ class GeneralTracker(Tracker):
         if missing and not _blank:
             raise ConfigurationError(
                 f"The tracker class {type(self).__name__} lacks {', '.join(missing)}. Define them in the class: `name` "
-                "(text), `requires_logging_directory` (bool) and `tracker` (a property, the object behind it)."
+                "(text), `requires_logging_directory` (bool) and `tracker` (a property, the object behind it).",
+                code="DT-120",
             )
 
     def store_init_configuration(self, values: Mapping[str, Any]) -> None:

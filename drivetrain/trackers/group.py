@@ -188,7 +188,7 @@ class TrackerGroup:
             if tracker.name == wanted:
                 return tracker if self._is_called(tracker) else AbsentTracker(wanted)
         known = ", ".join(repr(tracker.name) for tracker in self.trackers) or "none"
-        raise ConfigurationError(f"There is no tracker {name!r} in this run, which has: {known}.")
+        raise ConfigurationError(f"There is no tracker {name!r} in this run, which has: {known}.", code="DT-001")
 
     def _is_called(self, tracker: Tracker) -> bool:
         return self._is_main or not tracker.main_process_only

@@ -44,7 +44,8 @@ def _images(name: str, value: Any) -> list[NDArray[Any]]:
     if stack.ndim != 4 or stack.shape[-1] not in _CHANNELS:
         raise ConfigurationError(
             f"The image {name!r} has the shape {tuple(array.shape)}. Give (H, W), (C, H, W), (H, W, C) with 1, 3 or 4 "
-            "channels, or several as (N, C, H, W) or (N, H, W, C)."
+            "channels, or several as (N, C, H, W) or (N, H, W, C).",
+            code="DT-018",
         )
     if stack.dtype.kind == "f":
         stack = np.nan_to_num(stack).clip(0, 1) * 255 + 0.5

@@ -52,12 +52,14 @@ def register_tracker(tracker: TrackerClass) -> TrackerClass:
     name = getattr(tracker, "name", None)
     if not isinstance(name, str) or not name:
         raise ConfigurationError(
-            f"{tracker.__qualname__} has no `name`. Give the class one to register it, such as name = 'mine'."
+            f"{tracker.__qualname__} has no `name`. Give the class one to register it, such as name = 'mine'.",
+            code="DT-120",
         )
     known = _TRACKERS.get(name)
     if known is not None and known.__qualname__ != tracker.__qualname__:
         raise ConfigurationError(
-            f"The tracker name {name!r} belongs to {known.__qualname__}. Give {tracker.__qualname__} another."
+            f"The tracker name {name!r} belongs to {known.__qualname__}. Give {tracker.__qualname__} another.",
+            code="DT-016",
         )
     _TRACKERS[name] = tracker
     return tracker
@@ -108,7 +110,8 @@ def resolve_trackers(
         else:
             raise ConfigurationError(
                 f"A tracker was given as {item!r}. Give a Tracker object, or one of the names "
-                f"{', '.join(map(repr, _TRACKERS))}."
+                f"{', '.join(map(repr, _TRACKERS))}.",
+                code="DT-120",
             )
     _share_version(trackers)
     return trackers
@@ -124,7 +127,8 @@ def _make(
     if tracker is None:
         raise ConfigurationError(
             f"There is no tracker {name!r}.{nearest(name, _TRACKERS)} Known are "
-            f"{', '.join(map(repr, _TRACKERS))}; `register_tracker` adds one of your own."
+            f"{', '.join(map(repr, _TRACKERS))}; `register_tracker` adds one of your own.",
+            code="DT-001",
         )
     given = {ALIASES.get(known, known): options for known, options in (init_kwargs or {}).items()}
     options = dict(given.get(name, {}))

@@ -36,6 +36,8 @@ logger = get_logger(__name__)
 class TwinCallbacksError(ConfigurationError, RuntimeError):
     """Two callbacks have the same key for their states in a checkpoint."""
 
+    code = "DT-095"
+
 
 def accelerator_for(given: Mapping[str, Any], compilation: TorchDynamoPlugin | None) -> Accelerator:
     """The engine that the Trainer's arguments ask for; see `make_accelerator`.
@@ -75,13 +77,15 @@ def check_advising(given: Mapping[str, Any]) -> None:
         return
     if given["barebones"]:
         raise ConfigurationError(
-            "Trainer(barebones=True, advise=True): trying changes is something around the loop. Leave one of them out."
+            "Trainer(barebones=True, advise=True): trying changes is something around the loop. Leave one of them out.",
+            code="DT-004",
         )
     if isinstance(given["accelerator"], Accelerator):
         raise ConfigurationError(
             "Trainer(accelerator=<Accelerator>, advise=True): a change of precision or of what is compiled needs an "
             "engine of its own, and the one given is there already. Give the Trainer the Accelerator's options "
-            "instead, such as Trainer(strategy='ddp', precision='bf16-mixed')."
+            "instead, such as Trainer(strategy='ddp', precision='bf16-mixed').",
+            code="DT-004",
         )
 
 
@@ -115,7 +119,8 @@ def make_accelerator(
         if changed:
             raise ConfigurationError(
                 f"Trainer(accelerator=<Accelerator>) runs on what that Accelerator is, so {', '.join(changed)} cannot "
-                "be given too. Give them to the Accelerator."
+                "be given too. Give them to the Accelerator.",
+                code="DT-004",
             )
         return accelerator
     kind = None if accelerator == "auto" else get_device_kind(accelerator)
@@ -145,7 +150,8 @@ def _refuse_launched_sharding(strategy: str | Strategy) -> None:
         raise ConfigurationError(
             f"Trainer(sync_batchnorm=True) is an option of strategy='ddp', but the launcher was asked for "
             f"strategy={launched.name!r}. Launch without it, give Trainer(strategy='ddp'), or leave sync_batchnorm out "
-            "and convert the model in configure_model: torch.nn.SyncBatchNorm.convert_sync_batchnorm(model)."
+            "and convert the model in configure_model: torch.nn.SyncBatchNorm.convert_sync_batchnorm(model).",
+            code="DT-004",
         )
 
 
@@ -202,7 +208,8 @@ def _check_strategy(engine: Accelerator, options: TrainerOptions) -> None:
             f"Trainer(auto_micro_batch=True) does not work with {strategy!r}: its forwards and backwards exchange "
             "tensors, and a process that has no memory in the middle of that cannot call the others back. It works "
             "with strategy='single', and 'ddp' without comm_hook and sync_batchnorm. Else give a smaller batch size "
-            "and a larger accumulate_grad_batches; Tuner(trainer).scale_batch_size finds one."
+            "and a larger accumulate_grad_batches; Tuner(trainer).scale_batch_size finds one.",
+            code="DT-068",
         )
 
 
@@ -211,13 +218,15 @@ def _check_in_backward(engine: Accelerator) -> None:
     if engine.strategy.capability(StepInBackward) is None:
         raise ConfigurationError(
             f"Trainer(optimizer_in_backward=True) does not work with {engine.strategy!r}, where gradients are complete "
-            "only once the whole backward is over. It works with strategy='single' and 'fsdp'."
+            "only once the whole backward is over. It works with strategy='single' and 'fsdp'.",
+            code="DT-093",
         )
     if overrides(engine.precision, "scale"):
         raise ConfigurationError(
             f"Trainer(optimizer_in_backward=True) does not work with precision={engine.precision.name!r}: its loss "
             "scale leaves out a step where any gradient overflows, which is known only when all are there. Use 'bf16' "
-            "or '32'."
+            "or '32'.",
+            code="DT-071",
         )
 
 
@@ -233,7 +242,7 @@ def _chosen_devices(devices: Any) -> tuple[Any, list[int] | None]:
     texts = [str(each) for each in numbers if not isinstance(each, bool)]
     if not texts or len(texts) < len(numbers) or not all(map(str.isdigit, texts)) or len(set(texts)) < len(texts):
         raise ConfigurationError(
-            f"devices={devices!r}: give the numbers of devices, each once, such as [0, 1] or '0,1'."
+            f"devices={devices!r}: give the numbers of devices, each once, such as [0, 1] or '0,1'.", code="DT-003"
         )
     return len(texts), [int(each) for each in texts]
 
@@ -250,7 +259,9 @@ def _hide_other_devices(kind: str | None, numbers: list[int]) -> None:
         return
     seen = [each for each in os.environ.get(name, "").split(",") if each]
     if seen and max(numbers) >= len(seen):
-        raise ConfigurationError(f"devices={numbers}: {name}={os.environ[name]} leaves {len(seen)} device(s).")
+        raise ConfigurationError(
+            f"devices={numbers}: {name}={os.environ[name]} leaves {len(seen)} device(s).", code="DT-020"
+        )
     os.environ[name] = ",".join(seen[number] if seen else str(number) for number in numbers)
 
 
@@ -262,7 +273,8 @@ def _start_processes(kind: str | None, devices: Any, num_nodes: int) -> None:
     ):
         raise ConfigurationError(
             f"devices={devices!r}: give the number of processes on this machine, the numbers of its devices ([0, 1]), "
-            "-1 for all, or 'auto'."
+            "-1 for all, or 'auto'.",
+            code="DT-003",
         )
     environment = ProcessEnvironment.detect()
     if already_launched():
@@ -271,17 +283,20 @@ def _start_processes(kind: str | None, devices: Any, num_nodes: int) -> None:
             raise ConfigurationError(
                 f"devices={devices}, but the launcher ({environment.source}) started {here} process(es) on this "
                 f"machine. Leave devices='auto', or start {devices}: "
-                f"drivetrain launch --num_processes {devices} script.py."
+                f"drivetrain launch --num_processes {devices} script.py.",
+                code="DT-031",
             )
         if num_nodes not in (1, environment.num_nodes):
             raise ConfigurationError(
-                f"num_nodes={num_nodes}, but the launcher ({environment.source}) started {environment.num_nodes}."
+                f"num_nodes={num_nodes}, but the launcher ({environment.source}) started {environment.num_nodes}.",
+                code="DT-031",
             )
         return
     if num_nodes > 1:
         raise ConfigurationError(
             f"num_nodes={num_nodes} needs a launcher on every machine: drivetrain launch --num_machines {num_nodes} "
-            "--machine_rank <0…> --main_process_ip <address> script.py, or srun."
+            "--machine_rank <0…> --main_process_ip <address> script.py, or srun.",
+            code="DT-031",
         )
     if numbers is not None:
         _hide_other_devices(kind, numbers)
@@ -306,7 +321,7 @@ def set_randomness(seed: int | None, deterministic: bool | str | None, benchmark
     if seed is not None:
         set_seed(seed)
     if deterministic not in (None, True, False, "warn"):
-        raise ConfigurationError(f"deterministic={deterministic!r}: allowed are True, False and 'warn'.")
+        raise ConfigurationError(f"deterministic={deterministic!r}: allowed are True, False and 'warn'.", code="DT-001")
     if deterministic:
         make_deterministic(deterministic)
     if benchmark is not None:
@@ -351,11 +366,14 @@ def make_callbacks(
     callbacks = [given] if isinstance(given, Callback) else list(given or [])
     for callback in callbacks:
         if not isinstance(callback, Callback):
-            raise ConfigurationError(f"callbacks holds {described(callback)}; give instances of drivetrain.Callback.")
+            raise ConfigurationError(
+                f"callbacks holds {described(callback)}; give instances of drivetrain.Callback.", code="DT-003"
+            )
     saving = [callback for callback in callbacks if callback.saves_checkpoints]
     if saving and checkpointing is False and not quiet:
         raise ConfigurationError(
-            f"`enable_checkpointing=False` but found `{type(saving[0]).__name__}` in callbacks. Remove one of the two."
+            f"`enable_checkpointing=False` but found `{type(saving[0]).__name__}` in callbacks. Remove one of the two.",
+            code="DT-095",
         )
     if quiet:  # a ModelCheckpoint does nothing in a trial run, and scripts that read it find it there
         kept = () if options.barebones else (ModelCheckpoint,)
@@ -366,12 +384,14 @@ def make_callbacks(
     if len(bars) > 1:
         raise ConfigurationError(
             f"You added multiple progress bar callbacks: {' and '.join(map(described, bars))}. They would draw over "
-            "each other: keep one."
+            "each other: keep one.",
+            code="DT-095",
         )
     if bars and arguments["enable_progress_bar"] is False:
         raise ConfigurationError(
             f"You set `enable_progress_bar=False` but found `{type(bars[0]).__name__}` in callbacks. Remove one of the "
-            "two."
+            "two.",
+            code="DT-095",
         )
     if progress_bar is not False and not bars:
         callbacks.append(TQDMProgressBar())
@@ -392,7 +412,8 @@ def _wants_report(asked: bool | None, quiet: bool, callbacks: list[Callback], tr
     if asked and not has_folder:
         raise ConfigurationError(
             "enable_run_report=True, but no tracker writes files, so the report has no folder. Give one, such as "
-            "Trainer(logger='csv')."
+            "Trainer(logger='csv').",
+            code="DT-094",
         )
     return has_folder
 

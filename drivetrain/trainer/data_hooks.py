@@ -57,4 +57,4 @@ class DataHooks:
 
 
 def _undefined(name: str) -> ConfigurationError:
-    return ConfigurationError(f"`{name}` must be implemented to be used with the Trainer.")
+    return ConfigurationError(f"`{name}` must be implemented to be used with the Trainer.", code="DT-081")

@@ -37,6 +37,7 @@ class DataModule(HoldsHyperParameters, DataHooks):
     """
 
     trainer: Trainer | None = None
+    """The Trainer that runs with it; None before."""
 
     def on_exception(self, exception: BaseException) -> None:
         """See an exception that ends the run."""

@@ -46,11 +46,12 @@ class SchedulerConfig:
         if self.interval not in ("epoch", "step"):
             raise ConfigurationError(
                 f"The \"interval\" key in lr scheduler dict must be 'epoch' or 'step', got {self.interval!r}."
-                f"{nearest(str(self.interval), ('epoch', 'step'))}"
+                f"{nearest(str(self.interval), ('epoch', 'step'))}",
+                code="DT-087",
             )
         if not isinstance(self.frequency, int) or self.frequency < 1:
             raise ConfigurationError(
-                f"A scheduler's frequency must be a whole number of at least 1, got {self.frequency!r}."
+                f"A scheduler's frequency must be a whole number of at least 1, got {self.frequency!r}.", code="DT-087"
             )
         self.reduce_on_plateau = self.reduce_on_plateau or isinstance(self.scheduler, ReduceLROnPlateau)
         if isinstance(self.scheduler, OneCycleLR) and self.interval == "epoch":
@@ -84,7 +85,8 @@ def names_of(configured: Any) -> tuple[str, ...]:
         if not isinstance(name, str) or name in ("loss", "weight"):
             raise ConfigurationError(
                 f"configure_optimizers returned a dict with the name {name!r}. Name optimizers by texts other than "
-                "'loss' and 'weight', which mean a single loss."
+                "'loss' and 'weight', which mean a single loss.",
+                code="DT-086",
             )
     owners: dict[int, str] = {}
     for name, item in configured.items():
@@ -93,7 +95,8 @@ def names_of(configured: Any) -> tuple[str, ...]:
                 if owners.setdefault(id(parameter), name) != name:
                     raise ConfigurationError(
                         f"The optimizers {owners[id(parameter)]!r} and {name!r} hold the same parameter, so it would "
-                        "be stepped twice. Give each parameter to one of them."
+                        "be stepped twice. Give each parameter to one of them.",
+                        code="DT-088",
                     )
     return tuple(configured)
 
@@ -117,19 +120,22 @@ def parse_configured_optimizers(
         if not by_hand and not callable(getattr(config.scheduler, "step", None)):
             raise ArgumentTypeError(
                 f"The provided lr scheduler `{type(config.scheduler).__name__}` is invalid: it doesn't follow "
-                "PyTorch's LRScheduler, which has a step() method."
+                "PyTorch's LRScheduler, which has a step() method.",
+                code="DT-087",
             )
         if config.reduce_on_plateau and config.monitor is None and not by_hand:
             raise ConfigurationError(
                 "`configure_optimizers` must include a monitor when a `ReduceLROnPlateau` scheduler is used: the "
                 "logged value to watch. Return "
-                "{'optimizer': ..., 'lr_scheduler': {'scheduler': ..., 'monitor': 'val_loss'}}."
+                "{'optimizer': ..., 'lr_scheduler': {'scheduler': ..., 'monitor': 'val_loss'}}.",
+                code="DT-087",
             )
         owner = getattr(config.scheduler, "optimizer", None)
         if isinstance(owner, Optimizer) and not any(owner is each for each in optimizers):
             raise ConfigurationError(
                 f"The scheduler {type(config.scheduler).__name__} is attached with an optimizer that wasn't returned "
-                "from configure_optimizers. Return that optimizer too."
+                "from configure_optimizers. Return that optimizer too.",
+                code="DT-087",
             )
     return optimizers, schedulers
 
@@ -156,7 +162,8 @@ def _parse(configured: Any, config: Callable[..., SchedulerConfig]) -> tuple[lis
             return _checked([items[0]]), [config(items[1])]
     raise ConfigurationError(
         f"Unknown configuration for model optimizers: configure_optimizers returned {_describe(configured)}. Return "
-        f"{_ALLOWED}."
+        f"{_ALLOWED}.",
+        code="DT-086",
     )
 
 
@@ -175,10 +182,11 @@ def _from_dicts(
             if key not in allowed:
                 raise ConfigurationError(
                     f"configure_optimizers returned a dict with the key {key!r}; "
-                    f"allowed: {', '.join(allowed)}.{nearest(str(key), allowed)}"
+                    f"allowed: {', '.join(allowed)}.{nearest(str(key), allowed)}",
+                    code="DT-086",
                 )
         if "optimizer" not in item:
-            raise ConfigurationError("configure_optimizers returned a dict without the key 'optimizer'.")
+            raise ConfigurationError("configure_optimizers returned a dict without the key 'optimizer'.", code="DT-086")
         optimizers.append(item["optimizer"])
         if item.get("lr_scheduler") is not None:
             schedulers.append(config(item["lr_scheduler"], item.get("monitor")))
@@ -197,7 +205,8 @@ def _scheduler_config(
     if unknown and strict:
         key = sorted(map(str, unknown))[0]
         raise ConfigurationError(
-            f"A scheduler's dict has the key {key!r}; allowed: {', '.join(allowed)}.{nearest(key, allowed)}"
+            f"A scheduler's dict has the key {key!r}; allowed: {', '.join(allowed)}.{nearest(key, allowed)}",
+            code="DT-087",
         )
     if unknown:
         words = f"Found unsupported keys in the lr scheduler dict: {unknown}. Allowed are {', '.join(allowed)}."
@@ -212,7 +221,8 @@ def _scheduler_config(
         )
     if "scheduler" not in item:
         raise ConfigurationError(
-            "The lr scheduler dict must have the key \"scheduler\"; there is no key 'scheduler' in a dict returned."
+            "The lr scheduler dict must have the key \"scheduler\"; there is no key 'scheduler' in a dict returned.",
+            code="DT-087",
         )
     return SchedulerConfig(**{"monitor": monitor, **{key: item[key] for key in item if key in allowed}})
 
@@ -222,12 +232,14 @@ def _checked(optimizers: list[Any]) -> list[Optimizer]:
         if not isinstance(optimizer, Optimizer):
             raise ConfigurationError(
                 f"Unknown configuration for model optimizers: configure_optimizers returned {_describe(optimizer)} "
-                f"where an optimizer was expected. Return {_ALLOWED}."
+                f"where an optimizer was expected. Return {_ALLOWED}.",
+                code="DT-086",
             )
         if not any(group["params"] for group in optimizer.param_groups):
             raise ConfigurationError(
                 f"{type(optimizer).__name__} holds no parameters. Give it the task's: "
-                "torch.optim.SGD(self.parameters(), lr=...)."
+                "torch.optim.SGD(self.parameters(), lr=...).",
+                code="DT-086",
             )
     return optimizers
 

@@ -71,12 +71,14 @@ class TrainerOptions:
             raise ConfigurationError(
                 f"val_check_interval={self.val_check_interval!r} is a fraction of an epoch. `val_check_interval` "
                 "should be an integer or a time-based duration (str 'DD:HH:MM:SS', datetime.timedelta, or dict kwargs "
-                "for timedelta) when `check_val_every_n_epoch=None`. Other units ('1000 steps') are fine too."
+                "for timedelta) when `check_val_every_n_epoch=None`. Other units ('1000 steps') are fine too.",
+                code="DT-003",
             )
         if self.on_interrupt not in ON_INTERRUPT:
             raise ConfigurationError(
                 f"on_interrupt={self.on_interrupt!r}: give 'raise' to end the script at Ctrl-C once the run has saved, "
-                f"or 'return' to return from fit().{nearest(str(self.on_interrupt), ON_INTERRUPT)}"
+                f"or 'return' to return from fit().{nearest(str(self.on_interrupt), ON_INTERRUPT)}",
+                code="DT-001",
             )
 
     def _check_in_backward(self) -> None:
@@ -94,7 +96,8 @@ class TrainerOptions:
         if other:
             raise ConfigurationError(
                 "Trainer(optimizer_in_backward=True) steps with each gradient as it is ready and frees it, but "
-                f"{other}. Leave one of the two out."
+                f"{other}. Leave one of the two out.",
+                code="DT-093",
             )
 
     @classmethod
@@ -109,7 +112,8 @@ class TrainerOptions:
         chosen["default_root_dir"] = os.path.expanduser(os.fspath(given["default_root_dir"] or Path.cwd()))
         if given["fast_dev_run"] < 0:
             raise ConfigurationError(
-                f"fast_dev_run={given['fast_dev_run']} should be >= 0: the number of batches of everything to run."
+                f"fast_dev_run={given['fast_dev_run']} should be >= 0: the number of batches of everything to run.",
+                code="DT-002",
             )
         options = cls(**by_unit(chosen))
         if given["max_epochs"] is None and options.has_end_without_epochs:
@@ -233,7 +237,8 @@ def _check_limit(name: str, value: Any) -> None:
     if not (whole or fraction):
         raise ConfigurationError(
             f"`Trainer` was passed invalid value {name}={value!r}: give a whole number of batches (10), or a fraction "
-            "from 0.0 to 1.0 (0.25)."
+            "from 0.0 to 1.0 (0.25).",
+            code="DT-002",
         )
 
 
@@ -244,9 +249,13 @@ def _check_count(name: str, value: Any, least: int) -> None:
     if isinstance(value, int) and not isinstance(value, bool) and value >= least:
         return
     if least < 0:
-        raise ConfigurationError(f"{name}={value!r}: `{name}` must be a non-negative integer or -1, a whole number.")
+        raise ConfigurationError(
+            f"{name}={value!r}: `{name}` must be a non-negative integer or -1, a whole number.", code="DT-002"
+        )
     kind = "an int >= 0" if least == 0 else "an integer"
-    raise ConfigurationError(f"{name}={value!r} should be {kind}. Give a whole number of at least {least}.")
+    raise ConfigurationError(
+        f"{name}={value!r} should be {kind}. Give a whole number of at least {least}.", code="DT-002"
+    )
 
 
 def check_clipping(value: float | None, algorithm: str | None) -> None:
@@ -254,14 +263,15 @@ def check_clipping(value: float | None, algorithm: str | None) -> None:
     if algorithm is not None and algorithm not in CLIPPING:
         raise ConfigurationError(
             f"`gradient_clip_algorithm` {algorithm} is invalid: allowed are {', '.join(CLIPPING)}."
-            f"{nearest(str(algorithm), CLIPPING)}"
+            f"{nearest(str(algorithm), CLIPPING)}",
+            code="DT-001",
         )
     if value is not None and not isinstance(value, int | float):
         raise ArgumentTypeError(
             f"`gradient_clip_val` should be an int or a float of at least 0, or None, got {value!r}."
         )
     if value is not None and (math.isnan(value) or value < 0):
-        raise ConfigurationError(f"gradient_clip_val={value!r}: give a number of at least 0, or None.")
+        raise ConfigurationError(f"gradient_clip_val={value!r}: give a number of at least 0, or None.", code="DT-002")
 
 
 def check_validation_interval(interval: Any) -> None:
@@ -273,7 +283,8 @@ def check_validation_interval(interval: Any) -> None:
     if not (whole or fraction):
         raise ConfigurationError(
             f"`Trainer` was passed invalid value val_check_interval={interval!r}: give a whole number of batches, a "
-            "fraction of an epoch (0.25), or a duration ('1000 steps', '1M samples', '10 min')."
+            "fraction of an epoch (0.25), or a duration ('1000 steps', '1M samples', '10 min').",
+            code="DT-003",
         )
 
 
@@ -299,12 +310,14 @@ def by_unit(given: Mapping[str, Any]) -> dict[str, Any]:
         if limit.unit is Unit.RUN:
             raise ConfigurationError(
                 f"max_duration={given['max_duration']!r}: a run's length cannot be a part of it. Give "
-                "'500 steps', '2 epochs', '1M samples', '50M tokens' or '10 min'."
+                "'500 steps', '2 epochs', '1M samples', '50M tokens' or '10 min'.",
+                code="DT-002",
             )
         name = _LIMIT_OF.get(limit.unit)
         if name is not None and chosen.get(name) not in (None, -1):
             raise ConfigurationError(
-                f"max_duration={given['max_duration']!r} and {name}={chosen[name]!r} limit the same; give one."
+                f"max_duration={given['max_duration']!r} and {name}={chosen[name]!r} limit the same; give one.",
+                code="DT-004",
             )
         chosen["max_duration"] = limit if name is None else None
         if name is not None:
@@ -319,14 +332,15 @@ def _read_interval(chosen: dict[str, Any], interval: Duration | None, written: A
     """Write how often to validate under the option that counts in its unit."""
     assert interval is not None
     if not interval.amount:
-        raise ConfigurationError(f"val_check_interval={written!r}: give more than nothing.")
+        raise ConfigurationError(f"val_check_interval={written!r}: give more than nothing.", code="DT-002")
     chosen["val_check_interval"] = interval.timedelta if interval.unit is Unit.SECONDS else interval
     if interval.unit is Unit.SECONDS:
         return
     if chosen.get("check_val_every_n_epoch") not in (None, 1):
         raise ConfigurationError(
             f"val_check_interval={written!r} counts through all epochs, so check_val_every_n_epoch="
-            f"{chosen['check_val_every_n_epoch']} cannot be given too. Leave one of them out."
+            f"{chosen['check_val_every_n_epoch']} cannot be given too. Leave one of them out.",
+            code="DT-004",
         )
     chosen["check_val_every_n_epoch"] = None
     if interval.unit is Unit.EPOCHS:

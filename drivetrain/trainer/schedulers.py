@@ -58,7 +58,8 @@ def _step(trainer: Trainer, config: SchedulerConfig) -> None:
             if config.strict:
                 raise ConfigurationError(
                     f"{message}. Available metrics are: {', '.join(known) or 'none'}."
-                    f"{nearest(config.monitor or '', known)} Log it, or set strict=False in the scheduler's dict."
+                    f"{nearest(config.monitor or '', known)} Log it, or set strict=False in the scheduler's dict.",
+                    code="DT-089",
                 )
             warnings.warn(f"{message} but strict is `False`: the rate stays as it is.", RuntimeWarning, stacklevel=2)
             return

@@ -46,6 +46,8 @@ class TrainerStatus:
     tracker_group: TrackerGroup
     logged: LoggedValues
     progress: Progress
+    """How far the run is: epochs, batches and steps; `progress.count` has other units."""
+
     task_run: TaskRun
     control: RunControl
     current: CurrentRun

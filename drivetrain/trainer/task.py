@@ -70,7 +70,10 @@ class Task(HoldsHyperParameters, TaskFiles, DataHooks, TaskHooks):
     """
 
     automatic_optimization: bool = True
+    """Whether the trainer runs backward and steps the optimizers; see the class."""
+
     profiler = TaskProfiler()
+    """The profiler of the Trainer that runs this task, or one that the task sets itself."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -93,7 +96,7 @@ class Task(HoldsHyperParameters, TaskFiles, DataHooks, TaskHooks):
         Returns:
             The mean loss as a scalar tensor; or a dict with it under `"loss"`; or None to leave the batch out.
         """
-        raise ConfigurationError(f"{type(self).__name__} has no training_step; override it to train.")
+        raise ConfigurationError(f"{type(self).__name__} has no training_step; override it to train.", code="DT-081")
 
     def validation_step(self, batch: Any, batch_idx: int) -> Any:
         """Evaluate one validation batch; may take `dataloader_idx` too, the number of the loader."""
@@ -115,7 +118,8 @@ class Task(HoldsHyperParameters, TaskFiles, DataHooks, TaskHooks):
         """
         raise ConfigurationError(
             f"{type(self).__name__} has no configure_optimizers; override it, such as with "
-            "`return torch.optim.AdamW(self.parameters(), lr=1e-3)`."
+            "`return torch.optim.AdamW(self.parameters(), lr=1e-3)`.",
+            code="DT-081",
         )
 
     # logging
@@ -211,7 +215,8 @@ class Task(HoldsHyperParameters, TaskFiles, DataHooks, TaskHooks):
                 return str(name)
         raise ConfigurationError(
             f"The {type(module).__name__} given to log() is not part of the task. Keep it as an attribute "
-            "(self.accuracy = ...), so that it is moved to the device and reset with it."
+            "(self.accuracy = ...), so that it is moved to the device and reset with it.",
+            code="DT-091",
         )
 
     # where am I
@@ -292,7 +297,9 @@ class Task(HoldsHyperParameters, TaskFiles, DataHooks, TaskHooks):
         """
         refuse_unknown(_unknown, self.all_gather)
         if sync_grads:
-            raise ConfigurationError("all_gather(sync_grads=True) is not supported; use torch.distributed.nn.")
+            raise ConfigurationError(
+                "all_gather(sync_grads=True) is not supported; use torch.distributed.nn.", code="DT-008"
+            )
         if PartialState().num_processes == 1:
             return data
         return recursively_apply(lambda tensor: gather(tensor.unsqueeze(0)), data)
@@ -319,7 +326,8 @@ class Task(HoldsHyperParameters, TaskFiles, DataHooks, TaskHooks):
         """Compute gradients in a `training_step` that optimizes by hand."""
         if self.automatic_optimization:
             raise ConfigurationError(
-                "manual_backward() is for tasks with automatic_optimization = False; this one returns its loss."
+                "manual_backward() is for tasks with automatic_optimization = False; this one returns its loss.",
+                code="DT-092",
             )
         named = dict(zip(("gradient", "retain_graph", "create_graph"), args, strict=False))
         self.trainer.accelerator.backward(loss, **named, **kwargs)

@@ -30,6 +30,7 @@ class TaskFiles(nn.Module):
 
     __jit_unused_properties__: ClassVar[list[str]] = []
     example_input_array: Any = None
+    """What the forward can be called with: exports, summaries and graphs use it unless they are given something."""
 
     @property
     def strict_loading(self) -> bool:
@@ -89,7 +90,8 @@ class TaskFiles(nn.Module):
         if None not in (strict, set_strict) and strict != set_strict:
             raise ConfigurationError(
                 f"load_from_checkpoint(strict={strict}) is in conflict with "
-                f"{cls.__name__}.strict_loading={set_strict}: leave strict out."
+                f"{cls.__name__}.strict_loading={set_strict}: leave strict out.",
+                code="DT-004",
             )
         task.configure_model()
         state = for_hooks(engine, 0, driver)
@@ -142,10 +144,10 @@ class TaskFiles(nn.Module):
         needed = ("onnx", "onnxscript") if kwargs.get("dynamo", True) else ("onnx",)
         for name in needed:
             if find_spec(name) is None:
-                raise ConfigurationError(f'to_onnx needs {name}: pip install "drivetrain[onnx]".')
+                raise ConfigurationError(f'to_onnx needs {name}: pip install "drivetrain[onnx]".', code="DT-013")
         if isinstance(file_path, Path):
             file_path = os.fspath(file_path)
-        with _Exporting(self):
+        with Exporting(self):
             args = sample if isinstance(sample, tuple) else (sample,)
             return torch.onnx.export(self, args, file_path, **kwargs)
 
@@ -172,11 +174,13 @@ class TaskFiles(nn.Module):
             ConfigurationError: The method is another one, or there is nothing to trace with.
         """
         if method not in ("script", "trace"):
-            raise ConfigurationError(f"to_torchscript(method={method!r}): it only supports 'script' or 'trace'.")
+            raise ConfigurationError(
+                f"to_torchscript(method={method!r}): it only supports 'script' or 'trace'.", code="DT-001"
+            )
         inputs = None
         if method == "trace":
             inputs = self._sample("to_torchscript(method='trace')", "example_inputs", example_inputs)
-        with _Exporting(self):
+        with Exporting(self):
             if method == "script":
                 made = torch.jit.script(self, **kwargs)
             else:
@@ -208,7 +212,7 @@ class TaskFiles(nn.Module):
             ```
         """
         inputs = self._sample("to_exported_program", "example_inputs", example_inputs)
-        with _Exporting(self):
+        with Exporting(self):
             program = torch.export.export(self, inputs if isinstance(inputs, tuple) else (inputs,), **kwargs)
         if file_path is not None:
             torch.export.save(program, file_path)
@@ -219,7 +223,8 @@ class TaskFiles(nn.Module):
         if sample is None:
             raise ConfigurationError(
                 f"{method} requires either `{argument}` or `model.example_input_array`, to call {type(self).__name__} "
-                "with. Give one of the two."
+                "with. Give one of the two.",
+                code="DT-005",
             )
         task: Any = self
         prepared = task.on_before_batch_transfer(sample, 0)
@@ -227,10 +232,13 @@ class TaskFiles(nn.Module):
         return task.on_after_batch_transfer(prepared, 0)
 
 
-class _Exporting:
+class Exporting:
     """A context in which a task is in evaluation mode and holds no Trainer, which no exporter can read.
 
     Exporters ask for every attribute, so `task.trainer` must be something.
+
+    Args:
+        task: The task.
     """
 
     def __init__(self, task: Any) -> None:

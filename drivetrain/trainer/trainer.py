@@ -135,6 +135,12 @@ class Trainer(KnownKeywords, OptionAttributes, TrainerStatus):
         ConfigurationError: An argument cannot be; the message names what can.
     """
 
+    accelerator: Accelerator
+    """The engine that the Trainer runs on: placement, precision, collectives and checkpoints of its run."""
+
+    callbacks: list[Callback]
+    """The callbacks, in the order in which their hooks are called."""
+
     def __init__(
         self,
         *,
@@ -255,7 +261,9 @@ class Trainer(KnownKeywords, OptionAttributes, TrainerStatus):
             train_dataloaders, datamodule = None, train_dataloaders
         task_checks.check_task(model, train_dataloaders, val_dataloaders, datamodule)
         if resume is not None and ckpt_path is not None:
-            raise ConfigurationError(f"resume={resume!r} and ckpt_path={ckpt_path!r} mean the same; give one.")
+            raise ConfigurationError(
+                f"resume={resume!r} and ckpt_path={ckpt_path!r} mean the same; give one.", code="DT-004"
+            )
         if self.advise:
             self.advice = self.tuning.advise(model, train_dataloaders, datamodule)
         loaders = {Stage.TRAIN: train_dataloaders, Stage.VALIDATE: val_dataloaders}
@@ -529,7 +537,7 @@ class Trainer(KnownKeywords, OptionAttributes, TrainerStatus):
         """
         training = self.task_run.sources.get(Stage.TRAIN)
         if training is None:
-            raise ConfigurationError("estimated_stepping_batches is known within fit() only.")
+            raise ConfigurationError("estimated_stepping_batches is known within fit() only.", code="DT-017")
         return estimate_steps(self, training.prepare_training())
 
     def resolve_duration(self, duration: Duration, name: str = "duration") -> Duration:

@@ -11,6 +11,7 @@ import sys
 import textwrap
 import time
 import warnings
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,8 @@ import torch
 from torch import Tensor
 
 from drivetrain.callbacks import ModelCheckpoint, RunReport
+from drivetrain.callbacks.support import report_writer
+from drivetrain.callbacks.support.report_writer import ReportWriter
 from drivetrain.callbacks.support.run_facts import commit_of
 from drivetrain.runtime.errors import ConfigurationError
 from drivetrain.trackers.report.lanes import read_lanes
@@ -136,6 +139,52 @@ def test_what_cannot_be_written_does_not_end_the_run(tmp_path: Path, monkeypatch
     trainer = trainer_in(tmp_path)
     trainer.fit(Scripted([1.0] * 9), numbers(8, 4))
     assert trainer.global_step == 4
+
+
+class Clocks:
+    """The clocks of the writer's module, moved by hand."""
+
+    def __init__(self) -> None:
+        self.now = self.used = 0.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+    def thread_time(self) -> float:
+        return self.used
+
+    def time(self) -> float:
+        return self.now
+
+
+@pytest.mark.parametrize("costs", [[0.004], [0.001, 0.02, 0.005], [0.001, 0.003, 0.1, 0.003]])
+def test_pages_take_a_thousandth_of_the_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, costs: list[float]
+) -> None:
+    trainer, task, clocks = trainer_in(tmp_path), Scripted([1.0] * 9), Clocks()
+    trainer.fit(task, numbers(8, 4))
+    monkeypatch.setattr(report_writer, "time", clocks)
+    pages: list[tuple[float, bool]] = []
+
+    def costly(*_: Any, with_values: bool) -> None:
+        clocks.used += costs[min(len(pages), len(costs) - 1)]
+        pages.append((clocks.now, with_values))
+
+    monkeypatch.setattr(report_writer, "write_page", costly)
+    monkeypatch.setattr(report_writer, "is_changed", lambda folder: False)
+    writer = ReportWriter(trainer, task, str(folder_of(tmp_path)), 10.0, [])
+    for tenth in range(10_000):
+        clocks.now = tenth / 10
+        if writer.is_due():
+            writer.write()
+            most = max(costs[: len(pages)])  # a page that costs more than those before it is followed by a pause
+            assert len(pages) == 1 or clocks.used <= 1e-3 * clocks.now + most + 1e-9
+    assert clocks.used <= 1e-3 * clocks.now
+    assert pages[0] == (1.0, False)  # at once, without curves, for a run that is killed early
+    assert pages[1][0] == pytest.approx(max(11.0, 2000 * costs[0]), abs=0.2)
+    assert all(with_values for _, with_values in pages[1:])
+    assert len(pages) > 8
+    assert all(after - before >= 9.99 for (before, _), (after, _) in pairwise(pages))
 
 
 def test_the_commit_is_read_from_git(tmp_path: Path) -> None:

@@ -186,7 +186,6 @@ PROGRAMS = (
         ),
         _TWO,
         checkout=EXAMPLES,
-        versions="Lightning 2.6.6, torchvision 0.28.0",
         unfreezes=True,
     ),
     LightningProgram(

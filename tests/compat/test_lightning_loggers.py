@@ -10,6 +10,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from drivetrain.compat.lightning.pytorch import Trainer
 from drivetrain.compat.lightning.pytorch.demos.boring_classes import BoringModel
@@ -83,6 +84,18 @@ def test_checkpoints_of_a_logger_without_a_directory_are_below_that_of_the_train
 
 def test_loggers_that_write_files_are_loggers() -> None:
     assert all(issubclass(kind, Logger) for kind in (CSVLogger, TensorBoardLogger, WandbLogger, MLFlowLogger))
+
+
+def test_the_graph_of_a_module_without_a_trainer_is_written(tmp_path: Path) -> None:
+    pytest.importorskip("tensorboard", reason="needs tensorboard")
+    logger, model = TensorBoardLogger(tmp_path, log_graph=True), BoringModel()
+    logger.log_graph(model, torch.rand(2, 32))
+    logger.save()
+    [events] = Path(logger.log_dir).glob("*tfevents*")
+    assert b"aten::linear" in events.read_bytes()
+    assert model.training  # as before
+    with pytest.raises(RuntimeError, match="not attached"):
+        _ = model.trainer
 
 
 @pytest.mark.parametrize("kind", [WandbLogger, MLFlowLogger])

@@ -165,6 +165,31 @@ def test_merged_weights_compute_what_the_adapted_model_does(tmp_path: Path) -> N
     assert not torch.allclose(made()(x), model(x), atol=1e-2)
 
 
+def test_a_parameter_that_is_unfrozen_beside_the_adapters_is_saved_loaded_and_merged(tmp_path: Path) -> None:
+    model = adapted(None)
+    model.norm.requires_grad_(True)
+    nn.init.normal_(model.up.lora_B, std=0.1)
+    nn.init.normal_(model.norm.weight)
+    state = model.state_dict()
+    assert {"norm.weight", "norm.bias"} < state.keys()
+    assert "head.weight" not in state
+    again = adapted(None)
+    again.load_state_dict(state)
+    assert torch.equal(again.norm.weight, model.norm.weight)
+
+    save_file(made().state_dict(), tmp_path / "base.safetensors")
+    save_file(state, tmp_path / "adapters.safetensors")
+    merge_adapters(tmp_path / "adapters.safetensors", tmp_path / "base.safetensors", tmp_path / "merged")
+    merged = made(5)
+    merged.load_state_dict(load_file(tmp_path / "merged" / "model.safetensors"))
+    x = samples()[:][0]
+    assert torch.allclose(merged(x), model(x), atol=1e-5)
+
+    save_file({**state, "norm.weight": torch.zeros(3)}, tmp_path / "adapters.safetensors")
+    with pytest.raises(CheckpointError, match=r"norm\.weight is \(3,\).* and \(128,\)"):
+        merge_adapters(tmp_path / "adapters.safetensors", tmp_path / "base.safetensors", tmp_path / "merged")
+
+
 def test_the_command_merges_them(alone: Path, tmp_path: Path) -> None:
     save_file(made().state_dict(), tmp_path / "base.safetensors")
     arguments = [str(alone), str(tmp_path / "merged"), "--base", str(tmp_path / "base.safetensors")]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import subprocess
 import sys
 import threading
 from pathlib import Path
@@ -18,9 +19,11 @@ from drivetrain.trackers.report.charts import is_higher_better, kind_of, subject
 from drivetrain.trackers.report.comparison import comparison_of, distinct_names
 from drivetrain.trackers.report.files import write_whole
 from drivetrain.trackers.report.lanes import COLUMNS, Lane, Sample, read_lanes
+from drivetrain.trackers.report.markup import Markup, element, json_within_script
 from drivetrain.trackers.report.page import RunPage, page_of, write_page
 from drivetrain.trackers.report.record import read_record, write_record
 from drivetrain.trackers.report.values import Curve, read_values
+from tests.pool import ROOT
 
 HOSTILE = "</script><script>alert(1)</script><img src=x onerror=alert(2)>"
 
@@ -146,6 +149,26 @@ def test_nothing_that_a_run_holds_is_markup(tmp_path: Path) -> None:
         assert b"<img" not in page
         assert b"<b>run" not in page
         assert any(HOSTILE in name for chart in charts_in(page) for name in chart["names"])
+
+
+def test_an_element_escapes_its_text_and_its_attributes() -> None:
+    inner = element("b", HOSTILE)
+    outer = element("p", inner, "&'", class_='"><i>', aria_label="", title="a'b")
+    assert "<script" not in inner
+    assert outer == f'<p class="&#34;&gt;&lt;i&gt;" title="a&#39;b">{inner}&amp;&#39;</p>'
+    assert isinstance(outer, Markup)
+    assert not isinstance(outer + HOSTILE, Markup)  # what is put together by hand is text again
+    held = {"name": HOSTILE + "'&"}
+    assert json.loads(json_within_script(json.dumps(held))) == held
+    assert not set("<>&'") & set(json_within_script(json.dumps(held)))
+
+
+def test_the_first_page_of_a_run_has_its_facts_and_no_curves(tmp_path: Path) -> None:
+    folder = run_in(tmp_path / "digits")
+    page = write_page(folder, {"state": "running", "command": "python train.py"}, with_values=False).read_bytes()
+    assert charts_in(page) == []
+    assert "digits running python train.py" in shown(page)
+    assert page.endswith(b"</html>\n")
 
 
 def test_a_lane_for_each_rank_where_there_are_several(tmp_path: Path) -> None:
@@ -294,6 +317,14 @@ def test_a_page_is_whole_whenever_it_is_read(tmp_path: Path) -> None:
     reader.join()
     assert broken == []
     assert [path.name for path in tmp_path.iterdir()] == ["page"]
+
+
+def test_pages_are_made_without_a_template_engine_and_without_torch(tmp_path: Path) -> None:
+    script = "import sys; from drivetrain.trackers.report.page import write_page; write_page(sys.argv[1])"
+    script += "; print(sorted({'jinja2', 'torch', 'tensorboard'} & set(sys.modules)))"
+    command = [sys.executable, "-c", script, str(run_in(tmp_path / "run"))]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
 
 
 def test_a_page_is_written_into_the_folder(tmp_path: Path) -> None:

@@ -122,7 +122,7 @@ def _score(options: ModelCheckpoint, trainer: Trainer, was_validated: bool) -> f
         message = missing_metric_message(metrics, options.monitor, "ModelCheckpoint")
         is_early = trainer.validates or options.every_n_epochs == 0 or trainer.check_val_every_n_epoch != 1
         if was_validated or not is_early:
-            raise ConfigurationError(message)
+            raise ConfigurationError(message, code="DT-089")
         logger.warning_once(f"{message} There was no validation yet, so nothing is kept for now.")
     elif score != score and options.keeps_nan:
         return math.inf if options.mode == "min" else -math.inf

@@ -20,25 +20,31 @@ def check_options(
     if not isinstance(save_top_k, int) or save_top_k < -1:
         raise ConfigurationError(
             f"ModelCheckpoint(save_top_k={save_top_k!r}): give how many checkpoints to keep, -1 for all or 0 for none. "
-            "Must be >= -1."
+            "Must be >= -1.",
+            code="DT-002",
         )
     if monitor is None and save_top_k > 1:
         raise ConfigurationError(
             f"ModelCheckpoint(save_top_k={save_top_k}, monitor=None) is not a valid configuration: without monitor= no "
             "checkpoint is better than another. Name a metric, or keep 1 (the newest), -1 (all) or 0 (none). For "
-            "the newest few, keep all and give total_limit."
+            "the newest few, keep all and give total_limit.",
+            code="DT-005",
         )
     if save_last not in (None, True, False, "link", "copy"):
-        raise ConfigurationError(f"ModelCheckpoint(save_last={save_last!r}): give True, False, 'link' or 'copy'.")
+        raise ConfigurationError(
+            f"ModelCheckpoint(save_last={save_last!r}): give True, False, 'link' or 'copy'.", code="DT-001"
+        )
     if total_limit is not None and (not isinstance(total_limit, int) or total_limit < 1):
         raise ConfigurationError(
             f"ModelCheckpoint(total_limit={total_limit!r}): give how many checkpoints the directory may hold, 1 or "
-            "more, or None for any number."
+            "more, or None for any number.",
+            code="DT-002",
         )
     if on_save_error not in ON_SAVE_ERROR:
         raise ConfigurationError(
             f"ModelCheckpoint(on_save_error={on_save_error!r}): give 'raise' to end the run where a checkpoint cannot "
-            f"be written, or 'warn' to go on.{nearest(str(on_save_error), ON_SAVE_ERROR)}"
+            f"be written, or 'warn' to go on.{nearest(str(on_save_error), ON_SAVE_ERROR)}",
+            code="DT-001",
         )
 
 
@@ -76,7 +82,7 @@ class Rhythm(NamedTuple):
         if duration is None:
             return cls(steps or 0, time, (0 if steps or time else 1) if epochs is None else epochs, None)
         if not duration.amount:
-            raise ConfigurationError(f"ModelCheckpoint(every={every!r}): give more than nothing.")
+            raise ConfigurationError(f"ModelCheckpoint(every={every!r}): give more than nothing.", code="DT-002")
         return cls(
             int(duration.amount) if duration.unit is Unit.STEPS else 0,
             duration.timedelta if duration.unit is Unit.SECONDS else None,
@@ -95,8 +101,11 @@ def _check_intervals(steps: int | None, interval: timedelta | None, epochs: int 
         raise ConfigurationError(
             "ModelCheckpoint: Combination of parameters every_n_train_steps, every_n_epochs and train_time_interval, "
             f"and every: give one of them, not {', '.join(f'{name}={value!r}' for name, value in given.items())}. For "
-            "several rhythms, use several ModelCheckpoints."
+            "several rhythms, use several ModelCheckpoints.",
+            code="DT-004",
         )
     for name, number in (("every_n_train_steps", steps), ("every_n_epochs", epochs)):
         if number is not None and number < 0:
-            raise ConfigurationError(f"ModelCheckpoint({name}={number}): Must be >= 0, where 0 is never.")
+            raise ConfigurationError(
+                f"ModelCheckpoint({name}={number}): Must be >= 0, where 0 is never.", code="DT-002"
+            )

@@ -72,7 +72,8 @@ class Guard(Callback):
         if action not in ACTIONS:
             raise ConfigurationError(
                 f"{name}(action={action!r}): give one of {', '.join(map(repr, ACTIONS))}."
-                f"{nearest(str(action), ACTIONS)}"
+                f"{nearest(str(action), ACTIONS)}",
+                code="DT-001",
             )
         for key, number, least in (
             ("max_rollbacks", max_rollbacks, 0),
@@ -80,11 +81,12 @@ class Guard(Callback):
             ("every_n_steps", every_n_steps, 1),
         ):
             if not isinstance(number, int) or number < least:
-                raise ConfigurationError(f"{name}({key}={number!r}): give {least} or more.")
+                raise ConfigurationError(f"{name}({key}={number!r}): give {least} or more.", code="DT-002")
         if action == "skip" and every_n_steps != 1:
             raise ConfigurationError(
                 f"{name}(action='skip', every_n_steps={every_n_steps}): whether a step is left out must be known "
-                "before it is taken, so each one is read. Leave every_n_steps=1, or choose 'stop' or 'rollback'."
+                "before it is taken, so each one is read. Leave every_n_steps=1, or choose 'stop' or 'rollback'.",
+                code="DT-004",
             )
         self.monitor = monitor
         self.action = action
@@ -135,7 +137,8 @@ class Guard(Callback):
         if self._is_manual and self.action == "skip":
             raise ConfigurationError(
                 f"{name}(action='skip'): {type(task).__name__} steps its optimizers by hand, so no step can be left "
-                "out for it. Choose 'stop' or 'rollback', or check the loss in training_step."
+                "out for it. Choose 'stop' or 'rollback', or check the loss in training_step.",
+                code="DT-092",
             )
         if self.action == "rollback" and not trainer.fast_dev_run:
             check_can_roll_back(trainer, name)
@@ -199,7 +202,7 @@ class Guard(Callback):
             return losses[0].float() if len(losses) == 1 else torch.stack(losses).float().sum()
         metrics = trainer.callback_metrics
         if self.monitor not in metrics:
-            raise ConfigurationError(missing_metric_message(metrics, self.monitor, type(self).__name__))
+            raise ConfigurationError(missing_metric_message(metrics, self.monitor, type(self).__name__), code="DT-089")
         return torch.as_tensor(metrics[self.monitor], dtype=torch.float32, device=trainer.strategy.topology.device)
 
     def _forget_step(self) -> None:

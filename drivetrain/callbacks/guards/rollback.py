@@ -18,7 +18,8 @@ def check_can_roll_back(trainer: Trainer, owner: str) -> None:
     if not _savers(trainer):
         raise ConfigurationError(
             f"{owner}(action='rollback') needs a ModelCheckpoint that saves more than weights, to go back to. Add one, "
-            "such as ModelCheckpoint(every_n_train_steps=1000), or choose 'stop' or 'skip'."
+            "such as ModelCheckpoint(every_n_train_steps=1000), or choose 'stop' or 'skip'.",
+            code="DT-098",
         )
 
 

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 from drivetrain.runtime.collectives import broadcast_object_list
-from drivetrain.runtime.errors import DrivetrainError
+from drivetrain.runtime.errors import ConfigurationError, DrivetrainError
 from drivetrain.runtime.state import PartialState
 
 T = TypeVar("T")
@@ -27,7 +27,7 @@ def decide_on_main_process(decide: Callable[[], T]) -> T:
     state = PartialState()
     if not state.use_distributed:
         return decide()
-    message: list[Any] = [None, None, None]
+    message: list[Any] = [None, None, None, None]
     raised: Exception | None = None
     if state.is_main_process:
         try:
@@ -35,10 +35,13 @@ def decide_on_main_process(decide: Callable[[], T]) -> T:
         except Exception as error:
             raised = error
             message[1] = type(error) if isinstance(error, DrivetrainError) else DrivetrainError
-            message[2] = str(error) if isinstance(error, DrivetrainError) else f"On the main process: {error!r}"
+            message[2] = error.message if isinstance(error, DrivetrainError) else f"On the main process: {error!r}"
+            message[3] = error.code if isinstance(error, ConfigurationError) else None
     broadcast_object_list(message)
     if raised is not None:
         raise raised
+    if message[3] is not None:
+        raise message[1](message[2], code=message[3])
     if message[1] is not None:
         raise message[1](message[2])
     result: T = message[0]

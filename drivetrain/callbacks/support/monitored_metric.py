@@ -18,7 +18,8 @@ def check_mode(mode: str, owner: str) -> None:
     if mode not in MODES:
         raise ConfigurationError(
             f"{owner}: `mode` can be 'min' where a lower value is better, such as a loss, or 'max' where a higher one "
-            f"is, but got {mode}.{nearest(str(mode), MODES)}"
+            f"is, but got {mode}.{nearest(str(mode), MODES)}",
+            code="DT-001",
         )
 
 

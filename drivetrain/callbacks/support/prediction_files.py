@@ -30,12 +30,14 @@ def check_format(name: str | None) -> str:
         return "parquet" if installed else "safetensors"
     if name not in FORMATS:
         raise ConfigurationError(
-            f"PredictionWriter(file_format={name!r}): give 'parquet' or 'safetensors'.{nearest(str(name), FORMATS)}"
+            f"PredictionWriter(file_format={name!r}): give 'parquet' or 'safetensors'.{nearest(str(name), FORMATS)}",
+            code="DT-001",
         )
     if name == "parquet" and not installed:
         raise ConfigurationError(
             "PredictionWriter(file_format='parquet') needs pyarrow: pip install \"drivetrain[parquet]\". Without it "
-            "there is 'safetensors'."
+            "there is 'safetensors'.",
+            code="DT-013",
         )
     return name
 

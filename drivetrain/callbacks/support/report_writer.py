@@ -51,7 +51,9 @@ class ReportWriter:
         self._trainer, self._task, self._folder = trainer, task, folder
         self._seconds, self._warnings = seconds, warnings
         self._started = time.time()
-        self._due = time.monotonic() + _FIRST_SECONDS
+        self._begun = time.monotonic()
+        self._due = self._begun + _FIRST_SECONDS
+        self._spent = 0.0
         self._error = self._traceback = ""
         self._facts: dict[str, Any] | None = None
         self._sessions: list[dict[str, Any]] = []
@@ -62,19 +64,28 @@ class ReportWriter:
         return time.monotonic() >= self._due and os.path.isdir(self._folder)
 
     def write(self) -> None:
-        """Write the record and the page of a run that runs."""
+        """Write the record and the page of a run that runs; the first page has no curves yet."""
         is_first = self._facts is None
         began = time.thread_time()
         self._due = time.monotonic() + self._seconds  # also where this attempt fails
         record = self._record(RUNNING, "")
-        commit = record.get("commit")
-        if commit is not None and commit["changed"] is None:
-            commit["changed"] = is_changed(record["cwd"])
+        waited = 0.0 if is_first else self._ask_for_changes(record)
         write_record(self._folder, record)
-        write_page(self._folder, record)
-        # The first page also pays for what the process does once.
-        pause = self._seconds if is_first else max(self._seconds, (time.thread_time() - began) / _SHARE)
-        self._due = time.monotonic() + pause
+        write_page(self._folder, record, with_values=not is_first)
+        cost = time.thread_time() - began + waited
+        self._spent += cost
+        # The next page costs about as much as this one.
+        self._due = max(time.monotonic() + self._seconds, self._begun + (self._spent + cost) / _SHARE)
+
+    @staticmethod
+    def _ask_for_changes(record: dict[str, Any]) -> float:
+        """Ask git, once, whether files differ from the commit; returns the seconds that this took."""
+        commit = record.get("commit")
+        if commit is None or commit["changed"] is not None:
+            return 0.0
+        began = time.monotonic()
+        commit["changed"] = is_changed(record["cwd"])
+        return time.monotonic() - began
 
     def record_error(self, error: BaseException) -> None:
         """Keep what ended the run, for the last page.

@@ -176,7 +176,8 @@ def writer_for(path: str | os.PathLike[str]) -> Callable[[Samples, Path], None]:
     if extension not in _WRITERS:
         raise ConfigurationError(
             f"EvaluationGather(path={os.fspath(path)!r}): a file {extension or 'without extension'} cannot be "
-            f"written. The extension chooses the format: {', '.join(_WRITERS)}."
+            f"written. The extension chooses the format: {', '.join(_WRITERS)}.",
+            code="DT-001",
         )
     return _WRITERS[extension]
 

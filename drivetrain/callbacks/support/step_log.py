@@ -26,7 +26,8 @@ class StepLog:
         if not trainer.loggers:
             raise ConfigurationError(
                 f"Cannot use `{owner}` callback. It has nowhere to log to: the Trainer has no logger. Give it one, "
-                "such as Trainer(logger='csv'), or take this callback out."
+                "such as Trainer(logger='csv'), or take this callback out.",
+                code="DT-094",
             )
         self._trainer = trainer
         self.every = trainer.log_every_n_steps

@@ -74,5 +74,7 @@ def _number(devices: Any, accelerator: Any) -> int:
     if devices in ("auto", -1, "-1"):
         return int(kind.default_processes())
     if not str(devices).isdigit() or int(devices) < 1:
-        raise ConfigurationError(f"devices={devices!r}: give a number, the numbers of devices, or 'auto'.")
+        raise ConfigurationError(
+            f"devices={devices!r}: give a number, the numbers of devices, or 'auto'.", code="DT-003"
+        )
     return int(devices)

@@ -34,7 +34,9 @@ def _checked(environment: Any) -> ClusterEnvironment | None:
         return environment
     raise ConfigurationError(
         f"cluster_environment={environment!r} is no cluster environment. Give an object of a class derived from "
-        "lightning.fabric.plugins.environments.ClusterEnvironment, or leave it out: the launcher's variables are found."
+        "lightning.fabric.plugins.environments.ClusterEnvironment, or leave it out: the launcher's variables are "
+        "found.",
+        code="DT-003",
     )
 
 
@@ -92,7 +94,8 @@ class StrategyMembers:
         if not isinstance(checkpoint_io, CheckpointIO):
             raise ConfigurationError(
                 f"checkpoint_io={checkpoint_io!r} writes no checkpoints. Give an object of a class derived from "
-                "lightning.pytorch.plugins.CheckpointIO, or leave it out."
+                "lightning.pytorch.plugins.CheckpointIO, or leave it out.",
+                code="DT-003",
             )
         vars(self.holder)[_CHECKPOINT_IO] = checkpoint_io
 

@@ -76,7 +76,9 @@ def settings_of(given: Any, where: str) -> dict[str, Any]:
     if given is None:
         return {}
     if not isinstance(given, Mapping):
-        raise ConfigurationError(f"{where} holds {type(given).__name__}, but must be a mapping of keys to values.")
+        raise ConfigurationError(
+            f"{where} holds {type(given).__name__}, but must be a mapping of keys to values.", code="DT-003"
+        )
     reader = _Reader(where)
     for key, value in given.items():
         reader.read(key, value)
@@ -108,7 +110,7 @@ class _Reader:
             self._type = _TYPE.parse(value, self._place(key))
         elif key == _PLACE.name:
             if _PLACE.parse(value, self._place(key)) == "AMAZON_SAGEMAKER":
-                raise ConfigurationError(f"{self._place(key)}: {SETTINGS['aws_access_key_id'].refused}")
+                raise ConfigurationError(f"{self._place(key)}: {SETTINGS['aws_access_key_id'].refused}", code="DT-008")
         elif key == _FP16.name:
             self._half = bool(_FP16.parse(value, self._place(key)))
         elif key == "dynamo_backend":
@@ -139,7 +141,8 @@ class _Reader:
         if found.get("cpu") and found.get("multi_gpu"):
             raise ConfigurationError(
                 f"{self._where} has distributed_type: {kind}, but also use_cpu: true. Leave use_cpu out, or give "
-                "distributed_type: MULTI_CPU."
+                "distributed_type: MULTI_CPU.",
+                code="DT-133",
             )
         if found.get("cpu"):
             found.pop("gpu_ids", None)
@@ -149,14 +152,16 @@ class _Reader:
             return
         if not isinstance(value, Mapping):
             raise ConfigurationError(
-                f"{self._place(name)} holds {type(value).__name__}, but must be a mapping of keys to values."
+                f"{self._place(name)} holds {type(value).__name__}, but must be a mapping of keys to values.",
+                code="DT-003",
             )
         keys: Mapping[str, Setting | None] = GROUPS[name].keys() if name in GROUPS else _OLD_GROUPS[name]
         for key, each in value.items():
             if not isinstance(key, str) or key not in keys:
                 raise ConfigurationError(
                     f"Unknown key {key!r} in {name} of {self._where}. Allowed: {', '.join(sorted(keys))}."
-                    f"{nearest(str(key), keys)}"
+                    f"{nearest(str(key), keys)}",
+                    code="DT-006",
                 )
             setting = keys[key]
             if setting is not None:
@@ -169,16 +174,20 @@ class _Reader:
         if self.found.get(setting.name, parsed) != parsed:
             raise ConfigurationError(
                 f"{place} is {parsed!r}, but the file gives {setting.name} as {self.found[setting.name]!r} too, in "
-                "another spelling. Give one."
+                "another spelling. Give one.",
+                code="DT-133",
             )
         self.found[setting.name] = parsed
 
     def _refuse_key(self, key: Any) -> None:
         inside = SETTINGS.get(key) if isinstance(key, str) else None
         if inside is not None and inside.group:
-            raise ConfigurationError(f"{key!r} in {self._where} belongs under {inside.group}. Move it there.")
+            raise ConfigurationError(
+                f"{key!r} in {self._where} belongs under {inside.group}. Move it there.", code="DT-133"
+            )
         raise ConfigurationError(
-            f"Unknown key {key!r} in {self._where}.{nearest(str(key), KEYS)} Allowed: {', '.join(sorted(set(KEYS)))}."
+            f"Unknown key {key!r} in {self._where}.{nearest(str(key), KEYS)} Allowed: {', '.join(sorted(set(KEYS)))}.",
+            code="DT-006",
         )
 
     def _place(self, key: str) -> str:
@@ -236,7 +245,9 @@ def write_config(path: Path, values: Mapping[str, Any]) -> None:
         beside.write_text(text, encoding="utf-8")
         beside.replace(path)
     except OSError as error:
-        raise ConfigurationError(f"{path} cannot be written: {error}. Name another file with --config_file.") from None
+        raise ConfigurationError(
+            f"{path} cannot be written: {error}. Name another file with --config_file.", code="DT-010"
+        ) from None
 
 
 def _file_key(setting: Setting) -> str:
@@ -264,10 +275,11 @@ def _load(path: Path) -> Any:
         beside = [str(each) for pattern in ("*.yaml", "*.yml", "*.json") for each in folder.glob(pattern)]
         raise ConfigurationError(
             f"There is no configuration file {str(path)!r}.{nearest(str(path), beside)} Write one with "
-            "`drivetrain config`, or name another with --config_file."
+            "`drivetrain config`, or name another with --config_file.",
+            code="DT-010",
         ) from None
     except (OSError, ValueError) as error:
-        raise ConfigurationError(f"{path} cannot be read: {error}") from None
+        raise ConfigurationError(f"{path} cannot be read: {error}", code="DT-010") from None
     import json
 
     import yaml
@@ -277,4 +289,4 @@ def _load(path: Path) -> Any:
     except (yaml.YAMLError, ValueError, TypeError, RecursionError) as error:
         kind = "JSON" if path.suffix == ".json" else "YAML"
         reason = " ".join(str(error).split()) or type(error).__name__
-        raise ConfigurationError(f"{path} is not {kind}: {reason[:300]}.") from None
+        raise ConfigurationError(f"{path} is not {kind}: {reason[:300]}.", code="DT-011") from None

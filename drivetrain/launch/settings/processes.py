@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from drivetrain.launch.settings.setting import Setting
 from drivetrain.launch.settings.sharding import GRADIENT_ACCUMULATION
+from drivetrain.runtime.tracebacks import FULL_VARIABLE
 
 MIXED_PRECISIONS = (
     "no",
@@ -204,6 +205,12 @@ TOP = (
         "debug",
         "Show what is decided, and compare the calls of all processes before each collective and barrier.",
         "switch",
+    ),
+    _failure(
+        "full_traceback",
+        "Show all frames of an error's traceback, also those inside drivetrain.",
+        "switch",
+        variable=FULL_VARIABLE,
     ),
     _failure(
         "quiet",

@@ -220,4 +220,4 @@ def check_grid(values: dict[str, object], where: str) -> None:
 
     size = values.get("parallelism_config_sp_size")
     if isinstance(size, int) and size > 1:
-        raise ConfigurationError(f"{where}={size}: {_NO_ULYSSES}")
+        raise ConfigurationError(f"{where}={size}: {_NO_ULYSSES}", code="DT-008")

@@ -61,11 +61,13 @@ def collect(
         switch = group.switch if group is not None else ""
         if name in from_flags and switch and (switch not in merged or not merged[switch].value):
             raise ConfigurationError(
-                f"--{name} {given.value} has no effect without --{switch}. Add that flag, or leave --{name} out."
+                f"--{name} {given.value} has no effect without --{switch}. Add that flag, or leave --{name} out.",
+                code="DT-005",
             )
     if "ray_address" in from_flags and ("launcher" not in merged or merged["launcher"].value != "ray"):
         raise ConfigurationError(
-            "--ray_address has no effect without --launcher ray. Add that flag, or leave --ray_address out."
+            "--ray_address has no effect without --launcher ray. Add that flag, or leave --ray_address out.",
+            code="DT-005",
         )
     return merged
 
@@ -97,7 +99,8 @@ def merge(sources: Iterable[Mapping[str, Given]]) -> dict[str, Given]:
             if name not in SETTINGS:
                 raise ConfigurationError(
                     f"There is no launch option {name!r}.{nearest(name, SETTINGS)} "
-                    f"Allowed: {', '.join(sorted(SETTINGS))}."
+                    f"Allowed: {', '.join(sorted(SETTINGS))}.",
+                    code="DT-006",
                 )
             if given.value is not None and name not in taken:
                 merged.setdefault(name, given)
@@ -112,10 +115,12 @@ def _with_endpoint(flags: dict[str, Given]) -> dict[str, Given]:
     address, _, port = given.value.rpartition(":") if ":" in given.value else (given.value, "", "")
     if not address or (port and not port.isdigit()):
         raise ConfigurationError(
-            f"--rdzv_endpoint={given.value!r}: give an address and a port, such as 10.0.0.1:29500."
+            f"--rdzv_endpoint={given.value!r}: give an address and a port, such as 10.0.0.1:29500.", code="DT-007"
         )
     rest = {name: value for name, value in flags.items() if name != "rdzv_endpoint"}
     for name, value in (("main_process_ip", address), ("main_process_port", int(port) if port else None)):
         if value is not None and rest.setdefault(name, Given(value, given.source)).value != value:
-            raise ConfigurationError(f"--rdzv_endpoint={given.value!r} contradicts --{name}. Give one of the two.")
+            raise ConfigurationError(
+                f"--rdzv_endpoint={given.value!r} contradicts --{name}. Give one of the two.", code="DT-004"
+            )
     return rest

@@ -60,7 +60,8 @@ def register_communication_hook(
         except TypeError as error:
             allowed = [each for each in inspect.signature(powerSGD_hook.PowerSGDState).parameters if each[0] != "_"]
             raise ConfigurationError(
-                f"comm_hook_options={options!r} do not suit PowerSGD ({error}). Allowed: {', '.join(allowed[1:])}."
+                f"comm_hook_options={options!r} do not suit PowerSGD ({error}). Allowed: {', '.join(allowed[1:])}.",
+                code="DT-006",
             ) from error
         hook = powerSGD_hook.powerSGD_hook if name == "powersgd" else powerSGD_hook.batched_powerSGD_hook
     if wrapper is not None:

@@ -67,21 +67,25 @@ class DDP(Strategy):
         sync_batchnorm: bool = False,
     ) -> None:
         if bucket_cap_mb <= 0:
-            raise ConfigurationError(f"bucket_cap_mb must be positive, got {bucket_cap_mb}.")
+            raise ConfigurationError(f"bucket_cap_mb must be positive, got {bucket_cap_mb}.", code="DT-002")
         if isinstance(comm_hook, str) and comm_hook not in COMMUNICATION_HOOKS:
             raise ConfigurationError(
                 f"Unknown comm_hook {comm_hook!r}. Allowed: {', '.join(COMMUNICATION_HOOKS)}, or a function "
-                f"(state, bucket) -> Future.{nearest(comm_hook, COMMUNICATION_HOOKS)}"
+                f"(state, bucket) -> Future.{nearest(comm_hook, COMMUNICATION_HOOKS)}",
+                code="DT-001",
             )
         if comm_wrapper is not None and (
             comm_wrapper not in COMMUNICATION_WRAPPERS or comm_hook not in COMMUNICATION_HOOKS
         ):
             raise ConfigurationError(
                 f"comm_wrapper={comm_wrapper!r} beside comm_hook={comm_hook!r}: it is one of "
-                f"{', '.join(COMMUNICATION_WRAPPERS)}, around a comm_hook by name."
+                f"{', '.join(COMMUNICATION_WRAPPERS)}, around a comm_hook by name.",
+                code="DT-001",
             )
         if comm_hook in (None, "fp16", "bf16") and comm_hook_options:
-            raise ConfigurationError(f"comm_hook={comm_hook!r} takes no options, got {sorted(comm_hook_options)}.")
+            raise ConfigurationError(
+                f"comm_hook={comm_hook!r} takes no options, got {sorted(comm_hook_options)}.", code="DT-006"
+            )
         self.wrapper_options: dict[str, Any] = {
             "find_unused_parameters": find_unused_parameters,
             "static_graph": static_graph,
@@ -105,7 +109,9 @@ class DDP(Strategy):
         )
         self.state = CopiedState(self.topology, self.unwrap)
         if self.sync_batchnorm and self.topology.kind.name == "cpu":
-            raise ConfigurationError("sync_batchnorm=True needs GPUs: torch's SyncBatchNorm has no CPU kernel.")
+            raise ConfigurationError(
+                "sync_batchnorm=True needs GPUs: torch's SyncBatchNorm has no CPU kernel.", code="DT-024"
+            )
 
     def prepare(
         self, model: nn.Module, optimizers: Sequence[Optimizer], precision: Precision, move: bool = True
@@ -221,7 +227,8 @@ class ReducedGradients(Gradients):
             if isinstance(model.module, StepModule) and model.module.partial_backwards:
                 raise ConfigurationError(
                     "Under DDP a task that optimizes by hand cannot train parameters that were frozen when the run "
-                    'began. Let automatic_optimization be True, or use strategy="fsdp".'
+                    'began. Let automatic_optimization be True, or use strategy="fsdp".',
+                    code="DT-049",
                 )
             known = {id(each) for each in self._adopted}
             self._adopted += [each for each in parameters if id(each) not in known]

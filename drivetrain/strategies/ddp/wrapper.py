@@ -79,7 +79,8 @@ class DistributedDataParallel(parallel.DistributedDataParallel):
             f"On rank {dist.get_rank()} no gradient was computed for {shown or 'some parameters'}: the loss does not "
             'depend on them, and DDP waits for the gradients of all. Use strategy="ddp_find_unused_parameters_true", '
             "or DDP(find_unused_parameters=True), where the parameters that a loss depends on differ between steps or "
-            "processes; freeze those that are never trained (requires_grad_(False))."
+            "processes; freeze those that are never trained (requires_grad_(False)).",
+            code="DT-052",
         )
 
     def _names_without_gradients(self, message: str) -> list[str]:

@@ -45,7 +45,8 @@ def arguments_from(given: Mapping[str, Any]) -> dict[str, Any]:
     for key in given:
         if key not in KEYS:
             raise ConfigurationError(
-                f"Unknown key {key!r} in deepspeed_config. Allowed: {', '.join(KEYS)}.{nearest(key, KEYS)}"
+                f"Unknown key {key!r} in deepspeed_config. Allowed: {', '.join(KEYS)}.{nearest(key, KEYS)}",
+                code="DT-006",
             )
     idle = sorted(key for key in _LAUNCHER if given.get(key) not in (None, "", "standard", "pdsh"))
     if idle:
@@ -89,4 +90,4 @@ def _truth(key: str, value: Any) -> bool:
         return True
     if text in ("false", "0", "no"):
         return False
-    raise ConfigurationError(f"{key}={value!r}: give true or false.")
+    raise ConfigurationError(f"{key}={value!r}: give true or false.", code="DT-001")

@@ -51,13 +51,14 @@ def read_config(given: Mapping[str, Any] | str | os.PathLike[str] | None) -> Con
     except OSError as error:
         raise ConfigurationError(
             f"config={text!r} is no DeepSpeed configuration that can be read: {error.strerror}. Give the path of a "
-            "JSON file, or a dict."
+            "JSON file, or a dict.",
+            code="DT-010",
         ) from error
     except json.JSONDecodeError as error:
-        raise ConfigurationError(f"config={text!r} is not JSON: {error}.") from error
+        raise ConfigurationError(f"config={text!r} is not JSON: {error}.", code="DT-011") from error
     if not isinstance(found, dict):
         raise ConfigurationError(
-            f"config={text!r} holds a {type(found).__name__}; a DeepSpeed configuration is a dict."
+            f"config={text!r} holds a {type(found).__name__}; a DeepSpeed configuration is a dict.", code="DT-011"
         )
     return found
 
@@ -104,7 +105,8 @@ def complete(config: Config, known: Known) -> Config:
     left = sorted(_autos(done))
     if left:
         raise ConfigurationError(
-            f"The DeepSpeed configuration says 'auto' for {', '.join(left)}, which nothing here decides. Give values."
+            f"The DeepSpeed configuration says 'auto' for {', '.join(left)}, which nothing here decides. Give values.",
+            code="DT-056",
         )
     return done
 
@@ -129,7 +131,8 @@ def _fill_given(config: Config, known: Known) -> None:
         elif value is not None and float(here) != float(value):
             raise ConfigurationError(
                 f"The DeepSpeed configuration says {key}={here}, but {argument.removesuffix(')')}={value}). Give the "
-                f'same, or "{key}": "auto".'
+                f'same, or "{key}": "auto".',
+                code="DT-055",
             )
     for key, default in (("gradient_accumulation_steps", 1), ("gradient_clipping", 0.0)):
         if config.get(key) in (None, AUTO):
@@ -147,13 +150,15 @@ def _fill_batch(config: Config, known: Known) -> None:
         if whole is not None and whole % share:
             raise ConfigurationError(
                 f"The DeepSpeed configuration says train_batch_size={whole}, which {steps} micro-batches on "
-                f"{known.world_size} processes do not divide."
+                f"{known.world_size} processes do not divide.",
+                code="DT-042",
             )
         micro = 1 if whole is None else whole // share
     if whole is not None and whole != micro * share:
         raise ConfigurationError(
             f"The DeepSpeed configuration says train_batch_size={whole}, but train_micro_batch_size_per_gpu={micro} x "
-            f"{steps} micro-batches x {known.world_size} processes are {micro * share}."
+            f"{steps} micro-batches x {known.world_size} processes are {micro * share}.",
+            code="DT-055",
         )
     config["train_micro_batch_size_per_gpu"], config["train_batch_size"] = micro, micro * share
 
@@ -173,7 +178,8 @@ def _fill_precision(config: Config, known: Known) -> None:
                 f"The DeepSpeed configuration says {section}.enabled={enabled}, but precision={name!r}. DeepSpeed's "
                 f"{section}, which keeps the weights in {section} beside 32-bit master weights, is "
                 f"precision={meaning!r} here, and precision='bf16' is autocast over 32-bit weights. Give the one that "
-                'is meant, or "enabled": "auto".'
+                'is meant, or "enabled": "auto".',
+                code="DT-055",
             )
     if not config["fp16"]["enabled"]:
         config["fp16"] = {"enabled": False}  # scale options are "auto" even where nothing is scaled
@@ -185,7 +191,8 @@ def _fill_precision(config: Config, known: Known) -> None:
     if autocast.get("enabled") and name != "bf16":
         raise ConfigurationError(
             f"The DeepSpeed configuration says torch_autocast.enabled=true, but precision={name!r}. Give "
-            "precision='bf16'."
+            "precision='bf16'.",
+            code="DT-055",
         )
     if autocast.get("dtype", AUTO) == AUTO:
         autocast["dtype"] = "bfloat16"
@@ -216,7 +223,8 @@ def _fill_zero(zero: Config, known: Known) -> None:
                 continue
             if device not in DEVICES:
                 raise ConfigurationError(
-                    f"{key}: unknown device {device!r}. Allowed: {', '.join(DEVICES)}.{nearest(str(device), DEVICES)}"
+                    f"{key}: unknown device {device!r}. Allowed: {', '.join(DEVICES)}.{nearest(str(device), DEVICES)}",
+                    code="DT-001",
                 )
             for name in [name for name, value in section.items() if value == AUTO]:
                 del section[name]
@@ -246,14 +254,16 @@ def _fill_optimizer(config: Config, known: Known) -> None:
         if dummy is not None:
             raise ConfigurationError(
                 "DummyOptim stands for the optimizer of the DeepSpeed configuration, which has none. Add an "
-                '"optimizer" section to it, or build an optimizer such as torch.optim.AdamW.'
+                '"optimizer" section to it, or build an optimizer such as torch.optim.AdamW.',
+                code="DT-056",
             )
         return
     if dummy is None:
         raise ConfigurationError(
             f"The DeepSpeed configuration defines the optimizer {section.get('type')!r}, but a "
             f'{type(known.optimizer).__name__} was built too. Remove the "optimizer" section, or give '
-            "DummyOptim(parameters) in place of the optimizer."
+            "DummyOptim(parameters) in place of the optimizer.",
+            code="DT-055",
         )
     options = section.setdefault("params", {})
     given = {"lr": dummy.lr, "weight_decay": dummy.weight_decay, **dummy.kwargs}
@@ -266,7 +276,8 @@ def _fill_scheduler(config: Config, known: Known) -> None:
         if dummy is not None and dummy.lr_scheduler_callable is None:
             raise ConfigurationError(
                 "DummyScheduler stands for the scheduler of the DeepSpeed configuration, which has none. Add a "
-                '"scheduler" section to it, give lr_scheduler_callable, or build a scheduler.'
+                '"scheduler" section to it, give lr_scheduler_callable, or build a scheduler.',
+                code="DT-056",
             )
         return
     if known.optimizer is None:

@@ -31,7 +31,8 @@ class DummyOptim(Optimizer):
         """Refuse: there is nothing to step."""
         raise ConfigurationError(
             "DummyOptim only stands for the optimizer of a DeepSpeed configuration. Prepare it together with its model "
-            "under strategy='deepspeed', and step what prepare returned."
+            "under strategy='deepspeed', and step what prepare returned.",
+            code="DT-047",
         )
 
 

@@ -117,7 +117,8 @@ class Engines:
         trained = self.find(model)
         if trained is None:
             raise ConfigurationError(
-                f"{type(model).__name__} has no DeepSpeed engine: it was not prepared together with an optimizer."
+                f"{type(model).__name__} has no DeepSpeed engine: it was not prepared together with an optimizer.",
+                code="DT-046",
             )
         return trained
 
@@ -132,7 +133,8 @@ class Engines:
                 return trained
         raise ConfigurationError(
             f"{type(optimizer).__name__} was not prepared together with its model, which DeepSpeed needs: "
-            "model, optimizer = accelerator.prepare(model, optimizer)."
+            "model, optimizer = accelerator.prepare(model, optimizer).",
+            code="DT-046",
         )
 
     def record_forward(self, trained: TrainedModel) -> None:

@@ -71,7 +71,8 @@ class EngineGradients(Gradients):
         """Refuse."""
         raise ConfigurationError(
             "DeepSpeed settles which parameters it trains when the model is placed, so none can be added later. "
-            'Train all from the start, or use strategy="ddp" or "fsdp".'
+            'Train all from the start, or use strategy="ddp" or "fsdp".',
+            code="DT-049",
         )
 
     def scale(self, model: nn.Module, optimizers: Sequence[Optimizer], factor: torch.Tensor) -> None:
@@ -85,7 +86,8 @@ def _check_norm(configured: float | None, max_norm: float) -> None:
     if configured is not None and max_norm not in (configured, float("inf")):
         raise ConfigurationError(
             f"The DeepSpeed configuration says gradient_clipping={configured}, but the loop clips to {max_norm}. Give "
-            "one of the two."
+            "one of the two.",
+            code="DT-055",
         )
 
 

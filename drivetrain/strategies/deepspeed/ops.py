@@ -69,7 +69,8 @@ def check_locks(names: Sequence[str]) -> None:
             raise ConfigurationError(
                 f"{lock} was left by a build of DeepSpeed's {name} that did not end, and DeepSpeed would wait for it "
                 f"for ever. Remove it (rm {lock}) and build it again: "
-                f"python -m drivetrain.strategies.deepspeed.build_ops {name}"
+                f"python -m drivetrain.strategies.deepspeed.build_ops {name}",
+                code="DT-015",
             )
 
 
@@ -164,7 +165,8 @@ def require_async_io() -> None:
         raise ConfigurationError(
             "Offloading to NVMe needs DeepSpeed's async_io operator, which cannot be built here: it needs libaio "
             "(apt install libaio-dev) and a compiler. Offload to the CPU: offload_optimizer='cpu', "
-            "offload_param='cpu'."
+            "offload_param='cpu'.",
+            code="DT-015",
         ) from cause
     check_locks(["async_io"])
 
@@ -180,5 +182,5 @@ def build(name: str, kind: str) -> None:
     check_locks([name])
     builder = get_accelerator().create_op_builder(BUILDERS[name])
     if builder is None:
-        raise ConfigurationError(f"DeepSpeed has no operator {name!r} for {kind!r}.")
+        raise ConfigurationError(f"DeepSpeed has no operator {name!r} for {kind!r}.", code="DT-015")
     builder.load(verbose=False)

@@ -41,7 +41,7 @@ def build_config(
     if found is None:
         found = zero["stage"] = 2
     if found not in STAGES:
-        raise ConfigurationError(f"stage={found!r}: allowed are {', '.join(map(str, STAGES))}.")
+        raise ConfigurationError(f"stage={found!r}: allowed are {', '.join(map(str, STAGES))}.", code="DT-001")
     for key, value in offload.items():
         _add(zero, f"zero_optimization.{key}", key, _offload(key, value, nvme_path))
     for key, value in zero_options.items():
@@ -50,10 +50,12 @@ def build_config(
         _add(config, key, key, value)
     if _device(zero.get("offload_param")) not in ("none", AUTO) and found != 3:
         raise ConfigurationError(
-            f"offload_param needs stage=3, which is where parameters are spread; this is stage {found}."
+            f"offload_param needs stage=3, which is where parameters are spread; this is stage {found}.", code="DT-005"
         )
     if _device(zero.get("offload_optimizer")) not in ("none", AUTO) and found == 0:
-        raise ConfigurationError("offload_optimizer needs stage 1, 2 or 3; at stage 0 nothing is spread.")
+        raise ConfigurationError(
+            "offload_optimizer needs stage 1, 2 or 3; at stage 0 nothing is spread.", code="DT-005"
+        )
     return config, found
 
 
@@ -71,7 +73,8 @@ def check_zero_options(config: Config) -> None:
         if key not in allowed:
             raise ConfigurationError(
                 f"DeepSpeed has no zero_optimization option {key!r}.{nearest(key, allowed)} Allowed: "
-                f"{', '.join(sorted(allowed))}."
+                f"{', '.join(sorted(allowed))}.",
+                code="DT-006",
             )
 
 
@@ -89,7 +92,7 @@ def _add(target: dict[str, Any], path: str, argument: str, value: Any) -> None:
     here = target.get(key)
     if here not in (None, AUTO) and here != value:
         raise ConfigurationError(
-            f"The DeepSpeed configuration says {path}={here!r}, but {argument}={value!r}. Give one."
+            f"The DeepSpeed configuration says {path}={here!r}, but {argument}={value!r}. Give one.", code="DT-055"
         )
     target[key] = value
 
@@ -103,13 +106,15 @@ def _offload(
     device = section.get("device")
     if device not in DEVICES:
         raise ConfigurationError(
-            f"{key}={given!r}: unknown device {device!r}. Allowed: {', '.join(DEVICES)}.{nearest(str(device), DEVICES)}"
+            f"{key}={given!r}: unknown device {device!r}. Allowed: {', '.join(DEVICES)}."
+            f"{nearest(str(device), DEVICES)}",
+            code="DT-001",
         )
     if device == "nvme":
         if nvme_path is not None:
             section.setdefault("nvme_path", os.fspath(nvme_path))
         if section.get("nvme_path") is None:
-            raise ConfigurationError(f"{key}='nvme' needs a folder: nvme_path='/local_nvme'.")
+            raise ConfigurationError(f"{key}='nvme' needs a folder: nvme_path='/local_nvme'.", code="DT-005")
     return section
 
 

@@ -17,7 +17,8 @@ def require_deepspeed() -> None:
     if importlib.util.find_spec("deepspeed") is None:
         raise ConfigurationError(
             "strategy='deepspeed' needs the package deepspeed, which is not installed. Install it: "
-            "pip install 'drivetrain[deepspeed]' (torch first: another package may choose another build of it)."
+            "pip install 'drivetrain[deepspeed]' (torch first: another package may choose another build of it).",
+            code="DT-013",
         )
 
 
@@ -52,6 +53,7 @@ def import_deepspeed(kind: str) -> Any:
     if found != kind:
         raise ConfigurationError(
             f"This run is on {kind!r}, but deepspeed was imported for {found!r} in this process. Import it only after "
-            f"the Trainer or Accelerator is made, or set DS_ACCELERATOR={kind}."
+            f"the Trainer or Accelerator is made, or set DS_ACCELERATOR={kind}.",
+            code="DT-023",
         )
     return importlib.import_module("deepspeed")

@@ -32,7 +32,9 @@ class Several(Configurations):
         """Hold the configuration of another `DeepSpeed`, which has not been set up."""
         settings = getattr(other, "settings", None)
         if not isinstance(settings, Settings):
-            raise ConfigurationError(f"{name!r} is {other!r}; beside {self._strategy!r} only a DeepSpeed can be.")
+            raise ConfigurationError(
+                f"{name!r} is {other!r}; beside {self._strategy!r} only a DeepSpeed can be.", code="DT-004"
+            )
         self._strategy.check_settings(settings)
         self.named[name] = replace(settings, shards_frozen=settings.stage == 3)
         if settings.stage == 3:

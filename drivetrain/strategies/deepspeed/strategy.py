@@ -139,16 +139,19 @@ class DeepSpeed(Strategy):
         if precision.name == "64":
             raise ConfigurationError(
                 "precision='64' cannot run under strategy='deepspeed': ZeRO keeps its master weights in 32 bits. Use "
-                "'32', or another strategy."
+                "'32', or another strategy.",
+                code="DT-012",
             )
         if precision.name in ("fp16", "fp16-true") and kind.name == "cpu":
             raise ConfigurationError(
                 f"precision={precision.name!r} cannot run under strategy='deepspeed' on the CPU: DeepSpeed computes "
-                "in float16 on GPUs only. Use 'bf16' or '32'."
+                "in float16 on GPUs only. Use 'bf16' or '32'.",
+                code="DT-012",
             )
         if precision.name not in ("32", "bf16", "bf16-true", "fp16", "fp16-true"):
             raise ConfigurationError(
-                f"precision={precision.name!r} is unknown to DeepSpeed. Use '32', 'bf16', 'bf16-true' or 'fp16'."
+                f"precision={precision.name!r} is unknown to DeepSpeed. Use '32', 'bf16', 'bf16-true' or 'fp16'.",
+                code="DT-012",
             )
         if isinstance(precision, Float16Mixed):
             # The engine scales the loss: only it can see an overflow in gradients that are spread.
@@ -166,7 +169,8 @@ class DeepSpeed(Strategy):
         if precision is not None and precision.name in ("fp16", "fp16-true") and settings.stage == 0:
             raise ConfigurationError(
                 f"precision={precision.name!r} cannot run under DeepSpeed's stage 0, which divides gradients by a loss "
-                "scale that it has not multiplied the loss with (DeepSpeed 0.19). Use stage 1, 2 or 3."
+                "scale that it has not multiplied the loss with (DeepSpeed 0.19). Use stage 1, 2 or 3.",
+                code="DT-012",
             )
 
     def _known(self, optimizer: Optimizer | None, model: nn.Module | None = None) -> Known:
@@ -221,7 +225,8 @@ class DeepSpeed(Strategy):
             raise ConfigurationError(
                 f"DeepSpeed's engine drives one optimizer, but {len(optimizers)} hold parameters of this "
                 f"{type(self.unwrap(model)).__name__}. Give one optimizer several parameter groups, or each optimizer "
-                "a model of its own (Accelerator.prepare), or use another strategy."
+                "a model of its own (Accelerator.prepare), or use another strategy.",
+                code="DT-048",
             )
         bare, optimizer = super().unwrap(model), optimizers[0]
         if needs_closure(optimizer):
@@ -275,7 +280,8 @@ class DeepSpeed(Strategy):
             if name not in classes:
                 raise ConfigurationError(
                     f"moe_layers names {name!r}, but the model has no module of such a class.{nearest(name, classes)} "
-                    f"It has: {', '.join(sorted(classes))}."
+                    f"It has: {', '.join(sorted(classes))}.",
+                    code="DT-043",
                 )
             chosen.append(classes[name])
         from deepspeed.utils import set_z3_leaf_modules
@@ -302,7 +308,9 @@ class DeepSpeed(Strategy):
         """Let the engine differentiate a loss whose share of the window has been taken into account already."""
         unknown = sorted(set(kwargs) - {"retain_graph"})
         if unknown:
-            raise ConfigurationError(f"DeepSpeed's backward takes retain_graph only, got {', '.join(unknown)}.")
+            raise ConfigurationError(
+                f"DeepSpeed's backward takes retain_graph only, got {', '.join(unknown)}.", code="DT-006"
+            )
         ran = self._engines.take_part()
         if not ran or loss.numel() != 1 or not loss.requires_grad:
             loss.backward(**kwargs)  # type: ignore[no-untyped-call]  # whose error names what is wrong
@@ -321,7 +329,8 @@ class DeepSpeed(Strategy):
             if unspread and len(ran) > 1:
                 raise ConfigurationError(
                     "A loss went through several models, whose engines DeepSpeed's stage 0 cannot differentiate "
-                    "together. Use stage 1, 2 or 3, or make them one model."
+                    "together. Use stage 1, 2 or 3, or make them one model.",
+                    code="DT-068",
                 ) from error
             raise
 
@@ -377,7 +386,9 @@ class DeepSpeed(Strategy):
 
     def _package(self) -> Any:
         if self._membership is None:
-            raise ConfigurationError("strategy='deepspeed' has not been set up: give it to a Trainer or Accelerator.")
+            raise ConfigurationError(
+                "strategy='deepspeed' has not been set up: give it to a Trainer or Accelerator.", code="DT-047"
+            )
         return self._membership.package
 
     def __repr__(self) -> str:
@@ -387,7 +398,8 @@ class DeepSpeed(Strategy):
 def _refuse_closure(optimizer: Optimizer) -> NoReturn:
     raise ConfigurationError(
         f"{type(optimizer).__name__} computes gradients in its step (a closure), which DeepSpeed's engine "
-        "cannot. Use another optimizer, or another strategy."
+        "cannot. Use another optimizer, or another strategy.",
+        code="DT-048",
     )
 
 
@@ -399,7 +411,8 @@ def _names_of_groups(optimizer: Optimizer, names: Mapping[int, str]) -> list[lis
             if id(parameter) not in names:
                 raise ConfigurationError(
                     f"{type(optimizer).__name__} holds a parameter that is not the prepared model's; DeepSpeed's "
-                    "engine steps the parameters of one model."
+                    "engine steps the parameters of one model.",
+                    code="DT-046",
                 )
         if group["params"]:
             groups.append([names[id(parameter)] for parameter in group["params"]])

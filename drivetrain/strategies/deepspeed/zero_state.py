@@ -51,7 +51,8 @@ class ZeroState(ModelState):
             return super().parameters_in_place(model)
         raise ConfigurationError(
             "DeepSpeed keeps the weights that it trains in its engine, so they cannot be changed in place during a "
-            'run. Use strategy="fsdp" to shard the model, or "ddp".'
+            'run. Use strategy="fsdp" to shard the model, or "ddp".',
+            code="DT-050",
         )
 
     def full(self, model: nn.Module) -> dict[str, torch.Tensor]:

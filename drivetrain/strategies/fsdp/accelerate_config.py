@@ -41,7 +41,8 @@ def options_from(config: Mapping[str, Any]) -> dict[str, Any]:
             allowed = [f"fsdp_{name}" for name in _KNOWN]
             raise ConfigurationError(
                 f"Unknown key {key!r} in fsdp_config. Allowed: {', '.join(sorted(allowed))}."
-                f"{nearest(f'fsdp_{short}', allowed)}"
+                f"{nearest(f'fsdp_{short}', allowed)}",
+                code="DT-006",
             )
         if value is not None:
             given[short] = value
@@ -64,7 +65,8 @@ def _sharding(given: Mapping[str, Any]) -> dict[str, Any]:
         name = _choice("fsdp_sharding_strategy", strategy, _STRATEGIES)
         if name == "NO_SHARD":
             raise ConfigurationError(
-                "fsdp_sharding_strategy=NO_SHARD shards nothing: use strategy='ddp', which is the same and faster."
+                "fsdp_sharding_strategy=NO_SHARD shards nothing: use strategy='ddp', which is the same and faster.",
+                code="DT-008",
             )
         options["reshard_after_forward"] = name in ("FULL_SHARD", "HYBRID_SHARD")
         if name.startswith("HYBRID"):
@@ -93,7 +95,7 @@ def _wrapping(given: Mapping[str, Any]) -> dict[str, Any]:
     if name == "TRANSFORMER_BASED_WRAP":
         return {"wrap": classes or "auto"}
     if not least:
-        raise ConfigurationError("fsdp_auto_wrap_policy=SIZE_BASED_WRAP needs fsdp_min_num_params.")
+        raise ConfigurationError("fsdp_auto_wrap_policy=SIZE_BASED_WRAP needs fsdp_min_num_params.", code="DT-005")
     return {"wrap": int(float(least))}
 
 
@@ -126,7 +128,9 @@ def _choice(key: str, value: Any, allowed: tuple[str, ...]) -> str:
     if name.isdigit() and 1 <= int(name) <= len(allowed):
         return allowed[int(name) - 1]
     if name not in allowed:
-        raise ConfigurationError(f"{key}={value!r}: allowed are {', '.join(allowed)}.{nearest(name, allowed)}")
+        raise ConfigurationError(
+            f"{key}={value!r}: allowed are {', '.join(allowed)}.{nearest(name, allowed)}", code="DT-001"
+        )
     return name
 
 
@@ -135,7 +139,7 @@ def _boolean(key: str, value: Any) -> bool:
         return value
     known = {"true": True, "1": True, "yes": True, "false": False, "0": False, "no": False}
     if str(value).lower() not in known:
-        raise ConfigurationError(f"{key}={value!r}: give true or false.")
+        raise ConfigurationError(f"{key}={value!r}: give true or false.", code="DT-001")
     return known[str(value).lower()]
 
 

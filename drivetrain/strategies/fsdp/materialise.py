@@ -130,7 +130,8 @@ class Materialiser:
                     raise ConfigurationError(
                         f"The buffer {name!r} of a {type(module).__name__} is on the meta device, so its values are "
                         "not known. Build the model under init_context() of the strategy, which leaves buffers real, "
-                        "rather than under torch.device('meta')."
+                        "rather than under torch.device('meta').",
+                        code="DT-066",
                     )
                 if self._peers:
                     sent = buffer.detach().to(self._device).contiguous()
@@ -177,7 +178,8 @@ def check_initialisable(model: nn.Module) -> None:
         raise ConfigurationError(
             f"The model was built without values, and {', '.join(unknown)} cannot make them: give these classes a "
             "reset_parameters() that fills their own parameters, give the weights with FSDP(weights='path'), or let "
-            "rank 0 build the real model with FSDP(init='rank0')."
+            "rank 0 build the real model with FSDP(init='rank0').",
+            code="DT-066",
         )
 
 

@@ -100,7 +100,8 @@ class ModelSharder:
             if sharding.is_sharded(model):
                 raise ConfigurationError(
                     "A part of this model is sharded already, by itself or within another model. Shard the whole "
-                    "model at once, or make a new one."
+                    "model at once, or make a new one.",
+                    code="DT-045",
                 )
             return None
         unit_sharding: sharding.UnitSharding = next(
@@ -111,7 +112,8 @@ class ModelSharder:
         if unit_sharding.mesh != self._mesh() or unit_sharding.mixed_precision != self._mixed_precision(precision):
             raise ConfigurationError(
                 "This model was sharded before, over other processes or in another precision. Make a new one, and load "
-                "the state of this one into it."
+                "the state of this one into it.",
+                code="DT-045",
             )
         return known
 
@@ -192,7 +194,9 @@ class ModelSharder:
             bare = self._unwrap(root)
             for name in self.options.forward_methods:
                 if not hasattr(bare, name):
-                    raise ConfigurationError(f"forward_methods names {name!r}, which {type(bare).__name__} has not.")
+                    raise ConfigurationError(
+                        f"forward_methods names {name!r}, which {type(bare).__name__} has not.", code="DT-043"
+                    )
                 if isinstance(bare, FSDPModule):
                     register_fsdp_forward_method(bare, name)
 
@@ -218,7 +222,8 @@ class ModelSharder:
         if not (blocks or recomputed):
             raise ConfigurationError(
                 "activation_checkpointing and compile work block by block, but the model has no repeated blocks. Name "
-                "them with wrap= or activation_checkpointing=."
+                "them with wrap= or activation_checkpointing=.",
+                code="DT-044",
             )
         compiled = blocks if options.compile else []
         rewrite_blocks(recomputed, options.activation_offload, compiled, options.compile_options())
@@ -232,7 +237,8 @@ class ModelSharder:
             if module is None or (isinstance(one, str) and not one):
                 raise ConfigurationError(
                     f"ignored_modules names {one!r}, which the model does not have. It has: "
-                    f"{', '.join(name for name in by_name if name)}."
+                    f"{', '.join(name for name in by_name if name)}.",
+                    code="DT-043",
                 )
             found.append(module)
         return found

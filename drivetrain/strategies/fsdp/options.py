@@ -45,23 +45,30 @@ class FSDPOptions:
         for name, least in (("replicate_size", 1), ("forward_prefetch", 0), ("backward_prefetch", 0)):
             value = getattr(self, name)
             if not isinstance(value, int) or isinstance(value, bool) or value < least:
-                raise ConfigurationError(f"{name} must be a whole number of at least {least}, got {value!r}.")
+                raise ConfigurationError(
+                    f"{name} must be a whole number of at least {least}, got {value!r}.", code="DT-002"
+                )
         if self.init not in _INITS:
             raise ConfigurationError(
-                f"init must be one of {', '.join(map(repr, _INITS))}, got {self.init!r}.{nearest(self.init, _INITS)}"
+                f"init must be one of {', '.join(map(repr, _INITS))}, got {self.init!r}.{nearest(self.init, _INITS)}",
+                code="DT-001",
             )
         resharding = self.reshard_after_forward
         if resharding is not None and not isinstance(resharding, int):
             raise ConfigurationError(
-                f"reshard_after_forward must be True, False, None or a number of processes, got {resharding!r}."
+                f"reshard_after_forward must be True, False, None or a number of processes, got {resharding!r}.",
+                code="DT-003",
             )
         if self.activation_offload and self.activation_checkpointing is False:
             raise ConfigurationError(
                 "activation_offload=True keeps what goes into recomputed blocks on the CPU, so it needs "
-                "activation_checkpointing."
+                "activation_checkpointing.",
+                code="DT-005",
             )
         if not isinstance(self.compile, bool | dict):
-            raise ConfigurationError(f"compile must be True, False or a dict of options, got {self.compile!r}.")
+            raise ConfigurationError(
+                f"compile must be True, False or a dict of options, got {self.compile!r}.", code="DT-003"
+            )
 
     def compile_options(self) -> dict[str, Any]:
         """Arguments of `torch.compile`."""

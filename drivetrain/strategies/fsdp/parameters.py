@@ -149,6 +149,7 @@ class ReplacedParameters:
                     raise ConfigurationError(
                         f"{type(optimizer).__name__} holds parameters as they were before the model was sharded, so "
                         "its steps would change nothing. Prepare both together, prepare(model, optimizer), or make "
-                        "the optimizer after prepare(model)."
+                        "the optimizer after prepare(model).",
+                        code="DT-046",
                     )
         self._checked.add(optimizer)

@@ -25,7 +25,8 @@ class ShardMesh:
         if world % copies:
             raise ConfigurationError(
                 f"replicate_size={copies} does not divide the {world} processes of this run. "
-                f"Allowed: {', '.join(str(n) for n in range(1, world + 1) if world % n == 0)}."
+                f"Allowed: {', '.join(str(n) for n in range(1, world + 1) if world % n == 0)}.",
+                code="DT-041",
             )
         self._topology, self._copies = topology, copies
         self._mesh: DeviceMesh | None = None

@@ -240,7 +240,8 @@ class _NoJoin(Join):
         if self._distributed:
             raise ConfigurationError(
                 "join_uneven_inputs does not work with strategy='fsdp': every forward gathers over all processes, so "
-                "all need as many batches. Keep even_batches=True, the default, and drop this context."
+                "all need as many batches. Keep even_batches=True, the default, and drop this context.",
+                code="DT-068",
             )
         return nullcontext()
 

@@ -64,7 +64,8 @@ def arguments_from(given: Mapping[str, Any]) -> dict[str, Any]:
         if key not in KEYS:
             raise ConfigurationError(
                 f"Unknown key {spelled!r} in megatron_lm_config. Allowed: {', '.join(PREFIX + each for each in KEYS)}."
-                f"{nearest(key, KEYS)}"
+                f"{nearest(key, KEYS)}",
+                code="DT-006",
             )
         if value is None:
             continue

@@ -51,7 +51,8 @@ def complete(config: Any, options: MegatronOptions, precision: Precision) -> Any
     if not is_dataclass(config) or isinstance(config, type) or not hasattr(config, "tensor_model_parallel_size"):
         raise ConfigurationError(
             f"transformer_config() returned {type(config).__name__}. Return a TransformerConfig of megatron-core, "
-            "such as TransformerConfig(num_layers=4, hidden_size=64, num_attention_heads=4)."
+            "such as TransformerConfig(num_layers=4, hidden_size=64, num_attention_heads=4).",
+            code="DT-064",
         )
     had: Any = config
     low = low_dtype(precision)
@@ -102,7 +103,8 @@ def _refuse_contradictions(config: Any, settings: Mapping[str, Any]) -> None:
         if given not in (1, None, settings[name]):
             raise ConfigurationError(
                 f"TransformerConfig({name}={given}) contradicts the strategy's {argument}={settings[name]}. Leave it "
-                "out of the TransformerConfig: the strategy fills it in."
+                "out of the TransformerConfig: the strategy fills it in.",
+                code="DT-065",
             )
 
 
@@ -121,7 +123,8 @@ def _check_sizes(config: Any, options: MegatronOptions) -> None:
     elif options.expert_parallel > 1:
         raise ConfigurationError(
             f"expert_parallel={options.expert_parallel} spreads experts over processes, but TransformerConfig has no "
-            "num_moe_experts. Set it, or leave expert_parallel out."
+            "num_moe_experts. Set it, or leave expert_parallel out.",
+            code="DT-065",
         )
 
 
@@ -132,7 +135,8 @@ def _refuse_losses_beside(config: Any) -> None:
         raise ConfigurationError(
             f"TransformerConfig({beside[0]}=..., calculate_per_token_loss=True): the losses that such layers add "
             "within the model are not weighed per token. Set calculate_per_token_loss=False, which averages each "
-            "micro-batch."
+            "micro-batch.",
+            code="DT-065",
         )
 
 
@@ -143,7 +147,8 @@ def _check_names(argument: str, given: Mapping[str, Any], known: Any) -> None:
             kind = known.__name__ if isinstance(known, type) else type(known).__name__
             raise ConfigurationError(
                 f"Megatron({argument}=...) names {name!r}, which {kind} of megatron-core does not have."
-                f"{nearest(name, allowed)}"
+                f"{nearest(name, allowed)}",
+                code="DT-006",
             )
 
 
@@ -184,7 +189,8 @@ def optimizer_config(optimizer: Optimizer, options: MegatronOptions, low: torch.
         if defaults.get(name, neutral) != neutral:
             raise ConfigurationError(
                 f"{type(optimizer).__name__}({name}={defaults[name]!r}): megatron-core's optimizers have no {name}. "
-                "Leave it out, or use another strategy."
+                "Leave it out, or use another strategy.",
+                code="DT-048",
             )
     if type(optimizer) in (Adam, AdamW):
         names = _ADAM
@@ -200,7 +206,8 @@ def optimizer_config(optimizer: Optimizer, options: MegatronOptions, low: torch.
         raise ConfigurationError(
             f"strategy='megatron' steps with megatron-core's own Adam, AdamW and SGD, not with "
             f"{type(optimizer).__name__}. Return torch.optim.AdamW, Adam or SGD over self.parameters(): its options "
-            "and its learning-rate schedule are taken."
+            "and its learning-rate schedule are taken.",
+            code="DT-048",
         )
     if options.distributed_optimizer:
         _check_distributed(optimizer)
@@ -227,7 +234,8 @@ def _check_distributed(optimizer: Optimizer) -> None:
         raise ConfigurationError(
             f"Megatron(distributed_optimizer=True) cannot spread the state of {type(optimizer).__name__}: "
             "megatron-core does so for AdamW, and with TransformerEngine or Apex for Adam. Use torch.optim.AdamW, or "
-            "Megatron(distributed_optimizer=False)."
+            "Megatron(distributed_optimizer=False).",
+            code="DT-048",
         )
 
 
@@ -245,7 +253,8 @@ def explained() -> Iterator[None]:
             raise ConfigurationError(
                 "sequence_parallel=True needs norms that sum their gradients over the parts of a sequence: those of "
                 "TransformerEngine (get_gpt_layer_with_transformer_engine_spec) or of Apex. Install one of them, or "
-                "leave sequence_parallel out."
+                "leave sequence_parallel out.",
+                code="DT-065",
             ) from error
         found = _DIVISIBILITY.search(str(error))
         if found is None:
@@ -254,5 +263,6 @@ def explained() -> Iterator[None]:
         raise ConfigurationError(
             f"model_provider built a layer of size {size}, such as vocab_size, which is no multiple of "
             f"tensor_parallel={parts}. Pad it to {-(-size // parts) * parts}, or choose a tensor_parallel that "
-            f"{size} is a multiple of."
+            f"{size} is a multiple of.",
+            code="DT-042",
         ) from error

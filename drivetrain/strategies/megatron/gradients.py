@@ -51,7 +51,8 @@ class BufferedGradients(Gradients):
         if self._clipping is not None and max_norm not in (self._clipping, float("inf")):
             raise ConfigurationError(
                 f"Megatron(gradient_clipping={self._clipping}) contradicts the loop, which clips to {max_norm}. "
-                "Give one of the two."
+                "Give one of the two.",
+                code="DT-004",
             )
         front.prepare_gradients()
         total = _total_norm(front, norm_type)
@@ -76,7 +77,8 @@ class BufferedGradients(Gradients):
         """Refuse."""
         raise ConfigurationError(
             "megatron-core settles which parameters it trains when the model is placed, so none can be added later. "
-            'Train all from the start, or use strategy="ddp" or "fsdp".'
+            'Train all from the start, or use strategy="ddp" or "fsdp".',
+            code="DT-049",
         )
 
     def scale(self, model: nn.Module, optimizers: Sequence[Optimizer], factor: torch.Tensor) -> None:

@@ -46,7 +46,8 @@ class MergedState(ModelState):
         """Refuse: megatron-core's optimizer keeps master weights of its own."""
         raise ConfigurationError(
             "megatron-core keeps the weights that it trains in its optimizer, so they cannot be changed in place "
-            'during a run. Use strategy="fsdp", or Parallel, to spread the model over processes.'
+            'during a run. Use strategy="fsdp", or Parallel, to spread the model over processes.',
+            code="DT-050",
         )
 
     def model(self, model: nn.Module) -> StateDict:

@@ -51,7 +51,8 @@ class PlacedModel:
         """
         if not isinstance(self.owner, MegatronProgram):
             raise ConfigurationError(
-                f"{type(self.owner).__name__} is not a MegatronTask, which has the forward step of a schedule."
+                f"{type(self.owner).__name__} is not a MegatronTask, which has the forward step of a schedule.",
+                code="DT-064",
             )
         return self.owner
 
@@ -115,5 +116,7 @@ class PlacedModels:
         """
         placed = self.find(model)
         if placed is None:
-            raise ConfigurationError(f"{type(model).__name__} has not been prepared under strategy='megatron'.")
+            raise ConfigurationError(
+                f"{type(model).__name__} has not been prepared under strategy='megatron'.", code="DT-047"
+            )
         return placed

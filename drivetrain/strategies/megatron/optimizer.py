@@ -95,7 +95,8 @@ class MegatronOptimizerFront(OptimizerProxy):
         if closure is not None:
             raise ConfigurationError(
                 f"{type(self.optimizer).__name__} under strategy='megatron' takes no closure: the schedule runs "
-                "forward and backward. Leave it out."
+                "forward and backward. Leave it out.",
+                code="DT-048",
             )
         overflowed = self.prepare_gradients()
         self.follow_options()
@@ -161,10 +162,12 @@ def _check_parameters(optimizer: Optimizer, chunks: Sequence[nn.Module], groups:
         raise ConfigurationError(
             f"{type(optimizer).__name__} leaves out {len(left_out)} parameters that take gradients, such as "
             f"{left_out[0]}, but megatron-core steps all of a model. Freeze them (requires_grad_(False)), or give them "
-            "to the optimizer, in a group with lr=0."
+            "to the optimizer, in a group with lr=0.",
+            code="DT-046",
         )
     if not held <= own.keys():
         raise ConfigurationError(
             f"{type(optimizer).__name__} holds parameters outside of what model_provider built, which megatron-core "
-            "does not step. Build them within the model."
+            "does not step. Build them within the model.",
+            code="DT-046",
         )

@@ -44,17 +44,20 @@ class MegatronOptions:
         if (self.virtual_pipeline or 1) > 1 and self.pipeline_parallel == 1:
             raise ConfigurationError(
                 f"virtual_pipeline={self.virtual_pipeline} interleaves the stages of a pipeline, but "
-                "pipeline_parallel=1. Set pipeline_parallel to 2 or more, or leave virtual_pipeline out."
+                "pipeline_parallel=1. Set pipeline_parallel to 2 or more, or leave virtual_pipeline out.",
+                code="DT-005",
             )
         if self.sequence_parallel and self.tensor_parallel == 1:
             raise ConfigurationError(
                 "sequence_parallel=True shards activations over tensor-parallel processes, but tensor_parallel=1. "
-                "Set tensor_parallel to 2 or more, or leave sequence_parallel out."
+                "Set tensor_parallel to 2 or more, or leave sequence_parallel out.",
+                code="DT-005",
             )
         if self.recompute is not None and self.recompute not in RECOMPUTE:
             raise ConfigurationError(
                 f"recompute={self.recompute!r}: allowed are None, 'selective' (attention only) and 'full' (whole "
-                f"layers).{nearest(str(self.recompute), RECOMPUTE)}"
+                f"layers).{nearest(str(self.recompute), RECOMPUTE)}",
+                code="DT-001",
             )
 
     @property
@@ -77,7 +80,8 @@ class MegatronOptions:
             raise ConfigurationError(
                 f"{self.asked} needs a multiple of {needed} processes, but there are {world_size}. Start "
                 f"{_near_multiples(world_size, needed)}, or choose sizes whose product is one of "
-                f"{_listed(factors(world_size))}."
+                f"{_listed(factors(world_size))}.",
+                code="DT-041",
             )
         data = world_size // needed
         expert_tensor = self.expert_tensor_parallel or self.tensor_parallel
@@ -86,7 +90,8 @@ class MegatronOptions:
             raise ConfigurationError(
                 f"expert_parallel={self.expert_parallel} with {expert_tensor} tensor-parallel processes for each "
                 f"expert does not fit the {per_stage} processes of a pipeline stage. expert_parallel can be "
-                f"{_listed(factors(per_stage // expert_tensor))}."
+                f"{_listed(factors(per_stage // expert_tensor))}.",
+                code="DT-041",
             )
         sizes = MeshSizes(dp_shard=data, tp=self.tensor_parallel, cp=self.context_parallel, pp=self.pipeline_parallel)
         return MeshPlace(sizes, rank)
@@ -119,7 +124,8 @@ def check_fits(what: str, size: int, argument: str, parts: int) -> None:
         fits = [each for each in factors(size) if each <= max(2 * parts, 16)]
         raise ConfigurationError(
             f"{what}={size} is no multiple of {argument}, {parts}. {argument} can be {_listed(fits)}; or set {what} to "
-            f"{_near_multiples(size, parts)}."
+            f"{_near_multiples(size, parts)}.",
+            code="DT-042",
         )
 
 
@@ -134,4 +140,4 @@ def _listed(numbers: list[int]) -> str:
 
 def _check_size(name: str, size: Any) -> None:
     if not isinstance(size, int) or isinstance(size, bool) or size < 1:
-        raise ConfigurationError(f"{name} must be a whole number of at least 1, got {size!r}.")
+        raise ConfigurationError(f"{name} must be a whole number of at least 1, got {size!r}.", code="DT-002")

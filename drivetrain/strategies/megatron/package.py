@@ -18,7 +18,8 @@ def require_megatron() -> None:
     if found is None:
         raise ConfigurationError(
             "strategy='megatron' needs the package megatron-core, which is not installed. Install it: "
-            "pip install 'drivetrain[megatron]' (torch first: another package may choose another build of it)."
+            "pip install 'drivetrain[megatron]' (torch first: another package may choose another build of it).",
+            code="DT-013",
         )
 
 
@@ -33,10 +34,12 @@ def require_device(device: torch.device) -> None:
     except (RuntimeError, AssertionError) as error:
         raise ConfigurationError(
             f"strategy='megatron' needs CUDA GPUs: megatron-core makes its tensors there, and here is none ({error}). "
-            "Use strategy=Parallel(tp=..., pp=...) or 'fsdp', which also run on the CPU."
+            "Use strategy=Parallel(tp=..., pp=...) or 'fsdp', which also run on the CPU.",
+            code="DT-022",
         ) from None
     if made != device.type:
         raise ConfigurationError(
             f"strategy='megatron' computes on {made!r}, where megatron-core makes its tensors, but this run is on "
-            f"{device.type!r}. Use accelerator='cuda', or strategy=Parallel(tp=..., pp=...)."
+            f"{device.type!r}. Use accelerator='cuda', or strategy=Parallel(tp=..., pp=...).",
+            code="DT-022",
         )

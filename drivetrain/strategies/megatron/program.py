@@ -97,7 +97,8 @@ def shape_of(batch: Any) -> tuple[int, int]:
             return tensor.shape[0], tensor.shape[1]
     raise ConfigurationError(
         "No tensor of rows and columns was found in the batch, whose shape the stages of a pipeline hand over. "
-        "Override MegatronTask.batch_shape(batch), which returns (rows, length)."
+        "Override MegatronTask.batch_shape(batch), which returns (rows, length).",
+        code="DT-060",
     )
 
 

@@ -45,7 +45,8 @@ class CurrentChunk:
         if self.chunk is None:
             raise ConfigurationError(
                 f"{type(program).__name__} runs its model outside of a step. Call it within training_step, "
-                "validation_step, test_step or predict_step, under Trainer(strategy='megatron')."
+                "validation_step, test_step or predict_step, under Trainer(strategy='megatron').",
+                code="DT-053",
             )
         output, loss_function = program.forward_step(iter((batch,)), self.chunk)
         if not self.is_last:
@@ -75,7 +76,8 @@ class CurrentChunk:
             self.chunk = None
         raise ConfigurationError(
             "The step returned without having run the model, whose parts on other processes wait for each other. Call "
-            "super().training_step(batch, batch_idx), or self.run_model(batch)."
+            "super().training_step(batch, batch_idx), or self.run_model(batch).",
+            code="DT-053",
         )
 
 
@@ -165,7 +167,8 @@ class Schedule:
         if loss is None:
             raise ConfigurationError(
                 f"{type(self._placed.owner).__name__}.training_step returned no loss, but the schedule goes back "
-                "through every micro-batch. Return a loss that counts for nothing instead, such as loss * 0."
+                "through every micro-batch. Return a loss that counts for nothing instead, such as loss * 0.",
+                code="DT-052",
             )
         return loss
 
@@ -187,7 +190,9 @@ class Schedule:
             # Both neighbours of a stage are the same process then, which cannot distinguish whose shape arrives.
             raise ConfigurationError(
                 f"The micro-batches of a step have the shapes {sorted(set(shapes))}, but virtual_pipeline on two "
-                "stages hands over one. Use DataLoader(drop_last=True), pad the batches, or leave virtual_pipeline out."
+                "stages hands over one. Use DataLoader(drop_last=True), pad the batches, or leave virtual_pipeline "
+                "out.",
+                code="DT-060",
             )
         # Then stages also hand over each shape, which takes a message more.
         self._placed.config.variable_seq_lengths = uneven
@@ -275,7 +280,8 @@ class Runtime(MegatronRuntime):
         if not isinstance(result, tuple) or len(result) not in (2, 3):
             raise ConfigurationError(
                 f"The loss function returned {type(result).__name__}. Return (loss, report) with a mean, or (loss, "
-                "num_tokens, report) with a sum, as megatron-core's schedules take them."
+                "num_tokens, report) with a sum, as megatron-core's schedules take them.",
+                code="DT-064",
             )
         if len(result) == 2:
             loss, report = result

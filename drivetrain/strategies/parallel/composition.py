@@ -179,7 +179,8 @@ def _attention(shard: SequenceShard, mesh: DeviceMesh, options: GridOptions, sta
     if state.kind.name == "cpu":
         raise ConfigurationError(
             "cp_attention='ring' is torch's context_parallel, which has no kernels for the CPU. Use 'gather', the "
-            "default, which is exact on any device."
+            "default, which is exact on any device.",
+            code="DT-024",
         )
     return RingAttention(shard, mesh, state.device)
 

@@ -72,7 +72,8 @@ class CopyCheck:
                 f"The gradients of {shown} differ between the {self._mesh.size()} tensor-parallel processes, which "
                 "hold these parameters in copies that must stay the same. A module that sees a part of a sequence "
                 "belongs into tp_plan as SequenceParallel(); dropout on whole activations must draw the same numbers "
-                "on all of them, so make no generator of your own for it."
+                "on all of them, so make no generator of your own for it.",
+                code="DT-063",
             )
 
     def _is_split(self, parameter: Tensor) -> bool:

@@ -88,7 +88,8 @@ def plan_of_model(module: nn.Module) -> dict[str, str]:
             return {f"{name}.{pattern}" if name else pattern: style for pattern, style in plan.items()}
     raise ConfigurationError(
         f"tp_plan='auto' takes the plan that the model carries, but {type(module).__name__} has no tp_plan, nor has "
-        'anything in it. Give one: tp_plan={"layers.*.attention.wq": Colwise(), "layers.*.attention.wo": Rowwise()}.'
+        'anything in it. Give one: tp_plan={"layers.*.attention.wq": Colwise(), "layers.*.attention.wo": Rowwise()}.',
+        code="DT-057",
     )
 
 
@@ -129,7 +130,8 @@ def apply_plan(module: nn.Module, mesh: DeviceMesh, plan: Plan, elsewhere: froze
         except NotImplementedError:
             raise ConfigurationError(
                 f"{type(match.style).__name__} splits nn.Linear and nn.Embedding, but {match.name!r} is a "
-                f"{type(match.module).__name__}. Name the layers inside it."
+                f"{type(match.module).__name__}. Name the layers inside it.",
+                code="DT-057",
             ) from None
     for name, parameter in module.named_parameters(remove_duplicate=False):
         parameter.requires_grad_(before[name].requires_grad)
@@ -192,7 +194,7 @@ def _matches(module: nn.Module, plan: Plan) -> tuple[nn.Module, list[PlanMatch]]
                 for name in by_pattern[pattern]
                 if (style := _style(pattern, given)) is not None
             ]
-    raise ConfigurationError(_no_match(module, plan))
+    raise ConfigurationError(_no_match(module, plan), code="DT-057")
 
 
 def _no_match(module: nn.Module, plan: Plan) -> str:
@@ -225,7 +227,8 @@ def _style(pattern: str, given: Any) -> ParallelStyle | None:
         return style
     raise ConfigurationError(
         f"tp_plan[{pattern!r}] is {given!r}. Allowed: a style such as Colwise() or Rowwise(), or one of "
-        f"{', '.join(_STYLES)}.{nearest(given, _STYLES) if isinstance(given, str) else ''}"
+        f"{', '.join(_STYLES)}.{nearest(given, _STYLES) if isinstance(given, str) else ''}",
+        code="DT-001",
     )
 
 
@@ -238,7 +241,8 @@ def _check_sizes(module: nn.Module, matches: list[PlanMatch], count: int) -> Non
                 raise ConfigurationError(
                     f"{match.name!r} has {what} {size}, which tp={count} does not divide. Choose a tp that does, "
                     f"change the size (the next that works is {-(-size // count) * count}), or leave it out of the "
-                    "plan."
+                    "plan.",
+                    code="DT-042",
                 )
         if isinstance(match.style, ColwiseParallel):
             parent = match.name.rpartition(".")[0]
@@ -246,7 +250,8 @@ def _check_sizes(module: nn.Module, matches: list[PlanMatch], count: int) -> Non
                 if size % count:
                     raise ConfigurationError(
                         f"{parent!r} has {what}={size}, which tp={count} does not divide, so its heads cannot be "
-                        "split over processes. Choose a tp that does."
+                        "split over processes. Choose a tp that does.",
+                        code="DT-042",
                     )
 
 
@@ -284,7 +289,8 @@ def _tie_again(module: nn.Module, before: dict[str, nn.Parameter]) -> None:
             if _placement(parameter) != _placement(first):
                 raise ConfigurationError(
                     f"{names[0]!r} and {name!r} are one tied parameter, but tp_plan places them as {_placement(first)} "
-                    f"and {_placement(parameter)}. Split both alike: an embedding by Rowwise(), its head by Colwise()."
+                    f"and {_placement(parameter)}. Split both alike: an embedding by Rowwise(), its head by Colwise().",
+                    code="DT-054",
                 )
             owner, _, leaf = name.rpartition(".")
             setattr(module.get_submodule(owner), leaf, first)

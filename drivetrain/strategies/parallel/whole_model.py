@@ -82,7 +82,8 @@ def placed_before(bare: nn.Module, sizes: MeshSizes) -> nn.Module | None:
         return known  # type: ignore[no-any-return]
     raise ConfigurationError(
         f"This model was split before, over other processes ({before}). Make a new one, and load the state of this "
-        "one into it."
+        "one into it.",
+        code="DT-045",
     )
 
 

@@ -154,7 +154,8 @@ class Float16Mixed(MixedPrecision):
         if closure is not None:
             raise ConfigurationError(
                 "precision='fp16' scales the loss, which an optimizer that calls a closure cannot know. "
-                "Use 'bf16' or '32', or an optimizer that takes no closure."
+                "Use 'bf16' or '32', or an optimizer that takes no closure.",
+                code="DT-071",
             )
         agrees = isinstance(self.scaler, AgreeingGradScaler) and self.scaler._scale is not None
         if not agrees and not _has_gradients(optimizer):

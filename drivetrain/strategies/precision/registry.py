@@ -29,7 +29,8 @@ def register_precision(precision: type[Precision], *, replace: bool = False) -> 
     if taken and not replace:
         raise ConfigurationError(
             f"A precision named {taken[0]!r} is registered already; give {precision.__name__} another `name`, or pass "
-            "replace=True to replace it."
+            "replace=True to replace it.",
+            code="DT-016",
         )
     _PRECISIONS.update(dict.fromkeys(names, precision))
     return precision
@@ -60,6 +61,7 @@ def resolve_precision(spec: str | int | Precision | None) -> Precision:
     if name not in _PRECISIONS:
         raise ConfigurationError(
             f"Unknown precision {spec!r}. Allowed: {', '.join(available_precisions())} "
-            f"(and {', '.join(sorted(set(_PRECISIONS) - set(available_precisions())))}).{nearest(name, _PRECISIONS)}"
+            f"(and {', '.join(sorted(set(_PRECISIONS) - set(available_precisions())))}).{nearest(name, _PRECISIONS)}",
+            code="DT-001",
         )
     return _PRECISIONS[name]()

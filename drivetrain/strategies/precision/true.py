@@ -60,7 +60,7 @@ class Double(TruePrecision):
         """Refuse Apple's GPU, which has no 64-bit floats."""
         if kind.name == "mps":
             raise ConfigurationError(
-                "precision='64' cannot run on mps, which has no 64-bit floats. Use '32' or the CPU."
+                "precision='64' cannot run on mps, which has no 64-bit floats. Use '32' or the CPU.", code="DT-021"
             )
 
 
@@ -88,7 +88,8 @@ def refuse_without_bf16(name: str, kind: DeviceKind) -> None:
     if not kind.supports_bf16():
         raise ConfigurationError(
             f"precision={name!r} needs bfloat16, which this machine's {kind.name} device does not support. "
-            "Use 'fp16' or '32'."
+            "Use 'fp16' or '32'.",
+            code="DT-021",
         )
 
 

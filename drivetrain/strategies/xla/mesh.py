@@ -44,9 +44,13 @@ class MeshShape:
     def __post_init__(self) -> None:
         for name, value in vars(self).items():
             if not isinstance(value, int) or isinstance(value, bool) or (value < 1 and value != REST):
-                raise ConfigurationError(f"The size of {name} must be a whole number of at least 1, got {value!r}.")
+                raise ConfigurationError(
+                    f"The size of {name} must be a whole number of at least 1, got {value!r}.", code="DT-002"
+                )
         if [*vars(self).values()].count(REST) > 1:
-            raise ConfigurationError(f"Only one size can be {REST}, all devices that are left; got {self}.")
+            raise ConfigurationError(
+                f"Only one size can be {REST}, all devices that are left; got {self}.", code="DT-004"
+            )
 
     @property
     def size(self) -> int:
@@ -74,7 +78,8 @@ class MeshShape:
         divisors = [number for number in range(1, devices + 1) if devices % number == 0]
         raise ConfigurationError(
             f"data={self.data}, shard={self.shard} and tensor={self.tensor} do not multiply to the {devices} XLA "
-            f"device(s) of this process. Sizes that fit: {', '.join(map(str, divisors))}; {REST} takes what is left."
+            f"device(s) of this process. Sizes that fit: {', '.join(map(str, divisors))}; {REST} takes what is left.",
+            code="DT-041",
         )
 
 

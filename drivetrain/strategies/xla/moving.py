@@ -54,7 +54,8 @@ def _move(name: str, parameter: nn.Parameter, device: torch.device) -> None:
         raise ConfigurationError(
             f"Parameter {name!r} cannot be moved to {device} since something else refers to it: a graph of a forward "
             "that is still alive, or a weak reference. Prepare the model, or call fit, before anything computes "
-            "with it."
+            "with it.",
+            code="DT-017",
         ) from error
     if gradient is not None:
         parameter.grad = gradient.to(device)

@@ -66,7 +66,8 @@ class XLA(Strategy):
         if tp > 1 and tp_plan is None:
             raise ConfigurationError(
                 f'tp={tp} needs to know which layers to split: give tp_plan={{"layers.*.wq": Colwise(), '
-                '"layers.*.wo": Rowwise()}, or tp_plan="auto" for a model that carries a plan.'
+                '"layers.*.wo": Rowwise()}, or tp_plan="auto" for a model that carries a plan.',
+                code="DT-057",
             )
         self._shape = MeshShape(tensor=tp)
         self._plan, self._spmd, self._pads = tp_plan, spmd, pad_evaluation
@@ -82,7 +83,8 @@ class XLA(Strategy):
             raise ConfigurationError(
                 f"strategy={self.name!r} needs an XLA device, but this process runs on {state.kind.name!r}. Give "
                 f"Trainer(accelerator='xla') or Accelerator(device='xla'), or set {xla.RUNTIME_VARIABLE} (TPU, or CPU "
-                "to try it out)."
+                "to try it out).",
+                code="DT-022",
             )
         alone = not state.environment.is_distributed
         self._refuse_isolated_processes(alone)
@@ -97,11 +99,14 @@ class XLA(Strategy):
             if runtime.process_count() > 1:
                 raise ConfigurationError(
                     f"One program over the devices of {runtime.process_count()} hosts is not supported yet. Run on "
-                    "one host, or with one process for each device: notebook_launcher, or XLA(spmd=False)."
+                    "one host, or with one process for each device: notebook_launcher, or XLA(spmd=False).",
+                    code="DT-034",
                 )
             self._mesh = DeviceMesh(shape.fill(int(runtime.global_runtime_device_count())))
         elif wants_all:
-            raise ConfigurationError(f"{self!r} shards over all devices of one process, which spmd=False forbids.")
+            raise ConfigurationError(
+                f"{self!r} shards over all devices of one process, which spmd=False forbids.", code="DT-004"
+            )
         self.compilations = Compilations()
         self.state = XLAState(self.topology, self.unwrap, self._place_like)
         self.gradients = XLAGradients() if alone else AveragedGradients(state.num_processes)
@@ -112,12 +117,14 @@ class XLA(Strategy):
         if xla.runs_on_cpu():
             raise ConfigurationError(
                 "XLA on the CPU cannot join several processes: each would train alone and seem to work. Start one "
-                "process; CPU_NUM_DEVICES=4 gives it four devices."
+                "process; CPU_NUM_DEVICES=4 gives it four devices.",
+                code="DT-034",
             )
         if self._spmd or self._shape.tensor > 1 or self._shape.shard != 1:
             raise ConfigurationError(
                 f"{self!r} shards over all devices of one process, but this is one of several processes, each with a "
-                "device of its own. Start one process on each host: without a number, `drivetrain launch` does."
+                "device of its own. Start one process on each host: without a number, `drivetrain launch` does.",
+                code="DT-034",
             )
 
     def check(self, options: RunOptions) -> None:
@@ -126,12 +133,14 @@ class XLA(Strategy):
         if precision == "fp8":
             raise ConfigurationError(
                 f"precision='fp8' cannot run under strategy={self.name!r}: torch_xla compiles no products of 8-bit "
-                "floats. Use 'bf16', 'bf16-true' or '32'."
+                "floats. Use 'bf16', 'bf16-true' or '32'.",
+                code="DT-012",
             )
         if precision in ("fp16", "fp16-true"):
             raise ConfigurationError(
                 f"precision={precision!r} cannot run under strategy={self.name!r}: TPUs compute in bfloat16. Use "
-                "'bf16', 'bf16-true' or '32'."
+                "'bf16', 'bf16-true' or '32'.",
+                code="DT-012",
             )
         self._rounding.check(precision)
 

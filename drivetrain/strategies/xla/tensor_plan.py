@@ -49,7 +49,8 @@ def plan_specs(model: nn.Module, plan: Plan | str | None, devices: int) -> dict[
             raise ConfigurationError(
                 f"tp_plan gives {match.name!r}, a {type(match.module).__name__}, the style "
                 f"{type(match.style).__name__}. On XLA devices nn.Linear and nn.Embedding take Colwise() or Rowwise(); "
-                "XLA finds out by itself how the rest is computed, so leave it out."
+                "XLA finds out by itself how the rest is computed, so leave it out.",
+                code="DT-057",
             )
         dimension = dimensions[kinds[0]]
         specs[f"{match.name}.weight"] = (TENSOR, None) if dimension == 0 else (None, TENSOR)

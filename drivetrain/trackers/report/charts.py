@@ -14,20 +14,20 @@ from drivetrain.trackers.report.values import Curve, RunValues
 _STAGES = {"train": "train", "training": "train", "fit": "train", "test": "test", "testing": "test"}
 _STAGES |= dict.fromkeys(("val", "valid", "validate", "validation", "eval", "dev"), "val")
 _EDGES = {"step", "epoch", "dataloader", "idx"}
-# Kinds of charts, and what names of curves in them look like.
+# Kinds of charts, and what names of curves in them look like; compiled for the first chart, not as a run starts.
 _PATTERNS = (
-    ("Loss", re.compile(r"(^|[_/ ])(loss|nll|cross_?entropy|elbo|perplexity|ppl)")),
-    ("Learning rate", re.compile(r"^(lr\b|lr[-_/]|learning_rate)|[-_/]lr$")),
-    ("Gradient norm", re.compile(r"grad.*norm|norm.*grad")),
-    ("Data wait", re.compile(r"data_wait|data_time")),
-    ("Memory", re.compile(r"memory|alloc|_vm_|swap|reserved|\brss\b|active_bytes|inactive|oversize|segment")),
-    ("Throughput", re.compile(r"per_?sec|throughput|/s$|it/s|mfu|^speed|flops|^train/(time|batches|samples|lengths)$")),
-    ("Device", re.compile(r"^DeviceStats|cpu_percent|gpu")),
+    ("Loss", r"(^|[_/ ])(loss|nll|cross_?entropy|elbo|perplexity|ppl)"),
+    ("Learning rate", r"^(lr\b|lr[-_/]|learning_rate)|[-_/]lr$"),
+    ("Gradient norm", r"grad.*norm|norm.*grad"),
+    ("Data wait", r"data_wait|data_time"),
+    ("Memory", r"memory|alloc|_vm_|swap|reserved|\brss\b|active_bytes|inactive|oversize|segment"),
+    ("Throughput", r"per_?sec|throughput|/s$|it/s|mfu|^speed|flops|^train/(time|batches|samples|lengths)$"),
+    ("Device", r"^DeviceStats|cpu_percent|gpu"),
 )
 _KINDS = ("Loss", "Metrics", "Learning rate", "Gradient norm", "Throughput", "Data wait", "Memory", "Device")
 _PARTS = {"Loss": "Loss and metrics", "Metrics": "Loss and metrics", "Ranks": "Ranks"}
 _PARTS |= {"Learning rate": "Optimizer", "Gradient norm": "Optimizer"}
-_HIGHER_IS_BETTER = re.compile(
+_HIGHER_IS_BETTER = (
     r"acc|auc|auroc|f1|f_?beta|precision|recall|iou|dice|map\b|bleu|rouge|psnr|ssim|r2|reward|return|score|jaccard"
     r"|specificity|kappa|corr|spearman|pearson|ndcg|mrr|hit|per_?sec|throughput|mfu"
 )
@@ -102,13 +102,13 @@ def stage_of(name: str) -> str:
 
 def is_higher_better(name: str) -> bool:
     """Whether higher values of a metric are better, by its name."""
-    return bool(_HIGHER_IS_BETTER.search(name.lower())) and "loss" not in name.lower()
+    return bool(re.search(_HIGHER_IS_BETTER, name.lower())) and "loss" not in name.lower()
 
 
 def kind_of(name: str) -> str:
     """The kind of chart that a curve belongs to."""
     lowered = name.lower()
-    return next((kind for kind, pattern in _PATTERNS if pattern.search(lowered)), "Metrics")
+    return next((kind for kind, pattern in _PATTERNS if re.search(pattern, lowered)), "Metrics")
 
 
 def in_order(charts: Sequence[Chart]) -> list[Chart]:
@@ -224,5 +224,6 @@ def _short(value: float | None) -> float | int | None:
     """A number with six digits, as many as a chart shows; None where it is not finite: JSON has no such number."""
     if value is None or not math.isfinite(value):
         return None
-    short = float(f"{value:.6g}") if abs(value) < 1e6 else round(value)
-    return int(short) if short == int(short) else short
+    if value == (whole := int(value)):
+        return whole
+    return float(f"{value:.6g}") if abs(value) < 1e6 else round(value)

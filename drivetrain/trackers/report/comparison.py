@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from drivetrain.trackers.report.charts import charts_of, in_order, is_higher_better, sampled_charts, stage_of
-from drivetrain.trackers.report.page import RunPage, render
+from drivetrain.trackers.report.frame import PageParts, render
+from drivetrain.trackers.report.page import RunPage
 from drivetrain.trackers.report.record import seconds_of
 from drivetrain.trackers.report.words import duration, moment, number
 
@@ -32,7 +33,8 @@ def comparison_of(runs: Sequence[RunPage]) -> bytes:
                 same.series += chart.series
     charts = in_order(charts)
     tables = [_runs(runs, names), _results(runs, names), _configuration(runs, names)]
-    return render(charts, title=f"{len(runs)} runs compared", tables=[table for table in tables if table["rows"]])
+    shown = [table for table in tables if table["rows"]]
+    return render(PageParts(f"{len(runs)} runs compared", tables=shown), charts)
 
 
 def distinct_names(places: Sequence[Path]) -> list[str]:

@@ -52,12 +52,25 @@
     return columns.map((column) => column.map((value, index) => (value == null ? null : (sums[index] += value)))).reverse();
   };
 
-  // Every chart with the same x axis shows the same stretch of it.
+  // Every chart with the same x axis shows the same stretch of it: all that any of them has, where one shows all of its own.
+  const whole = (x) => {
+    const [first, last] = [[], []];
+    for (const { chart } of live.filter((each) => each.chart.x === x)) {
+      first.push(chart.data[0][0]);
+      last.push(chart.data[0].at(-1));
+    }
+    return [Math.min(...first), Math.max(...last)];
+  };
   const spread = (from, min, max) => {
     if (spreading) return;
     spreading = true;
+    const [points] = from.chart.data;
+    const [low, high] = whole(from.chart.x);
+    const all = min <= points[0] && max >= points.at(-1) && low < high;
     for (const each of live) {
-      if (each !== from && each.chart.x === from.chart.x) each.plot.setScale("x", { min, max });
+      if ((each !== from || all) && each.chart.x === from.chart.x) {
+        each.plot.setScale("x", all ? { min: low, max: high } : { min, max });
+      }
     }
     spreading = false;
   };
@@ -66,7 +79,7 @@
   const touch = (entry) => (plot) => {
     const fingers = new Map();
     let before = null;
-    const all = () => [entry.chart.data[0][0], entry.chart.data[0].at(-1)];
+    const all = () => whole(entry.chart.x);
     const span = () => {
       const xs = [...fingers.values()];
       return { middle: xs.reduce((a, b) => a + b, 0) / xs.length, width: Math.max(...xs) - Math.min(...xs) };
@@ -129,7 +142,11 @@
       cursor: { drag: { x: true, y: false, dist: 6 }, focus: { prox: -1 }, sync: { key: chart.x, setSeries: false, scales: ["x", null] }, y: false },
       hooks: {
         init: [touch(entry)],
-        setScale: [(plot, key) => { if (key === "x" && entry.plot) spread(entry, plot.scales.x.min, plot.scales.x.max); }],
+        setScale: [(plot, key) => {
+          if (key !== "x" || !entry.plot) return;
+          spread(entry, plot.scales.x.min, plot.scales.x.max);
+          box.dataset.shown = `${plot.scales.x.min} ${plot.scales.x.max}`;
+        }],
       },
     };
   };

@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import os
-import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cache
 from pathlib import Path
 from typing import Any
 
-import drivetrain
 from drivetrain.runtime.byte_sizes import as_bytes
 from drivetrain.trackers.report.charts import (
     SPENT,
@@ -23,14 +20,12 @@ from drivetrain.trackers.report.charts import (
     stage_of,
 )
 from drivetrain.trackers.report.files import write_whole
+from drivetrain.trackers.report.frame import PageParts, Rows, render
 from drivetrain.trackers.report.lanes import Sample, read_lanes
 from drivetrain.trackers.report.record import FAILED, PAGE, RUNNING, read_record, seconds_of
 from drivetrain.trackers.report.values import RunValues, has_values, read_values
 from drivetrain.trackers.report.words import duration, moment, number, plain_text
 
-Rows = list[tuple[str, str]]
-
-_HERE = Path(__file__).parent
 _MOST_ROWS = 200
 
 
@@ -87,18 +82,22 @@ class RunPage:
         return [*in_order(found), *lane_charts(self.lanes)]
 
 
-def write_page(place: str | os.PathLike[str], record: Mapping[str, Any] | None = None) -> Path:
+def write_page(
+    place: str | os.PathLike[str], record: Mapping[str, Any] | None = None, with_values: bool = True
+) -> Path:
     """Write the page of a run into its folder, whole, and return its path.
 
     Args:
         place: The folder.
         record: The run's record, where the caller holds a newer one than the folder.
+        with_values: Whether to read what trackers and processes have written; without, the page has no curves.
 
     Raises:
         ConfigurationError: There is nothing of a run there.
     """
     target = Path(place, PAGE)
-    write_whole(target, page_of(RunPage.read(place, record)))
+    run = RunPage.read(place, record) if with_values else RunPage(Path(place), dict(record or {}))
+    write_whole(target, page_of(run))
     return target
 
 
@@ -109,11 +108,9 @@ def page_of(run: RunPage) -> bytes:
         run: The run.
     """
     record = run.record
-    charts = run.charts()
     reason = str(record.get("reason", ""))
     state = str(record.get("state", ""))
-    return render(
-        charts,
+    parts = PageParts(
         title=name_of(run.folder),
         state=state,
         lines=_lines(run),
@@ -126,43 +123,7 @@ def page_of(run: RunPage) -> bytes:
         warnings=_warnings(record.get("warnings", ())),
         facts=_facts(record),
     )
-
-
-def render(charts: Sequence[Chart], **context: Any) -> bytes:
-    """Fill the template, in which everything is escaped, and put it between what all pages have in common.
-
-    Args:
-        charts: The charts, in order.
-        **context: What else the template shows.
-    """
-    sections: dict[str, list[tuple[int, str]]] = {}
-    for index, chart in enumerate(charts):
-        sections.setdefault(chart.section, []).append((index, chart.title))
-    before, template, after = _template()
-    shown: dict[str, Any] = {"state": "", "lines": [], "figures": [], "spent": [], "tables": [], "checkpoint": None}
-    shown |= {"ended": "", "traceback": "", "warnings": [], "facts": []}
-    page: str = template.render(
-        **{**shown, **context},
-        sections=list(sections.items()),
-        charts=[chart.as_data() for chart in charts],
-        written=f"Written {moment(time.time())}",
-        version=drivetrain.__version__,
-    )
-    return b"".join((before, page.encode("utf-8", "replace"), after))
-
-
-@cache
-def _template() -> tuple[bytes, Any, bytes]:
-    """What all pages begin with, the template, and what all pages end with."""
-    import jinja2
-
-    def own(*names: str) -> str:
-        return "\n".join(_HERE.joinpath(name).read_text(encoding="utf-8").strip() for name in names)
-
-    environment = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined)
-    before = f"{own('head.html')}\n<style>{own('vendor/uPlot.min.css', 'page.css')}</style>\n"
-    after = f"<script>{own('vendor/uPlot.iife.min.js')}</script>\n<script>{own('page.js')}</script>\n</body>\n</html>\n"
-    return before.encode(), environment.from_string(own("page.html")), f"\n{after}".encode()
+    return render(parts, run.charts())
 
 
 def name_of(place: Path) -> str:

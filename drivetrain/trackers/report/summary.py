@@ -45,23 +45,25 @@ def resumption_of(place: Path) -> Resumption:
     """
     record = read_record(place)
     if not record:
-        raise ConfigurationError(f"{place} has no {NAME}, so it is not known how the run was started.")
+        raise ConfigurationError(f"{place} has no {NAME}, so it is not known how the run was started.", code="DT-121")
     if record.get("state") == RUNNING:
         process = record.get("process", {})
         raise ConfigurationError(
-            f"The run in {place} is running, as process {process.get('id')} on {process.get('host')}. Stop it first."
+            f"The run in {place} is running, as process {process.get('id')} on {process.get('host')}. Stop it first.",
+            code="DT-121",
         )
     best = record.get("best", {})
     checkpoint = best.get("newest") or best.get("path")
     if not checkpoint:
         raise ConfigurationError(
-            f"The run in {place} has no checkpoint to resume. Start it again: {record.get('command')}"
+            f"The run in {place} has no checkpoint to resume. Start it again: {record.get('command')}", code="DT-121"
         )
     if not record.get("argv"):
         raise ConfigurationError(
             f"The command of the run in {place} is not known as a whole: it holds a secret, or another launcher has "
             f"started the run. Start it again with {RESUME_VARIABLE}={checkpoint} in its environment: "
-            f"{record.get('command')}"
+            f"{record.get('command')}",
+            code="DT-121",
         )
     return Resumption(list(record["argv"]), str(record.get("cwd", ".")), str(checkpoint))
 

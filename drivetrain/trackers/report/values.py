@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import csv
 import math
+import operator
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import zip_longest
 from pathlib import Path
 
 from drivetrain.runtime.errors import ConfigurationError
@@ -60,12 +63,13 @@ class Curve:
         if len(self) <= most:
             return self
         width = len(self) / (most // 2)
-        kept: list[int] = [0]
+        kept = {0, len(self) - 1}
         for number in range(most // 2):
-            stretch = range(int(number * width), int((number + 1) * width))
-            kept += sorted({min(stretch, key=self.values.__getitem__), max(stretch, key=self.values.__getitem__)})
-        kept = sorted({*kept, len(self) - 1})
-        return Curve([self.steps[index] for index in kept], [self.values[index] for index in kept])
+            first = int(number * width)
+            stretch = self.values[first : int((number + 1) * width)]
+            kept |= {first + stretch.index(min(stretch)), first + stretch.index(max(stretch))}
+        indices = sorted(kept)
+        return Curve([self.steps[index] for index in indices], [self.values[index] for index in indices])
 
 
 @dataclass
@@ -90,9 +94,9 @@ class RunValues:
             curve.values.append(value)
 
     def put_in_order(self) -> RunValues:
-        """Put every curve into the order of its steps, where it is not."""
+        """Put every curve into the order of its steps, each of which it has once: of several values the last counts."""
         for curve in self.curves.values():
-            if any(after < before for before, after in zip(curve.steps, curve.steps[1:], strict=False)):
+            if any(map(operator.ge, curve.steps, curve.steps[1:])):
                 pairs = sorted(dict(zip(curve.steps, curve.values, strict=True)).items())
                 curve.steps, curve.values = [step for step, _ in pairs], [value for _, value in pairs]
         return self
@@ -119,7 +123,8 @@ def read_values(place: str | os.PathLike[str]) -> RunValues:
         return read_table(tables[0])
     raise ConfigurationError(
         f"{os.fspath(place)!r} holds no values of a run. Give the folder of a run, with a {TABLE} or TensorBoard's "
-        "event files in it, or one such file."
+        "event files in it, or one such file.",
+        code="DT-121",
     )
 
 
@@ -137,32 +142,47 @@ def read_table(path: str | os.PathLike[str]) -> RunValues:
     Args:
         path: The table.
     """
-    found = RunValues()
     with open(path, newline="", encoding="utf-8", errors="replace") as file:
         rows = csv.reader(file)
         header = next(rows, [])
-        step_column = next((header.index(name) for name in _STEPS if name in header), None)
-        epoch_column = header.index("epoch") if "epoch" in header else None
-        columns = [(number, name) for number, name in enumerate(header) if name and name not in _NOT_VALUES]
-        for number, row in enumerate(rows):
-            step = float(number) if step_column is None else _number(row, step_column)
-            if step is None:
-                continue
-            epoch = None if epoch_column is None else _number(row, epoch_column)
-            if epoch is not None:
-                found.epochs[step] = epoch
-            for column, name in columns:
-                value = _number(row, column)
-                if value is not None:
-                    found.add(name, step, value)
+        columns = list(zip_longest(*rows, fillvalue=""))  # by column, which takes less time than row by row
+    cells = dict(zip(header, columns, strict=False))
+    named = next((name for name in _STEPS if name in cells), None)
+    count = len(columns[0]) if columns else 0
+    steps: list[float | None] = [float(row) for row in range(count)] if named is None else _numbers(cells[named])
+    found, first = RunValues(), {}
+    if "epoch" in cells:
+        epochs = _curve(steps, _numbers(cells["epoch"]))
+        found.epochs = dict(zip(epochs.steps, epochs.values, strict=True))
+    for name in cells.keys() - _NOT_VALUES - {""}:
+        curve = _curve(steps, _numbers(cells[name]))
+        if len(curve):
+            found.curves[name] = curve
+            first[name] = next(row for row, cell in enumerate(cells[name]) if cell)
+    names = sorted(found.curves, key=lambda name: (first[name], header.index(name)))
+    found.curves = {name: found.curves[name] for name in names}
     return found.put_in_order()
 
 
-def _number(row: list[str], column: int) -> float | None:
-    """The number in a cell, or None where there is none; a killed run may leave a row cut short."""
+def _curve(steps: Sequence[float | None], values: Sequence[float | None]) -> Curve:
+    """The values that are there, at steps that are there."""
+    pairs = zip(steps, values, strict=True)
+    kept = [(step, value) for step, value in pairs if step is not None and value is not None]
+    return Curve([step for step, _ in kept], [value for _, value in kept])
+
+
+def _numbers(cells: Sequence[str]) -> list[float | None]:
+    """The numbers of a column, None where there is none; a killed run may leave a row cut short."""
     try:
-        return float(row[column])
-    except (ValueError, IndexError):
+        return [float(cell) if cell else None for cell in cells]
+    except ValueError:
+        return [_number(cell) for cell in cells]
+
+
+def _number(cell: str) -> float | None:
+    try:
+        return float(cell)
+    except ValueError:
         return None
 
 
@@ -180,7 +200,8 @@ def read_events(place: str | os.PathLike[str]) -> RunValues:
     except ImportError as error:
         raise ConfigurationError(
             f"{os.fspath(place)!r} holds TensorBoard's event files, and TensorBoard is not installed. Install it with "
-            '`pip install "drivetrain[tensorboard]"`.'
+            '`pip install "drivetrain[tensorboard]"`.',
+            code="DT-013",
         ) from error
     events = EventAccumulator(os.fspath(place), size_guidance={SCALARS: 0})
     events.Reload()

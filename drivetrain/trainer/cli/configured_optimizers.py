@@ -66,7 +66,8 @@ def chosen_configuration(
         raise ConfigurationError(
             f"Several keys have an {what} for the task: {', '.join(automatic)}. At most one {what} can be handed over "
             f'automatically: give link_to="model.{next(iter(automatic))}" for the others, and make them in '
-            "configure_optimizers with instantiate_class."
+            "configure_optimizers with instantiate_class.",
+            code="DT-004",
         )
     for key, kind in automatic.items():
         init = config.get(key)

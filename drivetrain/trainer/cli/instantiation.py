@@ -69,7 +69,9 @@ def instantiate_module(class_type: type[M], config: Mapping[str, Any]) -> M:
     try:
         parsed = parser.parse_object({"module": chosen})
     except ArgumentError as error:
-        raise ConfigurationError(f"{class_type.__name__} cannot be made of its hyper-parameters: {error}") from None
+        raise ConfigurationError(
+            f"{class_type.__name__} cannot be made of its hyper-parameters: {error}", code="DT-131"
+        ) from None
     made: M = parser.instantiate_classes(parsed).module
     return made
 

@@ -21,7 +21,8 @@ def require_jsonargparse(owner: str) -> None:
     """
     if not IS_INSTALLED:
         raise ConfigurationError(
-            f'{owner} needs jsonargparse[signatures], which is not installed: pip install "drivetrain[cli]".'
+            f'{owner} needs jsonargparse[signatures], which is not installed: pip install "drivetrain[cli]".',
+            code="DT-013",
         )
 
 

@@ -66,7 +66,8 @@ class SaveConfigCallback(Callback):
         if not save_to_log_dir and type(self).save_config is SaveConfigCallback.save_config:
             raise ConfigurationError(
                 "`save_to_log_dir=False` only makes sense for a subclass of SaveConfigCallback that overrides "
-                "save_config: else nothing is saved."
+                "save_config: else nothing is saved.",
+                code="DT-005",
             )
 
     def setup(self, trainer: Trainer, task: Task, stage: str) -> None:

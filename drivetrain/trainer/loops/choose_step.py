@@ -40,7 +40,8 @@ def choose_step(trainer: Trainer, task: Task, model: nn.Module, splits: bool = T
         raise ConfigurationError(
             f"Trainer(auto_micro_batch=True) runs the gradients of a step again, which {type(task).__name__} computes "
             "by itself: it optimizes by hand, steps its optimizer itself, has one that evaluates the loss several "
-            "times, or returns a loss for each of several. Leave auto_micro_batch out, and give a smaller batch size."
+            "times, or returns a loss for each of several. Leave auto_micro_batch out, and give a smaller batch size.",
+            code="DT-092",
         )
     if trainer.optimizer_in_backward:
         refuse_in_backward(trainer, task, by_closure)

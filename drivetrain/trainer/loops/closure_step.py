@@ -41,7 +41,8 @@ class ClosureStep(PlainStep):
             raise ConfigurationError(
                 f"The closure hasn't been executed: {type(self._task).__name__}.optimizer_step never ran its "
                 "optimizer_closure, so no loss was computed. Call optimizer.step(closure=optimizer_closure), or "
-                "optimizer_closure() yourself."
+                "optimizer_closure() yourself.",
+                code="DT-083",
             )
         self._announced, self._repeats = None, False
         return self._finish(window, outputs[-1], stepped)

@@ -46,7 +46,8 @@ def duration_in_run(trainer: Trainer, duration: Duration, name: str) -> Duration
         return duration.part_of(Duration(trainer.max_time.total_seconds(), Unit.SECONDS))
     raise ConfigurationError(
         f"{name} is {duration}, but how long that is is not known. Give the Trainer an end (max_duration, max_epochs, "
-        "max_steps or max_time), or a duration in steps, samples or seconds."
+        "max_steps or max_time), or a duration in steps, samples or seconds.",
+        code="DT-096",
     )
 
 
@@ -80,7 +81,8 @@ def counters(trainer: Trainer, task: Task) -> list[_Samples | _Tokens]:
         elif progress.total_batches and not progress.count(unit):
             raise ConfigurationError(
                 f"Something of this run is measured in {unit}, but its first {progress.global_step} steps have not "
-                f"counted any: nothing was measured in {unit} then. Measure in steps, epochs or time."
+                f"counted any: nothing was measured in {unit} then. Measure in steps, epochs or time.",
+                code="DT-096",
             )
         else:
             found.append(kind(trainer, task))
@@ -161,7 +163,8 @@ class _Tokens:
             raise ConfigurationError(
                 f"This run is measured in tokens, but {type(self._task).__name__} gives no number of them. "
                 "Define num_tokens(batch) on the task, or return {'loss': sum, 'weight': tokens} from "
-                "training_step."
+                "training_step.",
+                code="DT-096",
             )
         total, self._weights.total = self._weights.total, None
         return 0 if total is None else round(float(total))

@@ -71,7 +71,8 @@ class InBackwardStep(PlainStep):
             raise ConfigurationError(
                 f"{type(self._task).__name__}.training_step returned a loss with a weight, by which all gradients of "
                 "the step would be scaled, but optimizer_in_backward=True frees each once it is stepped with. Return "
-                "the mean loss alone, or leave optimizer_in_backward out."
+                "the mean loss alone, or leave optimizer_in_backward out.",
+                code="DT-093",
             )
         return weighted
 
@@ -98,7 +99,8 @@ def refuse_in_backward(trainer: Trainer, task: Task, by_closure: bool) -> None:
     if reason:
         raise ConfigurationError(
             f"Trainer(optimizer_in_backward=True) steps each parameter once, within the one backward of a step, but "
-            f"{reason}. Leave optimizer_in_backward out."
+            f"{reason}. Leave optimizer_in_backward out.",
+            code="DT-093",
         )
 
 
@@ -114,7 +116,8 @@ def _refuse_readers(trainer: Trainer, task: Task) -> None:
         raise ConfigurationError(
             f"Trainer(optimizer_in_backward=True) steps with each gradient as it is ready and frees it, so "
             f"{', '.join(found)} would find no gradients. Leave "
-            f"{'it' if len(found) == 1 else 'them'}, or optimizer_in_backward, out."
+            f"{'it' if len(found) == 1 else 'them'}, or optimizer_in_backward, out.",
+            code="DT-093",
         )
 
 
@@ -123,5 +126,6 @@ def _refuse_schedules(trainer: Trainer) -> None:
         if isinstance(callback, GradientAccumulationScheduler) and callback.going_to_accumulate_grad_batches():
             raise ConfigurationError(
                 f"Trainer(optimizer_in_backward=True) keeps no gradients, so {type(callback).__name__} cannot let them "
-                "accumulate. Leave one of the two out."
+                "accumulate. Leave one of the two out.",
+                code="DT-093",
             )

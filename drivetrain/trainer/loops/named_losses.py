@@ -53,7 +53,8 @@ class NamedLossesStep(PlainStep):
             f"{type(self._task).__name__}.training_step returned {shown}, without a loss for the optimizer "
             f"{missing[0]!r}.{nearest(missing[0], map(str, given))} Return a scalar tensor for each of "
             f"{', '.join(map(repr, self._names))} in every step, or None to leave the batch out. For optimizers that "
-            "step at different times, set automatic_optimization = False."
+            "step at different times, set automatic_optimization = False.",
+            code="DT-083",
         )
 
     def _run_backward(self, loss: Any, output: Any, share: float, stands_in: bool) -> None:
@@ -91,5 +92,6 @@ def refuse_named(trainer: Trainer, task: Task, by_closure: bool) -> None:
         raise ConfigurationError(
             f"{type(task).__name__}.configure_optimizers names its optimizers ({names}), each for a loss of its own, "
             f"but {reason}. Return a list of optimizers for one loss, or set automatic_optimization = False where the "
-            "strategy takes it."
+            "strategy takes it.",
+            code="DT-086",
         )

@@ -128,5 +128,6 @@ def refuse_unscheduled(task: Task, strategy: object, by_closure: bool) -> None:
     what = "an optimizer that needs a closure, or optimizer_step" if by_closure else "manual optimization"
     raise ConfigurationError(
         f"{strategy!r} runs forward and backward of all micro-batches together, so {what} of {type(task).__name__} "
-        "cannot run them. Use automatic optimization with an optimizer that needs none, or another strategy."
+        "cannot run them. Use automatic optimization with an optimizer that needs none, or another strategy.",
+        code="DT-051",
     )

@@ -152,7 +152,7 @@ class SplitStep(PlainStep):
         """
         parts = [part for place, each in enumerate(window) for part in self._cut(place, each)]
         if failure is not None and len(parts) == self._tried:
-            raise ConfigurationError(_too_large(any(part.of for part in parts))) from failure
+            raise ConfigurationError(_too_large(any(part.of for part in parts)), code="DT-104") from failure
         self._tried = len(parts)
         self._held_back.clear()
         self._begin(parts)  # type: ignore[arg-type]  # only their number counts

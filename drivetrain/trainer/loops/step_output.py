@@ -40,7 +40,8 @@ class StepOutput:
         )
         raise ConfigurationError(
             f"{self._step} returned {given}. {rule}: the loss as a scalar tensor, a dict with it under 'loss', or None "
-            "to leave the batch out."
+            "to leave the batch out.",
+            code="DT-083",
         )
 
     def check_of_manual(self, output: Any) -> None:
@@ -52,7 +53,8 @@ class StepOutput:
         if output is not None and not isinstance(output, Tensor | Mapping):
             raise ConfigurationError(
                 f"{self._step} returned {repr(output)[:80]}. With automatic_optimization = False it must return a "
-                "Tensor or have no return: a tensor or a dict, which hooks get, or None."
+                "Tensor or have no return: a tensor or a dict, which hooks get, or None.",
+                code="DT-083",
             )
 
     def has_weight(self, output: Any) -> bool:
@@ -70,27 +72,31 @@ class StepOutput:
             return weight
         raise ConfigurationError(
             f"{self._step} returned a loss without a weight, after one with a weight. Return {{'loss': sum, 'weight': "
-            "tokens} for every batch, or None to leave one out."
+            "tokens} for every batch, or None to leave one out.",
+            code="DT-084",
         )
 
     def refuse_weight(self) -> None:
         """Raise for a loss with a weight, after losses without."""
         raise ConfigurationError(
             f"{self._step} returned a loss with a weight, after one without. Return {{'loss': sum, 'weight': tokens}} "
-            "for every batch, or for none."
+            "for every batch, or for none.",
+            code="DT-084",
         )
 
     def explain(self, loss: Tensor, error: RuntimeError | None = None) -> None:
         """Raise in our words what torch means where it cannot differentiate a loss; return where it can."""
         if loss.numel() != 1:
             raise ConfigurationError(
-                f"{self._step} returned a tensor of shape {tuple(loss.shape)}. Return one number, such as loss.mean()."
+                f"{self._step} returned a tensor of shape {tuple(loss.shape)}. Return one number, such as loss.mean().",
+                code="DT-083",
             ) from error
         if not loss.requires_grad:
             raise ConfigurationError(
                 f"{self._step} returned a loss that depends on no parameter that can be trained, so nothing can be "
                 "learned from it. Compute it from the task's modules, without detach(), item() or no_grad(); or return "
-                "None to leave the batch out."
+                "None to leave the batch out.",
+                code="DT-085",
             ) from error
 
 

@@ -16,6 +16,8 @@ from drivetrain.runtime.collectives import gather_object
 from drivetrain.runtime.errors import ConfigurationError
 from drivetrain.strategies.topology import Topology
 from drivetrain.trainer.metrics.evaluation_counts import EvaluationCounts
+from drivetrain.trainer.metrics.log_moments import ARGUMENTS as ARGUMENTS
+from drivetrain.trainer.metrics.log_moments import moment_of, moments_of
 from drivetrain.trainer.metrics.log_scopes import NOWHERE, TRAIN_STEP, LogScope
 from drivetrain.trainer.metrics.logged_value import (
     REDUCTIONS,
@@ -159,7 +161,8 @@ class LoggedValues:
             if value.numel() != 1:
                 raise ConfigurationError(
                     f"log({name!r}, ...) takes a scalar, got a tensor of shape {tuple(value.shape)}. "
-                    "Reduce it first, such as with .mean()."
+                    "Reduce it first, such as with .mean().",
+                    code="DT-090",
                 )
             # What requires gradients was computed in this step; anything else may be changed in place later.
             value = value.detach() if value.requires_grad else value.clone()
@@ -208,29 +211,8 @@ class LoggedValues:
     def _register(self, name: str, value: Any, arguments: Arguments) -> LoggedValue:
         scope = self.scope
         prog_bar, logger, on_step, on_epoch, reduce_fx, sync, several, metric_path, main_only = arguments
-        if scope.on_step is None:
-            raise ConfigurationError(
-                f"You can't call self.log({name!r}, ...) here ({scope.stage}): there is no step or epoch that the "
-                "value belongs to. Log in a step, or in a hook between the start of training or evaluation and "
-                "the end of its epoch."
-            )
         known = self._current.get(name)
-        if known is not None:
-            raise ConfigurationError(
-                f"{name!r} is logged with two meanings: first with {_readable(known.arguments)} from the "
-                f"{_moment(known.scope)}, now with {_readable(arguments)} from the {_moment(scope)}. "
-                "Give the two different names."
-            )
-        steps = scope.on_step if on_step is None else on_step
-        epochs = scope.on_epoch if on_epoch is None else on_epoch
-        if not (steps or epochs):
-            raise ConfigurationError(
-                f"log({name!r}, on_step=False, on_epoch=False) is not useful: it would keep nothing."
-            )
-        if steps and not scope.has_batch:
-            raise ConfigurationError(
-                f"log({name!r}, on_step=True) from the {_moment(scope)}: there is no step there. Use on_epoch=True."
-            )
+        steps, epochs = moments_of(name, scope, arguments, on_step, on_epoch, known)
         if logger:
             self._warn_without_trackers(name)
         suffix = f"/dataloader_idx_{self.dataloader_idx}" if self.dataloader_idx is not None and several else ""
@@ -256,9 +238,11 @@ class LoggedValues:
         if restored is not None and restored.arguments == _RESTORED:
             entry.adopt(restored)
         elif restored is not None and self._separates_moments and restored.scope.has_batch is not scope.has_batch:
-            key = f"{key} of the {_moment(scope)}"
+            key = f"{key} of the {moment_of(scope)}"
         elif restored is not None:
-            raise ConfigurationError(f"{entry.name!r} is logged for two loaders; use add_dataloader_idx=True.")
+            raise ConfigurationError(
+                f"{entry.name!r} is logged for two loaders; use add_dataloader_idx=True.", code="DT-091"
+            )
         self._current[name] = table[key] = entry
         return entry
 
@@ -487,7 +471,8 @@ def _forgotten(values: Tensor) -> Tensor:
     """Stands for a reduction function, which no checkpoint can hold, until the name is logged again."""
     raise ConfigurationError(
         "A value that is reduced by a function was logged before the checkpoint and never since, so the function is "
-        "not known any more. Log it in every epoch, or use one of " + ", ".join(REDUCTIONS) + "."
+        "not known any more. Log it in every epoch, or use one of " + ", ".join(REDUCTIONS) + ".",
+        code="DT-091",
     )
 
 
@@ -508,7 +493,8 @@ def _computed(name: str, metric: Any, select: Callable[[list[Any]], list[Any]]) 
     given = f"shape {tuple(value.shape)}" if isinstance(value, Tensor) else f"a {type(value).__name__}"
     raise ConfigurationError(
         f"The `{type(metric).__name__}.compute()` return of the metric logged as {name!r} must be a tensor of one "
-        f"number, got {given}. Compute it in on_validation_epoch_end and log the parts by name."
+        f"number, got {given}. Compute it in on_validation_epoch_end and log the parts by name.",
+        code="DT-090",
     )
 
 
@@ -517,26 +503,6 @@ def _number(name: str, value: Any) -> float:
         return float(value)
     raise ConfigurationError(
         f"`self.log({name}, {value})` was called, but {name!r} is a {type(value).__name__}. Give a number, a scalar "
-        "tensor or a torchmetrics object."
+        "tensor or a torchmetrics object.",
+        code="DT-090",
     )
-
-
-ARGUMENTS = (
-    "prog_bar",
-    "logger",
-    "on_step",
-    "on_epoch",
-    "reduce_fx",
-    "sync_dist",
-    "add_dataloader_idx",
-    "metric_attribute",
-    "rank_zero_only",
-)
-
-
-def _readable(arguments: Arguments) -> str:
-    return ", ".join(f"{name}={value!r}" for name, value in zip(ARGUMENTS, arguments, strict=True))
-
-
-def _moment(scope: LogScope) -> str:
-    return f"{scope.stage} {'step' if scope.has_batch else 'epoch'}"

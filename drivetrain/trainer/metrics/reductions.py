@@ -62,6 +62,7 @@ def reduction_of(name: str, reduce_fx: Any) -> Reduction:
     if not isinstance(reduce_fx, str) or word not in REDUCTIONS:
         raise ConfigurationError(
             f"log({name!r}, reduce_fx={reduce_fx!r}): allowed are {', '.join(REDUCTIONS)} or a function of the "
-            f"stacked values.{nearest(word, REDUCTIONS)}"
+            f"stacked values.{nearest(word, REDUCTIONS)}",
+            code="DT-001",
         )
     return word

@@ -44,7 +44,8 @@ class Actions:
         if profiler is not None and barebones:
             raise ConfigurationError(
                 f"Trainer(barebones=True, profiler={profiler!r}): a profiler is something around the loop. "
-                "Leave one of the two out."
+                "Leave one of the two out.",
+                code="DT-004",
             )
         self._trainer = trainer
         self.profiler = make_profiler(profiler)
@@ -217,7 +218,7 @@ def make_profiler(given: Profiler | str | None) -> Profiler:
     if name not in NAMES:
         allowed = ", ".join(map(repr, NAMES))
         raise ConfigurationError(
-            f"profiler={given!r}: give one of {allowed}, or a drivetrain.Profiler.{nearest(name, NAMES)}"
+            f"profiler={given!r}: give one of {allowed}, or a drivetrain.Profiler.{nearest(name, NAMES)}", code="DT-001"
         )
     from drivetrain.trainer import profilers  # imports torch's profiler
 

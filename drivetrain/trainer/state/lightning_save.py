@@ -43,13 +43,13 @@ def save_in_format(
         format = trainer.format_of_checkpoint(path, block)
     if format not in FORMATS:
         raise ConfigurationError(
-            f"save_checkpoint(format={format!r}): give 'lightning' or 'drivetrain', or leave it out."
+            f"save_checkpoint(format={format!r}): give 'lightning' or 'drivetrain', or leave it out.", code="DT-001"
         )
     if format == "drivetrain":
         return save_run(trainer, path, weights_only, block)
     if not block:
         raise ConfigurationError(
-            "save_checkpoint(format='lightning', block=False): it is written at once. Leave block out."
+            "save_checkpoint(format='lightning', block=False): it is written at once. Leave block out.", code="DT-004"
         )
     files = trainer.checkpoint_files
     target = decide_on_main_process(lambda: files.place_of(path))

@@ -41,15 +41,16 @@ def find_checkpoint(trainer: Trainer, given: str | os.PathLike[str] | None) -> s
         callback = trainer.checkpoint_callback
         if callback is None:
             raise ConfigurationError(
-                f"{given!r} was given, but `ModelCheckpoint` is not configured. Put one among the callbacks."
+                f"{given!r} was given, but `ModelCheckpoint` is not configured. Put one among the callbacks.",
+                code="DT-098",
             )
         found = getattr(callback, f"{given}_model_path")
         if not found:
             if given == "best" and not callback.save_top_k:
                 raise ConfigurationError(
-                    "'best': the ModelCheckpoint is not configured to save the best (save_top_k=0)."
+                    "'best': the ModelCheckpoint is not configured to save the best (save_top_k=0).", code="DT-098"
                 )
-            raise ConfigurationError(f"{given!r}: the ModelCheckpoint has not saved one yet.")
+            raise ConfigurationError(f"{given!r}: the ModelCheckpoint has not saved one yet.", code="DT-098")
         return str(found)
     if given != "auto":
         return os.fspath(given)
@@ -58,7 +59,7 @@ def find_checkpoint(trainer: Trainer, given: str | os.PathLike[str] | None) -> s
         try:
             answer[0] = _newest(_directories(trainer))
         except (DrivetrainError, OSError) as error:
-            answer[1] = str(error)
+            answer[1] = error.message if isinstance(error, DrivetrainError) else str(error)
     path, problem = broadcast_object_list(answer)
     if problem is not None:
         raise CheckpointError(f"resume='auto' could not look for checkpoints: {problem}")

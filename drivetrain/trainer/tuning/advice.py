@@ -365,7 +365,8 @@ def _refuse_once(loader: Any) -> None:
             raise ConfigurationError(
                 f"Trainer(advise=True) reads the first batches of the training data several times, and "
                 f"{type(what).__name__} can be read only once. Give a DataLoader over a dataset that begins again at "
-                "each iteration, or leave advise out."
+                "each iteration, or leave advise out.",
+                code="DT-097",
             )
 
 

@@ -84,7 +84,9 @@ def check_batch_size_search(trainer: Trainer, task: Task, stage: Stage, tried: B
     if trainer.task_run.sources[stage].is_given:
         raise ConfigurationError(
             f"The Batch size finder cannot be used with dataloaders passed directly to {stage.verb}(): their batch "
-            f"size is settled. Give the task or a DataModule a {stage.loader_name}() that reads {tried.batch_arg_name}."
+            f"size is settled. Give the task or a DataModule a {stage.loader_name}() that reads "
+            f"{tried.batch_arg_name}.",
+            code="DT-097",
         )
     try:
         return TunedAttribute.find(
@@ -100,7 +102,8 @@ def _refuse_several(loaders: Any, stage: Stage) -> None:
     if stage is not Stage.TRAIN and isinstance(loaders, list | tuple) and len(loaders) > 1:
         raise ConfigurationError(
             f"The Batch size finder cannot be used with multiple {stage.loader} dataloaders: there are "
-            f"{len(loaders)}. Let {stage.loader_name}() return one."
+            f"{len(loaders)}. Let {stage.loader_name}() return one.",
+            code="DT-097",
         )
 
 

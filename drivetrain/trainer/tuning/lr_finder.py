@@ -35,7 +35,7 @@ class LRFinder:
 
     def __init__(self, mode: str, lr_min: float, lr_max: float, num_training: int) -> None:
         if mode not in MODES:
-            raise ConfigurationError(f"LRFinder(mode={mode!r}): give {' or '.join(map(repr, MODES))}.")
+            raise ConfigurationError(f"LRFinder(mode={mode!r}): give {' or '.join(map(repr, MODES))}.", code="DT-001")
         self.mode, self.lr_min, self.lr_max, self.num_training = mode, lr_min, lr_max, num_training
         self.results: dict[str, list[float]] = {"lr": [], "loss": []}
 
@@ -93,7 +93,7 @@ class LRFinder:
         """
         if find_spec("matplotlib") is None:
             raise ConfigurationError(
-                'LRFinder.plot needs matplotlib, which is not installed: pip install "drivetrain[plot]".'
+                'LRFinder.plot needs matplotlib, which is not installed: pip install "drivetrain[plot]".', code="DT-013"
             )
         import matplotlib.pyplot as plt
 

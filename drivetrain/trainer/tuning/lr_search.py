@@ -56,7 +56,8 @@ def search_learning_rate(trainer: Trainer, task: Task, tried: LRRange) -> LRFind
     if len(trainer.task_optimizers) != 1:
         raise ConfigurationError(
             f"The learning-rate search only works with single optimizer: {type(task).__name__}.configure_optimizers "
-            f"returned {len(trainer.task_optimizers)}. Search each task of one optimizer by itself."
+            f"returned {len(trainer.task_optimizers)}. Search each task of one optimizer by itself.",
+            code="DT-092",
         )
     found = LRFinder(tried.mode, tried.min_lr, tried.max_lr, tried.num_training)
     source = trainer.task_run.sources[Stage.TRAIN].again()

@@ -79,7 +79,7 @@ class HfDeepSpeedConfig:
         if node is not None and name in node:
             del node[name]
         elif must_exist:
-            raise ConfigurationError(f"The DeepSpeed configuration has no {ds_key_long!r}.")
+            raise ConfigurationError(f"The DeepSpeed configuration has no {ds_key_long!r}.", code="DT-056")
 
     def is_true(self, ds_key_long: str) -> bool:
         """Whether the value at a path is set and true."""
@@ -113,7 +113,8 @@ def _read(given: Any) -> dict[str, Any]:
         return dict(json.loads(base64.urlsafe_b64decode(str(given)).decode("utf-8")))
     except ValueError:
         raise ConfigurationError(
-            f"A DeepSpeed configuration is a dict, the path of a JSON file, or its text in base64; got {given!r}."
+            f"A DeepSpeed configuration is a dict, the path of a JSON file, or its text in base64; got {given!r}.",
+            code="DT-003",
         ) from None
 
 
@@ -129,6 +130,6 @@ def get_active_deepspeed_plugin(state: Any) -> Any:
     plugin = getattr(state, "deepspeed_plugin", None)
     if plugin is None:
         raise ConfigurationError(
-            'This Accelerator is without DeepSpeed; make it with a plugin or strategy="deepspeed".'
+            'This Accelerator is without DeepSpeed; make it with a plugin or strategy="deepspeed".', code="DT-047"
         )
     return plugin

@@ -70,7 +70,9 @@ class Fabric(Preparing, Stepping, Processes, StateFiles):
             elif isinstance(plugin, ClusterEnvironment):
                 plugin.publish(devices, num_nodes)
             elif plugin is not None:
-                raise ConfigurationError(f"Fabric(plugins={type(plugin).__name__}()) is not taken. {PLUGIN}")
+                raise ConfigurationError(
+                    f"Fabric(plugins={type(plugin).__name__}()) is not taken. {PLUGIN}", code="DT-008"
+                )
         strategy = STRATEGIES.made(strategy)
         if isinstance(strategy, StrategyMembers):
             if strategy.cluster_environment is not None:
@@ -188,7 +190,8 @@ def _check_launched(function: Any, spawning: SpawnedProcesses | None) -> None:
         if spawning is not None:
             raise ArgumentTypeError(
                 "Where the strategy starts processes, `launch()` needs to be called with a function for them to run: "
-                "fabric.launch(train)."
+                "fabric.launch(train).",
+                code="DT-005",
             )
         return
     if not callable(function):

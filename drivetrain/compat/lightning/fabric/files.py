@@ -108,7 +108,7 @@ def _check_filter(given: Any, state: Mapping[str, Any]) -> None:
     unknown = {name for name in given if name not in state}
     if unknown:
         raise ConfigurationError(
-            f"save(filter=...): the keys {unknown} are not present in the state keys {set(state)}."
+            f"save(filter=...): the keys {unknown} are not present in the state keys {set(state)}.", code="DT-006"
         )
     for name, keeps in given.items():
         if not callable(keeps):

@@ -70,12 +70,13 @@ class FabricSide:
         for name, value in dictionary.items():
             if isinstance(value, Mapping):
                 raise ConfigurationError(
-                    f"`{name}`: nested dictionaries cannot be logged. Give each value a name of its own."
+                    f"`{name}`: nested dictionaries cannot be logged. Give each value a name of its own.", code="DT-090"
                 )
             if not isinstance(value, Tensor | int | float):
                 raise ConfigurationError(
                     f"`{name}`: `{type(value).__name__}` values cannot be logged. Give a number, or a tensor of one "
-                    "element."
+                    "element.",
+                    code="DT-090",
                 )
         if logger is not False:
             self.fabric.log_dict(dictionary)

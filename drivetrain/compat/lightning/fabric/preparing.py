@@ -100,13 +100,14 @@ class Preparing(Reporting):
             ConfigurationError: There is none, or one that cannot be prepared, or that has been.
         """
         if not dataloaders:
-            raise ConfigurationError("`setup_dataloaders` requires at least one dataloader as input.")
+            raise ConfigurationError("`setup_dataloaders` requires at least one dataloader as input.", code="DT-097")
         _refuse_prepared("dataloader", "setup_dataloaders", dataloaders)
         for loader in dataloaders:
             if not isinstance(loader, DataLoader):
                 raise ArgumentTypeError(
                     f"Only PyTorch DataLoader are currently supported in `setup_dataloaders`, got a "
-                    f"{type(loader).__name__}. Iterate anything else as it is, and move batches with fabric.to_device."
+                    f"{type(loader).__name__}. Iterate anything else as it is, and move batches with fabric.to_device.",
+                    code="DT-100",
                 )
         shard = None if use_distributed_sampler else DataShard(0, 1)
         place = None if move_to_device else _as_it_is
@@ -163,7 +164,8 @@ def _refuse_prepared(kind: str, method: str, objects: Any) -> None:
         if is_wrapped(each):
             article = "An" if kind == "optimizer" else "A"
             raise ConfigurationError(
-                f"{article} {kind} should be passed only once to the `{method}` method; this one is what it returned."
+                f"{article} {kind} should be passed only once to the `{method}` method; this one is what it returned.",
+                code="DT-045",
             )
 
 

@@ -62,7 +62,7 @@ class Stepping:
             RuntimeError: The norm is not finite.
         """
         if (clip_val is None) is (max_norm is None):
-            raise ConfigurationError("clip_gradients takes one of clip_val and max_norm.")
+            raise ConfigurationError("clip_gradients takes one of clip_val and max_norm.", code="DT-004")
         bare = forward_module(module), unwrap_optimizer(optimizer)
         if clip_val is not None:
             self._strategy.clip_gradients_value(*bare, clip_val=clip_val)
@@ -90,7 +90,8 @@ class Stepping:
         if not isinstance(bare, FabricModule):
             raise ArgumentTypeError(
                 "You need to set up the model first before you can call `fabric.no_backward_sync()`: "
-                "model = fabric.setup(model)."
+                "model = fabric.setup(model).",
+                code="DT-017",
             )
         return self.accelerator.no_sync(forward_module(bare)) if enabled else nullcontext()
 

@@ -131,7 +131,9 @@ class FabricModule(nn.Module):
             raise ArgumentTypeError(f"Expected a method or a string, but got: {type(method).__name__}")
         name = method if isinstance(method, str) else method.__name__
         if name == "forward":
-            raise ConfigurationError("You cannot mark the forward method itself as a forward method: it is one.")
+            raise ConfigurationError(
+                "You cannot mark the forward method itself as a forward method: it is one.", code="DT-016"
+            )
         if not inspect.ismethod(getattr(self.module, name, None)):
             raise AttributeError(f"`{type(self.module).__name__}.{name}` does not exist or is not a method.")
         self._forward_methods.add(name)

@@ -43,7 +43,8 @@ class ModelCalls:
         if self._answer is None:
             raise ConfigurationError(
                 f"{self.name} is spread over {self._stages} stages, so it can only be called within "
-                "training_step, validation_step, test_step and predict_step, once in each."
+                "training_step, validation_step, test_step and predict_step, once in each.",
+                code="DT-053",
             )
         answer, self._answer = self._answer, None
         return answer(*args, **kwargs)
@@ -73,7 +74,8 @@ class ModelCalls:
                 raise ConfigurationError(
                     f"An argument of {self.name} requires gradients, so it was computed from "
                     "parameters outside of it, where a pipeline has no stage. Move that computation into the module "
-                    "that is split."
+                    "that is split.",
+                    code="DT-053",
                 )
         return Call(args, kwargs, self._route(args, kwargs))
 

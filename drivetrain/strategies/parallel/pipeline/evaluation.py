@@ -39,7 +39,7 @@ class StagedEvaluation(nn.Module):
             called = self._calls.was_called
         if not called:
             raise ConfigurationError(
-                f"The step never called {self._calls.name}, the module that is spread over stages."
+                f"The step never called {self._calls.name}, the module that is spread over stages.", code="DT-053"
             )
         return result
 

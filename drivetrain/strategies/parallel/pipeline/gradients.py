@@ -30,7 +30,8 @@ class StagedGradients(ShardedGradients):
         """Refuse: what the stages send each other is settled when the model is split."""
         raise ConfigurationError(
             "A pipeline settles which parameters it trains when the model is split, so none can be added later. Train "
-            'all from the start, or use strategy="fsdp".'
+            'all from the start, or use strategy="fsdp".',
+            code="DT-049",
         )
 
     def clip_norm(self, parameters: Iterable[Tensor], max_norm: float, norm_type: float = 2.0) -> Tensor:

@@ -44,13 +44,16 @@ class PipelineOptions:
             if f"pp_{name}" not in allowed:
                 raise ConfigurationError(
                     f"A pipeline has no option pp_{name}. Allowed: {', '.join(allowed)}."
-                    f"{nearest(f'pp_{name}', allowed)}"
+                    f"{nearest(f'pp_{name}', allowed)}",
+                    code="DT-006",
                 )
         return cls(**given)
 
     def __post_init__(self) -> None:
         if isinstance(self.split, str) and self.split != "auto":
-            raise ConfigurationError(f"pp_split must be 'auto' or a list of module names, got {self.split!r}.")
+            raise ConfigurationError(
+                f"pp_split must be 'auto' or a list of module names, got {self.split!r}.", code="DT-003"
+            )
 
     def stages_among(self, ranks: int) -> StageRanks:
         """How stages are spread over processes.
@@ -66,7 +69,8 @@ class PipelineOptions:
         if self.split != "auto" and len(self.split) + 1 != stages.count:
             raise ConfigurationError(
                 f"pp_split names {len(self.split)} modules, which makes {len(self.split) + 1} stages, but pp={ranks} x "
-                f"{per_rank} stages on each process are {stages.count}."
+                f"{per_rank} stages on each process are {stages.count}.",
+                code="DT-059",
             )
         return stages
 

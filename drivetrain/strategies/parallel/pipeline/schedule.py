@@ -21,7 +21,9 @@ from drivetrain.strategies.parallel.pipeline.trace import Route, TensorShape
 try:
     from torch.distributed.pipelining._utils import _TensorMeta
 except ImportError as error:  # the interface of stages has changed between releases
-    raise ConfigurationError(f"Pipeline parallelism needs torch 2.13 or newer; this is {torch.__version__}.") from error
+    raise ConfigurationError(
+        f"Pipeline parallelism needs torch 2.13 or newer; this is {torch.__version__}.", code="DT-014"
+    ) from error
 
 logger = get_logger(__name__)
 
@@ -72,13 +74,14 @@ def schedule_kind(name: str, stages: int | None) -> tuple[ScheduleKind, int]:
     kind = plain.get(name.lower().replace("_", "").replace("-", ""))
     if kind is None:
         raise ConfigurationError(
-            f"Unknown pp_schedule {name!r}. Allowed: {', '.join(SCHEDULES)}.{nearest(name, SCHEDULES)}"
+            f"Unknown pp_schedule {name!r}. Allowed: {', '.join(SCHEDULES)}.{nearest(name, SCHEDULES)}", code="DT-001"
         )
     count = kind.stages if stages is None else stages
     if count < 1 or (kind.allowed is not None and count not in kind.allowed):
         allowed = "at least 1" if kind.allowed is None else " or ".join(map(str, kind.allowed))
         raise ConfigurationError(
-            f"pp_schedule={kind.name!r} runs {allowed} stage(s) on each process, got pp_stages_per_rank={stages}."
+            f"pp_schedule={kind.name!r} runs {allowed} stage(s) on each process, got pp_stages_per_rank={stages}.",
+            code="DT-059",
         )
     return kind, count
 

@@ -50,20 +50,24 @@ def find_pipelined(model: nn.Module, name: str | None) -> str:
         if name not in known:
             raise ConfigurationError(
                 f"pp_module={name!r} is no module of {type(model).__name__}. It has: "
-                f"{', '.join(sorted(path for path, _ in model.named_children()))}.{nearest(name, known)}"
+                f"{', '.join(sorted(path for path, _ in model.named_children()))}.{nearest(name, known)}",
+                code="DT-043",
             )
         return name
     sizes = {path: _size(child) for path, child in model.named_children()}
     largest = max(sizes, key=lambda path: sizes[path], default="")
     if not largest or not sizes[largest]:
-        raise ConfigurationError(f"{type(model).__name__} has no module with parameters to spread over stages.")
+        raise ConfigurationError(
+            f"{type(model).__name__} has no module with parameters to spread over stages.", code="DT-044"
+        )
     if 2 * sizes[largest] > _size(model):
         # A list is never called: the model itself goes through its blocks.
         return "" if isinstance(model.get_submodule(largest), nn.ModuleList | nn.ModuleDict) else largest
     holders = ", ".join(path for path, size in sizes.items() if size)
     raise ConfigurationError(
         f"{type(model).__name__} has several modules with parameters: {holders}. Say which one is spread over stages, "
-        'with pp_module= ("" for the whole, if its steps call self(...)), or put all into one module that they call.'
+        'with pp_module= ("" for the whole, if its steps call self(...)), or put all into one module that they call.',
+        code="DT-059",
     )
 
 
@@ -92,7 +96,8 @@ def choose_splits(
     if not lists:
         raise ConfigurationError(
             f"{type(module).__name__} holds no ModuleList or Sequential of blocks to spread over {count} stages. Name "
-            f"the modules that stages begin with: {argument}=[...]."
+            f"the modules that stages begin with: {argument}=[...].",
+            code="DT-044",
         )
     path = max(lists, key=lambda name: (_size(lists[name]), -len(name)))
     if getattr(getattr(module, "config", None), "is_encoder_decoder", False):
@@ -102,7 +107,8 @@ def choose_splits(
     if len(blocks) < count:
         raise ConfigurationError(
             f"{path or type(module).__name__} has {len(blocks)} blocks, too few for {count} stages (processes along "
-            f"pp x pp_stages_per_rank). Use fewer stages, or name their first modules with {argument}=[...]."
+            f"pp x pp_stages_per_rank). Use fewer stages, or name their first modules with {argument}=[...].",
+            code="DT-044",
         )
     begins = _even_begins([_size(block) for _, block in blocks], count)
     return tuple(f"{path}.{blocks[begin][0]}" if path else blocks[begin][0] for begin in begins)
@@ -131,7 +137,8 @@ def _splits_between(
         hint = f" It has no {unknown[0]!r}.{nearest(unknown[0], found)}" if unknown else ""
         raise ConfigurationError(
             f"{type(module).__name__} has {len(names)} modules of the classes {list(classes)}, too few for {count} "
-            f"stages.{hint} Name classes of blocks that repeat, or the modules that stages begin with."
+            f"stages.{hint} Name classes of blocks that repeat, or the modules that stages begin with.",
+            code="DT-044",
         )
     return tuple(names[begin] for begin in _even_begins(sizes, count))
 
@@ -158,7 +165,8 @@ def lay_out(
         if not fits or not -count <= stage < count:
             raise ConfigurationError(
                 f"pp_place={{{prefix!r}: {stage}}} must name a module or parameter of {type(module).__name__} and one "
-                f"of its {count} stages.{nearest(prefix, owners)}"
+                f"of its {count} stages.{nearest(prefix, owners)}",
+                code="DT-043",
             )
         owners.update(dict.fromkeys(fits, stage % count))
     _refuse_shared(module, owners)
@@ -176,17 +184,20 @@ def _check_splits(module: nn.Module, splits: Sequence[str], argument: str) -> No
         if name not in known or not name:
             raise ConfigurationError(
                 f"{argument} names {name!r}, which is no module of {type(module).__name__}.{nearest(name, known)} "
-                "Names are relative to the module that is split."
+                "Names are relative to the module that is split.",
+                code="DT-043",
             )
         if isinstance(module.get_submodule(name), nn.ModuleList | nn.ModuleDict):
             raise ConfigurationError(
                 f"{argument} names {name!r}, a container that is never called. Name the block in it that a stage "
-                f"begins with, such as {name}.0."
+                f"begins with, such as {name}.0.",
+                code="DT-059",
             )
     order = [known.index(name) for name in splits]
     if order != sorted(set(order)):
         raise ConfigurationError(
-            f"{argument}={list(splits)} must name different modules in the order in which they are registered."
+            f"{argument}={list(splits)} must name different modules in the order in which they are registered.",
+            code="DT-059",
         )
 
 
@@ -220,7 +231,8 @@ def _refuse_shared(module: nn.Module, owners: Mapping[str, int]) -> None:
             raise ConfigurationError(
                 f"{other} and {name} are one parameter, but stages {owners[other]} and {owners[name]} would each hold "
                 "it. A pipeline needs them apart: untie them, place both on one stage with pp_place=, or use another "
-                "strategy."
+                "strategy.",
+                code="DT-054",
             )
 
 

@@ -93,7 +93,8 @@ class SplitModel:
         if split.made_with != _signature(options, place):
             raise ConfigurationError(
                 "This model was spread over stages before, with other options of the pipeline, and parts of it are "
-                "elsewhere. Make a new one, and load the state of this one into it."
+                "elsewhere. Make a new one, and load the state of this one into it.",
+                code="DT-045",
             )
         return replace(split, holdings=split.holdings.among(place.group))
 
@@ -123,7 +124,8 @@ def _refuse_outside(bare: nn.Module, whole: nn.Module) -> None:
     if outside:
         raise ConfigurationError(
             f"{', '.join(outside[:4])} can be trained, but is outside of {type(whole).__name__}, which is "
-            "spread over stages and sharded. Move it in there, or use a pipeline without data parallelism."
+            "spread over stages and sharded. Move it in there, or use a pipeline without data parallelism.",
+            code="DT-068",
         )
 
 

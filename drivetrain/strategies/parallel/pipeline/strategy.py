@@ -90,7 +90,8 @@ class Pipeline(Strategy):
             # Gradients of weights come late there, past what fully_shard watches (torch 2.13): losses went wrong.
             raise ConfigurationError(
                 f"pp_schedule={kind.name!r} computes the gradients of weights apart, which sharded or replicated "
-                "stages (dp_shard, dp_replicate) would lose. Use 'interleaved_1f1b' or '1f1b'."
+                "stages (dp_shard, dp_replicate) would lose. Use 'interleaved_1f1b' or '1f1b'.",
+                code="DT-068",
             )
         self._options, self._sizes, self._place = options, sizes, place
         self._stage_placer, self._layers = stage_placer, layers
@@ -135,7 +136,8 @@ class Pipeline(Strategy):
             raise ConfigurationError(
                 f"pp={self._place.stages.ranks} spreads {type(model).__name__} over processes, and forward and "
                 "backward of all micro-batches of a step run interleaved, which a loop with loss.backward() cannot do. "
-                "Use the Trainer, or another strategy."
+                "Use the Trainer, or another strategy.",
+                code="DT-051",
             )
         slots = slots_of(model)
         split = SplitModel.make(
@@ -170,7 +172,9 @@ class Pipeline(Strategy):
         precision.agree_on_overflow(largest_anywhere)
         for optimizer in optimizers:
             if isinstance(optimizer, torch.optim.LBFGS):
-                raise ConfigurationError("LBFGS searches along all parameters at once, which a pipeline has spread.")
+                raise ConfigurationError(
+                    "LBFGS searches along all parameters at once, which a pipeline has spread.", code="DT-048"
+                )
             self._prepared().split.holdings.follow(optimizer)
         return placed, list(optimizers)
 

@@ -119,7 +119,8 @@ class ModelOutline:
         except Exception as error:
             raise ConfigurationError(
                 f"{self._name} cannot be copied, which is how its stages are found: {type(error).__name__}: {error}. "
-                "Keep what cannot be copied out of the module that is split."
+                "Keep what cannot be copied out of the module that is split.",
+                code="DT-058",
             ) from error
 
     def route(self, args: Sequence[Any], kwargs: dict[str, Any], training: bool) -> Route:
@@ -147,7 +148,8 @@ class ModelOutline:
             except Exception as error:
                 raise ConfigurationError(
                     f"The forward of {self._name} cannot be run on shapes alone, which is how its stages are found: "
-                    f"{type(error).__name__}: {str(error)[:400]} It must not depend on the values in its tensors."
+                    f"{type(error).__name__}: {str(error)[:400]} It must not depend on the values in its tensors.",
+                    code="DT-058",
                 ) from error
             finally:
                 for remove in removals:
@@ -248,7 +250,8 @@ class _Trace(TorchDispatchMode):
             raise ConfigurationError(
                 f"{self._name} uses {name} in stage {self._stage}, but it was placed on stage {owner}, by the order in "
                 f"which modules are registered. Register it where it is used, or say pp_place={{{name!r}: "
-                f"{self._stage}}}; a parameter that two stages use cannot be split."
+                f"{self._stage}}}; a parameter that two stages use cannot be split.",
+                code="DT-059",
             )
 
     def _use(self, origin: _Origin, where: str) -> None:
@@ -266,7 +269,8 @@ class _Trace(TorchDispatchMode):
             f"{self._name} uses a value of stage {made_in} in stage {used_in} ({where}) that {why}. A stage hands over "
             f"arguments of {self._layout.splits[used_in - 1]}, the first module of the next one, and what modules "
             "return: pass it through the blocks, compute it in a module, or split elsewhere with "
-            f"{self._layout.argument}=[...]."
+            f"{self._layout.argument}=[...].",
+            code="DT-059",
         )
 
     def entry_hook(self, stage: int, name: str) -> Callable[..., Any]:
@@ -287,7 +291,9 @@ class _Trace(TorchDispatchMode):
                     entry.received.append(leaf)
                 entry.places.append(numbers[id(leaf)])
             if not entry.received:
-                raise ConfigurationError(f"{name} receives nothing from the stage before it, so none can begin there.")
+                raise ConfigurationError(
+                    f"{name} receives nothing from the stage before it, so none can begin there.", code="DT-059"
+                )
             self._entries[stage] = entry
             self._stage = stage
             fresh = [torch.empty(each.shape, dtype=each.dtype, device=each.device) for each in entry.received]
@@ -303,12 +309,14 @@ class _Trace(TorchDispatchMode):
             order = list(self._layout.splits)
             raise ConfigurationError(
                 f"{self._name} must call the first modules of its stages once each and in this order: {order}; "
-                f"{name} was called in stage {self._stage}. Split elsewhere with {self._layout.argument}=[...]."
+                f"{name} was called in stage {self._stage}. Split elsewhere with {self._layout.argument}=[...].",
+                code="DT-059",
             )
         if _is_checkpointed():
             raise ConfigurationError(
                 f"{self._name} calls {name}, the first module of a stage, through torch.utils.checkpoint, which "
-                "would run it again on other values. Checkpoint inside the block, or let the strategy do it."
+                "would run it again on other values. Checkpoint inside the block, or let the strategy do it.",
+                code="DT-059",
             )
 
     def call_hooks(self, name: str) -> tuple[Callable[..., None], Callable[..., None]]:
@@ -346,7 +354,8 @@ class _Trace(TorchDispatchMode):
         if self._stage != self._layout.count - 1:
             raise ConfigurationError(
                 f"{self._name} never called {self._layout.splits[self._stage]}, which a stage begins with. "
-                f"Split elsewhere with {self._layout.argument}=[...]."
+                f"Split elsewhere with {self._layout.argument}=[...].",
+                code="DT-059",
             )
         for leaf in pytree.tree_leaves(output):
             if isinstance(leaf, Tensor) and leaf in self._made_in:

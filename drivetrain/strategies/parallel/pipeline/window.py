@@ -87,7 +87,8 @@ class TrainingWindow:
                 return found[0]
         raise ConfigurationError(
             f"training_step never called {self._calls.name}, the module that is spread over stages. Name "
-            "the one that it calls with pp_module=."
+            "the one that it calls with pp_module=.",
+            code="DT-053",
         )
 
     def _compute_loss(self, step_fn: Callable[..., Output], microbatch: Any, output: Any) -> tuple[Output, Tensor]:
@@ -98,11 +99,14 @@ class TrainingWindow:
             called = self._calls.was_called
         loss, self._loss = self._loss, None
         if not called:
-            raise ConfigurationError(f"training_step did not call {self._calls.name} the second time it ran.")
+            raise ConfigurationError(
+                f"training_step did not call {self._calls.name} the second time it ran.", code="DT-053"
+            )
         if loss is None and result is not None:
             raise ConfigurationError(
                 "training_step returned a loss, but its backward was not left to the strategy: a task cannot override "
-                "backward() in a pipeline."
+                "backward() in a pipeline.",
+                code="DT-051",
             )
         # A batch that is left out goes back through all stages as any other, with gradients of zero.
         return result, torch.zeros((), device=self._topology.device, requires_grad=True) if loss is None else loss
@@ -110,7 +114,9 @@ class TrainingWindow:
     def backward(self, loss: Tensor, **kwargs: Any) -> None:
         """Keep a loss for the schedule, which goes back from it when it is its turn."""
         if kwargs:
-            raise ConfigurationError(f"A pipeline runs backward itself and takes no {', '.join(kwargs)}.")
+            raise ConfigurationError(
+                f"A pipeline runs backward itself and takes no {', '.join(kwargs)}.", code="DT-006"
+            )
         if loss.numel() != 1 or not loss.requires_grad:
             raise RuntimeError(f"cannot go back from a tensor of shape {tuple(loss.shape)}: {loss}")
         self._loss = loss

@@ -54,13 +54,14 @@ def arguments_from(config: Mapping[str, Any]) -> dict[str, Any]:
             allowed = sorted({*_KNOWN, *_SPELLINGS})
             raise ConfigurationError(
                 f"Unknown key {key!r} in fp8_config. Allowed: {', '.join(allowed)} (with or without their fp8_)."
-                f"{nearest(short, allowed)}"
+                f"{nearest(short, allowed)}",
+                code="DT-006",
             )
         if value is None:
             continue
         if name in given and given[name] != value:
             raise ConfigurationError(
-                f"fp8_config gives {name} twice, in both spellings: {given[name]!r} and {value!r}."
+                f"fp8_config gives {name} twice, in both spellings: {given[name]!r} and {value!r}.", code="DT-004"
             )
         given[name] = value
     backend = _backend(given.pop("backend", None), given)
@@ -68,7 +69,8 @@ def arguments_from(config: Mapping[str, Any]) -> dict[str, Any]:
     if strange:
         raise ConfigurationError(
             f"fp8_config has {', '.join(strange)}, but its backend is {backend!r}, which takes: "
-            f"{', '.join(_KEYS[backend])}."
+            f"{', '.join(_KEYS[backend])}.",
+            code="DT-006",
         )
     return {"torchao": _torchao, "te": _te, "msamp": _msamp}[backend](given)
 
@@ -105,7 +107,8 @@ def _te(given: Mapping[str, Any]) -> dict[str, Any]:
         if history:
             raise ConfigurationError(
                 f"{', '.join(history)} have no meaning with use_mxfp8_block_scaling=true, which keeps no history. "
-                "Leave them out."
+                "Leave them out.",
+                code="DT-004",
             )
         return {**arguments, "recipe": "mxfp8"}
     return {
@@ -127,7 +130,8 @@ def _refuse_overrides(value: Any) -> None:
         raise ConfigurationError(
             f"override_linear_precision={value!r}: TransformerEngine 2 computes all three products of a layer in 8-bit "
             "floats. Leave it out, or use FP8(backend='torchao', recipe='rowwise_gw_hp'), which keeps the gradient of "
-            "the weight in high precision."
+            "the weight in high precision.",
+            code="DT-008",
         )
 
 
@@ -135,11 +139,11 @@ def _number(key: str, value: Any) -> int:
     try:
         return int(value)
     except (TypeError, ValueError):
-        raise ConfigurationError(f"fp8_{key}={value!r}: give a whole number.") from None
+        raise ConfigurationError(f"fp8_{key}={value!r}: give a whole number.", code="DT-003") from None
 
 
 def _boolean(key: str, value: Any) -> bool:
     known = {"true": True, "1": True, "yes": True, "false": False, "0": False, "no": False}
     if str(value).strip().lower() not in known:
-        raise ConfigurationError(f"fp8_{key}={value!r}: give true or false.")
+        raise ConfigurationError(f"fp8_{key}={value!r}: give true or false.", code="DT-001")
     return known[str(value).strip().lower()]

@@ -80,7 +80,7 @@ class FP8(MixedPrecision):
     ) -> None:
         super().__init__(cache_enabled)
         if multiple_of < 1:
-            raise ConfigurationError(f"multiple_of={multiple_of}: give a positive number, such as 16.")
+            raise ConfigurationError(f"multiple_of={multiple_of}: give a positive number, such as 16.", code="DT-002")
         self.backend = _make_backend(backend, recipe, options)
         self.base = check_choice("base", base, _BASES)
         self.enabled = self.base == "bf16"
@@ -186,7 +186,8 @@ def _make_backend(spec: str | FP8Backend, recipe: str | None, options: dict[str,
         if recipe is not None or options:
             raise ConfigurationError(
                 f"recipe and further options belong to a backend given by its name, but backend is a "
-                f"{type(spec).__name__} already. Give them to it."
+                f"{type(spec).__name__} already. Give them to it.",
+                code="DT-070",
             )
         return spec
     spelled = _SPELLINGS.get(str(spec).lower(), spec)
@@ -198,7 +199,8 @@ def _make_backend(spec: str | FP8Backend, recipe: str | None, options: dict[str,
         allowed = kind.__init__.__annotations__
         raise ConfigurationError(
             f"FP8(backend={kind.name!r}) does not take these options ({error}). Allowed: "
-            f"{', '.join(sorted(set(allowed) - {'return'}))}."
+            f"{', '.join(sorted(set(allowed) - {'return'}))}.",
+            code="DT-006",
         ) from error
 
 

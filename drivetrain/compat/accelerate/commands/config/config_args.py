@@ -42,9 +42,9 @@ def load_config_from_file(config_file: str | os.PathLike[str] | None) -> Cluster
     """
     path = default_config_file if config_file is None else config_file
     if not os.path.isfile(path):
-        raise ConfigurationError(f"There is no configuration file {os.fspath(path)!r}.")
+        raise ConfigurationError(f"There is no configuration file {os.fspath(path)!r}.", code="DT-010")
     with open(path, encoding="utf-8") as file:
         values = yaml.safe_load(file)
     if not isinstance(values, dict):
-        raise ConfigurationError(f"{os.fspath(path)!r} holds no keys and values.")
+        raise ConfigurationError(f"{os.fspath(path)!r} holds no keys and values.", code="DT-011")
     return ClusterConfig(**values)

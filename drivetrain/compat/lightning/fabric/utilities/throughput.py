@@ -91,11 +91,17 @@ class Throughput:
                 ("samples", last.samples, samples),
             ):
                 if now <= before:
-                    raise ConfigurationError(f"{name}: Expected the value to increase, last: {before}, current: {now}.")
+                    raise ConfigurationError(
+                        f"{name}: Expected the value to increase, last: {before}, current: {now}.", code="DT-002"
+                    )
         if samples < batches:
-            raise ConfigurationError(f"Expected samples ({samples}) to be greater or equal than batches ({batches}).")
+            raise ConfigurationError(
+                f"Expected samples ({samples}) to be greater or equal than batches ({batches}).", code="DT-002"
+            )
         if lengths is not None and lengths < samples:
-            raise ConfigurationError(f"Expected lengths ({lengths}) to be greater or equal than samples ({samples}).")
+            raise ConfigurationError(
+                f"Expected lengths ({lengths}) to be greater or equal than samples ({samples}).", code="DT-002"
+            )
         self._readings.append(_Reading(time, batches, samples, lengths, flops))
 
     def compute(self) -> dict[str, float]:

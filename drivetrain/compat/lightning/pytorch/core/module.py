@@ -164,5 +164,6 @@ def _one_of(name: str, of_trainer: Any, given: Any) -> Any:
         return of_trainer if given is None else given
     raise ConfigurationError(
         f"You have set `Trainer({name}={of_trainer!r})` and have passed `clip_gradients({name}={given!r})`. Leave one "
-        "of the two out."
+        "of the two out.",
+        code="DT-004",
     )

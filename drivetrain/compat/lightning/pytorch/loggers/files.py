@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from contextlib import nullcontext
 from typing import Any, ClassVar
 
 from torch import Tensor
@@ -14,6 +15,8 @@ from drivetrain.compat.lightning.pytorch.loggers.experiment_writer import Experi
 from drivetrain.compat.lightning.pytorch.loggers.logger import Logger, rank_zero_experiment
 from drivetrain.trackers.base import COMPLETED
 from drivetrain.trackers.directory import DirectoryTracker
+from drivetrain.trainer.task import Task
+from drivetrain.trainer.task_files import Exporting
 
 
 class EndsByStatus:
@@ -202,7 +205,19 @@ class TensorBoardLogger(EndsByStatus, trackers.TensorBoardLogger):
                 "can't be traced by TensorBoard."
             )
         else:
-            super().log_graph(model, found)
+            with nullcontext() if _can_be_traced(model) else Exporting(model):
+                super().log_graph(model, found)
+
+
+def _can_be_traced(model: Any) -> bool:
+    """Whether the tracer can read all attributes of a module: not `trainer`, where a task is not attached to one."""
+    try:
+        model.trainer  # noqa: B018 - whether it raises
+    except AttributeError:
+        return True
+    except RuntimeError:
+        return not isinstance(model, Task)
+    return True
 
 
 for _kind in (CSVLogger, TensorBoardLogger):

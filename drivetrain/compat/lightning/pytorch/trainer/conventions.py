@@ -26,7 +26,8 @@ class LightningConventions(CoreTrainer):
         if 0 <= most < epochs:
             raise ConfigurationError(
                 f"You restored a checkpoint with current_epoch={epochs}, but you have set Trainer(max_epochs={most}). "
-                "Give the number of epochs in all."
+                "Give the number of epochs in all.",
+                code="DT-002",
             )
 
     def holds_loaders(self, given: Any) -> bool:

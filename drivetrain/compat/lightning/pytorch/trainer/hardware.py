@@ -21,6 +21,8 @@ _CLASSES = {kind.kind: kind.__name__ for kind in (CPUAccelerator, CUDAAccelerato
 class AcceleratorNotAvailableError(ConfigurationError, DeviceNotAvailableError):
     """This machine has no device of the kind that was asked for."""
 
+    code = "DT-020"
+
 
 def kind_of(accelerator: Any) -> Any:
     """The name of a kind of device that one of Lightning's objects stands for; anything else as it is.
@@ -51,7 +53,8 @@ def check_hardware(accelerator: Any, devices: Any) -> None:
     if devices in (0, "0") or (isinstance(devices, list | tuple) and not devices):
         raise ConfigurationError(
             f"`Trainer(devices={devices!r})` value is not a valid input using the accelerator {accelerator!r}: a run "
-            "needs one device at least. Give a number from 1 on, the numbers of devices such as [0], or 'auto'."
+            "needs one device at least. Give a number from 1 on, the numbers of devices such as [0], or 'auto'.",
+            code="DT-002",
         )
     if accelerator == "auto":
         return
@@ -67,7 +70,7 @@ def check_hardware(accelerator: Any, devices: Any) -> None:
         raise AcceleratorNotAvailableError(f"{missing} {error}") from None
     except ConfigurationError as error:
         raise ConfigurationError(
-            f"You selected an invalid accelerator name: `accelerator={accelerator!r}`. {error}"
+            f"You selected an invalid accelerator name: `accelerator={accelerator!r}`. {error.message}", code="DT-001"
         ) from None
 
 
@@ -83,4 +86,4 @@ def check_precision(precision: Any) -> None:
     try:
         resolve_precision(precision)
     except ConfigurationError as error:
-        raise ConfigurationError(f"Precision {precision!r} is invalid. {error}") from None
+        raise ConfigurationError(f"Precision {precision!r} is invalid. {error.message}", code="DT-001") from None

@@ -49,7 +49,9 @@ def taken_from(plugins: Any, precision: Any, options: dict[str, Any]) -> Any:
         elif isinstance(plugin, ClusterEnvironment):
             plugin.publish(options.get("devices"), options.get("num_nodes", 1))
         elif not isinstance(plugin, CheckpointIO):
-            raise ConfigurationError(f"Trainer(plugins={type(plugin).__name__}()) is not taken. {PLUGIN}")
+            raise ConfigurationError(
+                f"Trainer(plugins={type(plugin).__name__}()) is not taken. {PLUGIN}", code="DT-008"
+            )
     strategy = options.get("strategy")
     if isinstance(strategy, StrategyMembers):
         if strategy.cluster_environment is not None:
@@ -75,7 +77,8 @@ def give_checkpoint_io(plugins: Any, strategy: Any) -> None:
     if given is not None:
         raise ConfigurationError(
             "checkpoint_io set through both strategy class and plugins, choose one: "
-            f"{type(strategy).__name__}(checkpoint_io={type(given).__name__}()) and plugins={type(found).__name__}()."
+            f"{type(strategy).__name__}(checkpoint_io={type(given).__name__}()) and plugins={type(found).__name__}().",
+            code="DT-004",
         )
     strategy.take_checkpoint_io(found)
 
@@ -91,5 +94,6 @@ def _refuse_two_of_a_kind(plugins: list[Any]) -> None:
     doubled = [kind.__name__ for kind in kinds if sum(isinstance(plugin, kind) for plugin in plugins) > 1]
     if doubled:
         raise ConfigurationError(
-            f"Received multiple values for {', '.join(doubled)} flags in `plugins`. Give one of each at most."
+            f"Received multiple values for {', '.join(doubled)} flags in `plugins`. Give one of each at most.",
+            code="DT-004",
         )

@@ -109,8 +109,7 @@ class Trainer(LightningSaving):
             check_barebones(given)
         else:
             explain_ones(given)
-        if model_registry is not None:
-            raise ConfigurationError(f"Trainer(model_registry={model_registry!r}): there is no registry. Leave it out.")
+        _refuse_registry(model_registry)
         spell(options)
         if not isinstance(accelerator, Accelerator):
             options.setdefault("fused_optimizer", False)  # a script's numbers stay as they were, to the last bit
@@ -461,6 +460,13 @@ def _spawning_of(options: dict[str, Any], accelerator: Any) -> Spawning | None:
         return None
     options.update(strategy=SpawnsDDP(), devices=1)
     return spawning
+
+
+def _refuse_registry(model_registry: str | None) -> None:
+    if model_registry is not None:
+        raise ConfigurationError(
+            f"Trainer(model_registry={model_registry!r}): there is no registry. Leave it out.", code="DT-008"
+        )
 
 
 def _profiler_of(given: Any) -> Any:

@@ -42,7 +42,8 @@ def get_torchvision_model(model_name: str, **kwargs: Any) -> nn.Module:
         models = importlib.import_module("torchvision.models")
     except ImportError as error:
         raise ConfigurationError(
-            f'get_torchvision_model({model_name!r}) needs torchvision. Install it: pip install "torchvision"'
+            f'get_torchvision_model({model_name!r}) needs torchvision. Install it: pip install "torchvision"',
+            code="DT-013",
         ) from error
     model: nn.Module = models.get_model(model_name, **kwargs)
     return model

@@ -53,7 +53,9 @@ class LSFEnvironment(ExternalEnvironment):
     def _read(self, name: str) -> int:
         variable = self.variables[name]
         if not os.environ.get(variable):
-            raise ConfigurationError(f"Cannot determine {name}: {variable} is not set. Start the script with `jsrun`.")
+            raise ConfigurationError(
+                f"Cannot determine {name}: {variable} is not set. Start the script with `jsrun`.", code="DT-032"
+            )
         return super()._read(name)
 
 
@@ -61,12 +63,16 @@ def _hosts() -> list[str]:
     """The machines that compute, without the one from which the job was started, which comes first."""
     path = os.environ.get(_RANKFILE)
     if path is None:
-        raise ConfigurationError(f"Did not find the environment variable `{_RANKFILE}`. Start the script with `jsrun`.")
+        raise ConfigurationError(
+            f"Did not find the environment variable `{_RANKFILE}`. Start the script with `jsrun`.", code="DT-032"
+        )
     if not path:
-        raise ConfigurationError(f"The environment variable `{_RANKFILE}` is empty. It names the list of machines.")
+        raise ConfigurationError(
+            f"The environment variable `{_RANKFILE}` is empty. It names the list of machines.", code="DT-032"
+        )
     hosts = list(dict.fromkeys(line.strip() for line in Path(path).read_text().splitlines() if line.strip()))
     if len(hosts) < 2:
-        raise ConfigurationError(f"{path}, which `{_RANKFILE}` names, lists no machine that computes.")
+        raise ConfigurationError(f"{path}, which `{_RANKFILE}` names, lists no machine that computes.", code="DT-032")
     return hosts[1:]
 
 
@@ -76,5 +82,7 @@ def _port() -> int:
         return int(given)
     job = os.environ.get(_JOB)
     if not job:
-        raise ConfigurationError(f"Could not find job id in environment variable {_JOB}. Set it, or MASTER_PORT.")
+        raise ConfigurationError(
+            f"Could not find job id in environment variable {_JOB}. Set it, or MASTER_PORT.", code="DT-032"
+        )
     return 10000 + int(job) % 1000

@@ -103,7 +103,8 @@ class SLURMEnvironment(ExternalEnvironment):
                 flag = "--ntasks-per-node" if argument == "devices" else "--nodes"
                 raise ConfigurationError(
                     f"{argument}={given} was given, but the number of {option} configured in SLURM "
-                    f"(`{flag}={configured}`) does not match. Give the same number to both."
+                    f"(`{flag}={configured}`) does not match. Give the same number to both.",
+                    code="DT-031",
                 )
 
 

@@ -1,0 +1,185 @@
+"""Tracebacks of drivetrain's errors end at the user's line; those of user code keep its frames."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+
+from drivetrain.runtime.errors import ConfigurationError
+from drivetrain.runtime.tracebacks import FULL_VARIABLE, short_lines, short_tracebacks
+from tests.house import PACKAGE
+from tests.launch.launching import clean_environment, launch
+
+pytestmark = pytest.mark.timeout(120)
+
+HEAD = """
+import torch
+from torch.utils.data import DataLoader
+from drivetrain import Accelerator, EarlyStopping, Task, Trainer
+
+class Net(Task):
+    def __init__(self):
+        super().__init__()
+        self.layer = torch.nn.Linear(2, 1)
+
+    def training_step(self, batch, batch_idx):
+        return self.loss(batch)
+
+    def loss(self, batch):
+        return self.layer(batch).mean()
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+def loader():
+    return DataLoader(torch.ones(8, 2), batch_size=4)
+
+def trainer(**options):
+    quiet = dict(max_epochs=1, logger=False, enable_checkpointing=False, enable_progress_bar=False)
+    return Trainer(**{**quiet, "accelerator": "cpu", **options})
+"""
+
+# What goes wrong, the last line of the user's code that the traceback has, and the code in its message.
+SCRIPTS = {
+    "an argument of the Trainer": ("trainer(max_epochs='ten')", "return Trainer(", "DT-002"),
+    "an unknown argument of the Trainer": ("Trainer(gpus=2)", "Trainer(gpus=2)", "DT-006"),
+    "an argument of the Accelerator": (
+        "Accelerator(mixed_precision='bf17', cpu=True)",
+        "Accelerator(mixed_precision='bf17', cpu=True)",
+        "DT-001",
+    ),
+    "an argument of a callback": ("EarlyStopping('loss', patience=-1)", "patience=-1", "DT-002"),
+    "an argument of fit": ("trainer().fit(torch.nn.Linear(2, 1), loader())", "trainer().fit(", "DT-080"),
+    "a limit that leaves no batch": (
+        "trainer(limit_train_batches=0.1).fit(Net(), loader())",
+        "trainer(limit_train_batches=0.1).fit(",
+        "DT-002",
+    ),
+    "prepare": (
+        "Accelerator(cpu=True).prepare_data_loader(3)",
+        "Accelerator(cpu=True).prepare_data_loader(3)",
+        "DT-100",
+    ),
+    "backward": (
+        "a = Accelerator(cpu=True); a.backward(torch.ones(1, requires_grad=True).sum(), weight='x')",
+        "a.backward(",
+        "DT-084",
+    ),
+    "what a step returned": (
+        "Net.loss = lambda self, batch: self.layer(batch)\ntrainer().fit(Net(), loader())",
+        "trainer().fit(",
+        "DT-083",
+    ),
+    "log in a step": (
+        "def step(self, batch, batch_idx):\n    self.log('x', torch.ones(3))\n    return self.loss(batch)\n"
+        "Net.training_step = step\ntrainer().fit(Net(), loader())",
+        "self.log('x', torch.ones(3))",
+        "DT-090",
+    ),
+}
+
+
+def run(tmp_path: Path, lines: str, **variables: str) -> str:
+    """What a script writes to the terminal that fails."""
+    path = tmp_path / "script.py"
+    path.write_text(f"{HEAD}\n{textwrap.dedent(lines)}\n")
+    environment = {**clean_environment(CUDA_VISIBLE_DEVICES=""), "PYTHONPATH": str(PACKAGE.parent), **variables}
+    ended = subprocess.run(
+        [sys.executable, str(path)], capture_output=True, text=True, env=environment, cwd=tmp_path, timeout=100
+    )
+    assert ended.returncode == 1, ended.stderr
+    return ended.stderr
+
+
+def frames(text: str) -> list[str]:
+    """The files of a traceback's frames."""
+    return re.findall(r'^ +File "([^"]+)", line \d+', text, re.MULTILINE)
+
+
+def ours(text: str) -> list[str]:
+    return [file for file in frames(text) if file.startswith(f"{PACKAGE}/")]
+
+
+@pytest.mark.parametrize(("lines", "last", "code"), SCRIPTS.values(), ids=SCRIPTS)
+def test_an_error_of_drivetrain_ends_at_the_users_line(lines: str, last: str, code: str, tmp_path: Path) -> None:
+    shown = run(tmp_path, lines)
+    of_user = [file for file in frames(shown) if file.endswith("script.py")]
+    assert 1 <= len(ours(shown)) <= 3
+    assert len(frames(shown)) == len(of_user) + len(ours(shown))
+    assert last in shown
+    assert shown.rstrip().endswith(f"[{code}: drivetrain explain {code}]")
+
+
+def test_all_frames_are_shown_where_the_variable_asks_for_them(tmp_path: Path) -> None:
+    lines = SCRIPTS["what a step returned"][0]
+    assert len(ours(run(tmp_path, lines, **{FULL_VARIABLE: "1"}))) > 5
+
+
+def test_an_error_in_a_step_of_the_user_keeps_the_users_frames(tmp_path: Path) -> None:
+    shown = run(
+        tmp_path,
+        """
+        def loss(self, batch):
+            return self.layer(batch[:, :1]).mean()
+
+        Net.loss = loss
+        trainer().fit(Net(), loader())
+        """,
+    )
+    for line in ("trainer().fit(Net(), loader())", "return self.loss(batch)", "self.layer(batch[:, :1])"):
+        assert line in shown
+    assert "torch/nn/modules/linear.py" in shown
+    assert shown.rstrip().splitlines()[-1].startswith("RuntimeError: ")
+
+
+def test_an_error_under_the_launcher_ends_at_the_users_line(tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text(f"{HEAD}\n{SCRIPTS['what a step returned'][0]}\n")
+    short = launch("--num_processes", "1", "--cpu", "script.py", cwd=tmp_path, timeout=100)
+    assert (short.code, 1 <= len(ours(short.err)) <= 3) == (1, True), short.err
+    assert "trainer().fit(Net(), loader())" in short.err
+    assert short.err.rstrip().endswith("[DT-083: drivetrain explain DT-083]")
+    whole = launch("--num_processes", "1", "--cpu", "--full_traceback", "script.py", cwd=tmp_path, timeout=100)
+    assert len(ours(whole.err)) > 5
+
+
+def fail() -> None:
+    from drivetrain.runtime.durations import Duration
+
+    Duration.of("3 parsecs", "max_duration")
+
+
+def raised() -> BaseException:
+    with pytest.raises(ConfigurationError) as caught:
+        fail()
+    return caught.value
+
+
+def test_the_exception_keeps_its_whole_traceback() -> None:
+    error = raised()
+    whole = error.__traceback__
+    with short_tracebacks(error, whole):
+        assert error.__traceback__ is not whole
+    assert error.__traceback__ is whole
+
+
+def test_an_exception_of_the_user_that_wraps_one_of_drivetrain_shortens_that_alone() -> None:
+    cause = raised()
+    wrapped = ValueError("no duration")
+    wrapped.__cause__ = cause
+    whole = cause.__traceback__
+    with short_tracebacks(wrapped, None):
+        assert wrapped.__traceback__ is None
+        assert cause.__traceback__ is not whole
+
+
+def test_a_notebook_shows_the_short_traceback() -> None:
+    error = raised()
+    lines = error._render_traceback_()  # type: ignore[attr-defined]
+    assert lines == short_lines(error)
+    assert len(ours("\n".join(lines))) <= 3
+    assert lines[-1].startswith("[DT-007: ")
