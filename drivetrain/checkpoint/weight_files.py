@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import json
 import os
@@ -48,11 +49,20 @@ def open_weights(source: str | os.PathLike[str] | Mapping[str, torch.Tensor], mo
     storage, path = storage_of(source)
     if not isinstance(storage, LocalStorage):
         return _open_remote(storage, path, model)
+    try:
+        return _open_local(path, model)
+    except OSError as error:
+        raise CheckpointError(f"{error.filename or path} cannot be read: {error.strerror or error}.") from error
+
+
+def _open_local(path: str, model: int | None) -> Weights:
     if os.path.isdir(path):
         if is_checkpoint(path):
             return CheckpointWeights(path, model)
         path = str(_file_in(Path(path)))
     if not os.path.isfile(path):
+        with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+            os.stat(path)  # raises what else keeps it from being seen
         raise CheckpointError(f"There is no file {path}.")
     if not path.endswith(".json"):
         return _open_file(path)

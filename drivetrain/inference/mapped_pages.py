@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
 
 from torch import nn
@@ -25,7 +26,7 @@ class MappedPages:
         self._files: list[list[MappedFile]] = []
         self._stays: list[bool] = []
         self._fetched: set[int] = set()
-        self._asked_for: set[int] = set()
+        self._readers: dict[int, threading.Thread] = {}
         self._rest = [group.rest for group in groups]
         self._changes = [[*map(times_changed, rest)] for rest in self._rest]
         for group in groups:
@@ -40,22 +41,28 @@ class MappedPages:
     def prefetch(self, numbers: Sequence[int]) -> None:
         """Have groups read meanwhile, unless they are here to stay."""
         for number in numbers:
-            if number not in self._fetched and number not in self._asked_for:
-                self._asked_for.add(number)
-                for each in self._ranges[number]:
-                    each.file.will_need(each.start, each.end)
+            if number not in self._fetched and number not in self._readers:
+                # One for each time: threads that are kept would be missing after a fork.
+                self._readers[number] = threading.Thread(target=self._read, args=(number,), daemon=True)
+                self._readers[number].start()
+
+    def _read(self, number: int) -> None:
+        for each in self._ranges[number]:
+            each.file.bring_in(each.start, each.end)
 
     def enter(self, number: int) -> None:
-        """Check that a group's files are as they were, and read it unless it is on its way."""
+        """Check that a group's files are as they were, and wait until it is here, or read it."""
         for file in self._files[number]:
             file.check_unchanged()
         self.prefetch([number])
+        if reader := self._readers.get(number):
+            reader.join()
         if self._stays[number]:
             self._fetched.add(number)
 
     def leave(self, number: int) -> None:
         """Take a group out of memory, unless it stays, or was changed in place and is in no file."""
-        self._asked_for.discard(number)
+        self._readers.pop(number, None)
         if self._stays[number] or [*map(times_changed, self._rest[number])] != self._changes[number]:
             return
         for each in self._ranges[number]:

@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import json
 import logging
+import os
+import pickle
+import re
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -19,6 +23,9 @@ from drivetrain import (
     load_checkpoint_and_dispatch,
     load_checkpoint_in_model,
     load_state_dict,
+    merge_adapters,
+    prepare_pippy,
+    quantize_model,
 )
 from drivetrain.checkpoint.mapped_file import mapped_range
 from tests.inference.block_models import IDS, Blocks, empty, saved, seeded
@@ -247,6 +254,89 @@ def test_damaged_files_are_refused_by_name(tmp_path, damage, message):
     damage(tmp_path / "model-00001-of-00002.safetensors", index)
     with pytest.raises(CheckpointError, match=message):
         load_checkpoint_in_model(empty(depth=2), index)
+
+
+def closed(path: Path, name: str) -> str:
+    """What loading says to a user who may not read something in a folder that all may enter."""
+    os.chdir(path)
+    os.chmod(name, 0)
+    if os.geteuid() == 0:  # whom nothing is closed to
+        os.seteuid(65534)
+    try:
+        load_checkpoint_and_dispatch(empty(depth=2), name.split("/")[0], "disk", main_device="cpu")
+    except CheckpointError as error:
+        return str(error)
+    return "loaded"
+
+
+@pytest.mark.skipif(not hasattr(os, "seteuid"), reason="the system has no users to be one of")
+@pytest.mark.parametrize(
+    "name",
+    [
+        "folder/model-00001-of-00002.safetensors",
+        "folder/model.safetensors.index.json",
+        "torch/pytorch_model-00002-of-00002.bin",
+        "alone.safetensors",
+        "step_100/tensors/rank_0_0.safetensors",
+        "folder",
+    ],
+)
+def test_what_may_not_be_read_is_refused_by_name(name):
+    with tempfile.TemporaryDirectory() as place:  # those of pytest are closed to other users
+        path = Path(place)
+        in_two_files(seeded(depth=2), path / "folder", "safetensors")
+        in_two_files(seeded(depth=2), path / "torch", "bin")
+        saved(seeded(depth=2), path / "alone.safetensors")
+        of_ours(seeded(depth=2), path / "step_100")
+        path.chmod(0o755)
+        (message,) = run_in_processes(closed, 1, args=[path, name])
+    assert re.search(rf"{re.escape(str(path.resolve() / name))} cannot be read: .*Permission denied", message)
+
+
+class Bomb:
+    """Makes a folder where it is unpickled."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = str(path)
+
+    def __reduce__(self):
+        return os.mkdir, (self.path,)
+
+
+def bombs(path: Path) -> dict[str, Path]:
+    """Files of weights, each with a bomb in it, or as it."""
+    weights = {**seeded(depth=2).state_dict(), "bomb": Bomb(path / "exploded")}
+    (path / "parts").mkdir()
+    (path / "parts" / "pytorch_model.bin.index.json").write_text(json.dumps({"words.weight": "one.bin"}))
+    torch.save(weights, path / "parts" / "one.bin")
+    torch.save(weights, path / "pytorch_model.bin")
+    torch.save(weights, path / "old.bin", _use_new_zipfile_serialization=False)
+    for name in ("bare.bin", "model.safetensors", "model.safetensors.index.json"):
+        (path / name).write_bytes(pickle.dumps(Bomb(path / "exploded")))
+    names = ("parts", "pytorch_model.bin", "old.bin", "bare.bin", "model.safetensors", "model.safetensors.index.json")
+    return {name: path / name for name in names}
+
+
+@pytest.mark.parametrize(
+    "read",
+    [
+        lambda path: load_checkpoint_in_model(empty(depth=2), path),
+        lambda path: load_checkpoint_and_dispatch(empty(depth=2), path, "disk", offload_folder=path.parent / "off"),
+        load_state_dict,
+        lambda path: quantize_model(empty(depth=2), "int8wo", weights=path),
+        lambda path: merge_adapters(path, seeded(depth=2).state_dict(), path.parent / "merged"),
+        lambda path: prepare_pippy(empty(depth=2), weights=path),
+    ],
+    ids=["load", "dispatch", "state dict", "quantise", "merge", "pipeline"],
+)
+def test_pickles_are_never_executed(tmp_path, read):
+    for name, path in bombs(tmp_path).items():
+        with pytest.raises((CheckpointError, ConfigurationError)) as refused:
+            read(path)
+        assert name in str(refused.value)
+        assert not (tmp_path / "exploded").exists(), name
+    pickle.loads((tmp_path / "bare.bin").read_bytes())
+    assert (tmp_path / "exploded").exists()  # so it would have
 
 
 def test_an_unaligned_file_is_read_right(tmp_path):

@@ -23,7 +23,7 @@ from drivetrain import (
     load_checkpoint_in_model,
 )
 from tests.inference.block_models import IDS, Blocks, empty, saved, seeded
-from tests.pool import ROOT
+from tests.pool import ROOT, run_in_processes
 
 
 def mapped(path: Path, **options) -> Blocks:
@@ -172,6 +172,22 @@ def test_a_file_that_changes_is_refused_by_name(tmp_path, change):
     change(tmp_path / "model.safetensors")
     with pytest.raises(CheckpointError, match=r"model\.safetensors (has changed|cannot be read any more)"):
         model(IDS)
+
+
+def shortened_within_a_forward(path: Path) -> str:
+    model = mapped(path, budget=0, prefetch=2)
+    model(IDS)
+    model.layers[0].register_forward_hook(lambda *_: os.truncate(path / "model.safetensors", 4096))
+    try:
+        model(IDS)
+    except CheckpointError as error:
+        return str(error)
+    return "computed"
+
+
+def test_a_file_that_is_shortened_within_a_forward_is_refused_before_a_page_beyond_its_end_is_used(tmp_path):
+    (message,) = run_in_processes(shortened_within_a_forward, 1, args=[tmp_path])  # a bus error would be its end
+    assert "model.safetensors has changed" in message
 
 
 @pytest.mark.parametrize("move", [nn.Module.half, lambda m: m.to("meta"), lambda m: m.to(torch.bfloat16)])

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from drivetrain import Accelerator
+from drivetrain.runtime.host_allocator import keep_freed_memory
 
 MIB = 1 << 20
 
@@ -40,6 +41,7 @@ def show_what_training_gets() -> None:
     """Print figures of this process: pages before and in a run, bytes that a release returns."""
     before = pages_of_large_tensors(4)
     accelerator = Accelerator(cpu=True)
+    assert keep_freed_memory() is (os.environ.get("MALLOC_TRIM_THRESHOLD_") is None)
     during = pages_of_large_tensors(4)
     held = own_memory()
     accelerator.free_memory()
