@@ -40,6 +40,9 @@ ACCELERATE = (
     "accelerate.checkpointing",
     "accelerate.parallelism_config",
     "accelerate.memory_utils",
+    "accelerate.utils.modeling",
+    "accelerate.utils.offload",
+    "accelerate.utils.bnb",
 )
 LIGHTNING = (
     "lightning",

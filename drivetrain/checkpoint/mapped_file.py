@@ -5,7 +5,6 @@ Layout: https://huggingface.co/docs/safetensors/index#format
 
 from __future__ import annotations
 
-import ctypes
 import json
 import mmap
 import os
@@ -28,9 +27,6 @@ _NO_RESERVE: int = getattr(mmap, "MAP_NORESERVE", 0x4000 if sys.platform == "lin
 
 # For one call Linux reads no more ahead than the device's read-ahead, and drops the rest of what was asked for.
 _AHEAD = 128 << 10
-# madvise(2), from Linux 5.14: reads as a use of each page does, in large blocks and with the system's own read-ahead.
-# MADV_WILLNEED fills the page cache by single pages, which took twice the time where the disk gives 2.5 GB/s.
-_POPULATE_READ = 22
 
 
 @dataclass(frozen=True)
@@ -223,23 +219,6 @@ class MappedFile:
         if hasattr(mmap, "MADV_WILLNEED"):
             for position in range(start, end, _AHEAD):
                 self._map.madvise(mmap.MADV_WILLNEED, position, min(_AHEAD, end - position))
-
-    def bring_in(self, start: int, end: int) -> None:
-        """Read a part of the file into this process's memory, and wait for it; other threads run meanwhile.
-
-        Where the system cannot, it is read ahead as by `will_need`.
-
-        Args:
-            start: Its first byte.
-            end: The one after its last.
-        """
-        start -= start % mmap.PAGESIZE
-        if sys.platform == "linux":
-            address = torch.frombuffer(self._map, dtype=torch.uint8, count=1, offset=start).data_ptr()
-            madvise = ctypes.CDLL(None).madvise
-            if madvise(ctypes.c_void_p(address), ctypes.c_size_t(end - start), _POPULATE_READ) == 0:
-                return
-        self.will_need(start, end)
 
     def drop(self, start: int, end: int, cache: bool = False) -> None:
         """Take the pages of a part of the file out of this process's memory; they are read again when they are used.

@@ -63,7 +63,13 @@ class DeviceCopies:
         ]
         self._ring = _Ring(slots if pins and not pin else 0)
 
-    def prefetch(self, numbers: Sequence[int]) -> None:
+    def enter(self, number: int, ahead: Sequence[int]) -> None:
+        """Put a group's copies in the places of its weights, and start copying others."""
+        if number not in self._used:
+            self._use(number)
+        self._prefetch(ahead)
+
+    def _prefetch(self, numbers: Sequence[int]) -> None:
         """Start copying groups, and free those that were copied ahead and are not among them."""
         for number in self._arrived.keys() - self._used - set(numbers):
             if not self._stays[number]:
@@ -75,10 +81,7 @@ class DeviceCopies:
         if number not in self._arrived:
             self._arrived[number] = self._copy(number)
 
-    def enter(self, number: int) -> None:
-        """Put a group's copies in the places of its weights."""
-        if number in self._used:
-            return
+    def _use(self, number: int) -> None:
         self._fetch(number)
         arrived, group = self._arrived[number], self._groups[number]
         if arrived.ready is not None:

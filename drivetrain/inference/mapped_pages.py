@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Sequence
 
 from torch import nn
 
 from drivetrain.checkpoint.mapped_file import MappedFile, MappedRange, mapped_range, merged, times_changed
+from drivetrain.checkpoint.read_ahead import ReadAhead
 from drivetrain.inference.groups import Group
 
 
@@ -26,7 +26,7 @@ class MappedPages:
         self._files: list[list[MappedFile]] = []
         self._stays: list[bool] = []
         self._fetched: set[int] = set()
-        self._readers: dict[int, threading.Thread] = {}
+        self._ahead = ReadAhead()
         self._rest = [group.rest for group in groups]
         self._changes = [[*map(times_changed, rest)] for rest in self._rest]
         for group in groups:
@@ -38,31 +38,20 @@ class MappedPages:
             budget -= group.nbytes
             self._stays.append(budget >= 0)
 
-    def prefetch(self, numbers: Sequence[int]) -> None:
-        """Have groups read meanwhile, unless they are here to stay."""
-        for number in numbers:
-            if number not in self._fetched and number not in self._readers:
-                # One for each time: threads that are kept would be missing after a fork.
-                self._readers[number] = threading.Thread(target=self._read, args=(number,), daemon=True)
-                self._readers[number].start()
-
-    def _read(self, number: int) -> None:
-        for each in self._ranges[number]:
-            each.file.bring_in(each.start, each.end)
-
-    def enter(self, number: int) -> None:
-        """Check that a group's files are as they were, and wait until it is here, or read it."""
+    def enter(self, number: int, ahead: Sequence[int]) -> None:
+        """Check that a group's files are as they were, and wait until it is read, and have others read meanwhile."""
         for file in self._files[number]:
             file.check_unchanged()
-        self.prefetch([number])
-        if reader := self._readers.get(number):
-            reader.join()
+        for each in (number, *ahead):
+            if each not in self._fetched:
+                self._ahead.ask(each, self._ranges[each])
+        self._ahead.wait(number)
         if self._stays[number]:
             self._fetched.add(number)
 
     def leave(self, number: int) -> None:
         """Take a group out of memory, unless it stays, or was changed in place and is in no file."""
-        self._readers.pop(number, None)
+        self._ahead.forget(number)
         if self._stays[number] or [*map(times_changed, self._rest[number])] != self._changes[number]:
             return
         for each in self._ranges[number]:

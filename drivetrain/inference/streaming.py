@@ -51,9 +51,7 @@ class StreamOptions:
 class _Mover(Protocol):
     """How groups get to where a model computes, and leave it."""
 
-    def prefetch(self, numbers: Sequence[int]) -> None: ...
-
-    def enter(self, number: int) -> None: ...
+    def enter(self, number: int, ahead: Sequence[int]) -> None: ...
 
     def leave(self, number: int) -> None: ...
 
@@ -161,14 +159,13 @@ class WeightStream:
                 self._let_go(last)
         self._open[number] += 1
         self._present.add(number)
-        self._mover.enter(number)
         ahead = [number]
         for _ in range(self._options.prefetch):
             following = self._after.get(ahead[-1], number)
             if following in ahead:
                 break
             ahead.append(following)
-        self._mover.prefetch(ahead[1:])
+        self._mover.enter(number, ahead[1:])
 
     def leave(self, number: int, is_last: bool) -> None:
         """Drop a group where its last module has returned; called after each of its modules."""
