@@ -181,7 +181,8 @@ class Block(nn.Module):
         q, k, v = (y.view(rows, length, -1, 32).transpose(1, 2) for y in self.qkv(self.first(x)).chunk(3, -1))
         y = F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).reshape(rows, length, width)
         x = x + self.out(y)
-        return x + self.down(F.gelu(self.up(self.second(x))))
+        added: Tensor = self.down(F.gelu(self.up(self.second(x))))
+        return x + added
 
 
 def bytes_kept(precision: str, width: int, layers: int, rows: int, length: int) -> int:

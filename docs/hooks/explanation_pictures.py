@@ -135,6 +135,7 @@ def data_order(workers: int = WORKERS) -> list[list[dict[str, Any]]]:
         batches = []
         for samples, readers, _ in loader:
             info = loader.current
+            assert info is not None
             batches.append(
                 {"samples": samples.tolist(), "workers": sorted(set(readers.tolist())), "real": info.real_rows}
             )

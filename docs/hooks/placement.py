@@ -71,7 +71,8 @@ class Block(nn.Module):
         rows, length, _ = x.shape
         q, k, v = (w(x).view(rows, length, -1, 8).transpose(1, 2) for w in (self.wq, self.wk, self.wv))
         y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        return x + self.wo(y.transpose(1, 2).reshape(rows, length, -1))
+        added: Tensor = self.wo(y.transpose(1, 2).reshape(rows, length, -1))
+        return x + added
 
 
 class Network(nn.Module):
@@ -150,8 +151,9 @@ def part_of(tensor: Any) -> Part | None:
     if hasattr(tensor, "_local_tensor"):
         from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-        local = tensor._local_tensor
-        shape, begins = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
+        sharded: Any = tensor
+        local = sharded._local_tensor
+        shape, begins = compute_local_shape_and_global_offset(sharded.shape, sharded.device_mesh, sharded.placements)
         assert tuple(shape) == tuple(local.shape)
         offset = list(begins)
     return [offset, list(local.shape)] if local.numel() else None
