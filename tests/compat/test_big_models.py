@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 from collections.abc import Callable
 from pathlib import Path
@@ -13,9 +14,11 @@ from torch import nn
 
 from drivetrain import (
     StreamOptions,
+    compute_module_sizes,
     cpu_offload,
     disk_offload,
     dispatch_model,
+    infer_auto_device_map,
     init_empty_weights,
     load_checkpoint_and_dispatch,
 )
@@ -23,6 +26,8 @@ from drivetrain.checkpoint import save_safetensors
 from drivetrain.checkpoint.mapped_file import mapped_range
 from drivetrain.compat.aliases import install
 from tests.pool import run_in_processes
+from tests.simulated.devices import simulated as simulated
+from tests.simulated.devices import start
 
 pytestmark = pytest.mark.compat
 
@@ -180,6 +185,89 @@ def test_outputs_are_those_of_the_plain_model(name: str, dtype: torch.dtype, tmp
         for found, wanted in zip(results(model), expected, strict=True):
             assert torch.equal(found, wanted), way.__name__
         del model
+
+
+def on_two_devices(model: Any) -> dict[Any, Any]:
+    """What two devices may take of a model, so that both have a part of it."""
+    size = compute_module_sizes(model)[""]
+    return {0: int(0.75 * size), 1: int(0.75 * size)}
+
+
+def split(plain: Any, build: Callable[[], Any], folder: str) -> Any:
+    return load_checkpoint_and_dispatch(build(), folder, "balanced", max_memory=on_two_devices(plain))
+
+
+def split_in_memory(plain: Any, build: Callable[[], Any], folder: str) -> Any:
+    model = copy.deepcopy(plain)
+    return dispatch_model(model, infer_auto_device_map(model, on_two_devices(plain)))
+
+
+def streamed_from_memory(plain: Any, build: Callable[[], Any], folder: str) -> Any:
+    return cpu_offload(copy.deepcopy(plain), execution_device=0)
+
+
+def streamed_from_disk(plain: Any, build: Callable[[], Any], folder: str) -> Any:
+    return load_checkpoint_and_dispatch(build(), folder, "disk", main_device=0)
+
+
+def over_devices_memory_and_disk(plain: Any, build: Callable[[], Any], folder: str) -> Any:
+    size = compute_module_sizes(plain)[""]
+    memory = {0: int(0.6 * size), 1: int(0.3 * size), "cpu": int(0.2 * size)}
+    return load_checkpoint_and_dispatch(build(), folder, "sequential", max_memory=memory)
+
+
+SPLITS = (split, split_in_memory, streamed_from_memory, streamed_from_disk, over_devices_memory_and_disk)
+
+
+def placed_on_simulated_devices(folder: str, name: str, dtype: torch.dtype) -> tuple[dict[str, Any], set[str]]:
+    """How far outputs are from those of the model on one device for each way to place it, and the places used.
+
+    On one device kernels are not all those of the CPU, so how far that is from the plain model is the first of them.
+    """
+    sim = start(2)
+
+    def built() -> Any:
+        model: Any = ZOO[name]().eval().to(dtype)
+        if "experts" in name:
+            model.set_experts_implementation("eager")  # what there is for accelerators has no kernel on the CPU
+        return model
+
+    torch.manual_seed(0)
+    plain = built()
+    save_safetensors(plain.state_dict(), folder)
+    expected = results(dispatch_model(copy.deepcopy(plain), {"": 0}, force_hooks=True))
+    assert sim.peak(0) > compute_module_sizes(plain)[""]
+
+    def empty() -> nn.Module:
+        with init_empty_weights():
+            return built()
+
+    gaps, places = {"plain": gap(results(plain), expected)}, set()
+    for way in SPLITS:
+        model = way(plain, empty, folder)
+        places |= {str(each) for each in model.hf_device_map.values()} if hasattr(model, "hf_device_map") else set()
+        gaps[way.__name__] = gap(results(model), expected)
+        del model
+    return gaps, places
+
+
+def gap(found: list[torch.Tensor], expected: list[torch.Tensor]) -> float:
+    return max(float((one - other).abs().max().detach()) for one, other in zip(found, expected, strict=True))
+
+
+# Simulated devices have no convolutions.
+WITHOUT_CONVOLUTIONS = [name for name in ZOO if "UNet" not in name and name != "ViT"]
+
+
+@pytest.mark.usefixtures("simulated")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", WITHOUT_CONVOLUTIONS)
+def test_outputs_over_devices_are_those_of_the_plain_model(name: str, dtype: torch.dtype, tmp_path: Path) -> None:
+    arguments = (str(tmp_path), name, dtype)
+    ((gaps, places),) = run_in_processes(placed_on_simulated_devices, 1, args=arguments, timeout=120)
+    assert gaps.pop("plain") <= (1e-5 if dtype == torch.float32 else 0.05)
+    assert gaps == {way.__name__: 0.0 for way in SPLITS}
+    assert places == {"0", "1", "cpu", "disk"}
 
 
 MAPS = {
