@@ -186,6 +186,7 @@ PROGRAMS = (
         ),
         _TWO,
         checkout=EXAMPLES,
+        versions="Lightning 2.6.6, torchvision 0.28.0",
         unfreezes=True,
     ),
     LightningProgram(

@@ -100,6 +100,7 @@ def run_what_lightning_wrote() -> dict[str, Any]:
     return {
         "steps": made.trainer.global_step,
         "learning rate": made.trainer.optimizers[0].defaults["lr"],
+        "fused": made.trainer.optimizers[0].param_groups[0]["fused"],
         "seed": os.environ["PL_GLOBAL_SEED"],
         "written again": saved["trainer"]["callbacks"][0]["class_path"],
         "instantiator": made.model.hparams.get("_instantiator"),
@@ -118,6 +119,7 @@ def test_a_configuration_that_lightning_wrote_runs_and_is_written_again_for_both
     assert seen == {
         "steps": 2,
         "learning rate": 0.25,
+        "fused": None,
         "seed": "3",
         "written again": "lightning.pytorch.callbacks.EarlyStopping",
         "instantiator": "lightning.pytorch.cli.instantiate_module",
@@ -137,3 +139,17 @@ def test_forced_callbacks_and_modules_are_added_under_lightnings_name() -> None:
     parser.add_lightning_class_args(Counting, "counting")
     assert parser.callback_keys == ["counting"]
     assert parser.parse_args(["--counting.upt=5"]).counting.upto == 5
+
+
+@pytest.mark.parametrize(("asked", "steps_fused"), [([], None), (["--trainer.fused_optimizer=true"], True)])
+def test_optimizers_step_as_under_lightning_unless_a_fused_step_is_asked_for(
+    asked: list[str], steps_fused: bool | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from drivetrain.compat.lightning.pytorch.cli import LightningCLI
+
+    monkeypatch.chdir(tmp_path)
+    short = ["--trainer.max_steps=1", "--trainer.limit_val_batches=0", "--trainer.logger=false"]
+    quiet = ["--trainer.accelerator=cpu", "--trainer.enable_progress_bar=false", "--trainer.enable_checkpointing=false"]
+    made = LightningCLI(BoringModel, run=False, save_config_callback=None, args=[*short, *quiet, *asked])
+    made.trainer.fit(made.model)
+    assert [group["fused"] for group in made.trainer.optimizers[0].param_groups] == [steps_fused]

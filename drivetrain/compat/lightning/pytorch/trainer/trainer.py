@@ -72,6 +72,7 @@ class Trainer(LightningSaving):
         enable_autolog_hparams: Whether trackers get the hyper-parameters.
         model_registry: None: checkpoints are in directories.
         suggest_integrations: Taken for Lightning's sake; nothing is suggested.
+        fused_optimizer: As there, but off unless True, so that a script's numbers stay as they were, to the last bit.
         **options: As there. A variable such as `PL_TRAINER_MAX_EPOCHS` stands for an argument that is not given.
 
     Raises:
@@ -102,6 +103,7 @@ class Trainer(LightningSaving):
         enable_autolog_hparams: bool = True,
         model_registry: str | None = None,
         suggest_integrations: bool = True,
+        fused_optimizer: bool | None = None,
         **options: Any,
     ) -> None:
         given = {**options, "logger": logger, "profiler": profiler}
@@ -111,8 +113,8 @@ class Trainer(LightningSaving):
             explain_ones(given)
         _refuse_registry(model_registry)
         spell(options)
-        if not isinstance(accelerator, Accelerator):
-            options.setdefault("fused_optimizer", False)  # a script's numbers stay as they were, to the last bit
+        if fused_optimizer is not None or not isinstance(accelerator, Accelerator):
+            options["fused_optimizer"] = bool(fused_optimizer)
         precision = taken_from(plugins, precision, options)
         if logger is None or logger is True:
             logger = _default_logger(default_root_dir) if not options.get("barebones") else None
