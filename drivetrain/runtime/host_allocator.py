@@ -1,8 +1,9 @@
 """What glibc's allocator does with the memory that tensors on the host free.
 
-As it comes, it returns the top of its heap to the system after each large free, and maps large blocks one by one. A
-training step frees and allocates the same activations again and again, and the system clears each page of them every
-time: 3 % of a small language model's step. Kept in the process, freed memory is used again as it is.
+As it comes, it returns the top of its heap to the system after large frees. A training step frees and allocates the
+same activations again and again, and the system clears each page of them every time: 3 % of a small language model's
+step. Kept in the process, freed memory is used again as it is. Blocks of more than 32 MiB are mapped one by one, as
+always: kept in the heap too, they would leave gaps that the next ones do not fit into.
 """
 
 from __future__ import annotations
@@ -13,7 +14,8 @@ from functools import cache
 
 # Parameters of mallopt(3), from malloc.h.
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3
-_LARGE = 1 << 30  # bytes; a larger block is mapped by itself
+_LARGE = 32 << 20  # bytes: glibc's own largest; a larger block is mapped by itself, and unmapped when it is freed
+_KEPT = 1 << 30
 _SET_BY_USERS = ("GLIBC_TUNABLES", "MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "MALLOC_TOP_PAD_")
 
 
@@ -30,7 +32,7 @@ def keep_freed_memory() -> bool:
     if any(name in os.environ for name in _SET_BY_USERS) or not _is_glibc():
         return False
     library = ctypes.CDLL(None)
-    return bool(library.mallopt(_MMAP_THRESHOLD, _LARGE) and library.mallopt(_TRIM_THRESHOLD, _LARGE))
+    return bool(library.mallopt(_MMAP_THRESHOLD, _LARGE) and library.mallopt(_TRIM_THRESHOLD, _KEPT))
 
 
 def return_freed_memory() -> None:

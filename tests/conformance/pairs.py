@@ -158,7 +158,7 @@ def try_each(row: str, expected: Mapping[str, Any]) -> dict[str, Any]:
         try:
             found[name] = ROWS[row].train(name, plain)
         except ConfigurationError as refusal:
-            found[name] = " ".join(str(refusal).split())
+            found[name] = " ".join(refusal.message.split())
     return found
 
 
