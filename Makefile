@@ -173,8 +173,9 @@ wheel: $(DEV_ENV) ## build sdist and wheel, install the wheel in a clean environ
 release: $(DEV_ENV) ## a dry run of a release: version from the tag, archives, their checks, notes (FINAL=1: for real)
 	$(PYTHON) .ci/release.py $(if $(FINAL),--final)
 
-bench: $(BENCH_ENV) ## time per step and start-up, beside the other frameworks (an environment of its own)
+bench: $(BENCH_ENV) ## time per step, of epochs and of start-up, beside the other frameworks (an environment of its own)
 	$(BENCH_PYTHON) benchmarks/overhead.py
+	$(BENCH_PYTHON) benchmarks/throughput.py
 	$(BENCH_PYTHON) benchmarks/startup.py
 
 bench-gpu: $(DEV_ENV) ## tokens per second of a GPT-2-sized model on this GPU, beside a bare loop
