@@ -60,7 +60,7 @@ def test_files_that_are_gone_or_shorter_are_left_to_who_uses_them(part: MappedRa
     os.unlink(part.file.path)
     ahead.ask(1, [part])
     ahead.wait(1)
-    ahead.wait(2)  # nobody asked for it
+    ahead.wait(2)  # it was not asked for
 
 
 def waits_in_a_fork(path: str) -> int:
