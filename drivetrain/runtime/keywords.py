@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Collection
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 from drivetrain.runtime.errors import ConfigurationError, nearest
@@ -41,6 +42,13 @@ def refuse_unknown(given: Collection[str], function: Callable[..., Any], name: s
     raise UnknownArgumentError(f"{name or function.__qualname__}() takes no argument {unknown!r}.{guess}{known}")
 
 
+@lru_cache(maxsize=256)
+def _takes_all(function: Callable[..., Any], names: frozenset[str]) -> bool:
+    """Whether a function takes keyword arguments of these names."""
+    parameters = inspect.signature(function).parameters
+    return names <= parameters.keys() or any(each.kind is each.VAR_KEYWORD for each in parameters.values())
+
+
 class KnownKeywords:
     """A class whose constructor refuses unknown keyword arguments by `UnknownArgumentError`.
 
@@ -53,8 +61,7 @@ class KnownKeywords:
     if not TYPE_CHECKING:
 
         def __new__(cls, *args: Any, **keywords: Any) -> Any:
-            kinds = [each.kind for each in inspect.signature(cls.__init__).parameters.values()]
-            if keywords and inspect.Parameter.VAR_KEYWORD not in kinds:
+            if keywords and not _takes_all(cls.__init__, frozenset(keywords)):
                 refuse_unknown(keywords, cls.__init__, cls.__name__)
             made = super().__new__(cls)
             made.made_with = args, keywords

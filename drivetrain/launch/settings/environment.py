@@ -13,6 +13,11 @@ from drivetrain.launch.settings.table import GROUPS, SETTINGS
 _SWITCHES = tuple(group.switch for group in GROUPS.values() if group.switch)
 _NOT_GIVEN = ("", "none")
 _FP8_OVERRIDES = tuple(f"ACCELERATE_FP8_OVERRIDE_{product}" for product in ("FPROP", "DGRAD", "WGRAD"))
+_FSDP_VERSION = "FSDP_VERSION"
+_VARIABLES = frozenset(
+    {name for setting in SETTINGS.values() for name in (setting.variable, setting.theirs) if name}
+    | {*_FP8_OVERRIDES, _FSDP_VERSION}
+)
 
 
 def settings_in_environment(environ: Mapping[str, str] | None = None) -> dict[str, Any]:
@@ -27,7 +32,11 @@ def settings_in_environment(environ: Mapping[str, str] | None = None) -> dict[st
     Raises:
         ConfigurationError: A variable's value cannot be; the message names the variable.
     """
-    variables = os.environ if environ is None else environ
+    everything = os.environ if environ is None else environ
+    # One look at the environment rather than two for each setting: each Accelerator asks for this several times.
+    variables = {name: everything[name] for name in _VARIABLES.intersection(everything)}
+    if not variables:
+        return {}
     found: dict[str, Any] = {}
     for setting in SETTINGS.values():
         read = setting.variable is not None and not setting.of_launcher and not setting.inert
@@ -98,7 +107,7 @@ def _theirs(variables: Mapping[str, str]) -> dict[str, Any]:
         setting = SETTINGS["fp8_override_linear_precision"]
         flags = ",".join(variables.get(name, "false") for name in _FP8_OVERRIDES)
         found[setting.name] = setting.parse(flags, "ACCELERATE_FP8_OVERRIDE_FPROP")
-    _settle_sharding(found, variables.get("FSDP_VERSION", "1"))
+    _settle_sharding(found, variables.get(_FSDP_VERSION, "1"))
     _settle_fp8(found)
     return found
 
