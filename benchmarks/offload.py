@@ -157,9 +157,12 @@ class Setting:
         """The model on disk, by accelerate, which writes a copy of its weights where there is none yet."""
         from accelerate import disk_offload
 
-        is_written = (self.copies / "index.json").is_file()
-        model = self.empty() if is_written else self.in_memory()
-        disk_offload(model, self.copies, execution_device=torch.device("cpu"))
+        device = torch.device("cpu")
+        if not (self.copies / "index.json").is_file():
+            disk_offload(self.in_memory(), self.copies, execution_device=device)
+            gc.collect()  # what it was written from: memory may not hold that and another model
+        model = self.empty()
+        disk_offload(model, self.copies, execution_device=device)
         return model
 
 
