@@ -1,10 +1,14 @@
 """An optimizer's `step` and `zero_grad` without what torch does around them for profilers, where none looks.
 
-That takes as long as stepping a small model does.
+That takes as long as stepping a small model does. Nor is torch's compiler imported where nothing is compiled: torch
+imports it for each optimizer, to leave some functions of the optimizer out of what is compiled, which takes a second.
 """
 
 from __future__ import annotations
 
+import contextlib
+import sys
+from collections.abc import Iterator
 from types import FunctionType
 from typing import Any
 
@@ -18,6 +22,8 @@ _ZERO_GRAD = Optimizer.zero_grad
 _ABSENT = object()
 # The hooks that torch runs around the steps of all optimizers.
 _before, _after = torch_optimizer._global_optimizer_pre_hooks, torch_optimizer._global_optimizer_post_hooks
+_COMPILER = "torch._dynamo"
+_LEFT_OUT = "__dynamo_disable"  # where torch keeps the function that a compiler leaves out
 
 
 def step(optimizer: Optimizer) -> None:
@@ -40,7 +46,7 @@ def step(optimizer: Optimizer) -> None:
     if is_watched:
         optimizer.step()
     else:
-        function.__wrapped__(optimizer)
+        _call(function.__wrapped__, optimizer)
 
 
 def step_parameter(optimizer: Optimizer, number: int, parameter: Tensor) -> list[str]:
@@ -61,10 +67,43 @@ def step_parameter(optimizer: Optimizer, number: int, parameter: Tensor) -> list
     inner = function.__wrapped__ if "hooked" in function.__dict__ else function
     optimizer.param_groups = [alone]
     try:
-        inner(optimizer)
+        _call(inner, optimizer)
     finally:
         optimizer.param_groups = groups
     return [name for name, value in alone.items() if name != "params" and value is not group.get(name, _ABSENT)]
+
+
+def _call(function: Any, optimizer: Optimizer) -> None:
+    """Call an optimizer's step; where torch wraps it only to keep gradients off and a compiler out, what it wraps."""
+    if getattr(function, "__code__", None) is not _GRADIENTS_OFF:
+        function(optimizer)
+        return
+    were_on = torch.is_grad_enabled()
+    torch.set_grad_enabled(optimizer.defaults["differentiable"])
+    try:
+        function.__wrapped__(optimizer)
+    finally:
+        torch.set_grad_enabled(were_on)
+
+
+_GRADIENTS_OFF = torch_optimizer._use_grad_for_differentiable(_call).__code__
+
+
+@contextlib.contextmanager
+def compiler_not_imported() -> Iterator[None]:
+    """Within, optimizers are made and read without importing torch's compiler, where nothing has imported it yet."""
+    inner = [function.__wrapped__ for function in _METHODS if hasattr(function, "__wrapped__")]
+    marked = [] if _COMPILER in sys.modules else [each for each in inner if _LEFT_OUT not in each.__dict__]
+    for each in marked:
+        setattr(each, _LEFT_OUT, each)
+    try:
+        yield
+    finally:
+        for each in marked:
+            delattr(each, _LEFT_OUT)
+
+
+_METHODS: tuple[Any, ...] = (Optimizer.add_param_group, Optimizer.state_dict, Optimizer.load_state_dict)
 
 
 def zero_grad(optimizer: Optimizer, set_to_none: bool = True) -> None:

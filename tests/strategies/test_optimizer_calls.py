@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -122,3 +124,40 @@ def test_gradients_are_cleared_as_asked_for(set_to_none: bool) -> None:
     optimizer_calls.zero_grad(torch.optim.SGD([parameter]), set_to_none)
     gradient: Tensor | None = parameter.grad
     assert gradient is None if set_to_none else torch.equal(gradient, torch.zeros(3))  # type: ignore[arg-type]
+
+
+def test_a_differentiable_step_keeps_its_graph() -> None:
+    given = torch.ones(3, requires_grad=True)
+    parameter = given.clone()
+    parameter.grad = torch.full((3,), 2.0, requires_grad=True)
+    optimizer_calls.step(torch.optim.SGD([parameter], lr=0.1, differentiable=True))
+    assert parameter.grad_fn is not None
+    assert torch.equal(parameter, torch.full((3,), 0.8))
+
+
+MADE_AND_STEPPED = """
+import sys, torch
+from drivetrain.strategies import optimizer_calls
+parameter = torch.nn.Parameter(torch.ones(3))
+with optimizer_calls.compiler_not_imported():
+    optimizer = torch.optim.AdamW([parameter])
+    assert optimizer.state_dict()["param_groups"]
+parameter.grad = torch.ones(3)
+optimizer_calls.step(optimizer)
+assert not torch.equal(parameter, torch.ones(3))
+assert "torch._dynamo" not in sys.modules
+
+method = torch.optim.Optimizer.add_param_group
+assert not hasattr(method.__wrapped__, "__dynamo_disable")
+torch.optim.SGD([parameter])  # by torch's own way, which has a compiler leave the method out
+assert "torch._dynamo" in sys.modules
+left_out = method.__wrapped__.__dynamo_disable
+with optimizer_calls.compiler_not_imported():
+    torch.optim.SGD([parameter])
+    assert method.__wrapped__.__dynamo_disable is left_out
+assert method.__wrapped__.__dynamo_disable is left_out
+"""
+
+
+def test_an_optimizer_is_made_and_stepped_without_torchs_compiler_which_leaves_it_out_later_all_the_same() -> None:
+    subprocess.run([sys.executable, "-c", MADE_AND_STEPPED], check=True, timeout=120)
