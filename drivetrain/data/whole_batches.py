@@ -108,9 +108,16 @@ def reads_at_once(dataset: Any) -> Read | None:
     find = _KINDS.get(type(dataset))
     if find is not None:
         return find(dataset)
-    if type(dataset).__module__ == "datasets.arrow_dataset" and dataset.format["type"] == "torch":
-        return lambda indices, gather: _columns(dataset, indices)
-    return None
+    return (lambda indices, gather: _columns(dataset, indices)) if is_table_of_tensors(dataset) else None
+
+
+def is_table_of_tensors(dataset: Any) -> bool:
+    """Whether this is a dataset of the package `datasets` that gives tensors, and runs no code of the user's.
+
+    Args:
+        dataset: A map-style dataset.
+    """
+    return type(dataset).__module__ == "datasets.arrow_dataset" and dataset.format["type"] == "torch"
 
 
 def bytes_of(batch: Any) -> int:
