@@ -9,10 +9,11 @@ import time
 from collections.abc import Iterator
 from typing import IO, Any
 
+# Not by name: each has a type only on the systems that have it.
 try:
-    import fcntl
+    fcntl: Any = importlib.import_module("fcntl")
 except ImportError:  # Windows
-    fcntl = None  # type: ignore[assignment]
+    fcntl = None
 
 
 @contextlib.contextmanager
@@ -30,7 +31,7 @@ def locked(path: str | os.PathLike[str], seconds: float) -> Iterator[None]:
     with open(path, "a", encoding="utf-8") as file:
         while not _takes(file):
             if time.monotonic() > deadline:
-                raise TimeoutError(f"{path} was locked by another run for {seconds:.0f} s") from None
+                raise TimeoutError(f"{path} was locked by another run for {seconds:.0f} s")
             time.sleep(0.01)
         try:
             yield
@@ -39,7 +40,7 @@ def locked(path: str | os.PathLike[str], seconds: float) -> Iterator[None]:
 
 
 def _takes(file: IO[str]) -> bool:
-    """Take the lock of an open file, if nobody has it."""
+    """Take the lock of an open file, unless it is taken."""
     try:
         if fcntl is not None:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -59,6 +60,6 @@ def _give_back(file: IO[str]) -> None:
 
 
 def _lock_first_byte(file: IO[str], mode: str) -> None:
-    msvcrt: Any = importlib.import_module("msvcrt")  # whose functions type checkers know on Windows only
+    msvcrt: Any = importlib.import_module("msvcrt")
     file.seek(0)  # what is locked begins where the file stands
     msvcrt.locking(file.fileno(), getattr(msvcrt, mode), 1)
