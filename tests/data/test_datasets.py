@@ -22,14 +22,16 @@ def made(**columns: list[Any]) -> Any:
 
 
 def assert_read_as_by_torch(dataset: Any) -> None:
-    def batches(prepared: bool) -> list[Any]:
-        loader: Any = DataLoader(dataset, 4, shuffle=True, generator=torch.Generator().manual_seed(1))
+    def batches(prepared: bool, workers: int) -> list[Any]:
+        generator = torch.Generator().manual_seed(1)
+        loader: Any = DataLoader(dataset, 4, shuffle=True, generator=generator, num_workers=workers)
         return list(prepare_loader(loader, shard=DataShard()) if prepared else loader)
 
-    for ours, theirs in zip(batches(True), batches(False), strict=True):
-        assert ours.keys() == theirs.keys()
-        for name, value in theirs.items():
-            assert torch.equal(ours[name], value) if isinstance(value, torch.Tensor) else ours[name] == value
+    for workers in (0, 1):
+        for ours, theirs in zip(batches(True, workers), batches(False, 0), strict=True):
+            assert ours.keys() == theirs.keys()
+            for name, value in theirs.items():
+                assert torch.equal(ours[name], value) if isinstance(value, torch.Tensor) else ours[name] == value
 
 
 @pytest.mark.parametrize("seed", [None, 1])

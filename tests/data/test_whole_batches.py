@@ -59,6 +59,8 @@ DATASETS = {
     "numbers in an array": lambda: np.arange(ROWS, dtype=np.int16),
     "a part": part_of_tensors,
     "a part of a part": lambda: Subset(part_of_tensors(), [3, 3, 0, 11]),
+    "a part by an array": lambda: Subset(tensors(), np.array([7, 2, 2, 22])),
+    "a part by a tensor": lambda: Subset(tensors(), torch.tensor([5, 0, 9, 9])),
     "two one after the other": lambda: ConcatDataset([tensors(), part_of_tensors(), tensors()]),
     "two side by side": lambda: StackDataset(tensors(), arrays()),
     "two by name": lambda: StackDataset(x=arrays(), y=torch.arange(ROWS)),
@@ -136,9 +138,19 @@ def test_workers_stay_where_something_may_need_them(options: dict[str, Any]) -> 
     assert started(**options) == 1
 
 
-def test_no_sample_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_cannot_be_read_at_once_keeps_its_workers() -> None:
+    from_the_end = Subset(tensors(), [-1, 3])
+    assert started(dataset=from_the_end) == 1
+    loader = DataLoader(from_the_end, 2, num_workers=1)
+    assert_same(list(prepare_loader(loader, shard=DataShard())), list(loader))
+
+
+@pytest.mark.parametrize("indices", [[3, 0, 11, 5], np.array([3, 0, 11, 5]), torch.tensor([3, 0, 11, 5])], ids=type)
+def test_no_sample_is_made(indices: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    expected = [[each[[3, 0]] for each in tensors().tensors], [each[[11, 5]] for each in tensors().tensors]]
     monkeypatch.setattr(TensorDataset, "__getitem__", None)
-    assert len(list(prepare_loader(DataLoader(part_of_tensors(), 4), shard=DataShard()))) == 4
+    loader = prepare_loader(DataLoader(Subset(tensors(), indices), 2), shard=DataShard())
+    assert [[part.tolist() for part in batch] for batch in loader] == [[p.tolist() for p in b] for b in expected]
 
 
 def test_what_a_dataset_holds_may_change_between_two_batches() -> None:
