@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 from drivetrain.callbacks.base import Callback
 from drivetrain.runtime.errors import ConfigurationError
 from drivetrain.runtime.logging import get_logger
+from drivetrain.strategies.fused_optimizers import options_given
 
 if TYPE_CHECKING:
     from drivetrain.trainer.task import Task
@@ -221,16 +222,17 @@ class BaseFinetuning(Callback):
         for number, optimizer in enumerate(trainer.optimizers):
             groups = len(optimizer.param_groups)
             self.finetune_function(task, epoch, optimizer)
-            self._record(trainer, number, optimizer.param_groups[groups:])
+            self._record(trainer, number, groups)
         self._announce(trainer, before)
 
-    def _record(self, trainer: Trainer, number: int, groups: list[dict[str, Any]]) -> None:
-        """Remember groups by the names of their parameters."""
+    def _record(self, trainer: Trainer, number: int, first: int) -> None:
+        """Remember an optimizer's groups from the first that was added on, by the names of their parameters."""
         names = {id(parameter): name for name, parameter in _all_in_place(trainer).items()}
-        for group in groups:
-            options = {key: value for key, value in group.items() if key != "params"}
+        optimizer = trainer.optimizers[number]
+        for place, group in enumerate(optimizer.param_groups[first:], first):
             params = [names[id(parameter)] for parameter in group["params"]]
-            self._added.setdefault(number, []).append({**options, "params": params})
+            given = {**group, **options_given(optimizer, place), "params": params}
+            self._added.setdefault(number, []).append(given)
 
     def _add_again(self, trainer: Trainer) -> None:
         """Give the optimizers the groups that they had in the run before; their state comes next."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import platform
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -82,7 +83,7 @@ class RunReport(Callback):
             [folder] = broadcast_object_list([folder])
         assert folder is not None
         self._folder = folder
-        about = {"host": os.uname().nodename, "device": str(trainer.strategy.topology.device)}
+        about = {"host": platform.node(), "device": str(trainer.strategy.topology.device)}
         self._lane = Lane(folder, trainer.global_rank, about)
         self._sampler = RunSampler(trainer)
         if trainer.is_global_zero:

@@ -20,6 +20,9 @@ MANIFEST = "MANIFEST.json"
 DATA_FOLDER = "data-"
 """What the folders begin with that a checkpoint's files lie in where nothing can be renamed."""
 
+_AS_IT_IS: int = getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_BINARY", 0)
+"""Opens a file for this process alone, and on Windows without changing its line ends."""
+
 NO_FILE = -1
 """Stands for the size of what is no plain file, such as a link: it may lead anywhere."""
 
@@ -179,7 +182,7 @@ class LocalStorage(Storage):
         return found
 
     def open(self, path: str, once: bool = False) -> Reader:
-        return DirectReader(path) if once else cast(Reader, open(path, "rb", buffering=0))
+        return DirectReader(path) if once and hasattr(os, "preadv") else cast(Reader, open(path, "rb", buffering=0))
 
     def read(self, path: str) -> bytes:
         with open(path, "rb") as file:
@@ -326,6 +329,8 @@ class LocalStorage(Storage):
             os.rename(replaced, directory)
 
     def _sync_directory(self, path: str) -> None:
+        if not hasattr(os, "O_DIRECTORY"):  # Windows opens none
+            return
         descriptor = os.open(path, os.O_RDONLY)
         try:
             self._fsync(descriptor, path)
@@ -336,7 +341,7 @@ class LocalStorage(Storage):
         os.makedirs(path, exist_ok=True)
 
     def _open(self, path: str) -> int:
-        return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+        return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | _AS_IT_IS, 0o666)
 
     def _write(self, descriptor: int, data: memoryview, path: str) -> int:
         return os.write(descriptor, data)

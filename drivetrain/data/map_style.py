@@ -34,7 +34,7 @@ from drivetrain.data.sharding import Head, Layout, shard_batches
 from drivetrain.data.whole_batches import (
     Read,
     WholeBatches,
-    bytes_of,
+    bytes_of_first,
     can_pin,
     gathered,
     gathered_pinned,
@@ -163,7 +163,8 @@ class MapReader:
         loader, order = self._loader, self.order
         if not order.draws_at_once or loader.worker_init_fn is not None or not len(loader.dataset):  # type: ignore[arg-type]
             return False
-        return bytes_of(read([0], gathered)) * (order.batch_size or 0) <= HANDED_OVER
+        size = bytes_of_first(read)
+        return size is not None and size * (order.batch_size or 0) <= HANDED_OVER
 
     def restart(self) -> None:
         """Let the next iteration be as the first one: with new workers, where these stay."""

@@ -20,6 +20,7 @@ from torch.utils.data import (
 )
 from torch.utils.data._utils.collate import default_convert
 
+from drivetrain.data.whole_batches import is_table_of_tensors
 from drivetrain.runtime.kept_generators import KeptGenerators
 from drivetrain.runtime.seeds import (
     GENERATORS,
@@ -35,8 +36,8 @@ _FIXED = (TensorDataset, list, tuple, range, torch.Tensor, np.ndarray)
 
 
 def is_deterministic(dataset: Any) -> bool:
-    """Whether reading a sample surely draws no random numbers: tensors, lists, and subsets and unions of such."""
-    if type(dataset) in _FIXED:
+    """Whether reading a sample surely draws no random numbers: tensors, lists, tables, subsets and unions of such."""
+    if type(dataset) in _FIXED or is_table_of_tensors(dataset):
         return True
     if type(dataset) is Subset:
         return is_deterministic(dataset.dataset)

@@ -22,6 +22,10 @@ class NotAtOnce(Exception):
     """These samples have to be read one by one."""
 
 
+# What reading at once raises where that is so, or where the indices are wrong.
+_REFUSALS = (NotAtOnce, IndexError, TypeError, ValueError, RuntimeError)
+
+
 def gathered(tensor: Tensor, index: Tensor) -> Tensor:
     """Rows of a tensor, in memory of their own.
 
@@ -74,7 +78,7 @@ class WholeBatches(Dataset[Any]):
     def __getitems__(self, indices: Sequence[int]) -> Any:
         try:
             return self._read(indices, self._gather)
-        except (NotAtOnce, IndexError, TypeError, ValueError, RuntimeError):
+        except _REFUSALS:
             # Read as torch's loader does; where the indices are wrong, with the error that it raises.
             return default_collate(self._samples(indices))
 
@@ -108,20 +112,34 @@ def reads_at_once(dataset: Any) -> Read | None:
     find = _KINDS.get(type(dataset))
     if find is not None:
         return find(dataset)
-    if type(dataset).__module__ == "datasets.arrow_dataset" and dataset.format["type"] == "torch":
-        return lambda indices, gather: _columns(dataset, indices)
-    return None
+    return (lambda indices, gather: _columns(dataset, indices)) if is_table_of_tensors(dataset) else None
 
 
-def bytes_of(batch: Any) -> int:
-    """Bytes of the tensors in a batch that was read at once.
+def is_table_of_tensors(dataset: Any) -> bool:
+    """Whether this is a dataset of the package `datasets` that gives tensors, and runs no code of the user's.
 
     Args:
-        batch: The batch.
+        dataset: A map-style dataset.
     """
+    return type(dataset).__module__ == "datasets.arrow_dataset" and dataset.format["type"] == "torch"
+
+
+def bytes_of_first(read: Read) -> int | None:
+    """Bytes of the tensors in a dataset's first sample; None where it has to be read by itself.
+
+    Args:
+        read: What `reads_at_once` found.
+    """
+    try:
+        return _bytes_of(read([0], gathered))
+    except _REFUSALS:
+        return None
+
+
+def _bytes_of(batch: Any) -> int:
     if isinstance(batch, Tensor):
         return batch.numel() * batch.element_size()
-    return sum(map(bytes_of, batch.values() if isinstance(batch, dict) else batch))
+    return sum(map(_bytes_of, batch.values() if isinstance(batch, dict) else batch))
 
 
 def _of_tensor(tensor: Tensor) -> Read | None:
@@ -156,7 +174,16 @@ def _of_subset(dataset: Any) -> Read | None:
     read = reads_at_once(dataset.dataset)
     if read is None:
         return None
-    return lambda indices, gather: read([dataset.indices[index] for index in indices], gather)
+    return lambda indices, gather: read(_some_of(dataset.indices, indices), gather)
+
+
+def _some_of(all_indices: Any, chosen: Sequence[int]) -> Sequence[int]:
+    """Some of a subset's indices, as Python's own numbers also where they are whole numbers of NumPy or torch."""
+    if isinstance(all_indices, np.ndarray) and all_indices.dtype.kind in "iu":
+        return all_indices[np.asarray(_checked(chosen))].tolist()  # type: ignore[no-any-return]
+    if isinstance(all_indices, Tensor) and all_indices.dtype in (torch.int32, torch.int64):
+        return all_indices[_as_index(chosen)].tolist()
+    return [all_indices[index] for index in chosen]
 
 
 def _of_stack(dataset: Any) -> Read | None:

@@ -18,8 +18,8 @@ from dataclasses import dataclass
 from datetime import timedelta
 
 HEARTBEAT_VARIABLE = "DRIVETRAIN_HEARTBEAT"
-# A real-time signal, which scripts and schedulers rarely use, where the system has them.
-STACK_SIGNAL: int = getattr(signal, "SIGRTMAX", signal.SIGUSR2) - (2 if hasattr(signal, "SIGRTMAX") else 0)
+# A real-time signal, which scripts and schedulers rarely use, where the system has them; 0 on Windows, unused.
+STACK_SIGNAL: int = signal.SIGRTMAX - 2 if hasattr(signal, "SIGRTMAX") else getattr(signal, "SIGUSR2", 0)
 
 _PID, _BEATS, _ATTACHED, _TIMEOUT_MS = range(4)
 _BYTES = 4 * 8

@@ -7,7 +7,9 @@ other implementations but for the rounding of a parameter's last bit.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from functools import partial
 from typing import Any
+from weakref import ref
 
 import torch
 from torch import Tensor, nn
@@ -16,7 +18,7 @@ from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer
 IMPLEMENTATION = ("fused", "foreach")
 """The options of a group that say how a run steps; they are no part of what it has trained."""
 
-_CHOSEN = "_fused_by_drivetrain"
+_CHOSEN = "_fused_by_drivetrain"  # the attribute of an optimizer that has the numbers of its groups that were changed
 
 # The devices that each has a kernel for; torch's own list is of all of its fused kernels together.
 _ANYWHERE = ("cpu", "cuda", "xpu", "mps")
@@ -48,17 +50,31 @@ def use_fused(optimizer: Optimizer, models: Iterable[nn.Module]) -> bool:
         return False
     for group in optimizer.param_groups:
         group["fused"] = True
-    optimizer.__dict__[_CHOSEN] = True
+    optimizer.__dict__[_CHOSEN] = set(range(len(optimizer.param_groups)))
+    # Weak, or the optimizer and what it holds would stay until the next collection of garbage.
+    optimizer.__dict__["add_param_group"] = partial(_add_group, ref(optimizer), devices)
     return True
 
 
-def options_given(optimizer: Optimizer) -> dict[str, None]:
-    """The options of an optimizer's groups that were changed here, as the script gave them.
+def options_given(optimizer: Optimizer, number: int) -> dict[str, None]:
+    """The options of an optimizer's group that were changed here, as the script gave them.
 
     Args:
         optimizer: The bare optimizer.
+        number: Of the group.
     """
-    return {"fused": None} if _CHOSEN in optimizer.__dict__ else {}
+    return {"fused": None} if number in optimizer.__dict__.get(_CHOSEN, ()) else {}
+
+
+def _add_group(of: ref[Optimizer], devices: tuple[str, ...], param_group: dict[str, Any]) -> None:
+    """Add a group, which steps fused as the others do where it can: it is `add_param_group` of an optimizer itself."""
+    optimizer = of()
+    assert optimizer is not None
+    Optimizer.add_param_group(optimizer, param_group)  # torch's four have none of their own
+    added = optimizer.param_groups[-1]
+    if _takes_fused(added, devices):
+        added["fused"] = True
+        optimizer.__dict__[_CHOSEN].add(len(optimizer.param_groups) - 1)
 
 
 def _takes_fused(group: dict[str, Any], devices: tuple[str, ...]) -> bool:

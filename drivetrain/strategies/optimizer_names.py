@@ -33,10 +33,9 @@ def named_optimizer_state(model: nn.Module, optimizer: Optimizer) -> dict[str, A
             )
         return names[id(parameter)]
 
-    given = options_given(optimizer)
     groups = [
-        {**group, **given, "params": [name_of(parameter) for parameter in group["params"]]}
-        for group in optimizer.param_groups
+        {**group, **options_given(optimizer, number), "params": [name_of(parameter) for parameter in group["params"]]}
+        for number, group in enumerate(optimizer.param_groups)
     ]
     state = {name_of(parameter): dict(value) for parameter, value in optimizer.state.items()}
     return {"state": state, "param_groups": groups}

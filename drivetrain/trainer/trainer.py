@@ -128,7 +128,7 @@ class Trainer(KnownKeywords, OptionAttributes, TrainerStatus):
         on_interrupt: What `fit` does at Ctrl-C once it has finished the step and saved: `"raise"` a
             `KeyboardInterrupt`, so that the script ends too, or `"return"`.
         seed: Seed everything with this, samples included, before anything else.
-        advise: Whether `fit` first tries changes of single arguments, such as `num_workers` and `precision`, on a copy
+        advise: Whether `fit` first tries changes of single lines, such as `num_workers` and `precision`, on a copy
             of the task, and prints those that make steps shorter, each with what it gained; see `advice`.
 
     Raises:

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, Subset
 
 from drivetrain.data import DataShard, prepare_loader
 
@@ -22,21 +22,41 @@ def made(**columns: list[Any]) -> Any:
 
 
 def assert_read_as_by_torch(dataset: Any) -> None:
-    def batches(prepared: bool) -> list[Any]:
-        loader: Any = DataLoader(dataset, 4, shuffle=True, generator=torch.Generator().manual_seed(1))
+    def batches(prepared: bool, workers: int) -> list[Any]:
+        generator = torch.Generator().manual_seed(1)
+        loader: Any = DataLoader(dataset, 4, shuffle=True, generator=generator, num_workers=workers)
         return list(prepare_loader(loader, shard=DataShard()) if prepared else loader)
 
-    for ours, theirs in zip(batches(True), batches(False), strict=True):
-        assert ours.keys() == theirs.keys()
-        for name, value in theirs.items():
-            assert torch.equal(ours[name], value) if isinstance(value, torch.Tensor) else ours[name] == value
+    for workers in (0, 1):
+        for ours, theirs in zip(batches(True, workers), batches(False, 0), strict=True):
+            assert ours.keys() == theirs.keys()
+            for name, value in theirs.items():
+                assert torch.equal(ours[name], value) if isinstance(value, torch.Tensor) else ours[name] == value
 
 
-def test_columns_of_numbers_are_read_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("seed", [None, 1])
+@pytest.mark.parametrize("count", [1, 2])
+def test_columns_of_numbers_are_read_at_once(count: int, seed: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
     dataset = made()
     assert_read_as_by_torch(dataset)
     monkeypatch.setattr("drivetrain.data.whole_batches.default_collate", None)
-    assert len(list(prepare_loader(DataLoader(dataset, 4), shard=DataShard()))) == 3
+    monkeypatch.setattr(type(dataset), "__getitems__", None)
+    for part in (dataset, Subset(dataset, range(ROWS))):
+        loader = prepare_loader(DataLoader(part, 3), shard=DataShard(0, count), seed=seed)
+        assert [batch["y"].tolist() for batch in loader][: 4 // count] == [
+            [n, n + 1, n + 2][: ROWS - n] for n in range(0, ROWS, 3 * count)
+        ]
+
+
+def test_a_transform_that_draws_is_seeded_for_each_sample() -> None:
+    def noise(rows: Any) -> Any:
+        return {"y": [torch.rand(2) for _ in rows["y"]]}
+
+    def batches(size: int) -> list[Any]:
+        loader = prepare_loader(DataLoader(made().with_transform(noise), size), shard=DataShard(), seed=1)
+        return torch.cat([batch["y"] for batch in loader]).tolist()
+
+    assert batches(4) == batches(3)
 
 
 @pytest.mark.parametrize("columns", [{"text": ["a"] * ROWS}, {"floats": [n / 2 for n in range(ROWS)]}])

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 import multiprocessing
+from itertools import zip_longest
 from typing import Any
 
 import numpy as np
@@ -22,8 +24,10 @@ from torch.utils.data import (
     random_split,
 )
 
-from drivetrain.data import DataShard, prepare_loader
+from drivetrain.data import DataShard, TailPolicy, map_style, prepare_loader
 from drivetrain.data.whole_batches import WholeBatches, reads_at_once
+from drivetrain.runtime.state import PartialState
+from tests.pool import run_in_processes
 from tests.shared_runs import SharedRuns
 from tests.simulated.devices import simulated as simulated
 from tests.simulated.devices import start
@@ -55,6 +59,8 @@ DATASETS = {
     "numbers in an array": lambda: np.arange(ROWS, dtype=np.int16),
     "a part": part_of_tensors,
     "a part of a part": lambda: Subset(part_of_tensors(), [3, 3, 0, 11]),
+    "a part by an array": lambda: Subset(tensors(), np.array([7, 2, 2, 22])),
+    "a part by a tensor": lambda: Subset(tensors(), torch.tensor([5, 0, 9, 9])),
     "two one after the other": lambda: ConcatDataset([tensors(), part_of_tensors(), tensors()]),
     "two side by side": lambda: StackDataset(tensors(), arrays()),
     "two by name": lambda: StackDataset(x=arrays(), y=torch.arange(ROWS)),
@@ -132,9 +138,19 @@ def test_workers_stay_where_something_may_need_them(options: dict[str, Any]) -> 
     assert started(**options) == 1
 
 
-def test_no_sample_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_cannot_be_read_at_once_keeps_its_workers() -> None:
+    from_the_end = Subset(tensors(), [-1, 3])
+    assert started(dataset=from_the_end) == 1
+    loader = DataLoader(from_the_end, 2, num_workers=1)
+    assert_same(list(prepare_loader(loader, shard=DataShard())), list(loader))
+
+
+@pytest.mark.parametrize("indices", [[3, 0, 11, 5], np.array([3, 0, 11, 5]), torch.tensor([3, 0, 11, 5])], ids=type)
+def test_no_sample_is_made(indices: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    expected = [[each[[3, 0]] for each in tensors().tensors], [each[[11, 5]] for each in tensors().tensors]]
     monkeypatch.setattr(TensorDataset, "__getitem__", None)
-    assert len(list(prepare_loader(DataLoader(part_of_tensors(), 4), shard=DataShard()))) == 4
+    loader = prepare_loader(DataLoader(Subset(tensors(), indices), 2), shard=DataShard())
+    assert [[part.tolist() for part in batch] for batch in loader] == [[p.tolist() for p in b] for b in expected]
 
 
 def test_what_a_dataset_holds_may_change_between_two_batches() -> None:
@@ -180,6 +196,43 @@ def test_a_wrong_index_is_the_error_that_torch_raises() -> None:
 def test_a_collate_function_of_the_users_gets_samples() -> None:
     loader = prepare_loader(DataLoader(tensors(), 4, collate_fn=len), shard=DataShard())
     assert list(loader) == [4] * 5 + [3]
+
+
+def test_that_workers_are_left_out_is_said_once(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(map_style.logger, "_seen", set())
+    with caplog.at_level(logging.INFO):
+        for _ in range(3):
+            prepare_loader(DataLoader(tensors(), 4, num_workers=2), shard=DataShard())
+        prepare_loader(DataLoader(TensorDataset(torch.ones(4, 1 << 19)), 4, num_workers=2), shard=DataShard())
+    [line] = [record.getMessage() for record in caplog.records]
+    assert line.startswith("num_workers=2 starts none for a loader whose samples are in memory")
+
+
+def shares(workers: int) -> dict[str, list[Any]]:
+    """This process's batches of each kind of dataset, which workers read where there are some."""
+    state = PartialState(cpu=True)
+    found = {}
+    for name, make in DATASETS.items():
+        generator = torch.Generator().manual_seed(3)
+        init = torch.manual_seed if workers else None  # or there would be none
+        user = DataLoader(
+            make(), 4, shuffle=True, generator=generator, num_workers=workers, worker_init_fn=init, pin_memory=True
+        )
+        shard = DataShard(state.process_index, state.num_processes)
+        loader = prepare_loader(user, shard=shard, tail=TailPolicy.UNEVEN)
+        assert isinstance(loader._reader._inner.dataset, WholeBatches)  # type: ignore[attr-defined]
+        found[name] = list(loader)
+    return found
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_two_processes_share_the_batches_of_one(workers: int) -> None:
+    first, second = run_in_processes(shares, 2, (workers,), timeout=120)
+    for name, make in DATASETS.items():
+        together = [batch for pair in zip_longest(first[name], second[name]) for batch in pair if batch is not None]
+        assert_same(together, list(DataLoader(make(), 4, shuffle=True, generator=torch.Generator().manual_seed(3))))
 
 
 @pytest.mark.parametrize("context", ["fork", "spawn"])

@@ -52,6 +52,7 @@ def train_branches(options: dict[str, Any], branches: list[str], steps: int = 1)
     return {
         "gradients": gradients,
         "expected": expected.tolist(),
+        "options": {name: getattr(model, name) for name in ("gradient_as_bucket_view", "static_graph")},
         "frozen": torch.equal(module.frozen.weight, before) and gradients["frozen.weight"] is None,
     }
 
@@ -74,6 +75,8 @@ def test_gradients_are_those_of_the_mean_over_processes(options, steps):
     for each in run_in_processes(train_branches, 2, args=(options, ["left"], steps)):
         torch.testing.assert_close(torch.tensor(each["gradients"]["left.weight"]), torch.tensor(each["expected"]))
         assert each["frozen"]
+        defaults = {"gradient_as_bucket_view": True, "static_graph": False}
+        assert each["options"] == {name: options.get(name, value) for name, value in defaults.items()}
 
 
 def test_parameters_that_take_no_part_need_to_be_looked_for():

@@ -177,6 +177,42 @@ def test_it_finds_changes_of_the_trainer_and_marks_those_that_change_numbers() -
     assert trainer.precision == "32"
 
 
+class SlowByRows(Net):
+    """Takes longer where the weights of its convolution are laid out channel by channel."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(3, 2, 2)
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        if not self.conv.weight.is_contiguous(memory_format=torch.channels_last):
+            time.sleep(0.02)
+        images = batch[:, :, None, None].expand(-1, -1, 2, 2)
+        return super().training_step(batch, batch_idx) + self.conv(images).square().mean()
+
+
+CHANNELS_LAST = "task.to(memory_format=torch.channels_last)"
+
+
+def test_it_finds_that_channels_side_by_side_pay_and_leaves_them_to_the_user() -> None:
+    trainer = Trainer(max_epochs=1, max_steps=2, advise=True, precision="bf16-mixed", **QUIET)
+    task = SlowByRows()
+    trainer.fit(task, **shuffled())
+    [found] = trainer.advice
+    assert (found.change, found.gain > 1.3) == (CHANNELS_LAST, True)
+    assert task.conv.weight.is_contiguous()
+
+
+@pytest.mark.parametrize("make", [lambda: Net(), lambda: SlowByRows().to(memory_format=torch.channels_last)])
+def test_they_are_not_tried_without_convolutions_or_where_they_are(
+    make: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    trainer = Trainer(max_epochs=1, max_steps=2, advise=True, **QUIET)
+    trainer.fit(make(), **shuffled())
+    assert "Advice" in (shown := capsys.readouterr().out)
+    assert CHANNELS_LAST not in shown
+
+
 def test_that_nothing_pays_is_one_line(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(advice_module, "PAYS", 100.0)
     trainer = Trainer(max_epochs=1, max_steps=2, advise=True, **QUIET)

@@ -163,6 +163,41 @@ def test_each_way_of_reading_would_be_found(read: Callable[[Tensor], Any], tmp_p
     assert steps_with_reads(Busy(read), tmp_path) == list(range(150))
 
 
+class Deep(Task):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(*(nn.Linear(1, 1) for _ in range(8)))
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        loss: Tensor = self.layers(batch[0]).square().mean()
+        return loss
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.01)
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "expected"),
+    [
+        ("norm", {"_foreach_norm": 3, "linalg_vector_norm": 3, "_foreach_mul_": 3}),
+        ("value", {"_foreach_clamp_min_": 3, "_foreach_clamp_max_": 3}),
+    ],
+)
+def test_clipping_takes_all_gradients_of_a_step_at_once(algorithm: str, expected: dict[str, int]) -> None:
+    calls: Counter[str] = Counter()
+
+    class Recorded(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            calls[func.overloadpacket.__name__] += 1
+            return func(*args, **(kwargs or {}))
+
+    with Recorded():
+        quiet(gradient_clip_val=1e-3, gradient_clip_algorithm=algorithm).fit(Deep(), rows([0.5] * 3))
+    clips = {name: count for name, count in calls.items() if any(each in name for each in ("foreach", "norm", "clamp"))}
+    clips.pop("clamp", None)  # of the factor
+    assert clips == expected
+
+
 def test_a_value_that_is_written_is_read_in_that_step_alone(tmp_path: Path) -> None:
     with HostReads() as reads:
         watch = Watch(reads)

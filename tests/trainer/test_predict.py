@@ -11,6 +11,8 @@ from torch import Tensor
 
 from drivetrain import Callback, Task, Trainer
 from drivetrain.runtime.errors import DataError
+from drivetrain.runtime.host_blocks import HostBlocks
+from drivetrain.trainer.loops import prediction_loop
 from tests.pool import run_in_processes
 from tests.trainer.tasks import quiet, rows, stream
 
@@ -98,6 +100,19 @@ def test_predicting_evaluates_and_leaves_no_trace(inference_mode: bool) -> None:
     quiet(inference_mode=inference_mode).predict(task, rows([1.0]))
     assert task.modes == [(False, inference_mode)]
     assert task.training
+
+
+def test_predictions_leave_the_device_several_batches_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    left: list[int] = []
+
+    class Counted(HostBlocks):
+        def take(self) -> list[Any]:
+            left.append(len(taken := super().take()))
+            return taken
+
+    monkeypatch.setattr(prediction_loop, "HostBlocks", Counted)
+    assert flat(quiet().predict(Doubling(), rows(range(70), 1))) == [2.0 * each for each in range(70)]
+    assert left == [32, 32, 6]
 
 
 def test_callbacks_see_each_batch_and_its_prediction() -> None:

@@ -9,6 +9,7 @@ import sys
 HEAVY = {
     "matplotlib",
     "psutil",
+    "rich",
     "pandas",
     "sklearn",
     "sympy",

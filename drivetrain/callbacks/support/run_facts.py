@@ -84,7 +84,7 @@ def _shown_command(words: tuple[str, ...]) -> str:
 def _process() -> dict[str, Any]:
     import psutil  # the clock's thread pays for it, not the one that trains
 
-    return {"host": os.uname().nodename, "id": os.getpid(), "started": psutil.Process().create_time()}
+    return {"host": platform.node(), "id": os.getpid(), "started": psutil.Process().create_time()}
 
 
 def _settings(trainer: Trainer) -> dict[str, Any]:

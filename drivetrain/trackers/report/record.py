@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import platform
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -72,7 +73,7 @@ def _is_alive(record: Mapping[str, Any]) -> bool:
     """Whether the process that wrote a record still runs; on another machine, whether it writes as announced."""
     process = record.get("process")
     process = process if isinstance(process, dict) else {}
-    if process.get("host") != os.uname().nodename:
+    if process.get("host") != platform.node():
         return time.time() < float(record.get("due", 0)) + _LATE_SECONDS
     import psutil
 

@@ -43,7 +43,7 @@ class Interruption:
                 if signal.getsignal(number) in (signal.default_int_handler, signal.SIG_DFL):
                     before[number] = signal.signal(number, handler)
         try:
-            if signal.SIGINT in before:
+            if signal.SIGINT in before and hasattr(os, "register_at_fork"):  # not on Windows
                 with self._native_code_watched():
                     yield
             else:

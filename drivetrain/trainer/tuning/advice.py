@@ -1,4 +1,4 @@
-"""`Trainer(advise=True)`: changes of one argument, each tried on a copy of the task, and what they gain."""
+"""`Trainer(advise=True)`: changes of one line, each tried on a copy of the task, and what they gain."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
+from torch.nn.parameter import UninitializedParameter
 from torch.utils.data import DataLoader, IterableDataset
 
 from drivetrain.callbacks import Callback
@@ -76,12 +77,13 @@ class Advice:
 
 @dataclass(frozen=True)
 class _Change:
-    """What is tried: arguments of the Trainer, or another loader."""
+    """What is tried: arguments of the Trainer, another loader, or another layout of the task's weights."""
 
     text: str
     note: str = ""
     options: Mapping[str, Any] = field(default_factory=dict)
     adapt: Callable[[DataLoader[Any]], None] | None = None
+    lay_out: Callable[[Task], object] | None = None
 
 
 @dataclass(frozen=True)
@@ -96,8 +98,8 @@ class _Outcome:
 def advise(trainer: Trainer, task: Task, loaders: Any, datamodule: DataModule | None) -> list[Advice]:
     """Try changes, print those that pay, and leave everything as it was; call it on all processes.
 
-    Each trial is a `fit` of a few steps with a Trainer that differs in one argument, of a copy of the task and its data
-    module, with no callbacks and trackers.
+    Each trial is a `fit` of a few steps with a Trainer or a loader that differs in one argument, of a copy of the task
+    and its data module, with no callbacks and trackers.
 
     Args:
         trainer: The trainer, which has placed nothing yet.
@@ -217,6 +219,9 @@ class _Trials:
         if trainer.accelerator.preparation.compilation is None and self._given.get("compile") is None:
             note = "The same numbers but for rounding; the first steps take longer."
             yield _Change("Trainer(compile=True)", note, {"compile": True})
+        if kind.name in _LAYS_OUT and _has_rows_of_channels(self._task):
+            note = "Before fit. The same numbers but for rounding."
+            yield _Change("task.to(memory_format=torch.channels_last)", note, lay_out=_lay_out)
         if self._given.get("fused_optimizer") is False:
             note = "The same numbers but for rounding."
             yield _Change("Trainer(fused_optimizer=True)", note, {"fused_optimizer": True})
@@ -228,20 +233,23 @@ class _Trials:
 
     def _try(self, change: _Change) -> _Outcome:
         """Run a trial on all processes."""
-        pace, trial, problem = _Pace(), None, ""
+        pace, task, trial, problem = _Pace(), None, None, ""
         own = float("inf"), dict.fromkeys(self._trainer.timing.shares, 0.0)
         try:
             trial = self._trial(change, pace)
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # the run itself warns
-                trial.fit(deepcopy(self._task), self._loaders, datamodule=deepcopy(self._datamodule))
+                task = deepcopy(self._task)
+                if change.lay_out is not None:
+                    change.lay_out(task)
+                trial.fit(task, self._loaders, datamodule=deepcopy(self._datamodule))
             if pace.seconds is None:
                 problem = "it took no steps"
             else:
                 own = pace.seconds, trial.timing.shares
         except Exception as error:
             problem = first_line(error)
-        del trial
+        task = trial = None
         gc.collect()
         self._kind.empty_cache()
         everyone: list[Any] = gather_object([(*own, problem)])
@@ -300,6 +308,21 @@ def _with_workers(count: int) -> _Change:
 
 def _pin(loader: DataLoader[Any]) -> None:
     loader.pin_memory = True
+
+
+_LAYS_OUT = ("cpu", "cuda", "xpu")
+"""The devices that compute convolutions of images with the channels of each pixel side by side."""
+
+
+def _has_rows_of_channels(task: Task) -> bool:
+    """Whether the weights of a convolution of images are laid out channel by channel."""
+    layers = [each for each in task.modules() if isinstance(each, nn.Conv2d | nn.ConvTranspose2d)]
+    weights = [each.weight for each in layers if not isinstance(each.weight, UninitializedParameter)]
+    return any(not weight.is_contiguous(memory_format=torch.channels_last) for weight in weights)
+
+
+def _lay_out(task: Task) -> None:
+    task.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
 
 
 class _Pace(Callback):

@@ -1,0 +1,84 @@
+"""A run with everything that is on by default needs nothing of Python that Windows does not have."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+SCRIPT = """
+import fcntl, os, signal, sys, types
+import psutil, torch, torch.distributed.checkpoint  # which have their own ways on Windows
+
+held = fcntl.flock
+
+
+def locking(descriptor, mode, count):
+    held(descriptor, fcntl_modes[mode])
+
+
+fcntl_modes = {0: fcntl.LOCK_UN, 2: fcntl.LOCK_EX | fcntl.LOCK_NB}
+msvcrt = sys.modules["msvcrt"] = types.ModuleType("msvcrt")
+msvcrt.locking, msvcrt.LK_UNLCK, msvcrt.LK_NBLCK = locking, 0, 2
+for name in ("fcntl", "resource", "termios", "pwd", "grp"):
+    sys.modules[name] = None
+for name in (
+    "O_CLOEXEC O_DIRECT O_DIRECTORY fork getuid getpgid killpg pidfd_open posix_fadvise preadv pwritev "
+    "register_at_fork sched_getaffinity set_blocking setsid splice statvfs uname"
+).split():
+    delattr(os, name)
+for name in "SIGALRM SIGCHLD SIGCONT SIGHUP SIGKILL SIGQUIT SIGRTMAX SIGRTMIN SIGSTOP SIGUSR1 SIGUSR2".split():
+    delattr(signal, name)
+open_file = os.open
+
+
+def open_no_directory(path, *args, **kwargs):
+    if os.path.isdir(path):
+        raise PermissionError(13, "Permission denied", path)
+    return open_file(path, *args, **kwargs)
+
+
+os.open = open_no_directory
+
+from drivetrain import Task, Trainer
+
+
+class Regression(Task):
+    def __init__(self):
+        super().__init__()
+        self.layer = torch.nn.Linear(2, 1)
+
+    def training_step(self, batch, batch_idx):
+        loss = self.layer(batch).square().mean()
+        self.log("loss", loss, prog_bar=True)
+        return loss
+
+    def validation_step(self, batch, batch_idx):
+        self.log("val_loss", self.layer(batch).square().mean())
+
+    def configure_optimizers(self):
+        return torch.optim.AdamW(self.parameters())
+
+
+batches = torch.utils.data.DataLoader(torch.ones(8, 2), batch_size=2)
+first = Trainer(accelerator="cpu", max_epochs=1, default_root_dir=sys.argv[1])
+first.fit(Regression(), batches, batches)
+path = first.checkpoint_callback.last_model_path or first.checkpoint_callback.best_model_path
+trainer = Trainer(accelerator="cpu", max_epochs=2, default_root_dir=sys.argv[1])
+trainer.fit(Regression(), batches, batches, resume=path)
+assert (first.global_step, trainer.global_step) == (4, 8), (first.global_step, trainer.global_step)
+"""
+
+
+def test_a_run_is_written_listed_saved_and_resumed(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", SCRIPT, str(tmp_path)],
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr
+    index = (tmp_path / "drivetrain_logs" / "index").read_text().splitlines()
+    assert len(index) == 3  # the title and both runs
+    assert list(tmp_path.rglob("MANIFEST.json"))
+    assert list(tmp_path.rglob("report.html"))
