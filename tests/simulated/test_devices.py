@@ -65,12 +65,16 @@ def convolves() -> dict[str, float]:
         result.square().sum().backward()
         found[f"output, {name}"] = float((result.cpu() - expected).abs().max())
         found[f"gradient, {name}"] = float((layer.weight.grad.cpu() - gradient).abs().max() / gradient.abs().max())
+    with torch.no_grad():
+        norm, image = nn.GroupNorm(2, 4), torch.randn(2, 4, 8, 8).to(memory_format=torch.channels_last)
+        expected = norm(image)
+        found["output, norm"] = float((norm.to("sim:1")(image.to("sim:1")).cpu() - expected).abs().max())
     return found
 
 
-def test_convolutions_compute_and_train_as_on_the_cpu():
+def test_convolutions_compute_and_train_as_on_the_cpu_and_norms_take_their_layout():
     (found,) = runs.of(convolves)
-    assert len(found) == 4
+    assert len(found) == 5
     assert max(found.values()) < 1e-6
 
 
