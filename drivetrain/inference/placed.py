@@ -158,7 +158,7 @@ def attach(
         setattr(model, HOOK, PlacedHook(placement, stream.device, False, True, skip_keys))
     root: PlacedHook = getattr(model, HOOK)
     if crosses:
-        placement.hold(*align_split_modules(model, computes))
+        placement.hold(*align_split_modules(model, {model: stream.device, **computes}))
         placement.guard({**computes, model: stream.device})
         placement.hold(
             model.register_forward_pre_hook(root.move_inputs, prepend=True, with_kwargs=True),

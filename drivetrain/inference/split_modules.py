@@ -83,7 +83,7 @@ def align_split_modules(model: nn.Module, computes: Mapping[nn.Module, torch.dev
 
     Args:
         model: The model.
-        computes: Where modules compute.
+        computes: Where modules compute, the model among them.
 
     Returns:
         What removes it.
@@ -97,7 +97,7 @@ def align_split_modules(model: nn.Module, computes: Mapping[nn.Module, torch.dev
         own = [*module.parameters(recurse=False), *module.buffers(recurse=False)]
         devices = {computes[each] for each in module.modules() if each in computes}
         # Its inputs stay where they are, unlike those of modules that a map names, and of the model.
-        takes_any = several and bool(devices) and module not in computes and module is not model
+        takes_any = several and bool(devices) and module not in computes
         # What is on the CPU of a module that computes elsewhere is offloaded, and there when it is called.
         devices |= {tensor.device for tensor in own if module not in computes or tensor.device.type != "cpu"}
         if len(devices) > 1 or takes_any:
