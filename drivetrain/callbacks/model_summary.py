@@ -21,7 +21,8 @@ class ModelSummary(Callback):
 
     Each module has its class, parameters and mode. A task with an `example_input_array` has also the operations of a
     forward with it (FLOPs) and the sizes of each module's input and output, but not where the strategy shards the
-    model: its forward needs all processes. Below the table are the parameters and their size in MB.
+    model: its forward needs all processes. Below the table are the parameters and their size in MB. Quantised weights
+    count with the elements that they had before, and with the bytes that they take.
 
     Args:
         max_depth: How deep to look: 1 for the task's own modules, 2 for those within them, and so on; -1 for

@@ -17,7 +17,7 @@ from drivetrain.checkpoint.export import shard_limit
 from drivetrain.checkpoint.locations import storage_of
 from drivetrain.checkpoint.mapped_file import MappedFile
 from drivetrain.checkpoint.pickled import read_pickled
-from drivetrain.checkpoint.storage import LocalStorage, Storage
+from drivetrain.checkpoint.storage import MANIFEST, LocalStorage, Storage
 from drivetrain.checkpoint.weight_sources import (
     CheckpointWeights,
     FileWeights,
@@ -59,7 +59,10 @@ def _open_local(path: str, model: int | None) -> Weights:
     if os.path.isdir(path):
         if is_checkpoint(path):
             return CheckpointWeights(path, model)
-        path = str(_file_in(Path(path)))
+        found = _choose([entry.name for entry in Path(path).iterdir() if entry.is_file()], path)
+        if found == MANIFEST:
+            return CheckpointWeights(path, model)
+        path = os.path.join(path, found)
     if not os.path.isfile(path):
         with contextlib.suppress(FileNotFoundError, NotADirectoryError):
             os.stat(path)  # raises what else keeps it from being seen
@@ -100,13 +103,8 @@ def _parts(content: bytes, path: str) -> dict[str, str]:
     return parts
 
 
-def _file_in(directory: Path) -> Path:
-    found = _choose([path.name for path in directory.iterdir() if path.is_file()], str(directory))
-    return directory / found
-
-
 def _choose(names: list[str], directory: str) -> str:
-    """The file that holds the weights in a directory, or leads to them."""
+    """The file that holds the weights in a directory or leads to them; a checkpoint's manifest, where there is none."""
     for name in (SAFE, SAFE + _INDEX, TORCH, TORCH + _INDEX):
         if name in names:
             return name
@@ -116,6 +114,8 @@ def _choose(names: list[str], directory: str) -> str:
     indices = [name for name in alone if name.endswith(_INDEX)]
     if len(indices) == 1:
         return indices[0]
+    if MANIFEST in names:  # which cannot be read, or is damaged
+        return MANIFEST
     raise CheckpointError(
         f"There are no weights in {directory}: expected {SAFE} or {TORCH}, or parts of one with its {_INDEX[1:]}."
     )
@@ -137,7 +137,10 @@ def _open_remote(storage: Storage, path: str, model: int | None) -> Weights:
     if storage.is_directory(path):
         if is_checkpoint(path):
             return CheckpointWeights(path, model)
-        path = storage.join(path, _choose([name for name in storage.sizes(path) if "/" not in name], path))
+        found = _choose([name for name in storage.sizes(path) if "/" not in name], path)
+        if found == MANIFEST:
+            return CheckpointWeights(path, model)
+        path = storage.join(path, found)
     if not path.endswith(".json"):
         return _open_remote_file(storage, path)
     parts = _parts(storage.read(path), path)

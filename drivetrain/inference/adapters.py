@@ -170,7 +170,7 @@ class QLoRA:
             The model.
 
         Raises:
-            ConfigurationError: A target is not in the model.
+            ConfigurationError: A target is not in the model, or no layer is.
         """
         if self._peft is not None:
             self._peft.check()
@@ -180,6 +180,12 @@ class QLoRA:
             quantize_model(model, self.quantizer, weights, device_map, **options)
             stored = list(model.__dict__.pop("quantization").layers)
         adapted = self._adapted(model, stored)
+        if not adapted:
+            raise ConfigurationError(
+                f"QLoRA finds no linear layer within {type(model).__name__} to give an adapter. Put the layer into a "
+                "module, such as nn.Sequential(layer).",
+                code="DT-044",
+            )
         model.requires_grad_(False)
         digest = digest_of(model)
         for name in dict.fromkeys((*stored, *adapted)):

@@ -81,7 +81,7 @@ def execution_device(given: torch.device | str | int | None, others: Collection[
         return there
     kind = detect_device_kind()
     device = CPU if kind.name == "cpu" else kind.device(0)
-    logger.info_once(f"Weights that are offloaded are computed with on {device}.")
+    logger.info_once("Modules whose weights are offloaded compute on %s.", device)
     return device
 
 

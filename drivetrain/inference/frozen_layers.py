@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from drivetrain.inference.quantization.base import Quantizer, bind_weight, weight_parts
+from drivetrain.inference.sizes import parameter_size
 
 _ALIGNED = 16  # bytes at whose multiples the parts of a packed weight begin
 
@@ -42,16 +43,20 @@ class FrozenLinear(nn.Module):
     Attributes:
         base: The frozen layer.
         packed: The bytes of the weight, shape `(bytes,)`, where strategies may shard them.
+        frozen_size: Elements of the frozen layer's parameters before it was quantised, and the bytes that they take.
     """
 
     base: nn.Module
     packed: nn.Parameter | None
+    frozen_size: tuple[int, int]
 
     def __init__(self, base: Any, quantizer: Quantizer | None = None, sharded: bool = False) -> None:
         nn.Module.__init__(self)
         self.__dict__["base"] = base
         self.in_features, self.out_features = base.in_features, base.out_features
         self._base_device = next(iter(_tensors(base))).device
+        sizes = [parameter_size(base, name, held.numel()) for name, held in base.named_parameters(recurse=False)]
+        self.frozen_size = sum(elements for elements, _ in sizes), sum(nbytes for _, nbytes in sizes)
         self._parts: dict[str, _Part] = {}
         self._bind: Bind = bind_weight if quantizer is None else quantizer.bind
         if quantizer is not None:

@@ -63,8 +63,9 @@ def load_checkpoint_in_model(
         keep_in_fp32_modules: Weights with one of these in their names become float32 whatever `dtype` is.
         offload_8bit_bnb: Accepted: weights are put where the map has them, whatever they are.
         strict: Whether names that are missing or left over are an error.
-        full_state_dict: Whether the checkpoint has whole tensors, where the model's are sharded.
-        broadcast_from_rank0: Read on process 0 alone, which sends each weight to the others.
+        full_state_dict: Whether the checkpoint has whole tensors, where the model's are sharded; False for tensors by
+            name that are sharded as the model's are.
+        broadcast_from_rank0: Read on process 0 alone, which sends each weight to the others; without a map.
 
     Raises:
         CheckpointError: The weights cannot be read, are not those of the model, or leave one of it without values.
@@ -72,7 +73,14 @@ def load_checkpoint_in_model(
     """
     wanted = parse_dtype(dtype.removeprefix("torch.") if isinstance(dtype, str) else dtype)
     if broadcast_from_rank0 or any(wraps_others(each) and files.is_sharded(each) for each in model.parameters()):
-        files.load_over_processes(model, checkpoint, wanted, strict, full_state_dict, broadcast_from_rank0)
+        if device_map is not None:
+            raise ConfigurationError(
+                f"device_map={device_map!r}: weights that process 0 sends, or that are sharded, go where the model's "
+                "parameters are. Leave it out, or broadcast_from_rank0.",
+                code="DT-004",
+            )
+        keep = keep_in_fp32_modules or ()
+        files.load_over_processes(model, checkpoint, wanted, strict, full_state_dict, broadcast_from_rank0, keep)
         return
     loading = _Loading(model, files.open_weights(checkpoint), wanted, keep_in_fp32_modules or ())
     loading.compare(strict)

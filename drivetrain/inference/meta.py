@@ -6,7 +6,8 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ContextDecorator, ExitStack, contextmanager
-from typing import Any, cast
+from functools import cache
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import nn
@@ -15,7 +16,6 @@ from torch.nn.modules.module import (
     register_module_parameter_registration_hook,
 )
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
-from torch.utils.hooks import RemovableHandle
 
 _active = threading.local()
 
@@ -55,11 +55,10 @@ def init_on_device(device: torch.device | str | int, include_buffers: bool = Fal
 
 
 class _OnDevice(ContextDecorator):
-    """What `init_on_device` returns; it may be entered again, also while it is active."""
+    """What `init_on_device` returns; it may be entered again, also while it is active, and by several threads."""
 
     def __init__(self, device: torch.device, include_buffers: bool) -> None:
         self._device, self._include_buffers = device, include_buffers
-        self._entered: list[ExitStack] = []
 
     def _recreate_cm(self) -> _OnDevice:
         return _OnDevice(self._device, self._include_buffers)
@@ -67,34 +66,29 @@ class _OnDevice(ContextDecorator):
     def __enter__(self) -> None:
         with ExitStack() as stack:
             stack.enter_context(_building(self._device, self._include_buffers))
-            self._entered.append(stack.pop_all())
+            _active.__dict__.setdefault("entered", []).append(stack.pop_all())
 
     def __exit__(self, *error: Any) -> None:
-        self._entered.pop().__exit__(*error)
+        _active.entered.pop().__exit__(*error)
+
+
+class _Context(NamedTuple):
+    """What of a thread's modules goes where, for as long as it is the innermost."""
+
+    moved: _Moved
+    include_buffers: bool
 
 
 @contextmanager
 def _building(device: torch.device, include_buffers: bool) -> Iterator[None]:
     """Move what this thread's modules register, unless a context within this one is active."""
-    contexts: list[object] = _active.__dict__.setdefault("contexts", [])
+    _watch_registration()
+    contexts: list[_Context] = _active.__dict__.setdefault("contexts", [])
     outside: torch.device = _active.__dict__.setdefault("device", torch.get_default_device())
-    contexts.append(token := object())
-    owner = threading.get_ident()
-    moved = _Moved(device)
-
-    def move(module: nn.Module, name: str, tensor: Any) -> Any:
-        # Other threads register modules too, and have no such context of their own.
-        if threading.get_ident() == owner and contexts[-1] is token and isinstance(tensor, torch.Tensor):
-            return moved(tensor)
-        return None
-
+    contexts.append(_Context(_Moved(device), include_buffers))
     try:
-        with ExitStack() as stack:
-            stack.callback(_hook(register_module_parameter_registration_hook, move).remove)
-            if include_buffers:
-                stack.callback(_hook(register_module_buffer_registration_hook, move).remove)
-            # A mode of this thread alone. Within a context that includes buffers, one that does not ends that.
-            stack.enter_context(device if include_buffers else outside)
+        # A mode of this thread alone. Within a context that includes buffers, one that does not ends that.
+        with device if include_buffers else outside:
             yield
     finally:
         contexts.pop()
@@ -102,8 +96,31 @@ def _building(device: torch.device, include_buffers: bool) -> Iterator[None]:
             del _active.device
 
 
-def _hook(register: Callable[..., RemovableHandle], move: Callable[..., Any]) -> RemovableHandle:
-    return register(move)
+@cache
+def _watch_registration() -> None:
+    """Have torch ask for every parameter and buffer, once and for all.
+
+    A hook for each context would come and go while another thread registers modules, and torch fails where its hooks
+    change meanwhile (2.13).
+    """
+    register: list[Callable[..., Any]] = [
+        register_module_parameter_registration_hook,
+        register_module_buffer_registration_hook,
+    ]
+    for each, move in zip(register, (_move_parameter, _move_buffer), strict=True):
+        each(move)
+
+
+def _move_parameter(module: nn.Module, name: str, tensor: Any) -> torch.Tensor | None:
+    contexts: list[_Context] = _active.__dict__.get("contexts", [])
+    return contexts[-1].moved(tensor) if contexts and isinstance(tensor, torch.Tensor) else None
+
+
+def _move_buffer(module: nn.Module, name: str, tensor: Any) -> torch.Tensor | None:
+    contexts: list[_Context] = _active.__dict__.get("contexts", [])
+    if contexts and contexts[-1].include_buffers and isinstance(tensor, torch.Tensor):
+        return contexts[-1].moved(tensor)
+    return None
 
 
 class _Moved:

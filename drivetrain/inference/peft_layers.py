@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from importlib.util import find_spec
 from typing import Any
 
@@ -110,9 +111,24 @@ class PeftLayers:
         pattern = "|".join(re.escape(name) for name in layers)  # peft takes names in a list for ends of others
         config = peft.LoraConfig(target_modules=f"(?:{pattern})", **self._options)
         training = {name: module.training for name, module in model.named_modules()}
-        peft.inject_adapter_in_model(config, model, adapter_name=_NAME)
+        with _has_parameter(model, model.get_submodule(layers[0]).scaling.device):
+            peft.inject_adapter_in_model(config, model, adapter_name=_NAME)
         for name in layers:
             adapter: Any = model.get_submodule(name)
             frozen: Any = adapter.get_base_layer()
             frozen.scaling.fill_(adapter.scaling[_NAME])  # which a checkpoint of peft's does not hold
             adapter.train(training[name])
+
+
+@contextmanager
+def _has_parameter(model: nn.Module, device: Any) -> Iterator[None]:
+    """Let a model have a parameter: peft reads the device from the first one (0.21), and frozen layers have none."""
+    if any(True for _ in model.parameters()):
+        yield
+        return
+    name = "peft_reads_the_device"
+    model.register_parameter(name, nn.Parameter(torch.empty(0, device=device), requires_grad=False))
+    try:
+        yield
+    finally:
+        delattr(model, name)

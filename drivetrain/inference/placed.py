@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -13,7 +13,7 @@ from drivetrain.checkpoint.mapped_file import mapped_range
 from drivetrain.inference.execution import Location
 from drivetrain.inference.guard import MoveGuard
 from drivetrain.inference.hooks import ModelHook, ModuleT
-from drivetrain.inference.own_tensors import align_own_tensors
+from drivetrain.inference.split_modules import align_split_modules, callable_modules
 from drivetrain.inference.streaming import WeightStream
 from drivetrain.inference.weight_places import Place, like
 from drivetrain.runtime.nested import find_device, send_to_device
@@ -145,7 +145,7 @@ def attach(
     for name, where in device_map.items():
         if name in modules:
             moves = where == "disk" or not isinstance(where, torch.device) or where.type in ("cpu", "meta")
-            for module in _callable(modules[name]):
+            for module in callable_modules(modules[name]):
                 computes.setdefault(module, stream.device if moves else where)  # type: ignore[arg-type]
     crosses = any(device.type != "cpu" for device in computes.values())
     for module, device in computes.items():
@@ -158,22 +158,13 @@ def attach(
         setattr(model, HOOK, PlacedHook(placement, stream.device, False, True, skip_keys))
     root: PlacedHook = getattr(model, HOOK)
     if crosses:
-        placement.hold(*align_own_tensors(model, computes))
+        placement.hold(*align_split_modules(model, {model: stream.device, **computes}))
         placement.guard({**computes, model: stream.device})
         placement.hold(
             model.register_forward_pre_hook(root.move_inputs, prepend=True, with_kwargs=True),
             model.register_forward_hook(root.move_outputs, always_call=True),
         )
     return placement
-
-
-def _callable(module: nn.Module) -> Iterator[nn.Module]:
-    """The module, or what is in it where it cannot be called itself."""
-    if isinstance(module, nn.ModuleList | nn.ModuleDict) and type(module).forward is nn.Module.forward:
-        for child in module.children():
-            yield from _callable(child)
-    else:
-        yield module
 
 
 def detach(model: nn.Module) -> None:

@@ -14,12 +14,13 @@ from drivetrain.checkpoint.mapped_file import mapped_range, mark_mapped
 from drivetrain.checkpoint.tensor_file import Entry
 from drivetrain.checkpoint.weight_files import open_weights
 from drivetrain.inference import execution
-from drivetrain.inference.device_map import DeviceMap
+from drivetrain.inference.device_map import DeviceMap, check_tied_parameters_on_same_device
 from drivetrain.inference.loading import Checkpoint, fill_empty, listed, load_checkpoint_in_model
 from drivetrain.inference.meta import meta_leftovers
 from drivetrain.inference.offloaded import INDEX, FolderWeights, write_offloaded
 from drivetrain.inference.placed import attach, detach
 from drivetrain.inference.streaming import StreamOptions, WeightStream
+from drivetrain.inference.ties import find_tied_parameters
 from drivetrain.inference.weight_places import Place, like, named_places
 from drivetrain.runtime.errors import CheckpointError, ConfigurationError, nearest
 
@@ -86,6 +87,7 @@ def dispatch_model(
     beside = [name for name in offloaded if not (offload_buffers or places[name].is_parameter)]
     moved |= dict.fromkeys(beside, main)
     offloaded = [name for name in offloaded if name not in beside]
+    check_tied_parameters_on_same_device(find_tied_parameters(model), where)
     _move(places, moved)
     written = _to_disk(places, [name for name in offloaded if where[name] == execution.DISK], offload_dir)
     if offloaded or force_hooks or len(set(moved.values())) > 1:
@@ -151,7 +153,7 @@ def load_checkpoint_and_dispatch(
     load_checkpoint_in_model(
         model,
         checkpoint,
-        given,
+        None if broadcast_from_rank0 else given,
         offload_folder,
         dtype,
         offload_buffers=offload_buffers,

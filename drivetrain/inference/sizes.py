@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -140,6 +141,35 @@ def _new_bytes(tensor: torch.Tensor, covered: dict[Any, list[tuple[int, int]]]) 
             reached = high
     taken.append((start, end))
     return min(left, tensor.numel() * tensor.element_size())
+
+
+def parameter_size(layer: nn.Module, name: str, whole: int) -> tuple[int, int]:
+    """Elements of a layer's parameter before it was quantised, and the bytes that it takes with its scales.
+
+    Args:
+        layer: The layer.
+        name: The parameter's name in it.
+        whole: Elements of the parameter as it is stored, of which this process may hold a part.
+    """
+    parameter: Any = layer._parameters[name]
+    stored = whole * int(parameter.element_size())
+    if name != "weight":
+        return whole, stored
+    of_4_bits: Any = getattr(layer, "quant_state", None)
+    if of_4_bits is not None:  # bitsandbytes' layers, whose parameter is packed
+        second = of_4_bits.state2
+        scales = [of_4_bits.absmax, *([of_4_bits.offset, second.absmax] if second is not None else [])]
+        return math.prod(of_4_bits.shape), stored + _bytes_of(scales)
+    if wraps_others(parameter) and not hasattr(parameter, "device_mesh"):  # torchao's, but not a sharded one
+        return whole, _bytes_of(_pieces(parameter))
+    # bitsandbytes' scales of 8 bits are on the weight until the first forward, and then beside it.
+    rows: Any = getattr(parameter, "SCB", None)
+    rows = getattr(getattr(layer, "state", None), "SCB", None) if rows is None else rows
+    return whole, stored + (0 if rows is None else _bytes_of([rows]))
+
+
+def _bytes_of(tensors: Iterable[torch.Tensor]) -> int:
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
 
 def get_max_layer_size(

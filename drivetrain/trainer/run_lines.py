@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from drivetrain.callbacks.support.module_table import count_parameters
+from drivetrain.callbacks.support.parameter_counts import count_parameters
 from drivetrain.trainer.loops.run_control import StopReason
 
 if TYPE_CHECKING:
@@ -42,7 +42,7 @@ def first_line(trainer: Trainer, task: Task) -> str:
     count = trainer.world_size
     device = trainer.strategy.topology.device.type
     processes = f"{count} process{'es' * (count != 1)} on {device}"
-    total, _ = count_parameters(task.parameters(), trainer.strategy.state)
+    total = count_parameters(task, trainer.strategy.state).elements
     parameters = f"{total:,} parameter{'s' * (total != 1)}"
     formats = f"({trainer.strategy.name}), precision {trainer.precision}"
     line = f"Training {type(task).__name__}: {processes} {formats}, {parameters}."

@@ -255,13 +255,9 @@ def gap(found: list[torch.Tensor], expected: list[torch.Tensor]) -> float:
     return max(float((one - other).abs().max().detach()) for one, other in zip(found, expected, strict=True))
 
 
-# Simulated devices have no convolutions.
-WITHOUT_CONVOLUTIONS = [name for name in ZOO if "UNet" not in name and name != "ViT"]
-
-
 @pytest.mark.usefixtures("simulated")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("name", WITHOUT_CONVOLUTIONS)
+@pytest.mark.parametrize("name", ZOO)
 def test_outputs_over_devices_are_those_of_the_plain_model(name: str, dtype: torch.dtype, tmp_path: Path) -> None:
     arguments = (str(tmp_path), name, dtype)
     ((gaps, places),) = run_in_processes(placed_on_simulated_devices, 1, args=arguments, timeout=120)

@@ -245,6 +245,12 @@ def test_a_target_that_is_not_there_is_refused_with_the_nearest() -> None:
         QLoRA(targets=["dwn"]).apply(made())
 
 
+@pytest.mark.parametrize("model", [nn.Linear(4, 4), nn.Sequential(nn.LayerNorm(4))], ids=["a layer", "a norm"])
+def test_a_model_without_layers_for_adapters_is_refused(model: nn.Module) -> None:
+    with pytest.raises(ConfigurationError, match=rf"no linear layer within {type(model).__name__} to give an adapter"):
+        QLoRA(quantizer=None).apply(model)
+
+
 def test_weights_of_another_model_are_not_merged_into(tmp_path: Path) -> None:
     save_file(adapted().state_dict(), tmp_path / "adapters.safetensors")
     save_file({"other.weight": torch.ones(2)}, tmp_path / "base.safetensors")

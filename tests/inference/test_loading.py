@@ -278,6 +278,7 @@ def closed(path: Path, name: str) -> str:
         "torch/pytorch_model-00002-of-00002.bin",
         "alone.safetensors",
         "step_100/tensors/rank_0_0.safetensors",
+        "step_100/MANIFEST.json",
         "folder",
     ],
 )
@@ -291,6 +292,30 @@ def test_what_may_not_be_read_is_refused_by_name(name):
         path.chmod(0o755)
         (message,) = run_in_processes(closed, 1, args=[path, name])
     assert re.search(rf"{re.escape(str(path.resolve() / name))} cannot be read: .*Permission denied", message)
+
+
+@pytest.mark.parametrize("place", ["", "memory://"], ids=["here", "a URL"])
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (lambda content: content[:-40], r"MANIFEST\.json is damaged"),
+        (lambda content: b"", r"MANIFEST\.json is damaged"),
+        (lambda content: content.replace(b'"step"', b'"stop"'), r"MANIFEST\.json is damaged: its content"),
+        (lambda content: b'{"format": "of something else"}', r"MANIFEST\.json is not the manifest of a drivetrain"),
+    ],
+    ids=["cut", "empty", "changed", "another"],
+)
+def test_a_checkpoint_with_a_damaged_manifest_is_refused_by_its_name(tmp_path, damage, message, place):
+    folder = of_ours(seeded(), tmp_path / "step_1")
+    (folder / "MANIFEST.json").write_bytes(damage((folder / "MANIFEST.json").read_bytes()))
+    if place:
+        import fsspec
+
+        for file in folder.rglob("*.*"):
+            fsspec.filesystem("memory").pipe_file(str(file), file.read_bytes())
+    for load in (load_checkpoint_in_model, load_checkpoint_and_dispatch):
+        with pytest.raises(CheckpointError, match=message):
+            load(empty(), f"{place}{folder}")
 
 
 class Bomb:
@@ -361,6 +386,18 @@ def test_reading_a_file_gives_its_weights_in_memory(tmp_path):
         assert len(found) == len(model.state_dict()) - 1
 
 
+@pytest.mark.parametrize("offload_buffers", [False, True])
+def test_buffers_of_modules_on_disk_stay_there_on_demand(tmp_path, offload_buffers):
+    model = nn.BatchNorm1d(8)
+    path = saved(model, tmp_path / "model.safetensors")
+    with init_empty_weights(include_buffers=True):
+        other = nn.BatchNorm1d(8)
+    load_checkpoint_in_model(other, path, {"": "disk"}, offload_buffers=offload_buffers)
+    assert mapped_range(other.weight) is not None
+    assert (mapped_range(other.running_mean) is not None) == offload_buffers
+    assert torch.equal(other.running_var, model.running_var)
+
+
 def broadcast_and_shard(path: str) -> list[bool]:
     from torch.distributed.fsdp import fully_shard
 
@@ -383,6 +420,54 @@ def broadcast_and_shard(path: str) -> list[bool]:
 def test_process_0_reads_for_all(tmp_path):
     path = saved(seeded(), tmp_path / "model.safetensors")
     assert run_in_processes(broadcast_and_shard, 2, args=[str(path)]) == [[True, True]] * 2
+
+
+def sharded_weights_into_sharded_ones() -> tuple[bool, dict[str, torch.dtype]]:
+    from torch.distributed.fsdp import fully_shard
+
+    Accelerator(cpu=True)
+
+    def sharded(seed: int) -> nn.Module:
+        torch.manual_seed(seed)
+        model = Blocks()
+        for module in (model.norm, model):
+            fully_shard(module)
+        return model
+
+    weights, model = sharded(0).state_dict(), sharded(1)
+    load_checkpoint_in_model(model, weights, strict=True, full_state_dict=False)
+    same = torch.equal(model.layers[1].up.weight.full_tensor(), seeded().layers[1].up.weight)
+    whole = {name: value.full_tensor() if name != "table" else value for name, value in weights.items()}
+    options = {"dtype": "bfloat16", "keep_in_fp32_modules": ["norm"], "broadcast_from_rank0": True}
+    load_checkpoint_in_model(model, whole, strict=True, **options)
+    return same, {name: parameter.dtype for name, parameter in model.named_parameters()}
+
+
+@pytest.mark.sharded
+def test_sharded_weights_are_loaded_and_cast_as_whole_ones_are():
+    for same, dtypes in run_in_processes(sharded_weights_into_sharded_ones, 2):
+        assert same
+        assert {name for name, dtype in dtypes.items() if dtype == torch.float32} == {"norm.weight", "norm.bias"}
+        assert dtypes["layers.0.up.weight"] == torch.bfloat16
+
+
+def sent_and_placed(path: str) -> tuple[str, bool]:
+    accelerator = Accelerator(cpu=True)
+    path = path if accelerator.is_main_process else "/nowhere"
+    try:
+        load_checkpoint_in_model(Blocks(), path, {"": "cpu"}, broadcast_from_rank0=True)
+        message = ""
+    except ConfigurationError as error:
+        message = str(error)
+    model = load_checkpoint_and_dispatch(Blocks(), path, {"": "cpu"}, broadcast_from_rank0=True)
+    return message, torch.equal(model(IDS), seeded()(IDS))
+
+
+def test_a_map_is_for_weights_that_are_not_sent_and_models_are_placed_after_it(tmp_path):
+    path = saved(seeded(), tmp_path / "model.safetensors")
+    for message, same in run_in_processes(sent_and_placed, 2, args=[str(path)]):
+        assert re.search(r"device_map=\{'': 'cpu'\}: weights that process 0 sends", message)
+        assert same
 
 
 def test_sending_needs_a_process_group(tmp_path):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 import pytest
@@ -105,3 +106,51 @@ def test_devices_and_their_free_memory_are_found():
     assert set(found["whole"].values()) == {0, 1}
     assert found["named"] == {"": "sim:1"}
     assert "on 2, which this machine does not have. Devices here: 0, 1, 'cpu', 'disk'" in found["refused"]
+
+
+class Noting(nn.Module):
+    """Two layers, of which the second notes where its inputs are."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False)
+        self.second.weight = self.first.weight
+        self.seen: list[str] = []
+        self.second.register_forward_pre_hook(self.note, with_kwargs=True)
+
+    def note(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        self.seen = [str(args[0].device), str(kwargs["cache"].device)]
+        return args, {}
+
+    def forward(self, value: torch.Tensor, cache: torch.Tensor) -> torch.Tensor:
+        return self.second(self.first(value), cache=cache)
+
+
+@runs
+def skips_keys_and_splits_a_tie() -> dict[str, Any]:
+    start(2)
+    warned: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: warned.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("drivetrain.inference.device_map").addHandler(handler)
+    found: dict[str, Any] = {}
+    for keys in (None, "cache"):
+        model = Noting()
+        expected = model(torch.ones(1, 4), cache=torch.ones(1))
+        dispatch_model(model, {"first": 0, "second": 1}, skip_keys=keys)
+        gap = (model(torch.ones(1, 4), cache=torch.ones(1)) - expected).abs().max()
+        found[str(keys)] = (model.seen, float(gap.detach()))
+    dispatch_model(Noting(), {"": 0})
+    return {**found, "warned": warned}
+
+
+def test_keys_that_are_skipped_stay_where_they_are():
+    (found,) = runs.of(skips_keys_and_splits_a_tie)
+    assert found["None"] == (["sim:1", "sim:1"], pytest.approx(0, abs=1e-6))
+    assert found["cache"] == (["sim:1", "cpu"], pytest.approx(0, abs=1e-6))
+
+
+def test_a_tied_weight_that_a_map_puts_on_two_devices_is_warned_of():
+    (found,) = runs.of(skips_keys_and_splits_a_tie)
+    assert len(found["warned"]) == 2
+    assert all("first.weight" in each and "second.weight" in each for each in found["warned"])

@@ -7,6 +7,7 @@ import threading
 import pytest
 import torch
 from torch import nn
+from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from drivetrain.inference import init_empty_weights, init_on_device, meta_leftovers
 
@@ -85,6 +86,55 @@ def test_another_thread_builds_as_always():
         thread.start()
         thread.join()
     assert set(found[0].values()) == {"cpu"}
+
+
+def test_contexts_come_and_go_while_another_thread_registers_a_parameter():
+    decorated()  # the first context of a process has torch ask for parameters
+    found: list[dict[str, str]] = []
+    asked, ended = threading.Event(), threading.Event()
+
+    def slow(module: nn.Module, name: str, parameter: nn.Parameter) -> None:
+        if threading.current_thread() is other and not asked.is_set():
+            asked.set()
+            assert ended.wait(20)
+
+    def build() -> None:
+        with init_empty_weights(include_buffers=True):
+            found.append(devices_of(Tied()))
+
+    other = threading.Thread(target=build)
+    handle = register_module_parameter_registration_hook(slow)
+    try:
+        other.start()
+        assert asked.wait(20)
+        with init_empty_weights(include_buffers=True):
+            pass
+        ended.set()
+        other.join()
+    finally:
+        handle.remove()
+    assert set(found[0].values()) == {"meta"}
+
+
+def test_one_context_may_be_active_in_two_threads():
+    context = init_empty_weights()
+    entered, left = threading.Event(), threading.Event()
+    found: list[bool] = []
+
+    def build() -> None:
+        with context:
+            entered.set()
+            assert left.wait(20)
+            found.append(nn.Linear(2, 2).weight.is_meta)
+        found.append(nn.Linear(2, 2).weight.is_meta)
+
+    other = threading.Thread(target=build)
+    with context:
+        other.start()
+        assert entered.wait(20)
+    left.set()
+    other.join()
+    assert [*found, nn.Linear(2, 2).weight.is_meta] == [True, False, False]
 
 
 @init_empty_weights()

@@ -107,6 +107,26 @@ def test_adapters_over_other_weights_are_refused(alone: Path) -> None:
         QLoRA(rank=4, **OVER_NF4).apply(made(3)).load_state_dict(state)
 
 
+@pytest.mark.parametrize("base", ["replicated", "sharded"])
+def test_a_model_of_linear_layers_alone_is_trained(base: str) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 2))
+    x, y = torch.randn(32, 8), torch.arange(32) % 2
+    QLoRA(rank=4, quantizer=None, backend="peft", base=base).apply(model)
+    trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+    layers = [f"{layer}.{part}.default.weight" for layer in (0, 2) for part in ("lora_A", "lora_B")]
+    assert sorted(trained) == sorted(layers)
+    optimizer = torch.optim.AdamW(trained.values(), lr=1e-2)
+    losses = []
+    for _ in range(20):
+        optimizer.zero_grad()
+        loss = nn.functional.cross_entropy(model(x), y)
+        loss.backward()
+        optimizer.step()
+        losses.append(float(loss.detach()))
+    assert losses[-1] < 0.9 * losses[0]
+
+
 def test_peft_reads_its_adapters_out_of_the_model() -> None:
     found = peft.get_peft_model_state_dict(made_with(targets=["down"], **OVER_NF4))
     assert set(found) == {"down.lora_A.weight", "down.lora_B.weight"}

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import logging
 import os
 
 import pytest
@@ -21,6 +23,7 @@ from drivetrain import (
     offload_state_dict,
 )
 from drivetrain.checkpoint.mapped_file import mapped_range
+from drivetrain.inference import execution
 from tests.inference.block_models import IDS, Blocks, empty, saved, seeded
 
 CPU_ALONE = not torch.accelerator.is_available()
@@ -138,8 +141,34 @@ def test_disk_offload_of_a_model_without_values_reads_the_folder(tmp_path, writt
 
 @on_cpu
 def test_values_are_given_as_a_state_dict_too():
-    model = cpu_offload(empty(), state_dict=seeded().state_dict())
+    weights = seeded().state_dict()
+    for model in (cpu_offload(empty(), state_dict=weights), dispatch_model(empty(), {"": "cpu"}, state_dict=weights)):
+        assert torch.equal(model(IDS), seeded()(IDS))
+
+
+@pytest.mark.parametrize("of_ours", [False, True], ids=["of safetensors", "of a folder"])
+def test_an_index_that_is_given_leads_to_the_weights(tmp_path, of_ours):
+    weights = {name: value for name, value in seeded().state_dict().items() if name != "head.weight"}
+    folder = tmp_path / "off" if of_ours else None
+    if folder is not None:
+        offload_state_dict(folder, weights)
+        index = json.loads((folder / "index.json").read_text())
+        (folder / "index.json").unlink()
+    else:
+        path = str(saved(seeded(), tmp_path / "model.safetensors"))
+        index = {name: {"safetensors_file": path, "weight_name": name, "dtype": "float32"} for name in weights}
+    model = dispatch_model(empty(), "disk", main_device="cpu", offload_dir=folder, offload_index=index)
+    assert on_disk(model) == {name for name, _ in model.named_parameters()}
     assert torch.equal(model(IDS), seeded()(IDS))
+
+
+@on_cpu
+def test_the_device_that_computes_with_offloaded_weights_is_logged_once(tmp_path, caplog, monkeypatch):
+    monkeypatch.setattr(execution.logger, "_seen", set())
+    with caplog.at_level(logging.INFO):
+        for _ in range(2):
+            disk_offload(seeded(), tmp_path)
+    assert caplog.text.count("Modules whose weights are offloaded compute on cpu.") == 1
 
 
 @on_cpu
@@ -244,4 +273,18 @@ def test_loading_and_placing_over_memory_and_disk(tmp_path):
         empty(), path, MIXED, main_device="cpu", strict=True, stream=StreamOptions(budget=0)
     )
     assert len(on_disk(model)) == 10
+    assert torch.equal(model(IDS), seeded()(IDS))
+
+
+@pytest.mark.parametrize(("classes", "splits"), [(["Block"], False), ([], True)])
+def test_a_map_by_name_keeps_the_classes_whole_that_are_named(tmp_path, classes, splits):
+    model = load_checkpoint_and_dispatch(
+        empty(),
+        saved(seeded(), tmp_path / "model.safetensors"),
+        "sequential",
+        max_memory={"cpu": 6500},
+        no_split_module_classes=classes,
+    )
+    assert set(model.hf_device_map.values()) == {"cpu", "disk"}
+    assert any(name.endswith((".up", ".down")) for name in model.hf_device_map) == splits
     assert torch.equal(model(IDS), seeded()(IDS))

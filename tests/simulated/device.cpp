@@ -480,6 +480,9 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, library) {
   library.impl("resize_", &resize);
   library.impl("set_.source_Storage_storage_offset", &set_storage);
   library.impl("record_stream", &record_stream);
+  // torch composes these of others, one of which the device would have to have, or which need another layout.
+  for (const char* name : {"convolution", "convolution_backward", "native_group_norm"})
+    library.impl(name, torch::CppFunction::makeFromBoxedFunction<&run_on_cpu>());
 }
 
 }  // namespace

@@ -48,6 +48,37 @@ def test_a_model_over_two_devices_computes_and_trains_as_on_the_cpu():
 
 
 @runs
+def convolves() -> dict[str, float]:
+    start(2)
+    torch.manual_seed(0)
+    found = {}
+    for name, layer, shape in (
+        ("plain", nn.Conv2d(3, 4, 3, padding=1), (2, 3, 8, 8)),
+        ("transposed", nn.ConvTranspose1d(4, 2, 3, stride=2), (2, 4, 8)),
+    ):
+        image = torch.randn(shape)
+        expected = layer(image)
+        expected.square().sum().backward()
+        gradient = layer.weight.grad.clone()
+        layer.zero_grad()
+        result = layer.to("sim:1")(image.to("sim:1"))
+        result.square().sum().backward()
+        found[f"output, {name}"] = float((result.cpu() - expected).abs().max())
+        found[f"gradient, {name}"] = float((layer.weight.grad.cpu() - gradient).abs().max() / gradient.abs().max())
+    with torch.no_grad():
+        norm, image = nn.GroupNorm(2, 4), torch.randn(2, 4, 8, 8).to(memory_format=torch.channels_last)
+        expected = norm(image)
+        found["output, norm"] = float((norm.to("sim:1")(image.to("sim:1")).cpu() - expected).abs().max())
+    return found
+
+
+def test_convolutions_compute_and_train_as_on_the_cpu_and_norms_take_their_layout():
+    (found,) = runs.of(convolves)
+    assert len(found) == 5
+    assert max(found.values()) < 1e-6
+
+
+@runs
 def counts_memory() -> dict[str, object]:
     sim = start(2)
     with sim.capped(3 * MB, 0):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
 from functools import cached_property, partial
@@ -12,6 +12,7 @@ import torch
 from torch import nn
 from torch.nn.parameter import UninitializedParameter
 
+from drivetrain.callbacks.support.parameter_counts import ParameterCount, count_parameters
 from drivetrain.runtime.errors import ConfigurationError
 from drivetrain.runtime.logging import get_logger
 from drivetrain.runtime.nested import send_to_device
@@ -19,7 +20,6 @@ from drivetrain.runtime.seeds import isolated_random_state
 
 if TYPE_CHECKING:
     from drivetrain.strategies import Strategy
-    from drivetrain.strategies.model_state import ModelState
     from drivetrain.strategies.precision import Precision
 
 logger = get_logger(__name__)
@@ -89,7 +89,7 @@ class ModuleTable:
         """The rows, each module before those within it."""
         modules = dict(_modules(self._model, "", self._max_depth))
         rows = {
-            name: Layer(name, self._kind(module), self._count(module)[0], "train" if module.training else "eval")
+            name: Layer(name, self._kind(module), self._count(module).elements, "train" if module.training else "eval")
             for name, module in modules.items()
         }
         if getattr(self._model, "example_input_array", None) is not None and self._runs_alone and not self.is_lazy:
@@ -103,18 +103,18 @@ class ModuleTable:
     @property
     def parameters(self) -> tuple[int, int]:
         """Elements of all parameters, and of those that are trained."""
-        return self._count(self._model)
+        counted = self._count(self._model)
+        return counted.elements, counted.trained
 
     @property
     def other_parameters(self) -> int:
         """Elements of the parameters that are in no module of the model."""
-        return count_parameters(self._model.parameters(recurse=False), self._state)[0]
+        return count_parameters(self._model, self._state, recurse=False).elements
 
     @property
     def megabytes(self) -> float:
-        """What the parameters take, each in its dtype, in millions of bytes."""
-        known = [each for each in self._model.parameters() if not isinstance(each, UninitializedParameter)]
-        return sum(count_parameters([each], self._state)[0] * each.element_size() for each in known) / 1e6
+        """What the parameters take, each as it is stored, in millions of bytes."""
+        return self._count(self._model).nbytes / 1e6
 
     @property
     def modes(self) -> dict[str, int]:
@@ -150,8 +150,8 @@ class ModuleTable:
     def _kind(self, module: nn.Module) -> str:
         return (type(module) if self._state is None else self._state.original_type(module)).__name__
 
-    def _count(self, module: nn.Module) -> tuple[int, int]:
-        return count_parameters(module.parameters(), self._state)
+    def _count(self, module: nn.Module) -> ParameterCount:
+        return count_parameters(module, self._state)
 
     # a forward, for sizes and operations
 
@@ -188,18 +188,6 @@ class ModuleTable:
         root = type(self._model).__name__
         for name, row in rows.items():
             row.flops = int(sum(counts.get(f"{root}.{name}", counts.get(name, {})).values()))
-
-
-def count_parameters(parameters: Iterable[nn.Parameter], state: ModelState | None = None) -> tuple[int, int]:
-    """Elements of parameters, and of those that are trained; lazy ones have none yet.
-
-    Args:
-        parameters: The parameters.
-        state: What shards them, if anything: all of each counts.
-    """
-    known = [each for each in parameters if not isinstance(each, UninitializedParameter)]
-    counted = [(p.numel(), p.requires_grad) if state is None else state.describe(p) for p in known]
-    return sum(elements for elements, _ in counted), sum(elements for elements, trained in counted if trained)
 
 
 def check_depth(max_depth: Any) -> None:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 import drivetrain
-from drivetrain.callbacks.support.module_table import count_parameters
+from drivetrain.callbacks.support.parameter_counts import count_parameters
 from drivetrain.runtime.devices import get_device_kind
 from drivetrain.trackers.base import flatten, plain
 from drivetrain.trackers.index import command, words_of_command
@@ -107,8 +107,9 @@ def _settings(trainer: Trainer) -> dict[str, Any]:
 
 
 def _model(trainer: Trainer, task: Task) -> dict[str, str]:
-    total, trained = count_parameters(task.parameters(), trainer.strategy.state)
-    return {"task": type(task).__name__, "parameters": f"{total:,}", "trained parameters": f"{trained:,}"}
+    counted = count_parameters(task, trainer.strategy.state)
+    parameters = {"parameters": f"{counted.elements:,}", "trained parameters": f"{counted.trained:,}"}
+    return {"task": type(task).__name__, **parameters}
 
 
 def _data(trainer: Trainer) -> dict[str, str]:

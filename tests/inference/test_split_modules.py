@@ -1,4 +1,4 @@
-"""Modules with tensors of their own around modules on several devices: what they compute is the plain model's."""
+"""Modules around modules on several devices: what they compute is the plain model's."""
 
 from __future__ import annotations
 
@@ -21,12 +21,13 @@ WIDTH = 4
 
 
 class Around(nn.Module):
-    """Uses parameters and buffers of its own before, between and after the modules in it."""
+    """Uses parameters and buffers of its own before, between and after the modules in it, and adds its input."""
 
     def __init__(self, inner: list[nn.Module], rng: random.Random) -> None:
         super().__init__()
         self.inner = nn.ModuleList(inner)
         self.last = nn.Linear(WIDTH, WIDTH) if rng.random() < 0.5 else nn.Identity()
+        self.adds = rng.random() < 0.5
         self.kinds = [rng.choice(("", "parameter", "buffer")) for _ in range(3)]
         for number, kind in enumerate(self.kinds):
             if kind == "parameter":
@@ -35,11 +36,12 @@ class Around(nn.Module):
                 self.register_buffer(f"own{number}", torch.randn(WIDTH), persistent=rng.random() < 0.5)
 
     def forward(self, x: Tensor) -> Tensor:
-        x = self.mixed(x, 0)
+        given, x = x, self.mixed(x, 0)
         for module in self.inner:
             x = self.mixed(module(x), 1)
         x = self.mixed(self.last(x), 2)
-        return torch.cat([x, x])[: len(x)]
+        x = torch.cat([x, x])[: len(x)]
+        return x + given if self.adds else x
 
     def mixed(self, x: Tensor, number: int) -> Tensor:
         if not self.kinds[number]:
@@ -91,7 +93,7 @@ def run_all(models: int, folder: str) -> tuple[int, list[str]]:
 
 @pytest.mark.usefixtures("simulated")
 @pytest.mark.parametrize("models", [40, pytest.param(2000, marks=pytest.mark.slow)])
-def test_own_tensors_meet_what_modules_on_other_devices_return(models: int, tmp_path: Path):
+def test_inputs_and_own_tensors_meet_what_modules_on_other_devices_return(models: int, tmp_path: Path):
     ((ran, wrong),) = run_in_processes(run_all, 1, args=(models, str(tmp_path)), timeout=300)
     assert ran > models // 3
     assert not wrong, (len(wrong), wrong[:5])
@@ -111,6 +113,58 @@ class Ends(nn.Module):
         if fail:
             raise ValueError("no forward today")
         return x * self.scale
+
+
+class Seeing(nn.Linear):
+    """Notes how many modes there are as it runs."""
+
+    def __init__(self, seen: list[int]) -> None:
+        super().__init__(WIDTH, WIDTH)
+        self.seen = seen
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.seen.append(modes())
+        return super().forward(x)
+
+
+class Skipping(nn.Module):
+    """Without tensors of its own: its input is added to what another device returns."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[int] = []
+        self.first, self.blocks = Seeing(self.seen), nn.ModuleList([Seeing(self.seen), Seeing(self.seen)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        given, x = x, self.first(x)
+        with torch.device("meta"):  # a mode of its own, within which nothing is suspended
+            x = self.blocks[0](x)
+        self.seen.append(modes())
+        return self.blocks[1](x) + given
+
+
+def modes() -> int:
+    return len(torch.overrides._get_current_function_mode_stack())
+
+
+def run_skipping() -> tuple[float, list[int], int]:
+    start(2)
+    torch.manual_seed(0)
+    model, x = nn.Sequential(Skipping(), nn.Linear(WIDTH, WIDTH)), torch.randn(2, WIDTH)
+    expected = model(x)
+    model[0].seen.clear()
+    dispatch_model(model, {"0.first": 0, "0.blocks": 1, "1": 1}, main_device=0)
+    gap = float((model(x) - expected).abs().max().detach())
+    return gap, model[0].seen, modes()
+
+
+@pytest.mark.usefixtures("simulated")
+def test_only_a_split_module_itself_looks_at_where_tensors_are():
+    ((gap, seen, after),) = run_in_processes(run_skipping, 1, timeout=60)
+    assert gap < 1e-6
+    # In the first module, in one within a mode of the forward's own, in the forward, and in the last module.
+    assert seen == [0, 2, 1, 0]
+    assert after == 0
 
 
 def run_split() -> list[Any]:
