@@ -105,9 +105,9 @@ def _without_unset(config: Any) -> Any:
     """A configuration without those arguments of a Trainer and of `fit` that only the mirror has and are not set."""
     kept = config.clone()
     defaults = inspect.signature(Trainer.__init__).parameters
-    parts: list[Any] = [kept, *vars(kept).values()]  # of one verb, or of all
+    parts = (kept, *vars(kept).values())  # of one verb, or of all
     for values in parts:
-        options = getattr(values, "trainer", None)
+        options: Any = getattr(values, "trainer", None)
         if not hasattr(options, "pop"):
             continue
         for name in ONLY_HERE:
