@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import html
 import json
+import re
 import shutil
 import subprocess
 from functools import partial
@@ -39,6 +41,23 @@ def opened(page: Path, folder: Path, dark: bool, size: tuple[int, int] = (1200, 
 def document_of(page: Path, folder: Path) -> str:
     """The HTML of a page after its scripts have run."""
     return _run(page, folder, "--dump-dom")
+
+
+def result_of(content: str, script: str, folder: Path) -> Any:
+    """What an expression of JavaScript gives in a page, a second after it is loaded; of a promise, what that gives.
+
+    Args:
+        content: The page.
+        script: The expression.
+        folder: Where the page and what Chromium writes may be.
+    """
+    page = folder / "with_script.html"
+    write = "(found) => { document.documentElement.dataset.result = JSON.stringify(found); }"
+    call = f"setTimeout(() => Promise.resolve({script}).then({write}), 1000);"
+    page.write_text(content.replace("</body>", f"<script>{call}</script></body>"))
+    found = re.search(r'<html[^>]*data-result="([^"]*)"', document_of(page, folder))
+    assert found is not None, "the script on the page has failed"
+    return json.loads(html.unescape(found[1]))
 
 
 def _run(page: Path, folder: Path, *options: str) -> str:

@@ -284,13 +284,13 @@ class TQDMProgressBar(Callback):
 
 
 def share_done(trainer: Trainer, of_epoch: float) -> float:
-    """The share of a run that is done, from 0 to 1: by its limit of epochs or of steps, whichever is nearer.
+    """The share of a run that is done, from 0 to 1: by the nearest of its limits.
 
     Args:
         trainer: The trainer.
         of_epoch: The share of the epoch under way that is done.
     """
-    shares = [0.0]
+    shares = [trainer.control.share_of_duration]
     if trainer.max_epochs is not None and trainer.max_epochs > 0:
         shares.append((trainer.current_epoch + of_epoch) / trainer.max_epochs)
     if trainer.max_steps > 0:

@@ -43,9 +43,10 @@ class ThroughputMonitor(Callback):
     """Logs batches, samples, items such as tokens, and floating-point operations per second of training.
 
     Every `log_every_n_steps` it logs `train/device/batches_per_sec`, `.../samples_per_sec`, with `length_fn`
-    `.../items_per_sec`, and `.../flops_per_sec`; the same without `device/` over all processes where there are several;
-    and the totals `train/time`, `train/batches`, `train/samples`, `train/lengths`. `train/device/mfu` is the share of
-    what the chip could do at most. The device is waited for only then, and validations do not count.
+    `.../items_per_sec`, and `.../flops_per_sec`; the same without `device/` over all processes where there are several,
+    a batch that several of them share once; and the totals `train/time`, `train/batches`, `train/samples`,
+    `train/lengths`. `train/device/mfu` is the share of what the chip could do at most. The device is waited for only
+    then, and validations do not count.
 
     The operations of a batch are the task's `flops_per_batch` (a number, or a method without arguments), else those of
     its second batch, forward and backward, as `torch.utils.flop_counter` counts them. A compiled model is not counted.
@@ -123,7 +124,8 @@ class ThroughputMonitor(Callback):
             self._readings.append(self._now._replace(time=perf_counter() - self._started))
             while len(self._readings) > 2 and self._now.batches - self._readings[0].batches > self.window_size:
                 self._readings.popleft()
-            self._log.write(self.compute(trainer.world_size), trainer.global_step)
+            shards = trainer.strategy.topology.data_shard.count
+            self._log.write(self.compute(trainer.world_size, shards), trainer.global_step)
 
     def on_validation_start(self, trainer: Trainer, task: Task) -> None:
         self._paused_at = perf_counter()
@@ -134,11 +136,13 @@ class ThroughputMonitor(Callback):
     def on_exception(self, trainer: Trainer, task: Task, exception: BaseException) -> None:
         self._stop_counting()
 
-    def compute(self, world_size: int = 1) -> dict[str, float]:
+    def compute(self, world_size: int = 1, data_shards: int | None = None) -> dict[str, float]:
         """Return what is logged, by name.
 
         Args:
-            world_size: How many processes do as much as this one.
+            world_size: How many processes compute as much as this one.
+            data_shards: How many of them have samples of their own: fewer where several share a batch, as under tensor
+                parallelism. All if None.
         """
         first, last = self._readings[0], self._readings[-1]
         seconds, join = last.time - first.time, self.separator.join
@@ -154,7 +158,9 @@ class ThroughputMonitor(Callback):
             rates["flops_per_sec"] = (last.flops - first.flops) / seconds
         values: dict[str, float] = {join(("train", "device", name)): rate for name, rate in rates.items()}
         if world_size > 1:
-            values |= {join(("train", name)): rate * world_size for name, rate in rates.items()}
+            shards = world_size if data_shards is None else data_shards
+            for name, rate in rates.items():
+                values[join(("train", name))] = rate * (world_size if name == "flops_per_sec" else shards)
         if last.flops and self.available_flops:
             values[join(("train", "device", "mfu"))] = rates["flops_per_sec"] / self.available_flops
         totals = {"time": last.time, "batches": last.batches, "samples": last.samples}

@@ -25,8 +25,8 @@ class WeightHistograms(Callback):
     Every so many steps `weights/<name>` and `gradients/<name>`, before gradients are clipped and the optimizer steps.
     TensorBoard, Weights & Biases, Comet, ClearML, Aim, DVCLive and SwanLab show them; other trackers leave them out,
     with one warning. Under strategies that shard the model every process gives a sample of its shards, so the
-    distribution is that of the whole. Where a strategy keeps weights in an engine (DeepSpeed with half precision or
-    ZeRO-3, Megatron) the callback is refused.
+    distribution is that of the whole. Where a strategy keeps weights in an engine (DeepSpeed, Megatron) the callback is
+    refused.
 
     Args:
         every_n_steps: Every so many optimizer steps.

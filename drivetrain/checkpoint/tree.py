@@ -289,7 +289,7 @@ class _Packer:
         raise CheckpointError(
             f"{path or 'The state'} is a {type(value).__module__}.{type(value).__qualname__}, which a checkpoint "
             "cannot hold: it takes tensors, arrays, numbers, text, bytes, None, and lists, tuples, sets and dicts of "
-            "them. Let the state_dict() that it comes from return those."
+            "them. Save those in its place, as an object's state_dict() returns them."
         )
 
     def _keep(self, tensor: Tensor, path: str) -> str:

@@ -27,7 +27,7 @@ _COMMANDS = {
     ),
     "runs": (
         "drivetrain.cli.runs:runs",
-        "List runs: when, state, best metric and command; show one, or resume it.",
+        "List runs: when, state, metric and command; show one, or resume it.",
     ),
     "report": (
         "drivetrain.cli.report:report",

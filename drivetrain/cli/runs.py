@@ -13,7 +13,9 @@ _SETTINGS = {"help_option_names": ["-h", "--help"], "max_content_width": 110}
 @click.option("--json", "as_json", is_flag=True, help="Write JSON, for other programs.")
 @click.pass_context
 def runs(context: click.Context, directory: str, as_json: bool) -> None:
-    """List the runs of a directory, newest first: when each began, its state, its best metric and its command.
+    """List the runs of a directory, newest first: when each began, its state, its metric and its command.
+
+    The metric is the best value of what its checkpoints are chosen by, or else a loss, marked as the last value.
 
     \b
     drivetrain runs --dir experiments

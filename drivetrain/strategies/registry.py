@@ -15,6 +15,9 @@ from drivetrain.strategies.single import Single
 
 _STRATEGIES: dict[str, Callable[[], Strategy]] = {}
 
+# What Lightning calls DDP in processes that a verb starts, and that end with it.
+_OF_A_VERB = ("ddp_spawn", "ddp_fork", "ddp_notebook")
+
 # What people may call `Parallel`, which has no sizes to begin with.
 _NEEDS_SIZES = ("parallel", "tp", "sp", "cp", "pp", "tensor_parallel", "context_parallel", "pipeline", "model_parallel")
 
@@ -120,6 +123,13 @@ def resolve_strategy(spec: Any, environment: ProcessEnvironment, kind: DeviceKin
             f"strategy={spec!r} needs to know over how many processes: give strategy=Parallel(tp=2, tp_plan={{...}}), "
             "Parallel(cp=2), Parallel(pp=2), or several of these sizes at once.",
             code="DT-005",
+        )
+    if name in _OF_A_VERB and name not in _STRATEGIES:
+        raise ConfigurationError(
+            f"strategy={spec!r}: processes live as long as the script, or a function. Use strategy='ddp' with "
+            "Trainer(devices=...), which starts the script in each of them, or drivetrain.notebook_launcher, which "
+            "starts processes for a function. The Trainer of drivetrain.compat.lightning takes this name.",
+            code="DT-001",
         )
     if name not in _STRATEGIES:
         raise ConfigurationError(

@@ -51,7 +51,7 @@ from drivetrain.trainer.profilers.base import SAVE
 from drivetrain.trainer.run_lines import last_line, print_first_line
 from drivetrain.trainer.state.lightning_save import save_in_format
 from drivetrain.trainer.state.progress import Progress
-from drivetrain.trainer.state.resume import find_checkpoint
+from drivetrain.trainer.state.resume import asked_to_resume, find_checkpoint
 from drivetrain.trainer.state.saved_run import SavedRun, moment_of
 from drivetrain.trainer.status import TrainerStatus
 from drivetrain.trainer.task import Task
@@ -278,6 +278,7 @@ class Trainer(KnownKeywords, OptionAttributes, TrainerStatus):
                 self._fit(model, ckpt_path if resume is None else resume)
         except BaseException as error:
             self.control.record_exception(error)
+            self.tracker_log.write_last_step()
             self.task_run.report_exception(model, error)
             if not self.interrupted:
                 raise
@@ -299,7 +300,7 @@ class Trainer(KnownKeywords, OptionAttributes, TrainerStatus):
         with self.accelerator.precision.init_context(), self.strategy.init_context():
             task.configure_model()
         task_checks.check_training_step(task, self.accumulate_grad_batches, self.gradient_clip_val)
-        directory = self.task_run.checkpoint_path = find_checkpoint(self, resume)
+        directory = self.task_run.checkpoint_path = find_checkpoint(self, asked_to_resume(resume))
         saved = None if directory is None else SavedRun(self, directory)
         if saved is not None:
             saved.restore_early()

@@ -61,6 +61,15 @@ def test_throughput_is_what_was_done_in_the_time_that_it_took(tmp_path: Path) ->
     assert "train/samples_per_sec" not in last
 
 
+def test_a_batch_that_processes_share_counts_once_in_all(tmp_path: Path) -> None:
+    monitor = ThroughputMonitor()
+    logged(tmp_path, monitor, Slow({}))
+    values = monitor.compute(world_size=4, data_shards=2)
+    assert values["train/samples_per_sec"] == pytest.approx(2 * values["train/device/samples_per_sec"])
+    assert values["train/batches_per_sec"] == pytest.approx(2 * values["train/device/batches_per_sec"])
+    assert values["train/flops_per_sec"] == pytest.approx(4 * values["train/device/flops_per_sec"])
+
+
 def test_a_task_may_know_its_operations(tmp_path: Path) -> None:
     class Known(Regression):
         def flops_per_batch(self) -> int:

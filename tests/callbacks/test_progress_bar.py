@@ -80,11 +80,35 @@ def test_a_value_that_a_callback_monitors_is_shown(tmp_path: Path, capsys: pytes
 
 
 @pytest.mark.parametrize(
-    ("max_epochs", "max_steps", "share"), [(4, -1, 0.375), (-1, 20, 0.5), (4, 20, 0.5), (4, 10, 1.0), (-1, -1, 0.0)]
+    ("max_epochs", "max_steps", "duration", "share"),
+    [
+        *[(4, -1, 0.0, 0.375), (-1, 20, 0.0, 0.5), (4, 20, 0.0, 0.5), (4, 10, 0.0, 1.0), (-1, -1, 0.0, 0.0)],
+        *[(-1, -1, 0.25, 0.25), (4, -1, 0.25, 0.375), (4, -1, 0.5, 0.5)],
+    ],
 )
-def test_the_share_that_is_done_is_that_of_the_nearest_limit(max_epochs: int, max_steps: int, share: float) -> None:
-    trainer = SimpleNamespace(max_epochs=max_epochs, max_steps=max_steps, current_epoch=1, global_step=10)
+def test_the_share_that_is_done_is_that_of_the_nearest_limit(
+    max_epochs: int, max_steps: int, duration: float, share: float
+) -> None:
+    control = SimpleNamespace(share_of_duration=duration)
+    trainer = SimpleNamespace(
+        max_epochs=max_epochs, max_steps=max_steps, current_epoch=1, global_step=10, control=control
+    )
     assert share_done(trainer, 0.5) == share  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("limit", ["32 samples", "0.5 s"])
+def test_the_time_left_is_known_by_a_limit_of_samples_or_time(
+    limit: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run(tmp_path, TQDMProgressBar(), epochs=-1, max_duration=limit, validate=False)
+    first = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("Epoch 0"))
+    assert re.search(r", [\d.]+ s left in all", first), first
+
+
+def test_a_terminal_sees_the_time_that_the_whole_run_still_takes(tmp_path: Path) -> None:
+    with Terminal() as terminal:
+        run(tmp_path, TQDMProgressBar(leave=True, refresh_seconds=0.0))
+    assert re.search(r"Epoch 0/1: 100%\|.*train_loss=[\d.e-]+, [\d.]+ s left in all\]", terminal.shown)
 
 
 def test_what_the_task_logs_when_an_epoch_ends_is_in_its_line(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import platform
 import signal
 import subprocess
 import sys
@@ -19,7 +20,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from drivetrain.callbacks import ModelCheckpoint, RunReport
+from drivetrain.callbacks import GradientNorm, ModelCheckpoint, RunReport
 from drivetrain.callbacks.support import report_writer
 from drivetrain.callbacks.support.report_writer import ReportWriter
 from drivetrain.callbacks.support.run_facts import commit_of
@@ -30,6 +31,7 @@ from drivetrain.trainer.trainer import Trainer
 from tests.callbacks.tasks import Scripted, numbers
 from tests.launch.launching import clean_environment
 from tests.pool import ROOT, run_in_processes
+from tests.trackers.test_report_page import charts_in, shown
 
 QUIET: dict[str, Any] = {"enable_progress_bar": False, "enable_model_summary": False}
 
@@ -78,6 +80,39 @@ def test_every_run_with_a_folder_leaves_a_page(tmp_path: Path) -> None:
     assert page.endswith("</html>\n")
     assert warnings.showwarning.__module__ == "warnings" or "pytest" in repr(warnings.showwarning)
     assert not [each for each in logging.getLogger("drivetrain").handlers if type(each).__name__ == "WarningLog"]
+
+
+def test_a_page_shows_what_was_run_and_where(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Sized(Scripted):
+        def __init__(self, width: int) -> None:
+            super().__init__([1.0] * 9)
+            self.save_hyperparameters()
+
+    checked_out = {"id": "0123456789abcdef", "branch": "trunk", "changed": True}
+    monkeypatch.setattr("drivetrain.callbacks.support.run_facts.commit_of", lambda folder: dict(checked_out))
+    monkeypatch.setattr(sys, "orig_argv", ["python", "train.py", "--width", "16"])
+    trainer = trainer_in(tmp_path, callbacks=[GradientNorm()], accumulate_grad_batches=2)
+    trainer.fit(Sized(16), numbers(12, 4), numbers(8, 4))
+    page = (folder_of(tmp_path) / "report.html").read_bytes()
+    text = shown(page)
+    for part in (
+        "command python train.py --width 16",
+        "commit 0123456789ab on trunk, with changes that are not committed",
+        f"host {os.uname().nodename}",
+        "width 16",
+        "accumulate_grad_batches 2",
+        "precision 32",
+        "task Sized",
+        "parameters 2",
+        "training 12 samples in batches of 4, 3 batches",
+        "validation 8 samples in batches of 4, 2 batches",
+        f"torch {torch.__version__}",
+        f"Python {platform.python_version()}",
+        f"trainer.fit(task, ..., resume=&#39;{trainer.checkpoint_callback.newest_model_path}&#39;)",
+    ):
+        assert part in text, part
+    titles = {chart["title"] for chart in charts_in(page)}
+    assert {"loss", "grad_norm"} <= titles, titles
 
 
 def test_a_failed_run_shows_why(tmp_path: Path) -> None:

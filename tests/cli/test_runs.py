@@ -37,7 +37,7 @@ def called(command: object, *arguments: str) -> Result:
 
 def test_runs_are_listed_newest_first(directory: Path) -> None:
     title, *lines = called(runs).output.splitlines()
-    assert title.split() == ["began", "run", "state", "best", "metric", "command"]
+    assert title.split() == ["began", "run", "state", "metric", "command"]
     assert [line.split()[2:6] for line in lines] == [
         ["version_1", "failed", "val_loss", "1"],
         ["version_0", "finished", "val_loss", "1"],
@@ -47,6 +47,23 @@ def test_runs_are_listed_newest_first(directory: Path) -> None:
         ("version_1", "failed", "val_loss 1"),
         ("version_0", "finished", "val_loss 1"),
     ]
+
+
+@pytest.mark.parametrize(
+    ("best", "metrics", "shown"),
+    [
+        ({"monitor": "val_acc", "value": 0.75}, {"train_loss": 0.5}, "val_acc 0.75"),
+        ({"monitor": "val_acc", "value": None}, {"train_loss": 0.5, "val_loss": 2.0}, "val_loss 2 (last)"),
+        ({"monitor": None, "value": None}, {"epoch": 1.0, "acc": 0.5, "train_loss": 0.5}, "train_loss 0.5 (last)"),
+        ({}, {"loss_of_the_head": 4.0}, "loss_of_the_head 4 (last)"),
+        ({}, {"acc": 0.5}, "-"),
+    ],
+)
+def test_a_value_that_is_not_the_best_is_listed_as_the_last(
+    best: dict[str, object], metrics: dict[str, float], shown: str, directory: Path
+) -> None:
+    write_record(directory / "drivetrain_logs" / "version_1", {"state": "finished", "best": best, "metrics": metrics})
+    assert f"  finished  {shown}  " in called(runs).output
 
 
 def test_a_directory_without_runs_is_explained(tmp_path: Path) -> None:

@@ -77,6 +77,13 @@ def test_hooks_are_called_in_the_order_that_lightning_calls_them_in(run: str, si
 
 @pytest.mark.compat
 @pytest.mark.timeout(900)
+def test_every_hook_that_lightning_has_is_recorded(sides: Any) -> None:
+    theirs, _ = sides(HOOKS)
+    assert theirs["unrecorded"] == []
+
+
+@pytest.mark.compat
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize("run", UNLIKE)
 def test_every_difference_that_is_listed_is_there(run: str, sides: Any) -> None:
     lines = unlike(sides, run)

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +15,7 @@ import yaml
 import drivetrain.compat
 from drivetrain import Callback
 from drivetrain.compat.lightning.pytorch.demos.boring_classes import BoringModel
-from tests.pool import run_in_processes
+from tests.pool import ROOT, run_in_processes
 
 # The keys of a Trainer are all that Lightning 2.6 writes there.
 WRITTEN = """# lightning.pytorch==2.6.6
@@ -126,6 +129,51 @@ def test_a_configuration_that_lightning_wrote_runs_and_is_written_again_for_both
         "loaded": ["Saved", 5],
         "by variable": 7,
     }
+
+
+SHORT = [
+    *("--trainer.accelerator=cpu", "--trainer.logger=false", "--trainer.enable_checkpointing=false"),
+    *("--trainer.enable_progress_bar=false", "--trainer.limit_train_batches=2", "--trainer.limit_val_batches=0"),
+    *("--trainer.max_epochs=1", "--trainer.callbacks=lightning.pytorch.callbacks.EarlyStopping"),
+    *("--trainer.callbacks.monitor=x", "--trainer.callbacks.strict=false"),
+]
+
+
+def run_and_save(folder: str, *options: str) -> dict[str, Any]:
+    """What our command line has saved of a run under Lightning's name."""
+    drivetrain.compat.install("lightning", "pytorch_lightning", "lightning_fabric")
+    from lightning.pytorch.cli import LightningCLI
+    from lightning.pytorch.demos.boring_classes import BoringModel
+
+    os.chdir(folder)
+    LightningCLI(BoringModel, args=["fit", *SHORT, *options])
+    return yaml.safe_load(Path("config.yaml").read_text())["trainer"]
+
+
+def test_what_lightning_has_not_is_saved_where_it_was_set_alone(tmp_path: Path) -> None:
+    recorded = json.loads((ROOT / "docs" / "migration" / "lightning_names.json").read_text())
+    known = set(recorded["modules"]["lightning"]["Trainer"]["arguments"])
+    [saved] = run_in_processes(run_and_save, 1, args=(str(tmp_path),))
+    assert set(saved) == known
+    (tmp_path / "config.yaml").unlink()
+    options = ("--trainer.fused_optimizer=true", "--trainer.max_duration=1 epoch", "--trainer.max_epochs=null")
+    [saved] = run_in_processes(run_and_save, 1, args=(str(tmp_path), *options))
+    assert {name: saved[name] for name in set(saved) - known} == {"fused_optimizer": True, "max_duration": "1 epoch"}
+
+
+@pytest.mark.compat
+def test_lightning_runs_a_configuration_that_we_saved(tmp_path: Path) -> None:
+    run_in_processes(run_and_save, 1, args=(str(tmp_path),))
+    script = (
+        "from lightning.pytorch.cli import LightningCLI\n"
+        "from lightning.pytorch.demos.boring_classes import BoringModel\n"
+        "made = LightningCLI(BoringModel, save_config_callback=None)\n"
+        "print(type(made.trainer).__module__, made.trainer.global_step, made.trainer.early_stopping_callback.monitor)"
+    )
+    command = [sys.executable, "-c", script, "fit", "--config", "config.yaml"]
+    ran = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=200)
+    assert ran.returncode == 0, ran.stderr[-3000:]
+    assert ran.stdout.splitlines()[-1] == "lightning.pytorch.trainer.trainer 2 x"
 
 
 def test_forced_callbacks_and_modules_are_added_under_lightnings_name() -> None:

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from drivetrain.compat.lightning.pytorch.demos import LightningTransformer, WikiText2
+from drivetrain.compat.lightning.pytorch.demos.boring_classes import Net
 from drivetrain.compat.lightning.pytorch.demos.mnist_datamodule import MNIST
 from drivetrain.compat.lightning.pytorch.utilities.model_helpers import get_torchvision_model
 from drivetrain.runtime.errors import ConfigurationError
@@ -37,6 +38,14 @@ def test_the_language_model_predicts_the_words_after_each(tmp_path: Path) -> Non
 
 
 @pytest.mark.skipif(importlib.util.find_spec("torchvision") is not None, reason="torchvision is installed")
+def test_the_small_network_gives_probabilities_of_ten_classes() -> None:
+    network = Net().eval()
+    assert [name for name, _ in network.named_children()] == ["conv1", "conv2", "dropout1", "dropout2", "fc1", "fc2"]
+    found = network(torch.randn(2, 1, 28, 28))
+    torch.testing.assert_close(found.exp().sum(1), torch.ones(2))
+    assert found.shape == (2, 10)
+
+
 def test_what_needs_torchvision_names_the_install_line(tmp_path: Path) -> None:
     for call in (lambda: MNIST(str(tmp_path)), lambda: get_torchvision_model("resnet18")):
         with pytest.raises(ConfigurationError, match='pip install "torchvision"'):

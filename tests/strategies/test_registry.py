@@ -56,6 +56,7 @@ def test_a_strategy_is_taken_as_it_is():
     [
         ("dpp", r"Unknown strategy 'dpp'. Allowed: auto, single, ddp.*Did you mean 'ddp'.*register_strategy"),
         ("fsdp9000", "Unknown strategy 'fsdp9000'"),
+        ("ddp_spawn", r"Use strategy='ddp' with Trainer\(devices=...\).*notebook_launcher"),
         (None, "must be a name or a Strategy, got NoneType"),
         (DDP, r"got the class DDP. Make one: DDP\(\)"),
     ],

@@ -185,6 +185,15 @@ def test_a_lane_for_each_rank_where_there_are_several(tmp_path: Path) -> None:
     assert speed["names"] == ["rank 0", "rank 1"]
 
 
+@pytest.mark.parametrize(("recorded", "rate"), [({}, 80), ({"data_shards": 2}, 80), ({"data_shards": 1}, 40)])
+def test_a_batch_that_processes_share_counts_once(recorded: dict[str, int], rate: int, tmp_path: Path) -> None:
+    folder = run_in(tmp_path / "digits", **recorded)
+    lane = Lane(folder, 1, {"host": "there"})
+    lane.write(sample(30, steps_per_sec=10.0, samples_per_sec=40.0))
+    lane.close()
+    assert f"samples per second {rate} " in shown(page_of(RunPage.read(folder)))
+
+
 def test_a_comparison_overlays_curves_and_marks_what_differs(tmp_path: Path) -> None:
     runs = [run_in(tmp_path / "a" / "version_0", lr=0.1), run_in(tmp_path / "b" / "version_0", lr=0.2, loss=0.5)]
     page = comparison_of([RunPage.read(run) for run in runs])

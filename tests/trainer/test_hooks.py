@@ -78,32 +78,45 @@ class Ends(Callback):
 
 
 class Logs(Scripted):
-    """Keeps what it has logged of each finished step."""
+    """Logs in steps, validations and at the end of epochs; keeps what of it is complete."""
 
     def __init__(self) -> None:
         super().__init__([1.0] * 9)
-        self.kept: dict[int, float] = {}
+        self.kept: dict[tuple[str, int], float] = {}
 
     def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
         self.log("value", 10.0 + self.trainer.global_step)
         return super().training_step(batch, batch_idx)
 
-    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
-        self.kept[self.global_step] = 9.0 + self.global_step
+    def on_train_epoch_end(self) -> None:
+        self.log("of_the_epoch", 5.0 + self.current_epoch)
+        self.kept["of_the_epoch", self.global_step] = 5.0 + self.current_epoch
+
+
+class Keeps(Ends):
+    """Keeps what a step has logged once it is taken, and a validation once it has seen all of its data."""
+
+    def on_train_batch_end(self, trainer: Any, task: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        task.kept["value", trainer.global_step] = 9.0 + trainer.global_step
+
+    def on_validation_epoch_end(self, trainer: Any, task: Any) -> None:
+        if not trainer.sanity_checking:
+            task.kept["val_loss", trainer.global_step] = 1.0
 
 
 @pytest.mark.parametrize("hook", INJECTED)
 def test_wherever_a_run_breaks_nothing_logged_is_lost_and_all_are_torn_down(hook: str, tmp_path: Path) -> None:
-    first, breaks, last, task = Ends(), Breaks(hook, 2 if "batch" in hook or "before" in hook else 1), Ends(), Logs()
+    first, breaks, last, task = Keeps(), Breaks(hook, 2 if "batch" in hook or "before" in hook else 1), Ends(), Logs()
     logger = CSVLogger(tmp_path, name=None, version="run")
     callbacks = [first, breaks, last]
     with pytest.raises(ZeroDivisionError, match=hook):
         fit(task, tmp_path, 2, callbacks, logger=logger, log_every_n_steps=1, num_sanity_val_steps=1)
-    written, rows = tmp_path / "run" / "metrics.csv", {}
+    written, found = tmp_path / "run" / "metrics.csv", {}
     if written.exists() or task.kept:
         with written.open() as file:
-            rows = {int(row["step"]): float(row["value"]) for row in csv.DictReader(file) if row.get("value")}
-    assert task.kept.items() <= rows.items()
+            for row in csv.DictReader(file):
+                found |= {(name, int(row["step"])): float(value) for name, value in row.items() if value}
+    assert task.kept.items() <= found.items()
     assert breaks.torn_down == 1
     assert [ends.ended[-1] for ends in (first, last)] == ["teardown of fit"] * 2
 

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import itertools
+from pathlib import Path
 
 import pytest
 import torch
 
+from drivetrain import LambdaCallback
+from drivetrain.runtime.environment import RESUME_VARIABLE
 from tests.pool import run_in_processes
 from tests.trainer.resume_runs import Outcome, broken_and_resumed, run
+from tests.trainer.tasks import Weight, fitted, ones, quiet
 
 STEPS_PER_EPOCH = 12
 
@@ -43,6 +47,21 @@ def assert_same(whole: Outcome, broken: Outcome, resumed: Outcome) -> None:
     assert resumed.values == whole.values
     assert resumed.draws == whole.draws
     assert resumed.rows == whole.rows
+
+
+@pytest.mark.parametrize("names_one", [False, True])
+def test_a_variable_names_what_the_first_fit_of_a_process_resumes(
+    names_one: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for epochs in (1, 2):
+        fitted(Weight(), ones(3), max_epochs=epochs).save_checkpoint(tmp_path / str(epochs))
+    monkeypatch.setenv(RESUME_VARIABLE, str(tmp_path / "2"))
+    steps: list[int] = []
+    count = LambdaCallback(on_train_start=lambda trainer, task: steps.append(trainer.global_step))
+    trainer = quiet(count, max_epochs=3)
+    trainer.fit(Weight(), ones(3), resume=tmp_path / "1" if names_one else None)
+    quiet(count, max_epochs=3).fit(Weight(), ones(3))
+    assert steps == [3 if names_one else 6, 0]
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -280,7 +280,8 @@ def test_it_ends_with_where_it_wrote_and_how_to_resume_it(tmp_path: Path, capsys
     trainer = fitted(Weight(), ones(3), ones(1), **options)
     assert trainer.checkpoint_callback is not None
     saved = trainer.checkpoint_callback.newest_model_path
-    last = capsys.readouterr().out.splitlines()[-1]
+    first, *_, last = capsys.readouterr().out.splitlines()
+    assert first.endswith(f"1 parameter. Folder: {trainer.log_dir}.")
     assert last.endswith(
         f" Logs: {trainer.log_dir}. Checkpoint: {saved}. To resume: fit(..., resume={saved!r}), or resume='auto'."
     )

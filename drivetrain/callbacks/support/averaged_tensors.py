@@ -75,6 +75,7 @@ class AveragedTensors:
             self._update_together(live)
         self.count += 1
 
+    @torch.inference_mode(mode=False)  # that of a validation, in which torch cannot detach a shard
     @torch.no_grad()
     def swap(self) -> None:
         """Exchange the model's values and the average; call it on all processes. Nothing to do before an average."""

@@ -122,6 +122,7 @@ class ReportWriter:
             "started": self._started,
             "updated": now,
             "due": now + max(self._seconds, self._due - time.monotonic()),
+            "data_shards": trainer.strategy.topology.data_shard.count,
             "progress": {"step": trainer.global_step, "epoch": trainer.current_epoch},
             "best": self._best(),
             "metrics": dict(list(trainer.tracker_log.written.items())[:100]),

@@ -21,6 +21,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 from torch.nn.attention.bias import causal_lower_right
 from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import _disable_current_modes
 
 from drivetrain.runtime.errors import ConfigurationError
 from drivetrain.runtime.nested import recursively_apply
@@ -379,12 +380,22 @@ def attend(
     outputs = []
     for number, part in zip(shard.own_chunks, query.chunk(len(shard.own_chunks), -2), strict=True):
         seen = (number + 1) * size
-        # A mask aligned to the last key: the chunk's last token sees all keys up to its own.
-        mask = {"is_causal": True} if number == 0 else {"attn_mask": causal_lower_right(size, seen)}
+        mask = {"is_causal": True} if number == 0 else {"attn_mask": _aligned_to_the_last(size, seen)}
         outputs.append(
             F.scaled_dot_product_attention(part, keys[..., :seen, :], values[..., :seen, :], **mask, **options)
         )
     return torch.cat(outputs, -2)
+
+
+def _aligned_to_the_last(size: int, seen: int) -> Tensor:
+    """The mask of a chunk whose last token sees all keys up to its own.
+
+    Torch cannot make one within a dispatch mode, such as its counter of operations (torch 2.13).
+    """
+    if torch.compiler.is_compiling():
+        return causal_lower_right(size, seen)
+    with _disable_current_modes():
+        return causal_lower_right(size, seen)
 
 
 def _attend_on_shards(shard: SequenceShard, query: DTensor, key: Tensor, value: Tensor, *rest: Any) -> Tensor:

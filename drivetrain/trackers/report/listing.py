@@ -39,14 +39,14 @@ class KnownRun:
 
     @property
     def metric(self) -> str:
-        """The best value of the metric that its checkpoints are chosen by, else the last loss."""
+        """The best value of the metric that its checkpoints are chosen by; where there is none, a loss, as the last."""
         best = self.record.get("best", {})
         if best.get("monitor") and best.get("value") is not None:
             return f"{best['monitor']} {number(best['value'])}"
         metrics = self.record.get("metrics", {})
         for name in ("val_loss", "train_loss", *metrics):
             if name in metrics and "loss" in name:
-                return f"{name} {number(metrics[name])}"
+                return f"{name} {number(metrics[name])} (last)"
         return ""
 
 
@@ -95,7 +95,7 @@ def as_table(runs: Sequence[KnownRun], width: int) -> list[str]:
         runs: The runs.
         width: Columns of the terminal, which the commands are cut to.
     """
-    rows = [("began", "run", "state", "best metric", "command")]
+    rows = [("began", "run", "state", "metric", "command")]
     rows += [(run.when, run.name, run.state or "-", run.metric or "-", run.command) for run in runs]
     widths = [max(len(row[column]) for row in rows) for column in range(4)]
     lines = ["  ".join([*map(str.ljust, row[:4], widths), row[4]]) for row in rows]

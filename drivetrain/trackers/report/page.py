@@ -163,7 +163,8 @@ def _figures(run: RunPage) -> Rows:
     busy = [(each.samples_per_sec, each.seconds * each.busy) for each in samples if each.samples_per_sec > 0]
     weight = sum(seconds for _, seconds in busy)
     if weight > 0:
-        rate = len(run.lanes) * sum(rate * seconds for rate, seconds in busy) / weight
+        shards = record.get("data_shards", len(run.lanes))  # fewer than processes where several share a batch
+        rate = shards * sum(rate * seconds for rate, seconds in busy) / weight
         found.append(("samples per second", number(float(f"{rate:.3g}"))))
     used = [each.memory for _, lane in run.lanes.values() for each in lane if each.memory > 0]
     if used:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -146,7 +147,12 @@ class EvaluationLoop:
         trainer, hooks, stage = self._trainer, self._hooks, self._stage
         trainer.logged.enter(self._in_epoch)
         results = trainer.tracker_log.finish_epoch(stage, keep)
-        hooks.call(stage.hook_name("epoch_end"))
+        try:
+            hooks.call(stage.hook_name("epoch_end"))
+        except BaseException:
+            if keep:
+                trainer.tracker_log.write_in_spite_of_error(partial(trainer.tracker_log.write_epoch_values, results))
+            raise
         results += trainer.tracker_log.finish_epoch(stage, keep)
         trainer.logged.reset_finished()
         if keep:

@@ -289,6 +289,17 @@ class RunControl:
         limited = self._has_max_steps or self._has_max_duration
         return bool(self._forced) or limited or self._minimum_reached(epoch_length)
 
+    @property
+    def share_of_duration(self) -> float:
+        """The share that is over of `max_time`, or of a `max_duration` in samples or tokens; 0 where there is none."""
+        options = self.options
+        shares = [0.0]
+        if options.max_time is not None and options.max_time:
+            shares.append((time.monotonic() - self._started) / options.max_time.total_seconds())
+        if options.max_duration is not None:
+            shares.append(self._progress.count(options.max_duration.unit) / options.max_duration.amount)
+        return min(1.0, max(shares))
+
     def is_done(self, epoch_length: float, is_resuming: bool) -> bool:
         """Whether no epoch is left to run; records why.
 

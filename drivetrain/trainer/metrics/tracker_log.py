@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from drivetrain.callbacks.stage import Stage
@@ -117,6 +118,26 @@ class TrackerLog:
         if trainer.tracker_group.writes_here:
             self.written.update(values)
             trainer.tracker_group.log({"epoch": trainer.current_epoch, **values}, step)
+
+    # after an exception
+
+    def write_last_step(self) -> None:
+        """Write the values of a step that was taken and whose last hooks have raised, where they are due.
+
+        Of several processes the others may not be here to reduce values with.
+        """
+        if self._trainer.world_size == 1:
+            self.write_in_spite_of_error(self.write_due_values)
+
+    @staticmethod
+    def write_in_spite_of_error(write: Callable[[], None]) -> None:
+        """Write values while an exception is under way, which counts for more than one of its own.
+
+        Args:
+            write: What writes them; it may be unable to read them, as after an error of the device.
+        """
+        with suppress(Exception):
+            write()
 
     # before and after
 

@@ -18,13 +18,23 @@ if TYPE_CHECKING:
 logger = get_logger(__name__)
 
 
+def asked_to_resume(given: str | os.PathLike[str] | None) -> str | os.PathLike[str] | None:
+    """What a `fit` resumes: what it was given, or what `DRIVETRAIN_RESUME` names, which counts for a process's first.
+
+    Args:
+        given: The argument of `fit`.
+    """
+    asked = os.environ.pop(RESUME_VARIABLE, None)
+    return asked if given is None else given
+
+
 def find_checkpoint(trainer: Trainer, given: str | os.PathLike[str] | None) -> str | None:
     """What `resume` and `ckpt_path` mean; call it on all processes.
 
     Args:
         trainer: The trainer.
         given: A path or URL; `"auto"` for the newest complete checkpoint of this script, if there is one; `"best"` or
-            `"last"` for the checkpoint callback's; or None, for which `DRIVETRAIN_RESUME` may stand once.
+            `"last"` for the checkpoint callback's; or None.
 
     Returns:
         The checkpoint, or None to start from the beginning.
@@ -33,8 +43,6 @@ def find_checkpoint(trainer: Trainer, given: str | os.PathLike[str] | None) -> s
         ConfigurationError: `"best"` or `"last"` was asked for, and there is none.
         CheckpointError: The main process could not look for checkpoints.
     """
-    if given is None:
-        given = os.environ.pop(RESUME_VARIABLE, None)
     if given is None:
         return None
     if given in ("best", "last"):

@@ -14,6 +14,7 @@ import lightning as L
 import torch
 import torch.nn.functional as F
 from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.core.hooks import CheckpointHooks, DataHooks, ModelHooks
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -35,6 +36,7 @@ OF_TASKS = (
     *("training_step", "validation_step", "test_step", "predict_step", "forward", "backward"),
     *("optimizer_step", "optimizer_zero_grad", "lr_scheduler_step"),
     *(f"on_{stage}_model_{mode}" for stage in STAGES for mode in ("eval", "train") if stage != "train"),
+    "on_validation_model_zero_grad",
 )
 NUMBERED = ("batch_start", "batch_end", "_step")
 
@@ -198,12 +200,26 @@ def broken(root: str, events: Events) -> None:
         events.append("raised")
 
 
+def unrecorded() -> list[str]:
+    """The hooks of the framework's base classes that are not recorded, but for the old name of `configure_model`."""
+    found = []
+    for owner, recorded, bases in (
+        ("task", RecordedTask, (ModelHooks, DataHooks, CheckpointHooks)),
+        ("data", RecordedData, (DataHooks,)),
+        ("callback", First, (L.Callback,)),
+    ):
+        hooks = {name for base in bases for name, each in vars(base).items() if inspect.isfunction(each)}
+        left = {name for name in hooks - {*vars(recorded), "configure_sharded_model"} if not name.startswith("_")}
+        found += [f"{owner} {name}" for name in sorted(left)]
+    return found
+
+
 RUNS = (plain, accumulated, two_optimizers, two_validation_loaders, verbs, resumed, broken)
 
 
 def main() -> None:
     warnings.filterwarnings("ignore")
-    report = {}
+    report = {"unrecorded": unrecorded()}
     for run in RUNS:
         events = Events()
         L.seed_everything(7, verbose=False)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
@@ -10,7 +11,7 @@ from drivetrain.compat.lightning.fabric.utilities.seed import seed_everything
 from drivetrain.compat.lightning.pytorch.class_paths import as_lightning, as_lightning_text
 from drivetrain.compat.lightning.pytorch.core import LightningDataModule, LightningModule
 from drivetrain.compat.lightning.pytorch.trainer import Trainer
-from drivetrain.compat.lightning.pytorch.trainer.signature import show_all_arguments
+from drivetrain.compat.lightning.pytorch.trainer.signature import ONLY_HERE, show_all_arguments
 from drivetrain.compat.lightning.version import VERSION
 from drivetrain.trainer.cli import (
     ArgsType,
@@ -79,8 +80,8 @@ class LightningArgumentParser(TrainerArgumentParser):
     def parse_object(self, *args: Any, **kwargs: Any) -> Any:
         return as_lightning(super().parse_object(*args, **kwargs))
 
-    def dump(self, *args: Any, **kwargs: Any) -> str:
-        return as_lightning_text(super().dump(*args, **kwargs))
+    def dump(self, cfg: Any, *args: Any, **kwargs: Any) -> str:
+        return as_lightning_text(super().dump(_without_unset(cfg), *args, **kwargs))
 
     def add_lightning_class_args(
         self,
@@ -98,6 +99,23 @@ class LightningArgumentParser(TrainerArgumentParser):
             required: Whether one has to be chosen.
         """
         return self.add_class_args(lightning_class, nested_key, subclass_mode, required)
+
+
+def _without_unset(config: Any) -> Any:
+    """A configuration without those arguments of a Trainer and of `fit` that only the mirror has and are not set."""
+    kept = config.clone()
+    defaults = inspect.signature(Trainer.__init__).parameters
+    parts = (kept, *vars(kept).values())  # of one verb, or of all
+    for values in parts:
+        options: Any = getattr(values, "trainer", None)
+        if not hasattr(options, "pop"):
+            continue
+        for name in ONLY_HERE:
+            if options.get(name) == defaults[name].default:
+                options.pop(name, None)
+        if values.get("resume") is None:
+            values.pop("resume", None)
+    return kept
 
 
 class LightningCLI(TrainerCLI):

@@ -216,3 +216,23 @@ class DemoModel(LightningModule):
 
     def configure_optimizers(self) -> Any:
         return torch.optim.Adam(self.parameters(), lr=self.learning_rate)
+
+
+class Net(nn.Module):
+    """Images of 28 x 28 pixels, (rows, 1, 28, 28), to logarithms of the probabilities of ten classes, (rows, 10)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv1 = nn.Conv2d(1, 32, 3)
+        self.conv2 = nn.Conv2d(32, 64, 3)
+        self.dropout1 = nn.Dropout(0.25)
+        self.dropout2 = nn.Dropout(0.5)
+        self.fc1 = nn.Linear(64 * 12 * 12, 128)
+        self.fc2 = nn.Linear(128, 10)
+
+    def forward(self, x: Tensor) -> Tensor:
+        features = self.conv2(self.conv1(x).relu()).relu()
+        pooled = self.dropout1(nn.functional.max_pool2d(features, 2))
+        hidden = self.dropout2(self.fc1(pooled.flatten(1)).relu())
+        result: Tensor = self.fc2(hidden).log_softmax(1)
+        return result

@@ -60,6 +60,15 @@ _TYPES: dict[str, Any] = {
 }
 """The types of what the mirror takes beside, or in the place of, what the core does."""
 
+_DEFAULTS: dict[str, Any] = {"accumulate_grad_batches": 1}
+"""What Lightning's command line expects where the core leaves a value open."""
+
+ONLY_HERE = (
+    *("max_duration", "enable_run_report", "num_workers", "auto_micro_batch", "optimizer_in_backward"),
+    *("fused_optimizer", "compile", "on_interrupt", "seed", "advise", "suggest_integrations"),
+)
+"""Arguments that Lightning's `Trainer` does not take, and its command line refuses in a file."""
+
 
 def show_all_arguments(kind: type) -> None:
     """Show the core's arguments in the signature of a constructor, and types rather than their names in those of verbs.
@@ -72,7 +81,11 @@ def show_all_arguments(kind: type) -> None:
     core = inspect.signature(CoreTrainer.__init__).parameters
     types = {**get_type_hints(CoreTrainer.__init__), **get_type_hints(inspect.unwrap(init)), **_TYPES}
     ordered = {**core, **own}  # in the core's order, and then what is only here
-    named = [each for each in ordered.values() if each.kind is not inspect.Parameter.VAR_KEYWORD]
+    named = [
+        each.replace(default=_DEFAULTS.get(each.name, each.default))
+        for each in ordered.values()
+        if each.kind is not inspect.Parameter.VAR_KEYWORD
+    ]
     init.__doc__ = CoreTrainer.__doc__  # which describes the arguments that are not described here
     init.__signature__ = inspect.Signature([each.replace(annotation=types.get(each.name, Any)) for each in named])
     for verb in ("fit", "validate", "test", "predict"):
