@@ -163,7 +163,7 @@ def test_each_way_of_reading_would_be_found(read: Callable[[Tensor], Any], tmp_p
     assert steps_with_reads(Busy(read), tmp_path) == list(range(150))
 
 
-class Deep(Task):
+class SeveralLayers(Task):
     def __init__(self) -> None:
         super().__init__()
         self.layers = nn.Sequential(*(nn.Linear(1, 1) for _ in range(8)))
@@ -192,7 +192,7 @@ def test_clipping_takes_all_gradients_of_a_step_at_once(algorithm: str, expected
             return func(*args, **(kwargs or {}))
 
     with Recorded():
-        quiet(gradient_clip_val=1e-3, gradient_clip_algorithm=algorithm).fit(Deep(), rows([0.5] * 3))
+        quiet(gradient_clip_val=1e-3, gradient_clip_algorithm=algorithm).fit(SeveralLayers(), rows([0.5] * 3))
     clips = {name: count for name, count in calls.items() if any(each in name for each in ("foreach", "norm", "clamp"))}
     clips.pop("clamp", None)  # of the factor
     assert clips == expected

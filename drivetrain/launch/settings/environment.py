@@ -33,7 +33,7 @@ def settings_in_environment(environ: Mapping[str, str] | None = None) -> dict[st
         ConfigurationError: A variable's value cannot be; the message names the variable.
     """
     everything = os.environ if environ is None else environ
-    # One look at the environment rather than two for each setting: each Accelerator asks for this several times.
+    # The environment is searched once rather than twice for each setting: each Accelerator asks for this several times.
     variables = {name: everything[name] for name in _VARIABLES.intersection(everything)}
     if not variables:
         return {}
