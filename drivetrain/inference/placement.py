@@ -14,13 +14,12 @@ from drivetrain.checkpoint.mapped_file import mapped_range, mark_mapped
 from drivetrain.checkpoint.tensor_file import Entry
 from drivetrain.checkpoint.weight_files import open_weights
 from drivetrain.inference import execution
-from drivetrain.inference.device_map import DeviceMap, check_tied_parameters_on_same_device
+from drivetrain.inference.device_map import DeviceMap
 from drivetrain.inference.loading import Checkpoint, fill_empty, listed, load_checkpoint_in_model
 from drivetrain.inference.meta import meta_leftovers
 from drivetrain.inference.offloaded import INDEX, FolderWeights, write_offloaded
 from drivetrain.inference.placed import attach, detach
 from drivetrain.inference.streaming import StreamOptions, WeightStream
-from drivetrain.inference.ties import find_tied_parameters
 from drivetrain.inference.weight_places import Place, like, named_places
 from drivetrain.runtime.errors import CheckpointError, ConfigurationError, nearest
 
@@ -80,14 +79,13 @@ def dispatch_model(
     all_on_cpu = devices == [execution.CPU] and main_device is None
     main = execution.CPU if all_on_cpu else execution.execution_device(main_device, devices)
     places = named_places(model)
-    where = _with_ties(places, where, main)
+    where = _with_shared_buffers(places, where, main)
     offloaded = [name for name, at in where.items() if at == execution.DISK or (at == execution.CPU and main != at)]
     # Buffers are small and change: on the main device unless they are to be offloaded.
     moved = {name: at for name, at in where.items() if isinstance(at, torch.device) and name not in offloaded}
     beside = [name for name in offloaded if not (offload_buffers or places[name].is_parameter)]
     moved |= dict.fromkeys(beside, main)
     offloaded = [name for name in offloaded if name not in beside]
-    check_tied_parameters_on_same_device(find_tied_parameters(model), where)
     _move(places, moved)
     written = _to_disk(places, [name for name in offloaded if where[name] == execution.DISK], offload_dir)
     if offloaded or force_hooks or len(set(moved.values())) > 1:
@@ -340,10 +338,10 @@ def _give_values(
         )
 
 
-def _with_ties(
+def _with_shared_buffers(
     places: Mapping[str, Place], where: Mapping[str, execution.Location], main: torch.device
 ) -> dict[str, execution.Location]:
-    """Locations in which what is tied is not on disk where another of its names keeps it in reach."""
+    """Locations in which a buffer of several modules is not on disk where another of its names keeps it in reach."""
     found = dict(where)
     sharing: dict[int, list[str]] = {}
     for name, place in places.items():

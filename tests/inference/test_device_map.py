@@ -441,6 +441,9 @@ def test_a_map_of_everything_passes():
     check_device_map(Small(), {"": 0})
     check_device_map(Small(), {"linear1": 0, "linear2": 1, "batchnorm": 1})
     check_device_map(three(FIRST_TIE), {"layer1": 0, "layer2": 1, "layer3": 0})
+    check_device_map(three(FIRST_TIE), {"": 0, "layer2": 1})
+    check_device_map(three(FIRST_TIE), {"layer1": "cuda", "layer2": 1, "layer3": torch.device("cuda:0")})
+    check_device_map(three(FIRST_TIE), {"layer1": 0, "layer2": 1, "layer3": 0, "layer3.linear1": 0})
 
 
 @pytest.mark.parametrize(
@@ -448,7 +451,9 @@ def test_a_map_of_everything_passes():
     [
         ({"layer1": 0, "layer2": 0, "layer3.linear1": 0, "layer3.batchnorm": 1}, "no device to layer3.linear2.weight"),
         ({"layer1": 0, "layer2": 1, "layer3": 0, "layer3.linear1": 1}, "'layer3.linear1' twice: 1 by its own name"),
+        ({"": 0, "layer3": 1, "layer3.linear1.weight": 2}, "'layer3.linear1.weight' twice: 2 by its own name"),
         ({"layer1": 0, "layer2": 1, "layer3": 1}, "layer1.linear2.weight and layer3.linear2.weight are one weight"),
+        ({"": "cpu", "layer3": "disk"}, "puts them on 'cpu' and 'disk'. Put both on one device."),
     ],
 )
 def test_a_map_that_does_not_fit_the_model_is_refused(device_map: dict[str, int], message: str):
