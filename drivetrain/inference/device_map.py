@@ -15,6 +15,7 @@ from drivetrain.inference.budgets import STORES, BalancedMemory, as_device, budg
 from drivetrain.inference.map_page import as_page
 from drivetrain.inference.shown_map import as_table, explain
 from drivetrain.inference.solver import Device, Placement, Policy, Problem, Share, refuse, solve
+from drivetrain.inference.streaming import MOST_AHEAD
 from drivetrain.inference.ties import find_tied_parameters
 from drivetrain.runtime.byte_sizes import as_bytes
 from drivetrain.runtime.devices import detect_device_kind
@@ -62,7 +63,10 @@ class DeviceMap(dict[str, Any]):
 
     @property
     def prefetch(self) -> int:
-        """How many blocks that are kept elsewhere the main device has room to fetch ahead of the one it computes."""
+        """How many blocks that are kept elsewhere are fetched ahead of the one that the main device computes.
+
+        As many as the map has proven room for; one where it was asked for none, and memory is left.
+        """
         main, problem = self._placement.main, self._problem
         kept = [
             block.streamed
@@ -71,7 +75,8 @@ class DeviceMap(dict[str, Any]):
         ]
         if main is None or not kept:
             return 0
-        return problem.stream_buffers - 1 + int(problem.shares(self._placement)[main].free // max(kept))
+        proven = problem.stream_buffers - 1
+        return max(proven, min(MOST_AHEAD, proven + int(problem.shares(self._placement)[main].free // max(kept))))
 
     @property
     def shares(self) -> dict[Device, Share]:

@@ -72,7 +72,8 @@ def dispatch_model(
     where = execution.locations(model, given)
     if isinstance(given, DeviceMap):  # as what was proven to fit
         main_device = given.main_device if main_device is None else main_device
-        stream = StreamOptions(prefetch=given.prefetch) if stream is None else stream
+        if stream is None and given.main_device != "cpu":
+            stream = StreamOptions(prefetch=given.prefetch)
     detach(model)
     _give_values(model, where, state_dict, offload_dir, offload_index)
     devices = list(dict.fromkeys(where.values()))
@@ -255,7 +256,7 @@ def group_offload(
         offload_type: `"block_level"` or `"leaf_level"`.
         num_blocks_per_group: How many blocks that follow each other come and go together.
         non_blocking: Accepted: copies are asynchronous where `use_stream` is on.
-        use_stream: Whether the next group is copied while one computes.
+        use_stream: Whether the next group is copied while one computes, if the device has room for both.
         record_stream: Accepted: copies live until the device has used them.
         low_cpu_mem_usage: With `use_stream`, whether weights are page-locked on their way, rather than all at once.
         offload_to_disk_path: A folder to keep the weights in instead.
@@ -278,7 +279,7 @@ def group_offload(
     options = StreamOptions(
         groups=_TYPES[offload_type],
         num_blocks_per_group=num_blocks_per_group,
-        prefetch=int(use_stream),
+        prefetch=None if use_stream else 0,
         pin=use_stream and not low_cpu_mem_usage,
     )
     if offload_to_disk_path is not None:

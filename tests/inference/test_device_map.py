@@ -378,7 +378,7 @@ def test_the_table_and_the_page_show_devices_modules_and_bytes():
     found = infer_auto_device_map(linears(100, 100, 100, 100), {0: 200, 1: 104, "cpu": 500})
     lines = str(found).splitlines()
     assert lines[0].split() == re.findall(r"\w+", "device modules weights room to stream activations free after of")
-    assert [line.split()[:2] for line in lines[2:-1]] == [["0", "0"], ["1", "1"], ["cpu", "2"]]
+    assert [line.split()[:2] for line in lines[2:-2]] == [["0", "0"], ["1", "1"], ["cpu", "2"]]
     assert re.split(r" {2,}", lines[2]) == ["0", "0", "100 B", "100 B", "0 B", "0 B", "200 B"]
     assert "2 - 3" in lines[4]
     assert lines[-1] == "2 boundaries between devices, 400 B in all"
@@ -402,9 +402,13 @@ def test_a_module_is_explained():
         found.explain("layr1")
     kept = infer_auto_device_map(linears(100, 100, 100), {0: 200, "cpu": 500})
     assert kept.explain("2.weight") == (
-        "2 (100 B) is on cpu, and is brought to 0 when it runs: 0 has 0 B left of 200 B, with 100 B kept free for what "
-        "is brought there."
+        "2 (100 B) is on cpu, and is brought to 0 when it runs, with no room to fetch it ahead: 0 has 0 B left of "
+        "200 B, with 100 B kept free for what is brought there."
     )
+    assert "\nno room to fetch a block ahead: copies and computing take turns\n" in str(kept)
+    roomier = infer_auto_device_map(linears(100, 100, 100), {0: 200, "cpu": 500}, prefetch=1)
+    assert roomier.prefetch == 1
+    assert "ahead" not in roomier.explain("2.weight") + str(roomier)
 
 
 def test_verbose_logs_the_reasons(caplog: pytest.LogCaptureFixture):
