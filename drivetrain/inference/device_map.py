@@ -11,12 +11,14 @@ import torch
 from torch import nn
 
 from drivetrain.inference.blocks import Loading, activations_of, all_tensors, blocks_of, units_of_placement
-from drivetrain.inference.budgets import BalancedMemory, as_device, budgets_of, get_max_memory, is_there
+from drivetrain.inference.budgets import STORES, BalancedMemory, as_device, budgets_of, get_max_memory, is_there
 from drivetrain.inference.map_page import as_page
 from drivetrain.inference.shown_map import as_table, explain
 from drivetrain.inference.solver import Device, Placement, Policy, Problem, Share, refuse, solve
+from drivetrain.inference.streaming import MOST_AHEAD
 from drivetrain.inference.ties import find_tied_parameters
 from drivetrain.runtime.byte_sizes import as_bytes
+from drivetrain.runtime.devices import detect_device_kind
 from drivetrain.runtime.errors import ConfigurationError, DeviceNotAvailableError, nearest
 from drivetrain.runtime.logging import get_logger
 
@@ -61,7 +63,10 @@ class DeviceMap(dict[str, Any]):
 
     @property
     def prefetch(self) -> int:
-        """How many blocks that are kept elsewhere the main device has room to fetch ahead of the one it computes."""
+        """How many blocks that are kept elsewhere are fetched ahead of the one that the main device computes.
+
+        As many as the map has proven room for; one where it was asked for none, and memory is left.
+        """
         main, problem = self._placement.main, self._problem
         kept = [
             block.streamed
@@ -70,7 +75,8 @@ class DeviceMap(dict[str, Any]):
         ]
         if main is None or not kept:
             return 0
-        return problem.stream_buffers - 1 + int(problem.shares(self._placement)[main].free // max(kept))
+        proven = problem.stream_buffers - 1
+        return max(proven, min(MOST_AHEAD, proven + int(problem.shares(self._placement)[main].free // max(kept))))
 
     @property
     def shares(self) -> dict[Device, Share]:
@@ -316,22 +322,49 @@ def check_device_map(model: nn.Module, device_map: Mapping[str, Any]) -> None:
             'in, or "" for all that is not named.',
             code="DT-110",
         )
-    for name in device_map:
-        inside = next((each for each in device_map if each != name and name and _is_within(each, name)), None)
-        if inside is not None and device_map[inside] != device_map[name]:
+    refuse_two_devices(model, device_map)
+
+
+def refuse_two_devices(model: nn.Module, device_map: Mapping[str, Any]) -> None:
+    """Refuse a map that gives a module, or a weight that is tied, two devices.
+
+    Args:
+        model: The model.
+        device_map: The map; `""` is for what is not named, so others beside it name nothing twice.
+
+    Raises:
+        ConfigurationError: Something has two devices.
+    """
+    where = {name: _one_spelling(device) for name, device in device_map.items()}
+    for inside in where:
+        name = next((inside[:end] for end in reversed(_ends(inside)[:-1]) if inside[:end] in where), None)
+        if name is not None and where[inside] != where[name]:
             raise ConfigurationError(
                 f"The device map names {inside!r} twice: {device_map[inside]!r} by its own name, and "
                 f"{device_map[name]!r} by {name!r}. Name the other modules of {name!r} one by one.",
                 code="DT-110",
             )
     for group in find_tied_parameters(model):
+        devices = {name: _device_of(name, where) for name in group}
         apart = [name for name in group if devices[name] != devices[group[0]]]
         if apart:
+            one, other = group[0], apart[0]
             raise ConfigurationError(
-                f"{group[0]} and {apart[0]} are one weight, but the device map puts them on {devices[group[0]]!r} and "
-                f"{devices[apart[0]]!r}. Put both on one device.",
+                f"{one} and {other} are one weight, but the device map puts them on {_device_of(one, device_map)!r} "
+                f"and {_device_of(other, device_map)!r}. Put both on one device"
+                + (f", with {', '.join(sorted({*group} - {one, other}))}." if len(group) > 2 else "."),
                 code="DT-054",
             )
+
+
+def _one_spelling(device: Any) -> str:
+    """A device as torch spells it, so that `0` and `"cuda:0"` are the same where they are."""
+    named = as_device(device)
+    kind = detect_device_kind()
+    if isinstance(named, int):
+        return str(named) if kind.name == "cpu" else _one_spelling(str(kind.device(named)))
+    kept = (*STORES, "meta")
+    return next((each for each in kept if named.split(":")[0] == each), named if ":" in named else f"{named}:0")
 
 
 def check_tied_parameters_on_same_device(tied_params: Sequence[Sequence[str]], device_map: Mapping[str, Any]) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from drivetrain.inference.device_map import DEVICE_MAP_NAMES, DeviceMap, resolve_device_map
+from drivetrain.inference.device_map import DEVICE_MAP_NAMES, DeviceMap, refuse_two_devices, resolve_device_map
 from drivetrain.inference.weight_places import named_places
 from drivetrain.runtime.devices import available_device_kinds, detect_device_kind, get_device_kind
 from drivetrain.runtime.errors import ConfigurationError, nearest
@@ -90,11 +90,12 @@ def locations(model: nn.Module, device_map: Mapping[str, torch.device | str | in
 
     Args:
         model: The model.
-        device_map: Devices or `"disk"` by the names of modules, parameters and buffers; the longest name that fits
-            decides, and the empty one is the whole model.
+        device_map: Devices or `"disk"` by the names of modules, parameters and buffers; the empty one is for all that
+            has no other.
 
     Raises:
-        ConfigurationError: A name is not in the model, or a parameter is in no entry.
+        ConfigurationError: A name is not in the model, a parameter is in no entry, or it or what it is tied to has two
+            devices.
     """
     places = named_places(model)
     known = {*(name for name, _ in model.named_modules(remove_duplicate=False)), *places}
@@ -109,6 +110,7 @@ def locations(model: nn.Module, device_map: Mapping[str, torch.device | str | in
     if missed:
         near = nearest(missed[0].rpartition(".")[0], device_map)
         raise ConfigurationError(f"device_map has no entry for {', '.join(missed[:8])}.{near}", code="DT-110")
+    refuse_two_devices(model, device_map)
     rest = next(iter(parsed.values()), CPU)  # buffers of the model itself, which maps leave out
     return {name: rest if where is None else where for name, where in found.items()}
 

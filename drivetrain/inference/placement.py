@@ -14,13 +14,12 @@ from drivetrain.checkpoint.mapped_file import mapped_range, mark_mapped
 from drivetrain.checkpoint.tensor_file import Entry
 from drivetrain.checkpoint.weight_files import open_weights
 from drivetrain.inference import execution
-from drivetrain.inference.device_map import DeviceMap, check_tied_parameters_on_same_device
+from drivetrain.inference.device_map import DeviceMap
 from drivetrain.inference.loading import Checkpoint, fill_empty, listed, load_checkpoint_in_model
 from drivetrain.inference.meta import meta_leftovers
 from drivetrain.inference.offloaded import INDEX, FolderWeights, write_offloaded
 from drivetrain.inference.placed import attach, detach
 from drivetrain.inference.streaming import StreamOptions, WeightStream
-from drivetrain.inference.ties import find_tied_parameters
 from drivetrain.inference.weight_places import Place, like, named_places
 from drivetrain.runtime.errors import CheckpointError, ConfigurationError, nearest
 
@@ -73,21 +72,21 @@ def dispatch_model(
     where = execution.locations(model, given)
     if isinstance(given, DeviceMap):  # as what was proven to fit
         main_device = given.main_device if main_device is None else main_device
-        stream = StreamOptions(prefetch=given.prefetch) if stream is None else stream
+        if stream is None and given.main_device != "cpu":
+            stream = StreamOptions(prefetch=given.prefetch)
     detach(model)
     _give_values(model, where, state_dict, offload_dir, offload_index)
     devices = list(dict.fromkeys(where.values()))
     all_on_cpu = devices == [execution.CPU] and main_device is None
     main = execution.CPU if all_on_cpu else execution.execution_device(main_device, devices)
     places = named_places(model)
-    where = _with_ties(places, where, main)
+    where = _with_shared_buffers(places, where, main)
     offloaded = [name for name, at in where.items() if at == execution.DISK or (at == execution.CPU and main != at)]
     # Buffers are small and change: on the main device unless they are to be offloaded.
     moved = {name: at for name, at in where.items() if isinstance(at, torch.device) and name not in offloaded}
     beside = [name for name in offloaded if not (offload_buffers or places[name].is_parameter)]
     moved |= dict.fromkeys(beside, main)
     offloaded = [name for name in offloaded if name not in beside]
-    check_tied_parameters_on_same_device(find_tied_parameters(model), where)
     _move(places, moved)
     written = _to_disk(places, [name for name in offloaded if where[name] == execution.DISK], offload_dir)
     if offloaded or force_hooks or len(set(moved.values())) > 1:
@@ -257,7 +256,7 @@ def group_offload(
         offload_type: `"block_level"` or `"leaf_level"`.
         num_blocks_per_group: How many blocks that follow each other come and go together.
         non_blocking: Accepted: copies are asynchronous where `use_stream` is on.
-        use_stream: Whether the next group is copied while one computes.
+        use_stream: Whether the next group is copied while one computes, if the device has room for both.
         record_stream: Accepted: copies live until the device has used them.
         low_cpu_mem_usage: With `use_stream`, whether weights are page-locked on their way, rather than all at once.
         offload_to_disk_path: A folder to keep the weights in instead.
@@ -280,7 +279,7 @@ def group_offload(
     options = StreamOptions(
         groups=_TYPES[offload_type],
         num_blocks_per_group=num_blocks_per_group,
-        prefetch=int(use_stream),
+        prefetch=None if use_stream else 0,
         pin=use_stream and not low_cpu_mem_usage,
     )
     if offload_to_disk_path is not None:
@@ -340,10 +339,10 @@ def _give_values(
         )
 
 
-def _with_ties(
+def _with_shared_buffers(
     places: Mapping[str, Place], where: Mapping[str, execution.Location], main: torch.device
 ) -> dict[str, execution.Location]:
-    """Locations in which what is tied is not on disk where another of its names keeps it in reach."""
+    """Locations in which a buffer of several modules is not on disk where another of its names keeps it in reach."""
     found = dict(where)
     sharing: dict[int, list[str]] = {}
     for name, place in places.items():

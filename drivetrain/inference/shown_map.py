@@ -22,8 +22,20 @@ def as_table(problem: Problem, placement: Placement) -> str:
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     lines = [_line(row, widths) for row in rows]
     lines.insert(1, "-" * len(lines[0]))
+    if has_no_room_ahead(problem, placement):
+        lines.append("no room to fetch a block ahead: copies and computing take turns")
     lines.append(f"{problem.boundaries(placement)} boundaries between devices, {as_bytes(problem.size)} in all")
     return "\n".join(line.rstrip() for line in lines)
+
+
+def has_no_room_ahead(problem: Problem, placement: Placement) -> bool:
+    """Whether an accelerator computes what is kept elsewhere, and has room for one such block at a time alone."""
+    main = placement.main
+    if main is None or problem.budgets[main].kind != "accelerator" or problem.stream_buffers > 1:
+        return False
+    placed = zip(problem.blocks, placement.places, strict=True)
+    largest = max((block.streamed for block, place in placed if not problem.computes(place, main)), default=0)
+    return largest > max(0, problem.shares(placement)[main].free)
 
 
 def _line(row: list[str], widths: list[int]) -> str:
@@ -72,6 +84,7 @@ def explain(problem: Problem, placement: Placement, block: Block) -> str:
     if not problem.computes(place, placement.main):
         main = problem.budgets[placement.main].device if placement.main is not None else None
         text += f", and is brought to {main} when it runs"
+        text += ", with no room to fetch it ahead" if has_no_room_ahead(problem, placement) else ""
     if reasons:
         text += ": " + "; ".join(reasons)
     return text + "."

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any, Protocol
 
 import psutil
@@ -17,6 +18,7 @@ from drivetrain.inference.groups import groups_of
 from drivetrain.inference.guard import MoveGuard, StreamedModelError
 from drivetrain.inference.mapped_pages import MappedPages
 from drivetrain.inference.weight_places import named_places
+from drivetrain.runtime.devices import get_device_kind
 from drivetrain.runtime.errors import ConfigurationError
 
 
@@ -28,7 +30,8 @@ class StreamOptions:
         groups: `"block"`: blocks that repeat, and of the rest each module that has weights itself; `"leaf"`: each
             module that has weights itself.
         num_blocks_per_group: How many blocks that follow each other come and go together.
-        prefetch: How many groups are fetched ahead, in the order of the forward before.
+        prefetch: How many groups are fetched ahead, in the order of the forward before. If None, one; none where
+            the device's free memory does not hold the one that computes and the one after it.
         budget: Bytes of the first groups that stay once they are there. On the CPU, where that is memory that the
             system can take back, four fifths of what is available if None; on another device none.
         pin: Whether weights in memory are page-locked where they are, rather than on their way.
@@ -36,16 +39,21 @@ class StreamOptions:
 
     groups: str = "block"
     num_blocks_per_group: int = 1
-    prefetch: int = 1
+    prefetch: int | None = None
     budget: int | None = None
     pin: bool = False
 
     def __post_init__(self) -> None:
-        if self.prefetch < 0 or (self.budget is not None and self.budget < 0):
+        if (self.prefetch is not None and self.prefetch < 0) or (self.budget is not None and self.budget < 0):
             raise ConfigurationError(
                 f"prefetch={self.prefetch}, budget={self.budget}: give a number of groups, and bytes; 0 for none.",
                 code="DT-002",
             )
+
+
+MOST_AHEAD = 1
+"""So many groups are fetched ahead by default. Copies follow each other on one stream, so that one is on its way while
+another computes; more take memory, and no time less."""
 
 
 class _Mover(Protocol):
@@ -76,6 +84,7 @@ class WeightStream:
     Attributes:
         groups: The groups, in the order of the model.
         device: Where it computes.
+        prefetch: How many groups are fetched ahead.
 
     Example:
         ```python
@@ -110,6 +119,7 @@ class WeightStream:
         wanted = {id(tensor): tensor for tensor in (places[name].tensor for name in chosen) if self._moves(tensor)}
         given = self._options
         self.groups = groups_of(model, wanted.keys(), given.groups, given.num_blocks_per_group, preload_module_classes)
+        self.prefetch = self._how_many_ahead() if given.prefetch is None else given.prefetch
         self._mover = self._make_mover()
         # Which group was used after each; until the first forward, the next one of the model.
         self._after = {number: number + 1 for number in range(len(self.groups) - 1)}
@@ -132,10 +142,19 @@ class WeightStream:
     def _moves(self, tensor: Tensor) -> bool:
         return self.device.type != "cpu" or mapped_range(tensor) is not None
 
+    def _how_many_ahead(self) -> int:
+        """What the memory of the device has room for beside what computes."""
+        memory = None if self.device.type == "cpu" else get_device_kind(self.device.type).free_memory(self.device)
+        if memory is None:
+            return 1
+        sizes, budget = [group.nbytes for group in self.groups], self._options.budget or 0
+        free = memory[0] - sum(size for size, held in zip(sizes, accumulate(sizes), strict=True) if held <= budget)
+        return MOST_AHEAD if most_in_a_row(sizes, MOST_AHEAD + 1) <= free else 0
+
     def _make_mover(self) -> _Mover:
         given = self._options
         if self.device.type != "cpu":
-            return DeviceCopies(self.groups, self.device, given.budget or 0, given.prefetch + 1, given.pin)
+            return DeviceCopies(self.groups, self.device, given.budget or 0, self.prefetch + 1, given.pin)
         available = psutil.virtual_memory().available
         total = sum(group.nbytes for group in self.groups)
         budget = available * 4 // 5 if given.budget is None else given.budget
@@ -160,7 +179,7 @@ class WeightStream:
         self._open[number] += 1
         self._present.add(number)
         ahead = [number]
-        for _ in range(self._options.prefetch):
+        for _ in range(self.prefetch):
             following = self._after.get(ahead[-1], number)
             if following in ahead:
                 break
@@ -200,6 +219,12 @@ class WeightStream:
         for parameter in self._frozen:
             parameter.requires_grad_(True)
         self._handles, self._frozen = [], []
+
+
+def most_in_a_row(sizes: Sequence[int], count: int) -> int:
+    """Bytes of the largest groups that follow each other, so many of them; after the last comes the first."""
+    around = [*sizes, *sizes[: count - 1]] if len(sizes) >= count else list(sizes)
+    return max((sum(around[start : start + count]) for start in range(len(sizes))), default=0)
 
 
 class _Call:

@@ -378,7 +378,7 @@ def test_the_table_and_the_page_show_devices_modules_and_bytes():
     found = infer_auto_device_map(linears(100, 100, 100, 100), {0: 200, 1: 104, "cpu": 500})
     lines = str(found).splitlines()
     assert lines[0].split() == re.findall(r"\w+", "device modules weights room to stream activations free after of")
-    assert [line.split()[:2] for line in lines[2:-1]] == [["0", "0"], ["1", "1"], ["cpu", "2"]]
+    assert [line.split()[:2] for line in lines[2:-2]] == [["0", "0"], ["1", "1"], ["cpu", "2"]]
     assert re.split(r" {2,}", lines[2]) == ["0", "0", "100 B", "100 B", "0 B", "0 B", "200 B"]
     assert "2 - 3" in lines[4]
     assert lines[-1] == "2 boundaries between devices, 400 B in all"
@@ -402,9 +402,13 @@ def test_a_module_is_explained():
         found.explain("layr1")
     kept = infer_auto_device_map(linears(100, 100, 100), {0: 200, "cpu": 500})
     assert kept.explain("2.weight") == (
-        "2 (100 B) is on cpu, and is brought to 0 when it runs: 0 has 0 B left of 200 B, with 100 B kept free for what "
-        "is brought there."
+        "2 (100 B) is on cpu, and is brought to 0 when it runs, with no room to fetch it ahead: 0 has 0 B left of "
+        "200 B, with 100 B kept free for what is brought there."
     )
+    assert "\nno room to fetch a block ahead: copies and computing take turns\n" in str(kept)
+    roomier = infer_auto_device_map(linears(100, 100, 100), {0: 200, "cpu": 500}, prefetch=1)
+    assert roomier.prefetch == 1
+    assert "ahead" not in roomier.explain("2.weight") + str(roomier)
 
 
 def test_verbose_logs_the_reasons(caplog: pytest.LogCaptureFixture):
@@ -441,6 +445,9 @@ def test_a_map_of_everything_passes():
     check_device_map(Small(), {"": 0})
     check_device_map(Small(), {"linear1": 0, "linear2": 1, "batchnorm": 1})
     check_device_map(three(FIRST_TIE), {"layer1": 0, "layer2": 1, "layer3": 0})
+    check_device_map(three(FIRST_TIE), {"": 0, "layer2": 1})
+    check_device_map(three(FIRST_TIE), {"layer1": "cuda", "layer2": 1, "layer3": torch.device("cuda:0")})
+    check_device_map(three(FIRST_TIE), {"layer1": 0, "layer2": 1, "layer3": 0, "layer3.linear1": 0})
 
 
 @pytest.mark.parametrize(
@@ -448,7 +455,9 @@ def test_a_map_of_everything_passes():
     [
         ({"layer1": 0, "layer2": 0, "layer3.linear1": 0, "layer3.batchnorm": 1}, "no device to layer3.linear2.weight"),
         ({"layer1": 0, "layer2": 1, "layer3": 0, "layer3.linear1": 1}, "'layer3.linear1' twice: 1 by its own name"),
+        ({"": 0, "layer3": 1, "layer3.linear1.weight": 2}, "'layer3.linear1.weight' twice: 2 by its own name"),
         ({"layer1": 0, "layer2": 1, "layer3": 1}, "layer1.linear2.weight and layer3.linear2.weight are one weight"),
+        ({"": "cpu", "layer3": "disk"}, "puts them on 'cpu' and 'disk'. Put both on one device."),
     ],
 )
 def test_a_map_that_does_not_fit_the_model_is_refused(device_map: dict[str, int], message: str):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from typing import Any
 
 import pytest
@@ -10,7 +9,7 @@ import torch
 from torch import nn
 
 from drivetrain import dispatch_model, get_max_memory, infer_auto_device_map, resolve_device_map
-from drivetrain.runtime.errors import DeviceNotAvailableError
+from drivetrain.runtime.errors import ConfigurationError, DeviceNotAvailableError
 from tests.shared_runs import SharedRuns
 from tests.simulated.devices import Simulated, start
 from tests.simulated.devices import simulated as simulated
@@ -114,7 +113,6 @@ class Noting(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.first, self.second = nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False)
-        self.second.weight = self.first.weight
         self.seen: list[str] = []
         self.second.register_forward_pre_hook(self.note, with_kwargs=True)
 
@@ -129,10 +127,6 @@ class Noting(nn.Module):
 @runs
 def skips_keys_and_splits_a_tie() -> dict[str, Any]:
     start(2)
-    warned: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: warned.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger("drivetrain.inference.device_map").addHandler(handler)
     found: dict[str, Any] = {}
     for keys in (None, "cache"):
         model = Noting()
@@ -140,8 +134,14 @@ def skips_keys_and_splits_a_tie() -> dict[str, Any]:
         dispatch_model(model, {"first": 0, "second": 1}, skip_keys=keys)
         gap = (model(torch.ones(1, 4), cache=torch.ones(1)) - expected).abs().max()
         found[str(keys)] = (model.seen, float(gap.detach()))
-    dispatch_model(Noting(), {"": 0})
-    return {**found, "warned": warned}
+    tied = Noting()
+    tied.second.weight = tied.first.weight
+    try:
+        dispatch_model(tied, {"first": 0, "second": 1})
+    except ConfigurationError as error:
+        found["refused"] = str(error)
+    dispatch_model(tied, {"first": 1, "second": "sim:1"})
+    return {**found, "tied": tied.first.weight is tied.second.weight, "at": str(tied.first.weight.device)}
 
 
 def test_keys_that_are_skipped_stay_where_they_are():
@@ -150,7 +150,8 @@ def test_keys_that_are_skipped_stay_where_they_are():
     assert found["cache"] == (["sim:1", "cpu"], pytest.approx(0, abs=1e-6))
 
 
-def test_a_tied_weight_that_a_map_puts_on_two_devices_is_warned_of():
+def test_a_tied_weight_that_a_map_puts_on_two_devices_is_refused_and_one_on_one_is_kept():
     (found,) = runs.of(skips_keys_and_splits_a_tie)
-    assert len(found["warned"]) == 2
-    assert all("first.weight" in each and "second.weight" in each for each in found["warned"])
+    assert "first.weight and second.weight are one weight, but the device map puts them on 0 and 1." in found["refused"]
+    assert found["tied"]
+    assert found["at"] == "sim:1"

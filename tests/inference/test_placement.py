@@ -14,6 +14,7 @@ from drivetrain import (
     CheckpointError,
     ConfigurationError,
     StreamOptions,
+    check_device_map,
     cpu_offload,
     disk_offload,
     dispatch_model,
@@ -21,6 +22,7 @@ from drivetrain import (
     load_checkpoint_and_dispatch,
     load_checkpoint_in_model,
     offload_state_dict,
+    resolve_device_map,
 )
 from drivetrain.checkpoint.mapped_file import mapped_range
 from drivetrain.inference import execution
@@ -70,16 +72,33 @@ def test_each_weight_is_where_the_map_says(tmp_path, device_map, disk):
     assert model.hf_device_map == (device_map if isinstance(device_map, dict) else {"": device_map})
 
 
-def test_a_tie_that_a_map_splits_is_kept_where_it_is_in_memory(tmp_path):
-    split = {"words": "cpu", "layers": "disk", "norm": "disk", "head": "disk"}
+SPLIT = {"words": "cpu", "table": "cpu", "layers": "disk", "norm": "disk", "head": "disk"}
+TWICE = {"words": "cpu", "table": "cpu", "layers": "disk", "layers.1": "cpu", "norm": "cpu", "head": "cpu"}
+
+
+@pytest.mark.parametrize(
+    ("device_map", "message"),
+    [
+        (SPLIT, r"head\.weight and words\.weight are one weight, but .* on 'disk' and 'cpu'\. Put both on one device"),
+        (TWICE, r"names 'layers\.1' twice: 'cpu' by its own name, and 'disk' by 'layers'\. Name the other modules"),
+    ],
+    ids=["a tie on two", "a module twice"],
+)
+def test_a_map_that_gives_something_two_devices_is_refused_by_each_function(tmp_path, device_map, message):
     path = saved(seeded(), tmp_path / "model.safetensors")
-    for model in (
-        load_checkpoint_and_dispatch(empty(), path, split, main_device="cpu"),
-        dispatch_model(seeded(), split, main_device="cpu", offload_dir=tmp_path / "off"),
+    kept, built = seeded(), empty()
+    for place in (
+        lambda: check_device_map(kept, device_map),
+        lambda: resolve_device_map(kept, device_map),
+        lambda: dispatch_model(kept, device_map, main_device="cpu", offload_dir=tmp_path / "off"),
+        lambda: load_checkpoint_in_model(built, path, device_map),
+        lambda: load_checkpoint_and_dispatch(built, path, device_map, main_device="cpu"),
     ):
-        assert model.head.weight is model.words.weight
-        assert mapped_range(model.words.weight) is None
-        assert torch.equal(model(IDS), seeded()(IDS))
+        with pytest.raises(ConfigurationError, match=message):
+            place()
+    assert hooks(kept) == 0
+    assert on_disk(kept) == set()
+    assert all(parameter.is_meta for parameter in built.parameters())
 
 
 @on_cpu
