@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import Any, Literal
 from weakref import WeakKeyDictionary, WeakSet
 
 import torch
@@ -24,7 +24,7 @@ from drivetrain.strategies.ddp.communication_hooks import (
     register_function_hook,
 )
 from drivetrain.strategies.ddp.wrapper import BROADCAST_BUFFERS, DistributedDataParallel
-from drivetrain.strategies.gradients import Gradients
+from drivetrain.strategies.gradients import Gradients, zero_loss_of
 from drivetrain.strategies.model_state import ModelState, StateDict, with_buffers_of_rank_0
 from drivetrain.strategies.precision import Precision
 from drivetrain.strategies.step_module import StepModule
@@ -35,7 +35,8 @@ class DDP(Strategy):
 
     Args:
         find_unused_parameters: Look in each forward for parameters that take no part in it. After ten steps in which
-            there was none on any process, a warning names what the search costs.
+            there was none on any process, or always the same, a warning names what the search costs; with `"auto"` the
+            search ends there, and a parameter that takes part for the first time later is an error.
         static_graph: The same parameters are used in every step, which lets some take no part without a search, and
             allows reentrant activation checkpointing.
         bucket_cap_mb: Size of the gradient buckets, in MiB.
@@ -56,7 +57,7 @@ class DDP(Strategy):
     def __init__(
         self,
         *,
-        find_unused_parameters: bool = False,
+        find_unused_parameters: bool | Literal["auto"] = False,
         static_graph: bool = False,
         bucket_cap_mb: float = 25,
         gradient_as_bucket_view: bool = True,
@@ -86,8 +87,20 @@ class DDP(Strategy):
             raise ConfigurationError(
                 f"comm_hook={comm_hook!r} takes no options, got {sorted(comm_hook_options)}.", code="DT-006"
             )
+        if find_unused_parameters not in (True, False, "auto"):
+            raise ConfigurationError(
+                f'find_unused_parameters={find_unused_parameters!r}: it is True, False or "auto".', code="DT-001"
+            )
+        self._ends_search = find_unused_parameters == "auto"
+        if self._ends_search and (static_graph or comm_hook not in (None, "fp16", "bf16")):
+            beside = "static_graph=True" if static_graph else f"comm_hook={comm_hook!r}"
+            raise ConfigurationError(
+                f'find_unused_parameters="auto" beside {beside}, which buckets that change later do not suit: give '
+                "True or False.",
+                code="DT-004",
+            )
         self.wrapper_options: dict[str, Any] = {
-            "find_unused_parameters": find_unused_parameters,
+            "find_unused_parameters": bool(find_unused_parameters),
             "static_graph": static_graph,
             "bucket_cap_mb": bucket_cap_mb,
             "gradient_as_bucket_view": gradient_as_bucket_view,
@@ -131,7 +144,7 @@ class DDP(Strategy):
             model.presence = nn.Parameter(torch.zeros((), dtype=first.dtype, device=first.device))
         wrapped = DistributedDataParallel(model, **options)
         if self.wrapper_options["find_unused_parameters"] and not options["static_graph"]:
-            wrapped.watch_search()
+            wrapped.watch_search(self.gradients.end_search if self._ends_search else None)
         if isinstance(self.comm_hook, str):
             register_communication_hook(wrapped, self.comm_hook, self.comm_hook_options, self.comm_wrapper)
         elif self.comm_hook is not None:
@@ -220,6 +233,16 @@ class ReducedGradients(Gradients):
     def __init__(self, device: torch.device, finds_unused: bool) -> None:
         self._device, self._finds_unused = device, finds_unused
         self._adopted: list[nn.Parameter] = []
+        self._left_out: set[int] = set()
+
+    def end_search(self, never_used: Sequence[nn.Parameter]) -> None:
+        """Take note that DDP does not look for unused parameters any more.
+
+        Args:
+            never_used: Those that it leaves out.
+        """
+        self._finds_unused = False
+        self._left_out.update(map(id, never_used))
 
     def adopt(self, model: nn.Module, parameters: Sequence[nn.Parameter]) -> None:
         """Take parameters that DDP's buckets do not hold: they are averaged by themselves once a window ends."""
@@ -264,7 +287,9 @@ class ReducedGradients(Gradients):
 
         A parameter that no process used has no gradient then, as in one process, rather than one of zero to decay by.
         """
-        return torch.zeros((), device=self._device) if self._finds_unused else super().zero_loss(task)
+        if self._finds_unused:
+            return torch.zeros((), device=self._device)
+        return zero_loss_of(each for each in task.parameters() if id(each) not in self._left_out)
 
     def prepare_backward(self, model: nn.Module, loss: torch.Tensor) -> None:
         """Let the reducer find the parameters that the coming backward uses, as DDP's own forward would."""

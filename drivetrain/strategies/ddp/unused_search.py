@@ -1,4 +1,4 @@
-"""Whether DDP's search for parameters that take no part in a loss finds any, and what it costs."""
+"""Whether DDP's search for parameters that take no part in a loss finds any, what it costs, and the end of it."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from time import perf_counter
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -37,12 +38,17 @@ class UnusedSearch:
         reducer: DDP's.
         record: Returns DDP's own record, which holds what the search of this process found.
         named: The names of parameters, by their places in the reducer.
+        device: Where processes exchange what they found.
     """
 
     def __init__(
-        self, reducer: Any, record: Callable[[], dict[str, Any]], named: Callable[[Sequence[int]], list[str]]
+        self,
+        reducer: Any,
+        record: Callable[[], dict[str, Any]],
+        named: Callable[[Sequence[int]], list[str]],
+        device: torch.device,
     ) -> None:
-        self._reducer, self._record, self._named = reducer, record, named
+        self._reducer, self._record, self._named, self._device = reducer, record, named, device
         self._fewest: Tensor | None = None  # processes that used each parameter, over the steps
         self._most: Tensor | None = None
         self._searches: list[float] = []  # seconds
@@ -76,19 +82,47 @@ class UnusedSearch:
         self._found_here |= bool(self._record().get("unused_parameter_size", 0))
         return len(self._searches) >= WATCHED_STEPS
 
-    def finish(self) -> None:
-        """Warn where all parameters were used in each step, or where the same ones never were."""
+    def never_used(self) -> list[int] | None:
+        """The places of the parameters that no process used in any step; None where processes or steps differed."""
         assert self._fewest is not None
         assert self._most is not None
         fewest, most, everyone = self._fewest.tolist(), self._most.tolist(), dist.get_world_size()
-        never = [index for index, count in enumerate(most) if not count]
         if any(count not in (0, everyone) for count in fewest + most) or fewest != most:
+            return None
+        return [index for index, count in enumerate(most) if not count]
+
+    def settle(self) -> list[int] | None:
+        """Decide, together with all processes, whether the search may end.
+
+        Returns:
+            The places of the parameters that are never used; None where steps have to be searched further.
+        """
+        never = self.never_used()
+        if never is None:
+            return None
+        # Without unused parameters a search that found some was of a window's last micro-batch.
+        needed = torch.tensor(float(self._found_here and not never), device=self._device)
+        dist.all_reduce(needed)
+        if needed.item():
+            return None
+        found = f"the same ones never did, and are left out: {some_of(self._named(never))}" if never else "all did"
+        logger.info(
+            f'find_unused_parameters="auto": of the parameters that take part in a loss, in each of the first '
+            f"{WATCHED_STEPS} steps and on all processes, {found}. DDP does not search any more. {self._cost()}"
+        )
+        return never
+
+    def finish(self) -> None:
+        """Warn where all parameters were used in each step, or where the same ones never were."""
+        never = self.never_used()
+        if never is None:
             return
         if never:
             logger.warning(
                 f"find_unused_parameters=True: in each of the first {WATCHED_STEPS} steps the parameters that took no "
                 f"part in a loss were the same on all processes: {some_of(self._named(never))}. Freeze them "
-                f"(requires_grad_(False)) and leave the option out, or give DDP(static_graph=True) in its place. "
+                f'(requires_grad_(False)) and leave the option out, or give DDP(find_unused_parameters="auto"), which '
+                f"ends the search where it finds that. "
                 f"{self._cost()}"
             )
         elif not self._found_here:

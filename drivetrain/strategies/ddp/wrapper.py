@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,7 +14,7 @@ from torch import nn
 from torch.nn import parallel
 
 from drivetrain.runtime.errors import ConfigurationError
-from drivetrain.strategies.ddp.unused_search import UnusedSearch, some_of
+from drivetrain.strategies.ddp.unused_search import WATCHED_STEPS, UnusedSearch, some_of
 from drivetrain.strategies.step_module import StepModule
 
 # Torch 2.13 warns at the old name.
@@ -31,10 +32,24 @@ class DistributedDataParallel(parallel.DistributedDataParallel):
     """Torch's, which raises errors of ours where a reduction waits for gradients that no backward computes."""
 
     _search: UnusedSearch | None = None
+    _settled: Callable[[Sequence[nn.Parameter]], None] | None = None
+    _hook: tuple[Any, Callable[..., Any]] | None = None
 
-    def watch_search(self) -> None:
-        """Watch in the first steps whether the search for unused parameters finds any."""
-        self._search = UnusedSearch(self.reducer, self._get_ddp_logging_data, self._names_of)
+    def watch_search(self, settled: Callable[[Sequence[nn.Parameter]], None] | None = None) -> None:
+        """Watch in the first steps whether the search for unused parameters finds any.
+
+        Args:
+            settled: What to call with the parameters that are never used once the search ends, where it is to end
+                by itself; else it never does, and a warning reports what it costs.
+        """
+        device = next(self.module.parameters()).device
+        self._search = UnusedSearch(self.reducer, self._get_ddp_logging_data, self._names_of, device)
+        self._settled = settled
+
+    def register_comm_hook(self, state: object, hook: Callable[..., Any]) -> None:
+        """Let a function exchange the gradients of a bucket, as torch's does; also after the search has ended."""
+        super().register_comm_hook(state, hook)
+        self._hook = (state, hook)
 
     def _pre_forward(self, *inputs: Any, **kwargs: Any) -> Any:
         try:
@@ -44,8 +59,38 @@ class DistributedDataParallel(parallel.DistributedDataParallel):
         search = self._search
         if search is not None and self._reduces() and search.note():
             self._search = None
-            search.finish()
+            if self._settled is None:
+                search.finish()
+            elif (never := search.settle()) is not None:
+                self._end_search(never)
         return prepared
+
+    def _end_search(self, never: Sequence[int]) -> None:
+        """Reduce from here on what is used in each step, without looking for what is not.
+
+        A parameter that is left out has no gradient, as in one process. One that a later loss does depend on is an
+        error: its gradient would stay this process's own.
+        """
+        parameters = self._build_params_for_reducer()[0]  # type: ignore[no-untyped-call]
+        left_out = [parameters[place] for place in never]
+        for parameter, name in zip(left_out, self._names_of(never), strict=True):
+            parameter.register_hook(partial(_refuse, name))
+        ids = {id(parameter) for parameter in left_out}
+        for prefix, module in self.module.named_modules():
+            for name, parameter in module.named_parameters(recurse=False):
+                if id(parameter) in ids:
+                    self.parameters_to_ignore.add(f"{prefix}.{name}")
+        # The old one's hooks go with it; torch makes a new one so for a module that was pickled.
+        del self.reducer, self.logger
+        self.find_unused_parameters = False
+        kept, sparse = self._build_params_for_reducer()  # type: ignore[no-untyped-call]
+        names = self._build_debug_param_to_name_mapping(kept)  # type: ignore[no-untyped-call]
+        self._ddp_init_helper(kept, sparse, names, False)  # type: ignore[no-untyped-call]
+        if self._hook is not None:
+            super().register_comm_hook(*self._hook)
+        self.reducer.prepare_for_forward()
+        assert self._settled is not None
+        self._settled(left_out)
 
     def _post_forward(self, output: Any) -> Any:
         handle = super()._post_forward
@@ -95,3 +140,12 @@ class DistributedDataParallel(parallel.DistributedDataParallel):
         bare = module.task if isinstance(module, StepModule) else module
         names = {id(parameter): name for name, parameter in bare.named_parameters()}
         return [names[id(parameter)] for parameter in chosen if id(parameter) in names]
+
+
+def _refuse(name: str, gradient: Any) -> None:
+    raise ConfigurationError(
+        f'find_unused_parameters="auto": {name} takes part in the loss, which it did not on any process in the first '
+        f"{WATCHED_STEPS} steps, so DDP has left it out since. Where the parameters that a loss depends on change, use "
+        "DDP(find_unused_parameters=True).",
+        code="DT-052",
+    )
