@@ -68,7 +68,8 @@ class Trainer(KnownKeywords, OptionAttributes, TrainerStatus):
 
     Args:
         accelerator: `"auto"`, `"cpu"`, `"gpu"` or another kind of device; or a live `Accelerator` to run on.
-        strategy: `"auto"`, `"single"`, `"ddp"`, another registered name, or a `Strategy`.
+        strategy: `"auto"`, `"single"`, `"ddp"`, another registered name, or a `Strategy`. With `"ddp_spawn"` and
+            `"ddp_fork"` each verb runs in processes of its own, and this one has its outcome.
         devices: How many processes to use on this machine: `"auto"`, a number, or the numbers of its devices (`[0, 1]`,
             `"0,1"`). Where the script was started without a launcher and more than one is asked for, it is started
             again under one.
@@ -254,6 +255,7 @@ class Trainer(KnownKeywords, OptionAttributes, TrainerStatus):
                 `on_interrupt="return"`.
             CheckpointError: The checkpoint is missing, damaged or that of another run.
             ConfigurationError: The task or its optimizers cannot be trained so.
+            LaunchError: A process has failed that was started for this verb, as by `strategy="ddp_spawn"`.
             DataError: A loader is missing or empty.
         """
         refuse_unknown(_unknown, self.fit)
