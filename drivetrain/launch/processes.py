@@ -160,7 +160,7 @@ class Processes:
 
         Raises:
             NotebookError: One of them failed.
-            InterruptedProcessesError: This process was interrupted, and the first one has returned all the same.
+            InterruptedProcessesError: This process was interrupted, and the first one has returned a value.
             KeyboardInterrupt: The same where it has not.
         """
         try:

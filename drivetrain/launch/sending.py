@@ -58,7 +58,7 @@ def what_cannot_be_sent(parts: Mapping[str, Any], has_script: bool) -> str:
     """Name the innermost object that keeps some parts from being sent, and why.
 
     Args:
-        parts: What is sent, by the names that a user knows it by.
+        parts: What is sent, by the names that the message has for them.
         has_script: As for `sent`.
 
     Returns:

@@ -497,7 +497,7 @@ def _part(inputs: Any, start: int, end: int, missing: int) -> Any:
 
 
 def forget_process() -> None:
-    """Forget who this process is, where it was made from another one that knew its own place.
+    """Forget who this process is, where it was made from another one that has a place of its own.
 
     Whatever asks next finds it again.
     """

@@ -295,7 +295,7 @@ def _packed(verb: SpawnedVerb, strategy: str) -> bytes:
 
 
 def _parts(verb: SpawnedVerb) -> Mapping[str, Any]:
-    """What is sent, as a user knows it."""
+    """What is sent, by the names that the message has for it."""
     arguments = {f"Trainer({name}=...)": value for name, value in verb.made_with[1].items()}
     given = {f"{verb.stage.verb}({name}=...)": value for name, value in verb.given.items()}
     callbacks = {f"the callback {type(each).__name__}": each for each in verb.callbacks}

@@ -275,9 +275,7 @@ def test_a_checkpoint_is_left_to_the_processes(tmp_path: Path) -> None:
         spawning().save_checkpoint(tmp_path / "here")
 
 
-def test_a_script_is_imported_as_far_as_it_starts_processes(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_script_is_imported_as_far_as_it_starts_processes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "__mp_main__", sys.modules["__main__"])
     monkeypatch.setitem(sys.modules, "__main__", sys.modules["__main__"])
     path = write_script(

@@ -40,6 +40,7 @@ from drivetrain.compat.lightning.spawning import installed_packages
 from drivetrain.compat.lightning.strategy_members import with_members
 from drivetrain.data import CombinedLoader, DataShard
 from drivetrain.runtime.errors import ConfigurationError
+from drivetrain.strategies import started_by_verbs
 from drivetrain.trackers import TrackerGroup
 from drivetrain.trainer import Trainer as CoreTrainer
 from drivetrain.trainer.loops.loader_source import limits_of
@@ -120,7 +121,8 @@ class Trainer(LightningSaving):
         accelerator = kind_of(accelerator)
         check_hardware(accelerator, options.get("devices"))
         check_precision(precision)
-        self._spawns = str(options.get("strategy")).startswith("ddp_spawn")
+        spawned = started_by_verbs(options.get("strategy"))
+        self._spawns = spawned is not None and spawned.start_method == "spawn"
         callbacks = options["callbacks"] = with_external(options.get("callbacks"))
         super().__init__(
             accelerator=accelerator,
