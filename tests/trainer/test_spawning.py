@@ -229,9 +229,9 @@ def test_what_cannot_be_pickled_is_named_with_what_to_do() -> None:
     task.guard = {"lock": threading.Lock()}
     with pytest.raises(ConfigurationError, match=r"(?s)task.guard\['lock'\] \(lock\) cannot be pickled.*'ddp_fork'"):
         spawning().fit(task, ones(2))
+    loader = ones(2)
+    loader.collate_fn = threading.Lock()  # type: ignore[assignment]
     with pytest.raises(ConfigurationError, match=r"fit\(train_dataloaders=...\)\.collate_fn"):
-        loader = ones(2)
-        loader.collate_fn = threading.Lock()  # type: ignore[assignment]
         spawning().fit(Weight(), loader)
     callback = ModelCheckpoint()
     callback.lock = threading.Lock()  # type: ignore[attr-defined]
