@@ -226,7 +226,7 @@ def test_one_process_is_this_one() -> None:
 
 def test_what_cannot_be_pickled_is_named_with_what_to_do() -> None:
     task = Weight()
-    task.guard = {"lock": threading.Lock()}
+    task.guard = {"lock": threading.Lock()}  # type: ignore[assignment]
     with pytest.raises(ConfigurationError, match=r"(?s)task.guard\['lock'\] \(lock\) cannot be pickled.*'ddp_fork'"):
         spawning().fit(task, ones(2))
     loader = ones(2)
