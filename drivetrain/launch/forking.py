@@ -6,7 +6,7 @@ import importlib
 import multiprocessing
 import socket
 import threading
-from collections.abc import Callable
+from typing import Any
 
 from drivetrain.runtime.devices import get_device_kind
 from drivetrain.runtime.errors import LaunchError
@@ -28,14 +28,13 @@ class NotebookError(LaunchError):
         return [*lines[:2], note, *lines[left_out + 3 :]]
 
 
-def cloudpickle_dumps() -> Callable[[object], bytes] | None:
-    """What pickles functions by value, where it is installed, by itself or as a part of joblib."""
+def cloudpickle_module() -> Any:
+    """What pickles functions by value, where it is installed, by itself or as a part of joblib; else None."""
     for name in ("cloudpickle", "joblib.externals.cloudpickle"):
         try:
-            dumps: Callable[[object], bytes] = importlib.import_module(name).dumps
+            return importlib.import_module(name)
         except ImportError:
             continue
-        return dumps
     return None
 
 
@@ -44,6 +43,20 @@ def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
+
+
+def refuse_existing_state() -> None:
+    """Raise where this process has taken its place in a run, which a function's processes would inherit.
+
+    Raises:
+        LaunchError: It has.
+    """
+    if PartialState.existing() is not None:
+        raise LaunchError(
+            "An Accelerator, Trainer or PartialState exists in this process already, so its processes could "
+            "not make their own. Restart the kernel, and make it only inside the function given to "
+            "notebook_launcher."
+        )
 
 
 def refuse_what_a_fork_would_break(kind: str) -> None:
@@ -57,20 +70,15 @@ def refuse_what_a_fork_would_break(kind: str) -> None:
     """
     if "fork" not in multiprocessing.get_all_start_methods():
         raise LaunchError(
-            "notebook_launcher needs fork, which this system does not have. Save the training as a file and "
+            "This system has no fork, which starting processes from a notebook needs. Save the training as a file and "
             "run `drivetrain launch` on it."
-        )
-    if PartialState.existing() is not None:
-        raise LaunchError(
-            "An Accelerator, Trainer or PartialState exists in this process already, so its processes could "
-            "not make their own. Restart the kernel, and make it only inside the function given to "
-            "notebook_launcher."
         )
     if get_device_kind(kind).is_started():
         raise LaunchError(
             f"{kind} is in use in this process already, and its state does not survive a fork. Restart the "
-            f"kernel, and touch {kind} only inside the function given to notebook_launcher, or give "
-            'start_method="spawn".'
+            f"kernel, and touch {kind} only in the processes that are started (inside the function given to "
+            'notebook_launcher, or the hooks of a task), or start new interpreters: start_method="spawn" of '
+            "notebook_launcher, strategy='ddp_spawn' of a Trainer."
         )
     if threading.current_thread() is not threading.main_thread():
-        raise LaunchError("notebook_launcher must be called from the main thread, where forking is safe.")
+        raise LaunchError("Processes must be forked from the main thread, where that is safe.")

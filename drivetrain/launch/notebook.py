@@ -2,33 +2,23 @@
 
 from __future__ import annotations
 
-import multiprocessing
-import os
-import pickle
-import signal
 import sys
-import threading
-import time
-import traceback
-import warnings
 from collections.abc import Callable, Sequence
-from multiprocessing.connection import Connection, wait
 from typing import Any
 
-import torch
-
-from drivetrain.launch.forking import NotebookError, cloudpickle_dumps, free_port, refuse_what_a_fork_would_break
+from drivetrain.launch.forking import (
+    NotebookError,
+    free_port,
+    refuse_existing_state,
+    refuse_what_a_fork_would_break,
+)
 from drivetrain.launch.notebook_xla import launch_on_xla, runs_on_xla
 from drivetrain.launch.options import LaunchOptions
 from drivetrain.launch.plan import LaunchPlan
-from drivetrain.launch.report import RankFailure, describe, first_failure
-from drivetrain.runtime.errors import ConfigurationError, LaunchError
-from drivetrain.runtime.tracebacks import short_tracebacks
+from drivetrain.launch.processes import Call, PickledCall, Processes, variables_of_processes
+from drivetrain.runtime.errors import ConfigurationError
 
 _START_METHODS = ("fork", "spawn")
-_STOP_PATIENCE = 2.0  # seconds between SIGTERM and SIGKILL for the peers of a failed process
-_INTERRUPT_PATIENCE = 30.0  # seconds to end cleanly after an interrupt; another interrupt cuts it short
-_SETTLE = 0.2  # seconds in which a peer's failure may still arrive with an earlier time
 
 
 def notebook_launcher(
@@ -112,184 +102,20 @@ def notebook_launcher(
         with plan.environment():
             return function(*args)
     if start_method == "fork":
+        refuse_existing_state()
         refuse_what_a_fork_would_break(plan.kind)
-    variables = {
-        **plan.variables,
-        "WORLD_SIZE": str(world_size),
-        "LOCAL_WORLD_SIZE": str(plan.local_processes),
-        "MASTER_ADDR": master_addr,
-    }
-    call = _Call(function, args) if start_method == "fork" else _PickledCall(function, args)
+    variables = variables_of_processes(plan, world_size, master_addr)
+    call = Call(function, args) if start_method == "fork" else PickledCall(function, args)
     for attempt in range(max_restarts + 1):
         variables["MASTER_PORT"] = str(options.main_process_port or free_port())
         variables["TORCHELASTIC_RESTART_COUNT"] = str(attempt)
         try:
-            return _Processes(start_method, call, variables, first_rank=node_rank * plan.local_processes).run()
+            return Processes(start_method, call, variables, first_rank=node_rank * plan.local_processes).run()
         except NotebookError as error:
             if attempt == max_restarts:
                 raise
             print(f"{error}\nStarting all processes again (restart {attempt + 1} of {max_restarts}).", file=sys.stderr)
     return None
-
-
-class _Call:
-    """What each process calls."""
-
-    def __init__(self, function: Callable[..., Any], args: Sequence[Any]) -> None:
-        self._function, self._args = function, args
-
-    def __call__(self) -> Any:
-        return self._function(*self._args)
-
-
-class _PickledCall:
-    """The same by value, for a new interpreter."""
-
-    def __init__(self, function: Callable[..., Any], args: Sequence[Any]) -> None:
-        dump = cloudpickle_dumps()
-        if dump is None and function.__module__ == "__main__":
-            raise LaunchError(
-                f"start_method='spawn' needs cloudpickle for {function.__qualname__!r}, which no file defines. Run "
-                "`pip install cloudpickle`, or write it to a file (`%%writefile training.py`) and import it here."
-            )
-        try:
-            self._pickled = (dump or pickle.dumps)((function, tuple(args)))
-        except Exception as error:
-            raise LaunchError(
-                f"{function.__qualname__!r} and its arguments cannot be pickled for start_method='spawn' ({error}). "
-                "Give what it needs as arguments that can be, or use start_method='fork'."
-            ) from error
-
-    def __call__(self) -> Any:
-        function, args = pickle.loads(self._pickled)
-        return function(*args)
-
-
-class _Processes:
-    """The processes of one attempt."""
-
-    def __init__(self, method: str, call: Callable[[], Any], variables: dict[str, str], first_rank: int) -> None:
-        self._world_size = int(variables["WORLD_SIZE"])
-        self._first_rank = first_rank
-        context: Any = multiprocessing.get_context(method)
-        self._processes: dict[int, multiprocessing.process.BaseProcess] = {}
-        self._reports: dict[int, Connection] = {}
-        self._received: dict[int, tuple[str, Any, float]] = {}  # by rank: what it was, the text or value, and when
-        self._last_seen = time.time()
-        sys.stdout.flush()
-        sys.stderr.flush()
-        for local_rank in range(int(variables["LOCAL_WORLD_SIZE"])):
-            rank = first_rank + local_rank
-            receiver, sender = context.Pipe(duplex=False)
-            own = {**variables, "RANK": str(rank), "LOCAL_RANK": str(local_rank)}
-            process = context.Process(target=_run_rank, args=(call, own, sender), name=f"rank{rank}", daemon=False)
-            # Forked from a thread that has never computed: GNU OpenMP keeps its pool by thread, and a child of the
-            # thread that used it would wait for ever for workers that the fork left behind (seen with torch 2.13).
-            starter = threading.Thread(target=process.start)
-            starter.start()
-            starter.join()
-            if process.pid is None:
-                self._end()
-                raise LaunchError(f"Process {rank} could not be started; is the limit on processes or memory reached?")
-            sender.close()
-            self._processes[rank], self._reports[rank] = process, receiver
-
-    def run(self) -> Any:
-        """Wait for all and return the first one's value; on a failure or an interrupt, end the others first."""
-        try:
-            while alive := [process for process in self._processes.values() if process.exitcode is None]:
-                unread = [report for rank, report in self._reports.items() if rank not in self._received]
-                ended = wait([*(process.sentinel for process in alive), *unread], timeout=1.0)
-                self._read_reports()  # a large value waits in its process until it is read
-                if any(process.exitcode not in (None, 0) for process in self._processes.values()):
-                    break
-                if not ended:  # one that has ended may not have an exit code yet, but was not seen alive
-                    self._last_seen = time.time()
-            time.sleep(_SETTLE if any(process.exitcode for process in self._processes.values()) else 0)
-            failures = self._failures()
-        except KeyboardInterrupt:
-            # The terminal (or the notebook) interrupted the whole group: each process has seen it already.
-            self._join(_INTERRUPT_PATIENCE)
-            raise
-        finally:
-            self._end()
-        if failures:
-            raise NotebookError(describe(first_failure(failures), self._world_size))
-        self._read_reports()
-        kind, value, _ = self._received.get(self._first_rank, ("value", pickle.dumps(None), 0.0))
-        if kind == "value":
-            return pickle.loads(value)
-        warnings.warn(f"What the function returned is not returned here: {value}.", stacklevel=3)
-        return None
-
-    def _read_reports(self) -> None:
-        """Read what processes have left so far."""
-        for rank, report in self._reports.items():
-            try:
-                if rank not in self._received and report.poll():
-                    self._received[rank] = report.recv()
-            except EOFError:
-                self._received[rank] = ("nothing", "", self._last_seen)  # it ended without a word
-
-    def _failures(self) -> list[RankFailure]:
-        """Those that have failed by now, before any is stopped by us."""
-        failures = []
-        self._read_reports()
-        for local_rank, (rank, process) in enumerate(self._processes.items()):
-            code = process.exitcode
-            if not code:
-                continue
-            kind, text, timestamp = self._received.get(rank, ("nothing", "", self._last_seen))
-            text = text if kind == "error" else ""
-            failures.append(RankFailure(rank, local_rank, process.pid or 0, code, timestamp, text))
-        return failures
-
-    def _end(self) -> None:
-        alive = [process for process in self._processes.values() if process.exitcode is None]
-        for process in alive:
-            process.terminate()
-        self._join(_STOP_PATIENCE)
-        for process in alive:
-            if process.exitcode is None:
-                process.kill()
-                process.join()
-        for report in self._reports.values():
-            report.close()
-
-    def _join(self, patience: float) -> None:
-        deadline = time.monotonic() + patience
-        for process in self._processes.values():
-            process.join(max(0.0, deadline - time.monotonic()))
-
-
-def _run_rank(call: Callable[[], Any], variables: dict[str, str], report: Connection) -> None:
-    """What each process does; its failure goes to the parent instead of the screen, and so does what it returns."""
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    os.environ.update(variables)
-    if "OMP_NUM_THREADS" in variables:
-        torch.set_num_threads(int(variables["OMP_NUM_THREADS"]))
-    try:
-        value = call()
-    except KeyboardInterrupt:
-        sys.exit(128 + signal.SIGINT)
-    except SystemExit as stop:
-        if stop.code is None or isinstance(stop.code, int):
-            raise
-        report.send(("error", str(stop.code), time.time()))
-        sys.exit(1)
-    except BaseException as error:
-        now, trace = time.time(), error.__traceback__
-        while trace is not None and trace.tb_frame.f_code.co_filename == __file__:
-            trace = trace.tb_next
-        with short_tracebacks(error, trace):
-            shown = "".join(traceback.format_exception(type(error), error, error.__traceback__))
-        report.send(("error", shown, now))
-        sys.exit(1)
-    if variables["LOCAL_RANK"] == "0":
-        try:
-            report.send(("value", pickle.dumps(value), time.time()))
-        except Exception as error:
-            report.send(("unpicklable", f"{type(value).__name__} cannot be pickled ({error})", time.time()))
 
 
 def _check_start(method: str, restarts: int, machines: int) -> None:

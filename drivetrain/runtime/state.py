@@ -496,6 +496,14 @@ def _part(inputs: Any, start: int, end: int, missing: int) -> Any:
     )
 
 
+def forget_process() -> None:
+    """Forget who this process is, where it was made from another one that has a place of its own.
+
+    Whatever asks next finds it again.
+    """
+    PartialState._reset_state()
+
+
 def _sharing(kind: type[PartialState]) -> PartialState:
     """An instance that finds its process's state when it is asked for it."""
     state = kind.__new__(kind)

@@ -2,7 +2,13 @@
 
 from drivetrain.strategies.base import Strategy
 from drivetrain.strategies.ddp import DDP
-from drivetrain.strategies.registry import available_strategies, register_strategy, resolve_ddp, resolve_strategy
+from drivetrain.strategies.registry import (
+    available_strategies,
+    register_strategy,
+    resolve_ddp,
+    resolve_strategy,
+    started_by_verbs,
+)
 from drivetrain.strategies.single import Single
 from drivetrain.strategies.step_module import StepModule
 
@@ -15,4 +21,5 @@ __all__ = [
     "register_strategy",
     "resolve_ddp",
     "resolve_strategy",
+    "started_by_verbs",
 ]

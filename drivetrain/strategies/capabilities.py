@@ -109,6 +109,22 @@ class StepInBackward:
     """Leaves a parameter's gradient complete, over all processes too, where its post-accumulate hooks are called."""
 
 
+class StartsProcesses:
+    """Runs each verb of a Trainer in processes that are started for it, and computes nothing in the Trainer's own.
+
+    Attributes:
+        within: Makes the strategy of those processes.
+        start_method: `"spawn"` or `"fork"`.
+        num_processes: How many; 0 until a Trainer has chosen.
+        kind: Name of the kind of device that they run on.
+    """
+
+    within: Callable[[], Strategy]
+    start_method: str
+    num_processes: int
+    kind: str
+
+
 class BatchPlacement:
     """Brings batches onto the devices in a way of its own, for devices that compile a graph for each shape.
 

@@ -12,11 +12,12 @@ from drivetrain.runtime.errors import ConfigurationError, nearest
 from drivetrain.strategies.base import Strategy
 from drivetrain.strategies.ddp import DDP
 from drivetrain.strategies.single import Single
+from drivetrain.strategies.spawned import Spawned
 
 _STRATEGIES: dict[str, Callable[[], Strategy]] = {}
 
-# What Lightning calls DDP in processes that a verb starts, and that end with it.
-_OF_A_VERB = ("ddp_spawn", "ddp_fork", "ddp_notebook")
+# How the processes start in which a Trainer runs DDP for one verb.
+_OF_A_VERB = {"ddp_spawn": "spawn", "ddp_fork": "fork", "ddp_notebook": "fork"}
 
 # What people may call `Parallel`, which has no sizes to begin with.
 _NEEDS_SIZES = ("parallel", "tp", "sp", "cp", "pp", "tensor_parallel", "context_parallel", "pipeline", "model_parallel")
@@ -72,9 +73,16 @@ def _megatron() -> Strategy:
 
 
 register_strategy("single", Single)
-register_strategy("ddp", DDP)
-register_strategy("ddp_find_unused_parameters_true", partial(DDP, find_unused_parameters=True))
-register_strategy("ddp_find_unused_parameters_false", partial(DDP, find_unused_parameters=False))
+_DDP: dict[str, Callable[[], Strategy]] = {
+    "": DDP,
+    "_find_unused_parameters_true": partial(DDP, find_unused_parameters=True),
+    "_find_unused_parameters_false": partial(DDP, find_unused_parameters=False),
+}
+for _options, _factory in _DDP.items():
+    register_strategy(f"ddp{_options}", _factory)
+for _name, _method in _OF_A_VERB.items():
+    for _options, _factory in _DDP.items():
+        register_strategy(_name + _options, partial(Spawned, _name + _options, _factory, _method))
 register_strategy("fsdp", _fsdp)
 register_strategy("fsdp_cpu_offload", partial(_fsdp, True))
 register_strategy("deepspeed", _deepspeed)
@@ -124,13 +132,6 @@ def resolve_strategy(spec: Any, environment: ProcessEnvironment, kind: DeviceKin
             "Parallel(cp=2), Parallel(pp=2), or several of these sizes at once.",
             code="DT-005",
         )
-    if name in _OF_A_VERB and name not in _STRATEGIES:
-        raise ConfigurationError(
-            f"strategy={spec!r}: processes live as long as the script, or a function. Use strategy='ddp' with "
-            "Trainer(devices=...), which starts the script in each of them, or drivetrain.notebook_launcher, which "
-            "starts processes for a function. The Trainer of drivetrain.compat.lightning takes this name.",
-            code="DT-001",
-        )
     if name not in _STRATEGIES:
         raise ConfigurationError(
             f"Unknown strategy {spec!r}. Allowed: {', '.join(available_strategies())}."
@@ -138,6 +139,18 @@ def resolve_strategy(spec: Any, environment: ProcessEnvironment, kind: DeviceKin
             code="DT-001",
         )
     return _STRATEGIES[name]()
+
+
+def started_by_verbs(spec: Any) -> Spawned | None:
+    """What stands for a strategy that runs in processes of a Trainer's verbs; None for any other.
+
+    Args:
+        spec: A registered name, `"auto"`, or a `Strategy`.
+    """
+    if isinstance(spec, str):
+        factory = _STRATEGIES.get(spec) if spec.startswith(tuple(_OF_A_VERB)) else None
+        spec = None if factory is None else factory()
+    return spec if isinstance(spec, Spawned) else None
 
 
 def resolve_ddp(spec: Any, environment: ProcessEnvironment, given: str, **options: Any) -> Strategy:

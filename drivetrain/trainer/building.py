@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
@@ -16,12 +17,12 @@ from drivetrain.accelerator.launched import Launched
 from drivetrain.callbacks import Callback, ModelCheckpoint, ModelSummary, RunReport, TQDMProgressBar
 from drivetrain.data import DataLoaderConfiguration
 from drivetrain.launch import already_launched, relaunch_script
-from drivetrain.runtime.devices import detect_device_kind, get_device_kind
+from drivetrain.runtime.devices import DeviceKind, detect_device_kind, get_device_kind
 from drivetrain.runtime.environment import ProcessEnvironment
 from drivetrain.runtime.errors import ConfigurationError, LaunchError
 from drivetrain.runtime.logging import get_logger
 from drivetrain.runtime.seeds import make_deterministic, set_seed
-from drivetrain.strategies import Strategy, resolve_ddp
+from drivetrain.strategies import Strategy, resolve_ddp, started_by_verbs
 from drivetrain.strategies.base import Given, RunOptions
 from drivetrain.strategies.capabilities import RepeatableStep, StepInBackward
 from drivetrain.strategies.precision import Precision, overrides
@@ -124,15 +125,16 @@ def make_accelerator(
             )
         return accelerator
     kind = None if accelerator == "auto" else get_device_kind(accelerator)
+    strategy, devices = _left_to_verbs(strategy, kind.name if kind else None, devices, num_nodes)
     _start_processes(kind.name if kind else None, devices, num_nodes)
-    if sync_batchnorm:
+    if sync_batchnorm and started_by_verbs(strategy) is None:
         _refuse_launched_sharding(strategy)
         strategy = resolve_ddp(strategy, ProcessEnvironment.detect(), "sync_batchnorm=True", sync_batchnorm=True)
     return Accelerator(
         strategy=strategy,
         mixed_precision=str(precision) if isinstance(precision, int) else precision,
         gradient_accumulation_steps=accumulate_grad_batches,
-        device=kind.name if kind else None,
+        device=_own_device(strategy, kind),
         dynamo_plugin=compilation,
         fused_optimizer=fused_optimizer,
         dataloader_config=None if num_workers is None else DataLoaderConfiguration(num_workers=num_workers),
@@ -265,9 +267,55 @@ def _hide_other_devices(kind: str | None, numbers: list[int]) -> None:
     os.environ[name] = ",".join(seen[number] if seen else str(number) for number in numbers)
 
 
-def _start_processes(kind: str | None, devices: Any, num_nodes: int) -> None:
-    """Make sure that there are as many processes as were asked for."""
+def _left_to_verbs(
+    strategy: str | Strategy, kind: str | None, devices: Any, num_nodes: int
+) -> tuple[str | Strategy, Any]:
+    """The strategy and the devices of this process, where processes are started for each verb of the Trainer.
+
+    Those processes make a Trainer from the same arguments, and run under the strategy itself; so does a script that a
+    launcher has started, and one process.
+    """
+    spawned = started_by_verbs(strategy)
+    if spawned is None:
+        return strategy, devices
+    if already_launched():
+        if multiprocessing.parent_process() is None:
+            logger.warning_once(
+                f"strategy={spawned.name!r}: a launcher ({ProcessEnvironment.detect().source}) has started the "
+                "processes of this run, so its verbs start none, and the strategy is 'ddp'."
+            )
+        return spawned.within(), devices
+    found, wanted = _wanted_processes(kind, devices)
+    if num_nodes > 1 or wanted <= 1:
+        return spawned.within(), 1 if num_nodes == 1 else devices
+    from drivetrain.launch.options import LaunchOptions  # here: few Trainers start processes
+    from drivetrain.launch.plan import LaunchPlan
+
+    LaunchPlan.make(LaunchOptions(num_processes=wanted, cpu=found.name == "cpu"))  # refuses what cannot be started
+    spawned.num_processes, spawned.kind = wanted, found.name
+    return spawned, 1
+
+
+def _own_device(strategy: str | Strategy, kind: DeviceKind | None) -> str | None:
+    """The kind of device of this process; the CPU where it will be forked, since only that survives a fork."""
+    spawned = started_by_verbs(strategy)
+    if spawned is not None and spawned.start_method == "fork":
+        return "cpu"
+    return kind.name if kind else None
+
+
+def _wanted_processes(kind: str | None, devices: Any) -> tuple[DeviceKind, int]:
+    """The kind of device, and how many processes are asked for on it; other devices are hidden."""
     devices, numbers = _chosen_devices(devices)
+    _check_devices(devices)
+    if numbers is not None:
+        _hide_other_devices(kind, numbers)
+    found = detect_device_kind() if kind is None else get_device_kind(kind)
+    return found, int(found.default_processes() if devices in ("auto", -1) else devices)
+
+
+def _check_devices(devices: Any) -> None:
+    """Raise unless it is `"auto"` or a number of processes, -1 for all."""
     if devices != "auto" and (
         not isinstance(devices, int) or isinstance(devices, bool) or (devices < 1 and devices != -1)
     ):
@@ -276,6 +324,12 @@ def _start_processes(kind: str | None, devices: Any, num_nodes: int) -> None:
             "-1 for all, or 'auto'.",
             code="DT-003",
         )
+
+
+def _start_processes(kind: str | None, given: Any, num_nodes: int) -> None:
+    """Make sure that there are as many processes as were asked for."""
+    devices, _ = _chosen_devices(given)
+    _check_devices(devices)
     environment = ProcessEnvironment.detect()
     if already_launched():
         here = environment.local_world_size
@@ -298,11 +352,8 @@ def _start_processes(kind: str | None, devices: Any, num_nodes: int) -> None:
             "--machine_rank <0…> --main_process_ip <address> script.py, or srun.",
             code="DT-031",
         )
-    if numbers is not None:
-        _hide_other_devices(kind, numbers)
-    found = detect_device_kind() if kind is None else get_device_kind(kind)
-    wanted = found.default_processes() if devices in ("auto", -1) else devices
-    if not isinstance(wanted, int) or wanted <= 1:
+    found, wanted = _wanted_processes(kind, given)
+    if wanted <= 1:
         return
     try:
         relaunch_script(wanted, cpu=found.name == "cpu")

@@ -39,6 +39,9 @@ class DataModule(HoldsHyperParameters, DataHooks):
     trainer: Trainer | None = None
     """The Trainer that runs with it; None before."""
 
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "trainer": None}
+
     def on_exception(self, exception: BaseException) -> None:
         """See an exception that ends the run."""
 

@@ -17,6 +17,7 @@ from drivetrain.data import BatchInfo
 from drivetrain.runtime.keywords import made_again
 from drivetrain.runtime.timing import Timing
 from drivetrain.strategies import Strategy
+from drivetrain.strategies.capabilities import StartsProcesses
 from drivetrain.trackers import Tracker, TrackerGroup
 from drivetrain.trainer.metrics.logged_value import Value
 from drivetrain.trainer.metrics.logged_values import LoggedValues
@@ -151,14 +152,23 @@ class TrainerStatus:
     # processes
 
     @property
+    def spawning(self) -> StartsProcesses | None:
+        """What starts processes for each verb, where the strategy does that and this is not one of them."""
+        return self.accelerator.strategy.capability(StartsProcesses)
+
+    @property
     def world_size(self) -> int:
-        """Number of processes."""
-        return self.accelerator.num_processes
+        """Number of processes of a run; all of the verb's where each verb starts some."""
+        spawning = self.spawning
+        return self.accelerator.num_processes if spawning is None else spawning.num_processes
 
     @property
     def num_devices(self) -> int:
-        """Number of processes on this machine."""
-        return self.strategy.topology.environment.local_world_size
+        """Number of processes on this machine, as `world_size`."""
+        spawning = self.spawning
+        if spawning is not None:
+            return spawning.num_processes
+        return self.accelerator.strategy.topology.environment.local_world_size
 
     @property
     def num_nodes(self) -> int:

@@ -94,6 +94,15 @@ class TaskRun:
         logged.begin_verb(evaluates_alone=stage is not Stage.TRAIN)
         self._trainer.tracker_log.written.clear()
 
+    def remember(self, task: Task | None, data: DataModule | None) -> None:
+        """Take what the last verb ran, which the next one runs again where it is given none.
+
+        Args:
+            task: The task.
+            data: Its data module, if there is one.
+        """
+        self.task, self.datamodule = task, data
+
     @property
     def is_placed(self) -> bool:
         """Whether the strategy has placed the task."""

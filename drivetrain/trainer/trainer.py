@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 import sys
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 from functools import partial
@@ -67,7 +68,8 @@ class Trainer(KnownKeywords, OptionAttributes, TrainerStatus):
 
     Args:
         accelerator: `"auto"`, `"cpu"`, `"gpu"` or another kind of device; or a live `Accelerator` to run on.
-        strategy: `"auto"`, `"single"`, `"ddp"`, another registered name, or a `Strategy`.
+        strategy: `"auto"`, `"single"`, `"ddp"`, another registered name, or a `Strategy`. With `"ddp_spawn"` and
+            `"ddp_fork"` each verb runs in processes of its own, and this one has its outcome.
         devices: How many processes to use on this machine: `"auto"`, a number, or the numbers of its devices (`[0, 1]`,
             `"0,1"`). Where the script was started without a launcher and more than one is asked for, it is started
             again under one.
@@ -253,6 +255,7 @@ class Trainer(KnownKeywords, OptionAttributes, TrainerStatus):
                 `on_interrupt="return"`.
             CheckpointError: The checkpoint is missing, damaged or that of another run.
             ConfigurationError: The task or its optimizers cannot be trained so.
+            LaunchError: A process has failed that was started for this verb, as by `strategy="ddp_spawn"`.
             DataError: A loader is missing or empty.
         """
         refuse_unknown(_unknown, self.fit)
@@ -264,6 +267,10 @@ class Trainer(KnownKeywords, OptionAttributes, TrainerStatus):
             raise ConfigurationError(
                 f"resume={resume!r} and ckpt_path={ckpt_path!r} mean the same; give one.", code="DT-004"
             )
+        if self.spawning is not None:
+            asked = asked_to_resume(ckpt_path if resume is None else resume)
+            self._spawned(Stage.TRAIN, model, train_dataloaders, val_dataloaders, datamodule, asked, None, weights_only)
+            return
         if self.advise:
             self.advice = self.tuning.advise(model, train_dataloaders, datamodule)
         loaders = {Stage.TRAIN: train_dataloaders, Stage.VALIDATE: val_dataloaders}
@@ -362,6 +369,9 @@ class Trainer(KnownKeywords, OptionAttributes, TrainerStatus):
             For each loader, its logged values by name.
         """
         refuse_unknown(_unknown, self.validate)
+        if self.spawning is not None:
+            given = (dataloaders, ckpt_path, verbose, datamodule, weights_only)
+            return self._spawned(Stage.VALIDATE, model, *given)  # type: ignore[no-any-return]
         return evaluate_logged(self, Stage.VALIDATE, model, dataloaders, datamodule, ckpt_path, verbose)
 
     def test(
@@ -376,6 +386,9 @@ class Trainer(KnownKeywords, OptionAttributes, TrainerStatus):
     ) -> list[dict[str, float]]:
         """Evaluate on the test data; see `validate`."""
         refuse_unknown(_unknown, self.test)
+        if self.spawning is not None:
+            given = (dataloaders, ckpt_path, verbose, datamodule, weights_only)
+            return self._spawned(Stage.TEST, model, *given)  # type: ignore[no-any-return]
         return evaluate_logged(self, Stage.TEST, model, dataloaders, datamodule, ckpt_path, verbose)
 
     def predict(
@@ -402,11 +415,37 @@ class Trainer(KnownKeywords, OptionAttributes, TrainerStatus):
             What `predict_step` returned for each batch, of all processes in the order of the data, on the CPU.
         """
         refuse_unknown(_unknown, self.predict)
+        if self.spawning is not None:
+            given = (dataloaders, datamodule, return_predictions, ckpt_path, weights_only)
+            return self._spawned(Stage.PREDICT, model, *given)  # type: ignore[no-any-return]
 
         def predict(task: Task, placed: nn.Module, source: LoaderSource) -> list[Any]:
             return PredictionLoop(self, task, placed, source, return_predictions).run()
 
         return evaluate(self, Stage.PREDICT, model, dataloaders, datamodule, ckpt_path, predict)
+
+    def _spawned(self, stage: Stage, model: Task | None, *given: Any) -> Any:
+        """Run a verb in processes that are started for it. Returns what it returned in the first one."""
+        from drivetrain.trainer.spawning import run_spawned  # here: few Trainers start processes
+
+        names = tuple(inspect.signature(getattr(Trainer, stage.verb)).parameters)[2:]
+        return run_spawned(self, stage, model, dict(zip(names, given, strict=False)))
+
+    def adopt_advice(self, advice: list[Advice]) -> None:
+        """Take over the advice of a `fit` in another process.
+
+        Args:
+            advice: What it found.
+        """
+        self.advice = advice
+
+    @property
+    def prepares_processes(self) -> tuple[Callable[..., Any], tuple[Any, ...]] | None:
+        """What each process that a verb starts calls before anything else: a function of a module, and its arguments.
+
+        Override it for what unpickling a task, its data and the Trainer's arguments needs there.
+        """
+        return None
 
     def on_task_placed(self, task: Task) -> None:
         """Called when a verb has placed its task, before any of its batches; override it to change the task.

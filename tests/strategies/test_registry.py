@@ -20,7 +20,7 @@ from drivetrain import (
     register_strategy,
 )
 from drivetrain.data import DataShard
-from drivetrain.strategies import registry, resolve_ddp, resolve_strategy
+from drivetrain.strategies import registry, resolve_ddp, resolve_strategy, started_by_verbs
 from drivetrain.strategies.gradients import Gradients
 from tests.pool import run_in_processes
 
@@ -56,7 +56,7 @@ def test_a_strategy_is_taken_as_it_is():
     [
         ("dpp", r"Unknown strategy 'dpp'. Allowed: auto, single, ddp.*Did you mean 'ddp'.*register_strategy"),
         ("fsdp9000", "Unknown strategy 'fsdp9000'"),
-        ("ddp_spawn", r"Use strategy='ddp' with Trainer\(devices=...\).*notebook_launcher"),
+        ("ddp_spawned", r"Unknown strategy 'ddp_spawned'.*Did you mean 'ddp_spawn'"),
         (None, "must be a name or a Strategy, got NoneType"),
         (DDP, r"got the class DDP. Make one: DDP\(\)"),
     ],
@@ -64,6 +64,28 @@ def test_a_strategy_is_taken_as_it_is():
 def test_what_is_no_strategy_is_refused(spec, message):
     with pytest.raises(ConfigurationError, match=message):
         resolve_strategy(spec, ALONE)
+
+
+@pytest.mark.parametrize("name", ["ddp_spawn", "ddp_fork", "ddp_notebook"])
+@pytest.mark.parametrize(
+    ("options", "finds"),
+    [("", False), ("_find_unused_parameters_true", True), ("_find_unused_parameters_false", False)],
+)
+def test_a_strategy_of_a_trainers_verbs_has_ddps_options(name, options, finds):
+    spawned = started_by_verbs(name + options)
+    assert spawned.name == name + options
+    assert spawned.start_method == ("spawn" if name == "ddp_spawn" else "fork")
+    assert spawned.within().wrapper_options["find_unused_parameters"] is finds
+
+
+@pytest.mark.parametrize("spec", ["auto", "ddp", "ddp_spawned", DDP()])
+def test_other_strategies_leave_the_processes_alone(spec):
+    assert started_by_verbs(spec) is None
+
+
+def test_an_accelerator_has_no_verbs_to_start_processes_for():
+    with pytest.raises(ConfigurationError, match=r"'ddp_spawn' runs each verb of a Trainer.*notebook_launcher"):
+        Accelerator(cpu=True, strategy="ddp_spawn")
 
 
 def single_among_two() -> str:

@@ -40,6 +40,18 @@ class CurrentRun:
         self.loaders: dict[Stage, Any] = {}
         self.last_epoch = 0, 0
 
+    def lengths(self) -> tuple[float, dict[Stage, list[float]], tuple[int, int]]:
+        """How many batches there are, and were in the last epoch, for another process to adopt."""
+        return self.training_batches, self.evaluation_batches, self.last_epoch
+
+    def adopt_lengths(self, lengths: tuple[float, dict[Stage, list[float]], tuple[int, int]]) -> None:
+        """Take over how many batches there are where a verb has run in other processes.
+
+        Args:
+            lengths: What `lengths` returned there.
+        """
+        self.training_batches, self.evaluation_batches, self.last_epoch = lengths
+
     def leave_batch(self) -> None:
         """Record that no batch is under way."""
         self.batch = self.batch_info = None

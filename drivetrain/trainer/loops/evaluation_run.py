@@ -86,7 +86,7 @@ def evaluate(
 def _best_of_last_fit(trainer: Trainer, stage: Stage) -> str | None:
     """The checkpoint that a verb without a model takes: the best of the last `fit`, if it has saved one."""
     callback = trainer.checkpoint_callback
-    if callback is None or not callback.best_model_path or trainer.loop is None:
+    if callback is None or not callback.best_model_path or trainer.control.reason is None:
         return None
     if trainer.is_global_zero:
         warnings.warn(

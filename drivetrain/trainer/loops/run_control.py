@@ -7,7 +7,7 @@ import time
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from enum import Enum
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 from drivetrain.runtime.collectives import gather_object
 from drivetrain.runtime.errors import CheckpointError
@@ -59,6 +59,20 @@ class StopReason(str, Enum):
 
     def __str__(self) -> str:
         return str(self.value)
+
+
+class Ending(NamedTuple):
+    """Why a run ended.
+
+    Attributes:
+        reason: Why; None where none has ended.
+        details: The same in words.
+        forced: What ended it whatever the least is that was asked for.
+    """
+
+    reason: StopReason | None
+    details: str
+    forced: frozenset[StopReason]
 
 
 class RunControl:
@@ -195,6 +209,19 @@ class RunControl:
         else:
             self._forced.clear()
             self._conclude(StopReason.FAILED, f"{type(error).__name__} was raised")
+
+    def ending(self) -> Ending:
+        """Why the last run ended, for a Trainer in another process to adopt."""
+        return Ending(self.reason, self.details, frozenset(self._forced))
+
+    def adopt(self, ending: Ending) -> None:
+        """Take over why a run has ended that was driven by a Trainer in another process.
+
+        Args:
+            ending: What `ending` returned there.
+        """
+        self.reason, self.details = ending.reason, ending.details
+        self._forced = set(ending.forced)
 
     def _conclude(self, reason: StopReason, details: str) -> None:
         self.reason, self.details = reason, details

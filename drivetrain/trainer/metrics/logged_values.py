@@ -458,13 +458,15 @@ class LoggedValues:
         for values in (self._epoch, self._bar, self._tried, self._tried_bar):
             values.clear()
 
-    def remember(self, values: Mapping[str, float]) -> None:
-        """Let callbacks see values that trackers get from elsewhere.
+    def remember(self, values: Mapping[str, Value], bar: Mapping[str, Value] | None = None) -> None:
+        """Let callbacks see values that come from elsewhere.
 
         Args:
-            values: Names and numbers.
+            values: Names and values.
+            bar: Those that the progress bar shows, if any are among them.
         """
         self._epoch.update(values)
+        self._bar.update(bar or {})
 
 
 def _forgotten(values: Tensor) -> Tensor:

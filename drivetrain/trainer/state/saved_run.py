@@ -48,6 +48,12 @@ def save_run(
         write: What writes the state, with the arguments of `RunState.write`; that itself if None.
     """
     task = trainer.task
+    if trainer.spawning is not None:
+        raise CheckpointError(
+            f"strategy={trainer.strategy.name!r}: the state of a run, such as that of its optimizers, ends with the "
+            "processes that fit() has started. Let a ModelCheckpoint save it there; its best_model_path and "
+            "last_model_path are known here."
+        )
     if task is None or not trainer.task_run.is_placed:
         raise CheckpointError(
             "There is nothing to save yet: a checkpoint can be written once fit() has placed the task."

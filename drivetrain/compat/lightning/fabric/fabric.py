@@ -19,10 +19,11 @@ from drivetrain.compat.lightning.fabric.wrappers import BackwardGuard
 from drivetrain.compat.lightning.plugins import Precision, usable_on
 from drivetrain.compat.lightning.reasons import PLUGIN
 from drivetrain.compat.lightning.registry import STRATEGIES
-from drivetrain.compat.lightning.spawning import SpawnedProcesses
+from drivetrain.compat.lightning.spawning import call_spawned
 from drivetrain.compat.lightning.strategy_members import StrategyMembers
 from drivetrain.runtime.errors import ArgumentTypeError, ConfigurationError
-from drivetrain.strategies import Strategy
+from drivetrain.strategies import Strategy, started_by_verbs
+from drivetrain.strategies.capabilities import StartsProcesses
 from drivetrain.strategies.precision.mixed import MixedPrecision
 from drivetrain.trackers import Tracker
 from drivetrain.trainer.building import make_accelerator
@@ -82,11 +83,7 @@ class Fabric(Preparing, Stepping, Processes, StateFiles):
         precision = usable_on(kind, precision)
         self._made_with = {"accelerator": kind, "num_nodes": num_nodes, "precision": precision, "callbacks": callbacks}
         self._made_with["loggers"] = loggers
-        self._spawning = SpawnedProcesses.asked_for(strategy, devices, kind)
-        if self._spawning is not None:
-            strategy = self._spawning.strategy
-            if self._spawning.num_processes > 1:
-                strategy, devices = "auto", 1
+        self._asked = strategy
         self.accelerator = make_accelerator(kind, strategy, devices, num_nodes, precision, 1, False, False)
         self._strategy: Any = FabricStrategy(self.accelerator)
         self._guard = BackwardGuard(_needs_own_backward(self.accelerator))
@@ -162,10 +159,11 @@ class Fabric(Preparing, Stepping, Processes, StateFiles):
         Raises:
             ConfigurationError: It is no function, or takes nothing, or there is none for processes to run.
         """
-        _check_launched(function, self._spawning)
-        if self._spawning is not None and self._spawning.num_processes > 1:
-            made_with = {**self._made_with, "strategy": self._spawning.strategy}
-            return self._spawning.call(_launched, type(self), made_with, function, args, kwargs)
+        _check_launched(function, started_by_verbs(self._asked) is not None)
+        spawning = self.accelerator.strategy.capability(StartsProcesses)
+        if spawning is not None:
+            made_with = {**self._made_with, "strategy": self._asked, "devices": spawning.num_processes}
+            return call_spawned(spawning, _launched, type(self), made_with, function, args, kwargs)
         return function(self, *args, **kwargs)
 
     def run(self, *args: Any, **kwargs: Any) -> Any:
@@ -185,9 +183,9 @@ def _launched(
     return function(kind(**made_with), *args, **kwargs)
 
 
-def _check_launched(function: Any, spawning: SpawnedProcesses | None) -> None:
+def _check_launched(function: Any, spawns: bool) -> None:
     if function is _nothing:
-        if spawning is not None:
+        if spawns:
             raise ArgumentTypeError(
                 "Where the strategy starts processes, `launch()` needs to be called with a function for them to run: "
                 "fabric.launch(train).",

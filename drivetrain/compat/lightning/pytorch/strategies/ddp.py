@@ -11,6 +11,7 @@ from drivetrain.compat.lightning.instances import StandsFor
 from drivetrain.compat.lightning.options import refuse_machinery
 from drivetrain.compat.lightning.strategy_members import StrategyMembers
 from drivetrain.strategies import DDP
+from drivetrain.strategies.spawned import Spawned
 
 __all__ = ["DDPStrategy"]
 
@@ -67,3 +68,6 @@ class DDPStrategy(StrategyMembers, DDP, metaclass=StandsFor, original=DDP):
         """True, with a warning: Lightning has deprecated it."""
         rank_zero_deprecation("`DDPStrategy.is_distributed` is deprecated. Use `trainer.world_size > 1` instead.")
         return True
+
+
+DDPStrategy.register(Spawned)

@@ -34,12 +34,13 @@ from drivetrain.compat.lightning.pytorch.trainer.metric_views import CallbackMet
 from drivetrain.compat.lightning.pytorch.trainer.order import interleaved
 from drivetrain.compat.lightning.pytorch.trainer.plugins import give_checkpoint_io, spell, taken_from
 from drivetrain.compat.lightning.pytorch.trainer.saving import LightningSaving
-from drivetrain.compat.lightning.pytorch.trainer.spawning import Spawning, SpawnsDDP
 from drivetrain.compat.lightning.pytorch.trainer.states import TrainerState, state_of
 from drivetrain.compat.lightning.pytorch.trainer.verbs import lightning_verb
+from drivetrain.compat.lightning.spawning import installed_packages
 from drivetrain.compat.lightning.strategy_members import with_members
 from drivetrain.data import CombinedLoader, DataShard
 from drivetrain.runtime.errors import ConfigurationError
+from drivetrain.strategies import started_by_verbs
 from drivetrain.trackers import TrackerGroup
 from drivetrain.trainer import Trainer as CoreTrainer
 from drivetrain.trainer.loops.loader_source import limits_of
@@ -86,7 +87,6 @@ class Trainer(LightningSaving):
     limit_predict_batches = Shown(1.0)
     val_check_interval = Shown(1.0)
     num_sanity_val_steps = Shown(float("inf"), -1)
-    _spawning: Spawning | None = None
     _was_cut_short = False
     _chosen_path: Any = None
 
@@ -121,9 +121,9 @@ class Trainer(LightningSaving):
         accelerator = kind_of(accelerator)
         check_hardware(accelerator, options.get("devices"))
         check_precision(precision)
-        self._spawns = str(options.get("strategy")).startswith("ddp_spawn")
+        spawned = started_by_verbs(options.get("strategy"))
+        self._spawns = spawned is not None and spawned.start_method == "spawn"
         callbacks = options["callbacks"] = with_external(options.get("callbacks"))
-        spawning = _spawning_of(options, accelerator)
         super().__init__(
             accelerator=accelerator,
             precision=precision,
@@ -138,7 +138,6 @@ class Trainer(LightningSaving):
         self.accelerator.dataloader_config.seed_samples = False
         self._running: Stage | None = None
         self._was_cut_short = False
-        self._spawning = spawning
         self.logged.separate_moments()
         if options.get("barebones"):
             vars(self.logged)["log"] = log_nothing
@@ -175,19 +174,9 @@ class Trainer(LightningSaving):
         warn_of_loader(loader, stage, self.num_devices, self._spawns)
 
     @property
-    def spawning(self) -> Spawning | None:
-        """What starts processes for each verb, where the strategy asks for that."""
-        return self._spawning
-
-    @property
-    def world_size(self) -> int:
-        """Number of processes."""
-        return super().world_size if self._spawning is None else self._spawning.num_processes
-
-    @property
-    def num_devices(self) -> int:
-        """Number of processes on this machine."""
-        return super().num_devices if self._spawning is None else self._spawning.num_processes
+    def prepares_processes(self) -> Any:
+        """What each process that a verb starts calls first: it installs the packages that drivetrain stands for."""
+        return installed_packages()
 
     def choose_checkpoint(self, given: Any) -> Any:
         """The checkpoint that a verb takes: the given one, or else the one that `ckpt_path` was set to.
@@ -450,18 +439,6 @@ class Trainer(LightningSaving):
         if self.task_run.stage is not Stage.TRAIN:
             return []
         return [min(batches, self.num_sanity_val_steps) for batches in self.num_val_batches]
-
-
-def _spawning_of(options: dict[str, Any], accelerator: Any) -> Spawning | None:
-    """What starts processes for each verb, where the strategy asks for that; the options are then those around it."""
-    spawning = Spawning.asked_for(options.get("strategy"), options.get("devices", "auto"), accelerator)
-    if spawning is None:
-        return None
-    options["strategy"] = spawning.strategy
-    if spawning.num_processes == 1:
-        return None
-    options.update(strategy=SpawnsDDP(), devices=1)
-    return spawning
 
 
 def _refuse_registry(model_registry: str | None) -> None:

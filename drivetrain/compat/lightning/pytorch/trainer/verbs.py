@@ -9,13 +9,15 @@ from functools import wraps
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from torch.multiprocessing.spawn import ProcessRaisedException
+
 from drivetrain.callbacks.stage import Stage
 from drivetrain.compat.lightning.fabric.utilities.rank_zero import rank_zero_warn
 from drivetrain.compat.lightning.fabric.utilities.seed import reset_seed
 from drivetrain.compat.lightning.pytorch.loggers.logger import Logger
 from drivetrain.compat.lightning.pytorch.trainer.checkpoint_files import PluginFiles
 from drivetrain.compat.lightning.signals import SIGTERMException
-from drivetrain.runtime.errors import ArgumentTypeError
+from drivetrain.runtime.errors import ArgumentTypeError, LaunchError
 from drivetrain.trackers.directory import DirectoryTracker
 from drivetrain.trainer import Task
 from drivetrain.trainer.compiled_task import uncompiled
@@ -56,12 +58,18 @@ def lightning_verb(verb: F) -> F:
         try:
             with self.running(stage, given.get("weights_only")):
                 if self.spawning is not None:
-                    return self.spawning.run(self, stage, model, args, given)
+                    if stage is Stage.PREDICT:
+                        _leave_predictions(given)
+                    return verb(self, model, *args, **given)
                 _open_experiments(self)
                 if self.world_size > 1:
                     reset_seed()  # several processes begin with the seed again, whatever the script drew
                 result = verb(self, model, *args, **given)
                 return self.keep_predictions(result, keeps) if stage is Stage.PREDICT else result
+        except LaunchError as error:
+            if self.spawning is None:
+                raise
+            raise ProcessRaisedException(str(error), 0, 0) from error
         except KeyboardInterrupt:
             sys.exit(1)
         except SystemExit as left:
@@ -82,6 +90,18 @@ def _check_module(trainer: Trainer, name: str, model: Any) -> None:
         raise ArgumentTypeError(
             f"`model` must be a `LightningModule`, or a compiled one, got `{type(model).__qualname__}`.", code="DT-080"
         )
+
+
+def _leave_predictions(given: dict[str, Any]) -> None:
+    """Refuse to return the predictions of processes that a verb starts."""
+    if given.get("return_predictions"):
+        raise ProcessRaisedException(
+            "`return_predictions` should be set to `False` where the strategy starts processes: write the "
+            "predictions in on_predict_batch_end, or launch the script.",
+            0,
+            0,
+        )
+    given["return_predictions"] = False
 
 
 def _open_experiments(trainer: Trainer) -> None:

@@ -1,0 +1,330 @@
+"""A verb in processes that are started for it and end with it, and its outcome back in the Trainer that started them.
+
+The processes make a Trainer from the same arguments, which takes over where this one is, and runs the verb. This one
+then takes over where that of the first process is, and gives its task the weights.
+"""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from drivetrain.callbacks import Callback, ModelCheckpoint
+from drivetrain.callbacks.stage import Stage
+from drivetrain.launch.processes import InterruptedProcessesError
+from drivetrain.launch.script_main import ScriptMain, stop_at_start_of_processes
+from drivetrain.launch.sending import sent, what_cannot_be_sent
+from drivetrain.launch.spawning import call_in_processes
+from drivetrain.runtime.errors import ConfigurationError
+from drivetrain.runtime.seeds import RandomState, recorded_seed, set_seed
+from drivetrain.runtime.state import forget_process
+from drivetrain.trainer import task_checks
+from drivetrain.trainer.compiled_task import uncompiled
+from drivetrain.trainer.data_module import DataModule
+from drivetrain.trainer.loops.run_control import Ending
+from drivetrain.trainer.metrics.logged_value import Value
+from drivetrain.trainer.options import TrainerOptions
+from drivetrain.trainer.task import Task
+
+if TYPE_CHECKING:
+    from drivetrain.runtime.timing import Timing
+    from drivetrain.trainer.trainer import Trainer
+    from drivetrain.trainer.tuning.advice import Advice
+
+Preparation = tuple[Callable[..., Any], tuple[Any, ...]]
+
+
+@dataclass
+class SpawnedVerb:
+    """What each process is sent.
+
+    Attributes:
+        kind: The Trainer's class.
+        made_with: Its arguments, by position and by name.
+        options: Its options, which may have been changed since.
+        callbacks: Its callbacks.
+        trackers: Where its trackers are; empty before the first verb.
+        progress: The counters of its run.
+        ending: Why its last `fit` ended.
+        seed: The seed of the run, if there is one.
+        random: The state of the generators.
+        task: The task.
+        datamodule: The data module of the last verb, if there was one.
+        is_given: Whether the verb was given the task; else it is that of the verb before.
+        stage: What the verb is for.
+        given: The other arguments of the verb.
+    """
+
+    kind: type[Trainer]
+    made_with: tuple[tuple[Any, ...], dict[str, Any]]
+    options: TrainerOptions
+    callbacks: list[Callback]
+    trackers: list[dict[str, Any]]
+    progress: dict[str, Any]
+    ending: Ending
+    seed: int | None
+    random: RandomState
+    task: Task
+    datamodule: DataModule | None
+    is_given: bool
+    stage: Stage
+    given: dict[str, Any]
+
+    def run(self) -> Outcome | None:
+        """Run the verb by a Trainer of this process. Returns what it leaves, in the first process."""
+        forget_process()  # what was inherited by a fork, or made by the script on its way here
+        positional, keywords = self.made_with
+        trainer = self.kind(*positional, **keywords)
+        before = {each.name: getattr(trainer.options, each.name) for each in fields(TrainerOptions)}
+        changed = {name: value for name, value in vars(self.options).items() if value != before[name]}
+        if changed:
+            trainer.change_options(**changed)
+        trainer.callbacks.clear()
+        trainer.callbacks.extend(self.callbacks)
+        trainer.tracker_group.load_state(self.trackers)
+        trainer.progress.load_state_dict(self.progress)
+        trainer.control.adopt(self.ending)
+        trainer.task_run.remember(self.task, self.datamodule)
+        if self.seed is not None:
+            set_seed(self.seed)
+        self.random.restore()
+        left: BaseException | None = None
+        result: Any = None
+        try:
+            result = getattr(trainer, self.stage.verb)(self.task if self.is_given else None, **self.given)
+        except (KeyboardInterrupt, SystemExit) as stop:
+            if not (trainer.interrupted or trainer.preempted):  # which all processes have agreed on
+                raise
+            left = stop.with_traceback(None)
+        return Outcome.of(trainer, result, left) if trainer.is_global_zero else None
+
+
+@dataclass
+class Outcome:
+    """What a verb leaves in its first process.
+
+    Attributes:
+        result: What it returned.
+        left: What it raised, where a signal has ended the run in order.
+        weights: The task's state.
+        callbacks: The states of the callbacks, by their keys.
+        trackers: Those of the trackers.
+        progress: The counters of the run.
+        ending: Why it has ended.
+        metrics: What callbacks see.
+        bar: What the progress bar shows.
+        written: What trackers got.
+        is_finite: Whether the values and weights were finite.
+        lengths: How many batches there were.
+        checkpoint_path: The checkpoint that the verb has taken, if it has taken one.
+        timing: What a `fit` has spent its time with.
+        advice: What it advises.
+        random: The state of the generators.
+    """
+
+    result: Any
+    left: BaseException | None
+    weights: dict[str, Any]
+    callbacks: dict[str, dict[str, Any]]
+    trackers: list[dict[str, Any]]
+    progress: dict[str, Any]
+    ending: Ending
+    metrics: dict[str, Value]
+    bar: dict[str, Value]
+    written: dict[str, float]
+    is_finite: bool
+    lengths: Any
+    checkpoint_path: str | None
+    timing: Timing
+    advice: list[Advice]
+    random: RandomState
+
+    @classmethod
+    def of(cls, trainer: Trainer, result: Any, left: BaseException | None) -> Outcome:
+        """That of a Trainer that has run a verb.
+
+        Args:
+            trainer: The trainer.
+            result: What the verb returned.
+            left: What it raised.
+        """
+        assert trainer.task is not None
+        return cls(
+            _on_host(result),
+            left,
+            _on_host(dict(trainer.task.state_dict())),
+            {each.state_key: state for each in trainer.callbacks if (state := each.state_dict())},
+            trainer.tracker_group.state(),
+            trainer.progress.state_dict(),
+            trainer.control.ending(),
+            _on_host(dict(trainer.logged.callback_values())),
+            _on_host(dict(trainer.logged.bar_values())),
+            dict(trainer.tracker_log.written),
+            trainer.is_finite,
+            trainer.current.lengths(),
+            trainer.task_run.checkpoint_path,
+            trainer.timing,
+            trainer.advice,
+            RandomState.capture(devices=False),
+        )
+
+    def hand_over(self, trainer: Trainer, task: Task) -> None:
+        """Let a Trainer that has started the processes be where theirs is.
+
+        Args:
+            trainer: The trainer.
+            task: Its task.
+        """
+        if self.weights.keys() - task.state_dict().keys():
+            task.configure_model()
+        task.load_state_dict(self.weights, strict=task.strict_loading)
+        trainer.adopt_callbacks(task.configure_callbacks())
+        for callback in trainer.callbacks:
+            state = self.callbacks.get(callback.state_key)
+            if state is None:
+                continue
+            if isinstance(callback, ModelCheckpoint) and callback.dirpath is None:
+                callback.dirpath = state["dirpath"]  # of the directory that the run has chosen
+            callback.load_state_dict(state)
+        trainer.tracker_group.load_state(self.trackers)
+        trainer.progress.load_state_dict(self.progress)
+        trainer.control.adopt(self.ending)
+        trainer.logged.remember(self.metrics, self.bar)
+        trainer.tracker_log.written.update(self.written)
+        trainer.finiteness.is_finite = self.is_finite
+        trainer.current.adopt_lengths(self.lengths)
+        trainer.task_run.checkpoint_path = self.checkpoint_path
+        vars(trainer.timing).update(vars(self.timing))
+        trainer.adopt_advice(self.advice)
+        self.random.restore()
+
+
+def run_spawned(trainer: Trainer, stage: Stage, model: Task | None, given: dict[str, Any]) -> Any:
+    """Run a verb in new processes, and take over what it leaves in the first one.
+
+    Args:
+        trainer: The trainer.
+        stage: What the verb is for.
+        model: The task; that of the last verb if None.
+        given: The other arguments of the verb, by name.
+
+    Returns:
+        What it returned there.
+
+    Raises:
+        LaunchError: One of the processes failed; the message holds its traceback.
+        ConfigurationError: Something cannot be sent to them; the message names it.
+        SystemExit: As in a `fit` of this process.
+        KeyboardInterrupt: The same.
+    """
+    stop_at_start_of_processes()
+    spawning = trainer.spawning
+    assert spawning is not None
+    task = task_checks.check_evaluation(trainer.task if model is None else uncompiled(model), stage)
+    verb = _verb(trainer, stage, task, model is not None, given)
+    packed: SpawnedVerb | bytes = verb
+    if spawning.start_method != "fork":
+        packed = _packed(verb, trainer.strategy.name)
+    given_data = (given.get("datamodule"), given.get("dataloaders"), trainer.datamodule)
+    data = next((each for each in given_data[: 2 if model is not None else 3] if isinstance(each, DataModule)), None)
+    trainer.task_run.attach(task, data, stage, {})
+    if stage is Stage.TRAIN:
+        trainer.control.begin()
+    arguments = (trainer.prepares_processes, packed)
+    stopped: InterruptedProcessesError | None = None
+    try:
+        found = call_in_processes(
+            _run_verb, arguments, spawning.num_processes, spawning.start_method, cpu=spawning.kind == "cpu"
+        )
+    except InterruptedProcessesError as error:
+        stopped, found = error, error.value
+    except BaseException as error:
+        trainer.control.record_exception(error)
+        raise
+    outcome: Outcome = pickle.loads(found)
+    outcome.hand_over(trainer, task)
+    if outcome.left is not None:
+        raise outcome.left
+    if stopped is not None and not trainer.interrupted:
+        raise KeyboardInterrupt
+    return outcome.result
+
+
+def _verb(trainer: Trainer, stage: Stage, task: Task, is_given: bool, given: dict[str, Any]) -> SpawnedVerb:
+    has_run = trainer.task_run.stage is not None
+    return SpawnedVerb(
+        type(trainer),
+        trainer.made_with,
+        trainer.options,
+        trainer.callbacks,
+        trainer.tracker_group.state() if has_run else [],
+        trainer.progress.state_dict(),
+        trainer.control.ending(),
+        recorded_seed(),
+        RandomState.capture(devices=False),
+        task,
+        trainer.datamodule if not is_given else None,
+        is_given,
+        stage,
+        given,
+    )
+
+
+def _packed(verb: SpawnedVerb, strategy: str) -> bytes:
+    """The verb as bytes.
+
+    Raises:
+        ConfigurationError: Something in it cannot be pickled.
+    """
+    has_script = ScriptMain.here() is not None
+    try:
+        return sent(verb, has_script)
+    except Exception as error:
+        found = what_cannot_be_sent(_parts(verb), has_script) or str(error)
+        raise ConfigurationError(
+            f"strategy={strategy!r} sends what {verb.stage.verb}() needs to new processes, but {found}. Define classes "
+            "and functions at the top level of a file, and make what cannot be pickled (lambdas, open files, locks, "
+            "connections) in setup() or configure_model(), which run in each process. Or use strategy='ddp_fork', "
+            "which sends nothing, or 'ddp', which runs the script in each process.",
+            code="DT-038",
+        ) from error
+
+
+def _parts(verb: SpawnedVerb) -> Mapping[str, Any]:
+    """What is sent, by the names that the message has for it."""
+    arguments = {f"Trainer({name}=...)": value for name, value in verb.made_with[1].items()}
+    given = {f"{verb.stage.verb}({name}=...)": value for name, value in verb.given.items()}
+    callbacks = {f"the callback {type(each).__name__}": each for each in verb.callbacks}
+    return {
+        "the task": verb.task,
+        **given,
+        "the DataModule": verb.datamodule,
+        **callbacks,
+        **arguments,
+        "the class of the Trainer": verb.kind,
+    }
+
+
+def _run_verb(prepare: Preparation | None, packed: SpawnedVerb | bytes) -> bytes:
+    """What each process does. Returns the pickled outcome; of a process whose outcome does not count, nothing."""
+    if prepare is not None:
+        function, args = prepare
+        function(*args)
+    verb: SpawnedVerb = pickle.loads(packed) if isinstance(packed, bytes) else packed
+    outcome = verb.run()
+    return sent(outcome, has_script=True)
+
+
+def _on_host(value: Any) -> Any:
+    """The same with tensors on the host, and without what leads to their gradients."""
+    if isinstance(value, torch.Tensor):
+        return value.detach().cpu()
+    if isinstance(value, dict):
+        return {key: _on_host(each) for key, each in value.items()}
+    if isinstance(value, list):
+        return [_on_host(each) for each in value]
+    return value
