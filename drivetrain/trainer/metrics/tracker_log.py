@@ -7,6 +7,8 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from drivetrain.callbacks.stage import Stage
+from drivetrain.callbacks.support.rhythm import StepRhythm
+from drivetrain.runtime.durations import Duration
 from drivetrain.runtime.timing import LOGGING
 from drivetrain.trackers.base import COMPLETED
 from drivetrain.trackers.losses import outcome_of
@@ -29,6 +31,7 @@ class TrackerLog:
     Attributes:
         written: The latest number of each name.
         next_step: The optimizer step whose values are written next.
+        rhythm: Which steps' values are written, where `log_every_n_steps` is a duration.
         shows_hyper_parameters: Whether the trackers get the hyper-parameters of a run.
     """
 
@@ -37,14 +40,23 @@ class TrackerLog:
         self.written: dict[str, float] = {}
         self.next_step: float = FOREVER
         self.shows_hyper_parameters = True
+        self.rhythm: StepRhythm | None = None
         self._written_at = -1
 
     # a step's
 
+    def begin_training(self) -> None:
+        """Count from here on what `log_every_n_steps` counts, where that is a duration."""
+        every = self._trainer.log_every_n_steps
+        is_counted = isinstance(every, Duration)
+        self.rhythm = StepRhythm(self._trainer, every, "log_every_n_steps") if is_counted else None
+
     def plan(self) -> None:
         """Find the next step whose values are written."""
         trainer = self._trainer
-        every = trainer.log_every_n_steps
+        every: Any = trainer.log_every_n_steps
+        if self.rhythm is not None:
+            every = self.rhythm.steps or 1  # else each step is asked
         self.next_step = (trainer.global_step // every + 1) * every if every and trainer.loggers else FOREVER
 
     def record_written(self) -> None:
@@ -55,6 +67,8 @@ class TrackerLog:
         """Write the step's values if they are due and were not written yet, so that no checkpoint loses them."""
         trainer, step = self._trainer, self._trainer.global_step
         if step < self.next_step or self._written_at == step:
+            return
+        if self.rhythm is not None and not self.rhythm.is_due(step):
             return
         self._written_at = step
         with trainer.timing.span(LOGGING):
