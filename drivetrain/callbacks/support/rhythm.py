@@ -68,8 +68,8 @@ class StepRhythm:
         Args:
             step: As for `is_due`.
         """
-        if not self._crosses:
-            return step % self.steps == 0
+        if self._timer is None:
+            return self.is_due(step)
         return self._asked == step and self._is_due
 
     def _decide(self, step: int) -> bool:
