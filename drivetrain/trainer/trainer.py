@@ -98,7 +98,8 @@ class Trainer(KnownKeywords, OptionAttributes, TrainerStatus):
         enable_checkpointing: Whether a `ModelCheckpoint` is added where none is given.
         enable_progress_bar: Whether a progress bar is added where none is given.
         enable_model_summary: Whether a summary of the model is printed.
-        enable_run_report: Whether a `RunReport` is added where none is given and a tracker writes files.
+        enable_run_report: Whether a `RunReport` is added where none is given. By default where there is a tracker, or
+            checkpoints are saved; True adds it to a run that keeps nothing else.
         accumulate_grad_batches: Micro-batches per optimizer step; if None those of the given `Accelerator`, else the
             launcher's, else 1.
         gradient_clip_val: Bound of the gradients; 0 and None clip nothing.

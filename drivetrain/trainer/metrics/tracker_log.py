@@ -66,7 +66,7 @@ class TrackerLog:
         if self.rhythm is not None:
             every = self.rhythm.steps or 1  # else each step is asked
         self.next_step = (
-            (trainer.global_step // every + 1) * every if every and trainer.loggers else FOREVER
+            (trainer.global_step // every + 1) * every if every and trainer.tracker_group.keeps_values else FOREVER
         )
 
     def record_written(self) -> None:
