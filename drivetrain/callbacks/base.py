@@ -59,9 +59,9 @@ class Callback(KnownKeywords):
     guards_values: ClassVar[bool] = False
     """Whether this callback acts on losses that are not finite, so that the Trainer need not warn of them."""
 
-    rhythm: Duration | None = None
-    """How often this callback acts, where that is measured in samples, tokens or parts of the run: the Trainer then
-    counts these, and `trainer.progress.count` returns how many there were."""
+    rhythm: Duration | tuple[Duration, ...] | None = None
+    """How often or when this callback acts, where that is measured in samples, tokens or parts of the run: the Trainer
+    then counts these, and `trainer.progress.count` returns how many there were."""
 
     def print(self, *args: Any, **kwargs: Any) -> None:
         """Print without breaking what this callback shows; called where `is_progress_bar` is set.

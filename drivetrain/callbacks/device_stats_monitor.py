@@ -9,7 +9,8 @@ import psutil
 import torch
 
 from drivetrain.callbacks.base import Callback
-from drivetrain.callbacks.support.step_log import StepLog
+from drivetrain.callbacks.support.step_log import StepLog, checked_every
+from drivetrain.runtime.durations import Duration
 from drivetrain.runtime.logging import get_logger
 
 if TYPE_CHECKING:
@@ -30,6 +31,9 @@ class DeviceStatsMonitor(Callback):
     Args:
         cpu_stats: Log the load of the machine; where the device is the CPU if None.
         filter_keys: Log only these values, by their names without the hook, such as `{"cpu_percent"}`; all if None.
+        every: How often, in place of `log_every_n_steps`: a number of steps, or a duration such as `"500 steps"`,
+            `"1M samples"`, `"10 min"` or `"10%"`.
+            Validation and testing follow a number of steps only.
 
     Raises:
         ConfigurationError: If the Trainer has no logger.
@@ -44,17 +48,29 @@ class DeviceStatsMonitor(Callback):
 
     saves_within_steps = False
 
-    def __init__(self, cpu_stats: bool | None = None, filter_keys: Collection[str] | None = None) -> None:
+    def __init__(
+        self,
+        cpu_stats: bool | None = None,
+        filter_keys: Collection[str] | None = None,
+        every: int | str | Duration | None = None,
+    ) -> None:
         self.cpu_stats = cpu_stats
         self.filter_keys = None if filter_keys is None else set(filter_keys)
+        self.every = checked_every(every, "DeviceStatsMonitor")
+        self.rhythm = self.every if isinstance(self.every, Duration) else None
         self._starts: StepLog | None = None
         self._ends: StepLog | None = None
 
     def setup(self, trainer: Trainer, task: Task, stage: str) -> None:
         if stage == "predict":
             return
-        self._starts, self._ends = (StepLog("DeviceStatsMonitor", trainer) for _ in range(2))
+        self._starts, self._ends = (StepLog("DeviceStatsMonitor", trainer, self.every) for _ in range(2))
         psutil.cpu_percent()  # the next call returns the load since this one
+
+    def on_train_start(self, trainer: Trainer, task: Task) -> None:
+        for log in (self._starts, self._ends):
+            if log is not None:
+                log.begin()
 
     def on_train_batch_start(self, trainer: Trainer, task: Task, batch: Any, batch_idx: int) -> None:
         step = trainer.global_step + 1
@@ -87,9 +103,10 @@ class DeviceStatsMonitor(Callback):
         self._evaluated(trainer, "on_test_batch_end", batch_idx)
 
     def _evaluated(self, trainer: Trainer, hook: str, batch_idx: int) -> None:
-        if self._ends is None or trainer.sanity_checking or not self._ends.every:
+        if self._ends is None or trainer.sanity_checking:
             return
-        if (batch_idx + 1) % self._ends.every == 0:
+        every = self._ends.every
+        if isinstance(every, int) and every and (batch_idx + 1) % every == 0:
             self._ends.write(self._values(trainer, hook), trainer.global_step)
 
     def _values(self, trainer: Trainer, hook: str) -> dict[str, float]:

@@ -11,6 +11,8 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim import Optimizer
 
 from drivetrain.callbacks.base import Callback
+from drivetrain.callbacks.support.rhythm import RunPoint
+from drivetrain.runtime.durations import Duration, Unit, interval_of
 from drivetrain.runtime.errors import ConfigurationError
 from drivetrain.runtime.logging import get_logger
 from drivetrain.strategies.fused_optimizers import options_given
@@ -273,7 +275,8 @@ class BackboneFinetuning(BaseFinetuning):
     The task has a module `backbone`, and gives its optimizer the parameters that are trained.
 
     Args:
-        unfreeze_backbone_at_epoch: The epoch, from 0, that trains the backbone first.
+        unfreeze_backbone_at_epoch: The epoch, from 0, that trains the backbone first; or what is trained before it, in
+            another unit, such as `"1M samples"` or `"10%"` of the run: then it is the first epoch that begins after it.
         lambda_func: What the backbone's learning rate is multiplied with at the start of an epoch after that.
         backbone_initial_ratio_lr: The backbone's learning rate when it begins, as a share of that of the first group.
         backbone_initial_lr: That learning rate itself, in place of a share.
@@ -297,7 +300,7 @@ class BackboneFinetuning(BaseFinetuning):
 
     def __init__(
         self,
-        unfreeze_backbone_at_epoch: int = 10,
+        unfreeze_backbone_at_epoch: int | str | Duration = 10,
         lambda_func: Callable[[int], float] = multiplicative,
         backbone_initial_ratio_lr: float = 10e-2,
         backbone_initial_lr: float | None = None,
@@ -308,7 +311,12 @@ class BackboneFinetuning(BaseFinetuning):
         rounding: int = 12,
     ) -> None:
         super().__init__()
-        self.unfreeze_backbone_at_epoch = unfreeze_backbone_at_epoch
+        self.unfreeze_backbone_at_epoch = _epoch_or_duration(unfreeze_backbone_at_epoch)
+        at = self.unfreeze_backbone_at_epoch
+        self.rhythm: Duration | None = at if isinstance(at, Duration) else None
+        self._start: RunPoint | None = None
+        self._elapsed = 0.0  # of what `_start` waits for, in the run before
+        self._begun_at: int | None = None  # the epoch, once it has come
         self.lambda_func = lambda_func
         self.backbone_initial_ratio_lr = backbone_initial_ratio_lr
         self.backbone_initial_lr = backbone_initial_lr
@@ -320,11 +328,16 @@ class BackboneFinetuning(BaseFinetuning):
         self.previous_backbone_lr: float | None = None
 
     def state_dict(self) -> dict[str, Any]:
-        return {**super().state_dict(), "previous_backbone_lr": self.previous_backbone_lr}
+        state = {**super().state_dict(), "previous_backbone_lr": self.previous_backbone_lr}
+        if self.rhythm is not None:
+            state["begun_at"] = self._begun_at
+            state["elapsed"] = self._elapsed if self._start is None else self._start.elapsed
+        return state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         super().load_state_dict(state_dict)
         self.previous_backbone_lr = state_dict["previous_backbone_lr"]
+        self._begun_at, self._elapsed = state_dict.get("begun_at"), state_dict.get("elapsed", 0.0)
 
     def freeze_before_training(self, task: Task) -> None:
         if not isinstance(getattr(task, "backbone", None), nn.Module):
@@ -333,12 +346,27 @@ class BackboneFinetuning(BaseFinetuning):
                 "BaseFinetuning.",
                 code="DT-081",
             )
-        self.previous_backbone_lr = None
+        self.previous_backbone_lr = self._begun_at = self._start = None
+        self._elapsed = 0.0
         self.freeze(task.backbone)
+
+    def on_train_start(self, trainer: Trainer, task: Task) -> None:
+        if self.rhythm is not None:
+            name = "BackboneFinetuning.unfreeze_backbone_at_epoch"
+            self._start = RunPoint(trainer, self.rhythm, name, self._elapsed, by_epoch=True)
+
+    def on_train_epoch_start(self, trainer: Trainer, task: Task) -> None:
+        if self._start is not None and self._begun_at is None and self._start.has_come():
+            self._begun_at = trainer.current_epoch
+        super().on_train_epoch_start(trainer, task)
 
     def finetune_function(self, task: Task, epoch: int, optimizer: Optimizer) -> None:
         rate = float(optimizer.param_groups[0]["lr"])
-        if epoch == self.unfreeze_backbone_at_epoch:
+        at = self.unfreeze_backbone_at_epoch
+        first_epoch = self._begun_at if isinstance(at, Duration) else at
+        if first_epoch is None:
+            return
+        if epoch == first_epoch:
             first = self.backbone_initial_lr
             own = rate * self.backbone_initial_ratio_lr if first is None else first
             self.unfreeze_and_add_param_group(
@@ -348,7 +376,7 @@ class BackboneFinetuning(BaseFinetuning):
                 self.initial_denom_lr,
                 self.train_bn,
             )
-        elif epoch > self.unfreeze_backbone_at_epoch and self.previous_backbone_lr is not None:
+        elif epoch > first_epoch and self.previous_backbone_lr is not None:
             own = self.lambda_func(epoch + 1) * self.previous_backbone_lr
             own = rate if self.should_align and own > rate else own
             optimizer.param_groups[-1]["lr"] = own
@@ -357,3 +385,13 @@ class BackboneFinetuning(BaseFinetuning):
         self.previous_backbone_lr = own
         if self.verbose:
             logger.info(f"Epoch {epoch}: lr {round(rate, self.rounding)}, backbone {round(own, self.rounding)}.")
+
+
+def _epoch_or_duration(given: int | str | Duration) -> int | Duration:
+    """`unfreeze_backbone_at_epoch`, where a number is an epoch, and a number of steps stays one of steps."""
+    if isinstance(given, int):
+        return given
+    read = interval_of(given, "BackboneFinetuning.unfreeze_backbone_at_epoch")
+    if isinstance(read, int):
+        return Duration(read, Unit.STEPS)
+    return int(read.amount) if read.unit is Unit.EPOCHS else read

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from drivetrain.callbacks.base import Callback
+from drivetrain.runtime.durations import Duration, Unit
 from drivetrain.runtime.errors import ConfigurationError
 from drivetrain.strategies.base import Given, RunOptions
 
@@ -21,7 +23,8 @@ class GradientAccumulationScheduler(Callback):
 
     Args:
         scheduling: The micro-batches per step from an epoch on, by that epoch, which counts from 0: `{0: 8, 4: 2}`.
-            Before the first epoch that is named it is 1.
+            Before the first epoch that is named it is 1. An epoch may be written as `"4 epochs"`, or as a share of
+            `max_epochs`: `"50%"`. How many steps a run has depends on the schedule, so other units are refused.
 
     Raises:
         ConfigurationError: If the schedule is empty or holds other than whole numbers, if the Trainer was given
@@ -35,18 +38,25 @@ class GradientAccumulationScheduler(Callback):
         ```
     """
 
-    def __init__(self, scheduling: dict[int, int]) -> None:
-        if not isinstance(scheduling, dict) or not scheduling:
+    def __init__(self, scheduling: Mapping[int | str | Duration, int]) -> None:
+        if not isinstance(scheduling, Mapping) or not scheduling:
             raise ConfigurationError(
                 f"GradientAccumulationScheduler(scheduling={scheduling!r}): give a dict of epochs and micro-batches "
                 "per step, such as {0: 1, 4: 2}.",
                 code="DT-003",
             )
-        for epoch, factor in scheduling.items():
-            if not _is_whole(epoch, 0):
+        by_epoch: dict[int, int] = {}
+        self._shares: dict[float, int] = {}
+        for given, factor in scheduling.items():
+            epoch = self._epoch_of(given)
+            if isinstance(epoch, float):
+                self._shares[epoch] = factor
+            elif _is_whole(epoch, 0):
+                by_epoch[epoch] = factor
+            else:
                 raise ConfigurationError(
                     f"GradientAccumulationScheduler(scheduling={scheduling!r}): Epoch should be an int from 0 on, not "
-                    f"{epoch!r}.",
+                    f"{given!r}.",
                     code="DT-002",
                 )
             if not _is_whole(factor, 1):
@@ -55,8 +65,24 @@ class GradientAccumulationScheduler(Callback):
                     f"from 1 on, not {factor!r}.",
                     code="DT-002",
                 )
-        self.scheduling = {0: 1, **dict(sorted(scheduling.items()))}
+        self._by_epoch = by_epoch
+        self.scheduling = {0: 1, **dict(sorted(by_epoch.items()))}
         self._changed = False
+
+    @staticmethod
+    def _epoch_of(given: Any) -> Any:
+        """An epoch, or as a float a share of all; what is neither as it is."""
+        if not isinstance(given, str | Duration):
+            return None if isinstance(given, float) else given
+        duration = Duration.of(given, "GradientAccumulationScheduler.scheduling")
+        assert duration is not None
+        if duration.unit not in (Unit.EPOCHS, Unit.RUN):
+            raise ConfigurationError(
+                f"GradientAccumulationScheduler(scheduling): {given!r} is no epoch. How many steps, samples or tokens "
+                "come when depends on the schedule itself. Give epochs (4, '4 epochs') or a share of them ('50%').",
+                code="DT-002",
+            )
+        return int(duration.amount) if duration.unit is Unit.EPOCHS else float(duration.amount)
 
     def get_accumulate_grad_batches(self, epoch: int) -> int:
         """Return the micro-batches per step in an epoch.
@@ -68,7 +94,7 @@ class GradientAccumulationScheduler(Callback):
 
     def going_to_accumulate_grad_batches(self) -> bool:
         """Return whether any epoch has more than one micro-batch per step."""
-        return any(factor > 1 for factor in self.scheduling.values())
+        return any(factor > 1 for factor in (*self.scheduling.values(), *self._shares.values()))
 
     def setup(self, trainer: Trainer, task: Task, stage: str) -> None:
         if stage != "fit":
@@ -85,6 +111,14 @@ class GradientAccumulationScheduler(Callback):
                 "(automatic_optimization = False). Step every so many batches in training_step.",
                 code="DT-092",
             )
+        if self._shares and trainer.max_epochs < 0:
+            raise ConfigurationError(
+                "GradientAccumulationScheduler(scheduling) has a share of the run's epochs, and how many there are is "
+                "not known. Give the Trainer max_epochs, or name epochs.",
+                code="DT-096",
+            )
+        shares = {int(share * trainer.max_epochs): factor for share, factor in self._shares.items()}
+        self.scheduling = {0: 1, **dict(sorted({**self._by_epoch, **shares}.items()))}
         for factor in set(self.scheduling.values()):
             given = Given(f"GradientAccumulationScheduler({self.scheduling})", factor)
             clipping = Given("Trainer(gradient_clip_val)", trainer.gradient_clip_val)

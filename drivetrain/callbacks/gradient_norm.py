@@ -6,7 +6,8 @@ import math
 from typing import TYPE_CHECKING
 
 from drivetrain.callbacks.base import Callback
-from drivetrain.callbacks.support.step_log import StepLog
+from drivetrain.callbacks.support.step_log import StepLog, checked_every
+from drivetrain.runtime.durations import Duration
 from drivetrain.runtime.errors import ConfigurationError
 
 if TYPE_CHECKING:
@@ -25,6 +26,8 @@ class GradientNorm(Callback):
     Args:
         norm_type: The p of the p-norm.
         by_parameter: Log the norm of each parameter as well, as `grad_norm/<name>`.
+        every: How often, in place of `log_every_n_steps`: a number of steps, or a duration such as `"500 steps"`,
+            `"1M samples"`, `"10 min"` or `"10%"`.
 
     Raises:
         ConfigurationError: If `norm_type` is not above 0, or the Trainer has no logger.
@@ -39,16 +42,20 @@ class GradientNorm(Callback):
 
     saves_within_steps = False
 
-    def __init__(self, norm_type: float = 2.0, by_parameter: bool = False) -> None:
+    def __init__(
+        self, norm_type: float = 2.0, by_parameter: bool = False, every: int | str | Duration | None = None
+    ) -> None:
         if not norm_type > 0:
             raise ConfigurationError(
                 f"GradientNorm(norm_type={norm_type}): give a number above 0, such as 2.0.", code="DT-002"
             )
         self.norm_type, self.by_parameter = float(norm_type), by_parameter
+        self.every = checked_every(every, "GradientNorm")
+        self.rhythm = self.every if isinstance(self.every, Duration) else None
         self._logs: list[StepLog] = []
 
     def on_train_start(self, trainer: Trainer, task: Task) -> None:
-        self._logs = [StepLog("GradientNorm", trainer) for _ in trainer.optimizers]
+        self._logs = [StepLog("GradientNorm", trainer, self.every).begin() for _ in trainer.optimizers]
 
     def on_before_optimizer_step(self, trainer: Trainer, task: Task, optimizer: Optimizer) -> None:
         step = trainer.global_step + 1

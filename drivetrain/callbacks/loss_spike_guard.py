@@ -7,6 +7,7 @@ from collections import deque
 from typing import TYPE_CHECKING, Any
 
 from drivetrain.callbacks.guards.guard import Guard
+from drivetrain.runtime.durations import Duration
 from drivetrain.runtime.errors import ConfigurationError
 
 if TYPE_CHECKING:
@@ -38,7 +39,8 @@ class LossSpikeGuard(Guard):
             tails.
         action: `"stop"`, `"skip"` or `"rollback"`, see `NaNGuard`.
         max_rollbacks: After so many of them the run ends with an error.
-        every_n_steps: Read the values every so many steps; 1 for `"skip"`.
+        every_n_steps: Read the values every so many steps, or in another unit: `"1M samples"`, `"1 min"`; 1 for
+            `"skip"`.
         max_skips: After so many steps in a row that were left out the run ends with an error.
 
     Attributes:
@@ -64,7 +66,7 @@ class LossSpikeGuard(Guard):
         threshold: float = 6.0,
         action: str = "stop",
         max_rollbacks: int = 3,
-        every_n_steps: int = 1,
+        every_n_steps: int | str | Duration = 1,
         max_skips: int = 20,
     ) -> None:
         super().__init__(monitor, action, max_rollbacks, max_skips, every_n_steps)

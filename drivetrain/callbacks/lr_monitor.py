@@ -8,6 +8,9 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from drivetrain.callbacks.base import Callback
+from drivetrain.callbacks.support.rhythm import StepRhythm
+from drivetrain.callbacks.support.step_log import checked_every
+from drivetrain.runtime.durations import Duration
 from drivetrain.runtime.errors import ConfigurationError, nearest
 from drivetrain.runtime.logging import get_logger
 
@@ -29,7 +32,8 @@ class LearningRateMonitor(Callback):
 
     Args:
         logging_interval: `"step"`, `"epoch"`, or None for the interval of each scheduler (of an optimizer
-            without one: both). By step means each time the Trainer logs, every `log_every_n_steps`; by epoch at the
+            without one: both); or a number of steps or a duration such as `"500 steps"`, `"1M samples"` or `"10%"`, to
+            log all rates so often. By step means each time the Trainer logs, every `log_every_n_steps`; by epoch at the
             start of each.
         log_momentum: Log momentum, or Adam's first beta, as `<name>-momentum`.
         log_weight_decay: Log weight decay as `<name>-weight_decay`.
@@ -56,22 +60,35 @@ class LearningRateMonitor(Callback):
 
     def __init__(
         self,
-        logging_interval: str | None = None,
+        logging_interval: int | str | Duration | None = None,
         log_momentum: bool = False,
         log_weight_decay: bool = False,
         log_key_prefix: str | None = None,
     ) -> None:
-        if logging_interval not in (None, "step", "epoch"):
-            raise ConfigurationError(
-                f"LearningRateMonitor(logging_interval={logging_interval!r}): logging_interval should be `step`, "
-                f"`epoch` or `None`.{nearest(str(logging_interval), ('step', 'epoch'))}",
-                code="DT-001",
-            )
         self.logging_interval = logging_interval
+        self._every: int | Duration | None = None
+        if logging_interval not in (None, "step", "epoch"):
+            self._every = self._read(logging_interval)
+        self.rhythm = self._every if isinstance(self._every, Duration) else None
         self.log_momentum = log_momentum
         self.log_weight_decay = log_weight_decay
         self.log_key_prefix = log_key_prefix
         self._forget()
+
+    @staticmethod
+    def _read(interval: Any) -> int | Duration:
+        """A `logging_interval` that is a number of steps or a duration."""
+        try:
+            every = checked_every(interval, "LearningRateMonitor")
+            assert every is not None
+            return every
+        except ConfigurationError as error:
+            raise ConfigurationError(
+                f"LearningRateMonitor(logging_interval={interval!r}): logging_interval should be `step`, "
+                f"`epoch` or `None`.{nearest(str(interval), ('step', 'epoch'))} It may also be a number of steps, or a "
+                "duration such as '500 steps'.",
+                code="DT-001",
+            ) from error
 
     def _forget(self) -> None:
         self.lrs: dict[str, list[float]] = {}
@@ -80,7 +97,8 @@ class LearningRateMonitor(Callback):
         self._rates: list[_Rates] = []
         self._logs_steps = False
         self._next_step = -1
-        self._windows = 0
+        self._windows = self._steps = 0
+        self._rhythm: StepRhythm | None = None
 
     @property
     def state_key(self) -> str:
@@ -102,7 +120,12 @@ class LearningRateMonitor(Callback):
                 stacklevel=2,
             )
         self._windows = trainer.global_step
-        self._logs_steps = bool(trainer.log_every_n_steps) and any(self._is_due(each, "step") for each in self._rates)
+        every = trainer.log_every_n_steps if self._every is None else self._every
+        self._logs_steps = bool(every) and any(self._is_due(each, "step") for each in self._rates)
+        self._steps = every if isinstance(every, int) else 0
+        self._rhythm = StepRhythm(trainer, every, "LearningRateMonitor.logging_interval") if not self._steps else None
+        if self._every is None:
+            self._rhythm = trainer.tracker_log.rhythm
         for each in self._rates:
             each.align(self)
 
@@ -116,13 +139,16 @@ class LearningRateMonitor(Callback):
         # Counted by windows: where several optimizers step by hand, one batch may take more than one step.
         self._next_step = step
         self._windows += 1
-        if self._windows % trainer.log_every_n_steps == 0:
+        is_due = self._rhythm.is_due(step) if self._rhythm is not None else self._windows % self._steps == 0
+        if is_due:
             self._log(trainer, "step", step)
 
     def on_train_epoch_start(self, trainer: Trainer, task: Task) -> None:
         self._log(trainer, "epoch", trainer.global_step)
 
     def _is_due(self, rates: _Rates, interval: str) -> bool:
+        if self._every is not None:
+            return interval == "step"
         return interval == self.logging_interval if self.logging_interval else rates.interval in (interval, None)
 
     def _log(self, trainer: Trainer, interval: str, step: int) -> None:

@@ -7,8 +7,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from drivetrain.callbacks.base import Callback
-from drivetrain.callbacks.support.step_log import StepLog
+from drivetrain.callbacks.support.step_log import StepLog, checked_every
 from drivetrain.runtime.collectives import gather_object
+from drivetrain.runtime.durations import Duration
 from drivetrain.runtime.logging import get_logger
 from drivetrain.runtime.memory import MemoryHistory, MemoryUse, is_out_of_memory
 
@@ -35,6 +36,8 @@ class MemoryMonitor(Callback):
         snapshot_dir: The directory of that file; `trainer.log_dir` if None.
         snapshot: Whether the history is recorded at all; that takes about a microsecond for each allocation.
         max_entries: How many allocations the history holds.
+        every: How often, in place of `log_every_n_steps`: a number of steps, or a duration such as `"500 steps"`,
+            `"1M samples"`, `"10 min"` or `"10%"`.
 
     Raises:
         ConfigurationError: If the Trainer has no logger.
@@ -50,17 +53,27 @@ class MemoryMonitor(Callback):
     saves_within_steps = False
 
     def __init__(
-        self, snapshot_dir: str | os.PathLike[str] | None = None, snapshot: bool = True, max_entries: int = 100_000
+        self,
+        snapshot_dir: str | os.PathLike[str] | None = None,
+        snapshot: bool = True,
+        max_entries: int = 100_000,
+        every: int | str | Duration | None = None,
     ) -> None:
         self.snapshot_dir, self.snapshot, self.max_entries = snapshot_dir, snapshot, max_entries
+        self.every = checked_every(every, "MemoryMonitor")
+        self.rhythm = self.every if isinstance(self.every, Duration) else None
         self._log: StepLog | None = None
         self._history: MemoryHistory | None = None
 
     def on_fit_start(self, trainer: Trainer, task: Task) -> None:
-        self._log = StepLog("MemoryMonitor", trainer)
+        self._log = StepLog("MemoryMonitor", trainer, self.every)
         if self.snapshot:
             self._history = MemoryHistory(trainer.strategy.topology.device, self.max_entries)
             self._history.start()
+
+    def on_train_start(self, trainer: Trainer, task: Task) -> None:
+        if self._log is not None:
+            self._log.begin()
 
     def on_train_batch_end(self, trainer: Trainer, task: Task, outputs: Any, batch: Any, batch_idx: int) -> None:
         step = trainer.global_step

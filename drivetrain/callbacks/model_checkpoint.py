@@ -18,11 +18,10 @@ from drivetrain.callbacks.checkpoint.lightning_state import from_lightning, to_l
 from drivetrain.callbacks.checkpoint.options import Rhythm, check_options
 from drivetrain.callbacks.checkpoint.policy import BestK, CheckpointName
 from drivetrain.callbacks.checkpoint.restored import RestoredState, number
-from drivetrain.callbacks.checkpoint.step_count import StepCount
-from drivetrain.callbacks.checkpoint.step_timer import StepTimer, make_timer
 from drivetrain.callbacks.checkpoint.writer import CheckpointWriter
 from drivetrain.callbacks.support.agreement import decide_on_main_process
 from drivetrain.callbacks.support.monitored_metric import find_typo
+from drivetrain.callbacks.support.rhythm import StepRhythm
 from drivetrain.runtime.assembly import all_arrive
 from drivetrain.runtime.durations import Duration
 from drivetrain.runtime.errors import CheckpointError, ConfigurationError, DrivetrainError
@@ -126,9 +125,9 @@ class ModelCheckpoint(Callback):
         save_weights_only: bool = False,
         mode: str = "min",
         auto_insert_metric_name: bool = True,
-        every_n_train_steps: int | None = None,
+        every_n_train_steps: int | str | Duration | None = None,
         train_time_interval: timedelta | dict[str, int] | str | None = None,
-        every_n_epochs: int | None = None,
+        every_n_epochs: int | str | Duration | None = None,
         save_on_train_epoch_end: bool | None = None,
         enable_version_counter: bool = True,
         total_limit: int | None = None,
@@ -167,7 +166,7 @@ class ModelCheckpoint(Callback):
         self._last_saved = -1  # the step of the last save of this run
         self._judged = 0  # how many validations came before the last epoch's end
         self._waits_for_validation = self._gets_ready = False
-        self._timer: StepTimer | StepCount | None = None
+        self._timer: StepRhythm | None = None
         self._elapsed = 0.0  # seconds of the interval under way, in the run before
 
     # what there is
@@ -363,7 +362,7 @@ class ModelCheckpoint(Callback):
         if not self._is_resumed:
             self._last_step = trainer.global_step
         self._training = self._gets_ready = self._fitting
-        self._timer = make_timer(self, trainer, self._elapsed) if self._fitting else None
+        self._timer = _rhythm_of(self, trainer, self._elapsed) if self._fitting else None
 
     def on_train_batch_end(self, trainer: Trainer, task: Task, outputs: Any, batch: Any, batch_idx: int) -> None:
         if not self._writer.is_idle:
@@ -514,6 +513,12 @@ class ModelCheckpoint(Callback):
             trainer.tracker_group.checkpoint_saved(self)
         if self.verbose:
             decision.report(self, trainer)
+
+
+def _rhythm_of(options: ModelCheckpoint, trainer: Trainer, elapsed: float) -> StepRhythm | None:
+    """What decides when the next checkpoint is due, where neither steps nor epochs are counted for that."""
+    every = Duration.of(options.rhythm or options.train_time_interval)
+    return None if every is None else StepRhythm(trainer, every, "ModelCheckpoint(every)", elapsed)
 
 
 def _is_sound(trainer: Trainer, task: Task) -> bool:

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from drivetrain.callbacks.guards.guard import Guard
 from drivetrain.runtime.collectives import reduce
+from drivetrain.runtime.durations import Duration
 from drivetrain.runtime.errors import ConfigurationError
 from drivetrain.runtime.logging import get_logger
 
@@ -40,7 +41,8 @@ class NaNGuard(Guard):
             checkpoint and leaves the batches out from then on.
         max_rollbacks: After so many of them the run ends with an error.
         check_gradients: Watch the gradients as well: one pass over them in each step. Automatic optimization only.
-        every_n_steps: Read what was watched every so many steps; 1 for `"skip"`.
+        every_n_steps: Read what was watched every so many steps, or in another unit: `"1M samples"`, `"1 min"`; 1 for
+            `"skip"`.
         max_skips: After so many steps in a row that were left out the run ends with an error.
 
     Attributes:
@@ -65,7 +67,7 @@ class NaNGuard(Guard):
         action: str = "stop",
         max_rollbacks: int = 3,
         check_gradients: bool = False,
-        every_n_steps: int = 1,
+        every_n_steps: int | str | Duration = 1,
         max_skips: int = 20,
     ) -> None:
         super().__init__(monitor, action, max_rollbacks, max_skips, every_n_steps)

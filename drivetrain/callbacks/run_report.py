@@ -33,7 +33,9 @@ class RunReport(Callback):
     load it; warnings; why the run ended; the configuration, the environment and the commit; and, of several processes,
     what each of them spent its time with.
 
-    A Trainer adds it by itself where a tracker writes files, see `enable_run_report`. It works in a thread of its own,
+    A Trainer adds it by itself where there is a tracker, or where checkpoints are saved, see `enable_run_report`. Where
+    no tracker writes files it keeps the values itself, as a `CSVLogger` would, in a folder of its own below
+    `default_root_dir`. A trial run (`fast_dev_run`, `barebones`) leaves none. It works in a thread of its own,
     in which it also reads `trainer.timing`. A first page, without curves, is written a second after training has begun;
     each later one waits until all pages together are a thousandth of the time. The last one is written when the run
     ends. Steps are not touched. A run that is killed leaves its last page, which is always whole.
@@ -66,7 +68,10 @@ class RunReport(Callback):
         self._folder: str | None = None
 
     def setup(self, trainer: Trainer, task: Task, stage: str) -> None:
-        if stage != "fit" or _tracker_of(trainer) is None:
+        if stage != "fit":
+            return
+        _record_where_nothing_does(trainer)
+        if _tracker_of(trainer) is None:
             return
         self._stop()
         if trainer.is_global_zero:
@@ -169,8 +174,23 @@ class RunReport(Callback):
 
 def _tracker_of(trainer: Trainer) -> DirectoryTracker | None:
     """The tracker whose folder is the run's: a table, else the first one that writes files."""
-    found = [each for each in trainer.loggers if isinstance(each, DirectoryTracker)]
+    recorder = trainer.tracker_group.recorder
+    found = _writing_files(trainer) or ([recorder] if isinstance(recorder, DirectoryTracker) else [])
     return next((each for each in found if isinstance(each, CSVLogger)), found[0] if found else None)
+
+
+def _writing_files(trainer: Trainer) -> list[DirectoryTracker]:
+    """The trackers that were given and write files."""
+    return [each for each in trainer.loggers if isinstance(each, DirectoryTracker)]
+
+
+def _record_where_nothing_does(trainer: Trainer) -> None:
+    """Keep a table of the values, where no tracker that was given writes files."""
+    group, root = trainer.tracker_group, trainer.default_root_dir
+    if _writing_files(trainer) or trainer.fast_dev_run or trainer.barebones or "://" in root:
+        group.record_with(None)
+    elif group.recorder is None:
+        group.record_with(CSVLogger(root))
 
 
 def _warn(error: Exception) -> None:

@@ -6,9 +6,10 @@ from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
 from drivetrain.callbacks.base import Callback
-from drivetrain.callbacks.support.step_log import StepLog
+from drivetrain.callbacks.support.step_log import StepLog, checked_every
 from drivetrain.callbacks.support.verdict import TimeSpent
 from drivetrain.runtime.cores import cores_of_process
+from drivetrain.runtime.durations import Duration
 
 if TYPE_CHECKING:
     from drivetrain.trainer.task import Task
@@ -23,8 +24,12 @@ class SpeedMonitor(Callback):
     Nothing waits for the device, so a loader that keeps up with it counts as no wait. Validations, saves and the ends
     of epochs do not count. At the end of `fit` it prints in a sentence what took the time, unless a profiler does.
 
+    Args:
+        every: How often, in place of `log_every_n_steps`: a number of steps, or a duration such as `"500 steps"`,
+            `"1M samples"`, `"10 min"` or `"10%"`.
+
     Raises:
-        ConfigurationError: If the Trainer has no logger.
+        ConfigurationError: If `every` is no number or duration, or the Trainer has no logger.
 
     Example:
         ```python
@@ -36,7 +41,9 @@ class SpeedMonitor(Callback):
 
     saves_within_steps = False
 
-    def __init__(self) -> None:
+    def __init__(self, every: int | str | Duration | None = None) -> None:
+        self.every = checked_every(every, "SpeedMonitor")
+        self.rhythm = self.every if isinstance(self.every, Duration) else None
         self._log: StepLog | None = None
         self._begun = self._ended = self._paused_at = 0.0
         self._waited = self._paused = self._paused_in_all = 0.0
@@ -46,7 +53,7 @@ class SpeedMonitor(Callback):
         self._samples_in_all: int | None = 0
 
     def on_train_start(self, trainer: Trainer, task: Task) -> None:
-        self._log = StepLog("SpeedMonitor", trainer)
+        self._log = StepLog("SpeedMonitor", trainer, self.every).begin()
         self._ended, self._saving_since = 0.0, None
         self._samples_in_all = 0
 

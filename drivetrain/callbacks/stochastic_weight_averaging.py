@@ -13,6 +13,8 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from drivetrain.callbacks.base import Callback
 from drivetrain.callbacks.support.averaged_tensors import AveragedTensors, AvgFn
+from drivetrain.callbacks.support.rhythm import RunPoint
+from drivetrain.runtime.durations import Duration, Unit, count_of, interval_of
 from drivetrain.runtime.errors import ConfigurationError, nearest
 from drivetrain.runtime.logging import get_logger
 
@@ -45,8 +47,10 @@ class StochasticWeightAveraging(Callback):
 
     Args:
         swa_lrs: The learning rate at the end of the annealing: one, or one for each parameter group.
-        swa_epoch_start: The first epoch of the average, counted from 1; or such a share of `max_epochs`.
-        annealing_epochs: Epochs in which the learning rate goes there.
+        swa_epoch_start: The first epoch of the average, counted from 1; or such a share of `max_epochs`. As a duration
+            `"60 epochs"` is 60 and `"80%"` is 0.8; in another unit, such as `"1M samples"` or `"2 h"`, it is the first
+            epoch that begins once so much of the run is done.
+        annealing_epochs: Epochs in which the learning rate goes there, also as `"10 epochs"`.
         annealing_strategy: How it goes there: `"cos"` or `"linear"`.
         avg_fn: The new average of a tensor, from the average, the tensor and the number averaged before; the mean of
             all if None.
@@ -69,13 +73,14 @@ class StochasticWeightAveraging(Callback):
     def __init__(
         self,
         swa_lrs: float | list[float],
-        swa_epoch_start: int | float = 0.8,
-        annealing_epochs: int = 10,
+        swa_epoch_start: int | float | str | Duration = 0.8,
+        annealing_epochs: int | str | Duration = 10,
         annealing_strategy: str = "cos",
         avg_fn: AvgFn | None = None,
         device: torch.device | str | None = torch.device("cpu"),
     ) -> None:
-        _check_start(swa_epoch_start)
+        swa_epoch_start = _start_of(swa_epoch_start)
+        annealing: int = count_of(annealing_epochs, "StochasticWeightAveraging.annealing_epochs", Unit.EPOCHS)
         for rate in swa_lrs if isinstance(swa_lrs, Sequence) else [swa_lrs]:
             if isinstance(rate, bool) or not isinstance(rate, (int, float)) or rate <= 0:
                 raise ConfigurationError(
@@ -89,12 +94,13 @@ class StochasticWeightAveraging(Callback):
                 f"{nearest(str(annealing_strategy), _ANNEALING)}",
                 code="DT-001",
             )
-        if annealing_epochs < 0:
+        if annealing < 0:
             raise ConfigurationError(
                 f"StochasticWeightAveraging(annealing_epochs={annealing_epochs}): give 0 or more.", code="DT-002"
             )
         self.swa_lrs, self.swa_epoch_start = swa_lrs, swa_epoch_start
-        self.annealing_epochs, self.annealing_strategy = annealing_epochs, annealing_strategy
+        self.rhythm = swa_epoch_start if isinstance(swa_epoch_start, Duration) else None
+        self.annealing_epochs, self.annealing_strategy = annealing, annealing_strategy
         self.avg_fn, self.device = avg_fn, device
         self._begin()
 
@@ -108,6 +114,9 @@ class StochasticWeightAveraging(Callback):
         self._has_average = False  # the model: from that epoch on
         self._restored: dict[str, Any] | None = None
         self._restored_count = 0
+        self._start: RunPoint | None = None
+        self._start_epoch: int | None = None  # once `_start` has come
+        self._elapsed = 0.0  # of what `_start` waits for, in the run before
 
     @property
     def n_averaged(self) -> int:
@@ -116,8 +125,10 @@ class StochasticWeightAveraging(Callback):
 
     @property
     def swa_start(self) -> int:
-        """The first epoch of the average, from 0."""
+        """The first epoch of the average, from 0; one that is never reached while it is not known."""
         start = self.swa_epoch_start
+        if isinstance(start, Duration):
+            return ENDLESS if self._start_epoch is None else self._start_epoch
         return max((int(self._epochs * start) if isinstance(start, float) else start) - 1, 0)
 
     @property
@@ -133,13 +144,21 @@ class StochasticWeightAveraging(Callback):
             "latest_epoch": self._latest_epoch,
             "initial_lrs": self._initial_lrs,
             "has_average": self._has_average,
+            **self._state_of_start(),
         }
+
+    def _state_of_start(self) -> dict[str, Any]:
+        if self.rhythm is None:
+            return {}
+        elapsed = self._elapsed if self._start is None else self._start.elapsed
+        return {"start_epoch": self._start_epoch, "elapsed": elapsed}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self._restored_count = state_dict["n_averaged"]
         self._latest_epoch = state_dict["latest_epoch"]
         self._initial_lrs = list(state_dict["initial_lrs"])
         self._has_average = state_dict["has_average"]
+        self._start_epoch, self._elapsed = state_dict.get("start_epoch"), state_dict.get("elapsed", 0.0)
 
     def on_save_checkpoint(self, trainer: Trainer, task: Task, checkpoint: dict[str, Any]) -> None:
         average = self._average
@@ -191,8 +210,15 @@ class StochasticWeightAveraging(Callback):
         if _batch_norms(task) and self._epochs != ENDLESS:
             trainer.change_options(max_epochs=self._epochs + 1)
 
+    def on_train_start(self, trainer: Trainer, task: Task) -> None:
+        start, name = self.swa_epoch_start, "StochasticWeightAveraging.swa_epoch_start"
+        if isinstance(start, Duration):
+            self._start = RunPoint(trainer, start, name, self._elapsed, by_epoch=True)
+
     def on_train_epoch_start(self, trainer: Trainer, task: Task) -> None:
         average, epoch = self._average, trainer.current_epoch
+        if self._start is not None and self._start_epoch is None and self._start.has_come():
+            self._start_epoch = epoch
         assert average is not None
         average.refresh()
         if self._restored is not None:
@@ -268,11 +294,20 @@ def _batch_norms(task: nn.Module) -> list[_BatchNorm]:
     return [module for module in task.modules() if isinstance(module, _BatchNorm) and module.track_running_stats]
 
 
-def _check_start(start: Any) -> None:
+def _start_of(start: Any) -> int | float | Duration:
+    """`swa_epoch_start`, checked; epochs and shares of the run as numbers."""
+    if isinstance(start, str | Duration):
+        read = interval_of(start, "StochasticWeightAveraging.swa_epoch_start")
+        if isinstance(read, int):
+            return Duration(read, Unit.STEPS)  # a number alone is an epoch
+        if read.unit not in (Unit.EPOCHS, Unit.RUN):
+            return read
+        start = read.amount
     whole = isinstance(start, int) and not isinstance(start, bool) and start >= 1
     if not whole and not (isinstance(start, float) and 0.0 <= start <= 1.0):
         raise ConfigurationError(
             f"StochasticWeightAveraging(swa_epoch_start={start!r}): give a >0 integer or a float between 0 and 1: an "
-            "epoch from 1 on (60), or a share of all epochs (0.8).",
+            "epoch from 1 on (60), a share of all epochs (0.8), or a duration ('1M samples').",
             code="DT-002",
         )
+    return start  # type: ignore[no-any-return]

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import socket
+import sys
 from statistics import median
 from time import perf_counter
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from drivetrain.callbacks.base import Callback
+from drivetrain.callbacks.support.rhythm import StepRhythm
 from drivetrain.runtime.collectives import gather_object
+from drivetrain.runtime.durations import Duration, interval_of
 from drivetrain.runtime.errors import ConfigurationError
 from drivetrain.runtime.logging import get_logger
 
@@ -55,9 +58,10 @@ class StragglerMonitor(Callback):
     makes that rare, since it happens in the steps that are compared only.
 
     Args:
-        every_n_steps: Compare every so many optimizer steps.
+        every_n_steps: Compare every so many optimizer steps, or in another unit: `"1M samples"`, `"10 min"`, `"10%"`.
         threshold: A process is slow from so many times the median of the others on.
-        measured_steps: How many of the steps before that are measured.
+        measured_steps: How many of the steps before that are measured. Where the interval is none of steps, the step at
+            which it is over is not known beforehand: there so many steps from that one on are measured, then compared.
 
     Raises:
         ConfigurationError: If an argument cannot be.
@@ -72,15 +76,21 @@ class StragglerMonitor(Callback):
 
     saves_within_steps = False
 
-    def __init__(self, every_n_steps: int = 100, threshold: float = 1.5, measured_steps: int = 10) -> None:
-        if every_n_steps < 1 or measured_steps < 1 or threshold <= 1:
+    def __init__(
+        self, every_n_steps: int | str | Duration = 100, threshold: float = 1.5, measured_steps: int = 10
+    ) -> None:
+        interval = interval_of(every_n_steps, "StragglerMonitor.every_n_steps")
+        self.rhythm = interval if isinstance(interval, Duration) else None
+        if (isinstance(interval, int) and interval < 1) or measured_steps < 1 or threshold <= 1:
             raise ConfigurationError(
                 f"StragglerMonitor(every_n_steps={every_n_steps}, threshold={threshold}, "
                 f"measured_steps={measured_steps}): give at least one step, and a threshold above 1.",
                 code="DT-002",
             )
-        self.every_n_steps, self.threshold = every_n_steps, threshold
-        self.measured_steps = min(measured_steps, every_n_steps)
+        self.every_n_steps, self.threshold = interval, threshold
+        self.measured_steps = measured_steps if isinstance(interval, Duration) else min(measured_steps, interval)
+        self._steps = 0  # between two comparisons
+        self._rhythm: StepRhythm | None = None  # what decides about them, where no steps are counted
         self.latest: list[OwnTime] = []
         self._named: int | None = None
         self._measures_forward = True
@@ -96,6 +106,8 @@ class StragglerMonitor(Callback):
         self._measures_forward = trainer.strategy.state.holds_whole
         self.latest, self._named = [], None
         self._reset()
+        rhythm = StepRhythm(trainer, self.every_n_steps, "StragglerMonitor.every_n_steps")
+        self._steps, self._rhythm = rhythm.steps, None if rhythm.steps else rhythm
         self._plan(trainer)
 
     def on_train_epoch_start(self, trainer: Trainer, task: Task) -> None:
@@ -117,7 +129,9 @@ class StragglerMonitor(Callback):
 
     def on_train_batch_end(self, trainer: Trainer, task: Task, outputs: Any, batch: Any, batch_idx: int) -> None:
         step = trainer.global_step
-        if step >= self._next and self._measured_from >= 0:
+        if self._rhythm is not None and self._rhythm.is_due(step) and self._measured_from < 0:
+            self._measured_from, self._next, self._ended = step, step + self.measured_steps, perf_counter()
+        elif step >= self._next and self._measured_from >= 0:
             self._compare(trainer, step)
             self._reset()
             self._plan(trainer)
@@ -127,7 +141,10 @@ class StragglerMonitor(Callback):
             self._ended = perf_counter()
 
     def _plan(self, trainer: Trainer) -> None:
-        self._next = (trainer.global_step // self.every_n_steps + 1) * self.every_n_steps
+        if self._rhythm is not None:
+            self._next = sys.maxsize  # until an interval is over
+            return
+        self._next = (trainer.global_step // self._steps + 1) * self._steps
         if self._next - trainer.global_step <= self.measured_steps:
             self._measured_from, self._ended = trainer.global_step, perf_counter()
 

@@ -12,7 +12,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from drivetrain.callbacks.base import Callback
 from drivetrain.callbacks.support.flops import peak_flops
-from drivetrain.callbacks.support.step_log import StepLog
+from drivetrain.callbacks.support.step_log import StepLog, checked_every
+from drivetrain.runtime.durations import Duration
 from drivetrain.runtime.errors import ConfigurationError
 from drivetrain.runtime.nested import find_batch_size
 
@@ -58,6 +59,8 @@ class ThroughputMonitor(Callback):
         available_flops: What a device could do at most in a second; from a table of known GPUs if None.
         window_size: Rates are those over the last so many batches, and at least since the row before.
         separator: What stands between the parts of a name.
+        every: How often, in place of `log_every_n_steps`: a number of steps, or a duration such as `"500 steps"`,
+            `"1M samples"`, `"10 min"` or `"10%"`.
 
     Raises:
         ConfigurationError: If the window is too short, or the Trainer has no logger.
@@ -80,6 +83,7 @@ class ThroughputMonitor(Callback):
         available_flops: float | None = None,
         window_size: int = 100,
         separator: str = "/",
+        every: int | str | Duration | None = None,
     ) -> None:
         if window_size < 2:
             raise ConfigurationError(
@@ -88,6 +92,8 @@ class ThroughputMonitor(Callback):
         self.batch_size_fn, self.length_fn = batch_size_fn, length_fn
         self.available_flops = available_flops
         self.window_size, self.separator = window_size, separator
+        self.every = checked_every(every, "ThroughputMonitor")
+        self.rhythm = self.every if isinstance(self.every, Duration) else None
         self._log: StepLog | None = None
         self._readings: deque[Reading] = deque()
         self._now = Reading()
@@ -96,7 +102,7 @@ class ThroughputMonitor(Callback):
         self._flops_per_batch: float | None = None
 
     def on_train_start(self, trainer: Trainer, task: Task) -> None:
-        self._log = StepLog("ThroughputMonitor", trainer)
+        self._log = StepLog("ThroughputMonitor", trainer, self.every).begin()
         self._readings.clear()
         self._now = Reading()
         self._flops_per_batch = self._counter = None

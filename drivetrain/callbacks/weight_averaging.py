@@ -9,6 +9,8 @@ from torch.optim.swa_utils import get_ema_multi_avg_fn
 
 from drivetrain.callbacks.base import Callback
 from drivetrain.callbacks.support.averaged_tensors import AveragedTensors, AvgFn, MultiAvgFn
+from drivetrain.callbacks.support.rhythm import RunPoint, StepRhythm
+from drivetrain.runtime.durations import Duration, Unit, count_of, interval_of
 from drivetrain.runtime.errors import ConfigurationError
 from drivetrain.runtime.logging import get_logger
 
@@ -176,8 +178,10 @@ class EMAWeightAveraging(WeightAveraging):
         device: Where the average is kept, such as `"cpu"`; beside the model if None.
         use_buffers: Average buffers as well; else the average has the model's.
         decay: What an update keeps of the average, from 0 to 1.
-        update_every_n_steps: Update after every so many optimizer steps.
-        update_starting_at_step: The first step, from 0, that is averaged.
+        update_every_n_steps: Update after every so many optimizer steps, or in another unit: `"1M samples"`, `"1 min"`,
+            `"1%"` of the run. The first step that is averaged begins the first interval.
+        update_starting_at_step: The first step, from 0, that is averaged; or what comes before it, in another unit:
+            `"10%"` of the run.
         update_starting_at_epoch: The first epoch, from 0, at whose end the weights are averaged as well.
 
     Raises:
@@ -197,28 +201,90 @@ class EMAWeightAveraging(WeightAveraging):
         device: torch.device | str | int | None = None,
         use_buffers: bool = True,
         decay: float = 0.999,
-        update_every_n_steps: int = 1,
-        update_starting_at_step: int | None = None,
-        update_starting_at_epoch: int | None = None,
+        update_every_n_steps: int | str | Duration = 1,
+        update_starting_at_step: int | str | Duration | None = None,
+        update_starting_at_epoch: int | str | Duration | None = None,
     ) -> None:
         if not 0.0 <= decay <= 1.0:
             raise ConfigurationError(
                 f"EMAWeightAveraging(decay={decay}): give a number from 0 to 1, such as 0.999.", code="DT-002"
             )
-        if update_every_n_steps < 1:
+        every, start, name = update_every_n_steps, update_starting_at_step, type(self).__name__
+        every = interval_of(every, f"{name}.update_every_n_steps")
+        if start is not None:
+            start = interval_of(start, f"{name}.update_starting_at_step")
+        if isinstance(every, int) and every < 1:
             raise ConfigurationError(
                 f"EMAWeightAveraging(update_every_n_steps={update_every_n_steps}): give a whole number from 1 on.",
                 code="DT-002",
             )
         super().__init__(device, use_buffers, multi_avg_fn=get_ema_multi_avg_fn(decay))  # type: ignore[no-untyped-call]
         self.decay = decay
-        self.update_every_n_steps = update_every_n_steps
-        self.update_starting_at_step = update_starting_at_step
-        self.update_starting_at_epoch = update_starting_at_epoch
+        self.update_every_n_steps = every
+        self.update_starting_at_step = start
+        self.update_starting_at_epoch = count_of(
+            update_starting_at_epoch,
+            f"{name}.update_starting_at_epoch",
+            Unit.EPOCHS,
+            " update_starting_at_step takes the other units.",
+        )
+        self.rhythm = tuple(each for each in (every, start) if isinstance(each, Duration)) or None
+        self._forget()
+
+    def _forget(self) -> None:
+        self._rhythm: StepRhythm | None = None
+        self._start: RunPoint | None = None
+        self._elapsed = 0.0  # of what `_start` waits for, in the run before
+        self._asked, self._answer = -1, False
+        self._follows_interval = True  # whether the next step begins an interval
+        self._has_started = False
+
+    def state_dict(self) -> dict[str, Any]:
+        if self.rhythm is None:
+            return super().state_dict()
+        elapsed = self._elapsed if self._start is None else self._start.elapsed
+        own = {"follows_interval": self._follows_interval, "elapsed": elapsed, "asked": self._asked}
+        return {**super().state_dict(), **own}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        super().load_state_dict(state_dict)
+        self._follows_interval = state_dict.get("follows_interval", True)
+        self._elapsed, self._asked = state_dict.get("elapsed", 0.0), state_dict.get("asked", -1)
+        self._answer = False
+
+    def setup(self, trainer: Trainer, task: Task, stage: str) -> None:
+        super().setup(trainer, task, stage)
+        if stage == "fit":
+            self._forget()
+
+    def on_train_start(self, trainer: Trainer, task: Task) -> None:
+        name, start = type(self).__name__, self.update_starting_at_step
+        if isinstance(self.update_every_n_steps, Duration):
+            self._rhythm = StepRhythm(trainer, self.update_every_n_steps, f"{name}.update_every_n_steps")
+        if isinstance(start, Duration):
+            self._start = RunPoint(trainer, start, f"{name}.update_starting_at_step", self._elapsed)
+            self._has_started = self._start.has_come()
 
     def should_update(self, step_idx: int | None = None, epoch_idx: int | None = None) -> bool:
+        if step_idx is not None and self.rhythm is not None:
+            if step_idx != self._asked:
+                self._asked, self._answer = step_idx, self._decide(step_idx)
+            return self._answer
         if step_idx is not None:
             first = self.update_starting_at_step or 0
-            return step_idx >= first and step_idx % self.update_every_n_steps == 0
+            return step_idx >= first and step_idx % self.update_every_n_steps == 0  # type: ignore[operator]
         first_epoch = self.update_starting_at_epoch
         return first_epoch is not None and epoch_idx is not None and epoch_idx >= first_epoch
+
+    def _decide(self, step_idx: int) -> bool:
+        """Whether a step is averaged where something is not counted in steps; asked once for each."""
+        every, first = self.update_every_n_steps, self.update_starting_at_step
+        if isinstance(every, int):
+            is_due = step_idx % every == 0
+        else:
+            is_due = self._follows_interval
+            self._follows_interval = self._rhythm is not None and self._rhythm.is_due(step_idx + 1)
+        if not isinstance(first, Duration):
+            return is_due and step_idx >= (first or 0)
+        has_started, self._has_started = self._has_started, self._start is not None and self._start.has_come()
+        return is_due and has_started

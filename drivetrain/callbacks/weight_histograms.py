@@ -8,7 +8,9 @@ import torch
 from torch import Tensor
 
 from drivetrain.callbacks.base import Callback
+from drivetrain.callbacks.support.rhythm import StepRhythm
 from drivetrain.runtime.collectives import gather_object
+from drivetrain.runtime.durations import Duration, interval_of
 from drivetrain.runtime.errors import ConfigurationError
 from drivetrain.strategies.gradients import local_part
 
@@ -29,7 +31,7 @@ class WeightHistograms(Callback):
     refused.
 
     Args:
-        every_n_steps: Every so many optimizer steps.
+        every_n_steps: Every so many optimizer steps, or in another unit: `"1M samples"`, `"10 min"`, `"10%"`.
         weights: Whether weights are shown.
         gradients: Whether gradients are shown.
         max_values: Of a larger tensor so many values, evenly spaced, are taken.
@@ -48,15 +50,22 @@ class WeightHistograms(Callback):
     saves_within_steps = False
 
     def __init__(
-        self, every_n_steps: int = 100, weights: bool = True, gradients: bool = True, max_values: int = 10_000
+        self,
+        every_n_steps: int | str | Duration = 100,
+        weights: bool = True,
+        gradients: bool = True,
+        max_values: int = 10_000,
     ) -> None:
-        if every_n_steps < 1 or max_values < 1 or not (weights or gradients):
+        interval = interval_of(every_n_steps, "WeightHistograms.every_n_steps")
+        self.rhythm = interval if isinstance(interval, Duration) else None
+        if (isinstance(interval, int) and interval < 1) or max_values < 1 or not (weights or gradients):
             raise ConfigurationError(
                 f"WeightHistograms(every_n_steps={every_n_steps}, weights={weights}, gradients={gradients}, "
                 f"max_values={max_values}): give at least one step and one value, and leave one of the two kinds on.",
                 code="DT-002",
             )
-        self.every_n_steps, self.max_values = every_n_steps, max_values
+        self.every_n_steps, self.max_values = interval, max_values
+        self._rhythm: StepRhythm | None = None
         self.weights, self.gradients = weights, gradients
 
     def on_train_start(self, trainer: Trainer, task: Task) -> None:
@@ -67,11 +76,12 @@ class WeightHistograms(Callback):
                 code="DT-094",
             )
         assert trainer.model is not None
+        self._rhythm = StepRhythm(trainer, self.every_n_steps, "WeightHistograms.every_n_steps")
         trainer.strategy.state.parameters_in_place(trainer.model)  # raises where they are copies
 
     def on_before_optimizer_step(self, trainer: Trainer, task: Task, optimizer: Optimizer) -> None:
         step = trainer.global_step + 1
-        if step % self.every_n_steps:
+        if self._rhythm is None or not self._rhythm.is_due(step):
             return
         assert trainer.model is not None
         own = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}

@@ -40,3 +40,26 @@ def all_arrive(name: str, patience: timedelta) -> bool:
         return bool(store.compare_set(verdict, "", mine) == b"here")
     except (DistStoreError, DistNetworkError, RuntimeError):
         return False  # the process that holds the store is gone
+
+
+def exchange_if_all_arrive(name: str, own: str, patience: timedelta) -> list[str] | None:
+    """A text of every process, in the order of their ranks; None where not all arrive, as for `all_arrive`.
+
+    Args:
+        name: The place; each may be asked about once.
+        own: This process's text.
+        patience: How long to wait for the others.
+    """
+    state = PartialState()
+    if not state.use_distributed:
+        return [own]
+    store = state.store
+    if store is None:
+        return None
+    try:
+        store.set(f"assembly/{name}/text/{state.process_index}", own)
+        if not all_arrive(name, patience):
+            return None
+        return [store.get(f"assembly/{name}/text/{rank}").decode() for rank in range(state.num_processes)]
+    except (DistStoreError, DistNetworkError, RuntimeError):
+        return None

@@ -192,3 +192,48 @@ def clock_time(value: Any, name: str, otherwise: str = "") -> timedelta | None:
             code="DT-007",
         )
     return duration.timedelta
+
+
+def interval_of(value: Any, name: str) -> int | Duration:
+    """Read how often something happens: every so many steps, or a duration; one of steps as their number.
+
+    Args:
+        value: A number, which is returned as it is, or what `Duration.of` takes.
+        name: The argument's name, for errors.
+
+    Raises:
+        ConfigurationError: It is neither, or a duration of nothing.
+    """
+    if isinstance(value, int):
+        return value
+    duration = Duration.of(value, name)
+    if duration is None or not duration.amount:
+        raise ConfigurationError(
+            f"{name}={value!r}: give a number of steps from 1 on, or a duration such as '500 steps', '1M samples', "
+            "'10 min' or '10%'.",
+            code="DT-002",
+        )
+    return int(duration.amount) if duration.unit is Unit.STEPS else duration
+
+
+def count_of(value: Any, name: str, unit: Unit, otherwise: str = "") -> Any:
+    """Read a number of one unit, which may be written as a duration.
+
+    Args:
+        value: What was given; what is neither a text nor a `Duration` is returned as it is.
+        name: The argument's name, for errors.
+        unit: The unit.
+        otherwise: What takes durations of other units, for errors.
+
+    Raises:
+        ConfigurationError: It is no duration, or one in another unit.
+    """
+    if not isinstance(value, str | Duration):
+        return value
+    duration = Duration.of(value, name)
+    assert duration is not None
+    if duration.unit is not unit:
+        raise ConfigurationError(
+            f"{name}={value!r} is no number of {unit}: give one, such as 2 or '2 {unit}'.{otherwise}", code="DT-007"
+        )
+    return int(duration.amount)

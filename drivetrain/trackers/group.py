@@ -17,6 +17,7 @@ from drivetrain.trackers.secrets import Secrets
 
 ALIASES = {"comet_ml": "comet"}
 """Accelerate's names of trackers that have another one here."""
+_RECORDED = "recorded"  # the entry of a checkpoint that has the state of `recorder`
 
 
 class TrackerGroup:
@@ -31,10 +32,12 @@ class TrackerGroup:
 
     Attributes:
         trackers: The trackers, as they were given.
+        recorder: What keeps the run's values for its report, where none of the trackers does; it is none of them.
     """
 
     def __init__(self, trackers: list[Tracker], is_main: bool) -> None:
         self.trackers = trackers
+        self.recorder: Tracker | None = None
         self._is_main = is_main
         self._targets: dict[int, tuple[Tracker, Tracker, Losses]] = {}
         self._clean: Secrets | None = None
@@ -42,7 +45,25 @@ class TrackerGroup:
     @property
     def writes_here(self) -> bool:
         """Whether any tracker is called on this process."""
-        return any(self._is_called(tracker) for tracker in self.trackers)
+        return any(self._is_called(tracker) for tracker in self._writers)
+
+    @property
+    def keeps_values(self) -> bool:
+        """Whether values are written by any process."""
+        return bool(self.trackers) or self.recorder is not None
+
+    @property
+    def _writers(self) -> list[Tracker]:
+        """The trackers, and what keeps values for the report."""
+        return self.trackers if self.recorder is None else [*self.trackers, self.recorder]
+
+    def record_with(self, recorder: Tracker | None) -> None:
+        """Let another tracker, which is none of those that were given, keep the values for the run's report.
+
+        Args:
+            recorder: The tracker; None for none.
+        """
+        self.recorder = recorder
 
     @property
     def secrets(self) -> Secrets:
@@ -73,7 +94,7 @@ class TrackerGroup:
 
     def log_graph(self, model: Any) -> None:
         """Write the structure of a model, to trackers that show it."""
-        self._each(lambda target: target.log_graph(model))
+        self._each_given(lambda target: target.log_graph(model))
 
     # during
 
@@ -94,24 +115,24 @@ class TrackerGroup:
             return
         kept = as_numbers(values, self.secrets)
         by_name = {ALIASES.get(name, name): given for name, given in (options or {}).items()}
-        for tracker in self.trackers:
+        for tracker in self._writers:
             given = by_name.get(tracker.name, {})
             self._call(tracker, partial(_log, values=kept, step=step, options=given), len(kept))
 
     def log_images(self, values: Mapping[str, Any], step: int | None = None) -> None:
         """Write images, to trackers that show them; see `Tracker.log_images`."""
-        self._each(lambda target: target.log_images(values, step), len(values))
+        self._each_given(lambda target: target.log_images(values, step), len(values))
 
     def log_histogram(self, values: Mapping[str, Any], step: int | None = None) -> None:
         """Write distributions, to trackers that show them; see `Tracker.log_histogram`."""
-        self._each(lambda target: target.log_histogram(values, step), len(values))
+        self._each_given(lambda target: target.log_histogram(values, step), len(values))
 
     def log_table(self, name: str, columns: Sequence[str] | None, data: Any, step: int | None = None) -> None:
         """Write a table, to trackers that show it; see `Tracker.log_table`."""
         if self.writes_here:
             titles, rows = as_rows(columns, data)
             kept = self.secrets.hide(rows)
-            self._each(lambda target: target.log_table(name, titles, kept, step=step), 1)
+            self._each_given(lambda target: target.log_table(name, titles, kept, step=step), 1)
 
     def save(self) -> None:
         """Bring everything logged so far to its place."""
@@ -157,6 +178,10 @@ class TrackerGroup:
         for tracker in self.trackers:
             states.append({})
             self._call(tracker, lambda target: states[-1].update(target.state_dict()), 0)
+        if self.recorder is not None:
+            recorded: dict[str, Any] = {}
+            self._call(self.recorder, lambda target: recorded.update(target.state_dict()), 0)
+            states.append({_RECORDED: recorded})
         return states
 
     def load_state(self, states: Sequence[Mapping[str, Any]]) -> None:
@@ -169,8 +194,12 @@ class TrackerGroup:
             CheckpointError: No run writes such a state.
         """
         if self._is_main:
-            for tracker, state in zip(self.trackers, states, strict=False):
+            given = [state for state in states if _RECORDED not in state]
+            for tracker, state in zip(self.trackers, given, strict=False):
                 self._call(tracker, partial(_load, state=state))
+            recorded = next((state[_RECORDED] for state in states if _RECORDED in state), None)
+            if self.recorder is not None and isinstance(recorded, Mapping):
+                self._call(self.recorder, partial(_load, state=recorded))
 
     # one tracker
 
@@ -194,6 +223,10 @@ class TrackerGroup:
         return self._is_main or not tracker.main_process_only
 
     def _each(self, call: Callable[[Tracker], Any], values: int = 0) -> None:
+        for tracker in self._writers:
+            self._call(tracker, call, values)
+
+    def _each_given(self, call: Callable[[Tracker], Any], values: int = 0) -> None:
         for tracker in self.trackers:
             self._call(tracker, call, values)
 

@@ -27,7 +27,6 @@ from drivetrain.strategies.base import Given, RunOptions
 from drivetrain.strategies.capabilities import RepeatableStep, StepInBackward
 from drivetrain.strategies.precision import Precision, overrides
 from drivetrain.trackers import Tracker, TrackerGroup, resolve_trackers
-from drivetrain.trackers.directory import DirectoryTracker
 from drivetrain.trainer.options import TrainerOptions
 from drivetrain.trainer.task_checks import described
 
@@ -456,17 +455,10 @@ def make_callbacks(
 
 
 def _wants_report(asked: bool | None, quiet: bool, callbacks: list[Callback], trackers: Sequence[Tracker]) -> bool:
-    """Whether runs get a report: unless it was refused, where there is a folder for it."""
+    """Whether runs get a report: unless it was refused, where anything else is kept of them."""
     if asked is False or quiet or any(isinstance(callback, RunReport) for callback in callbacks):
         return False
-    has_folder = any(isinstance(tracker, DirectoryTracker) for tracker in trackers)
-    if asked and not has_folder:
-        raise ConfigurationError(
-            "enable_run_report=True, but no tracker writes files, so the report has no folder. Give one, such as "
-            "Trainer(logger='csv').",
-            code="DT-094",
-        )
-    return has_folder
+    return bool(asked or trackers) or any(callback.saves_checkpoints for callback in callbacks)
 
 
 def with_task_callbacks(callbacks: list[Callback], added: Any) -> list[Callback]:

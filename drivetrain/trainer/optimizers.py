@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from functools import partial
 from typing import Any
 
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import OneCycleLR, ReduceLROnPlateau
 
+from drivetrain.callbacks.support.rhythm import StepRhythm
+from drivetrain.runtime.durations import Duration, Unit, interval_of
 from drivetrain.runtime.errors import ArgumentTypeError, ConfigurationError, nearest
 
 _ALLOWED = (
@@ -27,20 +29,23 @@ class SchedulerConfig:
     Attributes:
         scheduler: The learning-rate scheduler.
         interval: `"epoch"` or `"step"`.
-        frequency: Every how many epochs or steps.
+        frequency: Every how many epochs or steps; or `"500 steps"`, `"2 epochs"`, `"1M samples"`, `"50M tokens"`,
+            `"10%"`, whatever `interval` is.
         monitor: The logged value that a `ReduceLROnPlateau` watches.
         strict: Whether a missing monitored value is an error; else a warning.
         name: Its name for `LearningRateMonitor`.
         reduce_on_plateau: Whether it takes a value.
+        rhythm: What decides when it steps, within `fit`, where that is counted in neither steps nor epochs.
     """
 
     scheduler: Any
     interval: str = "epoch"
-    frequency: int = 1
+    frequency: int | str | Duration = 1
     monitor: str | None = None
     strict: bool = True
     name: str | None = None
     reduce_on_plateau: bool = False
+    rhythm: StepRhythm | None = field(default=None, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         if self.interval not in ("epoch", "step"):
@@ -49,7 +54,9 @@ class SchedulerConfig:
                 f"{nearest(str(self.interval), ('epoch', 'step'))}",
                 code="DT-087",
             )
-        if not isinstance(self.frequency, int) or self.frequency < 1:
+        if isinstance(self.frequency, str | Duration):
+            self._read_frequency(self.frequency)
+        elif not isinstance(self.frequency, int) or self.frequency < 1:
             raise ConfigurationError(
                 f"A scheduler's frequency must be a whole number of at least 1, got {self.frequency!r}.", code="DT-087"
             )
@@ -61,6 +68,20 @@ class SchedulerConfig:
                 RuntimeWarning,
                 stacklevel=2,
             )
+
+    def _read_frequency(self, given: str | Duration) -> None:
+        """Take a duration as what is counted and how many of it."""
+        frequency = interval_of(given, "frequency")
+        if isinstance(frequency, Duration) and frequency.unit is Unit.SECONDS:
+            raise ConfigurationError(
+                f"A scheduler's frequency cannot be a time, as {given!r} is: learning rates would differ from run to "
+                "run. Give steps, epochs, samples, tokens or a part of the run.",
+                code="DT-087",
+            )
+        self.interval = "step"
+        self.frequency = frequency
+        if isinstance(frequency, Duration) and frequency.unit is Unit.EPOCHS:
+            self.interval, self.frequency = "epoch", int(frequency.amount)
 
 
 _OF_AUTOMATIC_STEPS = ("monitor", "strict", "reduce_on_plateau")
@@ -200,7 +221,7 @@ def _scheduler_config(
         return item
     if not isinstance(item, Mapping):
         return SchedulerConfig(item, monitor=monitor)
-    allowed = [field.name for field in fields(SchedulerConfig)]
+    allowed = [each.name for each in fields(SchedulerConfig) if each.init]
     unknown = {key for key in item if key not in allowed}
     if unknown and strict:
         key = sorted(map(str, unknown))[0]

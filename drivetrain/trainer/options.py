@@ -10,7 +10,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any, Generic, TypeVar, overload
 
-from drivetrain.runtime.durations import Duration, Unit, clock_time
+from drivetrain.runtime.durations import Duration, Unit, clock_time, count_of, interval_of
 from drivetrain.runtime.errors import ArgumentTypeError, ConfigurationError, nearest
 from drivetrain.runtime.keywords import refuse_unknown
 
@@ -42,7 +42,7 @@ class TrainerOptions:
     val_check_interval: int | float | timedelta | Duration | None = None
     check_val_every_n_epoch: int | None = 1
     num_sanity_val_steps: int = 2
-    log_every_n_steps: int = 50
+    log_every_n_steps: int | Duration = 50
     accumulate_grad_batches: int = 1
     gradient_clip_val: int | float | None = None
     gradient_clip_algorithm: str | None = None
@@ -62,7 +62,8 @@ class TrainerOptions:
         for name in _LIMITS:
             _check_limit(name, getattr(self, name))
         for name, least in _COUNTS.items():
-            _check_count(name, getattr(self, name), least)
+            if not isinstance(getattr(self, name), Duration):
+                _check_count(name, getattr(self, name), least)
         check_clipping(self.gradient_clip_val, self.gradient_clip_algorithm)
         check_validation_interval(self.val_check_interval)
         if self.optimizer_in_backward:
@@ -202,7 +203,7 @@ class OptionAttributes:
     val_check_interval = Option["int | float | timedelta | Duration | None"]()
     check_val_every_n_epoch = Option["int | None"]()
     num_sanity_val_steps = Option[int]()
-    log_every_n_steps = Option[int]()
+    log_every_n_steps = Option["int | Duration"]()
     accumulate_grad_batches = Option[int]()
     gradient_clip_val = Option["int | float | None"]()
     gradient_clip_algorithm = Option["str | None"]()
@@ -305,6 +306,12 @@ def by_unit(given: Mapping[str, Any]) -> dict[str, Any]:
     chosen = dict(given)
     if "max_time" in chosen:
         chosen["max_time"] = clock_time(chosen["max_time"], "max_time", " max_duration takes the other units.")
+    for name in ("check_val_every_n_epoch", "reload_dataloaders_every_n_epochs"):
+        if name in chosen:
+            other = " val_check_interval takes the other units." if name.startswith("check") else ""
+            chosen[name] = count_of(chosen[name], name, Unit.EPOCHS, other)
+    if isinstance(chosen.get("log_every_n_steps"), str | dict | timedelta | Duration):
+        chosen["log_every_n_steps"] = interval_of(chosen["log_every_n_steps"], "log_every_n_steps")
     limit = Duration.of(chosen.get("max_duration"), "max_duration")
     if limit is not None:
         if limit.unit is Unit.RUN:
@@ -313,15 +320,15 @@ def by_unit(given: Mapping[str, Any]) -> dict[str, Any]:
                 "'500 steps', '2 epochs', '1M samples', '50M tokens' or '10 min'.",
                 code="DT-002",
             )
-        name = _LIMIT_OF.get(limit.unit)
-        if name is not None and chosen.get(name) not in (None, -1):
+        counted = _LIMIT_OF.get(limit.unit)
+        if counted is not None and chosen.get(counted) not in (None, -1):
             raise ConfigurationError(
-                f"max_duration={given['max_duration']!r} and {name}={chosen[name]!r} limit the same; give one.",
+                f"max_duration={given['max_duration']!r} and {counted}={chosen[counted]!r} limit the same; give one.",
                 code="DT-004",
             )
-        chosen["max_duration"] = limit if name is None else None
-        if name is not None:
-            chosen[name] = limit.timedelta if limit.unit is Unit.SECONDS else limit.amount
+        chosen["max_duration"] = limit if counted is None else None
+        if counted is not None:
+            chosen[counted] = limit.timedelta if limit.unit is Unit.SECONDS else limit.amount
     interval = chosen.get("val_check_interval")
     if isinstance(interval, str | dict | Duration):
         _read_interval(chosen, Duration.of(interval, "val_check_interval"), interval)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import warnings
 from typing import TYPE_CHECKING, Any
 
+from drivetrain.callbacks.support.rhythm import StepRhythm
+from drivetrain.runtime.durations import Duration
 from drivetrain.runtime.errors import ConfigurationError, nearest
 from drivetrain.trainer.optimizers import SchedulerConfig
 from drivetrain.trainer.state.progress import Phase
@@ -13,11 +15,24 @@ if TYPE_CHECKING:
     from drivetrain.trainer.trainer import Trainer
 
 
+def begin_schedules(trainer: Trainer) -> None:
+    """Count from here on what schedulers follow that follow neither steps nor epochs; called when training starts.
+
+    Args:
+        trainer: The trainer.
+    """
+    for config in trainer.lr_scheduler_configs:
+        is_counted = isinstance(config.frequency, Duration)
+        config.rhythm = StepRhythm(trainer, config.frequency, "frequency of a scheduler") if is_counted else None  # type: ignore[arg-type]
+
+
 def step_step_schedulers(trainer: Trainer) -> None:
     """Step the schedulers that follow optimizer steps; called only after a step that was not skipped."""
     step = trainer.global_step
     for config in trainer.lr_scheduler_configs:
-        if config.interval == "step" and step % config.frequency == 0:
+        if config.interval != "step":
+            continue
+        if step % config.frequency == 0 if config.rhythm is None else config.rhythm.is_due(step):  # type: ignore[operator]
             _step(trainer, config)
 
 
@@ -32,7 +47,7 @@ def step_epoch_schedulers(trainer: Trainer, plateau: bool) -> None:
         return  # who optimizes by hand steps schedulers by hand
     epoch = trainer.current_epoch + 1
     for config in trainer.lr_scheduler_configs:
-        if config.interval == "epoch" and config.reduce_on_plateau is plateau and epoch % config.frequency == 0:
+        if config.interval == "epoch" and config.reduce_on_plateau is plateau and epoch % config.frequency == 0:  # type: ignore[operator]
             _step(trainer, config)
 
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from drivetrain.callbacks import Callback
 from drivetrain.callbacks.stage import Stage
+from drivetrain.runtime.durations import Duration
 from drivetrain.runtime.errors import ConfigurationError
 from drivetrain.runtime.logging import get_logger
 from drivetrain.trainer.data_module import DataModule
@@ -204,6 +205,8 @@ def warn_of_rare_logging(trainer: Trainer, steps: float) -> None:
         steps: Optimizer steps that the run takes; infinite where this is not known.
     """
     every = trainer.log_every_n_steps
+    if isinstance(every, Duration):
+        return
     if trainer.loggers and 0 < steps < every and not trainer.global_step:
         logger.warning(
             f"The run takes {steps:.0f} optimizer steps, fewer than log_every_n_steps={every}, so trackers get no "

@@ -95,11 +95,13 @@ class Trainer(KnownKeywords, OptionAttributes, TrainerStatus):
             `"1000 steps"`, `"2 epochs"`, `"1M samples"`, `"10 min"`, `"10%"` of the run.
         check_val_every_n_epoch: Validate every so many epochs; None counts `val_check_interval` across epochs.
         num_sanity_val_steps: Validation batches to try before training; -1 for all.
-        log_every_n_steps: Trackers get step values every so many steps.
+        log_every_n_steps: Trackers get step values every so many steps, or in another unit: `"1M samples"`, `"30 s"`,
+            `"1%"` of the run.
         enable_checkpointing: Whether a `ModelCheckpoint` is added where none is given.
         enable_progress_bar: Whether a progress bar is added where none is given.
         enable_model_summary: Whether a summary of the model is printed.
-        enable_run_report: Whether a `RunReport` is added where none is given and a tracker writes files.
+        enable_run_report: Whether a `RunReport` is added where none is given. By default where there is a tracker, or
+            checkpoints are saved; True adds it to a run that keeps nothing else.
         accumulate_grad_batches: Micro-batches per optimizer step; if None those of the given `Accelerator`, else the
             launcher's, else 1.
         gradient_clip_val: Bound of the gradients; 0 and None clip nothing.
@@ -166,9 +168,9 @@ class Trainer(KnownKeywords, OptionAttributes, TrainerStatus):
         limit_predict_batches: int | float | None = None,
         overfit_batches: int | float = 0.0,
         val_check_interval: int | float | str | timedelta | dict[str, int] | Duration | None = None,
-        check_val_every_n_epoch: int | None = 1,
+        check_val_every_n_epoch: int | str | Duration | None = 1,
         num_sanity_val_steps: int | None = None,
-        log_every_n_steps: int | None = None,
+        log_every_n_steps: int | str | timedelta | dict[str, int] | Duration | None = None,
         enable_checkpointing: bool | None = None,
         enable_progress_bar: bool | None = None,
         enable_model_summary: bool | None = None,
@@ -185,7 +187,7 @@ class Trainer(KnownKeywords, OptionAttributes, TrainerStatus):
         detect_anomaly: bool = False,
         barebones: bool = False,
         sync_batchnorm: bool = False,
-        reload_dataloaders_every_n_epochs: int = 0,
+        reload_dataloaders_every_n_epochs: int | str | Duration = 0,
         auto_micro_batch: bool = False,
         optimizer_in_backward: bool = False,
         fused_optimizer: bool = True,

@@ -4,9 +4,9 @@ import itertools
 
 import pytest
 
-from drivetrain.callbacks.checkpoint import step_timer
-from drivetrain.callbacks.checkpoint.step_timer import StepTimer
+from drivetrain.callbacks.support import step_timer
 from drivetrain.callbacks.support.agreement import decide_on_main_process
+from drivetrain.callbacks.support.step_timer import StepTimer
 from drivetrain.runtime.errors import ConfigurationError, DrivetrainError
 from drivetrain.runtime.state import PartialState
 from tests.pool import run_in_processes

@@ -32,6 +32,7 @@ from tests.callbacks.tasks import Scripted, numbers
 from tests.launch.launching import clean_environment
 from tests.pool import ROOT, run_in_processes
 from tests.trackers.test_report_page import charts_in, shown
+from tests.trainer.tasks import Kept
 
 QUIET: dict[str, Any] = {"enable_progress_bar": False, "enable_model_summary": False}
 
@@ -126,7 +127,15 @@ def test_a_failed_run_shows_why(tmp_path: Path) -> None:
     assert "in training_step" in page  # the traceback
 
 
-@pytest.mark.parametrize("options", [{"fast_dev_run": True}, {"barebones": True}, {"logger": False}])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"fast_dev_run": True},
+        {"barebones": True},
+        {"logger": False, "enable_checkpointing": False},
+        {"logger": False, "enable_run_report": False},
+    ],
+)
 def test_a_run_without_a_folder_has_none(tmp_path: Path, options: dict[str, Any]) -> None:
     if "barebones" in options:
         options = {**options, "log_every_n_steps": None, **dict.fromkeys(QUIET), "num_sanity_val_steps": None}
@@ -135,9 +144,43 @@ def test_a_run_without_a_folder_has_none(tmp_path: Path, options: dict[str, Any]
     assert not any(isinstance(each, RunReport) for each in trainer_in(tmp_path, enable_run_report=False).callbacks)
 
 
-def test_one_that_cannot_be_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigurationError, match="no tracker writes files"):
-        trainer_in(tmp_path, logger=False, enable_run_report=True)
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"logger": Kept()},
+        {"logger": False},
+        {"logger": False, "enable_checkpointing": False, "enable_run_report": True},
+        {"logger": False, "enable_checkpointing": False, "callbacks": [RunReport()]},
+    ],
+    ids=["tracker without files", "checkpoints", "asked for", "callback"],
+)
+def test_a_run_whose_trackers_leave_no_files_has_one_of_its_own(tmp_path: Path, options: dict[str, Any]) -> None:
+    trainer = trainer_in(tmp_path, **options)
+    given = list(trainer.loggers)
+    trainer.fit(Scripted([2.0, 1.0]), numbers(8, 4), numbers(8, 4))
+    assert read_record(folder_of(tmp_path))["state"] == "finished"
+    page = (folder_of(tmp_path) / "report.html").read_bytes()
+    assert any("val_loss" in str(chart) for chart in charts_in(page))
+    assert trainer.loggers == given
+
+
+def test_a_trial_run_with_a_report_of_its_own_leaves_no_files(tmp_path: Path) -> None:
+    trainer = trainer_in(tmp_path, logger=False, fast_dev_run=True, callbacks=[RunReport()])
+    trainer.fit(Scripted([1.0]), numbers(8, 4), numbers(8, 4))
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_resumed_run_without_trackers_continues_its_page(tmp_path: Path) -> None:
+    first = trainer_in(tmp_path, logger=False, max_epochs=1)
+    first.fit(Scripted([1.0]), numbers(8, 4), numbers(8, 4))
+    saved = next((tmp_path / "checkpoints").iterdir())
+    again = trainer_in(tmp_path, logger=False)
+    again.fit(Scripted([1.0, 1.0]), numbers(8, 4), numbers(8, 4), resume=saved)
+    assert read_record(folder_of(tmp_path))["progress"] == {"step": 4, "epoch": 2}
+    assert not folder_of(tmp_path).with_name("version_1").exists()
+
+
+def test_one_that_cannot_be_is_refused() -> None:
     with pytest.raises(ConfigurationError, match="above 0"):
         RunReport(seconds=0)
 

@@ -1,7 +1,10 @@
 from __future__ import annotations
 
 import csv
+import json
 import logging
+import os
+import time
 from pathlib import Path
 from typing import Any
 
@@ -9,9 +12,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from drivetrain import PartialState
 from drivetrain.callbacks import Callback
 from drivetrain.trackers import CSVLogger
 from tests.callbacks.tasks import Scripted, fit
+from tests.pool import ProcessesFailed, run_in_processes
 from tests.trainer.tasks import Weight, ones, quiet, rows
 
 INJECTED = [
@@ -119,6 +124,83 @@ def test_wherever_a_run_breaks_nothing_logged_is_lost_and_all_are_torn_down(hook
     assert task.kept.items() <= found.items()
     assert breaks.torn_down == 1
     assert [ends.ended[-1] for ends in (first, last)] == ["teardown of fit"] * 2
+
+
+class LogsBoth(Logs):
+    """Logs a value of each process, and one that is the mean over processes."""
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        own = 10.0 * (1 + self.trainer.global_rank) + self.trainer.global_step
+        self.log("own", own)
+        self.log("both", own, sync_dist=True)
+        return Scripted.training_step(self, batch, batch_idx)
+
+
+def broken_on(hook: str, ranks: list[int], root: Path) -> tuple[str, int, float, list[str]]:
+    """Break a run on some of two processes; what it raised, at which step, in which time, and the warnings."""
+    messages: list[str] = []
+
+    class Keep(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            messages.append(record.getMessage())
+
+    is_broken = PartialState().process_index in ranks
+    call = 2 if "batch" in hook or "before" in hook or "after" in hook else 1
+    callbacks: list[Callback] = [Breaks(hook if is_broken else "none", call), Ends()]
+    logger, handler = CSVLogger(root, name=None, version="run"), Keep()
+    logging.getLogger("drivetrain").addHandler(handler)
+    task, raised, began = LogsBoth(), "", time.monotonic()
+    try:
+        fit(task, root, 2, callbacks, logger=logger, log_every_n_steps=1)
+    except Exception as error:
+        raised = type(error).__name__
+    finally:
+        logging.getLogger("drivetrain").removeHandler(handler)
+    return raised, task.trainer.global_step, time.monotonic() - began, [each for each in messages if "alone" in each]
+
+
+def rows_of(root: Path) -> dict[tuple[str, int], float]:
+    with (root / "run" / "metrics.csv").open() as file:
+        return {
+            (name, int(row["step"])): float(value)
+            for row in csv.DictReader(file)
+            for name, value in row.items()
+            if value and name in ("own", "both")
+        }
+
+
+@pytest.mark.parametrize("hook", [each for each in INJECTED if "train" in each or "before" in each or "after" in each])
+def test_nothing_logged_is_lost_where_two_processes_break(hook: str, tmp_path: Path) -> None:
+    ends = run_in_processes(broken_on, args=(hook, [0, 1], tmp_path), timeout=60)
+    assert [raised for raised, *_ in ends] == ["ZeroDivisionError"] * 2
+    step = ends[0][1]
+    found = rows_of(tmp_path) if step else {}
+    for taken in range(1, step + 1):
+        assert found["own", taken] == 9.0 + taken
+        assert found["both", taken] == 14.0 + taken
+    assert [warnings for *_, warnings in ends] == [[], []]
+
+
+def broken_alone(root: Path) -> None:
+    """Break a run on rank 0 and leave at once; what there was to see goes into a file."""
+    seen = broken_on("on_train_batch_end", [0], root)
+    if PartialState().process_index == 0:
+        (root / "seen.json").write_text(json.dumps(seen))
+        os._exit(3)
+
+
+def test_what_one_process_has_is_written_where_it_breaks_alone(tmp_path: Path) -> None:
+    with pytest.raises(ProcessesFailed):
+        run_in_processes(broken_alone, args=(tmp_path,), timeout=60)
+    raised, step, seconds, warned = json.loads((tmp_path / "seen.json").read_text())
+    assert (raised, step) == ("ZeroDivisionError", 2)
+    assert seconds < 30
+    found = rows_of(tmp_path)
+    assert (found["own", 1], found["both", 1]) == (10.0, 15.0)
+    assert found["own", 2] == 11.0
+    assert found["both", 2] == 11.0  # of rank 0 alone
+    assert len(warned) == 1
+    assert "the last values of both (step 2) are those of rank 0 alone" in warned[0]
 
 
 def test_all_are_torn_down_where_several_raise_and_the_first_error_is_raised(

@@ -6,7 +6,7 @@ from datetime import timedelta
 from typing import Any, NamedTuple
 
 from drivetrain.callbacks.support.monitored_metric import check_mode
-from drivetrain.runtime.durations import Duration, Unit, clock_time
+from drivetrain.runtime.durations import Duration, Unit, clock_time, count_of
 from drivetrain.runtime.errors import ConfigurationError, nearest
 
 ON_SAVE_ERROR = ("raise", "warn")
@@ -64,7 +64,7 @@ class Rhythm(NamedTuple):
     rest: Duration | None
 
     @classmethod
-    def of(cls, steps: int | None, interval: Any, epochs: int | None, every: Any) -> Rhythm:
+    def of(cls, steps: Any, interval: Any, epochs: Any, every: Any) -> Rhythm:
         """The rhythm that the arguments ask for; an epoch where they ask for none.
 
         Args:
@@ -76,7 +76,10 @@ class Rhythm(NamedTuple):
         Raises:
             ConfigurationError: More than one is given, or one is below zero.
         """
-        time = clock_time(interval, "train_time_interval", " every= takes the other units.")
+        other = " every= takes the other units."
+        steps = count_of(steps, "every_n_train_steps", Unit.STEPS, other)
+        epochs = count_of(epochs, "every_n_epochs", Unit.EPOCHS, other)
+        time = clock_time(interval, "train_time_interval", other)
         duration = Duration.of(every, "every")
         _check_intervals(steps, time, epochs, duration)
         if duration is None:

@@ -12,7 +12,9 @@ from torch import Tensor
 from drivetrain.callbacks.base import Callback
 from drivetrain.callbacks.guards.rollback import check_can_roll_back, newest_good_checkpoint
 from drivetrain.callbacks.support.monitored_metric import missing_metric_message
+from drivetrain.callbacks.support.rhythm import StepRhythm
 from drivetrain.runtime.collectives import gather_object, reduce
+from drivetrain.runtime.durations import Duration, interval_of
 from drivetrain.runtime.errors import ConfigurationError, DrivetrainError, nearest
 from drivetrain.runtime.logging import get_logger
 from drivetrain.strategies.precision import overrides
@@ -60,15 +62,21 @@ class Guard(Callback):
             to the newest checkpoint and leaves out the batches of the step from then on.
         max_rollbacks: After so many of them the run ends with an error.
         max_skips: After so many steps in a row that were left out the run ends with an error.
-        every_n_steps: Read the values only every so many steps: until then they stay on the device.
+        every_n_steps: Read the values only every so many steps, or in another unit: until then they stay on the device.
     """
 
     runs_last_at_epoch_end: ClassVar[bool] = True
     guards_values: ClassVar[bool] = True
     saves_within_steps = False
 
-    def __init__(self, monitor: str, action: str, max_rollbacks: int, max_skips: int, every_n_steps: int) -> None:
+    def __init__(
+        self, monitor: str, action: str, max_rollbacks: int, max_skips: int, every_n_steps: int | str | Duration
+    ) -> None:
         name = type(self).__name__
+        if isinstance(every_n_steps, str | Duration):
+            every_n_steps = interval_of(every_n_steps, f"{name}.every_n_steps")
+        self.rhythm: Duration | None = every_n_steps if isinstance(every_n_steps, Duration) else None
+        self._rhythm: StepRhythm | None = None
         if action not in ACTIONS:
             raise ConfigurationError(
                 f"{name}(action={action!r}): give one of {', '.join(map(repr, ACTIONS))}."
@@ -78,7 +86,7 @@ class Guard(Callback):
         for key, number, least in (
             ("max_rollbacks", max_rollbacks, 0),
             ("max_skips", max_skips, 0),
-            ("every_n_steps", every_n_steps, 1),
+            ("every_n_steps", every_n_steps if self.rhythm is None else 1, 1),
         ):
             if not isinstance(number, int) or number < least:
                 raise ConfigurationError(f"{name}({key}={number!r}): give {least} or more.", code="DT-002")
@@ -147,6 +155,8 @@ class Guard(Callback):
         self._watched.clear()
         self._is_tripped = False
         self._skips_in_a_row = 0
+        if self.rhythm is not None:
+            self._rhythm = StepRhythm(trainer, self.rhythm, f"{name}.every_n_steps")
         trainer.skip_batches(self.skipped)
 
     def on_train_batch_start(self, trainer: Trainer, task: Task, batch: Any, batch_idx: int) -> None:
@@ -161,7 +171,7 @@ class Guard(Callback):
 
     def on_gradients_ready(self, trainer: Trainer, task: Task) -> bool | None:
         self._watch(trainer, task)
-        if self.every_n_steps > 1:
+        if self.every_n_steps != 1:
             return None
         # Known before the step, so that no parameter is spoilt whatever is done about it.
         return False if self._poll(trainer) else None
@@ -172,7 +182,11 @@ class Guard(Callback):
         if self._is_manual and self._batches:
             self._watch(trainer, task)
         self._forget_step()
-        if len(self._watched) >= self.every_n_steps:
+        if self._rhythm is not None:
+            is_due = self._rhythm.is_due(trainer.global_step)
+        else:
+            is_due = len(self._watched) >= self.every_n_steps  # type: ignore[operator]
+        if is_due:
             self._poll(trainer)
 
     def on_train_epoch_end(self, trainer: Trainer, task: Task) -> None:

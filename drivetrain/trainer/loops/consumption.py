@@ -70,8 +70,7 @@ def counters(trainer: Trainer, task: Task) -> list[_Samples | _Tokens]:
     Raises:
         ConfigurationError: The run that is resumed has not counted them.
     """
-    given = [trainer.max_duration, trainer.val_check_interval, *(each.rhythm for each in trainer.callbacks)]
-    units = {each.unit for each in given if isinstance(each, Duration)}
+    units = _units_in_use(trainer)
     progress = trainer.progress
     found: list[_Samples | _Tokens] = []
     kinds: tuple[tuple[Unit, type[_Samples | _Tokens]], ...] = ((Unit.SAMPLES, _Samples), (Unit.TOKENS, _Tokens))
@@ -87,6 +86,55 @@ def counters(trainer: Trainer, task: Task) -> list[_Samples | _Tokens]:
         else:
             found.append(kind(trainer, task))
     return found
+
+
+def _units_in_use(trainer: Trainer) -> set[Unit]:
+    """What anything of the run is measured in, beside numbers of steps."""
+    given: list[Any] = [trainer.max_duration, trainer.val_check_interval, trainer.log_every_n_steps]
+    given += [config.frequency for config in trainer.lr_scheduler_configs]
+    for callback in trainer.callbacks:
+        given += callback.rhythm if isinstance(callback.rhythm, tuple) else [callback.rhythm]
+    return {each.unit for each in given if isinstance(each, Duration)}
+
+
+class Foresight:
+    """What is known of a step before it is taken, where anything is measured in epochs, samples or tokens.
+
+    Args:
+        trainer: The trainer.
+        units: What is counted: samples, tokens or both.
+    """
+
+    def __init__(self, trainer: Trainer, units: Sequence[Unit]) -> None:
+        self._current, self._progress = trainer.current, trainer.progress
+        self._units = units
+        self._before = {unit: trainer.progress.count(unit) for unit in units}
+        steps = max(1, trainer.progress.global_step)
+        self._current.ahead = {unit: count // steps for unit, count in self._before.items()}
+
+    @classmethod
+    def of(cls, trainer: Trainer) -> Foresight | None:
+        """The foresight that a run needs; None where nothing is measured so."""
+        units = _units_in_use(trainer)
+        counted = [unit for unit in (Unit.SAMPLES, Unit.TOKENS) if unit in units]
+        return cls(trainer, counted) if counted or units & {Unit.EPOCHS, Unit.RUN} else None
+
+    def begin(self, window: Sequence[MicroBatch]) -> None:
+        """Record what is known of a step.
+
+        Args:
+            window: Its micro-batches.
+        """
+        current, last = self._current, window[-1]
+        current.closes_epoch = last.info.last or last.batch_idx + 1 >= current.training_batches
+        for unit in self._units:
+            count = self._progress.count(unit)
+            if count > self._before[unit]:
+                current.ahead[unit] = count - self._before[unit]
+            self._before[unit] = count
+        rows = [micro_batch.info.global_rows for micro_batch in window]
+        if Unit.SAMPLES in self._units and None not in rows:
+            current.ahead[Unit.SAMPLES] = sum(each or 0 for each in rows)
 
 
 class _Samples:

@@ -8,6 +8,7 @@ from typing import Any
 
 from drivetrain.callbacks.stage import Stage
 from drivetrain.data import BatchInfo
+from drivetrain.runtime.durations import Unit
 from drivetrain.runtime.nested import find_batch_size
 
 
@@ -23,10 +24,14 @@ class CurrentRun:
         evaluation_batches: For each stage, the batches of this process in each of its loaders.
         loaders: For each stage, the user's loader or loaders.
         last_epoch: Batches of this process that the last training epoch has begun and finished; both 0 before it.
+        ahead: Samples and tokens of the step under way, where anything is measured in them: as far as they are known,
+            else those of the step before.
+        closes_epoch: Whether the step under way, or the last one, is the last of its epoch; known where anything is
+            measured in epochs.
     """
 
     __slots__ = (
-        *("batch", "batch_info", "evaluation_batches", "last_epoch", "loaders"),
+        *("ahead", "batch", "batch_info", "closes_epoch", "evaluation_batches", "last_epoch", "loaders"),
         *("sanity_checking", "stage", "training_batches"),
     )
 
@@ -39,6 +44,8 @@ class CurrentRun:
         self.evaluation_batches: dict[Stage, list[float]] = {}
         self.loaders: dict[Stage, Any] = {}
         self.last_epoch = 0, 0
+        self.ahead: dict[Unit, int] = {}
+        self.closes_epoch = False
 
     def lengths(self) -> tuple[float, dict[Stage, list[float]], tuple[int, int]]:
         """How many batches there are, and were in the last epoch, for another process to adopt."""

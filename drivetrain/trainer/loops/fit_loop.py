@@ -18,7 +18,7 @@ from drivetrain.trainer.loops.training_batches import TrainingBatches
 from drivetrain.trainer.loops.validation_schedule import ValidationSchedule
 from drivetrain.trainer.metrics.log_scopes import MONITORING, TRAIN_END, TRAIN_EPOCH, TRAIN_STEP
 from drivetrain.trainer.profilers.base import BATCH, EPOCH, VALIDATION
-from drivetrain.trainer.schedulers import end_epoch_of_schedulers, step_epoch_schedulers
+from drivetrain.trainer.schedulers import begin_schedules, end_epoch_of_schedulers, step_epoch_schedulers
 from drivetrain.trainer.state.progress import Phase
 from drivetrain.trainer.state.resume import save_for_resume
 from drivetrain.trainer.state.saved_run import SavedRun
@@ -101,6 +101,8 @@ class FitLoop:
         self._schedule.restart_clock()
         self._next_turn = self._timing.first_turn(self._progress.total_batches)
         trainer.logged.enter(TRAIN_EPOCH)
+        trainer.tracker_log.begin_training()
+        begin_schedules(trainer)
         with self._timing.span(CALLBACKS):
             self._hooks.call("on_train_start")
         while not control.is_done(self._batches.limit, is_resuming=self.is_resuming):

@@ -16,7 +16,7 @@ from drivetrain.runtime.timing import CALLBACKS, DATA, FORWARD, OPTIMIZER, SYNC
 from drivetrain.strategies.optimizer_calls import drop_gradients
 from drivetrain.trainer.hooks import Hooks, is_overridden
 from drivetrain.trainer.loops.binding import as_taken, bind_step, without_missing
-from drivetrain.trainer.loops.consumption import counters
+from drivetrain.trainer.loops.consumption import Foresight, counters
 from drivetrain.trainer.loops.stand_in import StandIn, presence_of
 from drivetrain.trainer.loops.step_output import StepOutput, detached
 from drivetrain.trainer.metrics.metric_states import untouched_metrics
@@ -114,6 +114,7 @@ class PlainStep:
         counts = counters(trainer, task)
         self._counters = [each.count for each in counts]
         self._before_release = [each.note for each in counts if each.note is not None]
+        self._foresight = Foresight.of(trainer)
         self._remaining = 1
         self._counts_without_loss = trainer.counts_steps_without_loss
         self._has_gradients = self._took_part = False
@@ -174,6 +175,8 @@ class PlainStep:
     def _begin(self, window: Sequence[MicroBatch]) -> None:
         self._remaining = size = len(window)
         self._has_gradients = self._took_part = False
+        if self._foresight is not None:
+            self._foresight.begin(window)
         if self._clears_first:
             outer = self._timing.enter(OPTIMIZER) if self._timing.on else None
             self._zero_grad()

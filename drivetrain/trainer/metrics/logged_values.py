@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -317,6 +318,23 @@ class LoggedValues:
             synced = combined(entries, self._that_count(gather_object(latest_of(entries))))
             values.update({name: value for name, value in synced.items() if name in values})
         return values
+
+    def unsynced_step_values(self, exchange: Callable[[str], list[str] | None]) -> tuple[dict[str, Value], list[str]]:
+        """The training step's values for trackers where peers may be gone, so that no collective can be used.
+
+        Args:
+            exchange: Exchanges a text with all processes, in the order of ranks; None where it cannot.
+
+        Returns:
+            The values, and the names of those that are this process's own although they were to be reduced.
+        """
+        values, entries = self.step_values(for_logger=True), self._tables["train"].values()
+        own = {name: value for name, value in latest_of(entries).items() if name in values}
+        texts = exchange(json.dumps(latest_of(entries))) if own else None
+        if texts is None:
+            return values, sorted(own)
+        synced = combined(entries, self._that_count([json.loads(text) for text in texts]))
+        return values | {name: value for name, value in synced.items() if name in values}, []
 
     def callback_values(self, with_evaluation_steps: bool = True, newest: bool = False) -> dict[str, Value]:
         """All values by name: the latest of each step-wise one, the last epoch's of the others.

@@ -4,9 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from contextlib import suppress
+from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 from drivetrain.callbacks.stage import Stage
+from drivetrain.callbacks.support.rhythm import StepRhythm
+from drivetrain.runtime.assembly import exchange_if_all_arrive
+from drivetrain.runtime.durations import Duration
+from drivetrain.runtime.logging import get_logger
 from drivetrain.runtime.timing import LOGGING
 from drivetrain.trackers.base import COMPLETED
 from drivetrain.trackers.losses import outcome_of
@@ -17,7 +22,11 @@ from drivetrain.trainer.task import Task
 if TYPE_CHECKING:
     from drivetrain.trainer.trainer import Trainer
 
+logger = get_logger(__name__)
+
 FOREVER = float("inf")
+PATIENCE = timedelta(seconds=1)
+"""How long a process that raised waits for all others, to reduce its last values with theirs."""
 
 
 class TrackerLog:
@@ -29,6 +38,7 @@ class TrackerLog:
     Attributes:
         written: The latest number of each name.
         next_step: The optimizer step whose values are written next.
+        rhythm: Which steps' values are written, where `log_every_n_steps` is a duration.
         shows_hyper_parameters: Whether the trackers get the hyper-parameters of a run.
     """
 
@@ -37,15 +47,27 @@ class TrackerLog:
         self.written: dict[str, float] = {}
         self.next_step: float = FOREVER
         self.shows_hyper_parameters = True
+        self.rhythm: StepRhythm | None = None
         self._written_at = -1
+        self._runs = 0
 
     # a step's
+
+    def begin_training(self) -> None:
+        """Count from here on what `log_every_n_steps` counts, where that is a duration."""
+        every = self._trainer.log_every_n_steps
+        is_counted = isinstance(every, Duration)
+        self.rhythm = StepRhythm(self._trainer, every, "log_every_n_steps") if is_counted else None
 
     def plan(self) -> None:
         """Find the next step whose values are written."""
         trainer = self._trainer
-        every = trainer.log_every_n_steps
-        self.next_step = (trainer.global_step // every + 1) * every if every and trainer.loggers else FOREVER
+        every: Any = trainer.log_every_n_steps
+        if self.rhythm is not None:
+            every = self.rhythm.steps or 1  # else each step is asked
+        self.next_step = (
+            (trainer.global_step // every + 1) * every if every and trainer.tracker_group.keeps_values else FOREVER
+        )
 
     def record_written(self) -> None:
         """Record that the values of this step are with the trackers."""
@@ -56,9 +78,15 @@ class TrackerLog:
         trainer, step = self._trainer, self._trainer.global_step
         if step < self.next_step or self._written_at == step:
             return
+        if self.rhythm is not None and not self.rhythm.is_due(step):
+            return
         self._written_at = step
         with trainer.timing.span(LOGGING):
-            values = trainer.logged.synced_step_values()
+            try:
+                values = trainer.logged.synced_step_values()
+            except BaseException:
+                self._written_at = -1  # a peer is gone; see `write_last_step`
+                raise
             if values and trainer.tracker_group.writes_here:
                 numbers = to_numbers(values)
                 trainer.finiteness.check_values(numbers.items(), f"at step {step}")
@@ -124,10 +152,29 @@ class TrackerLog:
     def write_last_step(self) -> None:
         """Write the values of a step that was taken and whose last hooks have raised, where they are due.
 
-        Of several processes the others may not be here to reduce values with.
+        Of several processes the others may not be here to reduce values with: where not all of them come here within a
+        second, trackers get this process's own.
         """
-        if self._trainer.world_size == 1:
-            self.write_in_spite_of_error(self.write_due_values)
+        is_alone = self._trainer.world_size == 1
+        self.write_in_spite_of_error(self.write_due_values if is_alone else self._write_without_peers)
+
+    def _write_without_peers(self) -> None:
+        trainer, step = self._trainer, self._trainer.global_step
+        if step < self.next_step or self._written_at == step:
+            return
+        if self.rhythm is not None and not self.rhythm.was_due(step):
+            return
+        self._written_at = step
+        place = f"last-values/{self._runs}/{step}"
+        values, own = trainer.logged.unsynced_step_values(lambda text: exchange_if_all_arrive(place, text, PATIENCE))
+        if not values or not trainer.tracker_group.writes_here:
+            return
+        if own:
+            logger.warning(
+                f"Not all processes raised, so the last values of {', '.join(own)} (step {step}) are those of rank "
+                f"{trainer.global_rank} alone, although they were logged with sync_dist=True."
+            )
+        self.write(to_numbers(values), step)
 
     @staticmethod
     def write_in_spite_of_error(write: Callable[[], None]) -> None:
@@ -152,6 +199,7 @@ class TrackerLog:
 
     def begin_run(self, task: Task) -> None:
         """Let the trackers open their runs, and give them a task's hyper-parameters, where it wants that."""
+        self._runs += 1
         group = self._trainer.tracker_group
         group.start()
         owners = [each for each in (self._trainer.datamodule, task) if each is not None]

@@ -73,7 +73,9 @@ class ThroughputMonitor(Callback):
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, *_: Any) -> None:
         self._update(trainer, pl_module, batch, "train")
         step, every = trainer.global_step, trainer.log_every_n_steps
-        if step != self._logged_at and every and step % every == 0:
+        rhythm = trainer.tracker_log.rhythm
+        is_due = bool(every) and (step % every == 0 if rhythm is None else rhythm.is_due(step))
+        if step != self._logged_at and is_due:
             self._logged_at = step
             self._write(trainer, "train", step)
 
@@ -82,7 +84,7 @@ class ThroughputMonitor(Callback):
             return
         self._update(trainer, pl_module, batch, name)
         batches, every = self._passes[name].batches, trainer.log_every_n_steps
-        if every and batches % every == 0:
+        if isinstance(every, int) and every and batches % every == 0:
             self._write(trainer, name, trainer.global_step if "train" in self._passes else batches)
 
     def on_validation_start(self, trainer: Any, *_: Any) -> None:

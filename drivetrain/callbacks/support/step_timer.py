@@ -3,15 +3,8 @@
 from __future__ import annotations
 
 import time
-from typing import TYPE_CHECKING
 
-from drivetrain.callbacks.checkpoint.step_count import StepCount
 from drivetrain.callbacks.support.agreement import decide_on_main_process
-from drivetrain.runtime.durations import Unit
-
-if TYPE_CHECKING:
-    from drivetrain.callbacks.model_checkpoint import ModelCheckpoint
-    from drivetrain.trainer.trainer import Trainer
 
 
 class StepTimer:
@@ -54,20 +47,3 @@ class StepTimer:
             self._since = now
         left = self._since + self._seconds - now
         return due, step + max(1, int(left / 2 / max(pace, 1e-6)))
-
-
-def make_timer(options: ModelCheckpoint, trainer: Trainer, elapsed: float) -> StepTimer | StepCount | None:
-    """What decides when the next checkpoint is due, where neither steps nor epochs are counted for that.
-
-    Args:
-        options: The callback, whose arguments count.
-        trainer: The trainer.
-        elapsed: Seconds of the first interval that have gone by before, in the run that is resumed.
-    """
-    every, interval = options.rhythm, options.train_time_interval
-    if every is not None:
-        every = trainer.resolve_duration(every, "ModelCheckpoint(every)")
-        if every.unit is not Unit.SECONDS:
-            return StepCount(trainer.progress, every)
-        interval = every.timedelta
-    return None if interval is None else StepTimer(interval.total_seconds(), trainer.global_step, elapsed)
