@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from datetime import timedelta
+from itertools import count
 from typing import TYPE_CHECKING, Any
 
 from drivetrain.callbacks.stage import Stage
@@ -23,6 +24,9 @@ if TYPE_CHECKING:
     from drivetrain.trainer.trainer import Trainer
 
 logger = get_logger(__name__)
+
+_RUNS = count()
+"""Numbers the runs of this process, as its peers number theirs."""
 
 FOREVER = float("inf")
 PATIENCE = timedelta(seconds=1)
@@ -49,7 +53,7 @@ class TrackerLog:
         self.shows_hyper_parameters = True
         self.rhythm: StepRhythm | None = None
         self._written_at = -1
-        self._runs = 0
+        self._run = 0
 
     # a step's
 
@@ -165,7 +169,7 @@ class TrackerLog:
         if self.rhythm is not None and not self.rhythm.was_due(step):
             return
         self._written_at = step
-        place = f"last-values/{self._runs}/{step}"
+        place = f"last-values/{self._run}/{step}"
         values, own = trainer.logged.unsynced_step_values(lambda text: exchange_if_all_arrive(place, text, PATIENCE))
         if not values or not trainer.tracker_group.writes_here:
             return
@@ -199,7 +203,7 @@ class TrackerLog:
 
     def begin_run(self, task: Task) -> None:
         """Let the trackers open their runs, and give them a task's hyper-parameters, where it wants that."""
-        self._runs += 1
+        self._run = next(_RUNS)
         group = self._trainer.tracker_group
         group.start()
         owners = [each for each in (self._trainer.datamodule, task) if each is not None]
