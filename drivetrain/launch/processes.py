@@ -24,6 +24,7 @@ from drivetrain.launch.report import RankFailure, describe, first_failure
 from drivetrain.launch.script_main import ScriptMain, script_hidden
 from drivetrain.launch.sending import sent
 from drivetrain.runtime.errors import LaunchError
+from drivetrain.runtime.state import leave_run
 from drivetrain.runtime.tracebacks import short_tracebacks
 
 _STOP_PATIENCE = 2.0  # seconds between SIGTERM and SIGKILL for the peers of a failed process
@@ -301,6 +302,7 @@ def _run_rank(call: Call | PickledCall, variables: dict[str, str], report: Conne
             report.send(("value", pickle.dumps(value), time.time()))
         except Exception as error:
             report.send(("unpicklable", f"{type(value).__name__} cannot be pickled ({error})", time.time()))
+    leave_run()
 
 
 def _end_with_parent() -> None:

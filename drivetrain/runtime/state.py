@@ -504,6 +504,15 @@ def forget_process() -> None:
     PartialState._reset_state()
 
 
+def leave_run() -> None:
+    """Leave the process group as at the end of a script, in a process that does not come to what `atexit` runs.
+
+    A forked one does not, and its peers may still be meeting it.
+    """
+    if "store" in PartialState.registry():
+        PartialState()._leave()
+
+
 def _sharing(kind: type[PartialState]) -> PartialState:
     """An instance that finds its process's state when it is asked for it."""
     state = kind.__new__(kind)

@@ -105,6 +105,18 @@ def test_what_the_first_process_returns_is_returned(method: str) -> None:
     assert ones.sum() == 100_000  # more than a pipe holds at once
 
 
+@pytest.mark.parametrize("method", ["fork", "spawn"])
+def test_a_process_that_is_done_waits_until_its_peers_have_met_it(method: str, tmp_path: Path) -> None:
+    # Without, one that only meets the others and ends resets the connections that they are still making.
+    notebook_launcher(_notes_that_it_leaves, (str(tmp_path),), num_processes=2, start_method=method)
+    assert sorted(os.listdir(tmp_path)) == ["rank 0 left", "rank 1 left"]
+
+
+def _notes_that_it_leaves(folder: str) -> None:
+    state = PartialState()
+    state.before_leaving(Path(folder, f"rank {state.process_index} left").touch)
+
+
 def test_a_value_that_cannot_be_pickled_is_left_out_with_a_warning() -> None:
     with pytest.warns(UserWarning, match="cannot be pickled"):
         assert notebook_launcher(_returns_a_function, num_processes=2) is None

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import yaml
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from tensorboard.summary.writer import event_file_writer
 
 from drivetrain.trackers import CSVLogger, TensorBoardLogger, Tracker, resolve_trackers
 
@@ -157,7 +158,9 @@ def test_resumed_curves_hold_no_value_from_after_the_checkpoint(tmp_path: Path) 
     assert [step for step, _ in curve(resumed.log_dir, "loss")] == list(range(10))
 
 
-def test_a_tensorboard_that_watches_forgets_what_was_cut_off(tmp_path: Path) -> None:
+def test_a_tensorboard_that_watches_forgets_what_was_cut_off(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # TensorBoard numbers the files of a process, and reads those of one second in the order of their names: 9 after 10.
+    monkeypatch.setattr(event_file_writer, "_global_uid", event_file_writer.AtomicCounter(0))
     killed = TensorBoardLogger(tmp_path)
     log_steps(killed, range(5))
     state = killed.state_dict()

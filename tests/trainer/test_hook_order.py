@@ -331,7 +331,7 @@ def test_a_callback_of_ones_own_that_saves_checkpoints_comes_last_and_replaces_t
         pass
 
     trainer = quiet([Saver(), Other()], enable_checkpointing=True, default_root_dir=tmp_path)
-    assert [type(callback).__name__ for callback in trainer.callbacks] == ["Other", "Saver"]
+    assert [type(callback).__name__ for callback in trainer.callbacks] == ["Other", "RunReport", "Saver"]
 
 
 def test_a_hook_that_a_callback_does_not_override_is_not_called_at_all() -> None:

@@ -5,6 +5,7 @@ import json
 import logging
 import os
 import time
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +15,11 @@ from torch import Tensor
 
 from drivetrain import PartialState
 from drivetrain.callbacks import Callback
+from drivetrain.launch.forking import free_port
 from drivetrain.trackers import CSVLogger
 from tests.callbacks.tasks import Scripted, fit
-from tests.pool import ProcessesFailed, run_in_processes
+from tests.launch.launching import end, started, write_script
+from tests.pool import ROOT, ProcessesFailed, run_in_processes
 from tests.trainer.tasks import Weight, ones, quiet, rows
 
 INJECTED = [
@@ -201,6 +204,41 @@ def test_what_one_process_has_is_written_where_it_breaks_alone(tmp_path: Path) -
     assert found["both", 2] == 11.0  # of rank 0 alone
     assert len(warned) == 1
     assert "the last values of both (step 2) are those of rank 0 alone" in warned[0]
+
+
+BREAKS_ON_RANK_1 = """
+    import json, pathlib
+    from tests.trainer.test_hooks import broken_on
+    seen = broken_on("on_train_batch_end", [1], pathlib.Path("."))
+    pathlib.Path(f"seen_{RANK}.json").write_text(json.dumps(seen))
+"""
+
+
+def test_what_the_main_process_has_is_written_where_its_peer_is_gone(tmp_path: Path) -> None:
+    variables = {
+        "WORLD_SIZE": "2",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(free_port()),
+        "PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]),
+        "DRIVETRAIN_USE_CPU": "1",
+    }
+    with ExitStack() as stack:
+        processes = []
+        for rank in (0, 1):
+            script = write_script(tmp_path, BREAKS_ON_RANK_1.replace("{RANK}", str(rank)), f"rank_{rank}.py")
+            place = {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+            processes.append(stack.enter_context(started(str(script), cwd=tmp_path, **variables, **place)))
+        ended = [end(process, time.monotonic(), 60) for process in processes]
+    assert [each.code for each in ended] == [0, 0], [each.err for each in ended]
+    raised, step, _, warned = json.loads((tmp_path / "seen_0.json").read_text())
+    assert raised != "ZeroDivisionError"
+    assert step >= 2
+    found = rows_of(tmp_path)
+    assert (found["own", 1], found["both", 1]) == (10.0, 15.0)
+    assert found["own", 2] == 11.0
+    assert found["both", 2] in (11.0, 16.0), "of rank 0 alone, or of both where rank 1 had still come there"
+    assert found["own", step] == 9.0 + step
+    assert bool(warned) == (found["both", step] == 9.0 + step)
 
 
 def test_all_are_torn_down_where_several_raise_and_the_first_error_is_raised(

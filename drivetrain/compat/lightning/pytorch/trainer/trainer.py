@@ -121,8 +121,8 @@ class Trainer(LightningSaving):
         accelerator = kind_of(accelerator)
         check_hardware(accelerator, options.get("devices"))
         check_precision(precision)
-        spawned = started_by_verbs(options.get("strategy"))
-        self._spawns = spawned is not None and spawned.start_method == "spawn"
+        self._spawns = _starts_interpreters(options.get("strategy"))
+        _leave_no_report(options, logger)
         callbacks = options["callbacks"] = with_external(options.get("callbacks"))
         super().__init__(
             accelerator=accelerator,
@@ -439,6 +439,17 @@ class Trainer(LightningSaving):
         if self.task_run.stage is not Stage.TRAIN:
             return []
         return [min(batches, self.num_sanity_val_steps) for batches in self.num_val_batches]
+
+
+def _starts_interpreters(strategy: Any) -> bool:
+    spawned = started_by_verbs(strategy)
+    return spawned is not None and spawned.start_method == "spawn"
+
+
+def _leave_no_report(options: dict[str, Any], logger: Any) -> None:
+    """Leave no report where there is no logger, since scripts count on the files that Lightning leaves."""
+    if logger is False and options.get("enable_run_report") is None:
+        options["enable_run_report"] = False
 
 
 def _refuse_registry(model_registry: str | None) -> None:
