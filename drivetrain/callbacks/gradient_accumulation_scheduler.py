@@ -72,7 +72,7 @@ class GradientAccumulationScheduler(Callback):
     @staticmethod
     def _epoch_of(given: Any) -> Any:
         """An epoch, or as a float a share of all; what is neither as it is."""
-        if not isinstance(given, str | Duration):
+        if not isinstance(given, str | Duration) or (isinstance(given, str) and given.strip().isdigit()):
             return None if isinstance(given, float) else given
         duration = Duration.of(given, "GradientAccumulationScheduler.scheduling")
         assert duration is not None

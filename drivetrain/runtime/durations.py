@@ -220,15 +220,15 @@ def count_of(value: Any, name: str, unit: Unit, otherwise: str = "") -> Any:
     """Read a number of one unit, which may be written as a duration.
 
     Args:
-        value: What was given; what is neither a text nor a `Duration` is returned as it is.
+        value: What was given; what is neither a duration nor its text is returned as it is, for its own check.
         name: The argument's name, for errors.
         unit: The unit.
         otherwise: What takes durations of other units, for errors.
 
     Raises:
-        ConfigurationError: It is no duration, or one in another unit.
+        ConfigurationError: It is a duration in another unit.
     """
-    if not isinstance(value, str | Duration):
+    if not isinstance(value, Duration) and not (isinstance(value, str) and value.strip()[:1].isdigit()):
         return value
     duration = Duration.of(value, name)
     assert duration is not None

@@ -75,13 +75,13 @@ class LightningArgumentParser(TrainerArgumentParser):
         super().__init__(*args, description=description, env_prefix=env_prefix, default_env=default_env, **kwargs)
 
     def parse_args(self, *args: Any, **kwargs: Any) -> Any:
-        return as_lightning(super().parse_args(*args, **kwargs))
+        return as_lightning(_without_unset(super().parse_args(*args, **kwargs)))
 
     def parse_object(self, *args: Any, **kwargs: Any) -> Any:
-        return as_lightning(super().parse_object(*args, **kwargs))
+        return as_lightning(_without_unset(super().parse_object(*args, **kwargs)))
 
     def dump(self, cfg: Any, *args: Any, **kwargs: Any) -> str:
-        return as_lightning_text(super().dump(_without_unset(cfg), *args, **kwargs))
+        return as_lightning_text(super().dump(_without_resume(_without_unset(cfg)), *args, **kwargs))
 
     def add_lightning_class_args(
         self,
@@ -102,18 +102,24 @@ class LightningArgumentParser(TrainerArgumentParser):
 
 
 def _without_unset(config: Any) -> Any:
-    """A configuration without those arguments of a Trainer and of `fit` that only the mirror has and are not set."""
+    """A configuration without those arguments of a Trainer that only the mirror has and are not set."""
     kept = config.clone()
     defaults = inspect.signature(Trainer.__init__).parameters
-    parts = (kept, *vars(kept).values())  # of one verb, or of all
-    for values in parts:
+    for values in (kept, *vars(kept).values()):  # of one verb, or of all
         options: Any = getattr(values, "trainer", None)
         if not hasattr(options, "pop"):
             continue
         for name in ONLY_HERE:
             if options.get(name) == defaults[name].default:
                 options.pop(name, None)
-        if values.get("resume") is None:
+    return kept
+
+
+def _without_resume(config: Any) -> Any:
+    """A configuration without `fit`'s argument that only the mirror has, where it is not set."""
+    kept = config.clone()
+    for values in (kept, *vars(kept).values()):
+        if hasattr(getattr(values, "trainer", None), "pop") and values.get("resume") is None:
             values.pop("resume", None)
     return kept
 

@@ -42,6 +42,7 @@ from drivetrain.data import CombinedLoader, DataShard
 from drivetrain.runtime.errors import ConfigurationError
 from drivetrain.strategies import started_by_verbs
 from drivetrain.trackers import TrackerGroup
+from drivetrain.trackers.directory import DirectoryTracker
 from drivetrain.trainer import Trainer as CoreTrainer
 from drivetrain.trainer.loops.loader_source import limits_of
 from drivetrain.trainer.metrics.logged_value import to_numbers
@@ -122,12 +123,13 @@ class Trainer(LightningSaving):
         check_hardware(accelerator, options.get("devices"))
         check_precision(precision)
         self._spawns = _starts_interpreters(options.get("strategy"))
-        _leave_no_report(options, logger)
+        loggers = as_loggers(logger)
+        _leave_no_report(options, loggers)
         callbacks = options["callbacks"] = with_external(options.get("callbacks"))
         super().__init__(
             accelerator=accelerator,
             precision=precision,
-            logger=as_loggers(logger),
+            logger=loggers,
             default_root_dir=default_root_dir,
             profiler=_profiler_of(profiler),
             **options,
@@ -446,9 +448,10 @@ def _starts_interpreters(strategy: Any) -> bool:
     return spawned is not None and spawned.start_method == "spawn"
 
 
-def _leave_no_report(options: dict[str, Any], logger: Any) -> None:
-    """Leave no report where there is no logger, since scripts count on the files that Lightning leaves."""
-    if logger is False and options.get("enable_run_report") is None:
+def _leave_no_report(options: dict[str, Any], loggers: Any) -> None:
+    """Leave no report where no logger writes files, since scripts count on those that Lightning leaves."""
+    given = loggers if isinstance(loggers, list | tuple) else [loggers]
+    if options.get("enable_run_report") is None and not any(isinstance(each, DirectoryTracker | str) for each in given):
         options["enable_run_report"] = False
 
 
