@@ -24,6 +24,9 @@ if TYPE_CHECKING:
 
 logger = get_logger(__name__)
 
+_NOTHING_TO_DO = 60.0
+"""Seconds until a process without samples or pages to write looks again."""
+
 
 class RunReport(Callback):
     """Writes `report.html` into the folder of a run: one file that shows in any browser how the run went.
@@ -36,9 +39,10 @@ class RunReport(Callback):
     A Trainer adds it by itself where there is a tracker, or where checkpoints are saved, see `enable_run_report`. Where
     no tracker writes files it keeps the values itself, as a `CSVLogger` would, in a folder of its own below
     `default_root_dir`. A trial run (`fast_dev_run`, `barebones`) leaves none. It works in a thread of its own,
-    in which it also reads `trainer.timing`. A first page, without curves, is written a second after training has begun;
-    each later one waits until all pages together are a thousandth of the time. The last one is written when the run
-    ends. Steps are not touched. A run that is killed leaves its last page, which is always whole.
+    in which it also reads `trainer.timing`. A first page, without curves, is written twelve seconds after training has
+    begun; each later one waits until all that the report does is at most a thousandth of the time. The last one is
+    written when the run ends, however short it was. Steps are not touched. A run that is killed leaves its last page,
+    which is always whole.
 
     Args:
         seconds: The time between two pages at least.
@@ -110,23 +114,24 @@ class RunReport(Callback):
         elif stage == "test" and trainer.is_global_zero and self._folder is not None:
             self._write_again(trainer)
 
-    def _tick(self) -> None:
-        """Called on the clock, in its thread."""
-        sampler, lane, folder = self._sampler, self._lane, self._folder
+    def _tick(self) -> float:
+        """Called on the clock, in its thread. Returns the seconds until there is something to do."""
+        sampler, lane, folder, writer = self._sampler, self._lane, self._folder, self._writer
         if sampler is None or lane is None or folder is None:
-            return
+            return _NOTHING_TO_DO
         try:
             sampler.observe()
-            if sampler.is_due():
+            if sampler.due_in <= 0:
                 sample = sampler.take()
-                if self._writer is not None:
+                if writer is not None and not lane.is_open:
                     Path(folder).mkdir(parents=True, exist_ok=True)
-                if os.path.isdir(folder):  # not on a machine without the disk of the main process
+                if lane.is_open or os.path.isdir(folder):  # not on a machine without the disk of the main process
                     lane.write(sample)
-            if self._writer is not None and self._writer.is_due():
-                self._writer.write()
+            if writer is not None and writer.due_in <= 0:
+                writer.write()
         except Exception as error:
             _warn(error)
+        return min(sampler.due_in, _NOTHING_TO_DO if writer is None else writer.due_in)
 
     def _finish(self, trainer: Trainer) -> None:
         """Write the last sample and the last page, on the thread that trains."""

@@ -14,6 +14,7 @@ from drivetrain.checkpoint.manifest import WRITER_FILE, decoded
 from drivetrain.checkpoint.storage import MANIFEST, LocalStorage
 from drivetrain.runtime.errors import CheckpointError
 from drivetrain.runtime.logging import get_logger
+from drivetrain.runtime.own_process import started_at
 
 logger = get_logger(__name__)
 
@@ -28,7 +29,7 @@ _LEFT = re.compile(r"^\.(?P<name>.+)\.(?P<token>[0-9a-f]+)\.(?P<what>writing|rep
 
 def this_writer() -> dict[str, Any]:
     """This process, as nothing else will ever be described."""
-    return {"host": _host(), "pid": os.getpid(), "started": psutil.Process().create_time()}
+    return {"host": _host(), "pid": os.getpid(), "started": started_at()}
 
 
 def clean_stale(root: str) -> list[str]:

@@ -17,6 +17,7 @@ from drivetrain.runtime.attempts import SharedAttempt
 from drivetrain.runtime.devices import DeviceKind
 from drivetrain.runtime.errors import ConfigurationError
 from drivetrain.runtime.logging import get_logger
+from drivetrain.runtime.own_process import resident_bytes
 from drivetrain.runtime.state import PartialState
 
 logger = get_logger(__name__)
@@ -217,9 +218,7 @@ class MemoryUse(NamedTuple):
             kind: The kind of the device.
             device: The device that counts beside the host.
         """
-        import psutil
-
-        host = int(psutil.Process().memory_info().rss)
+        host = resident_bytes()
         current, peak, reserved = kind.memory_use(device) or (host, max(host, _host_peak()), 0)
         return cls(current, peak, reserved, host)
 

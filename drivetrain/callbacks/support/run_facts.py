@@ -18,6 +18,7 @@ import torch
 import drivetrain
 from drivetrain.callbacks.support.parameter_counts import count_parameters
 from drivetrain.runtime.devices import get_device_kind
+from drivetrain.runtime.own_process import started_at
 from drivetrain.trackers.base import flatten, plain
 from drivetrain.trackers.index import command, words_of_command
 from drivetrain.trackers.report.words import number
@@ -82,9 +83,7 @@ def _shown_command(words: tuple[str, ...]) -> str:
 
 @cache
 def _process() -> dict[str, Any]:
-    import psutil  # the clock's thread pays for it, not the one that trains
-
-    return {"host": platform.node(), "id": os.getpid(), "started": psutil.Process().create_time()}
+    return {"host": platform.node(), "id": os.getpid(), "started": started_at()}
 
 
 def _settings(trainer: Trainer) -> dict[str, Any]:

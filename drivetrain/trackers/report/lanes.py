@@ -78,6 +78,11 @@ class Lane:
         self._about = " ".join(f"{name}={value}" for name, value in about.items())
         self._file: TextIO | None = None
 
+    @property
+    def is_open(self) -> bool:
+        """Whether a sample was written."""
+        return self._file is not None
+
     def write(self, sample: Sample) -> None:
         """Append a sample; it is in the file when this returns."""
         if self._file is None:

@@ -1,0 +1,40 @@
+"""This process as the system sees it, read from files of the kernel and by psutil."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import psutil
+import pytest
+import torch
+
+from drivetrain.runtime import own_process
+from drivetrain.runtime.own_process import resident_bytes, started_at
+
+
+@pytest.fixture(params=["files", "psutil"])
+def source(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """With the files of Linux, or as if there was no such file."""
+    if request.param == "psutil":
+        monkeypatch.setattr(own_process, "_read", lambda path: b"")
+    return str(request.param)
+
+
+def test_resident_memory_is_what_psutil_has(source: str) -> None:
+    assert resident_bytes() == pytest.approx(psutil.Process().memory_info().rss, rel=0.02)
+    before = resident_bytes()
+    held = torch.ones(64 << 20, dtype=torch.uint8)
+    assert resident_bytes() - before == pytest.approx(held.nbytes, rel=0.1)
+
+
+def test_a_process_is_known_again_by_its_start(source: str) -> None:
+    assert started_at() == pytest.approx(psutil.Process().create_time(), abs=1.1)
+
+
+def test_a_file_that_is_not_there_is_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing(*_: Any) -> int:
+        raise FileNotFoundError
+
+    monkeypatch.setattr(os, "open", missing)
+    assert own_process._read("/proc/self/statm") == b""
