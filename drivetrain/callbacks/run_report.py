@@ -39,7 +39,7 @@ class RunReport(Callback):
     A Trainer adds it by itself where there is a tracker, or where checkpoints are saved, see `enable_run_report`. Where
     no tracker writes files it keeps the values itself, as a `CSVLogger` would, in a folder of its own below
     `default_root_dir`. A trial run (`fast_dev_run`, `barebones`) leaves none. It works in a thread of its own,
-    in which it also reads `trainer.timing`. A first page, without curves, is written twelve seconds after training has
+    in which it also reads `trainer.timing`. A first page, without curves, is written fifteen seconds after training has
     begun; each later one waits until all that the report does is at most a thousandth of the time. The last one is
     written when the run ends, however short it was. Steps are not touched. A run that is killed leaves its last page,
     which is always whole.

@@ -258,8 +258,8 @@ def test_pages_take_eight_ten_thousandths_of_the_time(
             most = max(costs[: len(pages)])  # a page that costs more than those before it is followed by a pause
             assert len(pages) == 1 or clocks.used <= 8e-4 * clocks.now + most + 1e-9
     assert clocks.used <= 8e-4 * clocks.now
-    assert pages[0] == (12.0, False)  # soon, without curves, for a run that is killed early
-    assert pages[1][0] == pytest.approx(max(22.0, 2000 * costs[0] / 0.8), abs=0.2)
+    assert pages[0] == (15.0, False)  # soon, without curves, for a run that is killed early
+    assert pages[1][0] == pytest.approx(max(25.0, 2000 * costs[0] / 0.8), abs=0.2)
     assert all(with_values for _, with_values in pages[1:])
     assert len(pages) > 8
     assert all(after - before >= 9.99 for (before, _), (after, _) in pairwise(pages))

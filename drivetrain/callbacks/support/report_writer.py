@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 _STATES = {"failed": FAILED, "interrupted": INTERRUPTED, "preempted": PREEMPTED}
 _SHARE = 8e-4
 """The part of the time that pages may take; samples take two ten-thousandths."""
-_FIRST_SECONDS = 12.0
+_FIRST_SECONDS = 15.0
 """So that a first page and a last one, 8 ms of processor time, are within the share of every run that has both."""
 _MOST_LINES = 60
 """Of a traceback, from its end."""
