@@ -25,7 +25,7 @@ def started_at() -> float:
     if found:
         ticks = int(found.rpartition(b")")[2].split()[19])  # since the machine was started; names hold any character
         booted = time.time() - time.clock_gettime(time.CLOCK_BOOTTIME)
-        return booted + ticks / os.sysconf("SC_CLK_TCK")
+        return round(booted + ticks / os.sysconf("SC_CLK_TCK"), 2)  # a tick is a hundredth
     import psutil
 
     return float(psutil.Process().create_time())
