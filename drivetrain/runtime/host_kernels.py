@@ -15,10 +15,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+_TYPES = (torch.float32, torch.bfloat16, torch.float16)
+"""Of wider ones a vector holds too few; in torch's kernel for channels side by side, places do not fit into bytes."""
 _LEAST_CHANNELS = 8
 """Of fewer, a vector has too little to do."""
 _LEAST_ELEMENTS = 1 << 14
-"""Smaller tensors are pooled sooner than they are laid out anew."""
+"""Smaller tensors are pooled sooner than they are copied into another layout."""
 _MOST_BYTES = 4 << 20
 """Of a copy: what is read again right away comes from the cache, and the peak of memory stays where it is."""
 
@@ -68,7 +70,7 @@ def _is_worth_it(x: Tensor) -> bool:
         x.dim() == 4
         and x.shape[1] >= _LEAST_CHANNELS
         and x.numel() >= _LEAST_ELEMENTS
-        and x.element_size() <= 4
+        and x.dtype in _TYPES
         and x.is_contiguous()
     )
 

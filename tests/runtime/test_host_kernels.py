@@ -21,7 +21,7 @@ from drivetrain import Task, Trainer
 from drivetrain.runtime import host_kernels
 from drivetrain.runtime.host_kernels import use_faster_kernels
 
-SHAPES = [(3, 8, 40, 40), (2, 16, 33, 31), (5, 64, 12, 12), (16, 40, 7, 9), (1, 8, 200, 300), (300, 16, 16, 16)]
+SHAPES = [(3, 8, 40, 40), (2, 16, 33, 31), (5, 64, 12, 12), (16, 40, 7, 9), (1, 8, 400, 400), (300, 16, 16, 16)]
 WINDOWS: list[dict[str, Any]] = [
     {"kernel_size": 2},
     {"kernel_size": 3, "stride": 2, "padding": 1},
@@ -104,10 +104,12 @@ def test_maxima_places_and_gradients_are_torchs(
         torch.randn(2, 8, 8, 8),
         torch.randn(8, 40, 40),
         torch.randn(2, 16, 32, 32, dtype=torch.float64),
+        torch.arange(2 * 16 * 32 * 32).reshape(2, 16, 32, 32).to(torch.uint8),
+        torch.arange(2 * 16 * 32 * 32).reshape(2, 16, 32, 32).to(torch.int8),
         torch.randn(2, 16, 32, 32).contiguous(memory_format=torch.channels_last),
         torch.randn(2, 32, 32, 16).transpose(1, 3),
     ],
-    ids=["few channels", "small", "one image", "double", "channels last", "not contiguous"],
+    ids=["few channels", "small", "one image", "double", "bytes", "signed bytes", "channels last", "not contiguous"],
 )
 def test_the_rest_is_left_to_torch(x: Tensor, pooled_here: list[tuple[int, ...]]) -> None:
     expected = by_torch(lambda: F.max_pool2d(x, 2, return_indices=True))
