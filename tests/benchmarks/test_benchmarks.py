@@ -87,6 +87,16 @@ def test_a_filter_that_leaves_nothing_of_startup_names_what_there_is() -> None:
     assert "Traceback" not in done.stderr
 
 
+def test_report_shows_both_runs_of_a_process() -> None:
+    command = [sys.executable, str(BENCHMARKS / "report.py"), "--seconds", "1"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
+    header, _, row = done.stdout.splitlines()
+    assert header.count("run of a process") == 2
+    cells = [cell.strip() for cell in row.strip("|").split("|")]
+    assert cells[0] == "1"
+    assert all(float(cell.split()[0]) > 0.1 for cell in cells[1:])
+
+
 def test_tokens_measures_the_trainer_beside_a_bare_loop(tmp_path: Path) -> None:
     file = tmp_path / "tokens.json"
     short = ("--size", "tiny", "--no-compile", "--precision", "bf16", "--rounds", "2", "--block", "1", "--rows", "2")

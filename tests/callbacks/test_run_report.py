@@ -24,6 +24,7 @@ from drivetrain.callbacks import GradientNorm, ModelCheckpoint, RunReport
 from drivetrain.callbacks.support import report_writer
 from drivetrain.callbacks.support.report_writer import ReportWriter
 from drivetrain.callbacks.support.run_facts import commit_of
+from drivetrain.callbacks.support.run_sampler import Clock
 from drivetrain.runtime.errors import ConfigurationError
 from drivetrain.trackers.report.lanes import read_lanes
 from drivetrain.trackers.report.record import read_record
@@ -263,6 +264,20 @@ def test_pages_take_eight_ten_thousandths_of_the_time(
     assert all(with_values for _, with_values in pages[1:])
     assert len(pages) > 8
     assert all(after - before >= 9.99 for (before, _), (after, _) in pairwise(pages))
+
+
+def test_the_clock_calls_when_it_was_asked_to_and_no_sooner_than_in_a_tenth_of_a_second() -> None:
+    asked, pauses = [7.0, -1.0, 0.3], []
+
+    class Ended:
+        def wait(self, pause: float) -> bool:
+            pauses.append(pause)
+            return not asked
+
+    clock = Clock(lambda: asked.pop(0), "test")
+    clock._ended = Ended()  # type: ignore[assignment]
+    clock._run()
+    assert pauses == [0.1, 7.0, 0.1, 0.3]
 
 
 def test_the_commit_is_read_from_git(tmp_path: Path) -> None:
